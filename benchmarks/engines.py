@@ -23,8 +23,9 @@ import torch
 from benchmarks.models import model_path
 from benchmarks.workloads import Workload
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoint.find import ALIASES, find_checkpoint
+from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.gguf import list_tensors
+from nanovllm.checkpoint.hub import ALIASES
 from nanovllm.config import EngineConfig
 from nanovllm.errors import NanovllmError
 from nanovllm.models.registry import read_config

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.quantisation import check_kv_cache, check_option
+from nanovllm.quantisation import METHODS
 from nanovllm.validation import check_choices, check_types, option, require, suggest_fields
 
 WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
 SERVING_TARGET_MS = 25.0  # target_inter_token_ms of AsyncLLM and of servers
 DTYPES = ("float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are the same
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # other names that PyTorch and vLLM have
 _COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size")
 
@@ -102,8 +103,15 @@ class EngineConfig:
         if self.distributed_executor_backend == "uni" and self.tensor_parallel_size > 1:
             size = self.tensor_parallel_size
             raise ConfigError(f"tensor_parallel_size={size} needs 'mp' or 'ray', not 'uni'")
-        check_kv_cache(self.kv_cache_dtype, self.attention_backend)
-        check_option(self.quantization)
+        is_known = self.kv_cache_dtype in KV_CACHE_DTYPES
+        self._require("kv_cache_dtype", is_known, f"one of {KV_CACHE_DTYPES}")
+        if self.kv_cache_dtype != "auto" and self.attention_backend == "flash_attn":
+            raise ConfigError(
+                f"attention_backend='flash_attn' does not read kv_cache_dtype="
+                f"{self.kv_cache_dtype!r}; use another one, or leave kv_cache_dtype out"
+            )
+        is_known = self.quantization in (None, *METHODS)
+        self._require("quantization", is_known, f"None or one of {METHODS}")
         self._require("revision", self.revision != "", "a branch, tag or commit")
         target = self.target_inter_token_ms
         is_time = target is None or 0 < target < math.inf

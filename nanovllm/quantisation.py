@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from nanovllm.errors import ConfigError, UnsupportedQuantisationError
 
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are the same
 # The values of `quantization`, which are vLLM's names of methods.
 METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
 Scheme = Literal["fp8_block", "fp8_scaled", "packed_int", "awq", "gptq", "round_to_fp8"]
@@ -68,23 +67,6 @@ class Quantisation:
 ROUND_TO_FP8 = Quantisation("fp8", "round_to_fp8")
 
 
-def check_kv_cache(dtype: str, attention_backend: str) -> None:
-    """Refuse a cache that is not known, or that the attention asked for does not read."""
-    if dtype not in KV_CACHE_DTYPES:
-        raise ConfigError(f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {dtype!r}")
-    if dtype != "auto" and attention_backend == "flash_attn":
-        raise ConfigError(
-            f"attention_backend='flash_attn' does not read kv_cache_dtype={dtype!r}; use 'auto', "
-            "'triton' or 'sdpa', or leave kv_cache_dtype out"
-        )
-
-
-def check_option(asked: str | None) -> None:
-    """Refuse a value of the option `quantization` that no checkpoint could make right."""
-    if asked not in (None, *METHODS):
-        raise ConfigError(f"quantization must be None or one of {METHODS}, got {asked!r}")
-
-
 def choose_quantisation(asked: str | None, stored: object) -> Quantisation | None:
     """Return how weights are read: as `quantization_config` says, or rounded as is asked for."""
     quantisation = read_quantisation(stored)
@@ -105,150 +87,126 @@ def read_quantisation(stored: object) -> Quantisation | None:
         return None
     if not isinstance(stored, Mapping):
         raise _refusal("what is not an object")
-    method = stored.get("quant_method")
     readers = {
         "fp8": _read_fp8,
         "compressed-tensors": _read_compressed,
         "awq": _read_awq,
         "gptq": _read_gptq,
     }
-    if not isinstance(method, str) or method not in readers:
-        raise _refusal(f"quant_method {method!r:.80}", ", ".join(METHODS))
-    return readers[method](stored)
+    reader = readers[_choose(stored, "quant_method", None, *METHODS)]
+    try:
+        return reader(stored)
+    except (TypeError, ValueError, KeyError, AttributeError, re.error) as error:
+        raise _refusal(f"a missing value, or one of the wrong type ({error!r:.120}),") from error
 
 
 def _read_fp8(stored: Mapping[str, Any]) -> Quantisation:
-    _require(stored, "activation_scheme", "dynamic", "dynamic")
-    _require(stored, "fmt", "e4m3", "e4m3", "float8_e4m3fn")
-    block = _read_block(stored.get("weight_block_size"), "weight_block_size")
-    key = "ignored_layers" if stored.get("ignored_layers") else "modules_to_not_convert"
-    return Quantisation(
-        "fp8",
-        "fp8_scaled" if block is None else "fp8_block",
-        block_size=block,
-        ignored=_read_names(stored, key),
-    )
+    _choose(stored, "activation_scheme", "dynamic", "dynamic")
+    _choose(stored, "fmt", "e4m3", "e4m3", "float8_e4m3fn")
+    block = stored.get("weight_block_size")
+    ignored = stored.get("ignored_layers") or stored.get("modules_to_not_convert")
+    return _float_weights("fp8", block, ignored)
+
+
+def _float_weights(method: str, block: list[int] | None, ignored: object) -> Quantisation:
+    if block is None:
+        return Quantisation(method, "fp8_scaled", ignored=_read_names(ignored))
+    high, wide = block
+    if not all(type(size) is int and 0 < size < 2**31 for size in block):
+        raise _refusal(f"blocks of {block!r:.80}", "two whole numbers")
+    return Quantisation(method, "fp8_block", block_size=(high, wide), ignored=_read_names(ignored))
 
 
 def _read_awq(stored: Mapping[str, Any]) -> Quantisation:
-    _require(stored, "bits", 4, 4)
-    _require(stored, "version", "gemm", "gemm", "GEMM")
-    _require(stored, "zero_point", True, True)
+    _choose(stored, "version", "gemm", "gemm", "GEMM")
+    _choose(stored, "zero_point", True, True)
     return Quantisation(
         "awq",
         "awq",
-        bits=4,
+        bits=_choose(stored, "bits", 4, 4),
         group_size=_read_group_size(stored),
         is_symmetric=False,
-        ignored=_read_names(stored, "modules_to_not_convert"),
+        ignored=_read_names(stored.get("modules_to_not_convert")),
     )
 
 
 def _read_gptq(stored: Mapping[str, Any]) -> Quantisation:
-    _require(stored, "bits", None, *BITS)
-    _require(stored, "is_marlin_format", False, False)
-    _require(stored, "pack_dtype", "int32", "int32")
-    layout = stored.get("checkpoint_format") or stored.get("format") or "gptq"
-    if layout not in ("gptq", "gptq_v2"):
-        raise _refusal(f"checkpoint_format {layout!r:.80}")
+    _choose(stored, "is_marlin_format", False, False)
+    _choose(stored, "pack_dtype", "int32", "int32")
+    layout = stored.get("format") or "gptq"
+    layout = _choose(stored, "checkpoint_format", layout, "gptq", "gptq_v2")
     if stored.get("dynamic"):
         raise _refusal("dynamic, other numbers for some modules,")
+    # GPTQModel subtracts from words of zero points, not from each.
+    quantizer = str((stored.get("meta") or {}).get("quantizer"))
     return Quantisation(
         "gptq",
         "gptq",
-        bits=stored["bits"],
+        bits=_choose(stored, "bits", None, *BITS),
         group_size=_read_group_size(stored),
-        is_symmetric=_read_flag(stored, "sym", True),
-        desc_act=_read_flag(stored, "desc_act", False),
+        is_symmetric=_choose(stored, "sym", True, True, False),
+        desc_act=_choose(stored, "desc_act", False, True, False),
         zero_offset=1 if layout == "gptq" else 0,  # the first format stores one less
-        zeros_carry=_is_by_gptqmodel(stored),
-        ignored=_read_names(stored, "modules_to_not_convert"),
+        zeros_carry="gptqmodel:" in quantizer,
+        ignored=_read_names(stored.get("modules_to_not_convert")),
     )
-
-
-def _is_by_gptqmodel(stored: Mapping[str, Any]) -> bool:
-    """Whether the tool wrote it that subtracts from words of zero points, not from each."""
-    meta = stored.get("meta")
-    return isinstance(meta, Mapping) and "gptqmodel:" in str(meta.get("quantizer"))
 
 
 def _read_compressed(stored: Mapping[str, Any]) -> Quantisation:
-    groups = stored.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
+    groups = list(stored["config_groups"].values())
+    if len(groups) != 1:
         raise _refusal("config_groups other than one group")
-    [group] = groups.values()
-    if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-        raise _refusal("config_groups without weights")
-    if group.get("targets") != ["Linear"]:
-        raise _refusal(f"targets {group.get('targets')!r:.80}", "['Linear']")
-    layout = group.get("format") or stored.get("format")
-    readers = {
-        "float-quantized": _read_float_weights,
-        "naive-quantized": _read_float_weights,  # the same, where activations are not quantised
-        "pack-quantized": _read_packed_weights,
-    }
-    if not isinstance(layout, str) or layout not in readers:
-        raise _refusal(f"format {layout!r:.80}", ", ".join(readers))
-    if stored.get("kv_cache_scheme"):
-        raise _refusal("kv_cache_scheme, a quantised KV cache,")
-    sparsity = stored.get("sparsity_config") or {}
-    if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
-        raise _refusal("sparsity_config, sparse weights,")
-    if stored.get("transform_config"):
-        raise _refusal("transform_config, rotated activations,")
-    if group.get("output_activations"):
-        raise _refusal("output_activations, quantised outputs,")
+    group = groups[0]
+    _choose(group, "targets", None, ["Linear"])
+    _choose(group, "output_activations", {}, {})
+    for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        if stored.get(name) and stored[name].get("format") != "dense":
+            raise _refusal(name)
+    # Naive is the same, where activations are not quantised.
+    layouts = "float-quantized", "naive-quantized", "pack-quantized"
+    layout = _choose(stored, "format", group.get("format"), *layouts)
+    weights, ignored = group["weights"], stored.get("ignore")
     _check_activations(group.get("input_activations"), layout)
-    return readers[layout](group["weights"], _read_names(stored, "ignore"))
+    if layout == "pack-quantized":
+        return _read_packed_weights(weights, ignored)
+    _choose(weights, "num_bits", None, 8)
+    _choose(weights, "type", None, "float")
+    _choose(weights, "symmetric", True, True)
+    strategy = _choose(weights, "strategy", None, "tensor", "channel", "block")
+    block = weights["block_structure"] if strategy == "block" else None
+    return _float_weights("compressed-tensors", block, ignored)
 
 
-def _check_activations(inputs: object, layout: str) -> None:
+def _check_activations(inputs: Any, layout: str) -> None:
     """Accept none, and fp8 by token: weights are what counts, activations stay in their dtype."""
-    if not inputs:
-        return
     known = {"num_bits": 8, "type": "float", "dynamic": True}
-    is_known = isinstance(inputs, Mapping) and all(inputs.get(k) == v for k, v in known.items())
-    if layout == "pack-quantized" or not is_known:
+    if inputs and (layout == "pack-quantized" or any(inputs[key] != known[key] for key in known)):
         raise _refusal(f"input_activations {inputs!r:.120}", "dynamic fp8 with fp8 weights")
 
 
-def _read_float_weights(weights: Mapping[str, Any], ignored: tuple[str, ...]) -> Quantisation:
-    _require(weights, "num_bits", None, 8)
-    _require(weights, "type", None, "float")
-    _require(weights, "symmetric", True, True)
-    _require(weights, "strategy", None, "tensor", "channel", "block")
-    block = None
-    if weights["strategy"] == "block":
-        block = _read_block(weights.get("block_structure"), "block_structure")
-        if block is None:
-            raise _refusal("strategy 'block' without block_structure")
-    scheme: Scheme = "fp8_scaled" if block is None else "fp8_block"
-    return Quantisation("compressed-tensors", scheme, block_size=block, ignored=ignored)
-
-
-def _read_packed_weights(weights: Mapping[str, Any], ignored: tuple[str, ...]) -> Quantisation:
-    _require(weights, "num_bits", None, *BITS)
-    _require(weights, "type", None, "int")
-    _require(weights, "strategy", None, "channel", "group")
-    _require(weights, "actorder", None, None, "weight", "static", "group", "dynamic", False, True)
-    is_grouped = weights["strategy"] == "group"
+def _read_packed_weights(weights: Mapping[str, Any], ignored: object) -> Quantisation:
+    _choose(weights, "type", None, "int")
+    orders = None, "weight", "static", "group", "dynamic", False, True
+    order = _choose(weights, "actorder", None, *orders)
+    is_grouped = _choose(weights, "strategy", None, "channel", "group") == "group"
     return Quantisation(
         "compressed-tensors",
         "packed_int",
-        bits=weights["num_bits"],
+        bits=_choose(weights, "num_bits", None, *BITS),
         group_size=_read_group_size(weights) if is_grouped else -1,
-        is_symmetric=_read_flag(weights, "symmetric", True),
-        # Only these store which group each input is in.
-        desc_act=weights.get("actorder") in ("group", "dynamic", True),
-        ignored=ignored,
+        is_symmetric=_choose(weights, "symmetric", True, True, False),
+        desc_act=order in ("group", "dynamic", True),  # only these store the group of each input
+        ignored=_read_names(ignored),
     )
 
 
-def _require(stored: Mapping[str, Any], name: str, default: object, *supported: object) -> None:
+def _choose(stored: Mapping[str, Any], name: str, default: object, *supported: object) -> Any:
+    """Return a value, which must be one of those supported."""
     value = stored.get(name)
     value = default if value is None else value
     if not any(type(value) is type(known) and value == known for known in supported):
-        raise _refusal(f"{name} {value!r:.80}", ", ".join(map(repr, supported)))
+        raise _refusal(f"{name} {value!r:.80}", ", ".join(map(str, supported)))
+    return value
 
 
 def _read_group_size(stored: Mapping[str, Any]) -> int:
@@ -258,31 +216,12 @@ def _read_group_size(stored: Mapping[str, Any]) -> int:
     return size
 
 
-def _read_block(value: object, name: str) -> tuple[int, int] | None:
-    if value is None:
-        return None
-    sizes = tuple(value) if isinstance(value, list | tuple) else ()
-    if len(sizes) != 2 or any(type(size) is not int or not 0 < size < 2**31 for size in sizes):
-        raise _refusal(f"{name} {value!r:.80}", "two whole numbers")
-    return sizes[0], sizes[1]
-
-
-def _read_flag(stored: Mapping[str, Any], name: str, default: bool) -> bool:
-    _require(stored, name, default, True, False)
-    value: bool | None = stored.get(name)
-    return default if value is None else value
-
-
-def _read_names(stored: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    names = stored.get(key) or []
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise _refusal(f"{key} {names!r:.80}", "a list of names")
-    for name in names:
-        try:
-            re.compile(name[3:] if name.startswith("re:") else "")
-        except re.error as error:
-            raise _refusal(f"{key} {name!r:.80} ({error})") from error
-    return tuple(names)
+def _read_names(names: Any) -> tuple[str, ...]:
+    if not isinstance(names or [], list | tuple):
+        raise _refusal(f"{names!r:.80} in place of a list of modules")
+    for name in names or ():
+        re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+    return tuple(names or ())
 
 
 def _refusal(what: str, supported: str = "") -> UnsupportedQuantisationError:

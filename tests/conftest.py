@@ -131,10 +131,17 @@ def shared_machine_code() -> Iterator[None]:
     if importlib.util.find_spec("numba") is None:
         yield
         return
-    from nanovllm.kernels.cpu import program
+    from nanovllm.kernels.cpu import interpreter, program
 
-    shared = functools.cache(program.compile_interpreter)
-    with patch.object(program, "compile_interpreter", shared):
+    @functools.cache
+    def compile_once(kernel: Any, *dtypes: Any) -> Any:
+        return interpreter.compile_kernel(interpreter.Compiler(), kernel, *dtypes)
+
+    loop = functools.cache(lambda: interpreter.compile_interpreter(interpreter.Compiler()))
+    with (
+        patch.object(program, "compile_interpreter", lambda compiler: loop()),
+        patch.object(program, "compile_kernel", lambda compiler, *what: compile_once(*what)),
+    ):
         yield
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionSpec, BatchRows
-from nanovllm.attention.rows import PrefillRow, attend_prefill, plan_prefills
-from nanovllm.kernels.cpu.kernels import ATTEND, CALL
+from nanovllm.attention.sdpa import PrefillRow, attend_prefill, plan_prefills
+from nanovllm.kernels.cpu import kernels
 from nanovllm.kernels.cpu.program import Launcher, float_bits
 from nanovllm.kernels.ops import LayerCache
 
@@ -61,9 +61,8 @@ class NumbaAttention:
         # Per thread and query head: the query, the output in the making, a score per position.
         scratch_size = self.launcher.num_threads * group * (2 * head_dim + plan.max_length)
         scratch = self.launcher.scratch(scratch_size)
-        codes = self.launcher.codes if cache.k_exponents is not None else None
         self.launcher.launch(
-            *((ATTEND,) if codes is None else (CALL, codes.attend)),
+            kernels.attend,
             output.data_ptr(),
             q.data_ptr(),
             q.stride(0),
@@ -83,4 +82,5 @@ class NumbaAttention:
             float_bits(spec.scale),
             plan.max_length if spec.window is None else spec.window,
             *(part.data_ptr() for part in cache.parts[2:]),
+            cached=cache.k.dtype,
         )

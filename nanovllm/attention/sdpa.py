@@ -1,14 +1,33 @@
-"""The reference on any device: torch's SDPA, row by row, over each row's own tokens only."""
+"""Attention in plain torch, on any device: SDPA, row by row, over each row's own tokens only.
+
+Query heads that share a kv head are seen as a batch, so grouped-query attention copies nothing.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionSpec, BatchRows
-from nanovllm.attention.rows import PrefillRow, attend_prefill, plan_row
+from nanovllm.kernels.fp8_rows import Fp8Rows, dequantise
 from nanovllm.kernels.ops import LayerCache
+from nanovllm.kernels.torch_ops import upcast
+
+QUERY_TILE = 512  # queries per call when a mask is needed, which bounds the mask's memory
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """One row of several tokens: batch[offset : offset + count] continues `start` cached tokens."""
+
+    offset: int
+    count: int
+    start: int
+    block_ids: Tensor
 
 
 class SdpaAttention:
@@ -27,3 +46,82 @@ class SdpaAttention:
         for row in plan:
             attend_prefill(q, cache, row, spec, output, self.product_dtype)
         return output
+
+
+def plan_prefills(rows: BatchRows, offsets: np.ndarray, block_size: int) -> list[PrefillRow]:
+    """Describe the rows of more than one token; `offsets` says where each begins in the batch."""
+    longer = np.flatnonzero(rows.counts != 1).tolist()
+    return [plan_row(rows, i, offsets, block_size) for i in longer]
+
+
+def plan_row(rows: BatchRows, i: int, offsets: np.ndarray, block_size: int) -> PrefillRow:
+    start, count = int(rows.starts[i]), int(rows.counts[i])
+    num_blocks = -(-(start + count) // block_size)
+    block_ids = rows.block_table[int(rows.slots[i]), :num_blocks].long()
+    return PrefillRow(int(offsets[i]), count, start, block_ids)
+
+
+def attend_prefill(
+    q: Tensor,
+    cache: LayerCache,
+    row: PrefillRow,
+    spec: AttentionSpec,
+    output: Tensor,
+    product_dtype: torch.dtype | None = None,
+) -> None:
+    """Attend from the last `count` positions of a row to all of it, or what the window shows."""
+    part = slice(row.offset, row.offset + row.count)
+    q, output = q[part], output[part]
+    length = row.start + row.count
+    k, v = (part[:, :, :length] for part in _gather(cache, row.block_ids, q.dtype))
+    q, k, v = upcast(q, k, v, dtype=product_dtype)
+    window = length if spec.window is None else spec.window
+    if row.start == 0 and length <= window:
+        output[:] = _grouped_sdpa(q, k, v, None, spec.scale)
+        return
+    positions = torch.arange(length, device=q.device)
+    for first in range(0, row.count, QUERY_TILE):
+        tile = q[first : first + QUERY_TILE]
+        start = row.start + first
+        end, begin = start + len(tile), max(start - window + 1, 0)
+        keys, queries = positions[begin:end], positions[start:end, None]
+        is_visible = (keys <= queries) & (keys > queries - window)
+        values = _grouped_sdpa(tile, k[:, :, begin:end], v[:, :, begin:end], is_visible, spec.scale)
+        output[first : first + QUERY_TILE] = values
+
+
+def _gather(cache: LayerCache, block_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Copy keys and values out of the cache, each as [1, kv_heads, tokens, head_dim]."""
+    num_kv_heads, head_dim = cache.k.shape[2:]
+    parts = (cache.k, cache.k_exponents), (cache.v, cache.v_exponents)
+    blocks = (_gather_blocks(*part, block_ids, dtype) for part in parts)
+    k, v = (each.view(1, -1, num_kv_heads, head_dim).transpose(1, 2) for each in blocks)
+    return k, v
+
+
+def _gather_blocks(
+    cached: Tensor, exponents: Tensor | None, block_ids: Tensor, dtype: torch.dtype
+) -> Tensor:
+    if exponents is None:
+        return cached.flatten(1).index_select(0, block_ids)
+    codes = cached.view(torch.uint8).flatten(1).index_select(0, block_ids).view(cached.dtype)
+    codes = codes.view(-1, *cached.shape[1:])  # [blocks, block_size, kv_heads, head_dim]
+    by_token = exponents.index_select(0, block_ids).transpose(1, 2)
+    return dequantise(Fp8Rows(codes, by_token), dtype)
+
+
+def _grouped_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None, scale: float
+) -> Tensor:
+    """SDPA of q [queries, heads, dim] over k, v [1, kv_heads, tokens, dim]; None means causal."""
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    # kv heads become the batch and each is broadcast over its query heads: a view, not a copy.
+    groups = q.view(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    size = groups.shape[1]
+    k = k.transpose(0, 1).expand(-1, size, -1, -1)
+    v = v.transpose(0, 1).expand(-1, size, -1, -1)
+    output = F.scaled_dot_product_attention(
+        groups, k, v, attn_mask=is_visible, is_causal=is_visible is None, scale=scale
+    )
+    return output.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)

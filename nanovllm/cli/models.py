@@ -25,7 +25,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # These bring numpy and torch, which --help does without.
-    from nanovllm.checkpoint.find import ALIASES
+    from nanovllm.checkpoint.hub import ALIASES
     from nanovllm.models.registry import FAMILIES
 
     for architecture, family in FAMILIES.items():

@@ -108,7 +108,8 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
         raise UnsupportedModelError(
             "is_causal=False in config.json, attention to later tokens, is not supported"
         )
-    read_quantisation(config.get("quantization_config"))
+    if (quantization := config.get("quantization_config")) is not None:
+        read_quantisation(quantization)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     head_dim = config.get("head_dim") or hidden_size // num_heads
     bias = config.get("attention_bias", False)

@@ -10,8 +10,8 @@ from nanovllm.config import ModelConfig
 from nanovllm.kernels.ops import Hidden
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build, ForwardBatch, Layer
-from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import Embedding, LMHead
 from nanovllm.layers.rotary_embedding import rope_table
 
 BuildLayer = Callable[[ModelConfig, int, Build], nn.Module]

@@ -27,7 +27,7 @@ from nanovllm.devices.base import Device
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels.quantized_weight import QuantizedRows
 from nanovllm.layers.build import Layer
-from nanovllm.layers.embed_head import LMHead
+from nanovllm.layers.linear import LMHead
 from nanovllm.layers.shards import ExpectedTensor
 from nanovllm.layers.weights import Layouts
 from nanovllm.models.registry import read_config
@@ -279,6 +279,8 @@ def choose_layouts(
     if types and not is_dummy and device.reads_quantized("gguf", dtype):
         return _gguf_layouts(types)
     stored = checkpoint_config.get("quantization_config")
+    if stored is None and config.quantization is None:
+        return None
     quantisation = choose_quantisation(config.quantization, stored)
     layout = None if quantisation is None else quantisation.layout
     if quantisation is None or layout is None or not device.reads_quantized(layout.kind, dtype):

@@ -50,7 +50,8 @@ def check_model(
 ) -> None:
     """Refuse a model that is not supported, cannot be split or does not fit."""
     model = read_config(checkpoint_config)
-    choose_quantisation(config.quantization, checkpoint_config.get("quantization_config"))
+    if config.quantization is not None:
+        choose_quantisation(config.quantization, checkpoint_config.get("quantization_config"))
     check_splits(model, config.tensor_parallel_size)
     if device is None:
         return  # each rank will look at its own device

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec, BatchRows
-from nanovllm.attention.rows import QUERY_TILE
+from nanovllm.attention.sdpa import QUERY_TILE
 from nanovllm.kernels.fp8_rows import dequantise, quantise, spread, spread_exponents
 from nanovllm.kernels.ops import LayerCache, Ops
 

@@ -12,10 +12,9 @@ import torch
 
 pytest.importorskip("numba")
 
-from nanovllm.attention import rows as attention_rows
+from nanovllm.attention import sdpa
 from nanovllm.attention.base import BatchRows
 from nanovllm.attention.cpu import NumbaAttention
-from nanovllm.attention.rows import MAX_WASTE, CpuAttention
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.devices.cpu.features import find_cpu_features
 from nanovllm.kernels.cpu.ops import NumbaOps
@@ -40,15 +39,15 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 MakeBackend = Callable[[int, torch.dtype], Backend]  # from the block size and dtype
 
 
-@pytest.fixture(params=["torch", "numba", "sdpa"])
+@pytest.fixture(params=["numba", "sdpa", "plain torch"])
 def make_backend(request: pytest.FixtureRequest) -> MakeBackend:
     return partial(build_backend, request.param)
 
 
 def build_backend(name: str, block_size: int, dtype: torch.dtype) -> Backend:
     product_dtype = FEATURES.product_dtype(dtype)
-    if name == "torch":
-        return Backend(TorchOps(), CpuAttention(block_size, product_dtype))
+    if name == "plain torch":
+        return Backend(TorchOps(), SdpaAttention(block_size, product_dtype))
     launcher = make_launcher(dtype, torch.get_num_threads())
     if name == "sdpa":
         return Backend(NumbaOps(launcher, FEATURES), SdpaAttention(block_size, product_dtype))
@@ -112,7 +111,7 @@ def test_a_window_and_a_scale(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention_rows, "QUERY_TILE", 64)  # borders as ever, in less time
+    monkeypatch.setattr(sdpa, "QUERY_TILE", 64)  # borders as ever, in less time
     case = make_case(make_mixes(64)[mix], dtype=dtype, window=window, scale=0.17)
     assert_equals_reference(case, make_backend)
 
@@ -161,18 +160,6 @@ def test_random_mixes(make_backend: MakeBackend, seed: int, dtype: torch.dtype) 
     block_size = int(rng.choice([16, 32, 48]))
     case = make_case(mix, block_size=block_size, dtype=dtype, seed=seed)
     assert_equals_reference(case, make_backend)
-
-
-def test_decodes_of_different_lengths_are_grouped() -> None:
-    """Together the groups hold every row once, and none pads more than its allowance."""
-    case = make_case(MIXES["decodes of very different lengths"])
-    groups = CpuAttention(16).plan(case.rows).groups
-    assert len(groups) > 1
-    rows = [group.tokens.tolist() for group in groups]
-    assert sorted(row for group in rows for row in group) == list(range(8))
-    for group in rows:
-        lengths = case.rows.starts[group] + 1
-        assert (lengths.max() - lengths).sum() <= MAX_WASTE
 
 
 def test_a_row_does_not_depend_on_its_neighbours(make_backend: MakeBackend) -> None:

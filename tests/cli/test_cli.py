@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nanovllm import __version__
-from nanovllm.checkpoint.find import ALIASES
+from nanovllm.checkpoint.hub import ALIASES
 from nanovllm.cli import build_parser, main, parse
 from nanovllm.cli.options import dashed, engine_config, sampling_params
 from nanovllm.cli.start import set_child_threads

@@ -16,9 +16,8 @@ from nanovllm.kernels.ops import Hidden, Ops
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build
-from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.linear import Embedding, LMHead, RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import ExpertNames, SparseMLP
 from nanovllm.layers.shards import Share, check_splits, split, split_kv_heads, whole

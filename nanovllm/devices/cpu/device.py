@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend
-from nanovllm.attention.rows import CpuAttention
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import EngineConfig
 from nanovllm.devices.base import Memory
@@ -84,15 +83,13 @@ class CpuDevice:
     def attention(self, dtype: torch.dtype, ops: Ops) -> AttentionBackend:
         block_size, name = self.config.kvcache_block_size, self.config.attention_backend
         product_dtype = self.features.product_dtype(dtype)
-        if name == "sdpa":
-            return SdpaAttention(block_size, product_dtype)
-        if name != "auto":
+        if name not in ("auto", "sdpa"):
             raise ConfigError(
                 f"attention_backend={name!r} needs a CUDA device, but the engine runs on the "
                 "cpu; use 'auto' or 'sdpa'"
             )
-        if ops.launcher is None:
-            return CpuAttention(block_size, product_dtype)
+        if name == "sdpa" or ops.launcher is None:
+            return SdpaAttention(block_size, product_dtype)
         from nanovllm.attention.cpu import NumbaAttention
 
         return NumbaAttention(block_size, ops.launcher, product_dtype)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import llvmlite.ir as ir
-from numba import float32, int32, int64, types, uint16, uint32
+import torch
+from numba import float32, int32, int64, types, uint32
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -25,13 +26,7 @@ from nanovllm.kernels.cpu.block_types import (
     splat,
     spread,
 )
-from nanovllm.kernels.cpu.interpreter import (
-    CALL_SIGNATURE,
-    Element,
-    compile_kept,
-    hash_sources,
-    like_of,
-)
+from nanovllm.kernels.cpu.interpreter import LIKE, Compiler, hash_sources
 from nanovllm.kernels.cpu.simd import (
     LINE_BYTES,
     as_float,
@@ -226,24 +221,23 @@ def _narrow(builder: Any, values: Any) -> Any:
 
 
 # What a kernel encloses must be the same in every process, or its machine code is not found again.
-SOURCES = ("block_kernels", "block_types", "simd")
 
 
-def compile_product(name: str) -> Any:
+def compile_product(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
     """Make the kernel of y = x @ weight.T + bias for few rows of x, and some columns of y.
 
     With `order` (or 0) y has a row for each pair of a token and its expert, as grouped_linear in
     experts.py. `scratch` holds, per thread, the sums of a tile, then x as float32 and its sums by
-    group. Elements of x, y and bias are bfloat16 or float32.
+    group.
     """
     kind, block_type = NAMES.index(name), TYPES[name]
     size, num_bytes, group_size = block_type.size, block_type.num_bytes, block_type.group_size
-    has_sums, sources = block_type.has_sums, hash_sources(*SOURCES)
+    version, like = hash_sources(), LIKE[dtype]
     one, tile, lanes = 1, TILE_ROWS, PANEL_ROWS
 
     def product(args, thread, num_threads):  # type: ignore[no-untyped-def]
-        weight, scratch, max_rows = args[2], pointer_to(args[4], float32(0)), args[5] + 0 * sources
-        num_out, num_in, starts = args[6], args[7], pointer_to(args[11], int32(0))
+        weight, scratch, max_rows = args[2], pointer_to(args[4], float32(0)), args[5] + 0 * version
+        num_out, num_in, starts = args[6], args[7], pointer_to(args[10], int32(0))
         num_blocks, num_groups = num_in // size, num_in // group_size
         sums = thread * (max_rows * (num_in + num_groups) + tile * lanes)
         xs = sums + tile * lanes
@@ -251,14 +245,13 @@ def compile_product(name: str) -> Any:
         num_panels = (num_out + lanes - 1) // lanes
         panel_bytes = num_blocks * num_bytes * lanes
         begin, end = thread * num_panels // num_threads, (thread + 1) * num_panels // num_threads
-        for expert in range(args[12]):
+        for expert in range(args[11]):
             first, num_rows = int64(0), max_rows
-            if args[10] != 0:
+            if args[9] != 0:
                 first = int64(starts[expert])
                 num_rows = int64(starts[expert + 1]) - first
-            gather_x(args, first, num_rows, scratch, xs)
-            if has_sums:
-                add_groups(scratch, xs, x_sums, num_rows * num_groups, group_size)
+            gather_x(args, first, num_rows, scratch, xs, like)
+            add_groups(scratch, xs, x_sums, num_rows * num_groups, group_size)
             for i in range(begin, end):
                 panel = weight + (expert * num_panels + i) * panel_bytes
                 row = 0
@@ -270,26 +263,18 @@ def compile_product(name: str) -> Any:
                     else:
                         num_done = one
                         multiply_panel(kind, one, panel, num_blocks, scratch, at, at_sums, sums)
-                    write_sums(args, first + row, num_done, i * lanes, scratch, sums)
+                    write_sums(args, first + row, num_done, i * lanes, scratch, sums, like)
                     row += num_done
 
-    return compile_kept(product, CALL_SIGNATURE, f"CPU product with {name}: 2 to 10")
+    return compiler.compile(product)
 
 
 @kernel
-def gather_x(args: Any, first: int, num_rows: int, scratch: Any, xs: int) -> None:
+def gather_x(args: Any, first: int, num_rows: int, scratch: Any, xs: int, like: Any) -> None:
     """Widen rows of x, those of the pairs from `first` on."""
-    if args[9] != 0:
-        _gather(args, pointer_to(args[1], uint16(0)), first, num_rows, scratch, xs)
-    else:
-        _gather(args, pointer_to(args[1], float32(0)), first, num_rows, scratch, xs)
-
-
-@kernel
-def _gather(args: Any, x: Any, first: int, num_rows: int, scratch: Any, xs: int) -> None:
-    num_in, order, per_row = args[7], pointer_to(args[10], int32(0)), args[13]
+    x, num_in, order = pointer_to(args[1], like), args[7], pointer_to(args[9], int32(0))
     for row in range(num_rows):
-        source = row if args[10] == 0 else int64(order[first + row]) // per_row
+        source = row if args[9] == 0 else int64(order[first + row]) // args[12]
         for i in range(num_in):
             scratch[xs + row * num_in + i] = load(x, source * num_in + i)
 
@@ -304,24 +289,14 @@ def add_groups(scratch: Any, xs: int, x_sums: int, num_groups: int, size: int) -
 
 
 @kernel
-def write_sums(args: Any, first: int, num_rows: int, out: int, sums: Any, base: int) -> None:
+def write_sums(
+    args: Any, first: int, num_rows: int, out: int, sums: Any, base: int, like: Any
+) -> None:
     """Set columns of y from `out` on, in the rows of the pairs from `first` on."""
-    if args[9] != 0:
-        _write(args, uint16(0), first, num_rows, out, sums, base)
-    else:
-        _write(args, float32(0), first, num_rows, out, sums, base)
-
-
-@kernel
-def _write(args: Any, like: Any, first: int, num_rows: int, out: int, sums: Any, base: int) -> None:
-    y, bias, order = (
-        pointer_to(args[0], like),
-        pointer_to(args[3], like),
-        pointer_to(args[10], int32(0)),
-    )
-    count = min(int64(PANEL_ROWS), args[6] - out)
+    y, bias = pointer_to(args[0], like), pointer_to(args[3], like)
+    order, count = pointer_to(args[9], int32(0)), min(int64(PANEL_ROWS), args[6] - out)
     for j in range(num_rows):
-        row = first + j if args[10] == 0 else int64(order[first + j])
+        row = first + j if args[9] == 0 else int64(order[first + j])
         for i in range(count):
             value = sums[base + j * PANEL_ROWS + i]
             if args[3] != 0:
@@ -329,18 +304,20 @@ def _write(args: Any, like: Any, first: int, num_rows: int, out: int, sums: Any,
             store(y, row * args[8] + out + i, value)
 
 
-def compile_widening(name: str, element: Element, wide_element: Element) -> Any:
+def compile_widening(
+    compiler: Compiler, name: str, dtype: torch.dtype, wide_dtype: torch.dtype
+) -> Any:
     """Make the kernel that widens panels, or the rows of a table that token ids name.
 
     Panels become rows: wide[16 * panel + lane, column]. A row of a table goes to rows[i], scaled;
     of `wide` each thread then has a panel.
     """
     kind, size, num_bytes = NAMES.index(name), TYPES[name].size, TYPES[name].num_bytes
-    like, wide_like = like_of(element), like_of(wide_element)
-    lanes, sources = PANEL_ROWS, hash_sources(*SOURCES)
+    like, wide_like = LIKE[dtype], LIKE[wide_dtype]
+    lanes, version = PANEL_ROWS, hash_sources()
 
     def widen(args, thread, num_threads):  # type: ignore[no-untyped-def]
-        wide, weight, num_in = pointer_to(args[0], wide_like), args[1], args[2] + 0 * sources
+        wide, weight, num_in = pointer_to(args[0], wide_like), args[1], args[2] + 0 * version
         count, rows = args[3], pointer_to(args[4], like)
         token_ids, scale = pointer_to(args[5], int32(0)), as_float(uint32(args[6]))
         is_lookup, num_blocks = args[4] != 0, num_in // size
@@ -356,4 +333,4 @@ def compile_widening(name: str, element: Element, wide_element: Element) -> Any:
                     value = round_to(load(wide, row + j), like)
                     store(rows, i * num_in + j, value * scale)
 
-    return compile_kept(widen, CALL_SIGNATURE, f"CPU kernel to widen {name} for {element}: 2 to 10")
+    return compiler.compile(widen)

@@ -41,7 +41,6 @@ class BlockType:
     units: tuple[int, ...]  # their bytes, in the order stored
     num_steps: int  # in which a block is read, all alike
     group_size: int  # columns
-    has_sums: bool  # whether products need the sums of x over each group
     groups: Callable[[Block, Any], list[Group]]  # emit those of a step
 
     @property
@@ -264,12 +263,12 @@ def _q6_k(block: Block, step: Any) -> list[Group]:
 
 
 TYPES = {
-    "Q8_0": BlockType(32, (2, *[4] * 8), 1, 32, False, _q8_0),
-    "Q4_0": BlockType(32, (2, *[4] * 4), 1, 32, True, _of_nibbles(False, False)),
-    "Q4_1": BlockType(32, (2, 2, *[4] * 4), 1, 32, True, _of_nibbles(True, False)),
-    "Q5_0": BlockType(32, (2, *[4] * 5), 1, 32, True, _of_nibbles(False, True)),
-    "Q5_1": BlockType(32, (2, 2, *[4] * 5), 1, 32, True, _of_nibbles(True, True)),
-    "Q4_K": BlockType(256, (2, 2, *[4] * 35), 8, 32, True, _of_superblocks(False)),
-    "Q5_K": BlockType(256, (2, 2, *[4] * 43), 8, 32, True, _of_superblocks(True)),
-    "Q6_K": BlockType(256, (*[4] * 52, 2), 8, 16, True, _q6_k),
+    "Q8_0": BlockType(32, (2, *[4] * 8), 1, 32, _q8_0),
+    "Q4_0": BlockType(32, (2, *[4] * 4), 1, 32, _of_nibbles(False, False)),
+    "Q4_1": BlockType(32, (2, 2, *[4] * 4), 1, 32, _of_nibbles(True, False)),
+    "Q5_0": BlockType(32, (2, *[4] * 5), 1, 32, _of_nibbles(False, True)),
+    "Q5_1": BlockType(32, (2, 2, *[4] * 5), 1, 32, _of_nibbles(True, True)),
+    "Q4_K": BlockType(256, (2, 2, *[4] * 35), 8, 32, _of_superblocks(False)),
+    "Q5_K": BlockType(256, (2, 2, *[4] * 43), 8, 32, _of_superblocks(True)),
+    "Q6_K": BlockType(256, (*[4] * 52, 2), 8, 16, _q6_k),
 }

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.cpu import kernels
 from nanovllm.kernels.cpu.block_kernels import TILE_ROWS, compile_product, compile_widening
 from nanovllm.kernels.cpu.block_types import TYPES, pack_panels
-from nanovllm.kernels.cpu.interpreter import Element
 from nanovllm.kernels.cpu.program import float_bits
 from nanovllm.kernels.ops import LinearFn
 from nanovllm.kernels.quantized_weight import PANEL_ROWS, Panels, PanelWeight
@@ -51,10 +49,8 @@ class BlockKernels:
 
     def __init__(self, ops: NumbaOps) -> None:
         self._ops, self._launcher = ops, ops.launcher
-        self._element = _element(ops.launcher.dtype)
-        self._products: dict[str, int] = {}  # addresses
-        self._widenings: dict[str, int] = {}
-        self._compiled: list[object] = []  # what they are addresses of
+        self._products: dict[str, Any] = {}  # by block type
+        self._widenings: dict[str, Any] = {}
         self._piece = torch.empty(0, dtype=ops.product_dtype)  # of a weight
 
     def compile(self, *weights: PanelWeight) -> None:
@@ -88,7 +84,7 @@ class BlockKernels:
         addresses = wide.data_ptr(), table.data.data_ptr(), num_in, num_rows, out.data_ptr()
         lookup = token_ids.data_ptr(), float_bits(scale)
         self._compile(table.kind)
-        launcher.launch(kernels.CALL, self._widenings[table.kind], *addresses, *lookup)
+        launcher.call(self._widenings[table.kind].address, *addresses, *lookup)
         return out
 
     def multiply_pairs(self, x: Tensor, weight: PanelWeight, pairs: Pairs) -> Tensor:
@@ -117,9 +113,8 @@ class BlockKernels:
         per_thread = num_rows * (part.num_in + num_groups) + TILE_ROWS * PANEL_ROWS
         scratch = launcher.scratch(launcher.num_threads * per_thread)
         offset = first * y.itemsize
-        launcher.launch(
-            kernels.CALL,
-            self._products[part.kind],
+        launcher.call(
+            self._products[part.kind].address,
             y.data_ptr() + offset,
             x.data_ptr(),
             part.data.data_ptr(),
@@ -129,7 +124,6 @@ class BlockKernels:
             part.num_out,
             part.num_in,
             y.shape[1],
-            y.dtype == torch.bfloat16,
             *grouping,
         )
 
@@ -162,18 +156,13 @@ class BlockKernels:
             address = self._piece[first * num_in :].data_ptr()
             sizes = num_in, len(part.data), 0, 0, 0
             kernel = self._widenings[part.kind]
-            self._launcher.launch(kernels.CALL, kernel, address, part.data.data_ptr(), *sizes)
+            self._launcher.call(kernel.address, address, part.data.data_ptr(), *sizes)
             first += part.num_out
         return weight
 
     def _compile(self, kind: str) -> None:
         if kind in self._products:
             return
-        product = compile_product(kind)
-        widening = compile_widening(kind, self._element, _element(self._ops.product_dtype))
-        self._compiled += [product, widening]
-        self._products[kind], self._widenings[kind] = product.address, widening.address
-
-
-def _element(dtype: torch.dtype) -> Element:
-    return "bfloat16" if dtype == torch.bfloat16 else "float32"
+        compiler, dtype = self._launcher.compiler, self._launcher.dtype
+        self._products[kind] = compile_product(compiler, kind, dtype)
+        self._widenings[kind] = compile_widening(compiler, kind, dtype, self._ops.product_dtype)

@@ -28,11 +28,11 @@ _dot_2, _dot_3, _dot_4, _dot_5, _dot_6 = (make_tile(count) for count in range(2,
 
 
 @kernel
-def route(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+def route(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """Set ids and weights (float32) of each token's experts, the best first."""
-    ids, weights = pointer_to(args[at], int32(0)), pointer_to(args[at + 1], float32(0))
-    logits, num_tokens, num_experts = pointer_to(args[at + 2], like), args[at + 3], args[at + 4]
-    top_k, is_normalized = args[at + 5], args[at + 6] != 0
+    ids, weights = pointer_to(args[0], int32(0)), pointer_to(args[1], float32(0))
+    logits, num_tokens, num_experts = pointer_to(args[2], like), args[3], args[4]
+    top_k, is_normalized = args[5], args[6] != 0
     begin, end = thread * num_tokens // num_threads, (thread + 1) * num_tokens // num_threads
     for token in range(begin, end):
         row_start, pair = token * num_experts, token * top_k
@@ -66,10 +66,10 @@ def _best_after(ids: Any, pair: int, choice: int, logits: Any, row_start: int, c
 
 
 @kernel
-def group(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+def group(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """Sort pairs by expert: starts[expert] is the index of its first one in order."""
-    order, starts = pointer_to(args[at], int32(0)), pointer_to(args[at + 1], int32(0))
-    ids, num_pairs, num_experts = pointer_to(args[at + 2], int32(0)), args[at + 3], args[at + 4]
+    order, starts = pointer_to(args[0], int32(0)), pointer_to(args[1], int32(0))
+    ids, num_pairs, num_experts = pointer_to(args[2], int32(0)), args[3], args[4]
     if thread != 0:
         return
     for i in range(num_experts + 1):
@@ -87,21 +87,21 @@ def group(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
 
 
 @kernel
-def grouped_linear(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+def grouped_linear(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """y[pair] = x[pair // per_row] @ weight[expert of the pair].T.
 
     `scratch` holds, per thread, the sums of a tile and as float32 the rows of an expert, which are
     at most `max_rows`.
     """
     y, x, weight = (
-        pointer_to(args[at], like),
-        pointer_to(args[at + 1], like),
-        pointer_to(args[at + 2], like),
+        pointer_to(args[0], like),
+        pointer_to(args[1], like),
+        pointer_to(args[2], like),
     )
-    order, starts = pointer_to(args[at + 3], int32(0)), pointer_to(args[at + 4], int32(0))
-    scratch, max_rows = pointer_to(args[at + 5], float32(0)), args[at + 6]
-    num_experts, per_row = args[at + 7], args[at + 8]
-    num_out, num_in = args[at + 9], args[at + 10]
+    order, starts = pointer_to(args[3], int32(0)), pointer_to(args[4], int32(0))
+    scratch, max_rows = pointer_to(args[5], float32(0)), args[6]
+    num_experts, per_row = args[7], args[8]
+    num_out, num_in = args[9], args[10]
     sums = thread * (max_rows * num_in + EXPERT_TILE)
     xs = sums + EXPERT_TILE
     begin, end = thread * num_out // num_threads, (thread + 1) * num_out // num_threads
@@ -153,11 +153,11 @@ def _dot_tile(
 
 
 @kernel
-def add_choices(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+def add_choices(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """out[token] = the sum over its choices of weight * y."""
-    out, y = pointer_to(args[at], like), pointer_to(args[at + 1], like)
-    weights, num_tokens = pointer_to(args[at + 2], float32(0)), args[at + 3]
-    top_k, dim = args[at + 4], args[at + 5]
+    out, y = pointer_to(args[0], like), pointer_to(args[1], like)
+    weights, num_tokens = pointer_to(args[2], float32(0)), args[3]
+    top_k, dim = args[4], args[5]
     begin, end = thread * dim // num_threads, (thread + 1) * dim // num_threads
     for token in range(num_tokens):
         for i in range(begin, end):

@@ -1,9 +1,8 @@
-"""CPU kernels for numba to compile, each with a number.
+"""CPU kernels for numba to compile.
 
-A program is a table of int64, one row per instruction: a kernel's number, then its arguments.
-Addresses point to elements of the type of `like`, float32 or (for the bits of bfloat16) uint16,
-unless they are named otherwise; fractions travel as the bits of a float32. All arithmetic is
-float32.
+`args` are int64. Addresses point to elements of the type of `like`, float32 or (for the bits of
+bfloat16) uint16, unless they are named otherwise; fractions travel as the bits of a float32. All
+arithmetic is float32. Each kernel does the part `thread` of `num_threads` equal parts of its work.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, int64, uint8, uint32
 
-from nanovllm.kernels.cpu.cache_rows import scale_rows, spread_query, store_key, store_row
-from nanovllm.kernels.cpu.experts import add_choices, group, grouped_linear, route
+from nanovllm.kernels.cpu.cache_rows import quantize_row, scale_rows, spread, store_row
 from nanovllm.kernels.cpu.simd import (
     NUM_STREAMS,
     NUM_WEIGHTED,
@@ -22,9 +20,9 @@ from nanovllm.kernels.cpu.simd import (
     TILE_ROWS,
     add_weighted_lanes,
     as_float,
-    call_kernel,
     dot_row,
     dot_tile,
+    is_fp8,
     kernel,
     load,
     ordered_kernel,
@@ -34,71 +32,32 @@ from nanovllm.kernels.cpu.simd import (
     store,
 )
 
-EMBED, LINEAR, NORM, GATE, ROPE_WRITE, ATTEND, CALL = range(7)
-ROUTE, GROUP, GROUPED_LINEAR, ADD_CHOICES = range(7, 11)
-PROGRAM_WIDTH = 24
-
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
 
 
-@part
-def run_instruction(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
-    number = args[at]
-    if number == EMBED:
-        _embed(args, at + 1, thread, num_threads, like)
-    elif number == LINEAR:
-        _linear(args, at + 1, thread, num_threads, like)
-    elif number == NORM:
-        _norm(args, at + 1, thread, num_threads, like)
-    elif number == GATE:
-        _gate(args, at + 1, thread, num_threads, like)
-    elif number == ROPE_WRITE:
-        rope_write(args, at + 1, thread, num_threads, like, like)
-    elif number == ATTEND:
-        attend(args, at + 1, thread, num_threads, like, like)
-    elif number == CALL:  # a kernel that is compiled apart, with the arguments after its address
-        call_kernel(args[at + 1], args, at + 2, thread, num_threads)
-
-
-@part
-def run_any_instruction(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
-    """Also those of experts, which take as long to compile as all the others."""
-    number = args[at]
-    if number < ROUTE:
-        run_instruction(args, at, thread, num_threads, like)
-    elif number == ROUTE:
-        route(args, at + 1, thread, num_threads, like)
-    elif number == GROUP:
-        group(args, at + 1, thread, num_threads, like)
-    elif number == GROUPED_LINEAR:
-        grouped_linear(args, at + 1, thread, num_threads, like)
-    elif number == ADD_CHOICES:
-        add_choices(args, at + 1, thread, num_threads, like)
-
-
 @kernel
-def _embed(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+def embed(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """out[row] = scale * table[token_ids[row]]."""
-    out, table = pointer_to(args[at], like), pointer_to(args[at + 1], like)
-    token_ids = pointer_to(args[at + 2], int32(0))
-    num_rows, dim, scale = args[at + 3], args[at + 4], as_float(uint32(args[at + 5]))
+    out, table = pointer_to(args[0], like), pointer_to(args[1], like)
+    token_ids = pointer_to(args[2], int32(0))
+    num_rows, dim, scale = args[3], args[4], as_float(uint32(args[5]))
     for row in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
         for i in range(dim):
             store(out, row * dim + i, load(table, token_ids[row] * dim + i) * scale)
 
 
 @kernel
-def _linear(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+def linear(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """y = x @ weight.T + bias for few rows of x; a bias at 0 means none.
 
     `scratch` holds, per thread, x as float32 and the sums of a tile.
     """
-    y, x = pointer_to(args[at], like), pointer_to(args[at + 1], like)
-    weight, bias = pointer_to(args[at + 2], like), pointer_to(args[at + 3], like)
-    has_bias = args[at + 3] != 0
-    scratch = pointer_to(args[at + 4], float32(0))
-    num_rows, num_out, num_in = args[at + 5], args[at + 6], args[at + 7]
+    y, x = pointer_to(args[0], like), pointer_to(args[1], like)
+    weight, bias = pointer_to(args[2], like), pointer_to(args[3], like)
+    has_bias = args[3] != 0
+    scratch = pointer_to(args[4], float32(0))
+    num_rows, num_out, num_in = args[5], args[6], args[7]
     xs = thread * (num_rows * num_in + TILE)
     sums = xs + num_rows * num_in
     for i in range(num_rows * num_in):
@@ -132,11 +91,11 @@ def _linear(args: Any, at: int, thread: int, num_threads: int, like: Any) -> Non
 
 
 @kernel
-def _norm(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+def norm(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """out = rms_norm(residual), to which an update is added first if that is what out holds."""
-    out, residual = pointer_to(args[at], like), pointer_to(args[at + 1], like)
-    weight, eps = pointer_to(args[at + 2], float32(0)), as_float(uint32(args[at + 3]))
-    num_rows, dim, is_update = args[at + 4], args[at + 5], args[at + 6] != 0
+    out, residual = pointer_to(args[0], like), pointer_to(args[1], like)
+    weight, eps = pointer_to(args[2], float32(0)), as_float(uint32(args[3]))
+    num_rows, dim, is_update = args[4], args[5], args[6] != 0
     for row in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
         if is_update:
             for i in range(row * dim, (row + 1) * dim):
@@ -145,14 +104,14 @@ def _norm(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
 
 
 @ordered_kernel
-def _gate(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+def gate(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """out = activation(gate) * up, which stand side by side in each row.
 
     The activation is gate * sigmoid(gate * (linear + cubic * gate**2)).
     """
-    out, gate_up = pointer_to(args[at], like), pointer_to(args[at + 1], like)
-    num_rows, size = args[at + 2], args[at + 3]
-    linear, cubic = as_float(uint32(args[at + 4])), as_float(uint32(args[at + 5]))
+    out, gate_up = pointer_to(args[0], like), pointer_to(args[1], like)
+    num_rows, size = args[2], args[3]
+    linear, cubic = as_float(uint32(args[4])), as_float(uint32(args[5]))
     begin, end = thread * size // num_threads, (thread + 1) * size // num_threads
     for row in range(num_rows):
         gates, ups, outs = 2 * row * size, (2 * row + 1) * size, row * size
@@ -164,24 +123,24 @@ def _gate(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
 
 
 @kernel
-def rope_write(args: Any, at: int, thread: int, num_threads: int, like: Any, cached: Any) -> None:
+def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> None:
     """As Ops.rope_write, into a cache of the type of `cached`; norm weights at 0 mean none."""
-    qkv, rope = pointer_to(args[at], like), pointer_to(args[at + 1], float32(0))
-    q_norm, k_norm = pointer_to(args[at + 2], float32(0)), pointer_to(args[at + 3], float32(0))
-    has_norm, eps = args[at + 2] != 0, as_float(uint32(args[at + 4]))
+    qkv, rope = pointer_to(args[0], like), pointer_to(args[1], float32(0))
+    q_norm, k_norm = pointer_to(args[2], float32(0)), pointer_to(args[3], float32(0))
+    has_norm, eps = args[2] != 0, as_float(uint32(args[4]))
     positions, cache_offsets = (
-        pointer_to(args[at + 5], int64(0)),
-        pointer_to(args[at + 6], int64(0)),
+        pointer_to(args[5], int64(0)),
+        pointer_to(args[6], int64(0)),
     )
-    k_cache, v_cache = pointer_to(args[at + 7], cached), pointer_to(args[at + 8], cached)
-    num_tokens, num_heads = args[at + 9], args[at + 10]
-    num_kv_heads, head_dim, block_size = args[at + 11], args[at + 12], args[at + 13]
+    k_cache, v_cache = pointer_to(args[7], cached), pointer_to(args[8], cached)
+    num_tokens, num_heads = args[9], args[10]
+    num_kv_heads, head_dim, block_size = args[11], args[12], args[13]
     k_exponents, v_exponents = (
-        pointer_to(args[at + 14], uint8(0)),
-        pointer_to(args[at + 15], uint8(0)),
+        pointer_to(args[14], uint8(0)),
+        pointer_to(args[15], uint8(0)),
     )
-    scratch, size = pointer_to(args[at + 16], float32(0)), args[at + 17]
-    of_q, of_k = as_float(uint32(args[at + 18])), as_float(uint32(args[at + 19]))
+    scratch, size = pointer_to(args[16], float32(0)), args[17]
+    of_q, of_k = as_float(uint32(args[18])), as_float(uint32(args[19]))
     num_rotated = num_heads + num_kv_heads
     per_token = num_rotated + num_kv_heads
     num_items = num_tokens * per_token
@@ -193,40 +152,43 @@ def rope_write(args: Any, at: int, thread: int, num_threads: int, like: Any, cac
                 weight = q_norm if head < num_heads else k_norm
                 _rms_norm(qkv, qkv, base, weight, eps, head_dim, like)
             _rotate(qkv, base, rope, positions[token] * head_dim, head_dim // 2)
-        at = thread * head_dim
+        spread_at, half = thread * head_dim, head_dim // 2
         if head < num_heads:
-            spread_query(qkv, base, scratch, at, head_dim, size, of_q, cached)
+            if is_fp8(cached):
+                spread(qkv, base, scratch, spread_at, half, size, of_q)
+                for i in range(head_dim):
+                    store(qkv, base + i, scratch[spread_at + i])
+            continue
+        kv_head, offset = (head - num_heads) % num_kv_heads, cache_offsets[token]
+        row = (offset * num_kv_heads + kv_head) * head_dim
+        place = (offset // block_size * num_kv_heads + kv_head) * block_size
+        place += offset % block_size
+        if head >= num_rotated:
+            store_row(v_cache, row, v_exponents, place, qkv, base, head_dim, cached)
+        elif is_fp8(cached):
+            spread(qkv, base, scratch, spread_at, half, size, of_k)
+            quantize_row(k_cache, row, k_exponents, place, scratch, spread_at, head_dim)
         else:
-            kv_head, offset = (head - num_heads) % num_kv_heads, cache_offsets[token]
-            row = (offset * num_kv_heads + kv_head) * head_dim
-            place = (offset // block_size * num_kv_heads + kv_head) * block_size
-            place += offset % block_size
-            if head < num_rotated:
-                store_key(
-                    *(k_cache, row, k_exponents, place, qkv, base),
-                    *(scratch, at, head_dim, size, of_k, cached),
-                )
-            else:
-                store_row(v_cache, row, v_exponents, place, qkv, base, head_dim, cached)
+            store_row(k_cache, row, k_exponents, place, qkv, base, head_dim, cached)
 
 
 @kernel
-def attend(args: Any, at: int, thread: int, num_threads: int, like: Any, cached: Any) -> None:
+def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> None:
     """One query token per row over its context, cached as `cached`; NumbaAttention names the rest.
 
     `scratch` holds, per thread and head of a group, the query, the output, a score per position.
     """
-    out, q, q_stride = pointer_to(args[at], like), pointer_to(args[at + 1], like), args[at + 2]
-    k_cache, v_cache = pointer_to(args[at + 3], cached), pointer_to(args[at + 4], cached)
-    tables, table_stride = pointer_to(args[at + 5], int32(0)), args[at + 6]
-    tokens, lengths = pointer_to(args[at + 7], int64(0)), pointer_to(args[at + 8], int32(0))
-    scratch = pointer_to(args[at + 9], float32(0))
-    num_rows, max_length, num_heads = args[at + 10], args[at + 11], args[at + 12]
-    num_kv_heads, head_dim, block_size = args[at + 13], args[at + 14], args[at + 15]
-    scale, window = as_float(uint32(args[at + 16])), args[at + 17]
+    out, q, q_stride = pointer_to(args[0], like), pointer_to(args[1], like), args[2]
+    k_cache, v_cache = pointer_to(args[3], cached), pointer_to(args[4], cached)
+    tables, table_stride = pointer_to(args[5], int32(0)), args[6]
+    tokens, lengths = pointer_to(args[7], int64(0)), pointer_to(args[8], int32(0))
+    scratch = pointer_to(args[9], float32(0))
+    num_rows, max_length, num_heads = args[10], args[11], args[12]
+    num_kv_heads, head_dim, block_size = args[13], args[14], args[15]
+    scale, window = as_float(uint32(args[16])), args[17]
     k_exponents, v_exponents = (
-        pointer_to(args[at + 18], uint8(0)),
-        pointer_to(args[at + 19], uint8(0)),
+        pointer_to(args[18], uint8(0)),
+        pointer_to(args[19], uint8(0)),
     )
     group = num_heads // num_kv_heads
     queries = thread * group * (2 * head_dim + max_length)

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.cpu import kernels
+from nanovllm.kernels.cpu import experts
 from nanovllm.kernels.cpu.blocks import Pairs
-from nanovllm.kernels.cpu.experts import EXPERT_TILE
 from nanovllm.kernels.ops import Routing
 from nanovllm.kernels.quantized_weight import PanelWeight
 from nanovllm.kernels.torch_ops import linear, run_each_expert
@@ -42,7 +41,7 @@ class NumbaExperts:
         y = self._multiply(self.ops.gate(y, "silu"), self.down, pairs)
         out = launcher.empty(num_tokens, hidden)
         addresses = out.data_ptr(), y.data_ptr(), weights.data_ptr()
-        launcher.launch(kernels.ADD_CHOICES, *addresses, num_tokens, routing.top_k, hidden)
+        launcher.launch(experts.add_choices, *addresses, num_tokens, routing.top_k, hidden)
         return out
 
     def _route(self, logits: Tensor) -> tuple[Pairs, Tensor]:
@@ -55,9 +54,9 @@ class NumbaExperts:
         weights = launcher.empty(num_pairs, dtype=torch.float32)
         addresses = ids.data_ptr(), weights.data_ptr(), logits.data_ptr()
         sizes = num_tokens, num_experts, top_k
-        launcher.launch(kernels.ROUTE, *addresses, *sizes, self.routing.is_normalized)
+        launcher.launch(experts.route, *addresses, *sizes, self.routing.is_normalized)
         addresses = order.data_ptr(), starts.data_ptr(), ids.data_ptr()
-        launcher.launch(kernels.GROUP, *addresses, num_pairs, num_experts)
+        launcher.launch(experts.group, *addresses, num_pairs, num_experts)
         return Pairs(order, starts, num_tokens), weights
 
     def _multiply(self, x: Tensor, weight: Tensor | PanelWeight, pairs: Pairs) -> Tensor:
@@ -68,11 +67,11 @@ class NumbaExperts:
         num_experts, num_out, num_in = weight.shape
         num_pairs = len(pairs.order)
         y = launcher.empty(num_pairs, num_out)
-        scratch = launcher.scratch(launcher.num_threads * (max_rows * num_in + EXPERT_TILE))
+        scratch = launcher.scratch(launcher.num_threads * (max_rows * num_in + experts.EXPERT_TILE))
         tensors = y, x, weight, pairs.order, pairs.starts, scratch
         addresses = [tensor.data_ptr() for tensor in tensors]
         sizes = max_rows, num_experts, num_pairs // max(len(x), 1), num_out, num_in
-        launcher.launch(kernels.GROUPED_LINEAR, *addresses, *sizes)
+        launcher.launch(experts.grouped_linear, *addresses, *sizes)
         return y
 
     def _run_expert(self, expert: int, x: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from nanovllm.devices.cpu.features import CpuFeatures
 from nanovllm.kernels.cpu import kernels
-from nanovllm.kernels.cpu.blocks import BlockKernels
-from nanovllm.kernels.cpu.mixture import NumbaExperts
 from nanovllm.kernels.cpu.program import Launcher, float_bits
 from nanovllm.kernels.fp8_rows import spread_exponents, spread_size
 from nanovllm.kernels.ops import (
@@ -32,6 +32,9 @@ from nanovllm.kernels.torch_ops import (
     linear,
 )
 
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpu.blocks import BlockKernels
+
 # By the dtype that torch multiplies in. More rows than that and its product, the widening of a
 # weight included, is faster: benchmarks/kernels/cpu_products.py.
 MAX_LINEAR_ROWS = {torch.bfloat16: 8, torch.float32: 16}
@@ -48,7 +51,16 @@ class NumbaOps:
         self.max_linear_rows = MAX_LINEAR_ROWS[self.product_dtype]
         self.max_expert_rows = MAX_EXPERT_ROWS[self.product_dtype]
         self._launch, self._empty = launcher.launch, launcher.empty
-        self.blocks = BlockKernels(self)
+        self._blocks: BlockKernels | None = None
+
+    @property
+    def blocks(self) -> BlockKernels:
+        """The kernels of GGUF's quant blocks, for models that have such weights."""
+        if self._blocks is None:
+            from nanovllm.kernels.cpu.blocks import BlockKernels
+
+            self._blocks = BlockKernels(self)
+        return self._blocks
 
     def embed(self, token_ids: Tensor, table: Weight, scale: float) -> Tensor:
         if isinstance(table, PanelWeight):
@@ -57,7 +69,7 @@ class NumbaOps:
         num_rows, dim = len(token_ids), table.shape[1]
         out = self._empty(num_rows, dim)
         addresses = out.data_ptr(), table.data_ptr(), token_ids.data_ptr()
-        self._launch(kernels.EMBED, *addresses, num_rows, dim, float_bits(scale))
+        self._launch(kernels.embed, *addresses, num_rows, dim, float_bits(scale))
         return out
 
     def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
@@ -67,7 +79,7 @@ class NumbaOps:
         out = self._empty(num_rows, dim) if update is None else update
         addresses = out.data_ptr(), residual.data_ptr(), norm.weight.data_ptr()
         sizes = num_rows, dim, update is not None
-        self._launch(kernels.NORM, *addresses, float_bits(norm.eps), *sizes)
+        self._launch(kernels.norm, *addresses, float_bits(norm.eps), *sizes)
         return out, residual
 
     def rope_write(
@@ -81,15 +93,14 @@ class NumbaOps:
     ) -> None:
         num_tokens, per_token, head_dim = qkv.shape
         block_size, num_kv_heads = cache.k.shape[1:3]
-        kernel, of_codes = [kernels.ROPE_WRITE], list[int]()
+        of_codes: list[int] = []
         if cache.k_exponents is not None:
-            kernel = [kernels.CALL, self.launcher.codes.rope_write]
             scratch = self.launcher.scratch(self.launcher.num_threads * head_dim)
             scales = (float_bits(2.0**exponent) for exponent in spread_exponents(head_dim))
             addresses = (part.data_ptr() for part in (*cache.parts[2:], scratch))
             of_codes = [*addresses, spread_size(head_dim), *scales]
         self._launch(
-            *kernel,
+            kernels.rope_write,
             qkv.data_ptr(),
             rope.data_ptr(),
             0 if norm is None else norm.q.data_ptr(),
@@ -105,13 +116,14 @@ class NumbaOps:
             head_dim,
             block_size,
             *of_codes,
+            cached=cache.k.dtype,
         )
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(num_rows, size)
         curve = [float_bits(factor) for factor in ACTIVATIONS[activation]]
-        self._launch(kernels.GATE, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
+        self._launch(kernels.gate, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
         return out
 
     def pack_linear(
@@ -136,7 +148,7 @@ class NumbaOps:
             scratch_size = num_threads * (num_rows * num_in + kernels.TILE)
             scratch = self.launcher.scratch(scratch_size)
             addresses = y.data_ptr(), x.data_ptr(), weight.data_ptr(), bias_address
-            self._launch(kernels.LINEAR, *addresses, scratch.data_ptr(), num_rows, num_out, num_in)
+            self._launch(kernels.linear, *addresses, scratch.data_ptr(), num_rows, num_out, num_in)
             return y
 
         return ComposedLinear(self, run, activation)
@@ -155,7 +167,8 @@ class NumbaOps:
             gate_up, down, num_experts = gate_up.contiguous(), down.contiguous(), len(down)
         else:
             return compose_experts(self, gate_up, down, routing)
-        self.launcher.compile_experts()
+        from nanovllm.kernels.cpu.mixture import NumbaExperts
+
         most = max(self.max_expert_rows * num_experts // routing.top_k, self.max_linear_rows)
         return ComposedExperts(self, NumbaExperts(self, gate_up, down, routing, num_experts, most))
 

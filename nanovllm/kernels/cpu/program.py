@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.kernels.cpu.interpreter import Element, Fp8CacheKernels, compile_interpreter
-from nanovllm.kernels.cpu.kernels import PROGRAM_WIDTH
+from nanovllm.kernels.cpu.interpreter import (
+    PROGRAM_WIDTH,
+    Compiler,
+    compile_interpreter,
+    compile_kernel,
+)
 from nanovllm.kernels.cpu.pace import Pace
 
 
@@ -67,10 +69,8 @@ class Program:
 class Team:
     """The threads that torch's own operations use: a second pool would fight them for the cores."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._element: Element = "bfloat16" if dtype == torch.bfloat16 else "float32"
-        self._has_experts = False
-        self._interpreter = compile_interpreter(self._element, has_experts=False)
+    def __init__(self, compiler: Compiler) -> None:
+        self._interpreter = compile_interpreter(compiler)
         openmp = find_openmp()
         self._start_threads = None if openmp is None else openmp.GOMP_parallel
         self.num_threads = 1 if openmp is None else torch.get_num_threads()
@@ -81,12 +81,6 @@ class Team:
         ]
         self._function = ctypes.c_void_p(self._interpreter.address)
         self.pace = Pace(self.num_threads)
-
-    def compile_experts(self) -> None:
-        if not self._has_experts:
-            self._interpreter = compile_interpreter(self._element, has_experts=True)
-            self._function = ctypes.c_void_p(self._interpreter.address)
-            self._has_experts = True
 
     def run(self, header_address: int, num_threads: int) -> None:
         header = ctypes.c_void_p(header_address)
@@ -109,30 +103,28 @@ class Launcher:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._team = Team(dtype)
+        self.compiler = Compiler()
+        self._team = Team(self.compiler)
         self.num_threads = self._team.num_threads
         self._single = Program(np.zeros((1, PROGRAM_WIDTH), np.int64), [], self._team)
         self._scratch = torch.empty(0)
-        self._codes: Fp8CacheKernels | None = None
-        self._recordings = threading.local()  # each is seen by the thread that makes it alone
+        self._kernels: dict[tuple[Any, torch.dtype | None], Any] = {}
+        self._recording: Recording | None = None
 
-    def compile_experts(self) -> None:
-        """Must come before their kernels are launched; models without need not wait for them."""
-        self._team.compile_experts()
+    def launch(self, kernel: Any, *args: int, cached: torch.dtype | None = None) -> None:
+        """Run a kernel, compiled when it is first launched; `cached` is the dtype of a KV cache."""
+        key = kernel, cached
+        if key not in self._kernels:
+            dtypes = [self.dtype] if cached is None else [self.dtype, cached]
+            self._kernels[key] = compile_kernel(self.compiler, kernel, *dtypes)
+        self.call(self._kernels[key].address, *args)
 
-    @property
-    def codes(self) -> Fp8CacheKernels:
-        """The kernels of a cache of e4m3 codes; they are compiled when one is first asked for."""
-        if self._codes is None:
-            self._codes = Fp8CacheKernels("bfloat16" if self.dtype == torch.bfloat16 else "float32")
-        return self._codes
-
-    def launch(self, *instruction: int) -> None:
-        recording = self._recording()
-        if recording is not None:
-            recording.instructions.append(instruction)
+    def call(self, address: int, *args: int) -> None:
+        """Run the kernel at an address."""
+        if self._recording is not None:
+            self._recording.instructions.append((address, *args))
             return
-        self._single.instructions[0, : len(instruction)] = instruction
+        self._single.instructions[0, : 1 + len(args)] = (address, *args)
         self._single.run_on(self.num_threads)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -150,29 +142,20 @@ class Launcher:
 
     def record(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
         """Note the kernels of a function that runs nothing else; its result is theirs to fill."""
-        # In another thread: Ctrl-C in this one could leave torch's dispatch mode on.
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(self._record, function, torch.is_inference_mode_enabled()).result()
-
-    def _record(self, function: Callable[[], Tensor], is_inference: bool) -> tuple[Program, Tensor]:
-        recording = self._recordings.current = Recording([], [])
+        recording = self._recording = Recording([], [])
         try:
-            with torch.inference_mode(is_inference), OnlyViews():
+            with OnlyViews():
                 output = function()
         finally:
-            self._recordings.current = None
+            self._recording = None
         instructions = np.zeros((len(recording.instructions), PROGRAM_WIDTH), np.int64)
         for i, instruction in enumerate(recording.instructions):
             instructions[i, : len(instruction)] = instruction
         return Program(instructions, recording.kept, self._team), output
 
-    def _recording(self) -> Recording | None:
-        return getattr(self._recordings, "current", None)
-
     def _keep(self, tensor: Tensor) -> None:
-        recording = self._recording()
-        if recording is not None:
-            recording.kept.append(tensor)
+        if self._recording is not None:
+            self._recording.kept.append(tensor)
 
 
 def find_openmp() -> ctypes.CDLL | None:

@@ -89,6 +89,16 @@ def itemsize(context: Any, pointer: Any) -> Any:
     return types.int64(pointer), generate
 
 
+@intrinsic
+def is_fp8(context: Any, like: Any) -> Any:
+    """Whether elements are FP8 codes: uint8 stands for these."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.IntType(1)(int(signature.args[0] is types.uint8))
+
+    return types.boolean(like), generate
+
+
 def _widen(builder: Any, half: Any) -> Any:
     """The float32 of a bfloat16's bits."""
     i32 = ir.IntType(32)

@@ -11,42 +11,43 @@ import pytest
 pytest.importorskip("numba")
 
 import numba
+import torch
 from numba.core import caching
 
-from nanovllm.kernels.cpu import block_kernels, interpreter
-from nanovllm.kernels.cpu.simd import kernel, part
+from nanovllm.kernels.cpu import interpreter
+from nanovllm.kernels.cpu.simd import kernel
 
 
 @kernel
-def _noop(args: Any, at: int) -> None:
+def quickly_compiled(args: Any, thread: int, num_threads: int, like: Any) -> None:
     pass
-
-
-@part
-def _run_quickly_compiled(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
-    _noop(args, at)
 
 
 @pytest.fixture
 def compile_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> Any:
-    """What a new process would do, with kernels that compile quickly and an empty cache."""
+    """What a new process would do, with an empty cache."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(interpreter, "run_instruction", _run_quickly_compiled)
     caplog.set_level(logging.INFO, logger=interpreter.__name__)
-    return lambda: interpreter.compile_interpreter("float32", False)
+
+    def compile_some() -> list[Any]:
+        compiler = interpreter.Compiler()
+        dtypes = torch.float32, torch.bfloat16
+        return [interpreter.compile_kernel(compiler, quickly_compiled, dtype) for dtype in dtypes]
+
+    return compile_some
 
 
 def test_only_the_first_compilation_takes_long_and_says_so(
     compile_anew: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    assert compile_anew().address
+    assert all(compiled.address for compiled in compile_anew())
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "Compiling the CPU kernels for float32" in caplog.text
+    assert "Compiling the CPU kernels" in caplog.text
     assert list(tmp_path.rglob("*.nbi"))
     caplog.clear()
-    assert compile_anew().cache_hits == 1
+    assert [compiled.cache_hits for compiled in compile_anew()] == [1, 1]
     assert not caplog.records
 
 
@@ -61,7 +62,7 @@ def test_without_a_cache_folder_it_compiles_and_says_what_to_set(
         monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
     else:
         monkeypatch.setattr(caching.FunctionCache, "_save_overload", fail)
-    assert compile_anew().address
+    assert all(compiled.address for compiled in compile_anew())
     *announced, warning = caplog.records  # nothing is announced that this process has compiled
     assert all("Compiling" in record.getMessage() for record in announced)
     assert warning.levelname == "WARNING"
@@ -76,6 +77,4 @@ def test_machine_code_goes_by_the_text_of_every_kernel() -> None:
         for path in folder.glob("*.py")
         if any(name in path.read_text() for name in ("@kernel", "@part", "@intrinsic"))
     }
-    apart = set(block_kernels.SOURCES) - {"simd"}
-    assert with_kernels | apart == {*interpreter.SOURCES, *apart}
-    assert "simd" in block_kernels.SOURCES
+    assert with_kernels | {"block_types"} == set(interpreter.SOURCES)

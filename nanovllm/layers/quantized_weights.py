@@ -1,0 +1,182 @@
+"""Weights that stay quantized: FP8 and int4 in words, or GGUF's quant blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.quantized_weight import (
+    BLOCK,
+    INT4_GROUPS,
+    PanelWeight,
+    QuantizedRows,
+    QuantizedWeight,
+    Weight,
+    num_blocks,
+)
+from nanovllm.layers.shards import (
+    CopiedPart,
+    ExpectedTensor,
+    Share,
+    expect_shares,
+    expect_stack,
+    num_outputs,
+)
+from nanovllm.layers.weights import DenseLayerWeight, Layouts, Outputs
+from nanovllm.quantisation import QuantLayout
+
+if TYPE_CHECKING:
+    from nanovllm.layers.build import Build
+
+
+class QuantizedLayerWeight(nn.Module):
+    """Quantized tensors, or a dense one: the names of the tensors decide."""
+
+    def __init__(
+        self, outputs: Outputs, inputs: Share, layouts: Layouts, build: Build, is_uniform: bool
+    ) -> None:
+        super().__init__()
+        self.outputs, self.inputs = outputs, inputs
+        self.layouts, self.build, self.is_uniform = layouts, build, is_uniform
+        self.is_dense = False
+        self.tensors: DenseLayerWeight | WordTensors | BlockTensors | None = None
+
+    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
+        found = [self.layouts(f"{parent}{name}") for name in self.outputs]
+        layouts = [layout for layout in found if layout is not None]
+        if not self.is_dense and len(layouts) == len(found):
+            self.tensors = self._create_quantized(layouts)
+        if self.tensors is None:
+            self.is_dense = True
+            self.tensors = DenseLayerWeight(self.outputs, self.inputs, self.build)
+        return self.tensors.expected_tensors(parent)
+
+    def _create_quantized(self, layouts: list[QuantLayout]) -> WordTensors | BlockTensors | None:
+        """None: no kernel reads such tensors, or the share that this rank has of them."""
+        outputs, inputs, build = self.outputs, self.inputs, self.build
+        if not layouts[0].block_bytes:
+            layout = common_layout(layouts, inputs)
+            return None if layout is None else WordTensors(outputs, inputs, layout, build)
+        is_mixed = self.is_uniform and len(set(layouts)) > 1
+        if is_mixed or not all(has_whole_blocks(layout, inputs) for layout in layouts):
+            return None
+        return BlockTensors(layouts, outputs, inputs, build)
+
+    def expected_copy(self, name: str) -> dict[str, ExpectedTensor]:
+        dense = self.tensors  # a GGUF file has no copy of quant blocks: they would not be tied
+        return dense.expected_copy(name) if isinstance(dense, DenseLayerWeight) else {}
+
+    def use_dense(self) -> None:
+        self.is_dense, self.tensors = True, None
+
+    def for_ops(self, num_experts: int | None = None) -> Weight:
+        assert self.tensors is not None
+        return self.tensors.for_ops(num_experts)
+
+
+def common_layout(layouts: Sequence[QuantLayout], inputs: Share) -> QuantLayout | None:
+    """The layout that all tensors of a projection have, if kernels read it."""
+    if len({(layout.kind, layout.group) for layout in layouts}) > 1:
+        return None
+    kind, group = layouts[0].kind, layouts[0].group
+    group = -1 if group >= inputs.size else group
+    is_read = group == -1 or group % BLOCK == 0 or (kind == "int4" and group in INT4_GROUPS)
+    dtypes = {layout.scale_dtype for layout in layouts}
+    has_zeros = any(layout.has_zeros for layout in layouts)
+    scale_dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    return QuantLayout(kind, group, has_zeros, scale_dtype) if is_read else None
+
+
+class WordTensors(nn.Module):
+    """FP8 or int4 in words, with scales and zero points: `quantized_weight.py` has the layout."""
+
+    def __init__(self, outputs: Outputs, inputs: Share, layout: QuantLayout, build: Build) -> None:
+        super().__init__()
+        self.outputs, self.inputs, self.layout = outputs, inputs, layout
+        self.bits = 8 if layout.kind == "fp8" else 4
+        num_out, blocks = num_outputs(outputs), num_blocks(inputs.count)
+        if self.bits == 8:
+            num_groups = 1 if layout.group == -1 else blocks
+        else:
+            num_groups = blocks * (BLOCK // layout.group if 0 < layout.group < BLOCK else 1)
+        self.qweight = build.parameter(num_out, blocks * BLOCK * self.bits // 32, dtype=torch.int32)
+        dtype = getattr(torch, layout.scale_dtype)
+        self.scales = build.parameter(num_out, num_groups, dtype=dtype)
+        self.zero_points: nn.Parameter | None = None
+        if layout.has_zeros:
+            self.zero_points = build.parameter(num_out, num_groups, dtype=torch.uint8)
+
+    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
+        weight, tensors, first = self.for_ops(), {}, 0
+        for name, shares in self.outputs.items():
+            expected, parts = expect_shares(self.qweight[first:], shares, self.inputs), []
+            for share, part in zip(shares, expected.parts, strict=True):
+                rows = QuantizedRows(weight, first, len(part.target), self.layout.group)
+                parts.append(CopiedPart(part.source, rows))
+                first += share.count
+            tensors[f"{parent}{name}.weight"] = replace(expected, parts=tuple(parts))
+        return tensors
+
+    def for_ops(self, num_experts: int | None = None) -> QuantizedWeight:
+        zeros = None if self.zero_points is None else self.zero_points.data
+        qweight, scales = self.qweight.data, self.scales.data
+        return QuantizedWeight(self.bits, qweight, scales, zeros, self.inputs.count)
+
+
+class BlockTensors(nn.Module):
+    """Rows of GGUF's quant blocks, a tensor [outputs, bytes] for each run of one type."""
+
+    def __init__(
+        self, layouts: list[QuantLayout], outputs: Outputs, inputs: Share, build: Build
+    ) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.runs: list[tuple[QuantLayout, Outputs]] = []
+        pairs = zip(layouts, outputs.items(), strict=True)
+        for layout, group in groupby(pairs, key=lambda pair: pair[0]):
+            self.runs.append((layout, dict(pair[1] for pair in group)))
+        self.rows = nn.ParameterList(
+            build.parameter(num_outputs(run), byte_columns(layout, inputs).count, dtype=torch.uint8)
+            for layout, run in self.runs
+        )
+        self.weight: PanelWeight | None = None  # in place of the rows
+
+    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
+        tensors = {}
+        for (layout, outputs), rows in zip(self.runs, self.rows, strict=True):
+            shares = [share for each in outputs.values() for share in each]
+            if any(share.first + share.count > share.size for share in shares):
+                rows.zero_()  # padding becomes zeros
+            expected = expect_stack(rows, outputs, byte_columns(layout, self.inputs))
+            for name, tensor in expected.items():
+                shape = tensor.shape[0], self.inputs.size
+                tensors[f"{parent}{name}.weight"] = replace(tensor, shape=shape, is_blocks=True)
+        return tensors
+
+    def for_ops(self, num_experts: int | None = None) -> PanelWeight:
+        from nanovllm.kernels.cpu.blocks import to_panels  # needs numba
+
+        if self.weight is None:
+            parts = []
+            for layout, _ in self.runs:
+                rows = self.rows[0].view(num_experts or 1, -1, self.rows[0].shape[1])
+                parts.append(to_panels(layout.kind, rows))
+                self.rows = self.rows[1:]  # so that no more than one is held twice
+            self.weight = PanelWeight(tuple(parts))
+        return self.weight
+
+
+def has_whole_blocks(layout: QuantLayout, inputs: Share) -> bool:
+    """Whether neither the tensor nor a rank's share of its columns cuts a quant block."""
+    return not any(size % layout.group for size in (inputs.size, inputs.first, inputs.count))
+
+
+def byte_columns(layout: QuantLayout, inputs: Share) -> Share:
+    """The share in bytes of a row."""
+    sizes = inputs.size, inputs.first, inputs.count
+    return Share(*(size // layout.group * layout.block_bytes for size in sizes))
