@@ -40,7 +40,8 @@ class Service:
         tokens = self.tokenizer.added_tokens_decoder
         self.special_ids = {each.content: i for i, each in tokens.items() if each.special}
         ids, reasoning = {each.content: i for i, each in tokens.items()}, self.formats.reasoning
-        self.reasoning_end_id = reasoning and ids.get(reasoning.end)  # if that is one token
+        # Of the marker that ends reasoning, if that is one token.
+        self.reasoning_end_id = None if reasoning is None else ids.get(reasoning.end)
         markup = self.formats.markup()
         self.hidden_tokens = {i: text for text, i in self.special_ids.items() if text not in markup}
         self.has_special_markers = len(self.hidden_tokens) < len(self.special_ids)
