@@ -26,6 +26,7 @@ from transformers import Qwen3Config
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton import TritonAttention
+from nanovllm.devices import choose
 from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.devices.cuda import decode_graphs, device, shared_prefixes, steps
 from nanovllm.devices.cuda.device import CudaDevice
@@ -34,7 +35,6 @@ from nanovllm.devices.cuda.persistent.weights import (
     step_layers,
     step_tensors,
 )
-from nanovllm.engine import start
 from nanovllm.grammar.matching import Grammar
 from nanovllm.kernels.cuda import linear_one_row
 from nanovllm.kernels.cuda.linear_one_row import OneRowConfig, one_row_config
@@ -97,7 +97,7 @@ class InterpretedDevice(RunAgain, CpuDevice):
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Make engines run CUDA's kernels."""
-    with mock.patch.object(start, "create_device", InterpretedDevice):
+    with mock.patch.object(choose, "create_device", InterpretedDevice):
         yield
 
 
