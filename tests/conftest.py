@@ -33,6 +33,10 @@ FIRST = (
     "tests/serving/test_async_llm.py",
     "tests/executor/",
     "tests/devices/cpu/test_recorded_forward.py",
+    "tests/test_equals_transformers.py",
+    "tests/test_tensor_parallel.py",
+    "tests/test_example.py",
+    "tests/jobs/",
 )
 SHARED = {
     "tests/server/": "server",

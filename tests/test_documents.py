@@ -131,7 +131,8 @@ def test_programs_run() -> None:
     names = "README.md", "docs/structured-output.md", "docs/requests.md", "docs/batch-jobs.md"
     for name in names:
         programs = [text for language, text in BLOCK.findall(read(name)) if language == "python"]
-        exec(compile(programs[0], name, "exec"), scope)
+        shorter = re.sub(r"max_tokens=2\d\d\)", "max_tokens=16)", programs[0])  # but no JSON
+        exec(compile(shorter, name, "exec"), scope)
     scope["llm"].close()
     assert len(scope["outputs"]) == 2
     assert scope["outputs"][0].prompt_token_ids

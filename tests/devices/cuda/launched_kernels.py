@@ -114,9 +114,9 @@ def main() -> None:
     torch.set_num_threads(1)
     driver.set_active(NoDevice())
     with tempfile.TemporaryDirectory() as folder:
-        for variant in ("qwen3", "qwen3-moe", "gemma3"):
-            path = shared_checkpoint(Path(folder), variant).path
-            check(path, max_num_seqs=20, max_num_batched_tokens=8192, num_kvcache_blocks=99)
+        path = shared_checkpoint(Path(folder), "qwen3-moe").path
+        check(path, max_num_seqs=20, max_num_batched_tokens=8192, num_kvcache_blocks=99)
+        path = shared_checkpoint(Path(folder), "gemma3").path
         check(path, max_num_seqs=7, max_num_batched_tokens=300, kvcache_block_size=32)
         path = shared_checkpoint(Path(folder), "qwen3").path
         check(path, max_num_seqs=20, num_kvcache_blocks=99, kv_cache_dtype="fp8")
