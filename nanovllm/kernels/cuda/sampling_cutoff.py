@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 GROUP_SIZE = 32  # neighbouring ids whose largest logit helps to choose the candidates
 COLUMNS = ("slots", "context_lens")  # which may begin anywhere in an upload
 CAPACITY = 4096  # candidates of a row
+ROW_BLOCK = 8192  # logits at a time of a row that is searched whole
 NUM_WANTED = 2048  # of them: what is left is room for ties and for groups that hold several
-# Bits of a float32 that can differ between two logits, rounded up to whole base-4 digits.
-KEY_BITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}
+# Bits of a float32 that can differ between two logits.
+KEY_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
 # A token's mass in integers: sums do not depend on their order, and 2**20 tokens fit into 63 bits.
 MASS_ONE = tl.constexpr(float(2**42))
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -93,7 +94,7 @@ def find_floors(
         split.num_splits,
         **sizes,
         KEY_BITS=KEY_BITS[logits.dtype],
-        BLOCK=2048,
+        BLOCK=ROW_BLOCK,
         num_warps=8,
     )
 
@@ -282,7 +283,7 @@ def _search_row(  # type: ignore[no-untyped-def]
     key = tl.zeros((), tl.uint32)
     if k > 0:
         key = _descend_row(logits, vocab_size, peak, temperature, k, True, KEY_BITS, BLOCK)
-        total = _mass_from(logits, vocab_size, peak, temperature, key, BLOCK)
+        total = _sum_from(logits, vocab_size, peak, temperature, key, False, BLOCK)
     if p < 1.0:
         limit = _limit(p, total)
         key = _descend_row(logits, vocab_size, peak, temperature, limit, False, KEY_BITS, BLOCK)
@@ -373,38 +374,26 @@ def _descend_row(  # type: ignore[no-untyped-def]
     KEY_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As _descend over a whole row, two bits a pass; tokens weigh 1 or their mass."""
-    lanes = tl.arange(0, BLOCK)
+    """As _descend over a whole row; tokens weigh 1 or their mass."""
     key = tl.zeros((), tl.uint32)
-    digit = tl.full((), 1 << 30, tl.uint32)
-    for _ in range(KEY_BITS // 2):
-        low, middle, high = key + digit, key + 2 * digit, key + 3 * digit
-        above_low = tl.zeros((BLOCK,), tl.int64)
-        above_middle = tl.zeros((BLOCK,), tl.int64)
-        above_high = tl.zeros((BLOCK,), tl.int64)
-        for start in range(0, vocab_size, BLOCK):
-            value = _load_logits(logits, start + lanes, vocab_size)
-            if IS_COUNT:
-                mass = (start + lanes < vocab_size).to(tl.int64)
-            else:
-                mass = _mass(value, peak, temperature)
-            keys = _to_key(value)
-            above_low += tl.where(keys >= low, mass, 0)
-            above_middle += tl.where(keys >= middle, mass, 0)
-            above_high += tl.where(keys >= high, mass, 0)
-        key = tl.where(tl.sum(above_low, 0) >= target, low, key)
-        key = tl.where(tl.sum(above_middle, 0) >= target, middle, key)
-        key = tl.where(tl.sum(above_high, 0) >= target, high, key)
-        digit = digit >> 2
+    digit = tl.full((), 1 << 31, tl.uint32)
+    for _ in range(KEY_BITS):
+        higher = key + digit
+        reached = _sum_from(logits, vocab_size, peak, temperature, higher, IS_COUNT, BLOCK)
+        key = tl.where(reached >= target, higher, key)
+        digit = digit >> 1
     return key
 
 
 @triton.jit
-def _mass_from(logits, vocab_size, peak, temperature, key, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The mass of a row's tokens from a key upwards."""
-    lanes = tl.arange(0, BLOCK)
-    mass = tl.zeros((BLOCK,), tl.int64)
+def _sum_from(  # type: ignore[no-untyped-def]
+    logits, vocab_size, peak, temperature, key, IS_COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The number, or the mass, of a row's tokens from a key upwards."""
+    total = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, vocab_size, BLOCK):
-        value = _load_logits(logits, start + lanes, vocab_size)
-        mass += tl.where(_to_key(value) >= key, _mass(value, peak, temperature), 0)
-    return tl.sum(mass, 0)
+        ids = start + tl.arange(0, BLOCK)
+        value = _load_logits(logits, ids, vocab_size)
+        weight = (ids < vocab_size).to(tl.int64) if IS_COUNT else _mass(value, peak, temperature)
+        total += tl.where(_to_key(value) >= key, weight, 0)
+    return tl.sum(total, 0)
