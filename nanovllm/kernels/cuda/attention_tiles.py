@@ -108,7 +108,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
     exponents = ()
     if HAS_CODES:  # the sums of even columns and of odd ones are kept apart
         word = kv_head * (BLOCK_SIZE // 4)
-        exponents = caches[2] + word, caches[3] + word
+        exponents = caches[2] + word, caches[3] + word  # type: ignore[assignment]
         q_tile, scale = as_multiplied(q_tile, scale)
         softmax = split(softmax[0]), softmax[1], softmax[2]
     lo, hi, first = span

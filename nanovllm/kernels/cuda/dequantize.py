@@ -206,7 +206,7 @@ def _fp8_operands(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     if IS_INTERPRETED:
         values = ()
         for place in tl.static_range(4):
-            values += (as_floats(tile, place, 4).to(dtype),)
+            values += (as_floats(tile, place, 4).to(dtype),)  # type: ignore[assignment]
         return values
     else:
         return tl.inline_asm_elementwise(
@@ -226,7 +226,7 @@ def _int4_operands(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
         values = ()
         for place in tl.static_range(8):
             bits = ((tile >> (4 * place)) & 15) | BITS
-            values += (bits.to(tl.int16).to(dtype, bitcast=True),)
+            values += (bits.to(tl.int16).to(dtype, bitcast=True),)  # type: ignore[assignment]
         return values
     else:
         return tl.inline_asm_elementwise(

@@ -402,5 +402,5 @@ def _load_together(  # type: ignore[no-untyped-def]
     for choice in tl.static_range(first, first + TOGETHER):
         if choice < TOP_K:
             expert = tl.load(ids + first_pair + choice, cache_modifier=".cg").to(tl.int64)
-            tiles += (load_tile(words, outs + expert * num_out, is_out, word, NUM_WORDS),)
+            tiles += (load_tile(words, outs + expert * num_out, is_out, word, NUM_WORDS),)  # type: ignore[assignment]
     return tiles

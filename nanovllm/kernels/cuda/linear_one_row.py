@@ -276,9 +276,9 @@ def prepare_inputs(v, LANES: tl.constexpr, GROUP: tl.constexpr):  # type: ignore
         for part in tl.static_range(PARTS):
             total = tl.zeros((v[0].shape[0],), tl.float32)
             for n in tl.static_range(part * 8 // PARTS, (part + 1) * 8 // PARTS):
-                inputs += (v[n] * 2.0 ** (RAISE - 4 * n if n < 5 else RAISE - 4 * n + 12),)
+                inputs += (v[n] * 2.0 ** (RAISE - 4 * n if n < 5 else RAISE - 4 * n + 12),)  # type: ignore[assignment]
                 total += v[n]
-            totals += (tl.sum(total.reshape(total.shape[0] // 16, 16), 1),)
+            totals += (tl.sum(total.reshape(total.shape[0] // 16, 16), 1),)  # type: ignore[assignment]
         return inputs, totals
 
 
@@ -352,7 +352,7 @@ def _fp8_to_floats(tile):  # type: ignore[no-untyped-def]
     if IS_INTERPRETED:
         values = ()
         for place in tl.static_range(4):
-            values += (as_floats(tile, place, 4),)
+            values += (as_floats(tile, place, 4),)  # type: ignore[assignment]
         return values
     else:
         return tl.inline_asm_elementwise(

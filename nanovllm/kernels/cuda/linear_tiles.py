@@ -159,7 +159,7 @@ def _multiply_quantized(  # type: ignore[no-untyped-def]
         if PLACES == 8:  # zero points are subtracted from raised int4 values
             lowered = ()
             for n in tl.static_range(PLACES):
-                lowered += (values[n] + less[n * PARTS // PLACES],)
+                lowered += (values[n] + less[n * PARTS // PLACES],)  # type: ignore[assignment]
             values = lowered
         for part in tl.static_range(PARTS):
             products = sums if GROUP == 0 else tl.zeros_like(sums)
@@ -191,12 +191,12 @@ def _load_groups(  # type: ignore[no-untyped-def]
     for part in tl.static_range(PARTS):
         places = s_start + group + part
         scale = tl.load(stored[0] + places, mask=is_there, other=0.0).to(tl.float32)
-        scales += (scale[:, None],)
+        scales += (scale[:, None],)  # type: ignore[assignment]
         if stored[1] is None:
-            less += (tl.full((1, 1), -raised_by(dtype) - 8.0, dtype),)
+            less += (tl.full((1, 1), -raised_by(dtype) - 8.0, dtype),)  # type: ignore[assignment]
         else:
             zero = tl.load(stored[1] + places, mask=is_there, other=0).to(tl.float32)
-            less += ((-raised_by(dtype) - zero).to(dtype)[:, None],)
+            less += ((-raised_by(dtype) - zero).to(dtype)[:, None],)  # type: ignore[assignment]
     return scales, less
 
 

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 GROUP_SIZE = 32  # neighbouring ids whose largest logit helps to choose the candidates
 COLUMNS = ("slots", "context_lens")  # which may begin anywhere in an upload
 CAPACITY = 4096  # candidates of a row
+ROW_BLOCK = 8192  # logits at a time of a row that is searched whole
 NUM_WANTED = 2048  # of them: what is left is room for ties and for groups that hold several
-# Bits of a float32 that can differ between two logits, rounded up to whole base-4 digits.
-KEY_BITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}
+# Bits of a float32 that can differ between two logits.
+KEY_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
 # A token's mass in integers: sums do not depend on their order, and 2**20 tokens fit into 63 bits.
 MASS_ONE = tl.constexpr(float(2**42))
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -93,7 +94,7 @@ def find_floors(
         split.num_splits,
         **sizes,
         KEY_BITS=KEY_BITS[logits.dtype],
-        BLOCK=2048,
+        BLOCK=ROW_BLOCK,
         num_warps=8,
     )
 
@@ -154,7 +155,7 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
         )
         weights = (groups < num_groups).to(tl.int32)
         # The upper half of the bits is enough: candidates need not be exact in number.
-        key = _descend(_to_key(peaks), weights, num_wanted, 16)
+        key = _descend(_to_key(peaks), weights, None, num_wanted, False, 16, BLOCK)
         pivot = tl.where(num_wanted > 0, _from_key(key, 16), -float("inf"))
         tl.store(pivots + row, tl.maximum(pivot, _lowest(tl.max(peaks, 0), row_temperature)))
 
@@ -244,48 +245,30 @@ def _floor_kernel(  # type: ignore[no-untyped-def]
         mass = _mass(value, peak, row_temperature)
         is_all = tl.load(pivots + row) <= _lowest(peak, row_temperature)
         is_among = tl.where(k > 0, count >= k, tl.sum(mass, 0) >= _limit(p, total))
+        whole = logits, vocab_size, peak, row_temperature
         if (is_all | is_among) & (count <= CAPACITY):
+            weights = is_used.to(tl.int32), mass
             k = tl.minimum(k, count)
-            floor = _search_candidates(value, mass, is_used, k, p, total, KEY_BITS)
+            floor = _search(_to_key(value), weights, whole, k, p, total, KEY_BITS, BLOCK)
         else:
-            floor = _search_row(
-                logits, vocab_size, peak, row_temperature, k, p, total, KEY_BITS, BLOCK
-            )
+            floor = _search(None, (None, None), whole, k, p, total, KEY_BITS, BLOCK)
     tl.store(floors + row, floor)
 
 
 @triton.jit
-def _search_candidates(value, mass, is_used, k, p, total, KEY_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The floor of a row whose cut is among its candidates."""
-    key = tl.zeros((), tl.uint32)
-    if k > 0:
-        key = _descend(_to_key(value), is_used.to(tl.int32), k, KEY_BITS)
-        total = tl.sum(tl.where(_to_key(value) >= key, mass, 0), 0)
-    if p < 1.0:
-        key = _descend(_to_key(value), mass, _limit(p, total), KEY_BITS)
-    return _from_key(key, KEY_BITS)
-
-
-@triton.jit
-def _search_row(  # type: ignore[no-untyped-def]
-    logits,
-    vocab_size,
-    peak,
-    temperature,
-    k,
-    p,
-    total,
-    KEY_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _search(  # type: ignore[no-untyped-def]
+    keys, weights, whole, k, p, total, KEY_BITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The floor of a row, sought among all its logits."""
+    """The floor of a row whose cut is among some keys or, without keys, anywhere in the row.
+
+    The weights of keys are 1, and their mass.
+    """
     key = tl.zeros((), tl.uint32)
     if k > 0:
-        key = _descend_row(logits, vocab_size, peak, temperature, k, True, KEY_BITS, BLOCK)
-        total = _mass_from(logits, vocab_size, peak, temperature, key, BLOCK)
+        key = _descend(keys, weights[0], whole, k, True, KEY_BITS, BLOCK)
+        total = _sum_from(key, keys, weights[1], whole, False, BLOCK)
     if p < 1.0:
-        limit = _limit(p, total)
-        key = _descend_row(logits, vocab_size, peak, temperature, limit, False, KEY_BITS, BLOCK)
+        key = _descend(keys, weights[1], whole, _limit(p, total), False, KEY_BITS, BLOCK)
     return _from_key(key, KEY_BITS)
 
 
@@ -350,61 +333,41 @@ def _from_key(key, KEY_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _descend(keys, weights, target, KEY_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _descend(  # type: ignore[no-untyped-def]
+    keys,
+    weights,
+    whole,
+    target,
+    IS_COUNT: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The largest key from which upwards the weights reach the target, bit by bit."""
     key = tl.zeros((), tl.uint32)
     digit = tl.full((), 1 << 31, tl.uint32)
     for _ in range(KEY_BITS):
         higher = key + digit
-        reached = tl.sum(tl.where(keys >= higher, weights, 0), 0)
+        reached = _sum_from(higher, keys, weights, whole, IS_COUNT, BLOCK)
         key = tl.where(reached >= target, higher, key)
         digit = digit >> 1
     return key
 
 
 @triton.jit
-def _descend_row(  # type: ignore[no-untyped-def]
-    logits,
-    vocab_size,
-    peak,
-    temperature,
-    target,
-    IS_COUNT: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _sum_from(  # type: ignore[no-untyped-def]
+    key, keys, weights, whole, IS_COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """As _descend over a whole row, two bits a pass; tokens weigh 1 or their mass."""
-    lanes = tl.arange(0, BLOCK)
-    key = tl.zeros((), tl.uint32)
-    digit = tl.full((), 1 << 30, tl.uint32)
-    for _ in range(KEY_BITS // 2):
-        low, middle, high = key + digit, key + 2 * digit, key + 3 * digit
-        above_low = tl.zeros((BLOCK,), tl.int64)
-        above_middle = tl.zeros((BLOCK,), tl.int64)
-        above_high = tl.zeros((BLOCK,), tl.int64)
+    """Sum weights from a key upwards; without keys, count or weigh all tokens of a row."""
+    if keys is not None:
+        return tl.sum(tl.where(keys >= key, weights, 0), 0)
+    else:
+        logits, vocab_size, peak, temperature = whole
+        total = tl.zeros((BLOCK,), tl.int64)
         for start in range(0, vocab_size, BLOCK):
-            value = _load_logits(logits, start + lanes, vocab_size)
-            if IS_COUNT:
-                mass = (start + lanes < vocab_size).to(tl.int64)
-            else:
-                mass = _mass(value, peak, temperature)
-            keys = _to_key(value)
-            above_low += tl.where(keys >= low, mass, 0)
-            above_middle += tl.where(keys >= middle, mass, 0)
-            above_high += tl.where(keys >= high, mass, 0)
-        key = tl.where(tl.sum(above_low, 0) >= target, low, key)
-        key = tl.where(tl.sum(above_middle, 0) >= target, middle, key)
-        key = tl.where(tl.sum(above_high, 0) >= target, high, key)
-        digit = digit >> 2
-    return key
-
-
-@triton.jit
-def _mass_from(logits, vocab_size, peak, temperature, key, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The mass of a row's tokens from a key upwards."""
-    lanes = tl.arange(0, BLOCK)
-    mass = tl.zeros((BLOCK,), tl.int64)
-    for start in range(0, vocab_size, BLOCK):
-        value = _load_logits(logits, start + lanes, vocab_size)
-        mass += tl.where(_to_key(value) >= key, _mass(value, peak, temperature), 0)
-    return tl.sum(mass, 0)
+            ids = start + tl.arange(0, BLOCK)
+            value = _load_logits(logits, ids, vocab_size)
+            weight = (
+                (ids < vocab_size).to(tl.int64) if IS_COUNT else _mass(value, peak, temperature)
+            )
+            total += tl.where(_to_key(value) >= key, weight, 0)
+        return tl.sum(total, 0)

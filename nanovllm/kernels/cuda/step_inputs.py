@@ -89,8 +89,6 @@ def _gather(  # type: ignore[no-untyped-def]
     if positions is None:
         length = tl.load(lengths + slot, mask=mask, other=0)
         position, is_used = tl.maximum(length - 1, 0), mask & (length > 0)
-        tl.store(columns[3] + row, length, mask=mask)
-        tl.store(columns[4] + _rank(slots, lengths, row, length, num_rows, BLOCK), row, mask=mask)
     else:
         position = tl.load(positions + row, mask=mask, other=0)
         is_used = mask & (slot != padding)
@@ -101,6 +99,9 @@ def _gather(  # type: ignore[no-untyped-def]
     tl.store(columns[0] + row, token, mask=mask)
     tl.store(columns[1] + row, position.to(tl.int64), mask=mask)
     tl.store(columns[2] + row, cache_offset, mask=mask)
+    if positions is None:
+        tl.store(columns[3] + row, length, mask=mask)
+        tl.store(columns[4] + _rank(slots, lengths, row, length, num_rows, BLOCK), row, mask=mask)
 
 
 @triton.jit
