@@ -172,9 +172,11 @@ def _build(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
 def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    ids = vocabulary.ids()
-    merges = _checked_merges(vocabulary, ids)
-    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words))
+    if (merges := list_field(vocabulary.reader, "tokenizer.ggml.merges", str)) is None:
+        raise CheckpointError(f"{vocabulary.path} has no tokenizer.ggml.merges ({_WAY_OUT})")
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    model = models.BPE(vocab=vocabulary.ids(), merges=pairs, ignore_merges=pre.whole_words)
+    tokenizer = Tokenizer(model)
     steps: list[Any] = []
     if pre.single_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
@@ -185,18 +187,6 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Tokenizer:
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
-
-
-def _checked_merges(vocabulary: _Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    if (merges := list_field(vocabulary.reader, "tokenizer.ggml.merges", str)) is None:
-        raise CheckpointError(f"{vocabulary.path} has no tokenizer.ggml.merges ({_WAY_OUT})")
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    for left, right in pairs:
-        if left not in ids or right not in ids or left + right not in ids:
-            raise CheckpointError(
-                f"{vocabulary.path}: merge '{left} {right}' is not made of its tokens"
-            )
-    return pairs
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +36,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
                 "never run here; pass token-id prompts with skip_tokenizer_init=True"
             ) from error
         raise CheckpointError(
-            f"the tokenizer in {checkpoint.path} cannot be loaded ({error}). Fetch it again, or "
-            "pass token-id prompts with skip_tokenizer_init=True"
+            f"the tokenizer in {checkpoint.path} cannot be loaded ({error}). Fetch it again "
+            "(tokenizer.model alone needs `pip install sentencepiece`), or pass token-id prompts "
+            "with skip_tokenizer_init=True"
         ) from error
 
 
@@ -48,7 +48,6 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     if any((checkpoint.path / name).is_file() for name in VOCABULARY_FILES):
         from transformers import AutoTokenizer
 
-        _check_reader(checkpoint.path)
         written = _read_json(checkpoint.path / "tokenizer.json")
         # Left out, a repository's code would run after a question on the terminal.
         tokenizer = AutoTokenizer.from_pretrained(
@@ -62,20 +61,6 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         f"{checkpoint.path} has no tokenizer: looked for {', '.join(VOCABULARY_FILES)}. "
         "Fetch tokenizer.json, or pass token-id prompts with skip_tokenizer_init=True"
     )
-
-
-def _check_reader(folder: Path) -> None:
-    """Refuse a file of SentencePiece alone without its package: transformers names another one."""
-    others = [name for name in VOCABULARY_FILES if name != "tokenizer.model"]
-    if any((folder / name).is_file() for name in others) or find_spec("sentencepiece"):
-        return
-    with (folder / "tokenizer.model").open("rb") as file:
-        is_sentencepiece = file.read(1) == b"\n"  # its first field; others hold text
-    if is_sentencepiece:
-        raise CheckpointError(
-            f"{folder} has its tokenizer in tokenizer.model only, which the package sentencepiece "
-            "reads: `pip install sentencepiece`, or fetch tokenizer.json"
-        )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -142,20 +142,12 @@ def _list_bin(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredT
     if not isinstance(tensors, dict):
         raise CheckpointError(f"{path} must hold a dict of tensors, a state dict")
     for name, tensor in tensors.items():
-        if not isinstance(name, str) or not _is_plain(tensor):
-            what = tensor.layout if torch.is_tensor(tensor) else type(tensor).__name__
-            raise CheckpointError(
-                f"{path} must hold plain tensors by name, a state dict; {name!r:.80} is {what}"
-            )
+        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        if not isinstance(name, str) or not is_plain or tensor.is_nested:
+            raise CheckpointError(f"{path} must hold plain tensors by name, not {name!r:.80}")
         _check_dtype(path, name, tensor.dtype, dtypes)
         read = partial(_read_and_release if is_zip else _split, tensor)
         yield StoredTensor(name, tuple(tensor.shape), path, read, dtype=tensor.dtype)
-
-
-def _is_plain(tensor: object) -> bool:
-    if not isinstance(tensor, Tensor) or tensor.is_nested:
-        return False
-    return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 def _read_and_release(tensor: Tensor, index: Index = ()) -> Iterator[Tensor]:

@@ -23,19 +23,21 @@ from nanovllm.kernels.cpu.block_types import (
     Block,
     BlockType,
     Group,
-    splat,
     spread,
 )
 from nanovllm.kernels.cpu.interpreter import LIKE, Compiler, hash_sources
 from nanovllm.kernels.cpu.simd import (
     LINE_BYTES,
     as_float,
+    constant,
     kernel,
     load,
+    narrow,
     pointer_to,
     prefetch,
     round_to,
     store,
+    zero_variable,
 )
 
 NAMES = list(TYPES)
@@ -68,7 +70,7 @@ def multiply_panel(
         sums = [
             builder.add(x_sums, builder.mul(num_blocks, I64(r * num_groups))) for r in range(count)
         ]
-        totals = [_variable(builder) for _ in rows]
+        totals = [zero_variable(builder, PANEL_ROWS) for _ in rows]
 
         def add(group: Group, column: Any) -> None:
             _add_group(builder, block_type, group, column, b, rows, sums, totals)
@@ -102,10 +104,10 @@ def _add_group(
     if group.low is not None or offset:
         addresses = [builder.gep(b, [builder.add(base, index)]) for base in sums]
         x_sums = [spread(builder, builder.load(address)) for address in addresses]
-    parts = [[splat(FLOATS, 0.0)] * num_parts for _ in rows]
+    parts = [[constant(FLOATS, 0.0)] * num_parts for _ in rows]
     if offset:
         for part, x_sum in zip(parts, x_sums, strict=True):
-            part[0] = builder.fmul(x_sum, splat(FLOATS, -offset))
+            part[0] = builder.fmul(x_sum, constant(FLOATS, -offset))
     for i in range(kind.group_size):
         column_values = values(i)
         for part, base in zip(parts, rows, strict=True):
@@ -125,7 +127,7 @@ def _to_multiply(builder: Any, group: Group) -> tuple[Callable[[int], Any], Any,
     """What emits a column, and the scale and offset of that: scale * (column - offset)."""
     if group.fraction is None:
         return lambda i: builder.sitofp(group.integer(i), FLOATS), group.scale, group.offset
-    scale = builder.fmul(group.scale, splat(FLOATS, 16.0))
+    scale = builder.fmul(group.scale, constant(FLOATS, 16.0))
     return group.fraction, scale, 1 + group.offset / 16
 
 
@@ -143,7 +145,7 @@ def widen_panel(
             for i in range(0, block_type.group_size, PANEL_ROWS):
                 columns = [_widen(builder, group, i + j) for j in range(PANEL_ROWS)]
                 if isinstance(out.type.pointee, ir.IntType):
-                    columns = [_narrow(builder, values) for values in columns]
+                    columns = [narrow(builder, values) for values in columns]
                 at = builder.add(builder.add(first, column), I64(i))
                 for lane, values in enumerate(_transpose(builder, columns)):
                     index = builder.add(at, builder.mul(stride, I64(lane)))
@@ -160,7 +162,7 @@ def _widen(builder: Any, group: Group, column: int) -> Any:
     """The weights of all rows in a column, rounded where a reference rounds."""
     values = builder.sitofp(group.integer(column), FLOATS)
     if group.offset:
-        values = builder.fadd(values, splat(FLOATS, -group.offset))
+        values = builder.fadd(values, constant(FLOATS, -group.offset))
     values = builder.fmul(values, group.scale)
     return values if group.low is None else builder.fadd(values, group.low)
 
@@ -196,12 +198,6 @@ def _for_groups(builder: Any, kind: BlockType, panel: Any, num_blocks: Any, use:
             column = builder.add(column, I64(kind.group_size))
 
 
-def _variable(builder: Any) -> Any:
-    variable = cgutils.alloca_once(builder, FLOATS)
-    builder.store(ir.Constant(FLOATS, None), variable)
-    return variable
-
-
 def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     product = builder.fmul(a, b, flags=("contract",))
     return builder.fadd(product, c, flags=("contract",))
@@ -209,15 +205,6 @@ def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 def _store(builder: Any, values: Any, address: Any) -> None:
     builder.store(values, builder.bitcast(address, values.type.as_pointer()), align=2)
-
-
-def _narrow(builder: Any, values: Any) -> Any:
-    """The bits of the nearest bfloat16, of two the even one."""
-    bits = builder.bitcast(values, WORDS)
-    is_odd = builder.and_(builder.lshr(bits, splat(WORDS, 16)), splat(WORDS, 1))
-    bits = builder.add(builder.add(bits, splat(WORDS, 0x7FFF)), is_odd)
-    halves = ir.VectorType(ir.IntType(16), PANEL_ROWS)
-    return builder.trunc(builder.lshr(bits, splat(WORDS, 16)), halves)
 
 
 # What a kernel encloses must be the same in every process, or its machine code is not found again.

@@ -16,6 +16,7 @@ import llvmlite.ir as ir
 import numpy as np
 import numpy.typing as npt
 
+from nanovllm.kernels.cpu.simd import constant, spread_lanes
 from nanovllm.kernels.quantized_weight import PANEL_ROWS
 
 FRACTION_SHIFT, ONE_BITS = 19, 0x3F800000  # of a float32: where its fraction's first 4 bits are; 1
@@ -100,22 +101,22 @@ class Block:
     def bits(self, word: Any, shift: int, mask: int) -> Any:
         """(word >> shift) & mask; a negative shift is one to the left."""
         if shift > 0:
-            word = self.builder.lshr(word, splat(WORDS, shift))
+            word = self.builder.lshr(word, constant(WORDS, shift))
         elif shift < 0:
-            word = self.builder.shl(word, splat(WORDS, -shift))
-        return self.builder.and_(word, splat(WORDS, mask))
+            word = self.builder.shl(word, constant(WORDS, -shift))
+        return self.builder.and_(word, constant(WORDS, mask))
 
     def fraction(self, word: Any, shift: int) -> Any:
         """A float32 from 1 to 2 whose first four bits after the point are (word >> shift) & 15."""
         bits = self.bits(word, shift - FRACTION_SHIFT, 15 << FRACTION_SHIFT)
-        return self.builder.bitcast(self.builder.or_(bits, splat(WORDS, ONE_BITS)), FLOATS)
+        return self.builder.bitcast(self.builder.or_(bits, constant(WORDS, ONE_BITS)), FLOATS)
 
     def signed_byte(self, word: Any, index: int) -> Any:
-        word = self.builder.shl(word, splat(WORDS, 24 - 8 * index)) if index < 3 else word
-        return self.builder.ashr(word, splat(WORDS, 24))
+        word = self.builder.shl(word, constant(WORDS, 24 - 8 * index)) if index < 3 else word
+        return self.builder.ashr(word, constant(WORDS, 24))
 
     def byte(self, word: Any, index: int) -> Any:
-        top = self.builder.lshr(word, splat(WORDS, 24))
+        top = self.builder.lshr(word, constant(WORDS, 24))
         return top if index == 3 else self.bits(word, 8 * index, 255)
 
     def shifted(self, word: Any, by: Any) -> Any:
@@ -134,16 +135,9 @@ class Block:
         return self.builder.load(self.builder.bitcast(pointer, vector.as_pointer()), align=2)
 
 
-def splat(vector: Any, value: float) -> Any:
-    return ir.Constant(vector, [value] * vector.count)
-
-
 def spread(builder: Any, value: Any) -> Any:
     """A vector with a lane of this for every row."""
-    vector = ir.VectorType(value.type, PANEL_ROWS)
-    undefined = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(undefined, value, I32(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(WORDS, None))
+    return spread_lanes(builder, value, PANEL_ROWS)
 
 
 def _has_halves() -> bool:
@@ -155,9 +149,9 @@ def _has_halves() -> bool:
 def _widen_halves(builder: Any, bits: Any) -> Any:
     """What the instruction does, by shifts and a product; infinity becomes 65536."""
     words = builder.zext(bits, WORDS)
-    rest = builder.shl(builder.and_(words, splat(WORDS, 0x7FFF)), splat(WORDS, 13))
-    size = builder.fmul(builder.bitcast(rest, FLOATS), splat(FLOATS, 2.0**112))
-    sign = builder.shl(builder.and_(words, splat(WORDS, 0x8000)), splat(WORDS, 16))
+    rest = builder.shl(builder.and_(words, constant(WORDS, 0x7FFF)), constant(WORDS, 13))
+    size = builder.fmul(builder.bitcast(rest, FLOATS), constant(FLOATS, 2.0**112))
+    sign = builder.shl(builder.and_(words, constant(WORDS, 0x8000)), constant(WORDS, 16))
     return builder.bitcast(builder.or_(builder.bitcast(size, WORDS), sign), FLOATS)
 
 
@@ -210,7 +204,7 @@ def _of_superblocks(has_fifth: bool) -> Callable[[Block, Any], list[Group]]:
             integers.append(block.bits(nibbles, 0, 0x0F0F0F0F))
             if has_fifth:
                 fifths = block.bits(block.shifted(block.word(5 + i), step), 0, 0x01010101)
-                integers[i] = builder.or_(integers[i], builder.shl(fifths, splat(WORDS, 4)))
+                integers[i] = builder.or_(integers[i], builder.shl(fifths, constant(WORDS, 4)))
         scale, low = _six_bits(block, step)
         scale = builder.fmul(block.half(0), block.to_float(scale))
         low = builder.fneg(builder.fmul(block.half(1), block.to_float(low)))
@@ -248,7 +242,7 @@ def _q6_k(block: Block, step: Any) -> list[Group]:
         nibbles = block.bits(block.shifted(block.word(i, first), nibble_shift), 0, 0x0F0F0F0F)
         upper = block.word(32 + i, builder.mul(half, I64(8)))
         upper = block.bits(block.shifted(upper, builder.mul(quarter, I64(2))), 0, 0x03030303)
-        integers.append(builder.or_(nibbles, builder.shl(upper, splat(WORDS, 4))))
+        integers.append(builder.or_(nibbles, builder.shl(upper, constant(WORDS, 4))))
 
     def integer(first_word: int, column: int) -> Any:
         return block.byte(integers[first_word + column // 4], column % 4)

@@ -60,7 +60,7 @@ def store(context: Any, pointer: Any, index: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer, index, value = args
         if signature.args[0].dtype is not types.float32:
-            value = _narrow(builder, value)
+            value = narrow(builder, value)
         builder.store(value, builder.gep(pointer, [index]))
         return context.get_dummy_value()
 
@@ -74,7 +74,7 @@ def round_to(context: Any, value: Any, like: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if signature.args[1] is types.float32:
             return args[0]
-        return _widen(builder, _narrow(builder, args[0]))
+        return _widen(builder, narrow(builder, args[0]))
 
     return types.float32(types.float32, like), generate
 
@@ -111,23 +111,25 @@ def _widen_codes(builder: Any, codes: Any, words: Any, floats: Any) -> Any:
     Their bits, put in place, have an exponent that is 120 too small.
     """
     bits = builder.zext(codes, words)
-    size = builder.shl(builder.and_(bits, _constant(words, 0x7F)), _constant(words, 20))
-    sign = builder.shl(builder.and_(bits, _constant(words, 0x80)), _constant(words, 24))
+    size = builder.shl(builder.and_(bits, constant(words, 0x7F)), constant(words, 20))
+    sign = builder.shl(builder.and_(bits, constant(words, 0x80)), constant(words, 24))
     value = builder.bitcast(builder.or_(size, sign), floats)
-    return builder.fmul(value, _constant(floats, 2.0**120))
+    return builder.fmul(value, constant(floats, 2.0**120))
 
 
-def _constant(kind: Any, value: float) -> Any:
+def constant(kind: Any, value: float) -> Any:
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
-def _narrow(builder: Any, value: Any) -> Any:
-    """The bits of the nearest bfloat16, of two the even one."""
-    i32 = ir.IntType(32)
-    bits = builder.bitcast(value, i32)
-    is_odd = builder.and_(builder.lshr(bits, i32(16)), i32(1))
-    bits = builder.add(builder.add(bits, i32(0x7FFF)), is_odd)
-    return builder.trunc(builder.lshr(bits, i32(16)), ir.IntType(16))
+def narrow(builder: Any, values: Any) -> Any:
+    """The bits of the nearest bfloat16, of two the even one: of one float32, or of a vector."""
+    words, halves = ir.IntType(32), ir.IntType(16)
+    if isinstance(values.type, ir.VectorType):
+        words, halves = (ir.VectorType(kind, values.type.count) for kind in (words, halves))
+    bits = builder.bitcast(values, words)
+    is_odd = builder.and_(builder.lshr(bits, constant(words, 16)), constant(words, 1))
+    bits = builder.add(builder.add(bits, constant(words, 0x7FFF)), is_odd)
+    return builder.trunc(builder.lshr(bits, constant(words, 16)), halves)
 
 
 @intrinsic
@@ -214,7 +216,7 @@ def make_tile(num_rows: int) -> Any:
         i64 = count.type
         itemsize = signature.args[0].dtype.bitwidth // 8
         per_line, ahead = LINE_BYTES // itemsize, AHEAD_BYTES // itemsize
-        totals = [_zero_lanes(builder) for _ in range(num_rows * NUM_STREAMS)]
+        totals = [zero_variable(builder, LANES) for _ in range(num_rows * NUM_STREAMS)]
         a_bases = [builder.add(a_base, builder.mul(stride, i64(s))) for s in range(NUM_STREAMS)]
         b_bases = [builder.add(b_base, builder.mul(b_stride, i64(r))) for r in range(num_rows)]
         with cgutils.for_range(builder, builder.sdiv(count, i64(per_line))) as loop:
@@ -250,17 +252,14 @@ def add_weighted_lanes(
         b, sums, a, a_base, stride, weights, count = args
         i64 = count.type
         offsets = [i64(lane) for lane in range(0, NUM_WEIGHTED, LANES)]
-        totals = [_zero_lanes(builder) for _ in offsets]
+        totals = [zero_variable(builder, LANES) for _ in offsets]
         with cgutils.for_range(builder, count) as loop:
             weight = builder.load(builder.gep(b, [builder.add(weights, loop.index)]))
-            undefined = ir.Constant(ir.VectorType(ir.FloatType(), LANES), ir.Undefined)
-            first = builder.insert_element(undefined, weight, ir.IntType(32)(0))
-            mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), None)
-            spread = builder.shuffle_vector(first, undefined, mask)
+            same = spread_lanes(builder, weight, LANES)
             base = builder.add(a_base, builder.mul(stride, loop.index))
             for total, offset in zip(totals, offsets, strict=True):
                 values = _load_lanes(builder, a, builder.add(base, offset))
-                _add_product(builder, total, values, spread)
+                _add_product(builder, total, values, same)
         for total, offset in zip(totals, offsets, strict=True):
             index = builder.add(sums, offset)
             before = _load_lanes(builder, b, index)
@@ -273,11 +272,19 @@ def add_weighted_lanes(
     return types.void(b, i64, a, i64, i64, i64, i64), generate
 
 
-def _zero_lanes(builder: Any) -> Any:
-    lanes = ir.VectorType(ir.FloatType(), LANES)
-    total = cgutils.alloca_once(builder, lanes)
-    builder.store(ir.Constant(lanes, None), total)
-    return total
+def zero_variable(builder: Any, num_lanes: int) -> Any:
+    lanes = ir.VectorType(ir.FloatType(), num_lanes)
+    variable = cgutils.alloca_once(builder, lanes)
+    builder.store(ir.Constant(lanes, None), variable)
+    return variable
+
+
+def spread_lanes(builder: Any, value: Any, num_lanes: int) -> Any:
+    """A vector with this in every lane."""
+    undefined = ir.Constant(ir.VectorType(value.type, num_lanes), ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.IntType(32)(0))
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), num_lanes), None)
+    return builder.shuffle_vector(first, undefined, mask)
 
 
 def _add_product(builder: Any, total: Any, a: Any, b: Any) -> None:
