@@ -24,7 +24,7 @@ ORDER = """
     < devices.base, devices.cpu.features, distributed < kernels < attention < layers < models
     < worker.tables < worker.forward < logits < worker
     < devices < executor
-    < engine.core < engine.start < engine.engine_thread, serving.core_process
+    < engine.core < engine.start < engine.engine_thread, serving.core_process, serving.replica
     < scoring, conversations, client
     < llm, async_llm < server < jobs < ray < cli < ray.serve < __main__
 """
@@ -61,7 +61,6 @@ CLIENT = (
     "serving.core_records",
     "serving.viewers",
     "serving.routing",
-    "serving.replica",
 )
 # Parts beside the order: what they may import, and the first part that may import them.
 BESIDE = {

@@ -142,8 +142,9 @@ def _list_bin(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredT
     if not isinstance(tensors, dict):
         raise CheckpointError(f"{path} must hold a dict of tensors, a state dict")
     for name, tensor in tensors.items():
-        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        if not isinstance(name, str) or not is_plain or tensor.is_nested:
+        is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        is_plain = is_dense and not tensor.is_nested and tensor.device.type == "cpu"
+        if not isinstance(name, str) or not is_plain:
             raise CheckpointError(f"{path} must hold plain tensors by name, not {name!r:.80}")
         _check_dtype(path, name, tensor.dtype, dtypes)
         read = partial(_read_and_release if is_zip else _split, tensor)

@@ -103,8 +103,8 @@ from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.chat_template import ChatTemplate
 tokenizer = load_tokenizer(find_checkpoint("smollm2", need_weights=False))
-template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens_map)
-ids = tokenizer.encode(template.render([{{"role": "user", "content": "Hi"}}]))
+template, names = ChatTemplate(tokenizer.chat_template), tokenizer.special_tokens_map
+ids = tokenizer.encode(template.render([{{"role": "user", "content": "Hi"}}], **names))
 print(tokenizer.decode(ids) == {smollm2_prompt()!r})
 tokens = tokenizer.added_tokens_decoder, tokenizer.convert_ids_to_tokens(ids)
 text = tokenizer.backend_tokenizer.to_str()
