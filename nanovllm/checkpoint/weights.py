@@ -54,7 +54,8 @@ class QuantizedPiece:
 
     values: Tensor  # [rows, inputs]: FP8, or integers in bytes
     scales: Tensor  # [rows, groups]
-    zeros: Tensor | None  # likewise, in bytes
+    zeros: Tensor | int = 0  # [rows, groups] in bytes, or one for all
+    group_of: Tensor | None = None  # [inputs]; None: groups are in order, of equal size
 
     def __len__(self) -> int:
         return len(self.values)
@@ -75,7 +76,6 @@ class StoredTensor:
     # Likewise, of a quantized tensor as it is stored; bytes of GGUF's quant blocks.
     read_quantized: ReadQuantized | None = None
     dtype: torch.dtype = torch.float32  # of what is read
-    cuts: tuple[int, ...] = ()  # of each dimension, where a rank's part may end; (): anywhere
     layout: QuantLayout | None = None  # of what `read_quantized` reads, if kernels may read that
 
 

@@ -1,4 +1,4 @@
-"""A quantized weight: its layout in memory, how it is quantized, and what it means in plain torch.
+"""A quantized weight: its layout in memory, and what it means in plain torch.
 
 A weight is (q - zero point) * scale, where q is FP8 (e4m3) or an integer of 4 bits. All inputs of
 an output share one scale, or each group of 128 or fewer inputs has its own.
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.fp8 import FP8, ScaledCodes, round_rows, round_to_codes
+from nanovllm.fp8 import FP8
 
 BLOCK = 128
 INT4_WORDS, FP8_WORDS = 16, 32  # of a block
@@ -160,7 +160,7 @@ class QuantizedRows:
         return self.weight.qweight[self.first : self.first + self.count].nbytes
 
     def put(
-        self, first: int, values: Tensor, scales: Tensor, zeros: Tensor | None, fill: Fill
+        self, first: int, values: Tensor, scales: Tensor, zeros: Tensor | int, fill: Fill
     ) -> None:
         """Fill rows from `first` on; scales and zero points are those of groups as stored."""
         rows = slice(self.first + first, self.first + first + len(values))
@@ -169,19 +169,18 @@ class QuantizedRows:
         fill(staged, values)
         self.weight.qweight[rows] = pack_words(staged)
         if self.weight.zero_points is not None:
-            middle = torch.full(scales.shape, MIDDLE, dtype=torch.uint8, device=scales.device)
-            zeros = middle if zeros is None else zeros
+            if isinstance(zeros, int):
+                zeros = torch.full_like(scales, zeros, dtype=torch.uint8)
             fill(self.weight.zero_points[rows], self._by_group(zeros))
 
-    def put_floats(self, values: Tensor, fill: Fill) -> None:
-        """Quantize all rows, each group by its largest number."""
-        if self.weight.bits == 4:
-            quantized, scales = quantize_int4(values, self.weight.group)
+    def put_random(self, values: Tensor) -> None:
+        """Fill all rows with 0.02 times values of a standard normal distribution."""
+        if self.weight.bits == 8:
+            quantized, scale = values.to(FP8), 0.02
         else:
-            rounded = quantize_blocks(values) if self.weight.has_blocks else round_rows(values)
-            quantized, scales = rounded.codes, rounded.scales
-        rows = replace(self, group=self.weight.group or -1)
-        rows.put(0, quantized, scales, None, fill)
+            quantized, scale = (2 * values + MIDDLE).round().clamp(0, 15).to(torch.uint8), 0.01
+        scales = values.new_full((len(values), 1), scale)
+        replace(self, group=-1).put(0, quantized, scales, MIDDLE, Tensor.copy_)
 
     def _by_group(self, numbers: Tensor) -> Tensor:
         """Repeat scales of larger groups, and pad to whole groups."""
@@ -191,22 +190,3 @@ class QuantizedRows:
         if self.group > BLOCK:
             numbers = numbers.repeat_interleave(self.group // BLOCK, 1)[:, :wanted]
         return F.pad(numbers, (0, wanted - numbers.shape[1]))
-
-
-def quantize_blocks(values: Tensor) -> ScaledCodes:
-    """Quantize to FP8 in blocks of 128 x 128; scales are repeated for each row."""
-    num_rows, num_in = values.shape
-    padded = F.pad(values.float(), (0, -num_in % BLOCK, 0, -num_rows % BLOCK))
-    blocks = padded.view(len(padded) // BLOCK, BLOCK, -1, BLOCK)
-    rounded = round_to_codes(blocks, blocks.abs().amax((1, 3), keepdim=True))
-    scales = rounded.scales[:, 0, :, 0].repeat_interleave(BLOCK, 0)[:num_rows]
-    return ScaledCodes(rounded.codes.view_as(padded)[:num_rows, :num_in], scales)
-
-
-def quantize_int4(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return integers [outputs, inputs] around MIDDLE, and scales [outputs, groups]."""
-    num_in = values.shape[1]
-    parts = F.pad(values.float(), (0, -num_in % group)).view(len(values), -1, group)
-    scales = parts.abs().amax(2).clamp_(min=1e-6) / (MIDDLE - 1)
-    quantized = (parts / scales.unsqueeze(2)).round_().add_(MIDDLE).clamp_(0, 15)
-    return quantized.flatten(1)[:, :num_in].to(torch.uint8), scales

@@ -20,7 +20,7 @@ from nanovllm.layers.shards import (
     split,
     whole,
 )
-from nanovllm.layers.weights import LayerWeight, Outputs, create_weight
+from nanovllm.layers.weights import LayerWeight, Outputs
 
 
 class MergedLinear(Layer):
@@ -41,7 +41,7 @@ class MergedLinear(Layer):
     ) -> None:
         super().__init__()
         self.inputs, self.outputs, self.activation = inputs, outputs, activation
-        self.weight: LayerWeight = create_weight(outputs, inputs, build)
+        self.weight = LayerWeight(outputs, inputs, build)
         self.bias = build.parameter(num_outputs(outputs)) if bias else None
         self.ops = build.ops
 
@@ -96,7 +96,7 @@ class Embedding(Layer):
     def __init__(self, num_embeddings: int, dim: int, scale: float, build: Build) -> None:
         super().__init__()
         self.vocab = split(num_embeddings, build.group)
-        self.weight = create_weight({"": [self.vocab]}, whole(dim), build)
+        self.weight = LayerWeight({"": [self.vocab]}, whole(dim), build)
         self.scale = torch.tensor(scale).to(build.dtype).item()  # rounded, as it was in training
         self.ops, self.group = build.ops, build.group
 
@@ -135,7 +135,3 @@ class LMHead(MergedLinear):
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         return {} if self.is_tied else super().expected_tensors(path)
-
-    def tied_tensors(self, path: str) -> dict[str, ExpectedTensor]:
-        """What a checkpoint may hold as well as the embedding: a copy of it."""
-        return self.weight.expected_copy(f"{path}.weight") if self.is_tied else {}

@@ -10,7 +10,7 @@ from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.layers.shards import ExpectedTensor, split, whole
-from nanovllm.layers.weights import create_weight
+from nanovllm.layers.weights import LayerWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class SparseMLP(Layer):
         self.gate = MergedLinear(hidden, {"gate": [whole(config.num_experts)]}, False, build)
         experts = [f"experts.{i}." for i in range(config.num_experts)]
         gate_up = {f"{e}{name}": [size] for e in experts for name in (names.gate, names.up)}
-        self.gate_up = create_weight(gate_up, hidden, build, is_uniform=True)
+        self.gate_up = LayerWeight(gate_up, hidden, build, is_uniform=True)
         down = {f"{e}{names.down}": [hidden] for e in experts}
-        self.down = create_weight(down, size, build, is_uniform=True)
+        self.down = LayerWeight(down, size, build, is_uniform=True)
         self.num_experts = config.num_experts
         self.routing = Routing(config.top_k, config.is_normalized)
         self.ops, self.group = build.ops, build.group

@@ -16,7 +16,6 @@ from nanovllm.kernels.quantized_weight import (
     PanelWeight,
     QuantizedRows,
     QuantizedWeight,
-    Weight,
     num_blocks,
 )
 from nanovllm.layers.shards import (
@@ -27,69 +26,37 @@ from nanovllm.layers.shards import (
     expect_stack,
     num_outputs,
 )
-from nanovllm.layers.weights import DenseLayerWeight, Layouts, Outputs
+from nanovllm.layers.weights import Outputs
 from nanovllm.quantisation import QuantLayout
 
 if TYPE_CHECKING:
     from nanovllm.layers.build import Build
 
 
-class QuantizedLayerWeight(nn.Module):
-    """Quantized tensors, or a dense one: the names of the tensors decide."""
-
-    def __init__(
-        self, outputs: Outputs, inputs: Share, layouts: Layouts, build: Build, is_uniform: bool
-    ) -> None:
-        super().__init__()
-        self.outputs, self.inputs = outputs, inputs
-        self.layouts, self.build, self.is_uniform = layouts, build, is_uniform
-        self.is_dense = False
-        self.tensors: DenseLayerWeight | WordTensors | BlockTensors | None = None
-
-    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
-        found = [self.layouts(f"{parent}{name}") for name in self.outputs]
-        layouts = [layout for layout in found if layout is not None]
-        if not self.is_dense and len(layouts) == len(found):
-            self.tensors = self._create_quantized(layouts)
-        if self.tensors is None:
-            self.is_dense = True
-            self.tensors = DenseLayerWeight(self.outputs, self.inputs, self.build)
-        return self.tensors.expected_tensors(parent)
-
-    def _create_quantized(self, layouts: list[QuantLayout]) -> WordTensors | BlockTensors | None:
-        """None: no kernel reads such tensors, or the share that this rank has of them."""
-        outputs, inputs, build = self.outputs, self.inputs, self.build
-        if not layouts[0].block_bytes:
-            layout = common_layout(layouts, inputs)
-            return None if layout is None else WordTensors(outputs, inputs, layout, build)
-        is_mixed = self.is_uniform and len(set(layouts)) > 1
-        if is_mixed or not all(has_whole_blocks(layout, inputs) for layout in layouts):
-            return None
-        return BlockTensors(layouts, outputs, inputs, build)
-
-    def expected_copy(self, name: str) -> dict[str, ExpectedTensor]:
-        dense = self.tensors  # a GGUF file has no copy of quant blocks: they would not be tied
-        return dense.expected_copy(name) if isinstance(dense, DenseLayerWeight) else {}
-
-    def use_dense(self) -> None:
-        self.is_dense, self.tensors = True, None
-
-    def for_ops(self, num_experts: int | None = None) -> Weight:
-        assert self.tensors is not None
-        return self.tensors.for_ops(num_experts)
+def create_quantized(
+    layouts: list[QuantLayout], outputs: Outputs, inputs: Share, build: Build
+) -> WordTensors | BlockTensors | None:
+    """None: no kernel reads such tensors, or the share that this rank has of them."""
+    if not layouts[0].block_bytes:
+        layout = common_layout(layouts, inputs)
+        return None if layout is None else WordTensors(outputs, inputs, layout, build)
+    if not all(has_whole_blocks(layout, inputs) for layout in layouts):
+        return None
+    return BlockTensors(layouts, outputs, inputs, build)
 
 
 def common_layout(layouts: Sequence[QuantLayout], inputs: Share) -> QuantLayout | None:
-    """The layout that all tensors of a projection have, if kernels read it."""
+    """The layout that all tensors of a projection have, if kernels read it and no group is cut."""
     if len({(layout.kind, layout.group) for layout in layouts}) > 1:
         return None
     kind, group = layouts[0].kind, layouts[0].group
     group = -1 if group >= inputs.size else group
     is_read = group == -1 or group % BLOCK == 0 or (kind == "int4" and group in INT4_GROUPS)
+    is_cut = group != -1 and inputs.count < inputs.size and inputs.count % group > 0
     dtypes = {layout.scale_dtype for layout in layouts}
     has_zeros = any(layout.has_zeros for layout in layouts)
     scale_dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-    return QuantLayout(kind, group, has_zeros, scale_dtype) if is_read else None
+    return QuantLayout(kind, group, has_zeros, scale_dtype) if is_read and not is_cut else None
 
 
 class WordTensors(nn.Module):

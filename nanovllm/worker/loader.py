@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 import sys
 import time
@@ -19,15 +18,12 @@ from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
-from nanovllm.checkpoint.quantized.float8 import is_quantized_to_fp8
-from nanovllm.checkpoint.quantized.modules import join_parts
-from nanovllm.checkpoint.weights import QuantizedPiece, StoredTensor, list_tensors
+from nanovllm.checkpoint.weights import StoredTensor, list_tensors
 from nanovllm.config import EngineConfig
 from nanovllm.devices.base import Device
-from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.errors import CheckpointError
 from nanovllm.kernels.quantized_weight import QuantizedRows
 from nanovllm.layers.build import Layer
-from nanovllm.layers.linear import LMHead
 from nanovllm.layers.shards import ExpectedTensor
 from nanovllm.layers.weights import Layouts
 from nanovllm.models.registry import read_config
@@ -37,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 NUM_READERS = 2  # one reads while the other's copy runs; torch's threads share each
 MAX_NAMED = 5  # problems that an error spells out
-# Written by some exporters, derived from the config by everyone.
-IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
+# Written by some exporters: what the config implies, and a copy of a tied embedding.
+IGNORED = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
 
 
 def load_weights(
@@ -46,14 +42,14 @@ def load_weights(
 ) -> None:
     """Fill every parameter and pack every layer; missing and extra tensors and odd shapes raise."""
     start = time.perf_counter()
-    layers, tied = UnpackedLayers(model, device), tied_tensors(model)
+    layers = UnpackedLayers(model, device)
     expected = layers.expected
     stored, quantisation = list_tensors(checkpoint), checkpoint.quantisation
     if quantisation is not None:
-        stored = join_parts(stored, quantisation, expected.keys() | tied.keys())
-    found = _match(stored, expected, tied, checkpoint.path)
-    tensors = [tensor for tensor in found if tensor.name in expected]
-    _check_cuts(tensors, expected)
+        from nanovllm.checkpoint.quantized.modules import join_parts
+
+        stored = join_parts(stored, quantisation, expected)
+    tensors = _match(stored, expected, checkpoint.path)
     if show_progress:  # by one rank
         _log_dequantized(tensors, expected)
     num_bytes = sum(tensor.nbytes for tensor in expected.values())
@@ -66,9 +62,6 @@ def load_weights(
             layers.loaded(name)
     layers.pack_rest()
     device.release()  # what was read into, and what packing replaced
-    for tensor in found:
-        if tensor.name in tied:
-            _check_copy(tensor, tied[tensor.name])
     seconds = time.perf_counter() - start
     speed = num_bytes / 1e9 / seconds
     logger.info("Loaded %.2f GB of weights in %.1f s, %.1f GB/s", num_bytes / 1e9, seconds, speed)
@@ -86,12 +79,12 @@ def fill_dummy_weights(model: nn.Module, device: Device, seed: int) -> None:
 
 def _fill_randomly(expected: ExpectedTensor, generator: torch.Generator, device: Device) -> None:
     target = expected.parts[0].target
-    if isinstance(target, QuantizedRows):  # each rank quantizes its own shard
+    if isinstance(target, QuantizedRows):
         whole = torch.empty(expected.shape, device=device.torch_device)
-        whole.normal_(0.0, 0.02, generator=generator)
+        whole.normal_(generator=generator)
         for part in expected.parts:
             assert isinstance(part.target, QuantizedRows)
-            part.target.put_floats(whole[part.source], torch.Tensor.copy_)
+            part.target.put_random(whole[part.source])
         return
     # Drawn whole, so that every number of ranks has the same model.
     tensor = target if target.shape == expected.shape else target.new_empty(expected.shape)
@@ -141,14 +134,6 @@ class UnpackedLayers:
         layer.pack(self._has_room)
 
 
-def tied_tensors(model: nn.Module) -> dict[str, ExpectedTensor]:
-    """Every tensor that a checkpoint may have as a copy of another one, by name."""
-    by_head = (
-        head.tied_tensors(path) for path, head in named_layers(model) if isinstance(head, LMHead)
-    )
-    return {name: tensor for tensors in by_head for name, tensor in tensors.items()}
-
-
 def named_layers(model: nn.Module) -> list[tuple[str, Layer]]:
     modules = model.named_modules()
     return [(path, module) for path, module in modules if isinstance(module, Layer)]
@@ -168,37 +153,16 @@ def _log_dequantized(tensors: list[StoredTensor], expected: dict[str, ExpectedTe
     logger.info(text, len(dense), len(stored), which, dtype)
 
 
-def _check_cuts(tensors: list[StoredTensor], expected: dict[str, ExpectedTensor]) -> None:
-    """Refuse ranks whose share of a weight would end within a group of numbers with one scale."""
-    for tensor in tensors:
-        parts = expected[tensor.name].parts if tensor.cuts else ()
-        taken = (math.prod(share.stop - share.start for share in part.source) for part in parts)
-        if sum(taken) == math.prod(tensor.shape):
-            continue
-        for part in parts:
-            for share, unit, size in zip(part.source, tensor.cuts, tensor.shape, strict=True):
-                if share.start % unit or (share.stop % unit and share.stop != size):
-                    raise ConfigError(
-                        f"tensor_parallel_size: a rank would take {share.start} to {share.stop} of "
-                        f"{size} in {tensor.name}, which cuts a group of {unit} quantised numbers; "
-                        "use fewer ranks"
-                    )
-
-
 def _match(
-    tensors: list[StoredTensor],
-    expected: dict[str, ExpectedTensor],
-    tied: dict[str, ExpectedTensor],
-    path: Path,
+    tensors: list[StoredTensor], expected: dict[str, ExpectedTensor], path: Path
 ) -> list[StoredTensor]:
-    """Return the tensors that are expected or tied; name what is extra, odd or missing."""
-    known = expected | tied
+    """Return the tensors that are expected; name what is extra, odd or missing."""
     found: dict[str, StoredTensor] = {}
     problems = []
     for tensor in tensors:
-        if IGNORED.match(tensor.name):
+        if tensor.name not in expected and IGNORED.fullmatch(tensor.name):
             continue
-        if problem := _problem(tensor, known, found):
+        if problem := _problem(tensor, expected, found):
             problems.append(f"{tensor.file}: tensor {tensor.name!r} {problem}")
         found.setdefault(tensor.name, tensor)
     problems += [f"{path}: tensor {name!r} is missing" for name in expected if name not in found]
@@ -209,13 +173,13 @@ def _match(
 
 
 def _problem(
-    tensor: StoredTensor, known: dict[str, ExpectedTensor], found: dict[str, StoredTensor]
+    tensor: StoredTensor, expected: dict[str, ExpectedTensor], found: dict[str, StoredTensor]
 ) -> str | None:
-    if tensor.name not in known:
+    if tensor.name not in expected:
         return "has no place in the model"
     if tensor.name in found:
         return f"appears twice, also in {found[tensor.name].file}"
-    shape = known[tensor.name].shape
+    shape = expected[tensor.name].shape
     if tensor.shape != shape:
         return f"has shape {list(tensor.shape)}, expected {list(shape)}"
     return None
@@ -237,30 +201,15 @@ def _fill(tensor: StoredTensor, expected: dict[str, ExpectedTensor], device: Dev
     for part in wanted.parts:
         target, first = part.target, 0
         for piece in read(part.source):
-            if isinstance(piece, QuantizedPiece):
-                assert isinstance(target, QuantizedRows)
-                target.put(first, piece.values, piece.scales, piece.zeros, device.fill)
-            else:
+            if isinstance(piece, Tensor):
                 assert isinstance(target, Tensor)
                 device.fill(target[first : first + len(piece)], piece)
+            else:
+                assert isinstance(target, QuantizedRows)
+                target.put(first, piece.values, piece.scales, piece.zeros, device.fill)
             first += len(piece)
         assert first == len(target), f"{tensor.name}: {first} of {len(target)} rows"
     return tensor.name
-
-
-def _check_copy(tensor: StoredTensor, tied: ExpectedTensor) -> None:
-    """Refuse a second copy of a tied weight that differs from the first: one of them is wrong."""
-    for part in tied.parts:
-        assert isinstance(part.target, Tensor)
-        first = 0
-        for rows in tensor.read(part.source):
-            target = part.target[first : first + len(rows)]
-            if not torch.equal(target, rows.to(target)):
-                raise CheckpointError(
-                    f"{tensor.file}: tensor {tensor.name!r} differs from the embedding, which "
-                    "tie_word_embeddings in config.json says it equals; set that to false to use it"
-                )
-            first += len(rows)
 
 
 def choose_layouts(
@@ -285,6 +234,8 @@ def choose_layouts(
     layout = None if quantisation is None else quantisation.layout
     if quantisation is None or layout is None or not device.reads_quantized(layout.kind, dtype):
         return None
+    from nanovllm.checkpoint.quantized.modules import is_quantized_to_fp8, join_parts
+
     if isinstance(checkpoint, Checkpoint) and not is_dummy:
         tensors = join_parts(list_tensors(checkpoint), quantisation, ())
         found = {tensor.name.removesuffix(".weight"): tensor.layout for tensor in tensors}

@@ -131,6 +131,17 @@ def test_ranks_take_their_share(checkpoint_root: Path, kept: list[str], kind: st
     assert kept
 
 
+@pytest.mark.parametrize("kind", ["packed-zeros", "awq", "gptq"])
+def test_a_share_that_cuts_groups_is_widened(
+    checkpoint_root: Path, kept: list[str], kind: str
+) -> None:
+    both = twins(checkpoint_root, "llama", kind)  # 96 inputs of down_proj, in groups of 32
+    with engines_of(2):
+        assert_equal(run(both.quantised), run(both.plain))
+    assert kept
+    assert not any("down_proj" in name for name in kept)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", ["qwen3-moe", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_experts(checkpoint_root: Path, kept: list[str], model: str, kind: str) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.quantized.weight import (
-    GroupedValues,
     Parts,
     StoredWeight,
     check_matrix,
@@ -16,7 +15,7 @@ from nanovllm.checkpoint.quantized.weight import (
     in_groups,
     read_part,
 )
-from nanovllm.checkpoint.weights import FLOATS, StoredTensor
+from nanovllm.checkpoint.weights import FLOATS, QuantizedPiece, StoredTensor
 from nanovllm.errors import CheckpointError
 from nanovllm.quantisation import Quantisation, QuantLayout
 
@@ -33,10 +32,10 @@ def open_awq(parts: Parts, quantisation: Quantisation) -> StoredWeight:
     check_part(qzeros, (num_groups, num_words), torch.int32)
     check_part(scales, (num_groups, num_outputs), *FLOATS)
 
-    def read(rows: slice, columns: slice) -> GroupedValues:
+    def read(rows: slice, columns: slice) -> QuantizedPiece:
         words = _words_of(rows, 4)
         groups, group_of = in_groups(columns, size)
-        return GroupedValues(
+        return QuantizedPiece(
             _unpack_awq(read_part(qweight, columns, words)),
             read_part(scales, groups, rows).t(),
             _unpack_awq(read_part(qzeros, groups, words)),
@@ -67,17 +66,14 @@ def open_gptq(parts: Parts, quantisation: Quantisation) -> StoredWeight:
     num_groups = -(-num_inputs // size)
     check_part(qzeros, (num_groups, -(-num_outputs // per_word)), torch.int32)
     check_part(scales, (num_groups, num_outputs), *FLOATS)
-    g_idx = _check_groups(parts.get("g_idx"), num_inputs, num_groups, size)
-    if "g_idx" not in parts and quantisation.desc_act:
-        raise CheckpointError(f"{qweight.file}: {qweight.name!r} needs a g_idx, as desc_act says")
+    stored_groups = parts["g_idx"] if quantisation.desc_act else parts.get("g_idx")
+    g_idx = _read_groups(stored_groups, num_inputs, size)
     offset = 0 if _holds_middles(qzeros, num_outputs, quantisation) else quantisation.zero_offset
 
-    def read(rows: slice, columns: slice) -> GroupedValues:
-        groups, group_of = in_groups(columns, size)
-        if g_idx is not None:
-            groups, group_of = slice(None), g_idx[columns]
+    def read(rows: slice, columns: slice) -> QuantizedPiece:
+        groups, group_of = in_groups(columns, size, g_idx)
         zeros = _gptq_zeros(read_part(qzeros, groups, _words_of(rows, bits)), offset, quantisation)
-        return GroupedValues(
+        return QuantizedPiece(
             _unpack(read_part(qweight, _words_of(columns, bits), rows).t(), bits),
             read_part(scales, groups, rows).t(),
             zeros.t()[: rows.stop - rows.start],
@@ -95,7 +91,7 @@ def _gptq_zeros(words: Tensor, offset: int, quantisation: Quantisation) -> Tenso
         words += sum(offset << bits * place for place in range(32 // bits))
         return _unpack(words, bits)
     # The first format stores a zero point of 0 as the largest number.
-    return (_unpack(words, bits).int() + offset) & ((1 << bits) - 1)
+    return (_unpack(words, bits) + offset) & ((1 << bits) - 1)
 
 
 def _holds_middles(qzeros: StoredTensor, num_outputs: int, quantisation: Quantisation) -> bool:
@@ -121,59 +117,49 @@ def open_packed(parts: Parts, quantisation: Quantisation) -> StoredWeight:
     num_groups = -(-num_inputs // size)
     check_part(packed, (num_outputs, -(-num_inputs // per_word)), torch.int32)
     check_part(scales, (num_outputs, num_groups), *FLOATS)
-    zeros, middle = parts.get("weight_zero_point"), 1 << (bits - 1)
+    middle, name = 1 << (bits - 1), "weight_zero_point"
+    zeros = parts.get(name) if quantisation.is_symmetric else parts[name]
     has_bytes = zeros is not None and zeros.dtype == torch.int8
     if zeros is not None:
         num_rows = num_outputs if has_bytes else -(-num_outputs // per_word)
         check_part(zeros, (num_rows, num_groups), torch.int8 if has_bytes else torch.int32)
-    elif not quantisation.is_symmetric:
-        raise _missing(packed, "weight_zero_point")
-    stored_groups = parts.get("weight_g_idx")
-    if stored_groups is not None and bool((read_part(stored_groups) == -1).all()):
-        stored_groups = None  # which was never set
-    if stored_groups is None and quantisation.desc_act:
-        raise _missing(packed, "weight_g_idx")
-    g_idx = _check_groups(stored_groups, num_inputs, num_groups, size)
+    name = "weight_g_idx"
+    stored_groups = parts[name] if quantisation.desc_act else parts.get(name)
+    g_idx = _read_groups(stored_groups, num_inputs, size)
 
     def read_zeros(rows: slice, groups: slice) -> Tensor | int:
         if zeros is None:
             return middle
         if has_bytes:
-            return read_part(zeros, rows, groups).float() + middle
+            return (read_part(zeros, rows, groups).int() + middle).to(torch.uint8)
         words = read_part(zeros, _words_of(rows, bits), groups)
         return _unpack(words.t(), bits).t()[: rows.stop - rows.start]
 
-    def read(rows: slice, columns: slice) -> GroupedValues:
-        groups, group_of = in_groups(columns, size)
-        if g_idx is not None:
-            groups, group_of = slice(None), g_idx[columns]
+    def read(rows: slice, columns: slice) -> QuantizedPiece:
+        groups, group_of = in_groups(columns, size, g_idx)
         values = _unpack(read_part(packed, rows, _words_of(columns, bits)), bits)
         values = values[:, : columns.stop - columns.start]
         stored_scales = read_part(scales, rows, groups)
-        return GroupedValues(values, stored_scales, read_zeros(rows, groups), group_of)
+        return QuantizedPiece(values, stored_scales, read_zeros(rows, groups), group_of)
 
     cuts = 1 if zeros is None or has_bytes else per_word, _input_cut(quantisation)
     layout = _layout(quantisation, scales, zeros is not None) if g_idx is None else None
     return StoredWeight((num_outputs, num_inputs), cuts, layout, read)
 
 
-def _missing(packed: StoredTensor, name: str) -> CheckpointError:
-    return CheckpointError(f"{packed.file}: {packed.name!r} needs a {name}, as config.json says")
-
-
-def _check_groups(
-    tensor: StoredTensor | None, num_inputs: int, num_groups: int, size: int
-) -> Tensor | None:
-    """Read the group of each input; None: they are in order."""
+def _read_groups(tensor: StoredTensor | None, num_inputs: int, size: int) -> Tensor | None:
+    """Read the group of each input; None: they are in order, as they also are if all are -1."""
     if tensor is None:
         return None
     check_part(tensor, (num_inputs,), torch.int32, torch.int64)
-    groups = read_part(tensor).long()
+    groups, num_groups = read_part(tensor).long(), -(-num_inputs // size)
+    if torch.equal(groups, torch.arange(num_inputs) // size) or bool((groups == -1).all()):
+        return None
     if bool(((groups < 0) | (groups >= num_groups)).any()):
         raise CheckpointError(
             f"{tensor.file}: tensor {tensor.name!r} must hold numbers of {num_groups} groups"
         )
-    return None if torch.equal(groups, torch.arange(num_inputs) // size) else groups
+    return groups
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:

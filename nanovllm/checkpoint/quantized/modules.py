@@ -1,46 +1,81 @@
-"""The weights of a quantized checkpoint: one tensor in place of the parts of each."""
+"""The weights of a quantized checkpoint: one tensor in place of the parts of each.
+
+FP8 weights have a scale for each block of outputs and inputs, for each output, or for all. Dense
+weights can be quantized to FP8 while they are read, with a scale for each output.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from nanovllm.checkpoint.quantized.float8 import (
-    names_to_quantize,
-    open_fp8_block,
-    open_fp8_scaled,
-    quantize_to_fp8,
-)
 from nanovllm.checkpoint.quantized.integers import open_awq, open_gptq, open_packed
-from nanovllm.checkpoint.quantized.weight import Parts, StoredWeight, read_part
-from nanovllm.checkpoint.weights import FLOATS, StoredTensor
+from nanovllm.checkpoint.quantized.weight import (
+    Parts,
+    StoredWeight,
+    check_matrix,
+    check_part,
+    in_groups,
+    read_part,
+)
+from nanovllm.checkpoint.weights import FLOATS, QuantizedPiece, StoredTensor
 from nanovllm.errors import CheckpointError
-from nanovllm.quantisation import Quantisation
+from nanovllm.fp8 import FP8, round_rows
+from nanovllm.quantisation import Quantisation, QuantLayout
+
+BY_OUTPUT = QuantLayout("fp8", -1)
+# Projections of layers; a router decides by small differences and stays as it is.
+PROJECTION = re.compile(r"model\.layers\.(\d+)\..*(?<!\.gate)\.weight")
+
+
+def open_fp8_block(parts: Parts, quantisation: Quantisation) -> StoredWeight:
+    assert quantisation.block_size is not None
+    high, wide = quantisation.block_size
+    values, scales = parts["weight"], parts.get("weight_scale_inv") or parts["weight_scale"]
+    shape = check_matrix(values, FP8)
+    check_part(scales, (-(-shape[0] // high), -(-shape[1] // wide)), *FLOATS)
+
+    def read(rows: slice, columns: slice) -> QuantizedPiece:
+        part = read_part(values, rows, columns)
+        blocks = slice(rows.start // high, -(-rows.stop // high))
+        groups, group_of = in_groups(columns, wide)
+        by_output = read_part(scales, blocks, groups).float().repeat_interleave(high, 0)
+        return QuantizedPiece(part, by_output[: len(part)], group_of=group_of)
+
+    return StoredWeight(shape, (high, wide), QuantLayout("fp8", wide), read)
+
+
+def open_fp8_scaled(parts: Parts, quantisation: Quantisation) -> StoredWeight:
+    values, scales = parts["weight"], parts["weight_scale"]
+    shape = check_matrix(values, FP8)
+    known = ((), (1,), (shape[0],))
+    check_part(scales, scales.shape if scales.shape in known else (shape[0], 1), *FLOATS)
+    is_single = scales.shape in ((), (1,))
+
+    def read(rows: slice, columns: slice) -> QuantizedPiece:
+        part = read_part(values, rows, columns)
+        by_output = read_part(scales) if is_single else read_part(scales, rows)
+        return QuantizedPiece(part, by_output.float().view(-1, 1).expand(len(part), 1))
+
+    return StoredWeight(shape, (1, 1), BY_OUTPUT, read)
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The parts of a module's weight, and what reads them."""
-
-    names: tuple[str, ...]
-    open: Callable[[Parts, Quantisation], StoredWeight]
-    optional: tuple[str, ...] = ()
+    open: Callable[[Parts, Quantisation], StoredWeight]  # raises KeyError if a part is missing
+    parts: tuple[str, ...]  # that a module's weight may have
 
 
-SCALED = Format(("weight", "weight_scale"), open_fp8_scaled)
-# By method and scheme.
 FORMATS = {
-    ("fp8", "fp8_block"): Format(("weight", "weight_scale_inv"), open_fp8_block),
-    ("fp8", "fp8_scaled"): SCALED,
-    ("compressed-tensors", "fp8_block"): Format(("weight", "weight_scale"), open_fp8_block),
-    ("compressed-tensors", "fp8_scaled"): SCALED,
-    ("compressed-tensors", "packed_int"): Format(
-        ("weight_packed", "weight_scale", "weight_shape"),
+    "fp8_block": Format(open_fp8_block, ("weight", "weight_scale_inv", "weight_scale")),
+    "fp8_scaled": Format(open_fp8_scaled, ("weight", "weight_scale")),
+    "packed_int": Format(
         open_packed,
-        ("weight_zero_point", "weight_g_idx"),
+        ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
     ),
-    ("awq", "awq"): Format(("qweight", "qzeros", "scales"), open_awq),
-    ("gptq", "gptq"): Format(("qweight", "qzeros", "scales"), open_gptq, ("g_idx",)),
+    "awq": Format(open_awq, ("qweight", "qzeros", "scales")),
+    "gptq": Format(open_gptq, ("qweight", "qzeros", "scales", "g_idx")),
 }
 
 
@@ -51,13 +86,14 @@ def join_parts(
     if quantisation.scheme == "round_to_fp8":
         names = names_to_quantize(tensors)
         return [quantize_to_fp8(tensor) if tensor.name in names else tensor for tensor in tensors]
-    stored_format = FORMATS[quantisation.method, quantisation.scheme]
-    known = (*stored_format.names, *stored_format.optional)
+    stored_format = FORMATS[quantisation.scheme]
     modules: dict[str, dict[str, StoredTensor]] = {}
     joined, others = [], []
     for tensor in tensors:
         module, _, name = tensor.name.rpartition(".")
-        if name not in known or name in modules.get(module, {}):  # a second copy is no part
+        if name not in stored_format.parts or name in modules.get(
+            module, {}
+        ):  # a second copy is no part
             others.append(tensor)
         else:
             modules.setdefault(module, {})[name] = tensor
@@ -70,24 +106,47 @@ def join_parts(
 
 
 def _open(
-    module: str,
-    parts: dict[str, StoredTensor],
-    stored_format: Format,
-    quantisation: Quantisation,
+    module: str, parts: Parts, stored_format: Format, quantisation: Quantisation
 ) -> StoredTensor:
     file = next(iter(parts.values())).file
-    if missing := [name for name in stored_format.names if name not in parts]:
+    try:
+        weight = stored_format.open(parts, quantisation)
+    except KeyError as error:
         raise CheckpointError(
-            f"{file}: {module} is quantized and has no tensor {', '.join(missing)}"
-        )
-    if quantisation.ignores(module):
-        raise CheckpointError(
-            f"{file}: {module} is quantized, and quantization_config in config.json says it is not"
-        )
-    return stored_format.open(parts, quantisation).as_tensor(f"{module}.weight", file)
+            f"{file}: {module} is quantized and has no tensor {error.args[0]}"
+        ) from error
+    return weight.as_tensor(f"{module}.weight", file)
 
 
 def _is_empty_bias(tensor: StoredTensor, expected: Collection[str]) -> bool:
     """Whether it is a bias of zeros for a projection without: early GPTQ tools wrote them."""
     is_extra = tensor.name.endswith(".bias") and tensor.name not in expected
     return is_extra and (0 in tensor.shape or not bool(read_part(tensor).any()))
+
+
+def quantize_to_fp8(tensor: StoredTensor) -> StoredTensor:
+    """Quantize a dense weight while it is read."""
+
+    def read(rows: slice, columns: slice) -> QuantizedPiece:
+        # All inputs of an output share its scale, those of other ranks too.
+        whole = round_rows(read_part(tensor, rows).float())
+        return QuantizedPiece(whole.codes[:, columns], whole.scales)
+
+    shape = tensor.shape[0], tensor.shape[1]
+    return StoredWeight(shape, (1, 1), BY_OUTPUT, read).as_tensor(tensor.name, tensor.file)
+
+
+def names_to_quantize(tensors: Sequence[StoredTensor]) -> set[str]:
+    matrices = [tensor.name for tensor in tensors if len(tensor.shape) == 2]
+    layers = [int(match[1]) for name in matrices if (match := PROJECTION.fullmatch(name))]
+    return {name for name in matrices if is_quantized_to_fp8(name, 1 + max(layers, default=0))}
+
+
+def is_quantized_to_fp8(name: str, num_layers: int) -> bool:
+    """Whether a weight is quantized: the projections of layers, but for the last of the last MLP.
+
+    Nothing but the head comes after it, and alone it would cost more quality than all others
+    (benchmarks/engine/quality.py).
+    """
+    is_last = name == f"model.layers.{num_layers - 1}.mlp.down_proj.weight"
+    return not is_last and PROJECTION.fullmatch(name) is not None

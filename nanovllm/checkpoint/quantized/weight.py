@@ -18,57 +18,29 @@ Parts = Mapping[str, StoredTensor]  # of one module, by the last part of their n
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedValues:
-    """Some rows and columns of a weight, which is (values - zeros) * scales."""
-
-    values: Tensor  # [outputs, inputs]: FP8, or integers in bytes
-    scales: Tensor  # [outputs, groups]
-    zeros: Tensor | int = 0  # [outputs, groups], or one for all
-    group_of: Tensor | None = None  # [inputs]; None: groups are in order, of equal size
-
-    def dequantize(self) -> Tensor:
-        """Return the weight in float32."""
-        values, group_of = self.values.float(), self.group_of
-        grouped = values if group_of is not None else values.view(*self.scales.shape, -1)
-        if isinstance(self.zeros, Tensor):
-            grouped -= self._by_input(self.zeros)
-        elif self.zeros:
-            grouped -= self.zeros
-        grouped *= self._by_input(self.scales)
-        return values
-
-    def _by_input(self, numbers: Tensor) -> Tensor:
-        numbers = numbers.float()
-        if self.group_of is None:
-            return numbers.unsqueeze(-1)
-        return numbers.index_select(1, self.group_of)
-
-
-@dataclass(frozen=True, slots=True)
 class StoredWeight:
     """A quantized weight [outputs, inputs], not read yet."""
 
     shape: tuple[int, int]
-    cuts: tuple[int, int]  # a share of outputs or inputs begins and ends at a multiple of these
+    cuts: tuple[int, int]  # outputs and inputs that are read together, from a multiple of these on
     layout: QuantLayout | None  # None: groups of inputs are not in order, or values not of 4 bits
-    read: Callable[[slice, slice], GroupedValues]  # a part that begins and ends at such multiples
+    read: Callable[[slice, slice], QuantizedPiece]  # whole cuts
 
     def as_tensor(self, name: str, file: Path) -> StoredTensor:
         """The weight as if it were stored in float32; it can also be read as it is stored."""
 
         def read(index: Index = ()) -> Iterator[Tensor]:
             for piece, part in self._read_pieces(index):
-                yield piece.dequantize()[part]
+                yield dequantize(piece)[part]
 
         def read_quantized(index: Index = ()) -> Iterator[QuantizedPiece]:
-            for piece, (rows, _) in self._read_pieces(index):
-                zeros = None if isinstance(piece.zeros, int) else piece.zeros.to(torch.uint8)[rows]
-                yield QuantizedPiece(piece.values[rows], piece.scales[rows], zeros)
+            for piece, (rows, columns) in self._read_pieces(index):
+                zeros = piece.zeros if isinstance(piece.zeros, int) else piece.zeros[rows]
+                yield QuantizedPiece(piece.values[rows, columns], piece.scales[rows], zeros)
 
-        layout, cuts = self.layout, self.cuts
-        return StoredTensor(name, self.shape, file, read, read_quantized, cuts=cuts, layout=layout)
+        return StoredTensor(name, self.shape, file, read, read_quantized, layout=self.layout)
 
-    def _read_pieces(self, index: Index) -> Iterator[tuple[GroupedValues, tuple[slice, slice]]]:
+    def _read_pieces(self, index: Index) -> Iterator[tuple[QuantizedPiece, tuple[slice, slice]]]:
         """Read some rows after others, and say which rows and columns of a piece are wanted."""
         rows, columns = index or (slice(None), slice(None))
         (first, last, _), (left, right, _) = (
@@ -89,8 +61,31 @@ def _outward(first: int, last: int, unit: int, size: int) -> slice:
     return slice(first // unit * unit, min(-(-last // unit) * unit, size))
 
 
-def in_groups(inputs: slice, size: int) -> tuple[slice, Tensor | None]:
-    """The groups that some inputs are in, in order, and the group of each unless all are whole."""
+def dequantize(piece: QuantizedPiece) -> Tensor:
+    """Return the values in float32."""
+    values, group_of = piece.values.float(), piece.group_of
+    grouped = values if group_of is not None else values.view(*piece.scales.shape, -1)
+
+    def by_input(numbers: Tensor) -> Tensor:
+        if group_of is None:
+            return numbers.float().unsqueeze(-1)
+        return numbers.float().index_select(1, group_of)
+
+    if isinstance(piece.zeros, Tensor):
+        grouped -= by_input(piece.zeros)
+    elif piece.zeros:
+        grouped -= piece.zeros
+    grouped *= by_input(piece.scales)
+    return values
+
+
+def in_groups(inputs: slice, size: int, g_idx: Tensor | None = None) -> tuple[slice, Tensor | None]:
+    """The groups that some inputs are in, and the group of each unless all are whole and in order.
+
+    `g_idx` has the group of every input of the weight, if they are not in order.
+    """
+    if g_idx is not None:
+        return slice(None), g_idx[inputs]
     groups = slice(inputs.start // size, -(-inputs.stop // size))
     is_even = groups.stop - groups.start == 1 or not (inputs.start % size or inputs.stop % size)
     group_of = None if is_even else torch.arange(inputs.start, inputs.stop) // size - groups.start
@@ -111,14 +106,10 @@ def check_matrix(tensor: StoredTensor, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def check_part(tensor: StoredTensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    if tensor.shape != shape:
-        raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)}, "
-            f"expected {list(shape)}"
-        )
-    if tensor.dtype not in dtypes:
+    if tensor.shape != shape or tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        stored = str(tensor.dtype).removeprefix("torch.")
         raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r} is stored as "
-            f"{str(tensor.dtype).removeprefix('torch.')}, expected {names}"
+            f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)} of {stored}, "
+            f"expected {list(shape)} of {names}"
         )

@@ -27,13 +27,12 @@ from nanovllm.kernels.quantized_weight import (
     QuantizedWeight,
     num_blocks,
     pack_words,
-    quantize_blocks,
     unpack_words,
 )
 from nanovllm.kernels.torch_ops import TorchOps
 from tests.kernels.cuda.interpreted.fused_cases import assert_close, make
 from tests.kernels.expert_layers import Layer
-from tests.kernels.quantized_products import quantize_rows, quantized_product
+from tests.kernels.quantized_products import quantize_blocks, quantize_rows, quantized_product
 
 # Kinds: groups of so many inputs; with zero points; FP8 by output and by block.
 KINDS = ("int4-128", "int4-64", "int4-32-zeros", "int4-128-zeros", "fp8", "fp8-blocks")
