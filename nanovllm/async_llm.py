@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
+    from nanovllm.engine_options import EngineOptions
+
 
 GUESSED_TOKENS = 256  # of an answer that may be longer
 STARTED_ANEW = "it is started anew"
@@ -75,7 +77,7 @@ class AsyncLLM:
         *,
         restart_core: bool = False,
         in_process: bool = False,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
         self._streams: dict[int, Stream] = {}  # by seq_id
         self._lock = threading.Lock()  # of the front, the streams, the router and the replicas

@@ -1,12 +1,15 @@
-"""Options of vLLM's that this engine does not have, and what they mean here."""
+"""Keyword arguments of `LLM` and `AsyncLLM`: their types, and vLLM's without an effect here."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from nanovllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,35 @@ NOT_BUILT = {
 }
 
 FOREIGN = (*NOT_NEEDED, *NOT_NEEDED_WITH_VALUE, *NOT_BUILT)
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of EngineConfig, for completion in editors and for type checkers."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    gpu_memory_utilization: float
+    tensor_parallel_size: int
+    enforce_eager: bool
+    kvcache_block_size: int
+    block_size: int  # vLLM's name of kvcache_block_size
+    num_kvcache_blocks: int
+    device: Literal["auto", "cpu", "cuda"]
+    dtype: str | torch.dtype
+    seed: int
+    enable_prefix_caching: bool
+    load_format: Literal["auto", "dummy"]
+    skip_tokenizer_init: bool
+    attention_backend: Literal["auto", "triton", "sdpa", "flash_attn"]
+    depth: int | None
+    target_inter_token_ms: float | None
+    step_timeout: float
+    revision: str | None
+    distributed_executor_backend: Literal["mp", "uni", "ray"]
+    data_parallel_size: int
+    kv_cache_dtype: str
+    quantization: str | None
 
 
 def without_foreign(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
+    from nanovllm.engine_options import EngineOptions
+
 
 class LLM:
     """A language model, ready to generate.
@@ -43,7 +45,7 @@ class LLM:
     no effect here are accepted with a warning; others raise TypeError.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: Unpack[EngineOptions]) -> None:
         with torch.device("cpu"):  # a default that the caller set for other work is not for ours
             self.engine = EngineThread(engine_config(model, options))
         weakref.finalize(self, self.engine.close)  # when it is dropped, or the interpreter exits

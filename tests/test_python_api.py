@@ -19,7 +19,7 @@ import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.config import EngineConfig, engine_config
-from nanovllm.engine_options import FOREIGN
+from nanovllm.engine_options import FOREIGN, EngineOptions
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import StreamPiece
 from tests.server.byte_model import make_byte_model
@@ -52,6 +52,18 @@ def async_llm(path: Path) -> Iterator[AsyncLLM]:
 
 
 # Options
+
+
+def test_the_signature_has_every_option() -> None:
+    """Editors complete what the TypedDict lists, and type checkers read its types."""
+    typed = {name: each.__forward_arg__ for name, each in EngineOptions.__annotations__.items()}
+    aliases = {"block_size": typed.pop("block_size")}
+    own = {field.name: str(field.type) for field in fields(EngineConfig) if field.name != "model"}
+    assert aliases == {"block_size": own["kvcache_block_size"]}
+    assert typed.pop("dtype") == f"{own.pop('dtype')} | torch.dtype"
+    assert typed == own
+    for engine in (LLM, AsyncLLM):
+        assert engine.__init__.__annotations__["options"] == "Unpack[EngineOptions]"
 
 
 @pytest.mark.parametrize(
