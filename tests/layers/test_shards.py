@@ -175,10 +175,10 @@ def test_lm_head(ops: Ops, vocab_size: int, size: int, is_tied: bool) -> None:
     heads = []
     for group in unconnected(size):
         embedding = Embedding(vocab_size, HIDDEN, 1.0, build(ops, group))
-        embedding.weight.values.fill_(torch.inf)  # what pads must not matter
+        embedding.weight.for_ops().fill_(torch.inf)  # what pads must not matter
         load(embedding, {".weight": weight})
         head = LMHead(HIDDEN, vocab_size, build(ops, group), embedding if is_tied else None)
-        head.weight.values[split(vocab_size, group).stored.stop :].fill_(torch.inf)
+        head.weight.for_ops()[split(vocab_size, group).stored.stop :].fill_(torch.inf)
         load(head, {} if is_tied else {"lm_head.weight": weight})
         heads.append(head)
     shards = [head.logits(Hidden(x.clone()), norm) for head in heads]
