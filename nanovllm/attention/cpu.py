@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionSpec, BatchRows
-from nanovllm.attention.sdpa import PrefillRow, attend_prefill, plan_prefills
+from nanovllm.attention.sdpa import PrefillRow, attend_prefill, plan_row
 from nanovllm.kernels.cpu import kernels
 from nanovllm.kernels.cpu.program import Launcher, float_bits
 from nanovllm.kernels.ops import LayerCache
@@ -34,14 +34,14 @@ class NumbaAttention:
 
     def plan(self, rows: BatchRows) -> NumbaPlan:
         offsets = np.cumsum(rows.counts) - rows.counts
-        singles = np.flatnonzero(rows.counts == 1)
+        singles, longer = np.flatnonzero(rows.counts == 1), np.flatnonzero(rows.counts != 1)
         lengths = (rows.starts[singles] + 1).astype(np.int32)
         return NumbaPlan(
             torch.from_numpy(offsets[singles].astype(np.int64)),
             torch.from_numpy(lengths),
             torch.from_numpy(rows.block_table.numpy()[rows.slots[singles]]),
             int(lengths.max(initial=0)),
-            plan_prefills(rows, offsets, self.block_size),
+            [plan_row(rows, i, offsets, self.block_size) for i in longer.tolist()],
         )
 
     def attend(self, q: Tensor, cache: LayerCache, plan: NumbaPlan, spec: AttentionSpec) -> Tensor:

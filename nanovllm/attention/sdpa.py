@@ -48,13 +48,8 @@ class SdpaAttention:
         return output
 
 
-def plan_prefills(rows: BatchRows, offsets: np.ndarray, block_size: int) -> list[PrefillRow]:
-    """Describe the rows of more than one token; `offsets` says where each begins in the batch."""
-    longer = np.flatnonzero(rows.counts != 1).tolist()
-    return [plan_row(rows, i, offsets, block_size) for i in longer]
-
-
 def plan_row(rows: BatchRows, i: int, offsets: np.ndarray, block_size: int) -> PrefillRow:
+    """Describe one row; `offsets` says where each begins in the batch."""
     start, count = int(rows.starts[i]), int(rows.counts[i])
     num_blocks = -(-(start + count) // block_size)
     block_ids = rows.block_table[int(rows.slots[i]), :num_blocks].long()

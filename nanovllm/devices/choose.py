@@ -44,20 +44,15 @@ def check_device(config: EngineConfig) -> Device | None:
                 "distributed_executor_backend='ray' needs Ray: pip install 'nanovllm[ray]'"
             )
         return None
-    check_num_ranks(config.device, num_ranks)
-    if num_ranks > 1 and is_cuda(config.device):
-        check_c_compiler()
-        return None
-    return create_device(config, TPGroup(0, num_ranks))
-
-
-def check_num_ranks(device: str, num_ranks: int) -> None:
-    """Refuse more ranks than there are GPUs; on a CPU they share the cores."""
-    if is_cuda(device) and num_ranks > num_devices():
+    if num_ranks == 1 or not is_cuda(config.device):  # on a CPU, ranks share the cores
+        return create_device(config, TPGroup(0, num_ranks))
+    if num_ranks > num_devices():
         raise ConfigError(
             f"tensor_parallel_size={num_ranks} needs as many CUDA devices, and {num_devices()} "
             "can be seen; lower it, or set device='cpu'"
         )
+    check_c_compiler()
+    return None
 
 
 def claim_device(device: str, rank: int) -> str:

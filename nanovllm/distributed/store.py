@@ -20,15 +20,17 @@ def host_store(host: str = HOST) -> dist.TCPStore:
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     fd = listener.detach()
-    return _patient(
-        dist.TCPStore(
-            host, port, None, True, CONNECT_TIMEOUT, wait_for_workers=False, master_listen_fd=fd
-        )
+    store = dist.TCPStore(
+        host, port, None, True, CONNECT_TIMEOUT, wait_for_workers=False, master_listen_fd=fd
     )
+    store.set_timeout(TIMEOUT)
+    return store
 
 
 def join_store(host: str, port: int) -> dist.TCPStore:
-    return _patient(dist.TCPStore(host, port, None, False, CONNECT_TIMEOUT))
+    store = dist.TCPStore(host, port, None, False, CONNECT_TIMEOUT)
+    store.set_timeout(TIMEOUT)
+    return store
 
 
 def connect(
@@ -55,8 +57,3 @@ def own_address(host: str, port: int) -> str:
     """Return the address that this machine has in the network of a host."""
     with socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds()) as connection:
         return str(connection.getsockname()[0])
-
-
-def _patient(store: dist.TCPStore) -> dist.TCPStore:
-    store.set_timeout(TIMEOUT)
-    return store

@@ -72,7 +72,7 @@ class Children(Protocol):
         """End all children."""
 
     def close(self) -> None:
-        """Free connections; call it after the children ended and no thread receives."""
+        """Free connections after the children ended and no thread receives; safe to repeat."""
 
 
 class Supervisor:
@@ -96,7 +96,6 @@ class Supervisor:
         self._step_timeout = step_timeout  # seconds; 0: no checks
         self._silence = [0.0] * len(children.names)  # seconds since the last message of each
         self._owner = os.getpid()
-        self._is_closed = False
         self._lock = threading.RLock()  # the collector may close us in the midst of a failure
         self._thread = threading.Thread(target=self._run, name="nanovllm-supervisor", daemon=True)
         self._thread.start()
@@ -117,9 +116,7 @@ class Supervisor:
         if threading.current_thread() is not self._thread:
             self._thread.join()
             with self._lock:  # two threads may close at the same time
-                if not self._is_closed:
-                    self._is_closed = True
-                    self._children.close()
+                self._children.close()
 
     def _run(self) -> None:
         try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from nanovllm.config import EngineConfig
 from nanovllm.devices import choose
 from nanovllm.errors import ConfigError
 
@@ -11,11 +14,14 @@ from nanovllm.errors import ConfigError
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "has_cuda", lambda: True)
     monkeypatch.setattr(choose, "num_devices", lambda: 2)
+    monkeypatch.setattr(choose, "check_c_compiler", lambda: None)
     for device in ("auto", "cuda"):
-        choose.check_num_ranks(device, 2)
+        config = EngineConfig("none", device=device, tensor_parallel_size=2)
+        assert choose.check_device(config) is None
         with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 .* 2 can be seen"):
-            choose.check_num_ranks(device, 3)
-    choose.check_num_ranks("cpu", 3)
+            choose.check_device(replace(config, tensor_parallel_size=3))
+    config = EngineConfig("none", device="cpu", tensor_parallel_size=3)
+    assert choose.check_device(config) is not None
 
 
 def test_every_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -121,15 +122,12 @@ def _feed(process: subprocess.Popen[str], kernels: Kernels) -> None:
 
     A kernel that does not compile is compiled again at its first launch, which tells why.
     """
-    with process:
+    with suppress(BrokenPipeError), process:
         assert process.stdin is not None
         assert process.stdout is not None
         while (line := kernels.get()) is not None:
-            try:
-                process.stdin.write(line + "\n")
-                process.stdin.flush()
-            except BrokenPipeError:
-                return
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
             if not process.stdout.readline():
                 return
 

@@ -51,12 +51,9 @@ def library_weight(weight: QuantizedWeight) -> LibraryWeight | None:
     if not is_whole or capability != (9, 0) or _cuda_version() < (12, 9):
         return None
     blocks = weight.scales[::128].contiguous()
-    is_even = torch.equal(blocks.repeat_interleave(128, 0), weight.scales)
-    return (
-        LibraryWeight(QuantizedWeight(8, weight.qweight, blocks, None, num_in), one)
-        if is_even
-        else None
-    )
+    if not torch.equal(blocks.repeat_interleave(128, 0), weight.scales):
+        return None
+    return LibraryWeight(QuantizedWeight(8, weight.qweight, blocks, None, num_in), one)
 
 
 def fp8_many_rows(

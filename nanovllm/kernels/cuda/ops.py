@@ -133,11 +133,8 @@ class CudaLinear:
         if isinstance(self.weight, Tensor):
             num_splits = choose_splits(num_rows, self.weight)
             return few_rows_config(self.weight, num_rows, num_splits) if num_splits > 1 else None
-        return (
-            few_rows_config(self.weight, num_rows)
-            if num_rows > 1 and self._has_few(num_rows)
-            else None
-        )
+        is_split = num_rows > 1 and self._has_few(num_rows)
+        return few_rows_config(self.weight, num_rows) if is_split else None
 
     def _library_of(self, x: Tensor) -> LibraryWeight | None:
         """The weight for rows that are quantized to FP8, if these are."""
