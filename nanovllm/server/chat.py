@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.chat_template import choose_template
 from nanovllm.conversations import as_conversations
+from nanovllm.engine.detokenizer import num_held
 from nanovllm.errors import GrammarError, RequestError
 from nanovllm.grammar.forms import enforced_json
 from nanovllm.grammar.limits import run_bounded
@@ -80,7 +82,8 @@ async def prepare_chat(service: Service, request: ChatRequest, param: str = "mes
 
     def new_parser() -> Callable[[Update], None]:
         found = prompt.tools, service.formats.tools, reasoning, is_open
-        return ChoiceParser(OutputParser(*found), hidden, service.reasoning_end_id).parse
+        parser = OutputParser(*found, has_content=not request.must_call)
+        return ChoiceParser(parser, hidden, service.reasoning_end_id).parse
 
     job = Job([prompt.token_ids], [params], request.cache_salt, is_streaming, grammar_param)
     return replace(job, new_parser=new_parser)
@@ -165,26 +168,51 @@ class ChoiceParser:
         self, parser: OutputParser, hidden: Mapping[int, str], reasoning_end_id: int | None
     ) -> None:
         self._parser = parser
-        self._hidden = hidden
+        self._visible = VisibleText(hidden)
         self._end_id = reasoning_end_id
         self._is_reasoning = reasoning_end_id is not None
         self._num_reasoning_tokens = 0
 
     def parse(self, update: Update) -> None:
         """Add events to an update; the parser may hold back text."""
-        ids, text = update.token_ids, update.text
-        for token_id in self._hidden.keys() & ids:
-            text = text.replace(self._hidden[token_id], "")
+        ids, is_over = update.token_ids, update.finish_reason is not None
         if self._is_reasoning:
             self._is_reasoning = self._end_id not in ids
             ids = ids if self._is_reasoning else ids[: ids.index(self._end_id) + 1]
             self._num_reasoning_tokens += len(ids)
-        events = self._parser.feed(text)
-        if update.finish_reason is not None:
+        events = self._parser.feed(
+            self._visible.feed(update.text, update.token_ids, has_more=not is_over)
+        )
+        if is_over:
             events += self._parser.finish(is_complete=update.finish_reason == "stop")
             if self._parser.has_reasoning:
                 update.num_reasoning_tokens = self._num_reasoning_tokens
         update.events = events
+
+
+class VisibleText:
+    """Removes the text of hidden tokens, whose ids may come before their text.
+
+    The same text written with other tokens may be taken for a hidden token.
+    """
+
+    def __init__(self, hidden: Mapping[int, str]) -> None:
+        self._hidden = hidden
+        self._due: deque[str] = deque()  # texts of hidden tokens that are yet to come
+        self._held = ""  # may be the beginning of such a text
+
+    def feed(self, text: str, token_ids: Sequence[int], has_more: bool) -> str:
+        if not self._hidden:
+            return text
+        self._due.extend(self._hidden[each] for each in token_ids if each in self._hidden)
+        text, begin, pieces = self._held + text, 0, []
+        while self._due and (at := text.find(self._due[0], begin)) >= 0:
+            pieces.append(text[begin:at])
+            begin = at + len(self._due.popleft())
+        rest = text[begin:]
+        end = len(rest) - (num_held(rest, tuple(self._due)[:1]) if has_more else 0)
+        self._held = rest[end:]
+        return "".join(pieces) + rest[:end]
 
 
 def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
@@ -228,14 +256,15 @@ def answer_constraint(
     if isinstance(request.tool_choice, NamedTool):  # one call, as elsewhere, unless told otherwise
         is_parallel = request.parallel_tool_calls is True
     is_held = must_call or isinstance(request.tool_choice, AllowedTools) or not is_parallel
-    if tools and (is_held or any(tool.is_strict for tool in tools)):
-        if asked is not None:
-            message = "an answer cannot be held to a format and to calls of tools at once"
-            raise RequestError(message, param="tools")
-        has_reasoning = reasoning is not None
-        rules = CallRules(must_call, is_parallel, has_reasoning, service.special_ids, enforced_json)
-        asked = {"grammar": run_bounded(tool_grammar, service.formats.tools, tools, rules)}
-    if asked is None or reasoning is None or "after" in asked:
-        return asked
-    opening = {} if is_open else {"opened_by": reasoning.begin}
-    return {**opening, "after": reasoning.end, **asked}
+    if not tools or not (is_held or any(tool.is_strict for tool in tools)):
+        if asked is None or reasoning is None or "after" in asked:
+            return asked
+        opening = {} if is_open else {"opened_by": reasoning.begin}
+        return {**opening, "after": reasoning.end, **asked}
+    if asked is not None:
+        message = "an answer cannot be held to a format and to calls of tools at once"
+        raise RequestError(message, param="tools")
+    rules = CallRules(
+        must_call, is_parallel, reasoning, is_open, service.special_ids, enforced_json
+    )
+    return {"grammar": run_bounded(tool_grammar, service.formats.tools, tools, rules)}

@@ -29,7 +29,6 @@ class ChatAnswer(OpenAIAnswer):
     def __init__(self, service: Service, job: Job, request: ChatRequest) -> None:
         super().__init__(service, job, request)
         self._num_calls = [0] * job.num_choices
-        self._has_call = [False] * job.num_choices  # a complete one
 
     def chunk(self, update: Update) -> Event:
         fields = self._of_prompt(update)
@@ -57,7 +56,7 @@ class ChatAnswer(OpenAIAnswer):
         if not self.is_begun[index]:
             delta = {"role": "assistant", "content": "", **delta}
             self.is_begun[index] = True
-        if reason == "stop" and self._has_call[index]:
+        if reason == "stop" and self._num_calls[index] and not _is_cut(update):
             reason = "tool_calls"
         choice: dict[str, Any] = {
             "index": index,
@@ -88,8 +87,6 @@ class ChatAnswer(OpenAIAnswer):
                     continued = {"index": number - 1, "function": {"arguments": ""}}
                     call = calls.setdefault(number - 1, continued)
                     call["function"]["arguments"] += text
-                case BlockStop(kind="tool_call", is_complete=True):
-                    self._has_call[choice] = True
                 case BlockDelta(kind="reasoning", text=text):
                     delta |= {"reasoning": text, "reasoning_content": text}
                 case BlockDelta(kind="text", text=text):
@@ -99,6 +96,13 @@ class ChatAnswer(OpenAIAnswer):
     def _logprob_entries(self, update: Update) -> list[Entry]:
         pairs = zip(update.token_ids, update.logprobs or (), strict=bool(update.logprobs))
         return logprob_entries(self.service.tokenizer, pairs, self.request.top_logprobs or 0)
+
+
+def _is_cut(update: Update) -> bool:
+    """Whether a stop string came within a call, which therefore cannot be followed."""
+    is_stop_string = isinstance(update.stop_reason, str)
+    cut = (each for each in update.events[-1:] if isinstance(each, BlockStop))
+    return is_stop_string and any(each.kind == "tool_call" and not each.is_complete for each in cut)
 
 
 def _whole(choice: dict[str, Any]) -> dict[str, Any]:

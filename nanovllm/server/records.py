@@ -66,7 +66,7 @@ class IgnoredFields(ApiRecord):
 class JsonSchema(ApiRecord):
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -76,8 +76,9 @@ class ResponseFormat(ApiRecord):
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
-        is_valid = (self.type == "json_schema") == (self.json_schema is not None)
-        require(is_valid, "json_schema", "given for that type alone", self.type)
+        has_schema = self.json_schema is not None and self.json_schema.schema_ is not None
+        is_valid = has_schema if self.type == "json_schema" else self.json_schema is None
+        require(is_valid, "json_schema", "given, with a schema, for that type alone", self.type)
         return self
 
     def structured(self) -> dict[str, Any] | None:
@@ -252,6 +253,12 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     best_of: Literal[1] | None = None
     add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        is_valid = self.max_tokens != 0 or self.echo
+        require(is_valid, "max_tokens", "at least 1, or 0 with echo", self.max_tokens)
+        return self
 
 
 class EmbeddingRequest(IgnoredFields):

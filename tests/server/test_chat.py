@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from openai import APIError, BadRequestError
 
 from nanovllm.errors import EngineError
+from nanovllm.server.chat import VisibleText
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
 from tests.server.templates import LLAMA3
@@ -300,6 +302,32 @@ def test_tokens_of_thoughts_are_counted(text: str, num_tokens: int) -> None:
             assert each.completion_tokens_details.reasoning_tokens == num_tokens
         response = server.openai.responses.create(model="tiny", input="x")
         assert response.usage.output_tokens_details.reasoning_tokens == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("updates", "text"),
+    [
+        ([("A<|im_end", [1, 7]), ("|>B", [2]), ("C", [3])], "ABC"),  # a stop string held the rest
+        ([("A", [1, 7]), ("<|im_", []), ("x", [2])], "A<|im_x"),
+        ([("A<|im_end|>B<|im_end|><|im_end|>", [1, 7, 2, 7, 7])], "AB"),
+        ([("A<", [1, 7])], "A<"),  # which a stop string cut
+    ],
+)
+def test_texts_of_special_tokens_may_come_after_their_ids(
+    updates: list[tuple[str, list[int]]], text: str
+) -> None:
+    visible, found = VisibleText({7: "<|im_end|>"}), ""
+    for i, (piece, ids) in enumerate(updates, 1):
+        found += visible.feed(piece, ids, has_more=i < len(updates))
+    assert found == text
+
+
+def test_many_special_tokens_are_hidden_in_no_time() -> None:
+    visible = VisibleText({7: "<|im_end|>"})
+    start = time.process_time()
+    text = visible.feed("<|im_end|>a" * 20000, [7, 1] * 20000, has_more=False)
+    assert text == "a" * 20000
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(("stop", "reason"), [('"city"', "stop"), ("</tool_call>", "tool_calls")])

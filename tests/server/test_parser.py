@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
+from nanovllm.server.parsing.formats import choose_formats
 from nanovllm.server.parsing.parser import OutputParser, new_call_id
 from tests.server.output_cases import (
     CASES,
     FORMATS,
     HARD,
+    TOOLS,
     Case,
     coder,
     found,
     hermes,
     llama,
+    merge,
 )
 
 MARKERS = (
@@ -140,6 +143,14 @@ def test_content_streams_as_it_comes() -> None:
 def test_without_a_format_everything_is_content() -> None:
     parser = OutputParser()
     assert [*parser.feed(hermes("{}")), *parser.finish()] == list(found(hermes("{}")))
+
+
+@pytest.mark.parametrize("rest", ["\n<to", "\n<tool_call>\n", '\n<tool_call>\n{"name": "get_we'])
+def test_an_answer_of_calls_alone_has_no_content(rest: str) -> None:
+    formats, ids = choose_formats("", "hermes", None), iter(("id0", "id1"))
+    parser = OutputParser(TOOLS, formats.tools, new_id=ids.__next__, has_content=False)
+    events = [event for char in hermes("{}") + rest for event in parser.feed(char)]
+    assert merge([*events, *parser.finish()]) == list(found(("get_weather", "{}")))
 
 
 def test_ids_are_what_templates_accept() -> None:

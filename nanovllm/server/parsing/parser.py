@@ -43,13 +43,17 @@ class OutputParser:
         reasoning_format: ReasoningFormat | None = None,
         starts_in_reasoning: bool = False,
         new_id: Callable[[], str] = new_call_id,
+        has_content: bool = True,
     ) -> None:
+        """Without content, which an answer held to calls has none of, a call that was cut off
+        before its arguments is dropped."""
         # A longer name first, as it may begin with a shorter one.
         self._tools = {tool.name: tool for tool in sorted(tools, key=lambda each: -len(each.name))}
         self._frames = tool_format.frames if tool_format and tools else ()
         self._openings = tuple(dict.fromkeys(frame.opening for frame in self._frames))
         self._reasoning_format = reasoning_format
         self._starts_in_reasoning = starts_in_reasoning
+        self._has_content = has_content
         self._new_id = new_id
         self.has_reasoning = False  # known by the end of the text
         self._has_calls = False
@@ -132,6 +136,8 @@ class OutputParser:
         self._delta("reasoning", stripped)
 
     def _emit_content(self, text: str) -> None:
+        if not self._has_content:
+            return
         if self._blank is not None:
             text = self._blank + text
             self._blank = text
@@ -228,10 +234,13 @@ class OutputParser:
         return True
 
     def _read_rest_of_object(self) -> Waits[None]:
-        """Skip what follows the arguments, such as an id."""
-        if (yield from self._reader.accept_all(",")):
-            yield from self._reader.until(("}",), lambda text: None)
-        yield from self._reader.accept_all("}", or_cut=True)
+        """Read what follows the arguments, such as an id, as far as it is right."""
+        reader = self._reader
+        end = reader.pos
+        has_more = yield from reader.accept_all(",")
+        if not has_more or not (yield from self._read_json(lambda piece: None, '{"": 0,')):
+            reader.pos = end
+            yield from reader.accept_all("}", or_cut=True)
 
     def _read_arguments(self, name: str) -> Waits[bool]:
         yield from self._reader.skip(str.isspace)
@@ -242,11 +251,11 @@ class OutputParser:
         self._stop(is_complete)
         return True
 
-    def _read_json(self, sink: Callable[[str], None]) -> Waits[bool]:
-        """Read an object up to where it closes; False if that is no JSON."""
+    def _read_json(self, sink: Callable[[str], None], before: str = "") -> Waits[bool]:
+        """Read an object, or the rest of one, up to where it closes; False if that is no JSON."""
         reader = self._reader
-        pieces: list[str] = []
-        depth, in_string, is_escaped = 0, False, False
+        pieces = [before]
+        depth, in_string, is_escaped = len(before[:1]), False, False
         while char := (yield from reader.peek()):
             piece = "" if is_escaped else reader.run(IN_STRING if in_string else OUTSIDE_STRING)
             if not piece:
