@@ -267,7 +267,7 @@ class LLM:
     def _run(self, requests: dict[int, Live], use_tqdm: bool) -> list[RequestOutput]:
         """Return the outputs of requests in their order."""
         outputs: dict[int, RequestOutput] = {}
-        num_input = num_output = 0  # tokens of those that are finished
+        num_input = num_output = 0  # tokens of the finished prompts
         is_hidden = not use_tqdm or sys.stderr is None
         steps = self.engine.stream(Job(is_streaming=False), requests)
         bar = tqdm(total=len(requests), desc="Prompts", dynamic_ncols=True, disable=is_hidden)

@@ -66,7 +66,7 @@ def serve(rank: int, link: Link, timer: StepTimer) -> None:
         with timer:
             pending = worker.submit(plan)
         if len(plan.masked_rows):
-            masks: IntColumn | None = link.receive()  # what follows such a plan are its masks
+            masks: IntColumn | None = link.receive()  # the bitmasks follow their plan
             if masks is None:
                 return
             worker.sample(masks)

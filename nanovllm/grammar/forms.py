@@ -38,7 +38,7 @@ JSON_OPTIONS = {
 
 
 def checked_request(value: object) -> dict[str, Any]:
-    """Check the shape, and detach it from what the caller holds."""
+    """Validate `structured_outputs` and return a copy that the caller cannot change."""
     fields = value if isinstance(value, Mapping) else {}
     kinds = [key for key in fields if key in KINDS]
     expected = f"a dict with one of {', '.join(KINDS)}, and optionally 'after' and 'opened_by'"

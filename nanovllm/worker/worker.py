@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class Worker:
     """The executor of an engine with one rank, and one of the workers of several."""
 
-    runner: ModelRunner | None = None  # before the start, and once closed
+    runner: ModelRunner | None = None  # None before `start` and after `close`
 
     def __init__(
         self,

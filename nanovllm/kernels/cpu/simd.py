@@ -122,7 +122,7 @@ def constant(kind: Any, value: float) -> Any:
 
 
 def narrow(builder: Any, values: Any) -> Any:
-    """The bits of the nearest bfloat16, of two the even one: of one float32, or of a vector."""
+    """Return the bits of a float32 scalar or vector rounded to bfloat16, ties to even."""
     words, halves = ir.IntType(32), ir.IntType(16)
     if isinstance(values.type, ir.VectorType):
         words, halves = (ir.VectorType(kind, values.type.count) for kind in (words, halves))

@@ -244,7 +244,7 @@ def _hide_later(scores, keys, positions):  # type: ignore[no-untyped-def]
 def _load_tile(  # type: ignore[no-untyped-def]
     heads, offsets, dims, is_key, HEAD_DIM: tl.constexpr, IS_WHOLE: tl.constexpr
 ):
-    """Load keys or values [TILE, dims]; what is not a key is zeros, whatever is there."""
+    """Load keys or values [TILE, dims]; positions outside the context are loaded as zeros."""
     tile = heads + (offsets[:, None] + dims[None, :])
     is_dim = (dims < HEAD_DIM)[None, :]
     if not IS_WHOLE:
@@ -295,7 +295,7 @@ def find_blocks(  # type: ignore[no-untyped-def]
 def find_split(  # type: ignore[no-untyped-def]
     first, end, SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr
 ):
-    """Return where a program's share of the keys from first to end begins and ends."""
+    """Return the range of keys in [first, end) that this program reads."""
     lo, hi = first // TILE * TILE, end
     if SPLITS > 1:
         size = split_size(hi - lo, SPLITS, TILE, MIN_SPLIT)

@@ -236,7 +236,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     token = (row if query_starts is None else tl.load(query_starts + row)).to(tl.int64) + skipped
     blocks = block_table + tl.load(slots + row).to(tl.int64) * table_stride
     block_ids = find_blocks(blocks, lo, length, BLOCK_SIZE, TILE)
-    wait_for_inputs(OVERLAP)  # before any return: a grid that all return from would not have waited
+    wait_for_inputs(OVERLAP)  # before any early return: every program must wait
     if skipped >= num_queries:
         return
     if SPLITS > 1:  # noqa: SIM102
