@@ -12,7 +12,7 @@ from nanovllm.cli import parse
 from nanovllm.cli.options import default_text
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.options import ServerOptions
+from nanovllm.serve.server_options import ServerOptions
 
 PATH = Path(__file__).parent / "reference.md"
 INTRODUCTION = """\

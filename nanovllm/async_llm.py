@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import SERVING_TARGET_MS, engine_config
-from nanovllm.conversations import ChatOptions, Messages, prompts_of, template_options
+from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.front import Live
+from nanovllm.engine.prompts import as_prompt
 from nanovllm.engine.request import CoreStep, FinishReason, check_length
+from nanovllm.engine.scoring import check_pooling, embedding_of
 from nanovllm.engine.start import make_front
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
-from nanovllm.prompts import as_prompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scoring import check_pooling, embedding_of
-from nanovllm.serving.core_records import CoreStats, EngineState, Finish, total
-from nanovllm.serving.replica import MAX_FAILURES, SOON_SECONDS, Replica
-from nanovllm.serving.routing import PrefixRouter
-from nanovllm.serving.viewers import Unread, copy_error
+from nanovllm.serve.core_records import CoreStats, EngineState, Finish, total
+from nanovllm.serve.replica import MAX_FAILURES, SOON_SECONDS, Replica
+from nanovllm.serve.routing import PrefixRouter
+from nanovllm.serve.viewers import Unread, copy_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -235,7 +235,7 @@ class AsyncLLM:
         calls = self._collect, self._lost
         if not self._in_process:
             return Replica(self._given, number, *calls)
-        from nanovllm.serving.core_process import serve  # and torch with it
+        from nanovllm.serve.core_process import serve  # and torch with it
 
         return Replica(self._given, number, *calls, serve)
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nanovllm.checkpoint.quantization import METHODS
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.quantisation import METHODS
 from nanovllm.validation import check_choices, check_types, option, require, suggest_fields
 
 WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own

@@ -15,15 +15,15 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.config import engine_config
-from nanovllm.conversations import ChatOptions, Messages, prompts_of, template_options
+from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.engine_thread import EngineThread, Job
 from nanovllm.engine.front import Live
+from nanovllm.engine.prompts import Params, Prompts, as_params, as_prompt, at_index, split_prompts
+from nanovllm.engine.scoring import SCORED, check_pooling, continue_prompt, embedding_of, score_of
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score, StepOutput, StreamPiece
-from nanovllm.prompts import Params, Prompts, as_params, as_prompt, at_index, split_prompts
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scoring import SCORED, check_pooling, continue_prompt, embedding_of, score_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,7 +129,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, formatted by the model's chat template.
 
-        Options are the fields of `nanovllm.conversations.ChatOptions`.
+        Options are the fields of `nanovllm.engine.conversations.ChatOptions`.
         """
         prompts = self.apply_chat_template(messages, **template_options(options))
         return self.generate(prompts, sampling_params, use_tqdm, cache_salt=cache_salt)

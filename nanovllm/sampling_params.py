@@ -79,7 +79,7 @@ class SamplingParams:
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         self._check_ranges()
         if self.structured_outputs is not None:
-            from nanovllm.grammar.forms import checked_request
+            from nanovllm.structured.forms import checked_request
 
             checked = checked_request(self.structured_outputs)
             object.__setattr__(self, "structured_outputs", checked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.kernels.torch_sampling import SamplingColumns, sample
+from nanovllm.ops.torch_sampling import SamplingColumns, sample
 from tests.checkpoints import MIN_GAP, TinyCheckpoint
 
 NUM_MOVES = 20

@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 # checked while another process compiles the CPU kernels, which it would have to compile too.
 FIRST = (
     "tests/test_types.py",
-    "tests/attention/test_cpu.py",
-    "tests/kernels/cpu/test_experts.py",
-    "tests/kernels/cuda/test_interpreted.py",
-    "tests/server/",
+    "tests/devices/cpu/test_numba_attention.py",
+    "tests/devices/cpu/test_experts.py",
+    "tests/devices/cuda/kernels/test_interpreted.py",
+    "tests/serve/",
     "tests/ray/",
     "tests/test_structured.py",
     "tests/devices/cuda/test_interpreted_engine.py",
     "tests/clients/",
-    "tests/serving/test_async_llm.py",
-    "tests/executor/",
+    "tests/serve/test_async_llm.py",
+    "tests/parallel/",
     "tests/devices/cpu/test_recorded_forward.py",
     "tests/test_equals_transformers.py",
     "tests/test_tensor_parallel.py",
     "tests/test_example.py",
-    "tests/jobs/",
+    "tests/batch/",
 )
 SHARED = {
-    "tests/server/": "server",
+    "tests/serve/": "server",
     "tests/ray/": "ray",
     "tests/clients/": "clients",
     # Compiled after the other kernels, those of experts take half the time.
-    "tests/attention/test_cpu.py": "kernels",
-    "tests/kernels/cpu/test_experts.py": "kernels",
+    "tests/devices/cpu/test_numba_attention.py": "kernels",
+    "tests/devices/cpu/test_experts.py": "kernels",
 }
 
 
@@ -135,7 +135,7 @@ def shared_machine_code() -> Iterator[None]:
     if importlib.util.find_spec("numba") is None:
         yield
         return
-    from nanovllm.kernels.cpu import interpreter, program
+    from nanovllm.devices.cpu import interpreter, program
 
     @functools.cache
     def compile_once(kernel: Any, *dtypes: Any) -> Any:

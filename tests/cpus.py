@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.devices.cpu import device as cpu_device
+from nanovllm.devices.cpu import ops as cpu_ops
 from nanovllm.devices.cpu.features import CpuFeatures
-from nanovllm.kernels.cpu import ops as cpu_ops
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

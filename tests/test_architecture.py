@@ -96,7 +96,7 @@ ONLY_IN = {
         "cli/options.py",
         "cli/serve.py",
         "cli/start.py",
-        "executor/supervisor.py",
+        "parallel/supervisor.py",
         "devices/cuda/memory.py",  # CC, which Triton reads too
         "devices/choose.py",
     ),
@@ -104,7 +104,7 @@ ONLY_IN = {
 }
 ALLOWED_CHANGES = {
     # The one way to learn what Triton would launch, put back when that is known.
-    "kernels/cuda/compile_ahead.py": "knobs.runtime.jit_cache_hook",
+    "devices/cuda/compile_ahead.py": "knobs.runtime.jit_cache_hook",
     # What --threads sets for the engines that are child processes.
     "cli/start.py": "os.environ['OMP_NUM_THREADS']",
     # The one way to hide GPUs from all threads and children of a process.
@@ -194,7 +194,7 @@ def test_a_server_is_made_without_torch() -> None:
     script = """
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None
-from nanovllm.server import run
+from nanovllm.serve import http_server as run
 print(run.make_server.__name__)
 """
     assert run_script(script) == "make_server\n"

@@ -16,8 +16,8 @@ from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.errors import RequestError
 from tests.checkpoints import MIN_GAP, VOCAB_SIZE, TinyCheckpoint
 from tests.devices import DEVICES
-from tests.kernels.test_torch_sampling import chi_square, chi_square_limit
 from tests.number_tokenizer import read_numbers
+from tests.ops.test_torch_sampling import chi_square, chi_square_limit
 from tests.test_equals_transformers import make_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -139,8 +139,8 @@ def test_every_edit_beside_every_other(
 def test_rows_are_edited_a_few_at_a_time(
     tiny: Any, wanted: list[list[int]], device: str, monkeypatch: Any
 ) -> None:
-    """As where sequences are long; `tests/logits/test_edits.py` has how they are divided."""
-    monkeypatch.setattr("nanovllm.logits.edits.MAX_TOKENS", 60)
+    """As where sequences are long; `tests/worker/test_logits_edits.py` has how they are divided."""
+    monkeypatch.setattr("nanovllm.worker.logits_edits.MAX_TOKENS", 60)
     params = [greedy(edits) for edits in EDITS]
     with LLM(tiny("qwen3").path, device=device, **OPTIONS) as llm:
         assert generate(llm, make_prompts()[: len(EDITS)], params) == wanted

@@ -16,8 +16,8 @@ pytest.importorskip("numba")
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.devices.cpu.device import CpuDevice
-from nanovllm.kernels.cpu.ops import NumbaOps
-from nanovllm.kernels.torch_ops import TorchOps
+from nanovllm.devices.cpu.ops import NumbaOps
+from nanovllm.ops.torch_ops import TorchOps
 from tests.checkpoints import VOCAB_SIZE, TinyCheckpoint
 from tests.cpus import BF16, CPUS, FP32, Products, cpu
 from tests.forced_tokens import forced_logits

@@ -12,10 +12,10 @@ from transformers import DynamicCache
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.distributed.group import ALONE
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.fp8_rows import dequantise, quantise, spread, spread_exponents
 from nanovllm.models.registry import read_config
+from nanovllm.ops.fp8_rows import dequantise, quantise, spread, spread_exponents
+from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker.memory import kv_cache_spec
 from tests.checkpoints import FAMILIES, MIN_GAP
 from tests.test_equals_transformers import make_prompts

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from nanovllm import LLM
 from tests.devices import NEEDS_GPU
-from tests.kernels.cuda.interpreted import (
+from tests.devices.cuda.kernels.interpreted import (
     experts_cases,
     fused_cases,
     paged_attention_cases,

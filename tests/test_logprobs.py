@@ -10,7 +10,7 @@ import torch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.errors import RequestError
-from nanovllm.kernels.torch_sampling import ROWS_AT_A_TIME, token_logprobs
+from nanovllm.ops.torch_sampling import ROWS_AT_A_TIME, token_logprobs
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import DEVICES
 from tests.test_edited_requests import MODES, OPTIONS
@@ -148,7 +148,7 @@ def test_those_of_prompts(tiny: Any, device: str, mode: str) -> None:
 
 
 def test_long_prompts_are_scored_piece_by_piece(tiny: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("nanovllm.logits.reads.POSITIONS_AT_A_TIME", 7)
+    monkeypatch.setattr("nanovllm.worker.logits_reads.POSITIONS_AT_A_TIME", 7)
     params = SamplingParams(prompt_logprobs=3, max_tokens=0)
     with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
         outputs = llm.generate([[*range(90)], [*range(40)]], params, use_tqdm=False)

@@ -22,7 +22,7 @@ from nanovllm.config import EngineConfig, engine_config
 from nanovllm.engine_options import FOREIGN, EngineOptions
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import StreamPiece
-from tests.server.byte_model import make_byte_model
+from tests.serve.byte_model import make_byte_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

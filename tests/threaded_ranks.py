@@ -18,12 +18,12 @@ from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.devices.base import Device
 from nanovllm.devices.choose import create_device
-from nanovllm.distributed.group import TPGroup
-from nanovllm.distributed.store import connect
 from nanovllm.engine import start
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
+from nanovllm.ops.tp_group import TPGroup
+from nanovllm.parallel.rendezvous import connect
+from nanovllm.worker.device import Device
 from nanovllm.worker.worker import Worker
 
 TIMEOUT = timedelta(seconds=60)

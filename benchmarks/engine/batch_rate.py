@@ -27,12 +27,12 @@ from benchmarks.engine.structured_cost import made_up
 from benchmarks.models import model_path
 from benchmarks.workloads import Workload, mixed
 from nanovllm import LLM, SamplingParams
+from nanovllm.batch.batch_engine import RowEngine, RowOptions
+from nanovllm.batch.ledger import Ledger
+from nanovllm.batch.rows import scan
+from nanovllm.batch.run_batch import run_job
 from nanovllm.config import EngineConfig
-from nanovllm.jobs.engine import RowEngine, RowOptions
-from nanovllm.jobs.ledger import Ledger
-from nanovllm.jobs.rows import scan
-from nanovllm.jobs.run import run_job
-from nanovllm.server.options import ServerOptions
+from nanovllm.serve.server_options import ServerOptions
 
 SAMPLING = {"temperature": 0.6, "ignore_eos": True}
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
-from nanovllm.executor.worker_main import WorkerTask, join_group
+from nanovllm.ops.tp_group import TPGroup
+from nanovllm.parallel.worker_main import WorkerTask, join_group
 
 
 @dataclass(frozen=True, slots=True)

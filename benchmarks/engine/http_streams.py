@@ -27,8 +27,8 @@ from typing import NamedTuple
 from benchmarks.engine.async_streams import stream_all, stream_parser
 from benchmarks.models import model_path
 from nanovllm import AsyncLLM, SamplingParams
-from nanovllm.server.options import ServerOptions
-from nanovllm.server.run import listen, make_server
+from nanovllm.serve.http_server import listen, make_server
+from nanovllm.serve.server_options import ServerOptions
 
 
 def main() -> None:

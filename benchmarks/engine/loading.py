@@ -32,10 +32,10 @@ from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
 from nanovllm.devices.choose import create_device
 from nanovllm.devices.cpu.device import CpuDevice
-from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
+from nanovllm.ops.torch_ops import TorchOps
+from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker.loader import UnpackedLayers, load_weights
 
 GB = 1e9

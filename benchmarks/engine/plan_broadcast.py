@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.engine.clock_worker import build_clock
 from nanovllm.config import EngineConfig
 from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan
-from nanovllm.executor.multiproc import MultiprocExecutor
+from nanovllm.parallel.multiproc_executor import MultiprocExecutor
 from nanovllm.sampling_params import SamplingParams
 
 NUM_STEPS = 500

@@ -32,14 +32,14 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
 from nanovllm.checkpoint.quantized.modules import PROJECTION, names_to_quantize
+from nanovllm.checkpoint.stored_tensors import list_tensors
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.checkpoint.weights import list_tensors
-from nanovllm.fp8 import round_rows
-from nanovllm.kernels import fp8_rows
-from nanovllm.kernels.cpu.ops import NumbaOps
-from nanovllm.kernels.ops import LayerCache
-from nanovllm.kernels.quantized_weight import BLOCK
-from tests.kernels.quantized_products import quantize_blocks
+from nanovllm.devices.cpu.ops import NumbaOps
+from nanovllm.ops import fp8_rows
+from nanovllm.ops.fp8 import round_rows
+from nanovllm.ops.interface import LayerCache
+from nanovllm.ops.quantized_weight import BLOCK
+from tests.ops.quantized_products import quantize_blocks
 
 TEXT = Path(__file__).with_name("perplexity.txt")
 MAX_TOKENS = 2200  # of a text

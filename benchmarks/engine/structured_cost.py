@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models
 from benchmarks.models import model_path
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.front import Vocabulary
-from nanovllm.grammar.matching import Grammar, Grammars
+from nanovllm.structured.matching import Grammar, Grammars
 
 SCHEMA: dict[str, Any] = {
     "type": "array",

@@ -26,20 +26,24 @@ from torch.nn import functional
 from benchmarks.kernels.timing import GpuTimer, Run, floor
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
-from nanovllm.fp8 import FP8
-from nanovllm.kernels.cuda.compile_ahead import compile_ahead
-from nanovllm.kernels.cuda.linear_few_rows import (
+from nanovllm.devices.cuda.compile_ahead import compile_ahead
+from nanovllm.devices.cuda.kernels.linear_few_rows import (
     FewRowsConfig,
     few_rows_config,
     few_rows_linear,
     make_counters,
 )
-from nanovllm.kernels.cuda.linear_fp8 import fp8_many_rows, library_weight
-from nanovllm.kernels.cuda.linear_one_row import OneRowConfig, one_row_config, one_row_linear
-from nanovllm.kernels.ops import Activation, Hidden, NormWeights
-from nanovllm.kernels.quantized_weight import BLOCK, QuantizedWeight
-from nanovllm.kernels.torch_ops import TorchOps
-from tests.kernels.quantized_products import quantized_product
+from nanovllm.devices.cuda.kernels.linear_fp8 import fp8_many_rows, library_weight
+from nanovllm.devices.cuda.kernels.linear_one_row import (
+    OneRowConfig,
+    one_row_config,
+    one_row_linear,
+)
+from nanovllm.ops.fp8 import FP8
+from nanovllm.ops.interface import Activation, Hidden, NormWeights
+from nanovllm.ops.quantized_weight import BLOCK, QuantizedWeight
+from nanovllm.ops.torch_ops import TorchOps
+from tests.ops.quantized_products import quantized_product
 
 DTYPE = torch.bfloat16
 MIN_BYTES, MIN_CALLS = 200_000_000, 4  # of the weights that take turns; in one graph

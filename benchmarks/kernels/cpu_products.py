@@ -24,13 +24,13 @@ from torch import Tensor
 
 from benchmarks.kernels.timing import take_turns
 from nanovllm.cli.options import at_least
+from nanovllm.devices.cpu.block_types import TYPES
+from nanovllm.devices.cpu.blocks import to_panels
 from nanovllm.devices.cpu.features import find_cpu_features
-from nanovllm.kernels.cpu.block_types import TYPES
-from nanovllm.kernels.cpu.blocks import to_panels
-from nanovllm.kernels.cpu.ops import NumbaOps, pack_onednn
-from nanovllm.kernels.cpu.program import Launcher
-from nanovllm.kernels.ops import Routing
-from nanovllm.kernels.torch_ops import TorchOps, linear, route
+from nanovllm.devices.cpu.ops import NumbaOps, pack_onednn
+from nanovllm.devices.cpu.program import Launcher
+from nanovllm.ops.interface import Routing
+from nanovllm.ops.torch_ops import TorchOps, linear, route
 
 FEATURES = find_cpu_features()
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)]

@@ -23,13 +23,13 @@ from benchmarks.kernels import codes
 from benchmarks.kernels.timing import GpuTimer, floor, line
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
-from nanovllm.kernels.cuda.dequantize import CudaWeight
-from nanovllm.kernels.cuda.experts_grouped import run_grouped
-from nanovllm.kernels.cuda.experts_pairs import route, run_pairs
-from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.ops import Ops, PackedExperts, Routing
-from nanovllm.kernels.torch_ops import TorchOps
-from nanovllm.kernels.torch_ops import route as reference_route
+from nanovllm.devices.cuda.kernels.dequantize import CudaWeight
+from nanovllm.devices.cuda.kernels.experts_grouped import run_grouped
+from nanovllm.devices.cuda.kernels.experts_pairs import route, run_pairs
+from nanovllm.devices.cuda.ops import TritonOps
+from nanovllm.ops.interface import Ops, PackedExperts, Routing
+from nanovllm.ops.torch_ops import TorchOps
+from nanovllm.ops.torch_ops import route as reference_route
 
 DTYPE = torch.bfloat16
 TOKENS = [1, 2, 4, 8, 16, 64, 256, 512, 4096]

@@ -26,9 +26,9 @@ from benchmarks.kernels.codes import SHAPES, Shape, make_weight
 from benchmarks.kernels.timing import GpuTimer, Run, line
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
-from nanovllm.kernels.cuda.elementwise import gate, rms_norm
-from nanovllm.kernels.cuda.linear_few_rows import few_rows_linear, make_counters
-from nanovllm.kernels.cuda.linear_fp8 import (
+from nanovllm.devices.cuda.kernels.elementwise import gate, rms_norm
+from nanovllm.devices.cuda.kernels.linear_few_rows import few_rows_linear, make_counters
+from nanovllm.devices.cuda.kernels.linear_fp8 import (
     MAX_SUM_ROWS,
     LibraryWeight,
     fp8_add_to,
@@ -37,7 +37,7 @@ from nanovllm.kernels.cuda.linear_fp8 import (
     fp8_quantise,
     library_weight,
 )
-from nanovllm.kernels.ops import Hidden, NormWeights
+from nanovllm.ops.interface import Hidden, NormWeights
 
 DTYPE = torch.bfloat16
 MIN_BYTES = 200_000_000  # of the weights that take turns

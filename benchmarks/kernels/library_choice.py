@@ -28,10 +28,10 @@ from benchmarks.kernels.timing import GpuTimer, Run, defect, floor, line
 from benchmarks.models import model_names, model_path
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
+from nanovllm.devices.cuda.ops import TritonOps
 from nanovllm.errors import EngineError
-from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.ops import Hidden, NormWeights
 from nanovllm.models.config_json import read_model_config
+from nanovllm.ops.interface import Hidden, NormWeights
 
 MODELS, ROWS = ["qwen3-0.6b", "qwen3-8b"], [64, 128, 192, 256]
 QUICK_BYTES, QUICK_REPLAYS = 160_000_000, 2  # of weights that take turns when all are timed

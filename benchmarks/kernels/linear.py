@@ -24,8 +24,8 @@ from benchmarks.models import model_names, model_path
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
 from nanovllm.config import ModelConfig
-from nanovllm.kernels.cuda import elementwise
-from nanovllm.kernels.cuda.ops import TritonOps
+from nanovllm.devices.cuda.kernels import elementwise
+from nanovllm.devices.cuda.ops import TritonOps
 from nanovllm.models.config_json import read_model_config
 
 ROWS = [1, 8, 32, 64, 128, 256]

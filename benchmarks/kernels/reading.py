@@ -26,16 +26,16 @@ from torch import Tensor
 from benchmarks.kernels.linear import DTYPE, shapes_of
 from benchmarks.kernels.timing import GpuTimer, Run, floor
 from benchmarks.models import model_names, model_path
-from nanovllm.attention.base import AttentionSpec, DecodeRows
-from nanovllm.attention.triton import TritonAttention
+from nanovllm.attention.backend import AttentionSpec, DecodeRows
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.devices.cuda.device import CudaDevice
-from nanovllm.kernels.cuda.linear_tiles import num_processors
-from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
-from nanovllm.kernels.ops import LayerCache
+from nanovllm.devices.cuda.kernels.linear_tiles import num_processors
+from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
+from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.models.config_json import read_model_config
+from nanovllm.ops.interface import LayerCache
 
 MODELS, ROWS, CONTEXT = ["qwen3-0.6b"], [64, 128, 256], 256
 BLOCK_SIZE = 64

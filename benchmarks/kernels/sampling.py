@@ -17,9 +17,9 @@ from torch import Tensor
 
 from benchmarks.kernels.timing import GpuTimer, floor, line
 from nanovllm.cli.exit_code import exit_code
-from nanovllm.kernels.cuda.sampling import sample_tokens, sampling_workspace
-from nanovllm.kernels.ops import Sampling
-from nanovllm.kernels.torch_sampling import SamplingColumns
+from nanovllm.devices.cuda.kernels.sampling import sample_tokens, sampling_workspace
+from nanovllm.ops.interface import Sampling
+from nanovllm.ops.torch_sampling import SamplingColumns
 
 FULL = Sampling.NOISE | Sampling.MIN_P | Sampling.TOP
 VOCAB_SIZE = 151_936

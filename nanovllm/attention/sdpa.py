@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionSpec, BatchRows
-from nanovllm.kernels.fp8_rows import Fp8Rows, dequantise
-from nanovllm.kernels.ops import LayerCache
-from nanovllm.kernels.torch_ops import upcast
+from nanovllm.attention.backend import AttentionSpec, BatchRows
+from nanovllm.ops.fp8_rows import Fp8Rows, dequantise
+from nanovllm.ops.interface import LayerCache
+from nanovllm.ops.torch_ops import upcast
 
 QUERY_TILE = 512  # queries per call when a mask is needed, which bounds the mask's memory
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from nanovllm.checkpoint import gguf
 from nanovllm.checkpoint.gguf_file import open_gguf
 from nanovllm.checkpoint.hub import ALIASES, HUB_ID, fetch, packaged_gguf
+from nanovllm.checkpoint.quantization import Quantisation, choose_quantisation
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.quantisation import Quantisation, choose_quantisation
 
 WeightFormat = Literal["safetensors", "bin", "gguf", "none"]
 

@@ -27,8 +27,8 @@ from nanovllm.cli.start import set_child_threads
 from nanovllm.errors import ConfigError, NanovllmError
 
 if TYPE_CHECKING:
-    from nanovllm.jobs.engine import RowEngine, RowOptions
-    from nanovllm.jobs.ledger import Ledger
+    from nanovllm.batch.batch_engine import RowEngine, RowOptions
+    from nanovllm.batch.ledger import Ledger
     from nanovllm.ray.jobs import RayEngine
 
 SECONDS_BETWEEN_LINES = 30.0  # of progress in a log file
@@ -63,9 +63,9 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nanovllm.jobs.engine import RowOptions
-    from nanovllm.jobs.ledger import Ledger
-    from nanovllm.jobs.rows import scan
+    from nanovllm.batch.batch_engine import RowOptions
+    from nanovllm.batch.ledger import Ledger
+    from nanovllm.batch.rows import scan
 
     if args.ray_replicas is not None and args.ray is None:
         raise ConfigError("--ray-replicas needs --ray")
@@ -105,8 +105,8 @@ async def _answer_all(args: argparse.Namespace, options: RowOptions, ledger: Led
     """Answer the rows that are left, with a bar that shows the rate and the time left."""
     from tqdm import tqdm
 
-    from nanovllm.jobs.engine import RowEngine
-    from nanovllm.jobs.run import run_job
+    from nanovllm.batch.batch_engine import RowEngine
+    from nanovllm.batch.run_batch import run_job
 
     num_at_once, num_tokens, start = options.num_at_once, 0, time.perf_counter()
     engine: RowEngine | RayEngine
@@ -141,7 +141,7 @@ async def _answer_all(args: argparse.Namespace, options: RowOptions, ledger: Led
 
 def _ray_engine(args: argparse.Namespace, options: RowOptions) -> tuple[RayEngine, int]:
     try:
-        from nanovllm.executor.ray_workers import connect
+        from nanovllm.parallel.ray_workers import connect
         from nanovllm.ray.jobs import RayEngine, find_room
     except ModuleNotFoundError as error:
         raise ConfigError(f"--ray needs Ray ({error}): pip install 'nanovllm[ray]'") from error

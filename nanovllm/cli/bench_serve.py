@@ -22,10 +22,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from nanovllm.batch.rows import read_rows
 from nanovllm.cli import options
-from nanovllm.client import OpenAIClient
 from nanovllm.errors import ConfigError, NanovllmError
-from nanovllm.jobs.rows import read_rows
+from nanovllm.serve.client import OpenAIClient
 from nanovllm.validation import option
 
 WORDS = "the engine reads a prompt in blocks and writes one token of every answer in each step"

@@ -35,11 +35,11 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli import options
 from nanovllm.cli.output import RunStats, TextView, why_empty
 from nanovllm.cli.start import has_chat_template, open_model
-from nanovllm.client import RemoteLLM
-from nanovllm.conversations import as_conversations
+from nanovllm.engine.conversations import as_conversations
 from nanovllm.errors import NanovllmError, PromptTooLongError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.client import RemoteLLM
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM

@@ -26,10 +26,10 @@ from nanovllm.cli import options
 from nanovllm.cli.exit_code import print_error
 from nanovllm.cli.output import RunStats, in_order, print_in_order, why_empty
 from nanovllm.cli.start import has_chat_template, open_model
-from nanovllm.client import RemoteLLM
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.outputs import RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.client import RemoteLLM
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM

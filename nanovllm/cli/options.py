@@ -17,7 +17,7 @@ from nanovllm.config import WHOLE_CONTEXT, EngineConfig
 from nanovllm.engine_options import FOREIGN, NOT_NEEDED, foreign_notes
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.options import read_text as read_text
+from nanovllm.serve.server_options import read_text as read_text
 from nanovllm.validation import choices_of
 
 Commands: TypeAlias = "argparse._SubParsersAction[ArgumentParser]"

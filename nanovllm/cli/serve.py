@@ -25,7 +25,7 @@ from nanovllm.cli.options import Commands, add_command, add_options, engine_conf
 from nanovllm.cli.start import set_child_threads
 from nanovllm.config import SERVING_TARGET_MS, WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError
-from nanovllm.server.options import ServerOptions, read_text, resolve
+from nanovllm.serve.server_options import ServerOptions, read_text, resolve
 
 # Server options that `nanovllm batch` accepts too.
 ANSWERS = (
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     set_child_threads(args.threads, config)
     options = server_options(args, config.model, {})  # validate options before the model is loaded
     from nanovllm.async_llm import AsyncLLM
-    from nanovllm.server.run import check_certificate, is_loopback, listen, make_server
+    from nanovllm.serve.http_server import check_certificate, is_loopback, listen, make_server
 
     check_certificate(args.ssl_keyfile, args.ssl_certfile)
     with listen(args.host, args.port) as listener:

@@ -13,9 +13,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from nanovllm.cli.options import check_no_engine_options, engine_config
-from nanovllm.client import OpenAIClient, RemoteLLM
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.serve.client import OpenAIClient, RemoteLLM
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 
 from nanovllm.cli.options import Commands, add_command, add_server_options, positive
-from nanovllm.client import OpenAIClient
 from nanovllm.errors import ConfigError
+from nanovllm.serve.client import OpenAIClient
 
 
 def add_parser(commands: Commands) -> None:

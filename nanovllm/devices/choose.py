@@ -8,11 +8,11 @@ from importlib.util import find_spec
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.devices.base import Device
 from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.devices.cuda.memory import check_c_compiler, has_cuda, num_devices, use_device
-from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.errors import ConfigError
+from nanovllm.ops.tp_group import ALONE, TPGroup
+from nanovllm.worker.device import Device
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from nanovllm.engine.pending import Pending
 from nanovllm.engine.request import (
     POOL_TOO_SMALL,
     CoreStep,
@@ -22,10 +23,9 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Executor, StepPlan, StepResult
 from nanovllm.errors import EngineError
-from nanovllm.pending import Pending
 
 if TYPE_CHECKING:
-    from nanovllm.grammar.matching import Grammars
+    from nanovllm.structured.matching import Grammars
 
 MAX_RECORDED = 1024  # steps, and ended sequences
 

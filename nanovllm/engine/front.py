@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts
-    from nanovllm.grammar.matching import Grammars
+    from nanovllm.structured.matching import Grammars
 
 NOTHING_ALLOWED = (
     "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and "
@@ -106,7 +106,7 @@ class Front:
         """Create the grammars for the first request that has one. Safe in any thread."""
         with self._lock:
             if self.grammars is None:
-                from nanovllm.grammar.matching import Grammars
+                from nanovllm.structured.matching import Grammars
 
                 self.grammars = Grammars(lambda: self._vocabulary, self._vocab_size)
             return self.grammars

@@ -12,7 +12,7 @@ from nanovllm.errors import PromptTooLongError
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.grammar.matching import Grammar
+    from nanovllm.structured.matching import Grammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 POOL_TOO_SMALL = "num_kvcache_blocks"  # stop_reason of a sequence for which the pool is too small

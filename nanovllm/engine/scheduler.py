@@ -18,7 +18,7 @@ from nanovllm.engine.step import BlockCopy, BlockUpdate, NewRow, StepPlan, StepR
 from nanovllm.sampling_params import NO_TOKEN
 
 if TYPE_CHECKING:
-    from nanovllm.grammar.matching import Matcher
+    from nanovllm.structured.matching import Matcher
 
 
 class Scheduler:

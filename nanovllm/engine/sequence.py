@@ -14,7 +14,7 @@ from nanovllm.engine.request import FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Vector
 
 if TYPE_CHECKING:
-    from nanovllm.grammar.matching import Matcher
+    from nanovllm.structured.matching import Matcher
 
 NO_SLOT = -1
 

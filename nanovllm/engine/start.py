@@ -25,7 +25,7 @@ from nanovllm.engine.step import Executor, ExecutorInfo
 from nanovllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nanovllm.grammar.matching import Grammars
+    from nanovllm.structured.matching import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def make_front(found: FoundModel, is_remote: bool = False) -> Front:
 
 def make_grammars(found: FoundModel) -> Grammars:
     """For a core in another process than its front."""
-    from nanovllm.grammar.matching import Grammars
+    from nanovllm.structured.matching import Grammars
 
     return Grammars(partial(load_vocabulary, found), found.model_config.vocab_size)
 
@@ -131,7 +131,7 @@ def create_executor(
 ) -> Executor:
     """One worker in this process, several in their own, or on a Ray cluster."""
     if config.distributed_executor_backend == "ray" or config.tensor_parallel_size > 1:
-        from nanovllm.executor.multiproc import MultiprocExecutor
+        from nanovllm.parallel.multiproc_executor import MultiprocExecutor
 
         return MultiprocExecutor(config, model_config, checkpoint)
     from nanovllm.devices.choose import create_device

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.pending import Pending
+from nanovllm.engine.pending import Pending
 from nanovllm.sampling_params import SamplingParams
 
 IntColumn = npt.NDArray[np.int32]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.attention.base import AttentionBackend
-from nanovllm.distributed.group import ALONE, TPGroup
-from nanovllm.kernels.ops import LayerCache, Ops
+from nanovllm.attention.backend import AttentionBackend
+from nanovllm.layers.layer_weight import Layouts
 from nanovllm.layers.shards import ExpectedTensor
-from nanovllm.layers.weights import Layouts
+from nanovllm.ops.interface import LayerCache, Ops
+from nanovllm.ops.tp_group import ALONE, TPGroup
 
 
 @dataclass(frozen=True, slots=True)

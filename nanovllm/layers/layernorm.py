@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import ModelConfig
-from nanovllm.kernels.ops import Hidden, NormWeights, QKNormWeights
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.shards import ExpectedTensor, expect_whole
+from nanovllm.ops.interface import Hidden, NormWeights, QKNormWeights
 
 
 class RMSNorm(Layer):

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.ops import Activation, Hidden, PackedLinear
-from nanovllm.kernels.quantized_weight import Weight
 from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.layer_weight import LayerWeight, Outputs
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.shards import (
     ExpectedTensor,
@@ -20,7 +19,8 @@ from nanovllm.layers.shards import (
     split,
     whole,
 )
-from nanovllm.layers.weights import LayerWeight, Outputs
+from nanovllm.ops.interface import Activation, Hidden, PackedLinear
+from nanovllm.ops.quantized_weight import Weight
 
 
 class MergedLinear(Layer):

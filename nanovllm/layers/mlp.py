@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from nanovllm.config import ModelConfig
-from nanovllm.kernels.ops import Hidden
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
 from nanovllm.layers.shards import split, whole
+from nanovllm.ops.interface import Hidden
 
 
 class GatedMLP(Layer):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanovllm.config import ExpertsConfig
-from nanovllm.kernels.ops import Hidden, PackedExperts, Routing
 from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.layer_weight import LayerWeight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.layers.shards import ExpectedTensor, split, whole
-from nanovllm.layers.weights import LayerWeight
+from nanovllm.ops.interface import Hidden, PackedExperts, Routing
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from nanovllm.kernels.quantized_weight import (
-    BLOCK,
-    INT4_GROUPS,
-    PanelWeight,
-    QuantizedRows,
-    QuantizedWeight,
-    num_blocks,
-)
+from nanovllm.checkpoint.quantization import QuantLayout
+from nanovllm.layers.layer_weight import Outputs
 from nanovllm.layers.shards import (
     CopiedPart,
     ExpectedTensor,
@@ -26,8 +20,14 @@ from nanovllm.layers.shards import (
     expect_stack,
     num_outputs,
 )
-from nanovllm.layers.weights import Outputs
-from nanovllm.quantisation import QuantLayout
+from nanovllm.ops.quantized_weight import (
+    BLOCK,
+    INT4_GROUPS,
+    PanelWeight,
+    QuantizedRows,
+    QuantizedWeight,
+    num_blocks,
+)
 
 if TYPE_CHECKING:
     from nanovllm.layers.build import Build
@@ -126,7 +126,7 @@ class BlockTensors(nn.Module):
         return tensors
 
     def for_ops(self, num_experts: int | None = None) -> PanelWeight:
-        from nanovllm.kernels.cpu.blocks import to_panels  # needs numba
+        from nanovllm.devices.cpu.blocks import to_panels  # needs numba
 
         if self.weight is None:
             parts = []

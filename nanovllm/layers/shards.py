@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanovllm.config import ModelConfig
-from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.quantized_weight import QuantizedRows
+from nanovllm.ops.quantized_weight import QuantizedRows
+from nanovllm.ops.tp_group import TPGroup
 
 
 @dataclass(frozen=True, slots=True)

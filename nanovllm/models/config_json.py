@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from nanovllm.checkpoint.quantization import read_quantisation
 from nanovllm.config import DTYPES, ExpertsConfig, LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
-from nanovllm.quantisation import read_quantisation
 from nanovllm.validation import check_types
 
 INT32_MAX = 2**31 - 1

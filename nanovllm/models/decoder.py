@@ -7,12 +7,12 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
-from nanovllm.kernels.ops import Hidden
-from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Embedding, LMHead
 from nanovllm.layers.rotary_embedding import rope_table
+from nanovllm.layers.self_attention import SelfAttention
+from nanovllm.ops.interface import Hidden
 
 BuildLayer = Callable[[ModelConfig, int, Build], nn.Module]
 

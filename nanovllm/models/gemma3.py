@@ -10,12 +10,12 @@ from torch import Tensor
 
 from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.kernels.ops import Hidden
-from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models.config_json import field, read_model_config, read_rope_config, sliding_layers
+from nanovllm.ops.interface import Hidden
 
 DEFAULTS = {
     "head_dim": 256,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from nanovllm.config import ModelConfig
-from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build
 from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models.decoder import DecoderLayer
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.config import ExpertsConfig, ModelConfig
-from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build
 from nanovllm.layers.moe import ExpertNames, SparseMLP
+from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models import mistral
 from nanovllm.models.config_json import field, with_experts
 from nanovllm.models.decoder import DecoderLayer

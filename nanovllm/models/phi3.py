@@ -7,9 +7,9 @@ from typing import Any
 
 from nanovllm.config import ModelConfig
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build
 from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models import mistral
 from nanovllm.models.decoder import DecoderLayer
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.config import ModelConfig
-from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build
 from nanovllm.layers.layernorm import QKNorm
 from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models import qwen2
 from nanovllm.models.decoder import DecoderLayer
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nanovllm.ray.predictor import Predictor
-    from nanovllm.ray.serve import build_app
+    from nanovllm.ray.ray_serve import build_app
 
 __all__ = ["Predictor", "build_app"]
 
-_HOMES = {"Predictor": "nanovllm.ray.predictor", "build_app": "nanovllm.ray.serve"}
+_HOMES = {"Predictor": "nanovllm.ray.predictor", "build_app": "nanovllm.ray.ray_serve"}
 
 
 def __getattr__(name: str) -> object:

@@ -10,10 +10,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from nanovllm.batch.batch_engine import RowEngine, RowOptions
+from nanovllm.batch.rows import Row
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.jobs.engine import RowEngine, RowOptions
-from nanovllm.jobs.rows import Row
 
 MAX_TRIES = 6  # of a row whose engines are lost; more are no accident
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from nanovllm.batch.batch_engine import RowEngine, RowError, RowOptions
+from nanovllm.batch.rows import Row
 from nanovllm.config import engine_config
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.jobs.engine import RowEngine, RowError, RowOptions
-from nanovllm.jobs.rows import Row
-from nanovllm.server.options import ServerOptions
-from nanovllm.server.records import ChatRequest, CompletionRequest, as_record
+from nanovllm.serve.api_records import ChatRequest, CompletionRequest, as_record
+from nanovllm.serve.server_options import ServerOptions
 
 IDS = "prompt_token_ids"  # a column of these is not answered by another
 PROMPTS = ("prompt", IDS, "messages")

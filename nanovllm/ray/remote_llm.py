@@ -20,7 +20,7 @@ from nanovllm.engine.start import FoundModel, make_front
 from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serving.core_records import CoreStats, EngineState
+from nanovllm.serve.core_records import CoreStats, EngineState
 
 LOOK_SECONDS = 2.0  # between looks at all engines
 WAIT_SECONDS = 10.0  # for their answers

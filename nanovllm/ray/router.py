@@ -7,7 +7,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from nanovllm.ray.remote_llm import Call
-from nanovllm.serving.routing import PrefixRouter
+from nanovllm.serve.routing import PrefixRouter
 
 
 class PrefixRequestRouter(RequestRouter):

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend, BatchRows
+from nanovllm.attention.backend import AttentionBackend, BatchRows
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.ops import Hidden, LayerCache
 from nanovllm.layers.build import ForwardBatch, SampledTokens
 from nanovllm.models.decoder import DecoderModel
-from nanovllm.worker.tables import SlotTables
+from nanovllm.ops.interface import Hidden, LayerCache
+from nanovllm.worker.input_batch import SlotTables
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,16 @@ from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
-from nanovllm.checkpoint.weights import StoredTensor, list_tensors
+from nanovllm.checkpoint.quantization import QuantLayout, choose_quantisation
+from nanovllm.checkpoint.stored_tensors import StoredTensor, list_tensors
 from nanovllm.config import EngineConfig
-from nanovllm.devices.base import Device
 from nanovllm.errors import CheckpointError
-from nanovllm.kernels.quantized_weight import QuantizedRows
 from nanovllm.layers.build import Layer
+from nanovllm.layers.layer_weight import Layouts
 from nanovllm.layers.shards import ExpectedTensor
-from nanovllm.layers.weights import Layouts
 from nanovllm.models.registry import read_config
-from nanovllm.quantisation import QuantLayout, choose_quantisation
+from nanovllm.ops.quantized_weight import QuantizedRows
+from nanovllm.worker.device import Device
 
 logger = logging.getLogger(__name__)
 

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
+from nanovllm.checkpoint.quantization import choose_quantisation
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.devices.base import Device
-from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.fp8 import FP8
-from nanovllm.kernels.kv_layout import KVCacheSpec
-from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
 from nanovllm.layers.shards import check_splits, split_kv_heads
 from nanovllm.models.registry import build_model, read_config
-from nanovllm.quantisation import choose_quantisation
+from nanovllm.ops.fp8 import FP8
+from nanovllm.ops.torch_ops import TorchOps
+from nanovllm.ops.tp_group import TPGroup
+from nanovllm.worker.device import Device
+from nanovllm.worker.input_batch import slot_columns
+from nanovllm.worker.kv_cache import KVCacheSpec
 from nanovllm.worker.loader import choose_layouts, named_layers
-from nanovllm.worker.tables import slot_columns
 
 GIB = 1 << 30
 HOST_BYTES = 200  # of what the scheduler knows of a block or a slot

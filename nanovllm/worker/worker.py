@@ -11,22 +11,22 @@ from functools import partial
 import numpy as np
 import torch
 
-from nanovllm.attention.base import AttentionBackend
+from nanovllm.attention.backend import AttentionBackend
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.devices.base import Device
+from nanovllm.engine.pending import Pending
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.kv_layout import KVCacheSpec
 from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model
-from nanovllm.pending import Pending
+from nanovllm.worker.device import Device
 from nanovllm.worker.forward import EagerForward
+from nanovllm.worker.input_batch import SlotTables
+from nanovllm.worker.kv_cache import KVCacheSpec
 from nanovllm.worker.loader import choose_layouts, fill_dummy_weights, load_weights
 from nanovllm.worker.memory import check_memory, choose_num_blocks, is_shortage, kv_cache_spec
-from nanovllm.worker.runner import ModelRunner
-from nanovllm.worker.tables import SlotTables
+from nanovllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

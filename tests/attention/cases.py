@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend, AttentionSpec, BatchRows
+from nanovllm.attention.backend import AttentionBackend, AttentionSpec, BatchRows
 from nanovllm.attention.sdpa import QUERY_TILE
-from nanovllm.kernels.fp8_rows import dequantise, quantise, spread, spread_exponents
-from nanovllm.kernels.ops import LayerCache, Ops
+from nanovllm.ops.fp8_rows import dequantise, quantise, spread, spread_exponents
+from nanovllm.ops.interface import LayerCache, Ops
 
 GARBAGE = 1e30  # finite: what an earlier owner may have left in a block
 HEAD_DIM = 16  # unless a case says otherwise

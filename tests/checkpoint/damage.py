@@ -23,9 +23,9 @@ from nanovllm.checkpoint.find import eos_token_ids, find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import EngineConfig
 from nanovllm.errors import NanovllmError
-from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
+from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.worker.loader import load_weights
 from nanovllm.worker.memory import check_model
 from tests.checkpoint.tiny_gguf import HEAD_DIM, VOCAB, write_gguf

@@ -21,8 +21,8 @@ pytest.importorskip("gguf")
 
 
 from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
+from nanovllm.checkpoint.stored_tensors import list_tensors
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.checkpoint.weights import list_tensors
 from nanovllm.config import EngineConfig
 from nanovllm.errors import CheckpointError
 from nanovllm.models.registry import read_config

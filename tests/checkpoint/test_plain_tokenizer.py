@@ -101,7 +101,7 @@ import sys
 sys.modules["transformers"] = sys.modules["torch"] = None
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.chat_template import ChatTemplate
+from nanovllm.engine.chat_template import ChatTemplate
 tokenizer = load_tokenizer(find_checkpoint("smollm2", need_weights=False))
 template, names = ChatTemplate(tokenizer.chat_template), tokenizer.special_tokens_map
 ids = tokenizer.encode(template.render([{{"role": "user", "content": "Hi"}}], **names))

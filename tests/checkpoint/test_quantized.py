@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanovllm.checkpoint import weights
+from nanovllm.checkpoint import stored_tensors as weights
 from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.checkpoint.quantization import ROUND_TO_FP8, choose_quantisation
 from nanovllm.checkpoint.quantized.modules import join_parts
-from nanovllm.checkpoint.weights import StoredTensor, list_tensors
+from nanovllm.checkpoint.stored_tensors import StoredTensor, list_tensors
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.fp8 import round_rows
-from nanovllm.quantisation import ROUND_TO_FP8, choose_quantisation
+from nanovllm.ops.fp8 import round_rows
 from tests.checkpoint.tiny_quantized import (
     Kind,
     awq_kind,

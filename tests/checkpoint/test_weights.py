@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanovllm.checkpoint import weights
+from nanovllm.checkpoint import stored_tensors as weights
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 

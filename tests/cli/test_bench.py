@@ -15,8 +15,8 @@ from nanovllm.cli import bench_serve, main
 from nanovllm.cli.bench_serve import Load, Measured, make_prompts, summary
 from nanovllm.errors import ConfigError
 from tests.bench.test_steps import CONFIG
-from tests.server.fake_llm import FakeLLM
-from tests.server.running import Running, running
+from tests.serve.fake_llm import FakeLLM
+from tests.serve.running import Running, running
 
 MEASURED = [
     Measured(0.0, 0.1, (0.02, 0.02), 1.0, 10, 20),

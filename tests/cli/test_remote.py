@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from nanovllm.cli import main
-from tests.server.fake_llm import FakeLLM
-from tests.server.running import Running, running
+from tests.serve.fake_llm import FakeLLM
+from tests.serve.running import Running, running
 
 pytestmark = pytest.mark.usefixtures("nothing")
 

@@ -23,8 +23,8 @@ from nanovllm.cli import main, parse
 from nanovllm.cli.serve import engine_config, server_options
 from nanovllm.config import WHOLE_CONTEXT
 from nanovllm.errors import ConfigError
-from nanovllm.server.options import read_sampling_defaults
-from tests.server.byte_model import make_byte_file
+from nanovllm.serve.server_options import read_sampling_defaults
+from tests.serve.byte_model import make_byte_file
 
 ROOT = Path(__file__).parent.parent.parent
 ENGINE = ["--device", "cpu", "--dtype", "float", "--max-model-len", "1k", "--block-size", "16"]

@@ -17,10 +17,10 @@ import pytest
 
 from nanovllm.outputs import StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serving.core_records import CoreStats
-from tests.server.byte_model import make_byte_model
-from tests.server.fake_llm import FakeLLM
-from tests.server.running import running
+from nanovllm.serve.core_records import CoreStats
+from tests.serve.byte_model import make_byte_model
+from tests.serve.fake_llm import FakeLLM
+from tests.serve.running import running
 
 KEY = "a key"
 CONTEXT = 4096

@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from nanovllm.config import RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.kernels.torch_ops import rotate
 from nanovllm.layers.rotary_embedding import rope_frequencies, rope_table
 from nanovllm.models.config_json import read_model_config, read_rope_config
+from nanovllm.ops.torch_ops import rotate
 
 HEAD_DIMS = (16, 24, 64, 128)
 LLAMA3 = {

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.config import ExpertsConfig, ModelConfig
-from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.ops import Hidden, Ops
-from nanovllm.kernels.torch_ops import TorchOps
-from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build
+from nanovllm.layers.layer_weight import LayerWeight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Embedding, LMHead, RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import ExpertNames, SparseMLP
+from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.layers.shards import Share, check_splits, split, split_kv_heads, whole
-from nanovllm.layers.weights import LayerWeight
 from nanovllm.models.registry import read_config
+from nanovllm.ops.interface import Hidden, Ops
+from nanovllm.ops.torch_ops import TorchOps
+from nanovllm.ops.tp_group import ALONE, TPGroup
 from nanovllm.worker.loader import UnpackedLayers
 from tests.checkpoints import VARIANTS
 from tests.devices import cpu_device

@@ -24,8 +24,8 @@ from openai import OpenAI
 from nanovllm import AsyncLLM
 from nanovllm.errors import ConfigError
 from tests.ray.clusters import ray_cluster
-from tests.server.byte_model import make_byte_file
-from tests.server.running import Running, running
+from tests.serve.byte_model import make_byte_file
+from tests.serve.running import Running, running
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 pytestmark = [pytest.mark.slow, needs_ray]
@@ -129,7 +129,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], complaint: str) -> N
 def test_replicas_may_be_told_as_texts(options: dict[str, str], least: int, most: int) -> None:
     """As `serve run` hands them on."""
     from nanovllm.config import EngineConfig
-    from nanovllm.ray.serve import _autoscaling
+    from nanovllm.ray.ray_serve import _autoscaling
 
     scaling = _autoscaling(dict(options), EngineConfig("tiny"))
     assert (scaling.min_replicas, scaling.max_replicas) == (least, most)
@@ -230,7 +230,7 @@ def test_an_engine_without_its_core_gets_no_requests_and_is_replaced(
 ) -> None:
     """Before Serve has noticed: it would answer with errors, and always have the least to do.
 
-    A core that hangs is reported to its replica alike: tests/serving/test_async_llm.py.
+    A core that hangs is reported to its replica alike: tests/serve/test_async_llm.py.
     """
     before, core = engines_up(client), core_of(engine_processes()[0])
     lines = asyncio.run(break_one_stream(url, lambda: os.kill(core, signal.SIGKILL)))

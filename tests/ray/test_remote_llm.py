@@ -11,8 +11,8 @@ import pytest
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineError
-from nanovllm.serving.core_records import CoreStats
-from tests.server.byte_model import make_byte_model
+from nanovllm.serve.core_records import CoreStats
+from tests.serve.byte_model import make_byte_model
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 pytestmark = [pytest.mark.slow, needs_ray]

@@ -11,7 +11,7 @@ from nanovllm.cli import main, parse
 from nanovllm.config import EngineConfig
 from nanovllm.engine.start import find_model
 from nanovllm.errors import ConfigError
-from tests.jobs.test_jobs import write_rows
+from tests.batch.test_jobs import write_rows
 
 
 @pytest.fixture(autouse=True)

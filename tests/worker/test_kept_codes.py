@@ -15,12 +15,12 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
 from nanovllm.devices.cpu.device import CpuDevice
-from nanovllm.distributed.group import ALONE
-from nanovllm.kernels.ops import Hidden, NormWeights
-from nanovllm.kernels.quantized_weight import QuantizedWeight
-from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import read_config
+from nanovllm.ops.interface import Hidden, NormWeights
+from nanovllm.ops.quantized_weight import QuantizedWeight
+from nanovllm.ops.torch_ops import TorchOps
+from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker import memory
 from nanovllm.worker.loader import UnpackedLayers, choose_layouts
 from tests.checkpoint.tiny_quantized import (
@@ -35,7 +35,7 @@ from tests.checkpoint.tiny_quantized import (
 )
 from tests.checkpoints import make_checkpoint
 from tests.devices import NEEDS_GPU, cpu_device
-from tests.kernels.quantized_products import quantized_product
+from tests.ops.quantized_products import quantized_product
 from tests.threaded_ranks import engines_of
 from tests.worker.test_quantised_models import EVEN, EXPERTS, SIZE_OPTIONS, source
 
@@ -262,7 +262,7 @@ def test_many_rows_on_a_gpu(
     changes all that follow it.
     """
     path = twins(checkpoint_root, "llama", kind).quantised
-    cuda_ops = pytest.importorskip("nanovllm.kernels.cuda.ops")
+    cuda_ops = pytest.importorskip("nanovllm.devices.cuda.ops")
     add_to, many_after_norm = cuda_ops.fp8_add_to, cuda_ops.fp8_after_norm
     errors: list[float] = []
 
@@ -326,7 +326,7 @@ def test_many_rows_of_blocks_on_a_gpu(
     plain = make_checkpoint(checkpoint_root / "blocks", LlamaConfig(**{**EVEN, **sizes, **heads}))
     kind = fp8_block_kind(size, size)
     path = write_twins(checkpoint_root / "kept-blocks", plain.path, kind, {}).quantised
-    cuda_ops = pytest.importorskip("nanovllm.kernels.cuda.ops")
+    cuda_ops = pytest.importorskip("nanovllm.devices.cuda.ops")
     add_to, many_rows = cuda_ops.fp8_add_to, cuda_ops.fp8_many_rows
     errors: list[float] = []
 

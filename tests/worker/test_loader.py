@@ -31,17 +31,17 @@ import gguf
 from benchmarks.engine.loading import load_in_process, write_checkpoint
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.checkpoint import weights
+from nanovllm.checkpoint import stored_tensors as weights
 from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
-from nanovllm.checkpoint.weights import StoredTensor
+from nanovllm.checkpoint.stored_tensors import StoredTensor
 from nanovllm.config import EngineConfig
 from nanovllm.devices.choose import create_device
-from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.models.registry import build_model, read_config
+from nanovllm.ops.torch_ops import TorchOps
+from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker import loader, worker
 from tests.checkpoint.tiny_gguf import add_value, permute_rows, stack_experts
 from tests.checkpoints import TinyCheckpoint

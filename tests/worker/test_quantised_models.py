@@ -27,7 +27,7 @@ from transformers import (
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.fp8 import round_rows
+from nanovllm.ops.fp8 import round_rows
 from tests.checkpoint.tiny_quantized import (
     PROJECTION,
     Kind,
@@ -223,7 +223,7 @@ def test_a_part_that_is_missing_or_too_much(llama: Path, tmp_path: Path) -> None
 
 def test_peak_memory_is_that_of_pieces(checkpoint_root: Path) -> None:
     """No weight is widened whole: each is read some rows at a time, within a bound."""
-    from nanovllm.checkpoint import weights
+    from nanovllm.checkpoint import stored_tensors as weights
     from nanovllm.checkpoint.find import find_checkpoint
     from nanovllm.checkpoint.quantized.modules import join_parts
 

@@ -17,10 +17,10 @@ from numba.core import event
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
-from nanovllm.distributed.group import ALONE
-from nanovllm.kernels.cpu import interpreter
+from nanovllm.devices.cpu import interpreter
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import read_config
+from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker import memory, worker
 from nanovllm.worker.loader import UnpackedLayers, choose_layouts
 from tests.checkpoint import tiny_gguf

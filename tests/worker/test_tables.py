@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.worker.tables import SlotTables
+from nanovllm.worker.input_batch import SlotTables
 from tests.devices import cpu_device
 
 

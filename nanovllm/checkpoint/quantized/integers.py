@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from nanovllm.checkpoint.quantization import Quantisation, QuantLayout
 from nanovllm.checkpoint.quantized.weight import (
     Parts,
     StoredWeight,
@@ -15,9 +16,8 @@ from nanovllm.checkpoint.quantized.weight import (
     in_groups,
     read_part,
 )
-from nanovllm.checkpoint.weights import FLOATS, QuantizedPiece, StoredTensor
+from nanovllm.checkpoint.stored_tensors import FLOATS, QuantizedPiece, StoredTensor
 from nanovllm.errors import CheckpointError
-from nanovllm.quantisation import Quantisation, QuantLayout
 
 # AWQ: where in a word the integers of eight outputs are, counted from its lowest bits.
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]

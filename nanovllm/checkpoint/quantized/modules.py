@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from nanovllm.checkpoint.quantization import Quantisation, QuantLayout
 from nanovllm.checkpoint.quantized.integers import open_awq, open_gptq, open_packed
 from nanovllm.checkpoint.quantized.weight import (
     Parts,
@@ -19,10 +20,9 @@ from nanovllm.checkpoint.quantized.weight import (
     in_groups,
     read_part,
 )
-from nanovllm.checkpoint.weights import FLOATS, QuantizedPiece, StoredTensor
+from nanovllm.checkpoint.stored_tensors import FLOATS, QuantizedPiece, StoredTensor
 from nanovllm.errors import CheckpointError
-from nanovllm.fp8 import FP8, round_rows
-from nanovllm.quantisation import Quantisation, QuantLayout
+from nanovllm.ops.fp8 import FP8, round_rows
 
 BY_OUTPUT = QuantLayout("fp8", -1)
 # Projections of layers; a router decides by small differences and stays as it is.

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoint import weights
-from nanovllm.checkpoint.weights import Index, QuantizedPiece, StoredTensor
+from nanovllm.checkpoint import stored_tensors as weights
+from nanovllm.checkpoint.quantization import QuantLayout
+from nanovllm.checkpoint.stored_tensors import Index, QuantizedPiece, StoredTensor
 from nanovllm.errors import CheckpointError
-from nanovllm.quantisation import QuantLayout
 
 Parts = Mapping[str, StoredTensor]  # of one module, by the last part of their names
 

@@ -12,10 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend
+from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import EngineConfig
-from nanovllm.devices.base import Memory
 from nanovllm.devices.cpu.features import CpuFeatures, find_cpu_features
 from nanovllm.devices.cpu.memory import (
     GIB,
@@ -24,18 +23,19 @@ from nanovllm.devices.cpu.memory import (
     give_back,
     total_memory,
 )
-from nanovllm.distributed.group import ALONE, TPGroup
+from nanovllm.engine.pending import Pending
 from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
-from nanovllm.kernels import torch_sampling
-from nanovllm.kernels.kv_layout import KVCacheSpec
-from nanovllm.kernels.ops import Ops
-from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.models.decoder import DecoderModel
-from nanovllm.pending import Pending
+from nanovllm.ops import torch_sampling
+from nanovllm.ops.interface import Ops
+from nanovllm.ops.torch_ops import TorchOps
+from nanovllm.ops.tp_group import ALONE, TPGroup
+from nanovllm.worker.device import Memory
 from nanovllm.worker.forward import EagerForward, Sampled, StepLogits
-from nanovllm.worker.runner import ModelRunner
-from nanovllm.worker.tables import SlotTables
+from nanovllm.worker.input_batch import SlotTables
+from nanovllm.worker.kv_cache import KVCacheSpec
+from nanovllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ class CpuDevice:
             if not self.features.has_compiler:
                 logger.info("no compiled CPU kernels (numba is missing): decoding will be slower")
             return TorchOps(self.features.product_dtype(dtype))
-        from nanovllm.kernels.cpu.ops import NumbaOps
-        from nanovllm.kernels.cpu.program import Launcher
+        from nanovllm.devices.cpu.ops import NumbaOps
+        from nanovllm.devices.cpu.program import Launcher
 
         return NumbaOps(Launcher(dtype), self.features)
 
@@ -90,7 +90,7 @@ class CpuDevice:
             )
         if name == "sdpa" or ops.launcher is None:
             return SdpaAttention(block_size, product_dtype)
-        from nanovllm.attention.cpu import NumbaAttention
+        from nanovllm.devices.cpu.numba_attention import NumbaAttention
 
         return NumbaAttention(block_size, ops.launcher, product_dtype)
 
@@ -150,8 +150,8 @@ class CpuDevice:
         sampler = self.sampler(eager.tables, eager.model.lm_head.vocab_size)
         if ops.launcher is None:
             return ModelRunner(eager, eager, sampler)
+        from nanovllm.devices.cpu.ops import NumbaOps  # needs numba
         from nanovllm.devices.cpu.recorded_forward import RecordedForward, one_row
-        from nanovllm.kernels.cpu.ops import NumbaOps  # needs numba
 
         is_eager = config.enforce_eager or config.attention_backend != "auto"
         # A recording holds kernels alone, and a group's sums stand between them.

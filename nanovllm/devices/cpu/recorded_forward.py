@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from nanovllm.attention.cpu import NumbaPlan
+from nanovllm.devices.cpu.numba_attention import NumbaPlan
+from nanovllm.devices.cpu.ops import NumbaOps
+from nanovllm.devices.cpu.program import NotRecordableError
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.cpu.ops import NumbaOps
-from nanovllm.kernels.cpu.program import NotRecordableError
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.worker.forward import EagerForward, StepLogits, is_decode
 

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import DecodeRows, GraphedAttention, SharedRows
-from nanovllm.attention.triton import TritonAttention
+from nanovllm.attention.backend import DecodeRows, GraphedAttention, SharedRows
+from nanovllm.devices.cuda.kernels.attention_configs import SHORT_CONTEXT
+from nanovllm.devices.cuda.kernels.step_inputs import gather_decode
 from nanovllm.devices.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
+from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.engine.step import IntColumn, StepPlan
-from nanovllm.kernels.cuda.attention_configs import SHORT_CONTEXT
-from nanovllm.kernels.cuda.step_inputs import gather_decode
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.worker.forward import EagerForward, StepLogits
 

@@ -15,13 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from nanovllm.attention.base import AttentionBackend, GraphedAttention
+from nanovllm.attention.backend import AttentionBackend, GraphedAttention
 from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.attention.triton import TritonAttention
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.devices.base import Memory
+from nanovllm.devices.cuda.compile_ahead import compile_ahead, is_first_use, stamp_path
 from nanovllm.devices.cuda.decode_graphs import DecodeGraphs, graph_bytes
+from nanovllm.devices.cuda.kernels import logprobs, masks
 from nanovllm.devices.cuda.memory import GIB, MemoryAccount
+from nanovllm.devices.cuda.ops import TritonOps
 from nanovllm.devices.cuda.persistent import build
 from nanovllm.devices.cuda.prefill_graphs import (
     Bucket,
@@ -31,18 +32,17 @@ from nanovllm.devices.cuda.prefill_graphs import (
 )
 from nanovllm.devices.cuda.sampler import TritonSampler
 from nanovllm.devices.cuda.steps import CudaSteps
-from nanovllm.distributed.group import ALONE, TPGroup
+from nanovllm.devices.cuda.triton_attention import TritonAttention
+from nanovllm.engine.pending import Pending
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.cuda import logprobs, masks
-from nanovllm.kernels.cuda.compile_ahead import compile_ahead, is_first_use, stamp_path
-from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.kv_layout import KVCacheSpec
-from nanovllm.kernels.ops import Ops
 from nanovllm.models.decoder import DecoderBody, DecoderModel
-from nanovllm.pending import Pending
+from nanovllm.ops.interface import Ops
+from nanovllm.ops.tp_group import ALONE, TPGroup
+from nanovllm.worker.device import Memory
 from nanovllm.worker.forward import EagerForward
-from nanovllm.worker.runner import ModelRunner
-from nanovllm.worker.tables import SlotTables
+from nanovllm.worker.input_batch import SlotTables
+from nanovllm.worker.kv_cache import KVCacheSpec
+from nanovllm.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.persistent.step import PersistentStep
@@ -121,7 +121,7 @@ class CudaDevice:
         if name == "sdpa":
             return SdpaAttention(block_size)
         if name == "flash_attn":
-            from nanovllm.attention.flash import load_flash_attention
+            from nanovllm.devices.cuda.flash_attention import load_flash_attention
 
             return load_flash_attention(self, block_size, dtype)
         properties = torch.cuda.get_device_properties(self.torch_device)

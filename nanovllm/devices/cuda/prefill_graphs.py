@@ -17,12 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import DecodeRows
-from nanovllm.attention.triton import TritonAttention
+from nanovllm.attention.backend import DecodeRows
 from nanovllm.config import ModelConfig
+from nanovllm.devices.cuda.kernels.pdl import MAX_ROWS as OVERLAP_ROWS
+from nanovllm.devices.cuda.kernels.step_inputs import gather_tokens, write_words
+from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.cuda.pdl import MAX_ROWS as OVERLAP_ROWS
-from nanovllm.kernels.cuda.step_inputs import gather_tokens, write_words
 from nanovllm.layers.build import ForwardBatch, SampledTokens
 from nanovllm.worker.forward import EagerForward, StepLogits
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanovllm.distributed.group import TPGroup
+from nanovllm.devices.cuda.kernels.sampling import advance, sample_tokens, sampling_workspace
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.cuda.sampling import advance, sample_tokens, sampling_workspace
-from nanovllm.kernels.ops import Sampling
+from nanovllm.ops.interface import Sampling
+from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker.forward import Sampled, StepLogits
-from nanovllm.worker.tables import SlotTables
+from nanovllm.worker.input_batch import SlotTables
 
 
 class TritonSampler:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nanovllm.attention.base import SharedRows
+from nanovllm.attention.backend import SharedRows
 from nanovllm.engine.step import NewRow
 
 if TYPE_CHECKING:

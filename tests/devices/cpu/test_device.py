@@ -14,7 +14,7 @@ from nanovllm.devices.cpu import memory
 from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.devices.cpu.features import CpuFeatures, find_cpu_features
 from nanovllm.devices.cpu.memory import available_memory, total_memory
-from nanovllm.kernels.cpu.ops import pack_onednn
+from nanovllm.devices.cpu.ops import pack_onednn
 from tests.devices import cpu_device
 
 GIB = 1 << 30

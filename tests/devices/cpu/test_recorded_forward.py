@@ -20,7 +20,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.devices.cpu.recorded_forward import RecordedForward
 from nanovllm.engine.step import StepPlan
 from nanovllm.worker.forward import EagerForward, StepLogits, is_decode
-from nanovllm.worker.runner import ModelRunner
+from nanovllm.worker.model_runner import ModelRunner
 from tests.checkpoints import VARIANTS, VOCAB_SIZE, TinyCheckpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -25,23 +25,23 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.triton import TritonAttention
 from nanovllm.devices import choose
 from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.devices.cuda import decode_graphs, device, shared_prefixes, steps
 from nanovllm.devices.cuda.device import CudaDevice
+from nanovllm.devices.cuda.kernels import linear_one_row
+from nanovllm.devices.cuda.kernels.linear_one_row import OneRowConfig, one_row_config
+from nanovllm.devices.cuda.ops import TritonOps
 from nanovllm.devices.cuda.persistent.weights import (
     step_constants,
     step_layers,
     step_tensors,
 )
-from nanovllm.grammar.matching import Grammar
-from nanovllm.kernels.cuda import linear_one_row
-from nanovllm.kernels.cuda.linear_one_row import OneRowConfig, one_row_config
-from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.ops import LayerCache, Ops, Sampling
+from nanovllm.devices.cuda.triton_attention import TritonAttention
+from nanovllm.engine.pending import Pending
 from nanovllm.models.decoder import DecoderModel
-from nanovllm.pending import Pending
+from nanovllm.ops.interface import LayerCache, Ops, Sampling
+from nanovllm.structured.matching import Grammar
 from tests.checkpoints import SIZES, VARIANTS, make_checkpoint
 from tests.devices import RunAgain, runner_of
 from tests.devices.cuda.persistent.reference import reference_step

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from benchmarks.models import model_path
 from nanovllm import LLM
-from nanovllm.attention.base import AttentionSpec, DecodeRows
+from nanovllm.attention.backend import AttentionSpec, DecodeRows
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import EngineConfig
 from nanovllm.devices.cpu.device import CpuDevice
@@ -39,12 +39,12 @@ from nanovllm.devices.cuda.prefill_graphs import (
     needed_size,
 )
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.ops import LayerCache
-from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.models.config_json import read_model_config
+from nanovllm.ops.interface import LayerCache
+from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.worker.forward import EagerForward, StepLogits, is_decode, look_up
 from tests.devices import RunAgain
-from tests.kernels.reference_attention import reference_attention
+from tests.ops.reference_attention import reference_attention
 from tests.test_equals_transformers import GREEDY, make_prompts
 from tests.test_equals_transformers import MAX_TOKENS as NUM_NEW
 

@@ -25,14 +25,14 @@ from nanovllm.devices.cuda.steps import CAPTURED_SAMPLING, CudaSteps
 from nanovllm.engine import start
 from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
-from nanovllm.executor.multiproc import MultiprocExecutor
-from nanovllm.kernels.ops import Sampling
+from nanovllm.ops.interface import Sampling
+from nanovllm.parallel.multiproc_executor import MultiprocExecutor
 from nanovllm.worker.forward import StepLogits, is_decode
-from nanovllm.worker.tables import sampling_of
+from nanovllm.worker.input_batch import sampling_of
 from tests.bench.test_steps import CONFIG
 from tests.devices import NEEDS_GPU, runner_of
-from tests.executor.leftovers import is_alive
-from tests.executor.workers import process_ids
+from tests.parallel.leftovers import is_alive
+from tests.parallel.workers import process_ids
 from tests.test_architecture import ROOT
 from tests.test_equals_transformers import GREEDY, MAX_TOKENS, make_prompts
 from tests.test_sampled_requests import mixed_params

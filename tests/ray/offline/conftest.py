@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.ray.clusters import ray_cluster
-from tests.server.byte_model import make_byte_file
+from tests.serve.byte_model import make_byte_file
 
 
 @pytest.fixture(scope="package")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nanovllm.errors import ConfigError
-from tests.executor.leftovers import descendants
+from tests.parallel.leftovers import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
+from nanovllm.batch.batch_engine import RowEngine, RowOptions
+from nanovllm.batch.ledger import Ledger
+from nanovllm.batch.rows import scan
+from nanovllm.batch.run_batch import run_job
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
-from nanovllm.jobs.engine import RowEngine, RowOptions
-from nanovllm.jobs.ledger import Ledger
-from nanovllm.jobs.rows import scan
-from nanovllm.jobs.run import run_job
-from nanovllm.server.options import ServerOptions
-from tests.jobs.test_batch_command import by_id, command, mixed_rows
-from tests.jobs.test_jobs import read_lines, write_rows
+from nanovllm.serve.server_options import ServerOptions
+from tests.batch.test_batch_command import by_id, command, mixed_rows
+from tests.batch.test_jobs import read_lines, write_rows
 from tests.ray.clusters import add_node
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
@@ -108,7 +108,7 @@ def test_killed_actors_and_a_lost_node_cost_no_row(
 
 
 def test_the_command_runs_on_a_cluster(model: Path, options: RowOptions, tmp_path: Path) -> None:
-    """A killed one goes on as in tests/jobs/test_batch_command.py."""
+    """A killed one goes on as in tests/batch/test_batch_command.py."""
     path = write_rows(tmp_path / "in.jsonl", mixed_rows(60))
     output = tmp_path / "out.jsonl"
     ray_command = command(model, path, output, "--ray", "--ray-replicas", "1")

@@ -14,9 +14,9 @@ import pytest
 
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.errors import ConfigError, EngineError, WorkerError
-from nanovllm.executor.multiproc import MultiprocExecutor
-from tests.executor.leftovers import descendants, wait_until
-from tests.executor.workers import Order, make_executor, meeting, orders
+from nanovllm.parallel.multiproc_executor import MultiprocExecutor
+from tests.parallel.leftovers import descendants, wait_until
+from tests.parallel.workers import Order, make_executor, meeting, orders
 from tests.test_tensor_parallel import CROWDED, OPTIONS, checkpoint, generate, one_worker
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster", "one_thread")]
@@ -30,7 +30,7 @@ RAY = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2, "device
 def executor() -> Iterator[MultiprocExecutor]:
     import ray
 
-    from nanovllm.executor.ray_workers import start_actors
+    from nanovllm.parallel.ray_workers import start_actors
 
     executor = make_executor(meeting, start_workers=start_actors, step_timeout=5.0)
     executor.start()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from nanovllm.kernels.kv_layout import KVCacheSpec
 from nanovllm.models.decoder import DecoderModel
+from nanovllm.worker.kv_cache import KVCacheSpec
 
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.persistent.step import PersistentStep

@@ -25,7 +25,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
     segment_groups,
 )
 from nanovllm.devices.cuda.persistent.stream import RING
-from nanovllm.kernels.ops import LayerCache, Routing
+from nanovllm.ops.interface import LayerCache, Routing
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30

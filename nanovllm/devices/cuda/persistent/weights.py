@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nanovllm.attention.base import AttentionSpec
+from nanovllm.attention.backend import AttentionSpec
+from nanovllm.devices.cuda.kernels.dequantize import CudaWeight
+from nanovllm.devices.cuda.ops import CudaExperts, CudaLinear
 from nanovllm.devices.cuda.persistent.products import LOWER, MIDDLE
 from nanovllm.devices.cuda.persistent.sizes import NO_EXPERTS, ExpertsShape, StepShape
 from nanovllm.devices.cuda.persistent.step import (
@@ -16,15 +18,13 @@ from nanovllm.devices.cuda.persistent.step import (
     StepTensors,
     device_problem,
 )
-from nanovllm.kernels.cuda.dequantize import CudaWeight
-from nanovllm.kernels.cuda.ops import CudaExperts, CudaLinear
-from nanovllm.kernels.kv_layout import KVCacheSpec
-from nanovllm.kernels.ops import NormWeights, QKNormWeights, Routing
-from nanovllm.kernels.quantized_weight import BLOCK, QuantizedWeight, num_blocks
-from nanovllm.kernels.quantized_weight import MIDDLE as MIDDLE_CODE
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import SparseMLP
 from nanovllm.models.decoder import DecoderLayer, DecoderModel
+from nanovllm.ops.interface import NormWeights, QKNormWeights, Routing
+from nanovllm.ops.quantized_weight import BLOCK, QuantizedWeight, num_blocks
+from nanovllm.ops.quantized_weight import MIDDLE as MIDDLE_CODE
+from nanovllm.worker.kv_cache import KVCacheSpec
 
 KEY_TILE = 32  # keys; a tile lies in one block of the cache
 

@@ -15,10 +15,10 @@ from nanovllm.devices.cuda.persistent.step import (
     StepTensors,
 )
 from nanovllm.devices.cuda.persistent.weights import factors_of
-from nanovllm.kernels.ops import LayerCache, Routing
-from nanovllm.kernels.quantized_weight import QuantizedWeight, pack_words
+from nanovllm.ops.interface import LayerCache, Routing
+from nanovllm.ops.quantized_weight import QuantizedWeight, pack_words
 from tests.devices.cuda.persistent.reference import reference_step
-from tests.kernels.quantized_products import quantize_blocks, quantize_int4
+from tests.ops.quantized_products import quantize_blocks, quantize_int4
 
 
 @dataclass(frozen=True, slots=True)

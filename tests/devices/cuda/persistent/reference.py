@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.devices.cuda.persistent.step import StackedCodes, StepConstants, StepTensors
-from nanovllm.kernels.ops import Routing
-from nanovllm.kernels.torch_ops import TorchOps, rms_norm, rotate
+from nanovllm.ops.interface import Routing
+from nanovllm.ops.torch_ops import TorchOps, rms_norm, rotate
 
 
 def reference_step(

@@ -17,16 +17,16 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from benchmarks.models import model_path
 from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.devices.cuda.ops import TritonOps, pack_quantized
 from nanovllm.devices.cuda.persistent import build, weights
 from nanovllm.devices.cuda.persistent.sizes import ExpertsShape, StepShape
 from nanovllm.devices.cuda.persistent.step import StackedCodes
-from nanovllm.fp8 import FP8
-from nanovllm.kernels.cuda.ops import TritonOps, pack_quantized
-from nanovllm.kernels.kv_layout import KVCacheSpec
-from nanovllm.kernels.quantized_weight import QuantizedWeight
 from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model, read_config
+from nanovllm.ops.fp8 import FP8
+from nanovllm.ops.quantized_weight import QuantizedWeight
+from nanovllm.worker.kv_cache import KVCacheSpec
 from nanovllm.worker.loader import fill_dummy_weights
 from tests.devices import cpu_device
 from tests.devices.cuda.persistent.random_steps import make_fp8, make_int4

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.quantized_weight import QuantizedWeight, pack_words
+from nanovllm.ops.quantized_weight import QuantizedWeight, pack_words
 from tests.devices.cuda.persistent.gluon_on_numpy import Shared, Source, array, load_modules
-from tests.kernels.quantized_products import quantize_blocks, quantize_int4
+from tests.ops.quantized_products import quantize_blocks, quantize_int4
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from nanovllm.devices.cuda.persistent.sizes import (

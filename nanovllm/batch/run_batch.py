@@ -1,0 +1,66 @@
+"""Run a job: rows are read, answered many at a time, and written as they finish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from nanovllm.batch.batch_engine import RowError
+from nanovllm.batch.ledger import Ledger
+from nanovllm.batch.rows import Row, read_rows, windows
+from nanovllm.errors import NanovllmError
+
+OnLine = Callable[[dict[str, Any] | None], None]  # what was written; None: an error
+
+
+async def run_job(
+    path: Path,
+    ledger: Ledger,
+    answer: Callable[[Row], Awaitable[dict[str, Any]]],
+    num_at_once: int,
+    on_line: OnLine = lambda line: None,
+) -> None:
+    """Answer every row that is not done; an error that is not a row's own ends the job."""
+    queue: asyncio.Queue[Row | None] = asyncio.Queue(num_at_once)
+
+    async def feed() -> None:
+        rows = islice(read_rows(path), len(ledger.is_done))
+        groups = windows(row for row in rows if not ledger.is_done[row.index])
+        while (window := await asyncio.to_thread(next, groups, None)) is not None:
+            for row in window:
+                await queue.put(row)
+        for _ in range(num_at_once):
+            await queue.put(None)
+
+    async def work() -> None:
+        while (row := await queue.get()) is not None:
+            try:
+                line = await answer(row)
+                _write(ledger, row, line)
+                on_line(line)
+            except RowError as error:
+                custom_id = row.custom_id if isinstance(row.custom_id, str | int) else None
+                ledger.write_error(row.index, custom_id, error.code, error.message)
+                on_line(None)
+
+    tasks = [asyncio.create_task(each()) for each in (feed, *[work] * num_at_once)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+    if not all(ledger.is_done):
+        raise NanovllmError(f"{path} changed while its rows were answered")
+
+
+def _write(ledger: Ledger, row: Row, line: dict[str, Any]) -> None:
+    try:
+        ledger.write(row.index, line)
+    except (ValueError, RecursionError) as error:  # NaN, or nested too deeply
+        raise RowError("invalid_row", f"it cannot be written as JSON: {error}") from error

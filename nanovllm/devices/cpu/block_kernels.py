@@ -1,0 +1,323 @@
+"""Kernels that read weights as GGUF stores them: a product of few rows, and the widening of some.
+
+Each is compiled for one block type, when a model first has it; programs call them by address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.ir as ir
+import torch
+from numba import float32, int32, int64, types, uint32
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from nanovllm.devices.cpu.block_types import (
+    FLOATS,
+    I64,
+    PANEL_ROWS,
+    TYPES,
+    WORDS,
+    Block,
+    BlockType,
+    Group,
+    spread,
+)
+from nanovllm.devices.cpu.interpreter import LIKE, Compiler, hash_sources
+from nanovllm.devices.cpu.simd import (
+    LINE_BYTES,
+    as_float,
+    constant,
+    kernel,
+    load,
+    narrow,
+    pointer_to,
+    prefetch,
+    round_to,
+    store,
+    zero_variable,
+)
+
+NAMES = list(TYPES)
+TILE_ROWS = 4  # rows of x that share what was read
+AHEAD_BYTES = 4096
+
+
+@intrinsic(prefer_literal=True)
+def multiply_panel(
+    context: Any,
+    kind: Any,
+    num_rows: Any,
+    panel: Any,
+    num_blocks: Any,
+    b: Any,
+    xs: Any,
+    x_sums: Any,
+    target: Any,
+) -> Any:
+    """Set b[target + 16 * row + lane] to the products of a panel with rows of x in b.
+
+    The sums over each group of a row of x are at x_sums.
+    """
+    block_type, count = TYPES[NAMES[kind.literal_value]], num_rows.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, _, panel, num_blocks, b, xs, x_sums, target = args
+        num_in, num_groups = block_type.size, block_type.size // block_type.group_size
+        rows = [builder.add(xs, builder.mul(num_blocks, I64(r * num_in))) for r in range(count)]
+        sums = [
+            builder.add(x_sums, builder.mul(num_blocks, I64(r * num_groups))) for r in range(count)
+        ]
+        totals = [zero_variable(builder, PANEL_ROWS) for _ in rows]
+
+        def add(group: Group, column: Any) -> None:
+            _add_group(builder, block_type, group, column, b, rows, sums, totals)
+
+        _for_groups(builder, block_type, panel, num_blocks, add)
+        for row, total in enumerate(totals):
+            index = builder.add(target, I64(row * PANEL_ROWS))
+            _store(builder, builder.load(total), builder.gep(b, [index]))
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    signature = types.void(kind, num_rows, i64, i64, b, i64, i64, i64)
+    return signature, generate
+
+
+def _add_group(
+    builder: Any,
+    kind: BlockType,
+    group: Group,
+    column: Any,
+    b: Any,
+    rows: list[Any],
+    sums: list[Any],
+    totals: list[Any],
+) -> None:
+    """Add the products of a group's columns, summed before they are scaled."""
+    num_parts = max(4 // len(rows), 1)  # an addition takes four cycles, so four run at a time
+    index = builder.sdiv(column, I64(kind.group_size))
+    x_sums: list[Any] = []
+    values, scale, offset = _to_multiply(builder, group)
+    if group.low is not None or offset:
+        addresses = [builder.gep(b, [builder.add(base, index)]) for base in sums]
+        x_sums = [spread(builder, builder.load(address)) for address in addresses]
+    parts = [[constant(FLOATS, 0.0)] * num_parts for _ in rows]
+    if offset:
+        for part, x_sum in zip(parts, x_sums, strict=True):
+            part[0] = builder.fmul(x_sum, constant(FLOATS, -offset))
+    for i in range(kind.group_size):
+        column_values = values(i)
+        for part, base in zip(parts, rows, strict=True):
+            address = builder.gep(b, [builder.add(builder.add(base, column), I64(i))])
+            x = spread(builder, builder.load(address))
+            part[i % num_parts] = _multiply_add(builder, column_values, x, part[i % num_parts])
+    for row, (part, total) in enumerate(zip(parts, totals, strict=True)):
+        while len(part) > 1:
+            part[:] = [builder.fadd(*pair) for pair in zip(part[::2], part[1::2], strict=True)]
+        new = _multiply_add(builder, scale, part[0], builder.load(total))
+        if group.low is not None:
+            new = _multiply_add(builder, group.low, x_sums[row], new)
+        builder.store(new, total)
+
+
+def _to_multiply(builder: Any, group: Group) -> tuple[Callable[[int], Any], Any, float]:
+    """What emits a column, and the scale and offset of that: scale * (column - offset)."""
+    if group.fraction is None:
+        return lambda i: builder.sitofp(group.integer(i), FLOATS), group.scale, group.offset
+    scale = builder.fmul(group.scale, constant(FLOATS, 16.0))
+    return group.fraction, scale, 1 + group.offset / 16
+
+
+@intrinsic(prefer_literal=True)
+def widen_panel(
+    context: Any, kind: Any, panel: Any, num_blocks: Any, out: Any, first: Any, stride: Any
+) -> Any:
+    """Set out[first + stride * lane + column] to the weights of a panel."""
+    block_type = TYPES[NAMES[kind.literal_value]]
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, panel, num_blocks, out, first, stride = args
+
+        def write(group: Group, column: Any) -> None:
+            for i in range(0, block_type.group_size, PANEL_ROWS):
+                columns = [_widen(builder, group, i + j) for j in range(PANEL_ROWS)]
+                if isinstance(out.type.pointee, ir.IntType):
+                    columns = [narrow(builder, values) for values in columns]
+                at = builder.add(builder.add(first, column), I64(i))
+                for lane, values in enumerate(_transpose(builder, columns)):
+                    index = builder.add(at, builder.mul(stride, I64(lane)))
+                    _store(builder, values, builder.gep(out, [index]))
+
+        _for_groups(builder, block_type, panel, num_blocks, write)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(kind, i64, i64, out, i64, i64), generate
+
+
+def _widen(builder: Any, group: Group, column: int) -> Any:
+    """The weights of all rows in a column, rounded where a reference rounds."""
+    values = builder.sitofp(group.integer(column), FLOATS)
+    if group.offset:
+        values = builder.fadd(values, constant(FLOATS, -group.offset))
+    values = builder.fmul(values, group.scale)
+    return values if group.low is None else builder.fadd(values, group.low)
+
+
+def _transpose(builder: Any, columns: list[Any]) -> list[Any]:
+    """Turn as many vectors as they have lanes into those of the first lanes, the second ones..."""
+    half = PANEL_ROWS // 2
+    pairs = [lane for i in range(PANEL_ROWS) for lane in (i, i + PANEL_ROWS)]
+    for _ in range(PANEL_ROWS.bit_length() - 1):  # each merges the lanes of i and i + half
+        columns = [
+            builder.shuffle_vector(columns[i], columns[i + half], ir.Constant(WORDS, part))
+            for i in range(half)
+            for part in (pairs[:PANEL_ROWS], pairs[PANEL_ROWS:])
+        ]
+    return columns
+
+
+def _for_groups(builder: Any, kind: BlockType, panel: Any, num_blocks: Any, use: Any) -> None:
+    """Go through the groups of a panel; `use` gets each with its first column."""
+    num_bytes, num_steps = kind.num_bytes * PANEL_ROWS, kind.num_steps
+    step_bytes = num_bytes // num_steps
+    # One loop: of two the compiler would unroll the inner one.
+    with cgutils.for_range(builder, builder.mul(num_blocks, I64(num_steps))) as loop:
+        step = builder.and_(loop.index, I64(num_steps - 1))
+        at = builder.mul(builder.udiv(loop.index, I64(num_steps)), I64(num_bytes))
+        address = builder.inttoptr(builder.add(panel, at), ir.IntType(8).as_pointer())
+        here = builder.add(builder.mul(step, I64(step_bytes)), I64(AHEAD_BYTES))
+        for line in range(0, step_bytes, LINE_BYTES):
+            prefetch(builder, address, builder.add(here, I64(line)))
+        column = builder.mul(loop.index, I64(kind.size // num_steps))
+        for group in kind.groups(Block(builder, address, kind.units), step):
+            use(group, column)
+            column = builder.add(column, I64(kind.group_size))
+
+
+def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    product = builder.fmul(a, b, flags=("contract",))
+    return builder.fadd(product, c, flags=("contract",))
+
+
+def _store(builder: Any, values: Any, address: Any) -> None:
+    builder.store(values, builder.bitcast(address, values.type.as_pointer()), align=2)
+
+
+# What a kernel encloses must be the same in every process, or its machine code is not found again.
+
+
+def compile_product(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
+    """Make the kernel of y = x @ weight.T + bias for few rows of x, and some columns of y.
+
+    With `order` (or 0) y has a row for each pair of a token and its expert, as grouped_linear in
+    experts.py. `scratch` holds, per thread, the sums of a tile, then x as float32 and its sums by
+    group.
+    """
+    kind, block_type = NAMES.index(name), TYPES[name]
+    size, num_bytes, group_size = block_type.size, block_type.num_bytes, block_type.group_size
+    version, like = hash_sources(), LIKE[dtype]
+    one, tile, lanes = 1, TILE_ROWS, PANEL_ROWS
+
+    def product(args, thread, num_threads):  # type: ignore[no-untyped-def]
+        weight, scratch, max_rows = args[2], pointer_to(args[4], float32(0)), args[5] + 0 * version
+        num_out, num_in, starts = args[6], args[7], pointer_to(args[10], int32(0))
+        num_blocks, num_groups = num_in // size, num_in // group_size
+        sums = thread * (max_rows * (num_in + num_groups) + tile * lanes)
+        xs = sums + tile * lanes
+        x_sums = xs + max_rows * num_in
+        num_panels = (num_out + lanes - 1) // lanes
+        panel_bytes = num_blocks * num_bytes * lanes
+        begin, end = thread * num_panels // num_threads, (thread + 1) * num_panels // num_threads
+        for expert in range(args[11]):
+            first, num_rows = int64(0), max_rows
+            if args[9] != 0:
+                first = int64(starts[expert])
+                num_rows = int64(starts[expert + 1]) - first
+            gather_x(args, first, num_rows, scratch, xs, like)
+            add_groups(scratch, xs, x_sums, num_rows * num_groups, group_size)
+            for i in range(begin, end):
+                panel = weight + (expert * num_panels + i) * panel_bytes
+                row = 0
+                while row < num_rows:
+                    at, at_sums = xs + row * num_in, x_sums + row * num_groups
+                    if row + tile <= num_rows:
+                        num_done = tile
+                        multiply_panel(kind, tile, panel, num_blocks, scratch, at, at_sums, sums)
+                    else:
+                        num_done = one
+                        multiply_panel(kind, one, panel, num_blocks, scratch, at, at_sums, sums)
+                    write_sums(args, first + row, num_done, i * lanes, scratch, sums, like)
+                    row += num_done
+
+    return compiler.compile(product)
+
+
+@kernel
+def gather_x(args: Any, first: int, num_rows: int, scratch: Any, xs: int, like: Any) -> None:
+    """Widen rows of x, those of the pairs from `first` on."""
+    x, num_in, order = pointer_to(args[1], like), args[7], pointer_to(args[9], int32(0))
+    for row in range(num_rows):
+        source = row if args[9] == 0 else int64(order[first + row]) // args[12]
+        for i in range(num_in):
+            scratch[xs + row * num_in + i] = load(x, source * num_in + i)
+
+
+@kernel
+def add_groups(scratch: Any, xs: int, x_sums: int, num_groups: int, size: int) -> None:
+    for i in range(num_groups):
+        total = float32(0)
+        for j in range(size):
+            total += scratch[xs + i * size + j]
+        scratch[x_sums + i] = total
+
+
+@kernel
+def write_sums(
+    args: Any, first: int, num_rows: int, out: int, sums: Any, base: int, like: Any
+) -> None:
+    """Set columns of y from `out` on, in the rows of the pairs from `first` on."""
+    y, bias = pointer_to(args[0], like), pointer_to(args[3], like)
+    order, count = pointer_to(args[9], int32(0)), min(int64(PANEL_ROWS), args[6] - out)
+    for j in range(num_rows):
+        row = first + j if args[9] == 0 else int64(order[first + j])
+        for i in range(count):
+            value = sums[base + j * PANEL_ROWS + i]
+            if args[3] != 0:
+                value += load(bias, out + i)
+            store(y, row * args[8] + out + i, value)
+
+
+def compile_widening(
+    compiler: Compiler, name: str, dtype: torch.dtype, wide_dtype: torch.dtype
+) -> Any:
+    """Make the kernel that widens panels, or the rows of a table that token ids name.
+
+    Panels become rows: wide[16 * panel + lane, column]. A row of a table goes to rows[i], scaled;
+    of `wide` each thread then has a panel.
+    """
+    kind, size, num_bytes = NAMES.index(name), TYPES[name].size, TYPES[name].num_bytes
+    like, wide_like = LIKE[dtype], LIKE[wide_dtype]
+    lanes, version = PANEL_ROWS, hash_sources()
+
+    def widen(args, thread, num_threads):  # type: ignore[no-untyped-def]
+        wide, weight, num_in = pointer_to(args[0], wide_like), args[1], args[2] + 0 * version
+        count, rows = args[3], pointer_to(args[4], like)
+        token_ids, scale = pointer_to(args[5], int32(0)), as_float(uint32(args[6]))
+        is_lookup, num_blocks = args[4] != 0, num_in // size
+        panel_bytes = num_blocks * num_bytes * lanes
+        for i in range(thread * count // num_threads, (thread + 1) * count // num_threads):
+            index, first = i, i * num_in * lanes
+            if is_lookup:
+                index, first = token_ids[i] // lanes, thread * num_in * lanes
+            widen_panel(kind, weight + index * panel_bytes, num_blocks, wide, first, num_in)
+            if is_lookup:
+                row = first + token_ids[i] % lanes * num_in
+                for j in range(num_in):
+                    value = round_to(load(wide, row + j), like)
+                    store(rows, i * num_in + j, value * scale)
+
+    return compiler.compile(widen)

@@ -1,0 +1,168 @@
+"""Weights in GGUF's quant blocks: read by products of few rows, dequantized for more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.devices.cpu.block_kernels import TILE_ROWS, compile_product, compile_widening
+from nanovllm.devices.cpu.block_types import TYPES, pack_panels
+from nanovllm.devices.cpu.program import float_bits
+from nanovllm.ops.interface import LinearFn
+from nanovllm.ops.quantized_weight import PANEL_ROWS, Panels, PanelWeight
+from nanovllm.ops.torch_ops import PIECE_SIZE
+
+if TYPE_CHECKING:
+    from nanovllm.devices.cpu.ops import NumbaOps
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Tokens with each of their experts, sorted by expert."""
+
+    order: Tensor  # int32: token * top_k + choice
+    starts: Tensor  # int32: of each expert, and the end
+    max_rows: int  # of an expert
+
+
+def to_panels(kind: str, rows: Tensor) -> Panels:
+    """Lay out rows of blocks, [rows, bytes] or [experts, rows, bytes]."""
+    *_, num_rows, num_bytes = rows.shape
+    num_in = num_bytes // TYPES[kind].num_bytes * TYPES[kind].size
+    experts = rows.view(-1, num_rows, num_bytes).numpy()
+    num_panels = -(-num_rows // PANEL_ROWS)
+    data = torch.empty(len(experts) * num_panels, num_bytes * PANEL_ROWS, dtype=torch.uint8)
+    for part, target in zip(
+        experts, data.numpy().reshape(len(experts), num_panels, -1), strict=True
+    ):
+        pack_panels(part, TYPES[kind], target)
+    return Panels(kind, data, num_rows, num_in)
+
+
+class BlockKernels:
+    """Runs the kernels of the block types that a model has, each compiled once."""
+
+    def __init__(self, ops: NumbaOps) -> None:
+        self._ops, self._launcher = ops, ops.launcher
+        self._products: dict[str, Any] = {}  # by block type
+        self._widenings: dict[str, Any] = {}
+        self._piece = torch.empty(0, dtype=ops.product_dtype)  # of a weight
+
+    def compile(self, *weights: PanelWeight) -> None:
+        for weight in weights:
+            for part in weight.parts:
+                self._compile(part.kind)
+
+    def linear(self, weight: PanelWeight, bias: Tensor | None) -> LinearFn:
+        self.compile(weight)
+        num_out, max_rows = weight.num_out, self._ops.max_linear_rows
+
+        def run(x: Tensor) -> Tensor:
+            num_rows = x.shape[0]
+            if num_rows > max_rows:
+                return self.multiply_many(x, weight, bias)
+            x, y = x.contiguous(), self._launcher.empty(num_rows, num_out)
+            first = 0
+            for part in weight.parts:
+                self._few(x, y, part, bias, first)
+                first += part.num_out
+            return y
+
+        return run
+
+    def embed(self, token_ids: Tensor, weight: PanelWeight, scale: float) -> Tensor:
+        """Return the rows that token_ids name, as Ops.embed does."""
+        [table] = weight.parts
+        launcher, num_rows, num_in = self._launcher, len(token_ids), table.num_in
+        out = launcher.empty(num_rows, num_in)
+        wide = launcher.scratch(launcher.num_threads * num_in * PANEL_ROWS)
+        addresses = wide.data_ptr(), table.data.data_ptr(), num_in, num_rows, out.data_ptr()
+        lookup = token_ids.data_ptr(), float_bits(scale)
+        self._compile(table.kind)
+        launcher.call(self._widenings[table.kind].address, *addresses, *lookup)
+        return out
+
+    def multiply_pairs(self, x: Tensor, weight: PanelWeight, pairs: Pairs) -> Tensor:
+        """Multiply the row of each pair with the weight of its expert."""
+        [panels] = weight.parts
+        y = self._launcher.empty(len(pairs.order), panels.num_out)
+        self._few(x, y, panels, None, 0, pairs)
+        return y
+
+    def _few(
+        self,
+        x: Tensor,
+        y: Tensor,
+        part: Panels,
+        bias: Tensor | None,
+        first: int,
+        pairs: Pairs | None = None,
+    ) -> None:
+        """Fill the columns of y from `first` on."""
+        launcher, num_rows, grouping = self._launcher, len(x), (0, 0, 1, 1)
+        if pairs is not None:
+            addresses = pairs.order.data_ptr(), pairs.starts.data_ptr()
+            per_row = len(pairs.order) // max(len(x), 1)
+            num_rows, grouping = pairs.max_rows, (*addresses, len(pairs.starts) - 1, per_row)
+        num_groups = part.num_in // TYPES[part.kind].group_size
+        per_thread = num_rows * (part.num_in + num_groups) + TILE_ROWS * PANEL_ROWS
+        scratch = launcher.scratch(launcher.num_threads * per_thread)
+        offset = first * y.itemsize
+        launcher.call(
+            self._products[part.kind].address,
+            y.data_ptr() + offset,
+            x.data_ptr(),
+            part.data.data_ptr(),
+            0 if bias is None else bias.data_ptr() + offset,
+            scratch.data_ptr(),
+            num_rows,
+            part.num_out,
+            part.num_in,
+            y.shape[1],
+            *grouping,
+        )
+
+    def multiply_many(self, x: Tensor, weight: PanelWeight, bias: Tensor | None = None) -> Tensor:
+        """Multiply many rows with a weight that is dequantized piece by piece."""
+        wide, num_out = x.to(self._ops.product_dtype), weight.num_out
+        wide_bias = None if bias is None else bias.to(wide.dtype)
+        if num_out * x.shape[1] <= PIECE_SIZE:  # one product, of which nothing is copied
+            return F.linear(wide, self._dequantize(weight.parts), wide_bias).to(x.dtype)
+        y, column = x.new_empty(len(x), num_out), 0
+        for part in weight.parts:
+            num_panels = max(PIECE_SIZE // (part.num_in * PANEL_ROWS), 1)
+            for first in range(0, len(part.data), num_panels):
+                rows = self._dequantize([part.rows(first, num_panels)])
+                columns = slice(column, column + len(rows))
+                part_bias = None if wide_bias is None else wide_bias[columns]
+                y[:, columns] = F.linear(wide, rows, part_bias)
+                column += len(rows)
+        return y
+
+    def _dequantize(self, parts: Sequence[Panels]) -> Tensor:
+        """Return rows in the dtype of products, in memory that the next call writes again."""
+        num_in, num_rows = parts[0].num_in, sum(part.num_out for part in parts)
+        size = (num_rows + PANEL_ROWS) * num_in
+        if len(self._piece) < size:
+            self._piece = torch.empty(size, dtype=self._ops.product_dtype)
+        weight, first = self._piece[: num_rows * num_in].view(num_rows, num_in), 0
+        for part in parts:
+            # The last panel may go on after its part: the next one begins there.
+            address = self._piece[first * num_in :].data_ptr()
+            sizes = num_in, len(part.data), 0, 0, 0
+            kernel = self._widenings[part.kind]
+            self._launcher.call(kernel.address, address, part.data.data_ptr(), *sizes)
+            first += part.num_out
+        return weight
+
+    def _compile(self, kind: str) -> None:
+        if kind in self._products:
+            return
+        compiler, dtype = self._launcher.compiler, self._launcher.dtype
+        self._products[kind] = compile_product(compiler, kind, dtype)
+        self._widenings[kind] = compile_widening(compiler, kind, dtype, self._ops.product_dtype)

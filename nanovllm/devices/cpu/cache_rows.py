@@ -1,0 +1,103 @@
+"""Rows of the cache as kernels write and weigh them: of the element type, or e4m3 codes.
+
+`ops/fp8_rows.py` says what codes are. Which of both a kernel has is known when it is compiled,
+by the type of `cached`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import float32, int64, uint8, uint32
+
+from nanovllm.devices.cpu.simd import (
+    as_bits,
+    as_float,
+    is_fp8,
+    kernel,
+    load,
+    ordered_kernel,
+    part,
+)
+from nanovllm.ops.fp8 import LARGEST_FP8
+from nanovllm.ops.fp8_rows import (
+    CODE_EXPONENT,
+    INFINITY_BITS,
+    MAX_EXPONENT,
+    MIN_EXPONENT,
+    NOT_FINITE,
+    ROUND_UP,
+)
+
+LARGEST_BITS = int(np.float32(LARGEST_FP8).view(np.uint32))
+NORMAL_BITS = 0x3C800000  # of 2**-6
+SHIFTED = 16384.0  # whose last bit is 2**-9
+SHIFTED_BITS = 0x46800000
+
+
+@part
+def store_row(
+    cache: Any, base: int, exponents: Any, place: int, x: Any, first: int, dim: int, cached: Any
+) -> None:
+    """Store x[first : first + dim] at cache[base:], with its exponent, if any, at a place."""
+    if is_fp8(cached):
+        quantize_row(cache, base, exponents, place, x, first, dim)
+    else:
+        for i in range(dim):
+            cache[base + i] = x[first + i]
+
+
+@part
+def scale_rows(b: Any, at: int, exponents: Any, place: int, count: int, cached: Any) -> None:
+    """Multiply numbers from b[at] on by the scales of rows whose exponents begin at a place."""
+    if is_fp8(cached):
+        for i in range(count):
+            b[at + i] *= as_float(uint32(exponents[place + i]) << uint32(23))
+
+
+@kernel
+def quantize_row(
+    cache: Any, base: int, exponents: Any, place: int, x: Any, first: int, dim: int
+) -> None:
+    largest = uint32(0)
+    for i in range(dim):
+        largest = max(largest, as_bits(load(x, first + i)) & uint32(0x7FFFFFFF))
+    largest = min(largest, uint32(INFINITY_BITS))
+    exponent = int64((largest + uint32(ROUND_UP)) >> uint32(23)) - CODE_EXPONENT
+    exponent = min(max(exponent, int64(MIN_EXPONENT)), int64(MAX_EXPONENT))
+    inverse = as_float(uint32(254 - exponent) << uint32(23))
+    is_broken = largest == uint32(INFINITY_BITS)
+    for i in range(dim):
+        value = load(x, first + i)
+        code = _round(as_bits(value * inverse) & uint32(0x7FFFFFFF))
+        code |= as_bits(value) >> uint32(24) & uint32(0x80)
+        cache[base + i] = uint8(0x7F) if is_broken else uint8(code)
+    exponents[place] = uint8(NOT_FINITE) if is_broken else uint8(exponent)
+
+
+@ordered_kernel
+def spread(x: Any, base: int, b: Any, at: int, half: int, size: int, scale: float) -> None:
+    """Set b[at:] to what `fp8_rows.spread` returns, bit for bit."""
+    for i in range(half):
+        first, second = load(x, base + i) * scale, load(x, base + half + i) * scale
+        b[at + i] = first + second
+        b[at + half + i] = first - second
+    width = 1
+    while width < size:
+        for group in range(at, at + 2 * half, 2 * width):
+            for i in range(group, group + width):
+                first, second = b[i], b[i + width]
+                b[i] = first + second
+                b[i + width] = first - second
+        width *= 2
+
+
+@part
+def _round(bits: Any) -> Any:
+    """The code of a number that is not negative, by its bits: of two codes the even one."""
+    bits = min(bits, uint32(LARGEST_BITS))
+    if bits < uint32(NORMAL_BITS):  # to a multiple of 2**-9
+        return as_bits(as_float(bits) + float32(SHIFTED)) - uint32(SHIFTED_BITS)
+    is_odd = bits >> uint32(20) & uint32(1)
+    return ((bits + uint32(0x7FFFF) + is_odd) >> uint32(20)) - uint32(960)

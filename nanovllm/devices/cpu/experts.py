@@ -1,0 +1,167 @@
+"""CPU kernels for mixtures of experts, which kernels.py runs by number.
+
+Every thread has its share of the outputs of every expert, so that all have the same work however
+the tokens are spread. What is counted in pairs is one token with one of its experts each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import float32, int32, int64
+
+from nanovllm.devices.cpu.simd import (
+    NUM_STREAMS,
+    dot_row,
+    kernel,
+    load,
+    make_tile,
+    pointer_to,
+    round_to,
+    store,
+)
+
+MAX_TILE_ROWS = 6  # 24 sums fill the registers; experts have so few rows that each number counts
+EXPERT_TILE = MAX_TILE_ROWS * NUM_STREAMS
+_dot_2, _dot_3, _dot_4, _dot_5, _dot_6 = (make_tile(count) for count in range(2, 7))
+
+
+@kernel
+def route(args: Any, thread: int, num_threads: int, like: Any) -> None:
+    """Set ids and weights (float32) of each token's experts, the best first."""
+    ids, weights = pointer_to(args[0], int32(0)), pointer_to(args[1], float32(0))
+    logits, num_tokens, num_experts = pointer_to(args[2], like), args[3], args[4]
+    top_k, is_normalized = args[5], args[6] != 0
+    begin, end = thread * num_tokens // num_threads, (thread + 1) * num_tokens // num_threads
+    for token in range(begin, end):
+        row_start, pair = token * num_experts, token * top_k
+        for choice in range(top_k):
+            ids[pair + choice] = _best_after(ids, pair, choice, logits, row_start, num_experts)
+        largest, total = load(logits, row_start + ids[pair]), float32(0)
+        for i in range(top_k):
+            weights[pair + i] = np.exp(load(logits, row_start + ids[pair + i]) - largest)
+            total += weights[pair + i]
+        if not is_normalized:
+            total = float32(0)
+            for i in range(num_experts):
+                total += np.exp(load(logits, row_start + i) - largest)
+        for i in range(top_k):
+            weights[pair + i] = round_to(weights[pair + i] / total, like)
+
+
+@kernel
+def _best_after(ids: Any, pair: int, choice: int, logits: Any, row_start: int, count: int) -> int:
+    """The index of the largest logit, the lower of equals, among those not yet chosen."""
+    best, largest = int64(-1), float32(0)
+    for i in range(count):
+        value, is_free = load(logits, row_start + i), True
+        if best >= 0 and not value > largest:
+            continue
+        for j in range(choice):
+            is_free = is_free and ids[pair + j] != i
+        if is_free:
+            best, largest = i, value
+    return best
+
+
+@kernel
+def group(args: Any, thread: int, num_threads: int, like: Any) -> None:
+    """Sort pairs by expert: starts[expert] is the index of its first one in order."""
+    order, starts = pointer_to(args[0], int32(0)), pointer_to(args[1], int32(0))
+    ids, num_pairs, num_experts = pointer_to(args[2], int32(0)), args[3], args[4]
+    if thread != 0:
+        return
+    for i in range(num_experts + 1):
+        starts[i] = 0
+    for pair in range(num_pairs):
+        starts[ids[pair] + 1] += 1
+    for i in range(num_experts):
+        starts[i + 1] += starts[i]
+    for pair in range(num_pairs):  # each start moves on to the next expert's
+        order[starts[ids[pair]]] = pair
+        starts[ids[pair]] += 1
+    for i in range(num_experts, 0, -1):
+        starts[i] = starts[i - 1]
+    starts[0] = 0
+
+
+@kernel
+def grouped_linear(args: Any, thread: int, num_threads: int, like: Any) -> None:
+    """y[pair] = x[pair // per_row] @ weight[expert of the pair].T.
+
+    `scratch` holds, per thread, the sums of a tile and as float32 the rows of an expert, which are
+    at most `max_rows`.
+    """
+    y, x, weight = (
+        pointer_to(args[0], like),
+        pointer_to(args[1], like),
+        pointer_to(args[2], like),
+    )
+    order, starts = pointer_to(args[3], int32(0)), pointer_to(args[4], int32(0))
+    scratch, max_rows = pointer_to(args[5], float32(0)), args[6]
+    num_experts, per_row = args[7], args[8]
+    num_out, num_in = args[9], args[10]
+    sums = thread * (max_rows * num_in + EXPERT_TILE)
+    xs = sums + EXPERT_TILE
+    begin, end = thread * num_out // num_threads, (thread + 1) * num_out // num_threads
+    apart = (end - begin) // NUM_STREAMS
+    last = end - (NUM_STREAMS - 1) * apart  # of the first stream: some rows may be in two of them
+    for expert in range(num_experts):
+        first, num_rows = int64(starts[expert]), int64(starts[expert + 1] - starts[expert])
+        for row in range(num_rows):
+            source = order[first + row] // per_row * num_in
+            for i in range(num_in):
+                scratch[xs + row * num_in + i] = load(x, source + i)
+        for out in range(begin, last):
+            row_start = (expert * num_out + out) * num_in
+            for row in range(0, num_rows, MAX_TILE_ROWS):
+                count = min(MAX_TILE_ROWS, num_rows - row)
+                _dot_tile(
+                    weight,
+                    row_start,
+                    apart * num_in,
+                    scratch,
+                    xs + row * num_in,
+                    num_in,
+                    sums,
+                    count,
+                )
+                for j in range(count * NUM_STREAMS):
+                    pair = order[first + row + j // NUM_STREAMS]
+                    index = pair * num_out + out + j % NUM_STREAMS * apart
+                    store(y, index, scratch[sums + j])
+
+
+@kernel
+def _dot_tile(
+    a: Any, a_base: int, stride: int, b: Any, b_base: int, dim: int, sums: int, count: int
+) -> None:
+    """Multiply four rows of a with `count` rows of b, up to MAX_TILE_ROWS."""
+    if count == 1:
+        dot_row(a, a_base, stride, b, b_base, dim, dim, sums)
+    elif count == 2:
+        _dot_2(a, a_base, stride, b, b_base, dim, dim, sums)
+    elif count == 3:
+        _dot_3(a, a_base, stride, b, b_base, dim, dim, sums)
+    elif count == 4:
+        _dot_4(a, a_base, stride, b, b_base, dim, dim, sums)
+    elif count == 5:
+        _dot_5(a, a_base, stride, b, b_base, dim, dim, sums)
+    else:
+        _dot_6(a, a_base, stride, b, b_base, dim, dim, sums)
+
+
+@kernel
+def add_choices(args: Any, thread: int, num_threads: int, like: Any) -> None:
+    """out[token] = the sum over its choices of weight * y."""
+    out, y = pointer_to(args[0], like), pointer_to(args[1], like)
+    weights, num_tokens = pointer_to(args[2], float32(0)), args[3]
+    top_k, dim = args[4], args[5]
+    begin, end = thread * dim // num_threads, (thread + 1) * dim // num_threads
+    for token in range(num_tokens):
+        for i in range(begin, end):
+            total = float32(0)
+            for pair in range(token * top_k, (token + 1) * top_k):
+                total += weights[pair] * load(y, pair * dim + i)
+            store(out, token * dim + i, total)

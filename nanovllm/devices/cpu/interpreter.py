@@ -1,0 +1,101 @@
+"""Compile kernels, and the loop that runs a program of them on every thread; keep the result."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from numba import cfunc, int64, types
+from numba.core import event
+
+from nanovllm.devices.cpu.simd import FAST, call, call_kernel, pointer_to
+from nanovllm.ops.fp8 import FP8
+
+logger = logging.getLogger(__name__)
+PROGRAM_WIDTH = 24  # int64 of an instruction: the address of a kernel, then its arguments
+# The arguments of a kernel, the part of its work to do, and the number of parts.
+KERNEL_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
+SOURCES = ("kernels", "experts", "simd", "cache_rows", "block_kernels", "block_types")
+# Numbers of the types that elements are read as: of bfloat16 and FP8 their bits.
+LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), FP8: np.uint8(0)}
+
+
+class Compiler(event.Listener):
+    """Compiles C functions, or loads what was kept; says what the wait is for, if there is one."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def compile(self, function: Any, signature: Any = KERNEL_SIGNATURE) -> Any:
+        compile_function = partial(cfunc, signature, fastmath=FAST, error_model="numpy")
+        with event.install_listener("numba:compile", self):
+            try:
+                return compile_function(cache=True)(function)
+            except (RuntimeError, OSError) as error:  # no folder that can be written
+                self._warn_once(
+                    "The machine code of the CPU kernels cannot be kept (%s), so that every start "
+                    "compiles it anew: set NUMBA_CACHE_DIR to a folder that can be written",
+                    error,
+                )
+                return compile_function()(function)
+
+    def on_start(self, event: Any) -> None:
+        # A warning, as Python shows those of a script too, which else waits in silence.
+        self._warn_once("Compiling the CPU kernels: 10 to 60 seconds, once on this machine")
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+    def _warn_once(self, message: str, *values: object) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            logger.warning(message, *values)
+
+
+def compile_interpreter(compiler: Compiler) -> Any:
+    """Return a C function that runs a program; every thread of a team calls it.
+
+    Its argument points to int64: the program's address, its number of instructions, into how many
+    parts each kernel is split, whichever threads run them, then the addresses of OpenMP's functions
+    for the thread's number, the number of threads, and a barrier (or zeros).
+    """
+
+    def interpret(header):  # type: ignore[no-untyped-def]
+        program, num_instructions = pointer_to(header[0], int64(0)), header[1]
+        num_parts, thread, num_threads = header[2], int64(0), int64(1)
+        if header[3] != 0:
+            thread, num_threads = int64(call(header[3])), int64(call(header[4]))
+        for row in range(num_instructions):
+            first = row * PROGRAM_WIDTH
+            for i in range(thread, num_parts, num_threads):
+                call_kernel(program[first], program, first + 1, i, num_parts)
+            if num_threads > 1 and row + 1 < num_instructions:
+                call(header[5])
+
+    return compiler.compile(interpret, types.void(types.CPointer(types.int64)))
+
+
+def compile_kernel(compiler: Compiler, kernel: Any, *dtypes: torch.dtype) -> Any:
+    """Return a kernel as a C function, for elements of some dtypes."""
+    version = hash_sources(kernel.__name__)
+    likes = tuple(LIKE[dtype] for dtype in dtypes)
+
+    def run(args, thread, num_threads):  # type: ignore[no-untyped-def]
+        # `version` is enclosed for numba's cache, which looks at this file and at what the function
+        # encloses. The kernel is a global: enclosed, it would be another one in every process.
+        kernel_function(args, thread + 0 * version, num_threads, *likes)  # type: ignore[name-defined]  # noqa: F821
+
+    names = {**globals(), "kernel_function": kernel}
+    return compiler.compile(FunctionType(run.__code__, names, closure=run.__closure__))
+
+
+def hash_sources(name: str = "") -> int:
+    """A number that changes with the code of the kernels, and with a name."""
+    files = [Path(__file__).with_name(f"{source}.py") for source in SOURCES]
+    return zlib.crc32(b"".join([name.encode(), *(file.read_bytes() for file in files)]))

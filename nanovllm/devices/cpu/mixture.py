@@ -1,0 +1,84 @@
+"""Experts on the CPU: few tokens run in kernels that read each chosen expert once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.devices.cpu import experts
+from nanovllm.devices.cpu.blocks import Pairs
+from nanovllm.ops.interface import Routing
+from nanovllm.ops.quantized_weight import PanelWeight
+from nanovllm.ops.torch_ops import linear, run_each_expert
+
+if TYPE_CHECKING:
+    from nanovllm.devices.cpu.ops import NumbaOps
+
+
+@dataclass(frozen=True, slots=True)
+class NumbaExperts:
+    """More than max_tokens run expert by expert, in torch's products."""
+
+    ops: NumbaOps
+    gate_up: Tensor | PanelWeight  # as Ops.pack_experts takes them
+    down: Tensor | PanelWeight
+    routing: Routing
+    num_experts: int
+    max_tokens: int
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        launcher, routing = self.ops.launcher, self.routing
+        if len(x) > self.max_tokens:
+            dtype = self.ops.product_dtype
+            return run_each_expert(x, logits, self.num_experts, routing, self._run_expert, dtype)
+        num_tokens, hidden = x.shape
+        pairs, weights = self._route(logits.contiguous())
+        y = self._multiply(x.contiguous(), self.gate_up, pairs)
+        y = self._multiply(self.ops.gate(y, "silu"), self.down, pairs)
+        out = launcher.empty(num_tokens, hidden)
+        addresses = out.data_ptr(), y.data_ptr(), weights.data_ptr()
+        launcher.launch(experts.add_choices, *addresses, num_tokens, routing.top_k, hidden)
+        return out
+
+    def _route(self, logits: Tensor) -> tuple[Pairs, Tensor]:
+        """Return the pairs, and the weights that they have in their tokens' sums."""
+        launcher, top_k = self.ops.launcher, self.routing.top_k
+        num_tokens, num_experts = logits.shape
+        num_pairs = num_tokens * top_k
+        ids, order = (launcher.empty(num_pairs, dtype=torch.int32) for _ in range(2))
+        starts = launcher.empty(num_experts + 1, dtype=torch.int32)
+        weights = launcher.empty(num_pairs, dtype=torch.float32)
+        addresses = ids.data_ptr(), weights.data_ptr(), logits.data_ptr()
+        sizes = num_tokens, num_experts, top_k
+        launcher.launch(experts.route, *addresses, *sizes, self.routing.is_normalized)
+        addresses = order.data_ptr(), starts.data_ptr(), ids.data_ptr()
+        launcher.launch(experts.group, *addresses, num_pairs, num_experts)
+        return Pairs(order, starts, num_tokens), weights
+
+    def _multiply(self, x: Tensor, weight: Tensor | PanelWeight, pairs: Pairs) -> Tensor:
+        """Multiply the row of each pair with the weight of its expert."""
+        if isinstance(weight, PanelWeight):
+            return self.ops.blocks.multiply_pairs(x, weight, pairs)
+        launcher, max_rows = self.ops.launcher, pairs.max_rows
+        num_experts, num_out, num_in = weight.shape
+        num_pairs = len(pairs.order)
+        y = launcher.empty(num_pairs, num_out)
+        scratch = launcher.scratch(launcher.num_threads * (max_rows * num_in + experts.EXPERT_TILE))
+        tensors = y, x, weight, pairs.order, pairs.starts, scratch
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        sizes = max_rows, num_experts, num_pairs // max(len(x), 1), num_out, num_in
+        launcher.launch(experts.grouped_linear, *addresses, *sizes)
+        return y
+
+    def _run_expert(self, expert: int, x: Tensor) -> Tensor:
+        gate, up = self._multiply_many(x, self.gate_up, expert).chunk(2, dim=-1)
+        return self._multiply_many(F.silu(gate) * up, self.down, expert)
+
+    def _multiply_many(self, x: Tensor, weight: Tensor | PanelWeight, expert: int) -> Tensor:
+        if isinstance(weight, PanelWeight):
+            return self.ops.blocks.multiply_many(x, weight.of_expert(expert))
+        return linear(x, weight[expert], None, self.ops.product_dtype)

@@ -1,0 +1,86 @@
+"""Attention on the CPU: single-token rows straight from the cache, longer ones through SDPA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.backend import AttentionSpec, BatchRows
+from nanovllm.attention.sdpa import PrefillRow, attend_prefill, plan_row
+from nanovllm.devices.cpu import kernels
+from nanovllm.devices.cpu.program import Launcher, float_bits
+from nanovllm.ops.interface import LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class NumbaPlan:
+    tokens: Tensor  # [decode rows], indices into the batch
+    lengths: Tensor  # [decode rows], tokens to attend to
+    block_tables: Tensor  # [decode rows, max_blocks]
+    max_length: int
+    prefills: list[PrefillRow]
+
+
+class NumbaAttention:
+    def __init__(
+        self, block_size: int, launcher: Launcher, product_dtype: torch.dtype | None = None
+    ) -> None:
+        self.block_size = block_size
+        self.launcher = launcher
+        self.product_dtype = product_dtype  # of SDPA; None: that of the cache
+
+    def plan(self, rows: BatchRows) -> NumbaPlan:
+        offsets = np.cumsum(rows.counts) - rows.counts
+        singles, longer = np.flatnonzero(rows.counts == 1), np.flatnonzero(rows.counts != 1)
+        lengths = (rows.starts[singles] + 1).astype(np.int32)
+        return NumbaPlan(
+            torch.from_numpy(offsets[singles].astype(np.int64)),
+            torch.from_numpy(lengths),
+            torch.from_numpy(rows.block_table.numpy()[rows.slots[singles]]),
+            int(lengths.max(initial=0)),
+            [plan_row(rows, i, offsets, self.block_size) for i in longer.tolist()],
+        )
+
+    def attend(self, q: Tensor, cache: LayerCache, plan: NumbaPlan, spec: AttentionSpec) -> Tensor:
+        output = self.launcher.empty(*q.shape)
+        if len(plan.tokens):
+            self._decode(q, cache, plan, spec, output)
+        for row in plan.prefills:
+            attend_prefill(q, cache, row, spec, output, self.product_dtype)
+        return output
+
+    def _decode(
+        self, q: Tensor, cache: LayerCache, plan: NumbaPlan, spec: AttentionSpec, output: Tensor
+    ) -> None:
+        _, num_heads, head_dim = q.shape
+        num_kv_heads = cache.k.shape[2]
+        group = num_heads // num_kv_heads
+        # Per thread and query head: the query, the output in the making, a score per position.
+        scratch_size = self.launcher.num_threads * group * (2 * head_dim + plan.max_length)
+        scratch = self.launcher.scratch(scratch_size)
+        self.launcher.launch(
+            kernels.attend,
+            output.data_ptr(),
+            q.data_ptr(),
+            q.stride(0),
+            cache.k.data_ptr(),
+            cache.v.data_ptr(),
+            plan.block_tables.data_ptr(),
+            plan.block_tables.shape[1],
+            plan.tokens.data_ptr(),
+            plan.lengths.data_ptr(),
+            scratch.data_ptr(),
+            len(plan.tokens),
+            plan.max_length,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            self.block_size,
+            float_bits(spec.scale),
+            plan.max_length if spec.window is None else spec.window,
+            *(part.data_ptr() for part in cache.parts[2:]),
+            cached=cache.k.dtype,
+        )

@@ -1,0 +1,180 @@
+"""Ops on the CPU: compiled kernels, and torch's oneDNN for products with many rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nanovllm.devices.cpu import kernels
+from nanovllm.devices.cpu.features import CpuFeatures
+from nanovllm.devices.cpu.program import Launcher, float_bits
+from nanovllm.ops.fp8_rows import spread_exponents, spread_size
+from nanovllm.ops.interface import (
+    ACTIVATIONS,
+    Activation,
+    Hidden,
+    LayerCache,
+    LinearFn,
+    NormWeights,
+    PackedExperts,
+    PackedLinear,
+    QKNormWeights,
+    Routing,
+)
+from nanovllm.ops.quantized_weight import PanelWeight, QuantizedWeight, Weight
+from nanovllm.ops.torch_ops import (
+    ComposedExperts,
+    ComposedLinear,
+    compose_experts,
+    compose_linear,
+    linear,
+)
+
+if TYPE_CHECKING:
+    from nanovllm.devices.cpu.blocks import BlockKernels
+
+# By the dtype that torch multiplies in. More rows than that and its product, the widening of a
+# weight included, is faster: benchmarks/kernels/cpu_products.py.
+MAX_LINEAR_ROWS = {torch.bfloat16: 8, torch.float32: 16}
+
+# Of an expert, were the tokens spread evenly: benchmarks/kernels/cpu_products.py.
+MAX_EXPERT_ROWS = {torch.bfloat16: 12, torch.float32: 32}
+
+
+class NumbaOps:
+    def __init__(self, launcher: Launcher, features: CpuFeatures) -> None:
+        self.launcher = launcher
+        self.can_pack = launcher.dtype in features.packs
+        self.product_dtype = features.product_dtype(launcher.dtype)
+        self.max_linear_rows = MAX_LINEAR_ROWS[self.product_dtype]
+        self.max_expert_rows = MAX_EXPERT_ROWS[self.product_dtype]
+        self._launch, self._empty = launcher.launch, launcher.empty
+        self._blocks: BlockKernels | None = None
+
+    @property
+    def blocks(self) -> BlockKernels:
+        """The kernels of GGUF's quant blocks, for models that have such weights."""
+        if self._blocks is None:
+            from nanovllm.devices.cpu.blocks import BlockKernels
+
+            self._blocks = BlockKernels(self)
+        return self._blocks
+
+    def embed(self, token_ids: Tensor, table: Weight, scale: float) -> Tensor:
+        if isinstance(table, PanelWeight):
+            return self.blocks.embed(token_ids, table, scale)
+        assert isinstance(table, Tensor)
+        num_rows, dim = len(token_ids), table.shape[1]
+        out = self._empty(num_rows, dim)
+        addresses = out.data_ptr(), table.data_ptr(), token_ids.data_ptr()
+        self._launch(kernels.embed, *addresses, num_rows, dim, float_bits(scale))
+        return out
+
+    def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        assert hidden.scales is None, "which products on a GPU have"
+        residual, update = hidden.residual, hidden.update
+        num_rows, dim = residual.shape
+        out = self._empty(num_rows, dim) if update is None else update
+        addresses = out.data_ptr(), residual.data_ptr(), norm.weight.data_ptr()
+        sizes = num_rows, dim, update is not None
+        self._launch(kernels.norm, *addresses, float_bits(norm.eps), *sizes)
+        return out, residual
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        norm: QKNormWeights | None,
+        rope: Tensor,
+        positions: Tensor,
+        cache: LayerCache,
+        cache_offsets: Tensor,
+    ) -> None:
+        num_tokens, per_token, head_dim = qkv.shape
+        block_size, num_kv_heads = cache.k.shape[1:3]
+        of_codes: list[int] = []
+        if cache.k_exponents is not None:
+            scratch = self.launcher.scratch(self.launcher.num_threads * head_dim)
+            scales = (float_bits(2.0**exponent) for exponent in spread_exponents(head_dim))
+            addresses = (part.data_ptr() for part in (*cache.parts[2:], scratch))
+            of_codes = [*addresses, spread_size(head_dim), *scales]
+        self._launch(
+            kernels.rope_write,
+            qkv.data_ptr(),
+            rope.data_ptr(),
+            0 if norm is None else norm.q.data_ptr(),
+            0 if norm is None else norm.k.data_ptr(),
+            0 if norm is None else float_bits(norm.eps),
+            positions.data_ptr(),
+            cache_offsets.data_ptr(),
+            cache.k.data_ptr(),
+            cache.v.data_ptr(),
+            num_tokens,
+            per_token - 2 * num_kv_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            *of_codes,
+            cached=cache.k.dtype,
+        )
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = self._empty(num_rows, size)
+        curve = [float_bits(factor) for factor in ACTIVATIONS[activation]]
+        self._launch(kernels.gate, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
+        return out
+
+    def pack_linear(
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
+    ) -> PackedLinear:
+        if isinstance(weight, PanelWeight):
+            return ComposedLinear(self, self.blocks.linear(weight, bias), activation)
+        if isinstance(weight, QuantizedWeight):
+            return compose_linear(self, weight, bias, activation)
+        weight = weight.contiguous()
+        run_many = self._pack_many(weight, bias, has_room)
+        num_out, num_in = weight.shape
+        max_rows = self.max_linear_rows
+        num_threads = self.launcher.num_threads
+        bias_address = 0 if bias is None else bias.data_ptr()
+
+        def run(x: Tensor) -> Tensor:
+            num_rows = x.shape[0]
+            if num_rows > max_rows:
+                return run_many(x)
+            x, y = x.contiguous(), self._empty(num_rows, num_out)
+            scratch_size = num_threads * (num_rows * num_in + kernels.TILE)
+            scratch = self.launcher.scratch(scratch_size)
+            addresses = y.data_ptr(), x.data_ptr(), weight.data_ptr(), bias_address
+            self._launch(kernels.linear, *addresses, scratch.data_ptr(), num_rows, num_out, num_in)
+            return y
+
+        return ComposedLinear(self, run, activation)
+
+    def _pack_many(self, weight: Tensor, bias: Tensor | None, has_room: bool) -> LinearFn:
+        """Choose the product of many rows: a packed copy pays only in the dtype it multiplies."""
+        if has_room and self.can_pack and self.product_dtype == weight.dtype:
+            return pack_onednn(weight, bias)
+        return lambda x: linear(x, weight, bias, self.product_dtype)
+
+    def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
+        if isinstance(gate_up, PanelWeight) and isinstance(down, PanelWeight):
+            num_experts = gate_up.num_experts
+            self.blocks.compile(gate_up, down)
+        elif isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            gate_up, down, num_experts = gate_up.contiguous(), down.contiguous(), len(down)
+        else:
+            return compose_experts(self, gate_up, down, routing)
+        from nanovllm.devices.cpu.mixture import NumbaExperts
+
+        most = max(self.max_expert_rows * num_experts // routing.top_k, self.max_linear_rows)
+        return ComposedExperts(self, NumbaExperts(self, gate_up, down, routing, num_experts, most))
+
+
+def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:
+    """Store a copy in oneDNN's blocked layout, so that it is not rebuilt in every call."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    run = torch.ops.mkldnn._linear_pointwise
+    return lambda x: run(x, packed, bias, "none", [], "")

@@ -1,0 +1,172 @@
+"""Run kernels on torch's own OpenMP threads, at once or as a recorded program."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanovllm.devices.cpu.interpreter import (
+    PROGRAM_WIDTH,
+    Compiler,
+    compile_interpreter,
+    compile_kernel,
+)
+from nanovllm.devices.cpu.pace import Pace
+
+
+class NotRecordableError(Exception):
+    """Something other than our kernels computes: a replay would leave it out."""
+
+
+class _RefuseProducts:
+    """Refuses what computes; views and empty tensors are as good in a replay.
+
+    A class of its own: torch wraps the method of a TorchDispatchMode in one that imports its
+    compiler, which takes seconds.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        returned = func._schema.returns[0].alias_info if func._schema.returns else None
+        is_view = returned is not None and not returned.is_write
+        if not is_view and not func._schema.name.startswith("aten::empty"):
+            raise NotRecordableError(f"{func} is none of the kernels that can be recorded")
+        return func(*args, **(kwargs or {}))
+
+
+class OnlyViews(_RefuseProducts, TorchDispatchMode):
+    pass
+
+
+class Program:
+    """Kernel calls to run in order, and the memory that they point to."""
+
+    def __init__(self, instructions: np.ndarray, kept: list[Tensor], team: Team) -> None:
+        self.instructions = instructions
+        self._kept = kept
+        self._team = team
+        sizes = len(instructions), team.num_threads
+        self._header = np.array([instructions.ctypes.data, *sizes, *team.openmp_calls], np.int64)
+        self._address = self._header.ctypes.data
+
+    def run(self) -> None:
+        """Run the kernels on as many threads as pays now; the results are the same bits."""
+        self._team.pace.run(self.run_on)
+
+    def run_on(self, num_threads: int) -> None:
+        self._team.run(self._address, num_threads)
+
+
+class Team:
+    """The threads that torch's own operations use: a second pool would fight them for the cores."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._interpreter = compile_interpreter(compiler)
+        openmp = find_openmp()
+        self._start_threads = None if openmp is None else openmp.GOMP_parallel
+        self.num_threads = 1 if openmp is None else torch.get_num_threads()
+        names = ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
+        self.openmp_calls = [
+            0 if openmp is None else ctypes.cast(getattr(openmp, name), ctypes.c_void_p).value
+            for name in names
+        ]
+        self._function = ctypes.c_void_p(self._interpreter.address)
+        self.pace = Pace(self.num_threads)
+
+    def run(self, header_address: int, num_threads: int) -> None:
+        header = ctypes.c_void_p(header_address)
+        if self._start_threads is None:
+            self._interpreter.ctypes(ctypes.cast(header, ctypes.POINTER(ctypes.c_int64)))
+        else:
+            self._start_threads(self._function, header, num_threads, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A program in the making."""
+
+    instructions: list[tuple[int, ...]]
+    kept: list[Tensor]
+
+
+class Launcher:
+    """Kernels run when launched, or are noted while `record` runs a function."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.compiler = Compiler()
+        self._team = Team(self.compiler)
+        self.num_threads = self._team.num_threads
+        self._single = Program(np.zeros((1, PROGRAM_WIDTH), np.int64), [], self._team)
+        self._scratch = torch.empty(0)
+        self._kernels: dict[tuple[Any, torch.dtype | None], Any] = {}
+        self._recording: Recording | None = None
+
+    def launch(self, kernel: Any, *args: int, cached: torch.dtype | None = None) -> None:
+        """Run a kernel, compiled when it is first launched; `cached` is the dtype of a KV cache."""
+        key = kernel, cached
+        if key not in self._kernels:
+            dtypes = [self.dtype] if cached is None else [self.dtype, cached]
+            self._kernels[key] = compile_kernel(self.compiler, kernel, *dtypes)
+        self.call(self._kernels[key].address, *args)
+
+    def call(self, address: int, *args: int) -> None:
+        """Run the kernel at an address."""
+        if self._recording is not None:
+            self._recording.instructions.append((address, *args))
+            return
+        self._single.instructions[0, : 1 + len(args)] = (address, *args)
+        self._single.run_on(self.num_threads)
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate what a kernel writes; a recording holds on to it."""
+        tensor = torch.empty(shape, dtype=dtype or self.dtype)
+        self._keep(tensor)
+        return tensor
+
+    def scratch(self, size: int) -> Tensor:
+        """Lend float32 memory to the next kernel."""
+        if len(self._scratch) < size:
+            self._scratch = torch.empty(2 * size, dtype=torch.float32)
+        self._keep(self._scratch)
+        return self._scratch
+
+    def record(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
+        """Note the kernels of a function that runs nothing else; its result is theirs to fill."""
+        recording = self._recording = Recording([], [])
+        try:
+            with OnlyViews():
+                output = function()
+        finally:
+            self._recording = None
+        instructions = np.zeros((len(recording.instructions), PROGRAM_WIDTH), np.int64)
+        for i, instruction in enumerate(recording.instructions):
+            instructions[i, : len(instruction)] = instruction
+        return Program(instructions, recording.kept, self._team), output
+
+    def _keep(self, tensor: Tensor) -> None:
+        if self._recording is not None:
+            self._recording.kept.append(tensor)
+
+
+def find_openmp() -> ctypes.CDLL | None:
+    """Return a handle that sees the OpenMP library torch runs on, if it speaks GNU's dialect."""
+    for path in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
+        library = ctypes.CDLL(str(path))
+        if hasattr(library, "GOMP_parallel") and hasattr(library, "GOMP_barrier"):
+            return library
+    return None
+
+
+def float_bits(value: float) -> int:
+    """The bits of a float32, as programs carry fractions."""
+    return int(np.float32(value).view(np.uint32))

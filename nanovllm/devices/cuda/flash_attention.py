@@ -1,0 +1,131 @@
+"""Attention on CUDA by the flash-attn 2 package, which is optional: used if asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.backend import AttentionSpec, BatchRows, DecodeRows
+from nanovllm.errors import ConfigError
+from nanovllm.ops.interface import LayerCache
+from nanovllm.worker.device import Device
+
+BLOCK_SIZE = 256  # flash-attn 2 reads paged caches whose block size is a multiple of this
+
+
+def load_flash_attention(device: Device, block_size: int, dtype: torch.dtype) -> FlashAttention:
+    """Check that the package can serve this engine."""
+    if dtype == torch.float32:
+        raise ConfigError(
+            "attention_backend='flash_attn' computes in float16 and bfloat16 only, but the model "
+            "runs in float32; set dtype='bfloat16', or use attention_backend='auto'"
+        )
+    if block_size % BLOCK_SIZE:
+        raise ConfigError(
+            "attention_backend='flash_attn' needs a kvcache_block_size that is a multiple of "
+            f"{BLOCK_SIZE}, got {block_size}; set kvcache_block_size={BLOCK_SIZE}"
+        )
+    try:
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+    except ImportError as error:
+        raise ConfigError(
+            "attention_backend='flash_attn' needs the package flash-attn, version 2, built for "
+            f"this torch, which cannot be imported ({error}); try `pip install flash-attn "
+            "--no-build-isolation`, or use attention_backend='auto'"
+        ) from error
+    return FlashAttention(device, block_size, flash_attn_varlen_func, flash_attn_with_kvcache)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashDecode:
+    """Rows of one token each; row i is token i."""
+
+    block_table: Tensor  # [rows, max_blocks]
+    context_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FlashMixed:
+    """Rows of any number of tokens."""
+
+    block_table: Tensor  # [rows, max_blocks]
+    cu_seqlens_q: Tensor  # [rows + 1]
+    cu_seqlens_k: Tensor
+    max_query_len: int
+    max_context: int
+
+
+class FlashAttention:
+    """`attend_varlen` and `attend_cached` are the package's functions for the two kinds of plan."""
+
+    def __init__(
+        self,
+        device: Device,
+        block_size: int,
+        attend_varlen: Callable[..., Tensor],
+        attend_cached: Callable[..., Tensor],
+    ) -> None:
+        self.device = device
+        self.block_size = block_size
+        self.attend_varlen = attend_varlen
+        self.attend_cached = attend_cached
+
+    def plan(self, rows: BatchRows) -> FlashDecode | FlashMixed:
+        """Send the rows' columns in one copy."""
+        ends = rows.starts + rows.counts
+        max_context = int(ends.max(initial=1))
+        if (rows.counts == 1).all():
+            slots, context_lens = self.device.upload(np.stack((rows.slots, ends)))
+            table = self._row_tables(rows.block_table, slots, max_context)
+            return FlashDecode(table, context_lens)
+        columns = np.zeros((3, len(ends) + 1), np.int32)
+        columns[0, 1:] = rows.slots
+        columns[1, 1:] = np.cumsum(rows.counts)
+        columns[2, 1:] = np.cumsum(ends)
+        slots, cu_seqlens_q, cu_seqlens_k = self.device.upload(columns)
+        block_table = self._row_tables(rows.block_table, slots[1:], max_context)
+        max_query_len = int(rows.counts.max())
+        return FlashMixed(block_table, cu_seqlens_q, cu_seqlens_k, max_query_len, max_context)
+
+    def decode_plan(self, rows: DecodeRows) -> FlashDecode:
+        max_context = rows.max_context or rows.block_table.shape[1] * self.block_size
+        table = self._row_tables(rows.block_table, rows.slots, max_context)
+        return FlashDecode(table, rows.context_lens)
+
+    def attend(
+        self, q: Tensor, cache: LayerCache, plan: FlashDecode | FlashMixed, spec: AttentionSpec
+    ) -> Tensor:
+        if len(q) == 0:  # the package refuses
+            return torch.empty_like(q)
+        before = -1 if spec.window is None else spec.window - 1  # keys before a query's own
+        options = {"softmax_scale": spec.scale, "causal": True, "window_size": (before, 0)}
+        if isinstance(plan, FlashDecode):
+            output = self.attend_cached(
+                q[:, None],  # [rows, 1, heads, dim]
+                cache.k,
+                cache.v,
+                cache_seqlens=plan.context_lens,
+                block_table=plan.block_table,
+                **options,
+            )
+            return output[:, 0]
+        return self.attend_varlen(
+            q,
+            cache.k,
+            cache.v,
+            cu_seqlens_q=plan.cu_seqlens_q,
+            cu_seqlens_k=plan.cu_seqlens_k,
+            max_seqlen_q=plan.max_query_len,
+            max_seqlen_k=plan.max_context,
+            block_table=plan.block_table,
+            **options,
+        )
+
+    def _row_tables(self, block_table: Tensor, slots: Tensor, max_context: int) -> Tensor:
+        """Gather the rows' tables; the package splits long contexts by their width."""
+        width = -(-max_context // self.block_size)
+        return block_table[:, :width].index_select(0, slots)

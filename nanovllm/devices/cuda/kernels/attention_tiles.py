@@ -1,0 +1,356 @@
+"""Tiles of keys and values of a paged cache, and the softmax that takes them in.
+
+The query heads that share a kv head are rows of one tile, so each key is read once for them all:
+a row of a tile is one query of one head. Keys outside a sequence's context or window are never
+used: their blocks may hold anything, or be gone.
+
+Where keys are split over programs, each has a part of a row: the sum of its weighted values, the
+largest score, which the weights are relative to, and the sum of the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.devices.cuda.kernels.fp8_rows import (
+    add_values,
+    as_multiplied,
+    join,
+    load_exponents,
+    multiply_keys,
+    scale_scores,
+    split,
+    weigh_codes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """A layer's keys and values, and the blocks of every slot."""
+
+    k: Tensor  # [num_blocks, block_size, kv_heads, head_dim]; stride(0) is free
+    v: Tensor  # likewise
+    block_table: Tensor  # [num_slots, max_blocks]; unused entries may hold anything
+    exponents: tuple[Tensor, Tensor] | tuple[()] = ()  # of keys and values, as in LayerCache
+
+    @property
+    def has_codes(self) -> bool:
+        return len(self.exponents) > 0
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Keys and values; with exponents, which are words of four, they are pairs of codes."""
+        if not self.has_codes:
+            return self.k, self.v
+        words = (part.flatten().view(torch.int32) for part in self.exponents)
+        return self.k.view(torch.int16), self.v.view(torch.int16), *words
+
+    @property
+    def max_context(self) -> int:
+        """What a slot has room for in the table."""
+        return self.block_table.shape[1] * self.k.shape[1]
+
+
+Parts = tuple[Tensor, Tensor, Tensor]  # sums of values [parts, head_dim], maxima, sums of weights
+
+
+def allocate_parts(q: Tensor, num_rows: int, num_splits: int) -> Parts:
+    """Return room for the parts of some rows' heads, which are those of q."""
+    num_heads, head_dim = q.shape[1:]
+    num_parts = num_rows * num_heads * num_splits
+    values = torch.empty(num_parts, head_dim, device=q.device, dtype=torch.float32)
+    return values, values.new_empty(num_parts), values.new_empty(num_parts)
+
+
+@triton.jit
+def head_dims(HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers of a head, and beyond them up to a power of two."""
+    return tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+
+
+@triton.jit
+def attend_keys(  # type: ignore[no-untyped-def]
+    softmax,
+    q_tile,
+    caches,
+    kv_head,
+    blocks,
+    block_ids,
+    length,
+    span,
+    seen_by_all,
+    seen,
+    block_stride,
+    scale,
+    WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_MANY: tl.constexpr,
+):
+    """Take a span of one head's keys, which may be many, into the softmax of some queries.
+
+    The softmax is the sums of values, the maxima and the sums of weights of rows. The span is from
+    where to where, and the first key that is there: the first tile may begin before it. Every row
+    sees the keys of seen_by_all, from the first to before the end, and each one those of seen, from
+    the first to the last: only tiles that reach beyond need a mask.
+    """
+    HAS_CODES: tl.constexpr = len(caches) > 2
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if HAS_CODES else HEAD_DIM  # codes are read as pairs
+    column = kv_head * WIDTH
+    heads = caches[0] + column, caches[1] + column
+    exponents = ()
+    if HAS_CODES:  # the sums of even columns and of odd ones are kept apart
+        word = kv_head * (BLOCK_SIZE // 4)
+        exponents = caches[2] + word, caches[3] + word  # type: ignore[assignment]
+        q_tile, scale = as_multiplied(q_tile, scale)
+        softmax = split(softmax[0]), softmax[1], softmax[2]
+    lo, hi, first = span
+    whole = lo
+    if HAS_MANY and WINDOW is None:  # the tiles whose keys are all there come first
+        whole = tl.maximum(tl.minimum(tl.cdiv(hi, TILE), length // TILE) * TILE, lo)
+        softmax, block_ids = _attend_tiles(
+            *(softmax, q_tile, heads, exponents, blocks, block_ids, length, (lo, whole, first)),
+            *(seen_by_all, seen, block_stride, scale, WIDTH, KV_HEADS, BLOCK_SIZE, TILE, True),
+        )
+    softmax, _ = _attend_tiles(
+        *(softmax, q_tile, heads, exponents, blocks, block_ids, length, (whole, hi, first)),
+        *(seen_by_all, seen, block_stride, scale, WIDTH, KV_HEADS, BLOCK_SIZE, TILE, False),
+    )
+    if HAS_CODES:
+        softmax = join(softmax[0][0], softmax[0][1]), softmax[1], softmax[2]
+    return softmax
+
+
+@triton.jit
+def _attend_tiles(  # type: ignore[no-untyped-def]
+    softmax,
+    q_tile,
+    heads,
+    exponents,
+    blocks,
+    block_ids,
+    length,
+    span,
+    seen_by_all,
+    seen,
+    block_stride,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ARE_WHOLE: tl.constexpr,
+):
+    """Take tiles of keys into the softmax; return it, and the blocks of the tile that follows.
+
+    Block ids are loaded a step ahead: a load that waits for another would end the pipelining.
+    """
+    lo, hi, first = span
+    acc, row_max, row_sum = softmax
+    dims = head_dims(HEAD_DIM)
+    for tile_start in tl.range(lo, hi, TILE):
+        keys = tile_start + tl.arange(0, TILE)
+        is_key = (keys >= first) & (keys < hi)
+        offsets = block_ids * block_stride + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
+        if len(exponents) > 0:
+            scales = load_exponents(exponents, block_ids * KV_HEADS, tile_start, BLOCK_SIZE, TILE)
+        block_ids = find_blocks(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
+        is_partial = tile_start + TILE > seen_by_all[1]
+        if not ARE_WHOLE:
+            is_partial = (tile_start < seen_by_all[0]) | is_partial
+        k = _load_tile(heads[0], offsets, dims, is_key, HEAD_DIM, ARE_WHOLE)
+        if len(exponents) == 0:
+            scores = tl.dot(q_tile, k.T, input_precision="ieee")
+        else:
+            scores = scale_scores(multiply_keys(q_tile, k), scales, scale)
+        if is_partial:
+            is_seen = (keys[None, :] >= seen[0][:, None]) & (keys[None, :] <= seen[1][:, None])
+            scores = tl.where(is_seen, scores, float("-inf"))
+        if len(exponents) == 0:
+            weights, alpha, row_max, row_sum = _weigh(scores, row_max, row_sum, scale)
+        else:
+            weights, alpha, row_max, row_sum = weigh_codes(scores, scales, row_max, row_sum)
+        v = _load_tile(heads[1], offsets, dims, is_key, HEAD_DIM, ARE_WHOLE)
+        if len(exponents) == 0:
+            acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        else:
+            acc = add_values(acc, weights, v, alpha, q_tile[0].dtype)
+    return (acc, row_max, row_sum), block_ids
+
+
+@triton.jit
+def attend_keys_by_tma(  # type: ignore[no-untyped-def]
+    softmax,
+    q_tile,
+    k_rows,
+    v_rows,
+    blocks,
+    column,
+    positions,
+    lowest,
+    highest,
+    length,
+    block_stride,
+    scale,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Take all keys of the head at a column into the softmax; scores are a tile ahead.
+
+    The copy engine computes the addresses, so registers are left to compute the scores of one tile
+    while the softmax of the tile before it runs. The queries' positions are from lowest to highest.
+    """
+    acc, row_max, row_sum = softmax
+    offsets = tl.arange(0, TILE)
+    cache_row = tl.load(blocks) * block_stride
+    scores = tl.dot(q_tile, k_rows.load([cache_row, column]).T)
+    block_id = tl.load(blocks + TILE // BLOCK_SIZE, mask=highest >= TILE, other=0)
+    # All but the last tile of a context are whole; that one's values may be anything.
+    whole = tl.minimum(tl.cdiv(highest + 1, TILE), length // TILE) * TILE
+    for tile_start in tl.range(0, whole, TILE):
+        if tile_start + TILE > lowest + 1:
+            scores = _hide_later(scores, tile_start + offsets, positions)
+        later = tile_start + 2 * TILE  # its block's id: a load that waits for another is slow
+        later_id = tl.load(blocks + later // BLOCK_SIZE, mask=later <= highest, other=0)
+        weights, alpha, row_max, row_sum = _weigh(scores, row_max, row_sum, scale)
+        v = v_rows.load([cache_row, column])
+        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
+        cache_row = block_id * block_stride + (tile_start + TILE) % BLOCK_SIZE
+        scores = tl.dot(q_tile, k_rows.load([cache_row, column]).T)
+        block_id = later_id
+    if whole <= highest:
+        scores = _hide_later(scores, whole + offsets, positions)
+        weights, alpha, row_max, row_sum = _weigh(scores, row_max, row_sum, scale)
+        v = v_rows.load([cache_row, column])
+        v = tl.where((whole + offsets < length)[:, None], v, 0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _hide_later(scores, keys, positions):  # type: ignore[no-untyped-def]
+    """Hide keys from the queries before them."""
+    return tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
+
+
+@triton.jit
+def _load_tile(  # type: ignore[no-untyped-def]
+    heads, offsets, dims, is_key, HEAD_DIM: tl.constexpr, IS_WHOLE: tl.constexpr
+):
+    """Load keys or values [TILE, dims]; positions outside the context are loaded as zeros."""
+    tile = heads + (offsets[:, None] + dims[None, :])
+    is_dim = (dims < HEAD_DIM)[None, :]
+    if not IS_WHOLE:
+        values = tl.load(tile, mask=is_key[:, None] & is_dim, other=0.0)
+    elif dims.shape[0] != HEAD_DIM:
+        values = tl.load(tile, mask=is_dim, other=0.0)
+    else:
+        values = tl.load(tile)
+    return values
+
+
+@triton.jit
+def _weigh(scores, row_max, row_sum, scale):  # type: ignore[no-untyped-def]
+    """Return a tile's weights, the factor for what came before, and the new maximum and sum."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    # A row that has seen nothing yet: -inf minus -inf would be NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores * scale - shift[:, None])
+    alpha = tl.exp2(row_max - shift)
+    return weights, alpha, new_max, row_sum * alpha + tl.sum(weights, 1)
+
+
+@triton.jit
+def window_start(position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first key that a query at a position sees."""
+    return position * 0 if WINDOW is None else tl.maximum(position - WINDOW + 1, 0)
+
+
+@triton.jit
+def find_blocks(  # type: ignore[no-untyped-def]
+    blocks, tile_start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+):
+    """The block of every key of a tile, or as a scalar the one that holds them all."""
+    if BLOCK_SIZE % TILE == 0 or TILE % BLOCK_SIZE == 0:  # scalars, which take one load each
+        first = tile_start // BLOCK_SIZE
+        ids = tl.load(blocks + first, mask=tile_start < end, other=0)
+        for i in tl.static_range(1, TILE // BLOCK_SIZE):
+            is_used = tile_start + i * BLOCK_SIZE < end
+            block_id = tl.load(blocks + first + i, mask=is_used, other=0)
+            ids = tl.where(tl.arange(0, TILE) >= i * BLOCK_SIZE, block_id, ids)
+    else:
+        keys = tile_start + tl.arange(0, TILE)
+        ids = tl.load(blocks + keys // BLOCK_SIZE, mask=keys < end, other=0)
+    return ids.to(tl.int64)
+
+
+@triton.jit
+def find_split(  # type: ignore[no-untyped-def]
+    first, end, SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr
+):
+    """Return the range of keys in [first, end) that this program reads."""
+    lo, hi = first // TILE * TILE, end
+    if SPLITS > 1:
+        size = split_size(hi - lo, SPLITS, TILE, MIN_SPLIT)
+        lo += tl.program_id(2) * size
+        hi = tl.minimum(lo + size, hi)
+    return lo, hi
+
+
+@triton.jit
+def split_size(  # type: ignore[no-untyped-def]
+    num_keys, SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr
+):
+    """Keys per split, in whole tiles."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, SPLITS), TILE) * TILE, MIN_SPLIT)
+
+
+@triton.jit
+def store_parts(parts, indices, dims, softmax, is_row, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    values, maxima, sums = parts
+    acc, row_max, row_sum = softmax
+    is_real = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(values + indices[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_real)
+    tl.store(maxima + indices, row_max, mask=is_row)
+    tl.store(sums + indices, row_sum, mask=is_row)
+
+
+@triton.jit
+def load_parts(parts, indices, dims, is_used, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load some parts; what is not used is a part without keys."""
+    values, maxima, sums = parts
+    is_real = is_used[:, None] & (dims < HEAD_DIM)[None, :]
+    acc = tl.load(values + indices[:, None] * HEAD_DIM + dims[None, :], mask=is_real, other=0.0)
+    row_max = tl.load(maxima + indices, mask=is_used, other=float("-inf"))
+    return acc, row_max, tl.load(sums + indices, mask=is_used, other=0.0)
+
+
+@triton.jit
+def join_splits(  # type: ignore[no-untyped-def]
+    parts,
+    row,
+    dims,
+    first,
+    end,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+):
+    """Return the weighted mean of a row's values over its keys, from first to end; none: zeros."""
+    lo = first // TILE * TILE
+    size = split_size(end - lo, SPLITS, TILE, MIN_SPLIT)
+    splits = tl.arange(0, SPLITS)
+    is_used = lo + splits * size < end  # those that got no keys stored nothing
+    acc, maxima, sums = load_parts(parts, row * SPLITS + splits, dims, is_used, HEAD_DIM)
+    highest = tl.max(maxima, 0)
+    weights = tl.exp2(maxima - tl.where(highest == float("-inf"), 0.0, highest))
+    total = tl.sum(sums * weights, 0)
+    return tl.sum(acc * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)

@@ -1,0 +1,239 @@
+"""Quantized weights in Triton: tiles of words, and their values in a type that is multiplied.
+
+`quantized_weight.py` has the layout. FP8 and int4 differ in how many values a word has, 4 or 8. The
+values at one place of all words of a block are a tile of neighboring inputs, and those of the next
+place lie beside them: an operand of tensor cores is made of words without an exchange between
+threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import JITFunction
+
+from nanovllm.ops.quantized_weight import QuantizedWeight, num_blocks
+
+CudaWeight = Tensor | QuantizedWeight
+
+BLOCK_OUT = 32  # rows of a program that dequantizes
+
+
+def weight_arguments(weight: CudaWeight) -> tuple[Any, ...]:
+    """The weight as kernels take it: its tensor, and its scales and zero points, if any."""
+    if isinstance(weight, Tensor):
+        return weight, None
+    return weight.qweight, (weight.scales, weight.zero_points)
+
+
+def weight_sizes(weight: CudaWeight) -> dict[str, int]:
+    """What kernels know of a weight when they are compiled.
+
+    NUM_WORDS are those of a row, LANES those of a block, GROUP the inputs that share a scale (0:
+    all of a row). A dense weight has one value in a word, no LANES and no scale.
+    """
+    num_in = weight.shape[-1]
+    if isinstance(weight, Tensor):
+        return {"NUM_IN": num_in, "NUM_WORDS": num_in, "LANES": 0, "GROUP": -1}
+    lanes = weight.num_words // num_blocks(num_in)
+    return {"NUM_IN": num_in, "NUM_WORDS": weight.num_words, "LANES": lanes, "GROUP": weight.group}
+
+
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the weight [out, in] in a dtype of 16 bits, with the values that loading would give.
+
+    For products of many rows that have no kernel of their own.
+    """
+    num_out, num_in = weight.shape
+    y = torch.empty(num_out, num_in, device=weight.qweight.device, dtype=dtype)
+    _dequantize[(num_blocks(num_in), triton.cdiv(num_out, BLOCK_OUT))](
+        *(y, *weight_arguments(weight), num_out),
+        **weight_sizes(weight),
+        BLOCK_OUT=BLOCK_OUT,
+        num_warps=4,
+    )
+    return y
+
+
+@triton.jit
+def _dequantize(  # type: ignore[no-untyped-def]
+    y,
+    words,
+    stored,
+    num_out,
+    NUM_IN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+):
+    """The grid is (blocks of inputs, outputs)."""
+    PLACES: tl.constexpr = 128 // LANES
+    PARTS: tl.constexpr = 128 // GROUP if GROUP > 0 else 1
+    NUM_GROUPS: tl.constexpr = NUM_WORDS // LANES * PARTS if GROUP > 0 else 1
+    block = tl.program_id(0)
+    out = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = out < num_out
+    lanes = tl.arange(0, LANES)
+    tile = load_tile(words, out, is_out, block * LANES + lanes, NUM_WORDS)
+    for n in tl.static_range(PLACES):
+        group = block * PARTS + n * PARTS // PLACES if GROUP > 0 else 0
+        place = out.to(tl.int64) * NUM_GROUPS + group
+        values = as_floats(tile, n, PLACES)
+        if stored[1] is not None:
+            values -= tl.load(stored[1] + place, mask=is_out, other=0).to(tl.float32)[:, None]
+        elif PLACES == 8:
+            values -= 8.0
+        values *= tl.load(stored[0] + place, mask=is_out, other=0.0).to(tl.float32)[:, None]
+        i = block * 128 + LANES * n + lanes
+        mask = is_out[:, None] & (i < NUM_IN)[None, :]
+        places = y + out.to(tl.int64)[:, None] * NUM_IN + i[None, :]
+        tl.store(places, values.to(y.dtype.element_ty), mask=mask)
+
+
+# Two words, $4 and $5, give a pair of numbers for each place. Their bytes go to the upper ones of
+# two halves, then sign, exponent and fraction to where bfloat16 has them: its exponents are larger
+# by 120. Below the bytes are others, which are masked.
+_FP8_PLACE = """
+prmt.b32 a, $4, $5, {bytes};
+and.b32 b, a, 0x7F007F00;
+shr.u32 b, b, 4;
+lop3.b32 b, a, 0x80008000, b, 0xEA;
+fma.rn.bf16x2 ${place}, b, up, zero;
+"""
+_FP8_TO_BFLOAT16 = tl.constexpr(
+    "{.reg .b32 a, b, up, zero; mov.b32 up, 0x7B807B80; mov.b32 zero, 0x80008000;"
+    + "".join(_FP8_PLACE.format(place=place, bytes=f"0x{4 + place}0{place}0") for place in range(4))
+    + "}"
+)
+_FP8_TO_FLOAT16 = tl.constexpr("""{
+.reg .b32 a; .reg .b16 low, high;
+prmt.b32 a, $4, $5, 0x5140;
+mov.b32 {low, high}, a;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+prmt.b32 a, $4, $5, 0x7362;
+mov.b32 {low, high}, a;
+cvt.rn.f16x2.e4m3x2 $2, low;
+cvt.rn.f16x2.e4m3x2 $3, high;
+}""")
+
+
+def _int4_places(bits: str) -> str:
+    """Of two words, $8 and $9, the lower halves have a pair for four places, and the upper ones."""
+    lines = ["prmt.b32 a, $8, $9, 0x5410;", "prmt.b32 b, $8, $9, 0x7632;"]
+    for place in range(4):
+        for half, first in (("a", 0), ("b", 4)):
+            lines += [f"shr.u32 {half}, {half}, 4;"] * (place > 0)
+            lines += [f"lop3.b32 ${first + place}, {half}, 0x000F000F, {bits}, 0xEA;"]
+    return "{.reg .b32 a, b;" + "\n".join(lines) + "}"
+
+
+_INT4_TO_BFLOAT16 = tl.constexpr(_int4_places("0x43004300"))
+_INT4_TO_FLOAT16 = tl.constexpr(_int4_places("0x64006400"))
+
+
+@triton.jit
+def load_tile(words, rows, is_row, word, NUM_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load some words of rows of a weight, or values of a dense one."""
+    mask = is_row[:, None] & (word < NUM_WORDS)[None, :]
+    places = words + rows.to(tl.int64)[:, None] * NUM_WORDS + word[None, :]
+    return tl.load(places, mask=mask, other=0)
+
+
+# The interpreter runs no assembly.
+IS_INTERPRETED = tl.constexpr(not isinstance(load_tile, JITFunction))
+
+
+@triton.jit
+def as_operands(tile, PLACES: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the codes of words by place in a type of 16 bits; those of 4 bits are raised.
+
+    A raised code is a number of 128 (bfloat16) or 1024 (float16) more, whose last bits it is.
+    """
+    if PLACES == 4:
+        return _fp8_operands(tile, dtype)
+    else:
+        return _int4_operands(tile, dtype)
+
+
+@triton.jit
+def join_places(codes, FIRST: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Lay the codes of some places side by side: a thread that has them all moves none."""
+    if COUNT == 8:
+        return _beside(_four_beside(codes, 0), _four_beside(codes, 4))
+    elif COUNT == 4:
+        return _four_beside(codes, FIRST)
+    elif COUNT == 2:
+        return _beside(codes[FIRST], codes[FIRST + 1])
+    else:
+        return codes[FIRST]
+
+
+@triton.jit
+def _four_beside(codes, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
+    first = _beside(codes[FIRST], codes[FIRST + 1])
+    return _beside(first, _beside(codes[FIRST + 2], codes[FIRST + 3]))
+
+
+@triton.jit
+def _beside(first, second):  # type: ignore[no-untyped-def]
+    both = tl.join(first, second).permute(0, 2, 1)
+    return both.reshape(first.shape[0], 2 * first.shape[1])
+
+
+@triton.jit
+def raised_by(dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    return 128.0 if dtype == tl.bfloat16 else 1024.0
+
+
+@triton.jit
+def as_floats(tile, place: tl.constexpr, PLACES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the codes of one place of words in float32."""
+    if PLACES == 4:
+        code = ((tile >> (8 * place)) & 255).to(tl.uint8)
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        return ((tile >> (4 * place)) & 15).to(tl.float32)
+
+
+@triton.jit
+def _fp8_operands(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    if IS_INTERPRETED:
+        values = ()
+        for place in tl.static_range(4):
+            values += (as_floats(tile, place, 4).to(dtype),)  # type: ignore[assignment]
+        return values
+    else:
+        return tl.inline_asm_elementwise(
+            _FP8_TO_BFLOAT16 if dtype == tl.bfloat16 else _FP8_TO_FLOAT16,
+            "=&r,=&r,=&r,=&r,r,r",
+            [tile],
+            dtype=(dtype.value,) * 4,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def _int4_operands(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    if IS_INTERPRETED:
+        BITS: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+        values = ()
+        for place in tl.static_range(8):
+            bits = ((tile >> (4 * place)) & 15) | BITS
+            values += (bits.to(tl.int16).to(dtype, bitcast=True),)  # type: ignore[assignment]
+        return values
+    else:
+        return tl.inline_asm_elementwise(
+            _INT4_TO_BFLOAT16 if dtype == tl.bfloat16 else _INT4_TO_FLOAT16,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+            [tile],
+            dtype=(dtype.value,) * 8,
+            is_pure=True,
+            pack=2,
+        )

@@ -1,0 +1,296 @@
+"""Fused element-wise kernels for CUDA; torch_ops.py says what each one computes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.devices.cuda.kernels.fp8_rows import (
+    LEAST_OF_DOT,
+    padded_range,
+    quantise,
+    spread,
+    spread_matrix,
+)
+from nanovllm.devices.cuda.kernels.pdl import MAX_ROWS, launch_options, wait_for_inputs
+from nanovllm.ops.fp8_rows import spread_exponents, spread_size
+from nanovllm.ops.interface import (
+    ACTIVATIONS,
+    Activation,
+    Hidden,
+    LayerCache,
+    NormWeights,
+    QKNormWeights,
+    SumScales,
+)
+
+GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_tanh"])
+
+
+def rms_norm(hidden: Hidden, norm: NormWeights) -> Tensor:
+    """Return the norm of residual + update; the residual becomes that sum."""
+    residual, update = hidden.residual, hidden.update
+    num_rows, dim = residual.shape
+    out = torch.empty_like(residual)
+    block = triton.next_power_of_2(dim)
+    # Few rows are a matter of latency, many of bandwidth, which wants 16 bytes in each access.
+    per_thread = 4 if num_rows <= MAX_ROWS else 8
+    _rms_norm[(num_rows,)](
+        out,
+        residual,
+        update,
+        scales_of(hidden.scales),
+        norm.weight,
+        norm.eps,
+        dim,
+        BLOCK=block,
+        NUM_SPLITS=count_splits(update),
+        num_warps=min(max(block // (32 * per_thread), 1), 8),
+        **launch_options(residual, num_rows),
+    )
+    return out
+
+
+def count_splits(update: Tensor | None) -> int:
+    """How many partial sums an update has; 0: there is none."""
+    if update is None:
+        return 0
+    return len(update) if update.dim() == 3 else 1
+
+
+def scales_of(scales: SumScales | None) -> tuple[Tensor, Tensor] | None:
+    return None if scales is None else (scales.rows, scales.outputs)
+
+
+def gate(gate_up: Tensor, activation: Activation, scales: SumScales | None = None) -> Tensor:
+    """See Ops.gate; sums of codes are first multiplied by their scales."""
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(num_rows, size, device=gate_up.device, dtype=gate_up.dtype)
+    block = 1024
+    _gate[(num_rows, triton.cdiv(size, block))](
+        out,
+        gate_up,
+        scales_of(scales),
+        size,
+        ACTIVATION=activation,
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(gate_up, num_rows),
+    )
+    return out
+
+
+def rope_write(
+    qkv: Tensor,
+    norm: QKNormWeights | None,
+    rope: Tensor,
+    positions: Tensor,
+    cache: LayerCache,
+    cache_offsets: Tensor,
+) -> None:
+    """See Ops.rope_write; a cache offset below 0 is padding: nothing is written."""
+    num_tokens, num_heads, head_dim = qkv.shape
+    block_size, num_kv_heads = cache.k.shape[1:3]
+    _rope_write[(num_tokens, 2)](
+        qkv,
+        None if norm is None else (norm.q, norm.k, norm.eps),
+        rope,
+        positions,
+        tuple(cache.parts),
+        cache_offsets,
+        NUM_Q_HEADS=num_heads - 2 * num_kv_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        SPREAD=(spread_size(head_dim), *(2.0**exponent for exponent in spread_exponents(head_dim))),
+        num_warps=4,
+        **launch_options(qkv, num_tokens),
+    )
+
+
+@triton.jit
+def _rms_norm(  # type: ignore[no-untyped-def]
+    out,
+    residual,
+    update,
+    scales,
+    weight,
+    eps,
+    dim,
+    BLOCK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK)
+    normed = add_and_norm(residual, update, scales, weight, eps, i, dim, NUM_SPLITS, OVERLAP)
+    tl.store(out + tl.program_id(0).to(tl.int64) * dim + i, normed, mask=i < dim)
+
+
+@triton.jit
+def add_and_norm(  # type: ignore[no-untyped-def]
+    residual, update, scales, weight, eps, i, dim, NUM_SPLITS: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """Add the update to the row of a program, store that, and return its norm.
+
+    `i` are all columns in any order and shape. NUM_SPLITS counts the partial sums of the update.
+    """
+    base = tl.program_id(0).to(tl.int64) * dim
+    mask = i < dim
+    factor = tl.load(weight + i, mask=mask, other=0.0)
+    if scales is not None:
+        column_scales = tl.load(scales[1] + i, mask=mask, other=0.0)
+    wait_for_inputs(OVERLAP)
+    value = tl.load(residual + base + i, mask=mask, other=0.0).to(tl.float32)
+    if NUM_SPLITS > 0:
+        added = tl.load(update + base + i, mask=mask, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, NUM_SPLITS):
+            partial_sum = update + split * tl.num_programs(0) * dim + base
+            added += tl.load(partial_sum + i, mask=mask, other=0.0)
+        if scales is not None:
+            added *= tl.load(scales[0] + tl.program_id(0)) * column_scales
+        total = (added + value).to(residual.dtype.element_ty)
+        tl.store(residual + base + i, total, mask=mask)
+        value = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / dim + eps)
+    normed = (value * scale).to(residual.dtype.element_ty)
+    return (normed * factor).to(residual.dtype.element_ty)
+
+
+@triton.jit
+def _gate(  # type: ignore[no-untyped-def]
+    out,
+    gate_up,
+    scales,
+    size,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_inputs(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < size
+    gate = tl.load(gate_up + 2 * row * size + i, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + (2 * row + 1) * size + i, mask=mask, other=0.0)
+    if scales is None:
+        active = activate(gate, ACTIVATION).to(out.dtype.element_ty)
+        tl.store(out + row * size + i, active * up, mask=mask)
+    else:
+        row_scale = tl.load(scales[0] + row)
+        gate *= row_scale * tl.load(scales[1] + i, mask=mask, other=0.0)
+        up_scale = row_scale * tl.load(scales[1] + size + i, mask=mask, other=0.0)
+        product = activate(gate, ACTIVATION) * (up.to(tl.float32) * up_scale)
+        tl.store(out + row * size + i, product.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def activate(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Both activations are the number times a sigmoid."""
+    exponent = gate
+    if ACTIVATION == "gelu_tanh":
+        exponent = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate)
+    return gate / (1.0 + tl.exp(-exponent))
+
+
+@triton.jit
+def _rope_write(  # type: ignore[no-untyped-def]
+    qkv,
+    norm,
+    rope,
+    positions,
+    caches,
+    cache_offsets,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPREAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The grid is (tokens, 2): 0 rotates the queries, 1 the keys and stores keys and values."""
+    token = tl.program_id(0).to(tl.int64)
+    base = token * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    half: tl.constexpr = HEAD_DIM // 2
+    least: tl.constexpr = 1 if len(caches) == 2 else LEAST_OF_DOT
+    i = padded_range(half, least)
+    kv_heads = padded_range(NUM_KV_HEADS, least)
+    angles = rope + tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
+    cos = tl.load(angles, mask=i < half, other=0.0)[None, :]
+    sin = tl.load(angles + half, mask=i < half, other=0.0)[None, :]
+    offset = tl.load(cache_offsets + token + 0 * kv_heads).to(tl.int64)[:, None]
+    matrix = ()
+    if len(caches) > 2:
+        matrix = spread_matrix(i.shape[0], SPREAD[0], qkv.dtype.element_ty)
+    wait_for_inputs(OVERLAP)
+    if tl.program_id(1) == 0:
+        heads = padded_range(NUM_Q_HEADS, least)[:, None]
+        q = qkv + base + heads * HEAD_DIM + i[None, :]
+        mask = (heads < NUM_Q_HEADS) & (i < half)[None, :]
+        first, second = _rotate(q, mask, norm, 0, cos, sin, i, half)
+        if len(caches) > 2:
+            first, second = spread(first, second, matrix, SPREAD[1])
+        tl.store(q, first, mask=mask)
+        tl.store(q + half, second, mask=mask)
+    else:
+        kv = qkv + base + NUM_Q_HEADS * HEAD_DIM
+        _rotate_and_store(
+            *(kv, norm, cos, sin, i, matrix, caches, offset, kv_heads),
+            *(NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SPREAD),
+        )
+
+
+@triton.jit
+def _rotate_and_store(  # type: ignore[no-untyped-def]
+    kv,
+    norm,
+    cos,
+    sin,
+    i,
+    matrix,
+    caches,
+    cache_offset,
+    kv_heads,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
+    half: tl.constexpr = HEAD_DIM // 2
+    heads = kv_heads[:, None]
+    mask = (heads < NUM_KV_HEADS) & (i < half)[None, :]
+    offsets = heads * HEAD_DIM + i[None, :]
+    first, second = _rotate(kv + offsets, mask, norm, 1, cos, sin, i, half)
+    cached = cache_offset * NUM_KV_HEADS * HEAD_DIM + offsets
+    is_used = mask & (cache_offset >= 0)
+    v = kv + NUM_KV_HEADS * HEAD_DIM + offsets
+    v_first, v_second = tl.load(v, mask=mask, other=0.0), tl.load(v + half, mask=mask, other=0.0)
+    if len(caches) > 2:
+        row = cache_offset // BLOCK_SIZE * NUM_KV_HEADS + heads
+        place = row * BLOCK_SIZE + cache_offset % BLOCK_SIZE  # [heads, 1]
+        is_row = (heads < NUM_KV_HEADS) & (cache_offset >= 0)
+        first, second = spread(first, second, matrix, SPREAD[2])
+        first, second = quantise(first, second, caches[2] + place, is_row)
+        v_first, v_second = quantise(v_first, v_second, caches[3] + place, is_row)
+    tl.store(caches[0] + cached, first, mask=is_used)
+    tl.store(caches[0] + cached + half, second, mask=is_used)
+    tl.store(caches[1] + cached, v_first, mask=is_used)
+    tl.store(caches[1] + cached + half, v_second, mask=is_used)
+
+
+@triton.jit
+def _rotate(x, mask, norm, INDEX: tl.constexpr, cos, sin, i, half: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return both halves of some heads, normalised if there is a norm, and rotated."""
+    dtype = x.dtype.element_ty
+    first = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + half, mask=mask, other=0.0).to(tl.float32)
+    if norm is not None:
+        weight = norm[INDEX]
+        total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = tl.rsqrt(total / (2 * half) + norm[2])[:, None]
+        first_weight = tl.load(weight + i, mask=i < half, other=0.0)[None, :]
+        second_weight = tl.load(weight + half + i, mask=i < half, other=0.0)[None, :]
+        first = ((first * scale).to(dtype) * first_weight).to(dtype).to(tl.float32)
+        second = ((second * scale).to(dtype) * second_weight).to(dtype).to(tl.float32)
+    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)

@@ -1,0 +1,411 @@
+"""Mixtures of experts on CUDA, for few tokens: every pair (token, expert) reads its own weights.
+
+More tokens share them: experts_grouped.py. Neither knows on the host what was chosen, so grids are
+as large as any choice needs. Quantized weights are multiplied as in linear_one_row.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.devices.cuda.kernels.dequantize import (
+    CudaWeight,
+    load_tile,
+    weight_arguments,
+    weight_sizes,
+)
+from nanovllm.devices.cuda.kernels.elementwise import activate
+from nanovllm.devices.cuda.kernels.linear_one_row import (
+    add_products,
+    load_inputs,
+    prepare_inputs,
+    row_scale,
+)
+from nanovllm.devices.cuda.kernels.linear_tiles import tile_rows
+from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
+from nanovllm.ops.interface import Routing
+from nanovllm.ops.quantized_weight import QuantizedWeight
+
+GATE_UP_BLOCK = 2  # outputs of a program, of dense weights
+DOWN_ELEMENTS = 4096  # of a dense weight that a program loads at a time
+QUANTIZED_BLOCK = 8  # outputs of a program, of quantized weights
+MAX_QUANTIZED_IN = 4096  # inputs in a tile
+TOGETHER = tl.constexpr(4)  # experts of a token whose weights are loaded before the first is used
+
+
+def route(
+    logits: Tensor, routing: Routing, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids and weights [tokens, top_k] of each token's experts, and the ranks of the pairs.
+
+    A rank counts the pairs that have the same expert, in any order; they are added to counts.
+    """
+    num_tokens, num_experts = logits.shape
+    ids = torch.empty(num_tokens, routing.top_k, device=logits.device, dtype=torch.int32)
+    ranks = torch.empty_like(ids)  # not behind ids: every alignment would be another kernel
+    weights = torch.empty(ids.shape, device=logits.device, dtype=torch.float32)
+    if num_tokens == 0:
+        return ids, weights, ranks
+    _route[(num_tokens,)](
+        *(ids, weights, logits, ranks, counts, num_experts),
+        TOP_K=routing.top_k,
+        TOP_K_BLOCK=triton.next_power_of_2(routing.top_k),
+        IS_NORMALIZED=routing.is_normalized,
+        BLOCK=triton.next_power_of_2(num_experts),
+        num_warps=1,  # a choice is too little work to share
+        **launch_options(logits, num_tokens),
+    )
+    return ids, weights, ranks
+
+
+def run_pairs(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: CudaWeight, down: CudaWeight
+) -> Tensor:
+    """Return the weighted sum of each token's experts; all tensors are contiguous.
+
+    A quantized weight has the rows of all experts, one expert's after another's; a dense one is
+    [experts, outputs, inputs].
+    """
+    num_tokens, top_k = ids.shape
+    hidden, size = x.shape[1], down.shape[-1]
+    y = torch.empty(num_tokens * top_k, size, device=x.device, dtype=x.dtype)
+    out = torch.empty_like(x)
+    options = {"TOP_K": top_k, **launch_options(x, num_tokens)}
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        _run_dense(out, y, x, ids, weights, gate_up, down, options)
+        return out
+    assert isinstance(gate_up, QuantizedWeight)
+    assert isinstance(down, QuantizedWeight)
+    options |= {"BLOCK_OUT": QUANTIZED_BLOCK, "num_warps": 4}
+    _quantized_gate_up[(triton.cdiv(size, QUANTIZED_BLOCK), len(y))](
+        *(y, x, *weight_arguments(gate_up), ids, size), **_sizes(gate_up), **options
+    )
+    _quantized_down[(triton.cdiv(hidden, QUANTIZED_BLOCK), num_tokens)](
+        *(out, y, *weight_arguments(down), ids, weights, hidden), **_sizes(down), **options
+    )
+    return out
+
+
+def _sizes(weight: QuantizedWeight) -> dict[str, int]:
+    sizes = weight_sizes(weight)
+    most = MAX_QUANTIZED_IN // 128 * sizes["LANES"]
+    return {**sizes, "BLOCK_WORDS": min(triton.next_power_of_2(sizes["NUM_WORDS"]), most)}
+
+
+def _run_dense(
+    out: Tensor,
+    y: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    options: dict[str, Any],
+) -> None:
+    """Tiles of all experts of a token are added up at once, which is faster than one by one."""
+    num_tokens, top_k = ids.shape
+    _, hidden, size = down.shape
+    _dense_gate_up[(triton.cdiv(size, GATE_UP_BLOCK), len(y))](
+        *(y, x, gate_up, ids, size),
+        NUM_IN=hidden,
+        BLOCK_OUT=GATE_UP_BLOCK,
+        BLOCK_IN=min(triton.next_power_of_2(hidden), 2048),
+        num_warps=4,
+        **options,
+    )
+    top_k_block = triton.next_power_of_2(top_k)
+    block_in = min(max(size & -size, 64), 128)  # wastes no lane
+    block_out = max(DOWN_ELEMENTS // (top_k_block * block_in), 1)
+    _dense_down[(triton.cdiv(hidden, block_out), num_tokens)](
+        *(out, y, down, ids, weights, hidden),
+        NUM_IN=size,
+        TOP_K_BLOCK=top_k_block,
+        BLOCK_OUT=block_out,
+        BLOCK_IN=block_in,
+        num_warps=8,
+        **options,
+    )
+
+
+@triton.jit
+def _route(  # type: ignore[no-untyped-def]
+    ids,
+    weights,
+    logits,
+    ranks,
+    counts,
+    num_experts,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(OVERLAP)
+    choices = tl.arange(0, TOP_K_BLOCK)
+    is_choice = choices < TOP_K
+    pairs = token * TOP_K + choices
+    logits += token * num_experts
+    experts = _choose(logits, num_experts, choices, TOP_K, BLOCK)
+    shares = _weigh(logits, experts, is_choice, num_experts, IS_NORMALIZED, BLOCK)
+    tl.store(ids + pairs, experts, mask=is_choice)
+    tl.store(weights + pairs, shares, mask=is_choice)
+    if counts is not None:
+        rank = tl.atomic_add(counts + experts, 1, mask=is_choice, sem="relaxed")
+        tl.store(ranks + pairs, rank, mask=is_choice)
+
+
+@triton.jit
+def _choose(logits, num_experts, choices, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the experts of a token, by logit, then by index."""
+    keys = _load_keys(logits, num_experts, BLOCK)
+    experts = choices * 0
+    for choice in tl.static_range(TOP_K):
+        best = tl.max(keys, 0)
+        expert = (BLOCK - 1 - (best & (BLOCK - 1))).to(tl.int32)
+        experts = tl.where(choices == choice, expert, experts)
+        keys = _drop(keys, keys == best)
+    return experts
+
+
+@triton.jit
+def _load_keys(logits, num_experts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return integers ordered like the logits, then like the experts, the first one highest.
+
+    No two are equal. NaN is like a large number.
+    """
+    experts = tl.arange(0, BLOCK)
+    values = tl.load(logits + experts, mask=experts < num_experts, other=0.0, cache_modifier=".cg")
+    bits = tl.where(values == 0.0, 0.0, values.to(tl.float32)).to(tl.int32, bitcast=True)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if values.dtype == tl.float32:
+        keys = (keys.to(tl.int64) << 32) + (BLOCK - 1 - experts)
+    else:  # the last bits of what had 16 are all the same
+        tl.static_assert(BLOCK <= 8192)
+        keys = (keys & -BLOCK) + (BLOCK - 1 - experts)
+    return _drop(keys, experts >= num_experts)
+
+
+@triton.jit
+def _drop(keys, is_dropped):  # type: ignore[no-untyped-def]
+    lowest: tl.constexpr = -(1 << (keys.dtype.primitive_bitwidth - 1))
+    return tl.where(is_dropped, lowest, keys)
+
+
+@triton.jit
+def _weigh(  # type: ignore[no-untyped-def]
+    logits,
+    experts,
+    is_choice,
+    num_experts,
+    IS_NORMALIZED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the shares of the chosen experts in the softmax, rounded like the logits."""
+    i = tl.arange(0, BLOCK)
+    every = tl.load(logits + i, mask=i < num_experts, other=-float("inf"), cache_modifier=".cg")
+    chosen = tl.load(logits + experts, mask=is_choice, other=-float("inf"), cache_modifier=".cg")
+    highest = tl.max(every, 0).to(tl.float32)
+    shares = tl.exp(chosen.to(tl.float32) - highest)
+    total = tl.sum(shares if IS_NORMALIZED else tl.exp(every.to(tl.float32) - highest), 0)
+    return (shares / total).to(logits.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _dense_gate_up(  # type: ignore[no-untyped-def]
+    y,
+    x,
+    weight,
+    ids,
+    num_out,
+    NUM_IN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """y[pair] = silu(gate) * up."""
+    wait_for_inputs(OVERLAP)
+    pair = tl.program_id(1)
+    expert = tl.load(ids + pair).to(tl.int64)
+    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = (out < num_out)[:, None]
+    gates = weight + expert * 2 * num_out * NUM_IN + out[:, None] * NUM_IN
+    ups = gates + num_out * NUM_IN
+    gate_sums = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
+    up_sums = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
+    for begin in tl.range(0, NUM_IN, BLOCK_IN, loop_unroll_factor=2):
+        i = begin + tl.arange(0, BLOCK_IN)
+        is_in = i < NUM_IN
+        mask = is_out & is_in[None, :]
+        gate = tl.load(gates + i[None, :], mask=mask, other=0.0)
+        up = tl.load(ups + i[None, :], mask=mask, other=0.0)
+        values = tl.load(x + pair // TOP_K * NUM_IN + i, mask=is_in, other=0.0)
+        values = values.to(tl.float32)[None, :]
+        gate_sums += gate.to(tl.float32) * values
+        up_sums += up.to(tl.float32) * values
+    value = activate(tl.sum(gate_sums, 1), "silu") * tl.sum(up_sums, 1)
+    tl.store(y + pair * num_out + out, value.to(y.dtype.element_ty), mask=out < num_out)
+
+
+@triton.jit
+def _dense_down(  # type: ignore[no-untyped-def]
+    out,
+    y,
+    weight,
+    ids,
+    pair_weights,
+    num_out,
+    NUM_IN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A program computes the same outputs of all experts of a token, and adds them up."""
+    token = tl.program_id(1)
+    choices = tl.arange(0, TOP_K_BLOCK)
+    is_choice = choices < TOP_K
+    pairs = token * TOP_K + choices
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = (is_choice[:, None] & (outs < num_out)[None, :])[:, :, None]
+    # The kernel before this one started after the choice was made: weights need not wait for it.
+    expert = tl.load(ids + pairs, mask=is_choice, other=0, cache_modifier=".cg").to(tl.int64)
+    w_start = weight + ((expert[:, None] * num_out + outs[None, :]) * NUM_IN)[:, :, None]
+    lanes = tl.arange(0, BLOCK_IN)
+    w_tile = tl.load(w_start + lanes, mask=is_out & (lanes < NUM_IN), other=0.0)
+    wait_for_inputs(OVERLAP)
+    sums = tl.zeros((TOP_K_BLOCK, BLOCK_OUT, BLOCK_IN), tl.float32)
+    for begin in tl.range(0, NUM_IN, BLOCK_IN):
+        i = begin + lanes
+        after = i + BLOCK_IN
+        next_tile = tl.load(w_start + after, mask=is_out & (after < NUM_IN), other=0.0)
+        mask = is_choice[:, None] & (i < NUM_IN)
+        values = tl.load(y + pairs[:, None] * NUM_IN + i, mask=mask, other=0.0)
+        sums += w_tile.to(tl.float32) * values.to(tl.float32)[:, None, :]
+        w_tile = next_tile
+    factors = tl.load(pair_weights + pairs, mask=is_choice, other=0.0)
+    totals = tl.sum(tl.sum(sums, 2) * factors[:, None], 0)
+    tl.store(out + token * num_out + outs, totals.to(out.dtype.element_ty), mask=outs < num_out)
+
+
+@triton.jit
+def _quantized_gate_up(  # type: ignore[no-untyped-def]
+    y,
+    x,
+    words,
+    stored,
+    ids,
+    num_out,
+    TOP_K: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    NUM_IN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """y[pair] = silu(gate) * up."""
+    wait_for_inputs(OVERLAP)
+    pair = tl.program_id(1)
+    rows, is_row = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, True)
+    rows += tl.load(ids + pair).to(tl.int64) * (2 * num_out)
+    row = x + pair // TOP_K * NUM_IN
+    sums = tl.zeros((2 * BLOCK_OUT,), tl.float32)
+    for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
+        word = begin + tl.arange(0, BLOCK_WORDS)
+        tile = load_tile(words, rows, is_row, word, NUM_WORDS)
+        inputs, _ = load_inputs((row, row, None), None, word, NUM_IN, LANES)
+        inputs, totals = prepare_inputs(inputs, LANES, GROUP)
+        sums += add_products(
+            tile, inputs, totals, stored, rows, is_row, begin, NUM_WORDS, LANES, GROUP
+        )
+    sums *= row_scale(stored, rows, is_row, GROUP)
+    gate, up = tl.split(sums.reshape(2, BLOCK_OUT).permute(1, 0))
+    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    value = (activate(gate, "silu") * up).to(y.dtype.element_ty)
+    tl.store(y + pair * num_out + out, value, mask=out < num_out)
+
+
+@triton.jit
+def _quantized_down(  # type: ignore[no-untyped-def]
+    out,
+    y,
+    words,
+    stored,
+    ids,
+    pair_weights,
+    num_out,
+    TOP_K: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    NUM_IN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A program computes the same outputs of all experts of a token, and adds them up."""
+    token = tl.program_id(1)
+    first_pair = token * TOP_K
+    outs, is_out = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, False)
+    lanes = tl.arange(0, BLOCK_WORDS)
+    # The kernel before this one started after the choice was made: weights need not wait for it.
+    experts = (ids, first_pair, num_out)
+    tiles = _load_together(words, experts, outs, is_out, 0, lanes, NUM_WORDS, TOP_K)
+    wait_for_inputs(OVERLAP)
+    totals_of_experts = tl.zeros((BLOCK_OUT,), tl.float32)
+    for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
+        for first in tl.static_range(0, TOP_K, TOGETHER):
+            few = tiles
+            if first > 0:
+                few = _load_together(
+                    words, experts, outs, is_out, first, begin + lanes, NUM_WORDS, TOP_K
+                )
+            for n in tl.static_range(TOGETHER):
+                if first + n < TOP_K:
+                    pair = first_pair + first + n
+                    rows = outs + tl.load(ids + pair).to(tl.int64) * num_out
+                    row = y + pair * NUM_IN
+                    inputs, _ = load_inputs((row, row, None), None, begin + lanes, NUM_IN, LANES)
+                    inputs, totals = prepare_inputs(inputs, LANES, GROUP)
+                    sums = add_products(
+                        *(few[n], inputs, totals, stored, rows, is_out, begin),
+                        *(NUM_WORDS, LANES, GROUP),
+                    )
+                    sums *= row_scale(stored, rows, is_out, GROUP)
+                    totals_of_experts += sums * tl.load(pair_weights + pair)
+        if NUM_WORDS > BLOCK_WORDS:
+            after = begin + BLOCK_WORDS + lanes
+            tiles = _load_together(words, experts, outs, is_out, 0, after, NUM_WORDS, TOP_K)
+    place = out + token * num_out + outs
+    tl.store(place, totals_of_experts.to(out.dtype.element_ty), mask=is_out)
+
+
+@triton.jit
+def _load_together(  # type: ignore[no-untyped-def]
+    words,
+    experts,
+    outs,
+    is_out,
+    first: tl.constexpr,
+    word,
+    NUM_WORDS: tl.constexpr,
+    TOP_K: tl.constexpr,
+):
+    """Load some words of the weights of a token's experts from the `first` on."""
+    ids, first_pair, num_out = experts
+    tiles = ()
+    for choice in tl.static_range(first, first + TOGETHER):
+        if choice < TOP_K:
+            expert = tl.load(ids + first_pair + choice, cache_modifier=".cg").to(tl.int64)
+            tiles += (load_tile(words, outs + expert * num_out, is_out, word, NUM_WORDS),)  # type: ignore[assignment]
+    return tiles

@@ -1,0 +1,216 @@
+"""Rows of e4m3 codes in Triton; `ops/fp8_rows.py` says what they are.
+
+A kernel multiplies codes, which float16 holds exactly, in the queries' float16 or float32. The
+scales of keys then multiply the scores; those of values are added to them as exponents, so that
+the weights of a softmax come out scaled, and their sum is taken with the scales divided out again.
+Weights are never rounded to fewer bits than float16 has.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nanovllm.devices.cuda.kernels.dequantize import IS_INTERPRETED
+from nanovllm.ops import fp8_rows
+from nanovllm.ops.fp8 import LARGEST_FP8
+
+LARGEST = tl.constexpr(LARGEST_FP8)
+MIN_EXPONENT = tl.constexpr(fp8_rows.MIN_EXPONENT)
+MAX_EXPONENT = tl.constexpr(fp8_rows.MAX_EXPONENT)
+NOT_FINITE = tl.constexpr(fp8_rows.NOT_FINITE)
+INFINITY_BITS = tl.constexpr(fp8_rows.INFINITY_BITS)
+ROUND_UP = tl.constexpr(fp8_rows.ROUND_UP)
+CODE_EXPONENT = tl.constexpr(fp8_rows.CODE_EXPONENT)
+LEAST_OF_DOT = tl.constexpr(16)  # rows and columns
+# Of the largest weight: float16 ends at 2**16, and what is far smaller should have all its bits.
+WEIGHT_EXPONENT = tl.constexpr(14)
+
+
+@triton.jit
+def power_of_two(exponents):  # type: ignore[no-untyped-def]
+    """The float32 that has some exponents (int32), and no fraction."""
+    return (exponents << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitude(x):  # type: ignore[no-untyped-def]
+    """The bits of |x| (float32), which are ordered as what they stand for; NaN is the largest."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.minimum(bits, INFINITY_BITS)
+
+
+@triton.jit
+def row_exponents(largest):  # type: ignore[no-untyped-def]
+    """The exponents of rows by the magnitude of their largest numbers, if they are finite."""
+    exponents = ((largest + ROUND_UP) >> 23) - CODE_EXPONENT
+    return tl.minimum(tl.maximum(exponents, MIN_EXPONENT), MAX_EXPONENT)
+
+
+@triton.jit
+def padded_range(count: tl.constexpr, least: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers up to a power of two that is not below `count` nor, if that is one, `least`."""
+    size: tl.constexpr = triton.next_power_of_2(count)
+    return tl.arange(0, size if size > least else least)
+
+
+@triton.jit
+def spread_matrix(COLUMNS: tl.constexpr, SIZE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Hadamard matrices, of which each mixes SIZE of the columns of half a head."""
+    columns = tl.arange(0, COLUMNS)
+    common = (columns[:, None] & columns[None, :]) % SIZE
+    common ^= common >> 4
+    common ^= common >> 2
+    common ^= common >> 1  # odd where an odd number of bits is set
+    is_group = columns[:, None] // SIZE == columns[None, :] // SIZE
+    return tl.where(is_group, 1.0 - 2.0 * (common & 1), 0.0).to(dtype)
+
+
+@triton.jit
+def spread(first, second, matrix, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Spread rows, given as two halves [rows, columns], in float32."""
+    first = tl.dot(first, matrix, input_precision="ieee") * SCALE
+    second = tl.dot(second, matrix, input_precision="ieee") * SCALE
+    return first + second, first - second
+
+
+@triton.jit
+def quantise(first, second, places, is_row):  # type: ignore[no-untyped-def]
+    """Return the codes of both halves of some rows, whose exponents are stored."""
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    largest = tl.max(tl.maximum(magnitude(first), magnitude(second)), 1)
+    exponents = row_exponents(largest)
+    codes = to_codes(first, largest, exponents), to_codes(second, largest, exponents)
+    exponents = tl.where(largest >= INFINITY_BITS, NOT_FINITE, exponents)
+    tl.store(places, exponents.to(tl.uint8)[:, None], mask=is_row)
+    return codes
+
+
+@triton.jit
+def to_codes(x, largest, exponents):  # type: ignore[no-untyped-def]
+    """Round rows [rows, dims] of float32 to the bits of codes."""
+    scaled = x * power_of_two(254 - exponents)[:, None]
+    size = tl.minimum(tl.abs(scaled), LARGEST)
+    bits = size.to(tl.int32, bitcast=True)
+    # To three bits of fraction, of two codes the even one; below 2**-6 to multiples of 2**-9.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    tiny = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    codes = tl.where(bits < 0x3C800000, tiny, normal)
+    codes |= (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return tl.where((largest >= INFINITY_BITS)[:, None], 0x7F, codes).to(tl.uint8)
+
+
+@triton.jit
+def as_multiplied(q_tile, scale):  # type: ignore[no-untyped-def]
+    """Return queries in a type that codes are multiplied in, as `split`, and their scores' scale.
+
+    A power of two brings those of 16 bits into the range of float16, which has the more digits.
+    """
+    if q_tile.dtype != tl.float32:
+        wide = q_tile.to(tl.float32)
+        largest = magnitude(wide)
+        largest = tl.where(largest >= INFINITY_BITS, 0, largest)  # of a row that is broken anyway
+        exponent = row_exponents(tl.max(tl.max(largest, 1), 0))
+        q_tile = (wide * power_of_two(254 - exponent)).to(tl.float16)
+        scale *= power_of_two(exponent)
+    return split(q_tile), scale
+
+
+@triton.jit
+def split(x):  # type: ignore[no-untyped-def]
+    """Return the columns with even numbers, and the odd ones."""
+    return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+
+
+@triton.jit
+def join(even, odd):  # type: ignore[no-untyped-def]
+    return tl.join(even, odd).reshape(even.shape[0], 2 * even.shape[1])
+
+
+@triton.jit
+def widen_pairs(pairs, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Widen codes that are loaded two by two (int16), to those of even columns and of odd ones.
+
+    Tensor cores take columns whose elements are of 16 bits as they lie in shared memory; single
+    codes would be gathered byte by byte.
+    """
+    if IS_INTERPRETED:
+        even = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        odd = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        # Two pairs are a word: its bytes 0 and 2, then 1 and 3. Left to the compiler, each byte is
+        # shifted and masked by itself.
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 bytes; .reg .b16 low, high;
+            prmt.b32 bytes, $2, 0, 0x3120;
+            mov.b32 {low, high}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return even.to(dtype), odd.to(dtype)
+
+
+@triton.jit
+def load_exponents(  # type: ignore[no-untyped-def]
+    exponents, rows, tile_start, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+):
+    """Load those of a tile of keys, and of their values; what is not a key may have any.
+
+    `exponents` are words of four, whose first is the head's in block 0; a block has so many `rows`
+    before its own. Narrower loads would not be pipelined.
+    """
+    words = tile_start // 4 + tl.arange(0, TILE // 4)
+    offsets = words % (BLOCK_SIZE // 4)
+    if len(rows.shape) == 0:
+        offsets += rows * (BLOCK_SIZE // 4)
+    else:
+        offsets += tl.max(rows.reshape(TILE // 4, 4), 1) * (BLOCK_SIZE // 4)
+    return _unpack(exponents[0] + offsets, TILE), _unpack(exponents[1] + offsets, TILE)
+
+
+@triton.jit
+def _unpack(words, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    shifts = 8 * tl.arange(0, 4)
+    return ((tl.load(words)[:, None] >> shifts[None, :]) & 255).reshape(TILE)
+
+
+@triton.jit
+def scale_scores(scores, exponents, scale):  # type: ignore[no-untyped-def]
+    """Turn products with codes into exponents of weights: of what multiplies the values' codes."""
+    key_scale = power_of_two(exponents[0]) * scale
+    return scores * key_scale[None, :] + (exponents[1] - 127).to(tl.float32)[None, :]
+
+
+@triton.jit
+def weigh_codes(scores, exponents, row_max, row_sum):  # type: ignore[no-untyped-def]
+    """Like `weigh`, for what `scale_scores` returned."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    top = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - (top - WEIGHT_EXPONENT)[:, None])
+    alpha = tl.exp2(row_max - top)
+    unscaled = weights * power_of_two(254 - exponents[1])[None, :]
+    return weights, alpha, new_max, row_sum * alpha + tl.sum(unscaled, 1)
+
+
+@triton.jit
+def multiply_keys(queries, pairs):  # type: ignore[no-untyped-def]
+    """The products of queries, which `as_multiplied` returned, with keys as pairs of codes."""
+    even, odd = widen_pairs(pairs, queries[0].dtype)
+    scores = tl.dot(queries[0], even.T, input_precision="ieee")
+    return tl.dot(queries[1], odd.T, scores, input_precision="ieee")
+
+
+@triton.jit
+def add_values(acc, weights, pairs, alpha, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sums of values, which are `split`, with those of a tile added."""
+    weights = weights.to(dtype)
+    even, odd = widen_pairs(pairs, dtype)
+    even_sum = tl.dot(weights, even, acc[0] * alpha[:, None], input_precision="ieee")
+    return even_sum, tl.dot(weights, odd, acc[1] * alpha[:, None], input_precision="ieee")

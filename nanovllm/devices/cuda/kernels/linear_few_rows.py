@@ -1,0 +1,226 @@
+"""Projections of a few rows on CUDA, where reading the weight is what takes the time.
+
+A program has some rows of the weight, some rows of x and a part of the inputs (split-K, where one
+part would make too few programs to fill the device). Partial sums are added up by the norm that
+follows or, for a quantized weight, by the last program of a tile to arrive.
+
+A quantized weight is read once and dequantized to operands of tensor cores, but every program reads
+x: with 64 rows and 128 outputs in a program, 128 inputs of x are 16 KB, those of the weight 16 KB
+in FP8 and 8 KB in int4. So tiles are as high as registers allow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.devices.cuda.kernels.dequantize import CudaWeight, weight_arguments, weight_sizes
+from nanovllm.devices.cuda.kernels.linear_tiles import (
+    add_bias,
+    fit_stages,
+    multiply_tile,
+    store_tile,
+    tile_rows,
+)
+from nanovllm.devices.cuda.kernels.pdl import launch_options, prefetch, wait_for_inputs
+from nanovllm.ops.interface import Activation
+from nanovllm.ops.quantized_weight import BLOCK, QuantizedWeight
+
+DENSE_BLOCK_OUT = 64  # rows of a dense weight in a program: what a tensor core instruction takes
+NUM_PROGRAMS = 128  # that fill a device, for dense weights
+MAX_SPLITS = 4  # of the inputs of a dense weight
+# A finished product is faster than cuBLAS up to these rows of x and bytes of the weight.
+MAX_ROWS, MAX_BYTES = 64, 32 << 20
+# Partial sums, which the norm adds up, are faster up to MAX_ROWS, and for a small weight to more.
+MAX_SPLIT_ROWS, MAX_SPLIT_BYTES = 256, 6 << 20
+MAX_QUANTIZED_SPLITS = 8
+MAX_PROGRAMS = 384  # for which the inputs of a quantized weight are split
+
+
+@dataclass(frozen=True, slots=True)
+class FewRowsConfig:
+    block_out: int  # rows of the weight in one program
+    block_rows: int  # of x
+    block_in: int  # inputs per step of the loop
+    num_warps: int
+    num_stages: int
+    num_splits: int  # parts of the inputs
+
+
+def has_few_rows(num_rows: int, weight: Tensor) -> bool:
+    """Whether this kernel beats cuBLAS, which starts more slowly but reads faster."""
+    return num_rows <= MAX_ROWS and weight.nbytes <= MAX_BYTES
+
+
+def choose_splits(num_rows: int, weight: Tensor) -> int:
+    """Into how many parts to split the inputs to fill the device: a power of two; 1: do not."""
+    is_small = num_rows <= MAX_SPLIT_ROWS and weight.nbytes <= MAX_SPLIT_BYTES
+    if num_rows == 1 or not (is_small or num_rows <= MAX_ROWS):
+        return 1
+    num_out, num_in = weight.shape
+    wanted = NUM_PROGRAMS * DENSE_BLOCK_OUT // num_out
+    most = max(1, min(wanted, MAX_SPLITS, num_in // 128))
+    return 1 << (most.bit_length() - 1)
+
+
+def few_rows_config(weight: CudaWeight, num_rows: int, num_splits: int = 1) -> FewRowsConfig:
+    """Splits are those of a dense weight; a quantized one chooses its own."""
+    if isinstance(weight, QuantizedWeight):
+        return _quantized_config(weight, num_rows)
+    # Of 65 to 128 rows two programs have 64 each, since one for all occupies half of the device.
+    block_rows = 128 if num_rows > 128 else min(max(16, triton.next_power_of_2(num_rows)), 64)
+    block_in = 128 // weight.itemsize  # a cache line
+    stage_bytes = (DENSE_BLOCK_OUT + block_rows) * weight.itemsize * block_in
+    most = min(8, weight.shape[1] // num_splits // block_in + 1)
+    num_stages = fit_stages(most, stage_bytes, weight.device)
+    return FewRowsConfig(DENSE_BLOCK_OUT, block_rows, block_in, 4, num_stages, num_splits)
+
+
+def _quantized_config(weight: QuantizedWeight, num_rows: int) -> FewRowsConfig:
+    """By Qwen3-8B's shapes on an H200; so many splits that some hundred programs share the work."""
+    num_out, num_in = weight.shape
+    is_int4, block_rows = weight.bits == 4, max(16, triton.next_power_of_2(num_rows))
+    if block_rows == 16:
+        tile = (128, 16, 4, 4) if is_int4 else (64, 16, 4, 6)
+        programs = MAX_PROGRAMS
+    else:
+        tile = (128, min(block_rows, 64), 4 if is_int4 and block_rows <= 64 else 8, 3)
+        programs = 192 if is_int4 else 128
+    num_tiles = triton.cdiv(num_out, tile[0]) * triton.cdiv(num_rows, tile[1])
+    most = min(MAX_QUANTIZED_SPLITS, max(num_in // 256, 1))
+    num_splits = min(triton.next_power_of_2(triton.cdiv(programs, num_tiles)), most)
+    block_out, block_rows, num_warps, num_stages = tile
+    stage_bytes = (block_out * weight.bits + block_rows * 16) * BLOCK // 8
+    num_stages = fit_stages(num_stages, stage_bytes, weight.qweight.device)
+    return FewRowsConfig(block_out, block_rows, BLOCK, num_warps, num_stages, num_splits)
+
+
+def make_counters(device: torch.device) -> Tensor:
+    """As many as there may be tiles whose inputs are split."""
+    return torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
+
+
+def few_rows_linear(
+    x: Tensor,  # [rows, in], contiguous
+    weight: CudaWeight,  # [out, in], contiguous; gated: gate, then up
+    bias: Tensor | None,
+    activation: Activation | None,
+    arrived: Tensor | None = None,
+    config: FewRowsConfig | None = None,
+) -> Tensor:
+    """Project x to [rows, out], or to partial sums: float32 [splits, rows, out].
+
+    `arrived`, from make_counters, is where programs count each other: the sums are then finished.
+    They are zeros before and after.
+    """
+    num_rows, num_in = x.shape
+    config = config or few_rows_config(weight, num_rows)
+    num_splits, sizes = config.num_splits, weight_sizes(weight)
+    num_out = weight.shape[0] if activation is None else weight.shape[0] // 2
+    block_out = config.block_out if activation is None else config.block_out // 2
+    step = sizes["LANES"] or config.block_in  # words in a step of the loop
+    is_even = num_out % block_out == 0
+    if isinstance(weight, Tensor):
+        is_even = is_even and num_in % (num_splits * config.block_in) == 0
+    grid = triton.cdiv(num_rows, config.block_rows), triton.cdiv(num_out, block_out), num_splits
+    is_finished = num_splits == 1 or arrived is not None
+    assert is_finished or activation is None
+    shape = (num_rows, num_out) if is_finished else (num_splits, num_rows, num_out)
+    y = torch.empty(shape, device=x.device, dtype=x.dtype if is_finished else torch.float32)
+    parts = None
+    if num_splits > 1 and arrived is not None:
+        assert len(arrived) >= grid[0] * grid[1]
+        size = grid[0] * grid[1] * num_splits, config.block_out * config.block_rows
+        parts = torch.empty(size, device=x.device, dtype=torch.float32), arrived
+    split_words = triton.cdiv(sizes["NUM_WORDS"], num_splits * step) * step
+    _few_rows[grid](
+        *(y, x, *weight_arguments(weight), bias, parts, num_rows, num_out, split_words),
+        **sizes,
+        COUNT=split_words if isinstance(weight, Tensor) else 0,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_OUT=block_out,
+        BLOCK_IN=config.block_in,
+        ACTIVATION=activation,
+        IS_EVEN=is_even,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **launch_options(x, num_rows),
+    )
+    return y
+
+
+@triton.jit(do_not_specialize=("num_rows",))  # one kernel serves all batches up to BLOCK_ROWS
+def _few_rows(  # type: ignore[no-untyped-def]
+    y,
+    x,
+    weight,
+    stored,
+    bias,
+    parts,
+    num_rows,
+    num_out,
+    split_words,
+    NUM_IN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The grid is (rows, outputs, splits): programs of the same outputs run at the same time."""
+    CACHE_LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+    if COUNT > 0:
+        split_words = COUNT
+    first, tile = tl.program_id(2) * split_words, tl.program_id(1)
+    end = tl.minimum(first + split_words, NUM_WORDS)
+    num_prefetched = COUNT if COUNT > 0 else end - first
+    w_rows, is_out = tile_rows(tile, num_out, BLOCK_OUT, ACTIVATION is not None)
+    if OVERLAP and IS_EVEN:  # the kernels before this one do not write the weight
+        for word in tl.range(0, tl.minimum(num_prefetched, 4 * CACHE_LINE), CACHE_LINE):
+            prefetch(weight + w_rows.to(tl.int64) * NUM_WORDS + first + word)
+    wait_for_inputs(OVERLAP)
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_row = rows < num_rows
+    sums = multiply_tile(
+        *(weight, stored, w_rows, is_out, x + rows[None, :] * NUM_IN, is_row, first, end),
+        *(NUM_IN, NUM_WORDS, LANES, GROUP, COUNT, BLOCK_IN, IS_EVEN),
+    )
+    if parts is None:
+        sums = add_bias(sums, bias, w_rows, is_out, first == 0)
+        targets = tl.program_id(2) * num_rows + rows
+        store_tile(y, sums, tile, targets, is_row, num_out, BLOCK_OUT, ACTIVATION)
+    else:
+        sums, is_last = add_parts(sums, parts)
+        if is_last:
+            sums = add_bias(sums, bias, w_rows, is_out, is_last)
+            store_tile(y, sums, tile, rows, is_row, num_out, BLOCK_OUT, ACTIVATION)
+
+
+@triton.jit
+def add_parts(sums, parts):  # type: ignore[no-untyped-def]
+    """Leave sums to the last of a tile's programs, which gets all of them; tell whether it is."""
+    SIZE: tl.constexpr = sums.shape[0] * sums.shape[1]
+    places = tl.arange(0, sums.shape[0])[:, None] * sums.shape[1]
+    places += tl.arange(0, sums.shape[1])[None, :]
+    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    num_splits = tl.num_programs(2)
+    first = parts[0] + tile.to(tl.int64) * num_splits * SIZE
+    tl.store(first + tl.program_id(2) * SIZE + places, sums)
+    tl.debug_barrier()  # all threads' stores come before the count
+    count = tl.atomic_add(parts[1] + tile, 1, sem="acq_rel", scope="gpu")
+    is_last = count == num_splits - 1
+    if is_last:
+        tl.store(parts[1] + tile, 0)
+        sums = tl.zeros_like(sums)
+        for split in tl.range(0, num_splits):  # in a fixed order, whichever program is last
+            sums += tl.load(first + split * SIZE + places, cache_modifier=".cg")
+    return sums, is_last

@@ -1,0 +1,292 @@
+"""Products of many rows with weights in FP8 on CUDA: activations are quantized to FP8 as well.
+
+A row has one scale, or one for every 128 inputs where the weight has. Its values lie in the order
+of the weight's, which is one that a product may have its inputs in.
+
+With one scale a row, up to some hundred rows, the library multiplies codes, and whatever reads the
+sums multiplies them by both scales: the library's product that does so itself splits no inputs, and
+takes up to twice as long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.devices.cuda.kernels.elementwise import add_and_norm, count_splits, gate, scales_of
+from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
+from nanovllm.ops.fp8 import FP8, LARGEST_FP8, SMALLEST_SCALE, ScaledCodes
+from nanovllm.ops.interface import Activation, Hidden, NormWeights, SumScales
+from nanovllm.ops.quantized_weight import FP8_WORDS, QuantizedWeight, num_blocks
+
+LARGEST = tl.constexpr(LARGEST_FP8)
+SMALLEST = tl.constexpr(SMALLEST_SCALE)
+WORDS = tl.constexpr(FP8_WORDS)  # of a block
+MAX_SUM_ROWS = 256  # whose sums are scaled afterwards; of 512 and more the library does so as fast
+MULTIPLE = 16  # of inputs, outputs and, with blocks, rows, which the library's product needs
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryWeight:
+    """A weight as the library's product takes it."""
+
+    stored: QuantizedWeight  # its scales are those of outputs, or [outputs / 128, blocks]
+    one: Tensor  # float32: the scale of codes whose sums are scaled afterwards
+
+
+def library_weight(weight: QuantizedWeight) -> LibraryWeight | None:
+    """The weight as the library's product takes it, if there is one for it."""
+    num_out, num_in = weight.shape
+    capability = torch.cuda.get_device_capability(weight.qweight.device)
+    one = torch.ones((), device=weight.qweight.device)
+    if not weight.has_blocks:
+        is_known = num_out % MULTIPLE == 0 and capability >= (9, 0)
+        return LibraryWeight(weight, one) if is_known else None
+    # The library reads scales of inputs four blocks at a time.
+    is_whole = num_out % 128 == num_blocks(num_in) % 4 == 0
+    if not is_whole or capability != (9, 0) or _cuda_version() < (12, 9):
+        return None
+    blocks = weight.scales[::128].contiguous()
+    if not torch.equal(blocks.repeat_interleave(128, 0), weight.scales):
+        return None
+    return LibraryWeight(QuantizedWeight(8, weight.qweight, blocks, None, num_in), one)
+
+
+def fp8_many_rows(
+    x: Tensor, weight: LibraryWeight, bias: Tensor | None, activation: Activation | None
+) -> Tensor:
+    """Quantise the rows of x [rows, in], and project them to [rows, out]."""
+    rows = fp8_quantise(x, weight.stored.has_blocks)
+    return _project(rows, weight, bias, activation, x.dtype)[: len(x)]
+
+
+def fp8_after_norm(
+    hidden: Hidden,
+    norm: NormWeights,
+    weight: LibraryWeight,
+    bias: Tensor | None,
+    activation: Activation | None,
+) -> Tensor:
+    """Like fp8_many_rows, of the norm of residual + update; the residual becomes that sum.
+
+    The weight has no blocks.
+    """
+    rows = fp8_norm(hidden, norm)
+    return _project(rows, weight, bias, activation, hidden.residual.dtype)
+
+
+def fp8_add_to(residual: Tensor, x: Tensor, weight: LibraryWeight, bias: Tensor | None) -> Hidden:
+    """Like fp8_many_rows, as an update of the residual, which the next norm may have to scale."""
+    y, scales = _multiply(fp8_quantise(x, weight.stored.has_blocks), weight, bias, x.dtype)
+    return Hidden(residual, y[: len(x)], scales)
+
+
+def _project(
+    rows: ScaledCodes,
+    weight: LibraryWeight,
+    bias: Tensor | None,
+    activation: Activation | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    y, scales = _multiply(rows, weight, bias, dtype)
+    if activation is not None:
+        return gate(y, activation, scales)
+    if scales is not None:
+        scale_sums(y, scales, None)
+    return y
+
+
+def _multiply(
+    rows: ScaledCodes, weight: LibraryWeight, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, SumScales | None]:
+    """The product or, with scales, sums of codes that are yet to be multiplied by them."""
+    stored, one = weight.stored, weight.one
+    is_scaled = stored.has_blocks or len(rows.codes) > MAX_SUM_ROWS
+    y: Tensor = torch._scaled_mm(
+        rows.codes,
+        stored.fp8.t(),
+        scale_a=rows.scales if is_scaled else one,
+        scale_b=stored.scales.t() if is_scaled else one,
+        bias=bias if is_scaled else None,
+        out_dtype=dtype,
+        use_fast_accum=not stored.has_blocks,
+    )
+    if is_scaled:
+        return y, None
+    scales = SumScales(rows.scales, stored.scales)
+    if bias is None:
+        return y, scales
+    scale_sums(y, scales, bias)
+    return y, None
+
+
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
+
+
+def scale_sums(sums: Tensor, scales: SumScales, bias: Tensor | None) -> None:
+    """Multiply sums of codes [rows, out] by their scales in place, and add the bias."""
+    num_rows, num_out = sums.shape
+    block = 1024
+    _scale_sums[(num_rows, triton.cdiv(num_out, block))](
+        *(sums, scales.rows, scales.outputs, bias, num_out),
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(sums, num_rows),
+    )
+
+
+def fp8_quantise(x: Tensor, by_block: bool) -> ScaledCodes:
+    """Quantize rows by their largest numbers; values lie as `pack_words` has them.
+
+    With blocks, rows are padded to a multiple of 16, which hold anything, and their scales lie
+    block by block, as the library wants them.
+    """
+    num_rows, num_in = x.shape
+    num_scales = num_blocks(num_in) if by_block else 1
+    padded = triton.cdiv(num_rows, MULTIPLE) * MULTIPLE if by_block else num_rows
+    codes = torch.empty(padded, num_blocks(num_in) * 128, device=x.device, dtype=FP8)
+    scales = torch.empty(num_scales, padded, device=x.device, dtype=torch.float32).t()
+    _quantise[(num_rows,)](
+        codes.view(torch.int32),
+        scales,
+        x,
+        padded,
+        NUM_IN=num_in,
+        NUM_BLOCKS=num_blocks(num_in),
+        BY_BLOCK=by_block,
+        PARTS=triton.next_power_of_2(num_blocks(num_in)),
+        num_warps=count_warps(num_in),
+        **launch_options(x, num_rows),
+    )
+    return ScaledCodes(codes, scales)
+
+
+def fp8_norm(hidden: Hidden, norm: NormWeights) -> ScaledCodes:
+    """The rows of the norm, each with a scale; see rms_norm and fp8_quantise."""
+    residual, update = hidden.residual, hidden.update
+    num_rows, dim = residual.shape
+    codes = torch.empty(num_rows, num_blocks(dim) * 128, device=residual.device, dtype=FP8)
+    scales = torch.empty(num_rows, 1, device=residual.device, dtype=torch.float32)
+    _norm[(num_rows,)](
+        *(codes.view(torch.int32), scales, residual, update, scales_of(hidden.scales)),
+        *(norm.weight, norm.eps, dim),
+        NUM_BLOCKS=num_blocks(dim),
+        PARTS=triton.next_power_of_2(num_blocks(dim)),
+        NUM_SPLITS=count_splits(update),
+        num_warps=count_warps(dim),
+        **launch_options(residual, num_rows),
+    )
+    return ScaledCodes(codes, scales)
+
+
+@triton.jit
+def _scale_sums(  # type: ignore[no-untyped-def]
+    sums,
+    row_scales,
+    output_scales,
+    bias,
+    num_out,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The grid is (rows, outputs)."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < num_out
+    scale = tl.load(output_scales + i, mask=mask, other=0.0)
+    wait_for_inputs(OVERLAP)
+    places = sums + row * num_out + i
+    y = tl.load(places, mask=mask, other=0.0).to(tl.float32) * (tl.load(row_scales + row) * scale)
+    if bias is not None:
+        y += tl.load(bias + i, mask=mask, other=0.0).to(tl.float32)
+    tl.store(places, y.to(sums.dtype.element_ty), mask=mask)
+
+
+def count_warps(num_in: int) -> int:
+    """So many that a thread has four words of codes, or more in long rows."""
+    return min(max(triton.next_power_of_2(num_blocks(num_in)) * FP8_WORDS // 128, 1), 16)
+
+
+@triton.jit(do_not_specialize=("num_rows",))
+def _quantise(  # type: ignore[no-untyped-def]
+    words,
+    scales,
+    x,
+    num_rows,
+    NUM_IN: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program has one row."""
+    row = tl.program_id(0).to(tl.int64)
+    i = _inputs_of_words(PARTS)
+    wait_for_inputs(OVERLAP)
+    values = tl.load(x + row * NUM_IN + i, mask=i < NUM_IN, other=0.0).to(tl.float32)
+    if BY_BLOCK:
+        part = tl.arange(0, PARTS)
+        scale = _scale_of(tl.max(tl.max(tl.abs(values), 2), 0))
+        tl.store(scales + part * num_rows + row, scale, mask=part < NUM_BLOCKS)
+        _store_codes(words, row, values, scale[None, :, None], NUM_BLOCKS)
+    else:
+        scale = _scale_of(tl.max(tl.abs(values)))
+        tl.store(scales + row, scale)
+        _store_codes(words, row, values, scale, NUM_BLOCKS)
+
+
+@triton.jit
+def _norm(  # type: ignore[no-untyped-def]
+    words,
+    scales,
+    residual,
+    update,
+    update_scales,
+    weight,
+    eps,
+    dim,
+    NUM_BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program has one row."""
+    i = _inputs_of_words(PARTS)
+    normed = add_and_norm(residual, update, update_scales, weight, eps, i, dim, NUM_SPLITS, OVERLAP)
+    values = normed.to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    scale = _scale_of(tl.max(tl.abs(values)))
+    tl.store(scales + row, scale)
+    _store_codes(words, row, values, scale, NUM_BLOCKS)
+
+
+@triton.jit
+def _inputs_of_words(PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The inputs [places, blocks, words] whose codes are in the places of words: see pack_words.
+
+    Those of a thread lie side by side, and it has all places of its words.
+    """
+    place, part = tl.arange(0, 4)[:, None, None], tl.arange(0, PARTS)[None, :, None]
+    return part * 128 + place * WORDS + tl.arange(0, WORDS)[None, None, :]
+
+
+@triton.jit
+def _scale_of(largest):  # type: ignore[no-untyped-def]
+    return tl.maximum(tl.div_rn(largest, LARGEST), SMALLEST)
+
+
+@triton.jit
+def _store_codes(words, row, values, scale, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round values [places, blocks, words] to codes, and store them as the words of a row."""
+    inverse = tl.div_rn(1.0, scale)
+    scaled = tl.clamp(values * inverse, -LARGEST, LARGEST)
+    bits = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    joined = tl.sum(bits << (8 * tl.arange(0, 4)[:, None, None]), 0)
+    part = tl.arange(0, values.shape[1])[:, None]
+    places = words + row * (NUM_BLOCKS * WORDS) + part * WORDS + tl.arange(0, WORDS)[None, :]
+    tl.store(places, joined, mask=part < NUM_BLOCKS)

@@ -1,0 +1,223 @@
+"""Products in tiles: the rows of the weight that a tile has, its sums, and where they go.
+
+The weight is the left operand of tensor cores: its rows, of which there are many, fill them however
+few rows x has. A gated tile has rows of gate, then the same rows of up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.devices.cuda.kernels.dequantize import as_operands, join_places, raised_by
+from nanovllm.devices.cuda.kernels.elementwise import activate
+
+
+def shared_bytes(device: torch.device) -> int:
+    """The shared memory that one program may take."""
+    if device.type != "cuda":
+        return 1 << 16
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin) - 8192
+
+
+def fit_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
+    """So many stages of a loop as are wanted, or as shared memory holds."""
+    return max(1, min(num_stages, shared_bytes(device) // stage_bytes))
+
+
+def num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def tile_rows(tile, num_out, BLOCK_OUT: tl.constexpr, IS_GATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The rows of the weight that a tile has, and which of them there are."""
+    if IS_GATED:
+        both = tl.arange(0, 2 * BLOCK_OUT)
+        out = tile * BLOCK_OUT + both % BLOCK_OUT
+        return out + both // BLOCK_OUT * num_out, out < num_out
+    else:
+        out = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        return out, out < num_out
+
+
+@triton.jit
+def multiply_tile(  # type: ignore[no-untyped-def]
+    weight,
+    stored,
+    w_rows,
+    is_out,
+    x_start,
+    is_row,
+    first,
+    end,
+    NUM_IN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    """The products of rows of a weight with rows of x, over its words from `first` to `end`.
+
+    Of a dense weight these are COUNT, which the compiler must know for the loop to be fast.
+    """
+    if LANES == 0:
+        return _multiply_dense(
+            weight, w_rows, is_out, x_start, is_row, first, NUM_IN, COUNT, BLOCK_IN, IS_EVEN
+        )
+    else:
+        return _multiply_quantized(
+            *(weight, stored, w_rows, is_out, x_start, is_row, first, end),
+            *(NUM_IN, NUM_WORDS, LANES, GROUP, IS_EVEN),
+        )
+
+
+@triton.jit
+def _multiply_dense(  # type: ignore[no-untyped-def]
+    weight,
+    w_rows,
+    is_out,
+    x_start,
+    is_row,
+    first,
+    NUM_IN: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    w_start = weight + first + w_rows.to(tl.int64)[:, None] * NUM_IN
+    x_start += first
+    sums = tl.zeros((w_rows.shape[0], is_row.shape[0]), tl.float32)
+    for begin in tl.range(0, COUNT, BLOCK_IN):
+        i = begin + tl.arange(0, BLOCK_IN)
+        if IS_EVEN:
+            w_tile = tl.load(w_start + i[None, :])
+            x_tile = tl.load(x_start + i[:, None], mask=is_row[None, :], other=0.0)
+        else:
+            is_in = i < NUM_IN - first
+            w_mask = is_out[:, None] & is_in[None, :]
+            w_tile = tl.load(w_start + i[None, :], mask=w_mask, other=0.0)
+            x_mask = is_row[None, :] & is_in[:, None]
+            x_tile = tl.load(x_start + i[:, None], mask=x_mask, other=0.0)
+        sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _multiply_quantized(  # type: ignore[no-untyped-def]
+    words,
+    stored,
+    w_rows,
+    is_out,
+    x_start,
+    is_row,
+    first,
+    end,
+    NUM_IN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    """Scales multiply the sums of groups; scaled values would go through shared memory.
+
+    They are loaded a block ahead: the loop would wait for them, as only what is loaded in words or
+    more is pipelined.
+    """
+    PLACES: tl.constexpr = 128 // LANES
+    PARTS: tl.constexpr = 128 // GROUP if GROUP > 0 else 1  # of a block
+    # Sums of groups are waited for: once, if their places are joined. Others go on by themselves.
+    JOINED: tl.constexpr = PLACES // PARTS if GROUP > 0 else 1
+    NUM_GROUPS: tl.constexpr = NUM_WORDS // LANES * PARTS if GROUP > 0 else 1
+    dtype: tl.constexpr = x_start.dtype.element_ty
+    lanes = tl.arange(0, LANES)
+    w_start = words + w_rows.to(tl.int64)[:, None] * NUM_WORDS
+    s_start = w_rows.to(tl.int64) * NUM_GROUPS
+    sums = tl.zeros((w_rows.shape[0], is_row.shape[0]), tl.float32)
+    group = first // LANES * PARTS if GROUP > 0 else 0
+    scale, less = _load_groups(stored, s_start, is_out, group, NUM_GROUPS, PARTS, dtype)
+    for word in tl.range(first, end, LANES):
+        if IS_EVEN:
+            tile = tl.load(w_start + (word + lanes)[None, :])
+        else:
+            tile = tl.load(w_start + (word + lanes)[None, :], mask=is_out[:, None], other=0)
+        next_scale, next_less = scale, less
+        if GROUP > 0:
+            after = (word // LANES + 1) * PARTS
+            next_scale, next_less = _load_groups(
+                stored, s_start, is_out, after, NUM_GROUPS, PARTS, dtype
+            )
+        values = as_operands(tile, PLACES, dtype)
+        if PLACES == 8:  # zero points are subtracted from raised int4 values
+            lowered = ()
+            for n in tl.static_range(PLACES):
+                lowered += (values[n] + less[n * PARTS // PLACES],)  # type: ignore[assignment]
+            values = lowered
+        for part in tl.static_range(PARTS):
+            products = sums if GROUP == 0 else tl.zeros_like(sums)
+            for n in tl.static_range(part * PLACES // PARTS, (part + 1) * PLACES // PARTS, JOINED):
+                i = word * PLACES + LANES * n + tl.arange(0, LANES * JOINED)
+                mask = is_row[None, :]
+                if NUM_IN % 128 != 0:
+                    mask = mask & (i < NUM_IN)[:, None]
+                x_tile = tl.load(x_start + i[:, None], mask=mask, other=0.0)
+                products = tl.dot(join_places(values, n, JOINED), x_tile, products)
+            sums = products if GROUP == 0 else sums + products * scale[part]
+        scale, less = next_scale, next_less
+    return sums * scale[0] if GROUP == 0 else sums
+
+
+@triton.jit
+def _load_groups(  # type: ignore[no-untyped-def]
+    stored,
+    s_start,
+    is_out,
+    group,
+    NUM_GROUPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The scales of the groups of a block, and what raised int4 values are lowered by."""
+    is_there = is_out & (group < NUM_GROUPS)  # after the last block there is none
+    scales, less = (), ()
+    for part in tl.static_range(PARTS):
+        places = s_start + group + part
+        scale = tl.load(stored[0] + places, mask=is_there, other=0.0).to(tl.float32)
+        scales += (scale[:, None],)  # type: ignore[assignment]
+        if stored[1] is None:
+            less += (tl.full((1, 1), -raised_by(dtype) - 8.0, dtype),)  # type: ignore[assignment]
+        else:
+            zero = tl.load(stored[1] + places, mask=is_there, other=0).to(tl.float32)
+            less += ((-raised_by(dtype) - zero).to(dtype)[:, None],)  # type: ignore[assignment]
+    return scales, less
+
+
+@triton.jit
+def add_bias(sums, bias, rows, is_row, is_added):  # type: ignore[no-untyped-def]
+    """Add the bias of some rows of the weight to sums [rows of the weight, rows of x]."""
+    if bias is not None:
+        mask = is_row & (is_added | (rows < 0))  # a mask has the shape of what it masks
+        sums += tl.load(bias + rows, mask=mask, other=0.0).to(tl.float32)[:, None]
+    return sums
+
+
+@triton.jit
+def store_tile(  # type: ignore[no-untyped-def]
+    y, sums, tile, targets, is_target, num_out, BLOCK_OUT: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """Apply the gate, if any, and store sums as a tile's outputs of rows of y [rows, num_out]."""
+    if ACTIVATION is not None:
+        gate, up = tl.split(sums.reshape(2, BLOCK_OUT, sums.shape[1]).permute(1, 2, 0))
+        sums = activate(gate, ACTIVATION) * up
+    outs = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    places = y + targets[None, :] * num_out + outs[:, None]
+    mask = is_target[None, :] & (outs < num_out)[:, None]
+    tl.store(places, sums.to(y.dtype.element_ty), mask=mask)

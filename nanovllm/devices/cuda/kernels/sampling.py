@@ -1,0 +1,321 @@
+"""Sampling on CUDA: one token per row, drawn as the largest logit after noise was added to it.
+
+The noise is a pure function of (seed, position, vocabulary id), so that neither the rest of the
+batch, nor graphs, nor preemption, nor the way a row is split over programs can change a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm import sampling_params
+from nanovllm.devices.cuda.kernels.sampling_cutoff import (
+    CAPACITY,
+    COLUMNS,
+    GROUP_SIZE,
+    LOG2_E,
+    find_floors,
+    find_peaks,
+    row_peak,
+)
+from nanovllm.ops import torch_sampling
+from nanovllm.ops.interface import Sampling
+from nanovllm.ops.torch_sampling import SamplingColumns
+
+NO_TOKEN = tl.constexpr(sampling_params.NO_TOKEN)
+MIN_BLOCK = 1024
+ID_FACTOR = tl.constexpr(torch_sampling.ID_FACTOR)
+FIRST_FACTOR = tl.constexpr(torch_sampling.FIRST_FACTOR)
+SECOND_FACTOR = tl.constexpr(torch_sampling.SECOND_FACTOR)
+STEP = tl.constexpr(torch_sampling.STEP % 2**64)
+MIX_FIRST = tl.constexpr(torch_sampling.MIX_FIRST % 2**64)
+MIX_SECOND = tl.constexpr(torch_sampling.MIX_SECOND % 2**64)
+LARGEST_UNIFORM = tl.constexpr(torch_sampling.LARGEST_UNIFORM)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a row is shared out: `num_splits` programs over `num_tiles` tiles of `block` ids each."""
+
+    block: int
+    num_tiles: int
+    num_splits: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingWorkspace:
+    """What the kernels of one call tell each other; one entry, or several, per row."""
+
+    scores: Tensor  # float32 [rows, splits]: the best of each split
+    ids: Tensor  # int32 [rows, splits]
+    peaks: Tensor  # float32 [rows, splits]: largest logits
+    group_peaks: Tensor  # float32 [rows, groups]
+    pivots: Tensor  # float32 [rows]: candidates are the logits from here upwards
+    candidates: Tensor  # float32 [rows, CAPACITY]
+    num_candidates: Tensor  # int32 [rows]: also those beyond CAPACITY
+    masses: Tensor  # int64 [rows, splits]
+    floors: Tensor  # float32 [rows]: smallest logit that top_k and top_p keep
+
+
+def sampling_workspace(
+    max_rows: int, vocab_size: int, device: torch.device | str
+) -> SamplingWorkspace:
+    max_splits = triton.cdiv(vocab_size, MIN_BLOCK)
+
+    def table(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(max_rows, *shape, dtype=dtype, device=device)
+
+    return SamplingWorkspace(
+        scores=table(max_splits),
+        ids=table(max_splits, dtype=torch.int32),
+        peaks=table(max_splits),
+        group_peaks=table(triton.cdiv(vocab_size, GROUP_SIZE)),
+        pivots=table(),
+        candidates=table(CAPACITY),
+        num_candidates=table(dtype=torch.int32),
+        masses=table(max_splits, dtype=torch.int64),
+        floors=table(),
+    )
+
+
+def sample_tokens(
+    logits: Tensor,
+    slots: Tensor,
+    columns: SamplingColumns,
+    context_lens: Tensor,
+    asked: Sampling,
+    out: Tensor,
+    workspace: SamplingWorkspace,
+    tokens: Tensor | None = None,
+    lengths: Tensor | None = None,
+    host: Tensor | None = None,
+) -> None:
+    """Write the id of each row's largest logit, after noise, to out [rows].
+
+    `columns` has the parameters of slots, context_lens are positions. `asked` may name more than
+    the rows ask for: their tokens are the same. With `tokens` and `lengths` it also does what
+    `advance` does. `host` [rows] is pinned memory that is to have the same as out.
+    """
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1, "the logits of a row must be neighbours"
+    assert num_rows <= len(workspace.floors), "the workspace was made for fewer rows"
+    if num_rows == 0:
+        return
+    split = split_vocabulary(num_rows, vocab_size)
+    has_min_p, has_top = Sampling.MIN_P in asked, Sampling.TOP in asked
+    if has_min_p or has_top:
+        find_peaks(logits, workspace, split, groups=has_top)
+    if has_top:
+        find_floors(logits, slots, columns, workspace, split)
+    max_splits = workspace.scores.shape[1]
+    sizes = {"MAX_SPLITS": max_splits, "SPLITS_BLOCK": triton.next_power_of_2(max_splits)}
+    _draw_kernel[(num_rows, split.num_splits)](
+        *(workspace.scores, workspace.ids, logits, logits.stride(0), slots, context_lens),
+        *(columns.temperature, columns.min_p, columns.seed),
+        workspace.peaks if has_min_p or has_top else None,
+        workspace.floors if has_top else None,
+        *(vocab_size, split.num_tiles, split.num_splits),
+        **sizes,
+        HAS_NOISE=Sampling.NOISE in asked,
+        IS_NATIVE=logits.is_cuda,
+        BLOCK=split.block,
+        num_warps=4,
+    )
+    table = (0, 0, 0) if tokens is None else (tokens.stride(0), *tokens.shape)
+    _combine_kernel[(num_rows,)](
+        *(out, host, workspace.scores, workspace.ids, split.num_splits),
+        *(slots, tokens, lengths, *table),
+        **sizes,
+        num_warps=1,
+    )
+
+
+def split_vocabulary(num_rows: int, vocab_size: int) -> Split:
+    """Occupy the whole device with one row, and give programs longer work where rows are many."""
+    block = MIN_BLOCK if num_rows <= 16 else 2 * MIN_BLOCK
+    num_tiles = triton.cdiv(vocab_size, block)
+    tiles_each = triton.cdiv(num_tiles, max(1, 2048 // num_rows))
+    return Split(block, tiles_each, triton.cdiv(num_tiles, tiles_each))
+
+
+def advance(out: Tensor, slots: Tensor, tokens: Tensor, lengths: Tensor) -> None:
+    """Append each row's token to its slot's; the last slot belongs to padding and stays."""
+    num_rows = len(out)
+    if num_rows:
+        _advance_kernel[(triton.cdiv(num_rows, 256),)](
+            out, slots, tokens, tokens.stride(0), lengths, num_rows, *tokens.shape, BLOCK=256
+        )
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_splits"], do_not_specialize_on_alignment=COLUMNS)
+def _draw_kernel(  # type: ignore[no-untyped-def]
+    scores,
+    best_ids,
+    logits,
+    stride,
+    slots,
+    context_lens,
+    temperature,
+    min_p,
+    seed,
+    peaks,
+    floors,
+    vocab_size,
+    num_tiles,
+    num_splits,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
+    HAS_NOISE: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Find the best score of a split: logit + temperature * noise. Greedy rows are at 0."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    slot = tl.load(slots + row)
+    row_temperature = tl.load(temperature + slot)
+    scale = -LN_2 * row_temperature
+    key = _row_key(tl.load(seed + slot), tl.load(context_lens + row))
+    floor = -float("inf") if floors is None else tl.load(floors + row)
+    peak, reach = 0.0, -float("inf")
+    if peaks is not None:
+        peak = row_peak(peaks + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
+        reach = _reach(row_temperature, tl.load(min_p + slot))
+    lanes = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), -float("inf"), tl.float32)
+    best_id = split * num_tiles * BLOCK + lanes
+    for tile in range(split * num_tiles, (split + 1) * num_tiles):
+        ids = tile * BLOCK + lanes
+        value = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf"))
+        score = value.to(tl.float32)
+        score = tl.where(score == score, score, float("inf"))  # NaN
+        if peaks is not None or floors is not None:
+            is_kept = (score >= floor) & (score - peak >= reach) | (score == float("inf"))
+            score = tl.where(is_kept, score, -float("inf"))
+            # Most tiles hold nothing that is kept, and noise is what costs time.
+            is_drawn = tl.max(score, 0) > -float("inf")
+        else:
+            is_drawn = True
+        if is_drawn:
+            if HAS_NOISE:
+                score += scale * _log_exponential(_noise(ids, key), IS_NATIVE)
+            is_better = score > best
+            best = tl.where(is_better, score, best)
+            best_id = tl.where(is_better, ids, best_id)
+    top = tl.max(best, 0)
+    offset = row * MAX_SPLITS + split
+    tl.store(scores + offset, top)
+    tl.store(best_ids + offset, tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), 0))
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=COLUMNS)
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    out,
+    host,
+    scores,
+    ids,
+    num_splits,
+    slots,
+    tokens,
+    lengths,
+    stride,
+    num_slots,
+    width,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
+):
+    """Find a row's best score among its splits, and append the token to its slot's, if asked to."""
+    row = tl.program_id(0)
+    splits = tl.arange(0, SPLITS_BLOCK)
+    offsets = row.to(tl.int64) * MAX_SPLITS + splits
+    is_inside = splits < num_splits
+    score = tl.load(scores + offsets, mask=is_inside, other=-float("inf"))
+    best_id = tl.load(ids + offsets, mask=is_inside, other=0x7FFFFFFF)
+    top = tl.max(score, 0)
+    token = tl.min(tl.where(score == top, best_id, 0x7FFFFFFF), 0)
+    token = tl.where(tl.abs(top) == float("inf"), NO_TOKEN, token)
+    tl.store(out + row, token)
+    if host is not None:
+        tl.store(host + row, token)
+    if tokens is not None:
+        _append(token, tl.load(slots + row), row >= 0, tokens, lengths, stride, num_slots, width)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=COLUMNS)
+def _advance_kernel(  # type: ignore[no-untyped-def]
+    out, slots, tokens, stride, lengths, num_rows, num_slots, width, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = rows < num_rows
+    slot = tl.load(slots + rows, mask=is_row, other=0)
+    token = tl.load(out + rows, mask=is_row, other=0)
+    _append(token, slot, is_row, tokens, lengths, stride, num_slots, width)
+
+
+@triton.jit
+def _append(token, slot, is_row, tokens, lengths, stride, num_slots, width):  # type: ignore[no-untyped-def]
+    length = tl.load(lengths + slot, mask=is_row, other=0)
+    has_room = is_row & (slot < num_slots - 1) & (length < width)
+    known = tl.maximum(token, 0)  # NO_TOKEN has no embedding
+    tl.store(tokens + slot.to(tl.int64) * stride + length, known, mask=has_room)
+    tl.store(lengths + slot, length + 1, mask=has_room)
+
+
+@triton.jit
+def _reach(temperature, min_p):  # type: ignore[no-untyped-def]
+    """How far below the best logit min_p keeps tokens, as a negative number."""
+    return tl.where(min_p > 0.0, temperature * tl.log(tl.maximum(min_p, 1.2e-38)), -float("inf"))
+
+
+@triton.jit
+def _row_key(seed, position):  # type: ignore[no-untyped-def]
+    """64 bits that stand for a seed and a position; different seeds never share them."""
+    seed_key = _mix(seed.to(tl.uint64) + STEP)
+    return _mix(seed_key + position.to(tl.uint64) * STEP)
+
+
+@triton.jit
+def _mix(bits):  # type: ignore[no-untyped-def]
+    """The finaliser of splitmix64, a bijection."""
+    bits = (bits ^ (bits >> 30)) * MIX_FIRST
+    bits = (bits ^ (bits >> 27)) * MIX_SECOND
+    return bits ^ (bits >> 31)
+
+
+@triton.jit
+def _noise(ids, key):  # type: ignore[no-untyped-def]
+    """32 random bits per id; the halves of the key enter at different depths."""
+    bits = ids.to(tl.uint32) * ID_FACTOR + key.to(tl.uint32)
+    bits ^= bits >> 16
+    bits = bits * FIRST_FACTOR + (key >> 32).to(tl.uint32)
+    bits ^= bits >> 15
+    bits *= SECOND_FACTOR
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def _log_exponential(bits, IS_NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """log2(-log2(1 - u)) for a uniform u strictly between 0 and 1."""
+    uniform = tl.minimum(bits.to(tl.float32) * (2.0**-32) + 2.0**-33, LARGEST_UNIFORM)
+    # Winners have a small u, where 1 - u would round most of it away.
+    series = LOG2_E / 2 + uniform * (LOG2_E / 3 + uniform * (LOG2_E / 4))
+    series = uniform * (LOG2_E + uniform * series)
+    exponential = tl.where(uniform < 0.0625, series, -_log2(1 - uniform, IS_NATIVE))
+    return _log2(exponential, IS_NATIVE)
+
+
+@triton.jit
+def _log2(x, IS_NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
+    # One instruction instead of thirty, exact enough for noise; the interpreter has no assembly.
+    if IS_NATIVE:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)

@@ -1,0 +1,373 @@
+"""Where top_k, then top_p on what is left, cut each row: an exact floor for its logits, no sort.
+
+The cut is first sought among the largest few thousand logits of a row, gathered in one pass; a row
+whose cut is not among them is searched whole. Either search settles the floor's bits from the top.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nanovllm.devices.cuda.kernels.sampling import SamplingWorkspace, Split
+    from nanovllm.ops.torch_sampling import SamplingColumns
+
+GROUP_SIZE = 32  # neighbouring ids whose largest logit helps to choose the candidates
+COLUMNS = ("slots", "context_lens")  # which may begin anywhere in an upload
+CAPACITY = 4096  # candidates of a row
+ROW_BLOCK = 8192  # logits at a time of a row that is searched whole
+NUM_WANTED = 2048  # of them: what is left is room for ties and for groups that hold several
+# Bits of a float32 that can differ between two logits.
+KEY_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
+# A token's mass in integers: sums do not depend on their order, and 2**20 tokens fit into 63 bits.
+MASS_ONE = tl.constexpr(float(2**42))
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def find_peaks(logits: Tensor, workspace: SamplingWorkspace, split: Split, groups: bool) -> None:
+    """Note the largest logit of every split of every row and, if asked for, of every group."""
+    num_rows, vocab_size = logits.shape
+    _peaks_kernel[(num_rows, split.num_splits)](
+        workspace.peaks,
+        workspace.group_peaks,
+        logits,
+        logits.stride(0),
+        vocab_size,
+        split.num_tiles,
+        MAX_SPLITS=workspace.peaks.shape[1],
+        MAX_GROUPS=workspace.group_peaks.shape[1],
+        GROUP=GROUP_SIZE if groups else 0,
+        BLOCK=split.block,
+        num_warps=4,
+    )
+
+
+def find_floors(
+    logits: Tensor,
+    slots: Tensor,
+    columns: SamplingColumns,
+    workspace: SamplingWorkspace,
+    split: Split,
+) -> None:
+    """Note each row's smallest kept logit, after find_peaks; -inf where nothing is cut."""
+    num_rows, vocab_size = logits.shape
+    parameters = (slots, columns.temperature, columns.top_k, columns.top_p)
+    num_groups = triton.cdiv(vocab_size, GROUP_SIZE)
+    max_splits = workspace.peaks.shape[1]
+    sizes = {
+        "CAPACITY": CAPACITY,
+        "MAX_SPLITS": max_splits,
+        "SPLITS_BLOCK": triton.next_power_of_2(max_splits),
+    }
+    _pivot_kernel[(num_rows,)](
+        workspace.pivots,
+        workspace.num_candidates,
+        workspace.group_peaks,
+        *parameters,
+        vocab_size,
+        num_groups,
+        0 if vocab_size <= CAPACITY else min(NUM_WANTED, num_groups * 3 // 4),
+        MAX_GROUPS=workspace.group_peaks.shape[1],
+        BLOCK=triton.next_power_of_2(num_groups),
+        num_warps=8,
+    )
+    found = (
+        *(workspace.candidates, workspace.num_candidates, workspace.masses),
+        *(logits, logits.stride(0), *parameters, workspace.peaks, workspace.pivots, vocab_size),
+    )
+    _gather_kernel[(num_rows, split.num_splits)](
+        *found,
+        split.num_tiles,
+        split.num_splits,
+        **sizes,
+        BLOCK=split.block,
+        num_warps=4,
+    )
+    _floor_kernel[(num_rows,)](
+        workspace.floors,
+        *found,
+        split.num_splits,
+        **sizes,
+        KEY_BITS=KEY_BITS[logits.dtype],
+        BLOCK=ROW_BLOCK,
+        num_warps=8,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _peaks_kernel(  # type: ignore[no-untyped-def]
+    peaks,
+    group_peaks,
+    logits,
+    stride,
+    vocab_size,
+    num_tiles,
+    MAX_SPLITS: tl.constexpr,
+    MAX_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    lanes = tl.arange(0, BLOCK)
+    peak = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for tile in range(split * num_tiles, (split + 1) * num_tiles):
+        value = _load_logits(logits + row * stride, tile * BLOCK + lanes, vocab_size)
+        peak = tl.maximum(peak, value)
+        if GROUP > 0:
+            group = tile * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+            group_peak = tl.max(tl.reshape(value, (BLOCK // GROUP, GROUP)), 1)
+            is_inside = group * GROUP < vocab_size
+            tl.store(group_peaks + row * MAX_GROUPS + group, group_peak, mask=is_inside)
+    tl.store(peaks + row * MAX_SPLITS + split, tl.max(peak, 0))
+
+
+@triton.jit(do_not_specialize=["num_wanted"], do_not_specialize_on_alignment=COLUMNS)
+def _pivot_kernel(  # type: ignore[no-untyped-def]
+    pivots,
+    num_candidates,
+    group_peaks,
+    slots,
+    temperature,
+    top_k,
+    top_p,
+    vocab_size,
+    num_groups,
+    num_wanted,
+    MAX_GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Choose a logit that at least num_wanted groups reach, and so at least as many tokens."""
+    row = tl.program_id(0)
+    tl.store(num_candidates + row, 0)
+    row_temperature, k, p = _cuts(tl.load(slots + row), temperature, top_k, top_p, vocab_size)
+    if (k > 0) | (p < 1.0):
+        groups = tl.arange(0, BLOCK)
+        peaks = tl.load(
+            group_peaks + row.to(tl.int64) * MAX_GROUPS + groups,
+            mask=groups < num_groups,
+            other=-float("inf"),
+        )
+        weights = (groups < num_groups).to(tl.int32)
+        # The upper half of the bits is enough: candidates need not be exact in number.
+        key = _descend(_to_key(peaks), weights, None, num_wanted, False, 16, BLOCK)
+        pivot = tl.where(num_wanted > 0, _from_key(key, 16), -float("inf"))
+        tl.store(pivots + row, tl.maximum(pivot, _lowest(tl.max(peaks, 0), row_temperature)))
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_splits"], do_not_specialize_on_alignment=COLUMNS)
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    candidates,
+    num_candidates,
+    masses,
+    logits,
+    stride,
+    slots,
+    temperature,
+    top_k,
+    top_p,
+    peaks,
+    pivots,
+    vocab_size,
+    num_tiles,
+    num_splits,
+    CAPACITY: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Collect the logits from the pivot upwards, in any order, and sum the mass of all."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    row_temperature, k, p = _cuts(tl.load(slots + row), temperature, top_k, top_p, vocab_size)
+    if (k > 0) | (p < 1.0):
+        peak = row_peak(peaks + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
+        pivot = tl.load(pivots + row)
+        first_tile, lanes = split * num_tiles, tl.arange(0, BLOCK)
+        mass = tl.zeros((BLOCK,), tl.int64)
+        count = tl.zeros((BLOCK,), tl.int32)
+        for tile in range(first_tile, first_tile + num_tiles):
+            value = _load_logits(logits + row * stride, tile * BLOCK + lanes, vocab_size)
+            mass += _mass(value, peak, row_temperature)
+            count += (value >= pivot).to(tl.int32)
+        tl.store(masses + row * MAX_SPLITS + split, tl.sum(mass, 0))
+        total = tl.sum(count, 0)
+        if total > 0:
+            offset = tl.atomic_add(num_candidates + row, total, sem="relaxed")
+            offset += tl.cumsum(count, 0) - count
+            for tile in range(first_tile, first_tile + num_tiles):
+                value = _load_logits(logits + row * stride, tile * BLOCK + lanes, vocab_size)
+                fits = (value >= pivot) & (offset < CAPACITY)
+                tl.store(candidates + row * CAPACITY + offset, value, mask=fits)
+                offset += (value >= pivot).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=COLUMNS)
+def _floor_kernel(  # type: ignore[no-untyped-def]
+    floors,
+    candidates,
+    num_candidates,
+    masses,
+    logits,
+    stride,
+    slots,
+    temperature,
+    top_k,
+    top_p,
+    peaks,
+    pivots,
+    vocab_size,
+    num_splits,
+    CAPACITY: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    row_temperature, k, p = _cuts(tl.load(slots + row), temperature, top_k, top_p, vocab_size)
+    floor = -float("inf")
+    if (k > 0) | (p < 1.0):
+        peak = row_peak(peaks + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
+        splits = tl.arange(0, SPLITS_BLOCK)
+        mass = tl.load(masses + row * MAX_SPLITS + splits, mask=splits < num_splits, other=0)
+        total = tl.sum(mass, 0)
+        count = tl.load(num_candidates + row)
+        offsets = tl.arange(0, CAPACITY)
+        is_used = offsets < count
+        value = tl.load(candidates + row * CAPACITY + offsets, mask=is_used, other=-float("inf"))
+        mass = _mass(value, peak, row_temperature)
+        is_all = tl.load(pivots + row) <= _lowest(peak, row_temperature)
+        is_among = tl.where(k > 0, count >= k, tl.sum(mass, 0) >= _limit(p, total))
+        whole = logits, vocab_size, peak, row_temperature
+        if (is_all | is_among) & (count <= CAPACITY):
+            weights = is_used.to(tl.int32), mass
+            k = tl.minimum(k, count)
+            floor = _search(_to_key(value), weights, whole, k, p, total, KEY_BITS, BLOCK)
+        else:
+            floor = _search(None, (None, None), whole, k, p, total, KEY_BITS, BLOCK)
+    tl.store(floors + row, floor)
+
+
+@triton.jit
+def _search(  # type: ignore[no-untyped-def]
+    keys, weights, whole, k, p, total, KEY_BITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The floor of a row whose cut is among some keys or, without keys, anywhere in the row.
+
+    The weights of keys are 1, and their mass.
+    """
+    key = tl.zeros((), tl.uint32)
+    if k > 0:
+        key = _descend(keys, weights[0], whole, k, True, KEY_BITS, BLOCK)
+        total = _sum_from(key, keys, weights[1], whole, False, BLOCK)
+    if p < 1.0:
+        key = _descend(keys, weights[1], whole, _limit(p, total), False, KEY_BITS, BLOCK)
+    return _from_key(key, KEY_BITS)
+
+
+@triton.jit
+def row_peak(peaks, num_splits, SPLITS_BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest logit of a row, from those of its splits."""
+    splits = tl.arange(0, SPLITS_BLOCK)
+    return tl.max(tl.load(peaks + splits, mask=splits < num_splits, other=-float("inf")), 0)
+
+
+@triton.jit
+def _cuts(slot, temperature, top_k, top_p, vocab_size):  # type: ignore[no-untyped-def]
+    """Temperature, top_k and top_p of a row; k is 0 and p is 1 where they change nothing."""
+    row_temperature = tl.load(temperature + slot)
+    k = tl.load(top_k + slot)
+    p = tl.load(top_p + slot)
+    k = tl.where((row_temperature > 0.0) & (k < vocab_size), k, 0)
+    return row_temperature, k, tl.where(row_temperature > 0.0, p, 1.0)
+
+
+@triton.jit
+def _load_logits(logits, ids, vocab_size):  # type: ignore[no-untyped-def]
+    return tl.load(logits + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def _lowest(peak, temperature):  # type: ignore[no-untyped-def]
+    """Below this logit, as masked tokens are, probabilities vanish in float32."""
+    return peak - 87.3 * temperature
+
+
+@triton.jit
+def _mass(value, peak, temperature):  # type: ignore[no-untyped-def]
+    """A token's probability over that of the row's best, as an integer."""
+    # The bound keeps 0 * inf out of it where the temperature is next to nothing.
+    weight = tl.exp2((value - peak) * tl.minimum(1.0 / temperature * LOG2_E, 1e30))
+    return (weight * MASS_ONE).to(tl.int64)
+
+
+@triton.jit
+def _limit(p, total):  # type: ignore[no-untyped-def]
+    """The mass that tokens must reach together to be all that top_p keeps; never nothing."""
+    exact = p.to(tl.float64) * total.to(tl.float64)
+    limit = exact.to(tl.int64)
+    limit += (limit.to(tl.float64) < exact).to(tl.int64)
+    return tl.maximum(limit, 1)
+
+
+@triton.jit
+def _to_key(value):  # type: ignore[no-untyped-def]
+    """Unsigned integers in the order of the floats."""
+    bits = value.to(tl.uint32, bitcast=True)
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def _from_key(key, KEY_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The float whose key begins with these bits; the others are 0 in it."""
+    inverted = (key | ((1 << (32 - KEY_BITS)) - 1)) ^ 0xFFFFFFFF
+    bits = tl.where(key >= 0x80000000, key ^ 0x80000000, inverted)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _descend(  # type: ignore[no-untyped-def]
+    keys,
+    weights,
+    whole,
+    target,
+    IS_COUNT: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The largest key from which upwards the weights reach the target, bit by bit."""
+    key = tl.zeros((), tl.uint32)
+    digit = tl.full((), 1 << 31, tl.uint32)
+    for _ in range(KEY_BITS):
+        higher = key + digit
+        reached = _sum_from(higher, keys, weights, whole, IS_COUNT, BLOCK)
+        key = tl.where(reached >= target, higher, key)
+        digit = digit >> 1
+    return key
+
+
+@triton.jit
+def _sum_from(  # type: ignore[no-untyped-def]
+    key, keys, weights, whole, IS_COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sum weights from a key upwards; without keys, count or weigh all tokens of a row."""
+    if keys is not None:
+        return tl.sum(tl.where(keys >= key, weights, 0), 0)
+    else:
+        logits, vocab_size, peak, temperature = whole
+        total = tl.zeros((BLOCK,), tl.int64)
+        for start in range(0, vocab_size, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            value = _load_logits(logits, ids, vocab_size)
+            weight = (
+                (ids < vocab_size).to(tl.int64) if IS_COUNT else _mass(value, peak, temperature)
+            )
+            total += tl.where(_to_key(value) >= key, weight, 0)
+        return tl.sum(total, 0)

@@ -1,0 +1,127 @@
+"""What a step runs, read from the tables of slots: tokens, positions and places in the cache."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
+
+
+def gather_decode(
+    slots: Tensor,
+    lengths: Tensor,
+    tokens: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """Read from the tables what a decode step of these slots runs; a length of 0 is padding.
+
+    The columns are the rows' tokens, positions, cache offsets and context lengths, and the rows
+    themselves from the longest to the shortest.
+    """
+    num_rows = len(slots)
+    block = min(triton.next_power_of_2(num_rows), 128)
+    _gather[(triton.cdiv(num_rows, block),)](
+        *(slots, None, lengths, tokens, block_table, columns),
+        *(num_rows, None, tokens.stride(0), block_table.stride(0)),
+        BLOCK_SIZE=block_size,
+        BLOCK=block,
+        **launch_options(slots, num_rows),
+    )
+
+
+def gather_tokens(
+    slots: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    columns: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Look up the tokens at some positions, and where in the cache their keys go.
+
+    Slots and positions are int32; the last slot of the tables stands for padding: token 0, whose
+    keys go nowhere (-1). The columns are the tokens, the positions in int64, and the cache offsets.
+    """
+    num_tokens, block = len(slots), 256
+    _gather[(triton.cdiv(num_tokens, block),)](
+        *(slots, positions, None, tokens, block_table, columns),
+        *(num_tokens, len(tokens) - 1, tokens.stride(0), block_table.stride(0)),
+        BLOCK_SIZE=block_size,
+        BLOCK=block,
+        OVERLAP=False,
+    )
+
+
+def write_words(words: Tensor, pairs: Tensor, count: Tensor) -> None:
+    """Set words[offset] = value for the first pairs [pairs, 2] of both, as many as count [1] says.
+
+    All are int32.
+    """
+    block = 1024
+    _write_words[(triton.cdiv(len(pairs), block),)](words, pairs, count, len(pairs), BLOCK=block)
+
+
+@triton.jit(do_not_specialize_on_alignment=("slots", "positions"))
+def _gather(  # type: ignore[no-untyped-def]
+    slots,
+    positions,
+    lengths,
+    tokens,
+    block_table,
+    columns,
+    num_rows,
+    padding,
+    tokens_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Rows of some positions or, without these, of the last ones of slots."""
+    wait_for_inputs(OVERLAP)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < num_rows
+    slot = tl.load(slots + row, mask=mask, other=0).to(tl.int64)
+    if positions is None:
+        length = tl.load(lengths + slot, mask=mask, other=0)
+        position, is_used = tl.maximum(length - 1, 0), mask & (length > 0)
+    else:
+        position = tl.load(positions + row, mask=mask, other=0)
+        is_used = mask & (slot != padding)
+    token = tl.load(tokens + slot * tokens_stride + position, mask=is_used, other=0)
+    blocks = block_table + slot * table_stride
+    block = tl.load(blocks + position // BLOCK_SIZE, mask=is_used, other=0).to(tl.int64)
+    cache_offset = tl.where(is_used, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(columns[0] + row, token, mask=mask)
+    tl.store(columns[1] + row, position.to(tl.int64), mask=mask)
+    tl.store(columns[2] + row, cache_offset, mask=mask)
+    if positions is None:
+        tl.store(columns[3] + row, length, mask=mask)
+        tl.store(columns[4] + _rank(slots, lengths, row, length, num_rows, BLOCK), row, mask=mask)
+
+
+@triton.jit
+def _rank(slots, lengths, row, length, num_rows, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where each row stands among all, from the longest to the shortest."""
+    CHUNK: tl.constexpr = BLOCK if BLOCK < 32 else 32
+    rank = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, num_rows, CHUNK):
+        other = begin + tl.arange(0, CHUNK)
+        other_slot = tl.load(slots + other, mask=other < num_rows, other=0)
+        other_length = tl.load(lengths + other_slot, mask=other < num_rows, other=-1)
+        is_longer = other_length[None, :] > length[:, None]
+        is_earlier = (other_length[None, :] == length[:, None]) & (other[None, :] < row[:, None])
+        rank += tl.sum((is_longer | is_earlier).to(tl.int32), 1)
+    return rank
+
+
+@triton.jit(do_not_specialize_on_alignment=("pairs", "count"))  # they lie anywhere in an upload
+def _write_words(words, pairs, count, num_pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_pair = i < tl.minimum(tl.load(count), num_pairs)
+    offset = tl.load(pairs + 2 * i, mask=is_pair, other=0)
+    tl.store(words + offset, tl.load(pairs + 2 * i + 1, mask=is_pair, other=0), mask=is_pair)

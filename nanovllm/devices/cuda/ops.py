@@ -1,0 +1,178 @@
+"""Ops on CUDA: Triton where it beats the libraries, cuBLAS for products with many rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.devices.cuda.kernels import elementwise
+from nanovllm.devices.cuda.kernels.dequantize import CudaWeight, dequantize
+from nanovllm.devices.cuda.kernels.experts_grouped import run_grouped
+from nanovllm.devices.cuda.kernels.experts_pairs import route, run_pairs
+from nanovllm.devices.cuda.kernels.linear_few_rows import (
+    FewRowsConfig,
+    choose_splits,
+    few_rows_config,
+    few_rows_linear,
+    has_few_rows,
+    make_counters,
+)
+from nanovllm.devices.cuda.kernels.linear_fp8 import (
+    LibraryWeight,
+    fp8_add_to,
+    fp8_after_norm,
+    fp8_many_rows,
+    library_weight,
+)
+from nanovllm.devices.cuda.kernels.linear_one_row import one_row_linear
+from nanovllm.ops.interface import (
+    Activation,
+    Hidden,
+    NormWeights,
+    PackedExperts,
+    PackedLinear,
+    Routing,
+)
+from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
+from nanovllm.ops.torch_ops import ComposedLinear, TorchOps
+
+ADD_ROWS = 1024  # from here on a product adds the residual itself, which saves the norm a pass
+# Up to here activations are not quantized for FP8 by output, which would gain little.
+MAX_EXACT_ROWS = 16
+# Up to here they are not for FP8 by block; its values are then dequantized in registers.
+MAX_FP8_ROWS = 64
+# Beyond, int4 is dequantized first: written and read again, nine times the bytes that it has.
+MAX_INT4_ROWS = 1024
+MAX_PAIR_TOKENS = 4  # with more, so many share an expert that sorting them pays
+
+
+class TritonOps:
+    launcher = None
+    embed = staticmethod(TorchOps.embed)
+    rope_write = staticmethod(elementwise.rope_write)
+    gate = staticmethod(elementwise.gate)
+
+    def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        return elementwise.rms_norm(hidden, norm), hidden.residual
+
+    def pack_linear(
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
+    ) -> PackedLinear:
+        if isinstance(weight, QuantizedWeight):
+            return pack_quantized(self, weight, bias, activation)
+        assert isinstance(weight, Tensor)
+        weight = weight.contiguous()
+        if weight.dtype == torch.float32:
+            return ComposedLinear(self, lambda x: F.linear(x, weight, bias), activation)
+        return CudaLinear(self, weight, bias, activation)
+
+    def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
+        if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            return CudaExperts(self, gate_up.contiguous(), down.contiguous(), routing)
+        assert isinstance(gate_up, QuantizedWeight)
+        assert isinstance(down, QuantizedWeight)
+        return CudaExperts(self, gate_up, down, routing)
+
+
+@dataclass(slots=True)
+class CudaLinear:
+    """One row runs in one fused kernel, a few in another, more through the library's products."""
+
+    ops: TritonOps
+    weight: CudaWeight
+    bias: Tensor | None
+    activation: Activation | None
+    library: LibraryWeight | None = None  # for products of many rows in FP8
+    counters: Tensor | None = None  # of `few_rows_linear`, for a quantized weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias, activation = self.weight, self.bias, self.activation
+        if len(x) == 1:
+            return one_row_linear(Hidden(x), None, weight, bias, activation)[0]
+        x = x.contiguous()
+        if (library := self._library_of(x)) is not None:
+            return fp8_many_rows(x, library, bias, activation)
+        if self._has_few(len(x)):
+            return few_rows_linear(x, weight, bias, activation, self.counters)
+        dense = weight if isinstance(weight, Tensor) else dequantize(weight, x.dtype)
+        y = F.linear(x, dense, bias)
+        return y if activation is None else self.ops.gate(y, activation)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
+        assert self.activation is None
+        if isinstance(self.weight, Tensor) and len(x) >= ADD_ROWS and self.bias is None:
+            return Hidden(residual.addmm_(x, self.weight.t()))
+        x = x.contiguous()
+        if (library := self._library_of(x)) is not None:
+            return fp8_add_to(residual, x, library, self.bias)
+        config = self._split_config(len(x))
+        if config is None:
+            return Hidden(residual, self(x))
+        return Hidden(residual, few_rows_linear(x, self.weight, self.bias, None, None, config))
+
+    def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        residual = hidden.residual
+        if len(residual) == 1:
+            return one_row_linear(hidden, norm, self.weight, self.bias, self.activation)
+        library = self._library_of(residual)
+        if library is not None and not library.stored.has_blocks:
+            return fp8_after_norm(hidden, norm, library, self.bias, self.activation), residual
+        normed, residual = self.ops.norm(hidden, norm)
+        return self(normed), residual
+
+    def _has_few(self, num_rows: int) -> bool:
+        if isinstance(self.weight, Tensor):
+            return has_few_rows(num_rows, self.weight)
+        return num_rows <= (MAX_FP8_ROWS if self.weight.bits == 8 else MAX_INT4_ROWS)
+
+    def _split_config(self, num_rows: int) -> FewRowsConfig | None:
+        """How inputs are split for partial sums, which the next norm adds up."""
+        if isinstance(self.weight, Tensor):
+            num_splits = choose_splits(num_rows, self.weight)
+            return few_rows_config(self.weight, num_rows, num_splits) if num_splits > 1 else None
+        is_split = num_rows > 1 and self._has_few(num_rows)
+        return few_rows_config(self.weight, num_rows) if is_split else None
+
+    def _library_of(self, x: Tensor) -> LibraryWeight | None:
+        """The weight for rows that are quantized to FP8, if these are."""
+        if self.library is None or x.dtype != torch.bfloat16:
+            return None
+        most = MAX_FP8_ROWS if self.library.stored.has_blocks else MAX_EXACT_ROWS
+        return self.library if len(x) > most else None
+
+
+def pack_quantized(
+    ops: TritonOps, weight: QuantizedWeight, bias: Tensor | None, activation: Activation | None
+) -> CudaLinear:
+    has_library = weight.bits == 8 and weight.qweight.is_cuda
+    library = library_weight(weight) if has_library else None
+    counters = make_counters(weight.qweight.device)
+    return CudaLinear(ops, weight, bias, activation, library, counters)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaExperts:
+    """Tokens read their experts each for itself while they are few, together when they are more."""
+
+    ops: TritonOps
+    gate_up: CudaWeight
+    down: CudaWeight
+    routing: Routing
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        x, logits = x.contiguous(), logits.contiguous()
+        if len(x) == 0:
+            return x
+        if len(x) > MAX_PAIR_TOKENS:
+            return run_grouped(x, logits, self.gate_up, self.down, self.routing)
+        ids, weights, _ = route(logits, self.routing)
+        return run_pairs(x, ids, weights, self.gate_up, self.down)
+
+    def after_norm(
+        self, hidden: Hidden, norm: NormWeights, router: PackedLinear
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = self.ops.norm(hidden, norm)
+        return self(normed, router(normed)), residual

@@ -1,0 +1,141 @@
+"""Attention on CUDA: Triton kernels straight over the paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.backend import AttentionSpec, BatchRows, DecodeRows, SharedRows
+from nanovllm.devices.cuda.kernels.attention_configs import (
+    MAX_SMALL,
+    TMA_CONFIG,
+    choose_prefill_splits,
+    choose_splits,
+    decode_config,
+    prefill_config,
+    suits_large_tiles,
+    suits_tma,
+    with_more_stages,
+)
+from nanovllm.devices.cuda.kernels.attention_tiles import PagedCache
+from nanovllm.devices.cuda.kernels.paged_attention import (
+    QueryRows,
+    SharedPart,
+    attend_shared,
+    paged_attention,
+)
+from nanovllm.ops.interface import LayerCache
+from nanovllm.worker.device import Device
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    block_table: Tensor
+    decode: QueryRows | None
+    prefill: QueryRows | None
+    shared: SharedRows | None = None  # of the rows of one token
+    max_context: int | None = None  # of these; None: what the table has room for
+
+
+class TritonAttention:
+    def __init__(self, device: Device, num_processors: int, is_hopper: bool = False) -> None:
+        self.device = device
+        self.num_processors = num_processors
+        self.is_hopper = is_hopper
+
+    def plan(self, rows: BatchRows) -> TritonPlan:
+        """Split the rows by kind and send their columns in one copy."""
+        starts = np.cumsum(rows.counts) - rows.counts
+        ends = rows.starts + rows.counts
+        columns = np.stack((rows.slots, starts, rows.counts, ends)).astype(np.int32)
+        is_single = rows.counts == 1
+        num_single = int(is_single.sum())
+        order = np.argsort(~is_single, kind="stable")
+        sent = self.device.upload(columns[:, order])
+        slots, query_starts, query_lens, context_lens = sent
+        decode = prefill = None
+        if num_single:
+            few = slice(num_single)
+            decode = QueryRows(slots[few], context_lens[few], query_starts[few])
+        if num_single < len(rows.slots):
+            slots, query_starts, query_lens, context_lens = sent[:, num_single:]
+            longest = int(rows.counts.max())
+            prefill = QueryRows(slots, context_lens, query_starts, query_lens, longest)
+        return TritonPlan(rows.block_table, decode, prefill)
+
+    def decode_plan(self, rows: DecodeRows) -> TritonPlan:
+        single = QueryRows(rows.slots, rows.context_lens, order=rows.order)
+        return TritonPlan(rows.block_table, single, None, rows.shared, rows.max_context)
+
+    def chunk_plan(
+        self, block_table: Tensor, singles: Tensor, prompts: Tensor, max_query_len: int
+    ) -> TritonPlan:
+        """Plan rows of one token and rows of any number, from device tensors alone.
+
+        singles [3, rows] has each one's slot, token and context length, 0 being padding, for which
+        zeros are written; prompts [4, rows] slot, first token, number of tokens, which may be 0,
+        and context length.
+        """
+        decode = None
+        if singles.shape[1]:
+            slots, tokens, context_lens = singles
+            decode = QueryRows(slots, context_lens, tokens)
+        slots, query_starts, query_lens, context_lens = prompts
+        prefill = QueryRows(slots, context_lens, query_starts, query_lens, max_query_len)
+        return TritonPlan(block_table, decode, prefill)
+
+    def attend(self, q: Tensor, cache: LayerCache, plan: TritonPlan, spec: AttentionSpec) -> Tensor:
+        out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+        exponents: tuple[Tensor, Tensor] | tuple[()] = ()
+        if cache.k_exponents is not None and cache.v_exponents is not None:
+            exponents = cache.k_exponents, cache.v_exponents
+        paged = PagedCache(cache.k, cache.v, plan.block_table, exponents)
+        if plan.decode is not None:  # first: rows that are padding may write to a prompt's token
+            self._decode(q, paged, plan, spec, out)
+        if plan.prefill is not None:
+            self._prefill(q, paged, plan.prefill, spec, out)
+        return out
+
+    def _prefill(
+        self, q: Tensor, cache: PagedCache, rows: QueryRows, spec: AttentionSpec, out: Tensor
+    ) -> None:
+        num_tokens, num_heads, head_dim = q.shape
+        num_kv_heads = cache.k.shape[2]
+        group, num_splits = num_heads // num_kv_heads, 1
+        if self.is_hopper and suits_tma(q, cache, rows.max_query_len, spec.window):
+            config = TMA_CONFIG
+        else:
+            num_q_rows = rows.max_query_len * group
+            config = prefill_config(head_dim, q.dtype, num_q_rows, cache.has_codes)
+            max_keys = cache.max_context
+            if spec.window is not None:
+                max_keys = min(max_keys, spec.window + rows.max_query_len)
+            num_splits = choose_prefill_splits(
+                num_tokens * group, num_kv_heads, config, max_keys, self.num_processors
+            )
+            if self.is_hopper and num_splits == 1:
+                config = with_more_stages(config)
+        paged_attention(q, cache, rows, out, spec.scale, spec.window, config, num_splits)
+
+    def _decode(
+        self, q: Tensor, cache: PagedCache, plan: TritonPlan, spec: AttentionSpec, out: Tensor
+    ) -> None:
+        """Split by what contexts may be, not are, so that eager steps use kernels of graphs."""
+        rows, shared = plan.decode, plan.shared
+        assert rows is not None
+        max_context = plan.max_context or cache.max_context
+        max_keys = min(max_context, spec.window or max_context)
+        num_rows, num_kv_heads, head_dim = len(rows.slots), *cache.k.shape[2:]
+        num_splits = choose_splits(num_rows, num_kv_heads, max_keys, self.num_processors)
+        is_large = self.is_hopper and suits_large_tiles(num_rows, num_kv_heads, num_splits)
+        config = decode_config(head_dim, q.dtype, is_large, cache.has_codes)
+        part = None
+        if shared is not None and spec.window is None:
+            num_q_rows = min(num_rows * q.shape[1] // num_kv_heads, MAX_SMALL)
+            tiles = prefill_config(head_dim, q.dtype, num_q_rows, cache.has_codes)
+            parts = attend_shared(q, cache, shared.groups, shared.members, spec.scale, tiles)
+            part = SharedPart(shared.lens, parts)
+        paged_attention(q, cache, rows, out, spec.scale, spec.window, config, num_splits, part)

@@ -1,0 +1,127 @@
+"""Conversations as callers pass them, and the prompts that chat templates make of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from nanovllm.engine.prompts import at_index
+from nanovllm.errors import RequestError
+from nanovllm.validation import require, require_text
+
+if TYPE_CHECKING:
+    from nanovllm.engine.front import Front
+
+Message = dict[str, Any]
+Messages = Sequence[Message] | Sequence[Sequence[Message]]
+
+_CALL_KEYS = ("tool_calls", "function_call")  # beside which a message may have no content
+
+
+class ChatOptions(TypedDict, total=False):
+    """How a conversation is formatted; None is the template's own choice."""
+
+    tools: Sequence[Any] | None  # schemas, or functions with docstrings
+    add_generation_prompt: bool | None  # False: no new message begins
+    continue_final_message: bool | None  # the model goes on from where the last message ends
+    chat_template_kwargs: dict[str, Any] | None  # more options of the template
+
+
+def template_options(options: ChatOptions) -> dict[str, Any]:
+    """Options of a chat template; what a call gives by name overrides its chat_template_kwargs."""
+    for name in options:
+        if name not in ChatOptions.__annotations__:
+            raise TypeError(f"chat got an unexpected keyword argument {name!r}")
+    given: dict[str, Any] = {name: each for name, each in options.items() if each is not None}
+    return {**given.pop("chat_template_kwargs", {}), **given}
+
+
+def prompts_of(front: Front, messages: Messages, **options: Any) -> list[list[int]]:
+    """Return one prompt of token ids per conversation."""
+    from nanovllm.engine.chat_template import (  # jinja2, only for chats
+        ChatTemplate,
+        choose_template,
+    )
+
+    tokenizer = front.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        raise RequestError("chat needs a tokenizer with a chat template; use generate instead")
+    has_tools = bool(options.get("tools"))
+    source = choose_template(tokenizer.chat_template, options.pop("chat_template", None), has_tools)
+    if has_tools and "tools" not in source:
+        raise RequestError(
+            "this model's chat template does not show tools to the model; pass another "
+            "chat_template, or leave out tools"
+        )
+    template, variables = ChatTemplate(source), {**tokenizer.special_tokens_map, **options}
+    prompts, conversations = [], as_conversations(messages)
+    for index, conversation in enumerate(conversations):
+        try:
+            text = template.render(conversation, **variables)
+            require_text("messages", text)
+        except RequestError as error:
+            raise at_index(error, "messages", index, len(conversations)) from error
+        prompts.append(front.encode(text, add_special_tokens=False))
+    return prompts
+
+
+def as_conversations(messages: Messages) -> list[list[Message]]:
+    """One conversation or a list of them becomes a list; every content becomes a text."""
+    is_valid = isinstance(messages, (list, tuple)) and messages
+    require(is_valid, "messages", "a list of at least one message", messages)
+    if isinstance(messages[0], Mapping):
+        return [_as_conversation(messages, "messages")]
+    names = (f"messages[{index}]" for index in range(len(messages)))
+    return list(map(_as_conversation, messages, names))
+
+
+def _as_conversation(conversation: Any, name: str) -> list[Message]:
+    is_valid = isinstance(conversation, (list, tuple)) and conversation
+    require(is_valid, name, "a list of at least one message", conversation)
+    return [_as_message(message, f"{name}[{i}]") for i, message in enumerate(conversation)]
+
+
+def _as_message(message: Any, name: str) -> Message:
+    is_valid = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+    require(is_valid, name, "a dict with a role and content", message)
+    content = message.get("content")
+    if content is None and any(message.get(key) for key in _CALL_KEYS):
+        content = ""
+    written = {**message, "content": text_of(content, f"{name}.content")}
+    if isinstance(message.get("tool_calls"), (list, tuple)):
+        calls = f"{name}.tool_calls"
+        written["tool_calls"] = [_as_call(call, calls) for call in message["tool_calls"]]
+    return written
+
+
+def _as_call(call: Any, name: str) -> Any:
+    """Parse a tool call's arguments, which OpenAI's API has as a text: templates write the JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    expected = "calls whose arguments are a JSON object"
+    require(isinstance(arguments, dict), name, expected, function["arguments"])
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def text_of(content: Any, name: str = "content", types: Sequence[str] = ("text",)) -> str:
+    """A text, or text parts, one per line, as vLLM hands them to templates."""
+    if isinstance(content, str):
+        return content
+    expected = 'a string or a list of text parts, {"type": "text", "text": "..."}'
+    require(isinstance(content, (list, tuple)), name, expected, content)
+    texts = [_part_text(part, types) for part in content]
+    for part, text in zip(content, texts, strict=True):
+        require(isinstance(text, str), name, expected, part)
+    return "\n".join(texts)
+
+
+def _part_text(part: Any, types: Sequence[str]) -> Any:
+    if isinstance(part, Mapping) and part.get("type", "text") in types:
+        return part.get("text")
+    return part

@@ -1,0 +1,81 @@
+"""From what a prompt's own tokens bring to an embedding, or to how likely a continuation is."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+
+from nanovllm.engine.prompts import as_prompt
+from nanovllm.engine.step import Pooling
+from nanovllm.errors import EngineError
+from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import require
+
+SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
+
+
+def check_pooling(pooling: object) -> None:
+    require(pooling in get_args(Pooling), "pooling", '"last" or "mean"', pooling)
+
+
+def embedding_of(output: RequestOutput, normalize: bool) -> EmbeddingOutput:
+    if output.finish_reason != "length":
+        raise EngineError(output.error or "the embedding was aborted")
+    vector = np.array(output.pooled, np.float32)
+    if normalize:
+        vector /= max(float(np.linalg.norm(vector)), 1e-12)
+    return EmbeddingOutput(vector.tolist(), output.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A prompt with a continuation behind it, which begins at token `start`."""
+
+    start: int
+    token_ids: list[int]
+
+
+def continue_prompt(
+    prompt: str | list[int],
+    continuations: Sequence[Any],
+    encode: Callable[..., array[int]],
+) -> list[Continued]:
+    """Tokenise a prompt with each continuation.
+
+    Tokens may reach across the border: then the continuation begins with the first of them.
+    """
+    is_list = not isinstance(continuations, str)
+    require(is_list, "continuations", "a list of texts or of token ids", continuations)
+    ids = encode(prompt).tolist()
+    continued = []
+    for index, item in enumerate(continuations):
+        continuation = item if isinstance(item, (str, Mapping)) else as_prompt(item).content
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            whole = encode(prompt + continuation).tolist()
+        else:
+            whole = ids + encode(continuation, add_special_tokens=False).tolist()
+        pairs = enumerate(zip(ids, whole, strict=False))
+        start = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(whole)))
+        name, expected = f"continuations[{index}]", "one that adds tokens behind the prompt's own"
+        require(0 < start < len(whole), name, expected, item)
+        continued.append(Continued(start, whole))
+    return continued
+
+
+def score_of(output: RequestOutput, start: int) -> Score:
+    """Sum up what the prompt logprobs say of the tokens from `start` on."""
+    if output.finish_reason != "length":
+        raise EngineError(output.error or "the score was aborted")
+    assert output.prompt_logprobs is not None
+    token_ids = output.prompt_token_ids[start:]
+    entries = [
+        (entry or {})[token_id]
+        for token_id, entry in zip(token_ids, output.prompt_logprobs[start:], strict=True)
+    ]
+    logprobs = [entry.logprob for entry in entries]
+    return Score(sum(logprobs), logprobs, token_ids, all(entry.rank == 1 for entry in entries))

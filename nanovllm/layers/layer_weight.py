@@ -1,0 +1,91 @@
+"""The weights of projections while they are loaded: dense, or quantized as they are stored.
+
+A layer names the outputs and inputs that it needs. Its weight makes the parameters, which may be
+several tensors, and names the checkpoint's tensors that fill them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from nanovllm.checkpoint.quantization import QuantLayout
+from nanovllm.layers.shards import ExpectedTensor, Share, expect_stack, num_outputs
+from nanovllm.ops.quantized_weight import Weight
+
+if TYPE_CHECKING:
+    from nanovllm.layers.build import Build
+    from nanovllm.layers.quantized_weights import BlockTensors, WordTensors
+
+# Output sizes of a weight by checkpoint name; one tensor may hold several outputs (q, k and v).
+Outputs = dict[str, list[Share]]
+Layouts = Callable[[str], QuantLayout | None]  # by module; None: dense, or to be dequantized
+
+
+class LayerWeight(nn.Module):
+    """The weight of a projection, its outputs in this order; the names of tensors decide its kind.
+
+    `is_uniform` refuses quantized tensors of several layouts.
+    """
+
+    def __init__(
+        self, outputs: Outputs, inputs: Share, build: Build, is_uniform: bool = False
+    ) -> None:
+        super().__init__()
+        self.outputs, self.inputs = outputs, inputs
+        self.build, self.is_uniform = build, is_uniform
+        self.tensors: DenseTensor | WordTensors | BlockTensors | None = None
+        if build.layouts is None:
+            self.use_dense()
+
+    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
+        """Name the checkpoint's tensors (parent + "q_proj.weight"), and what this rank takes."""
+        if self.tensors is None:
+            self.tensors = self._create_quantized(parent)
+        if self.tensors is None:
+            self.use_dense()
+        assert self.tensors is not None
+        return self.tensors.expected_tensors(parent)
+
+    def _create_quantized(self, parent: str) -> WordTensors | BlockTensors | None:
+        from nanovllm.layers.quantized_weights import create_quantized
+
+        assert self.build.layouts is not None
+        found = [self.build.layouts(f"{parent}{name}") for name in self.outputs]
+        layouts = [layout for layout in found if layout is not None]
+        if len(layouts) < len(found) or (self.is_uniform and len(set(layouts)) > 1):
+            return None
+        return create_quantized(layouts, self.outputs, self.inputs, self.build)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the weight is dense; known once `expected_tensors` was called."""
+        return isinstance(self.tensors, DenseTensor)
+
+    def use_dense(self) -> None:
+        """Dequantize the weight while it is loaded."""
+        self.tensors = DenseTensor(self.outputs, self.inputs, self.build)
+
+    def for_ops(self, num_experts: int | None = None) -> Weight:
+        """The loaded weight as `Ops` takes it; with experts, the rows of each follow another's."""
+        assert self.tensors is not None
+        return self.tensors.for_ops(num_experts)
+
+
+class DenseTensor(nn.Module):
+    """One tensor [outputs, inputs] in the model's dtype."""
+
+    def __init__(self, outputs: Outputs, inputs: Share, build: Build) -> None:
+        super().__init__()
+        self.outputs, self.inputs = outputs, inputs
+        self.values = build.parameter(num_outputs(outputs), inputs.count)
+
+    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
+        tensors = expect_stack(self.values, self.outputs, self.inputs)
+        return {f"{parent}{name}.weight": tensor for name, tensor in tensors.items()}
+
+    def for_ops(self, num_experts: int | None = None) -> Weight:
+        shape = () if num_experts is None else (num_experts,)
+        return self.values.view(*shape, -1, self.inputs.count)

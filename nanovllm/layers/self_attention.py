@@ -1,0 +1,55 @@
+"""Self-attention over the paged cache."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nanovllm.attention.backend import AttentionSpec
+from nanovllm.config import ModelConfig
+from nanovllm.layers.build import Build, ForwardBatch, Layer
+from nanovllm.layers.layernorm import QKNorm, RMSNorm
+from nanovllm.layers.linear import MergedLinear, RowParallelLinear
+from nanovllm.layers.shards import split, split_kv_heads, whole
+from nanovllm.ops.interface import Hidden
+
+
+class SelfAttention(Layer):
+    """`merged` is the checkpoint's name for q, k and v where it stores them as one weight."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_index: int,
+        build: Build,
+        qk_norm: QKNorm | None = None,
+        merged: str | None = None,
+    ) -> None:
+        super().__init__()
+        heads = split(config.num_heads, build.group)
+        kv_heads = split_kv_heads(config.num_kv_heads, build.group)
+        self.num_heads, self.head_dim = heads.count, config.head_dim
+        self.layer_index, self.is_last = layer_index, layer_index + 1 == config.num_layers
+        self.attention, self.ops = build.attention, build.ops
+        self.spec = AttentionSpec(config.attention_scale, config.layers[layer_index].window)
+        q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
+        outputs = {"q_proj": [q], "k_proj": [kv], "v_proj": [kv]}
+        if merged is not None:
+            outputs = {merged: [q, kv, kv]}
+        self.qkv_proj = MergedLinear(whole(config.hidden_size), outputs, config.qkv_bias, build)
+        self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, build, "o_proj")
+        self.qk_norm = qk_norm
+
+    def forward(
+        self, hidden: Hidden, norm: RMSNorm, rope: Tensor, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Return the heads' outputs, which `o_proj` is to project, and the residual."""
+        qkv, residual = self.qkv_proj.after_norm(hidden, norm)
+        qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
+        cache, plan = batch.caches[self.layer_index], batch.attention
+        qk_norm = None if self.qk_norm is None else self.qk_norm.weights
+        self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache, batch.cache_offsets)
+        q = qkv[:, : self.num_heads]
+        # Of the last layer, tokens without logits need only keys and values.
+        if self.is_last and (kept := batch.sampled) is not None:
+            q, residual, plan = q[kept.index], residual[kept.index], kept.attention
+        return self.attention.attend(q, cache, plan, self.spec).flatten(1), residual

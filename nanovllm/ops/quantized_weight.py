@@ -1,0 +1,192 @@
+"""A quantized weight: its layout in memory, and what it means in plain torch.
+
+A weight is (q - zero point) * scale, where q is FP8 (e4m3) or an integer of 4 bits. All inputs of
+an output share one scale, or each group of 128 or fewer inputs has its own.
+
+Inputs are cut into blocks of 128, of which the last is padded. A block is 32 words of 32 bits in
+FP8 and 16 in int4. Word w holds at place n the value of input n * words + w, so that the values at
+one place of a block's words belong to neighboring inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.ops.fp8 import FP8
+
+BLOCK = 128
+INT4_WORDS, FP8_WORDS = 16, 32  # of a block
+INT4_GROUPS = (32, 64, BLOCK)
+PANEL_ROWS = 16  # rows of a weight whose quant blocks lie side by side
+MIDDLE = 8  # the zero point of int4 where none is stored
+
+Fill = Callable[[Tensor, Tensor], object]  # copies rows to their target, as Platform.fill
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    bits: int  # 8: FP8; 4: integers
+    qweight: Tensor  # int32 [outputs, words]
+    # [outputs, groups]; FP8: float32 [outputs, 1], or [outputs, blocks]
+    scales: Tensor
+    zero_points: Tensor | None  # uint8 [outputs, groups], int4 only; None: MIDDLE
+    num_in: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.qweight.shape[0], self.num_in
+
+    @property
+    def num_words(self) -> int:
+        """Words of a row."""
+        return self.qweight.shape[1]
+
+    @property
+    def fp8(self) -> Tensor:
+        """The FP8 values [outputs, blocks * 128], in the order of the words' bytes."""
+        assert self.bits == 8
+        return self.qweight.view(FP8)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether FP8 values have a scale for every 128 inputs."""
+        return self.bits == 8 and self.scales.shape[1] > 1
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale; 0: all of an output's."""
+        if self.bits == 8 and not self.has_blocks:
+            return 0
+        return BLOCK * num_blocks(self.num_in) // self.scales.shape[1]
+
+    def part(self, index: int, count: int) -> QuantizedWeight:
+        """One of `count` equal parts of the outputs."""
+        zeros = None if self.zero_points is None else self.zero_points.chunk(count)[index]
+        qweight, scales = self.qweight.chunk(count)[index], self.scales.chunk(count)[index]
+        return QuantizedWeight(self.bits, qweight, scales, zeros, self.num_in)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        values = unpack_words(self.qweight, self.bits).float().view(*self.scales.shape, -1)
+        if self.bits == 4:
+            zeros = self.zero_points
+            values = values - (MIDDLE if zeros is None else zeros.float().unsqueeze(-1))
+        values = values * self.scales.float().unsqueeze(-1)
+        return values.flatten(1)[:, : self.num_in].to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """Rows of one block type of GGUF, laid out as CPU kernels read them."""
+
+    kind: str
+    data: Tensor  # [panels, bytes], those of one expert after another
+    num_out: int  # of each
+    num_in: int
+
+    def rows(self, first: int, num_panels: int) -> Panels:
+        num_out = min(num_panels * PANEL_ROWS, self.num_out - first * PANEL_ROWS)
+        return Panels(self.kind, self.data[first : first + num_panels], num_out, self.num_in)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelWeight:
+    """A weight in GGUF's quant blocks; the rows of its parts lie one below another."""
+
+    parts: tuple[Panels, ...]
+
+    @property
+    def num_out(self) -> int:
+        return sum(part.num_out for part in self.parts)
+
+    @property
+    def num_experts(self) -> int:
+        [panels] = self.parts
+        return len(panels.data) // -(-panels.num_out // PANEL_ROWS)
+
+    def of_expert(self, expert: int) -> PanelWeight:
+        [panels] = self.parts
+        count = -(-panels.num_out // PANEL_ROWS)
+        data = panels.data[expert * count : (expert + 1) * count]
+        return PanelWeight((Panels(panels.kind, data, panels.num_out, panels.num_in),))
+
+
+Weight = Tensor | QuantizedWeight | PanelWeight
+
+
+def num_blocks(num_in: int) -> int:
+    return -(-num_in // BLOCK)
+
+
+def pack_words(values: Tensor) -> Tensor:
+    """Pack values [outputs, inputs], FP8 or integers of 4 bits in bytes, into int32 words."""
+    bits = 8 if values.dtype == FP8 else 4
+    padded = F.pad(values.view(torch.uint8), (0, -values.shape[1] % BLOCK))
+    places = padded.view(len(values), -1, 32 // bits, BLOCK * bits // 32)
+    if bits == 8:
+        return places.transpose(2, 3).flatten(1).view(torch.int32)
+    words = places[:, :, 0].int()
+    for n in range(1, 8):
+        words |= places[:, :, n].int() << 4 * n
+    return words.flatten(1)
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """Return the values [outputs, blocks * 128], FP8 or integers in bytes."""
+    blocks = words.view(len(words), -1, 1, BLOCK * bits // 32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device).view(-1, 1)
+    values = ((blocks >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
+    return values.view(FP8) if bits == 8 else values
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Some rows of a quantized weight, while they are filled from a checkpoint."""
+
+    weight: QuantizedWeight
+    first: int
+    count: int
+    group: int  # as stored: inputs that share a scale; -1: all
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.qweight[self.first : self.first + self.count].nbytes
+
+    def put(
+        self, first: int, values: Tensor, scales: Tensor, zeros: Tensor | int, fill: Fill
+    ) -> None:
+        """Fill rows from `first` on; scales and zero points are those of groups as stored."""
+        rows = slice(self.first + first, self.first + first + len(values))
+        fill(self.weight.scales[rows], self._by_group(scales))
+        staged = torch.empty(values.shape, dtype=values.dtype, device=self.weight.qweight.device)
+        fill(staged, values)
+        self.weight.qweight[rows] = pack_words(staged)
+        if self.weight.zero_points is not None:
+            if isinstance(zeros, int):
+                zeros = torch.full_like(scales, zeros, dtype=torch.uint8)
+            fill(self.weight.zero_points[rows], self._by_group(zeros))
+
+    def put_random(self, values: Tensor) -> None:
+        """Fill all rows with 0.02 times values of a standard normal distribution."""
+        if self.weight.bits == 8:
+            quantized, scale = values.to(FP8), 0.02
+        else:
+            quantized, scale = (2 * values + MIDDLE).round().clamp(0, 15).to(torch.uint8), 0.01
+        scales = values.new_full((len(values), 1), scale)
+        replace(self, group=-1).put(0, quantized, scales, MIDDLE, Tensor.copy_)
+
+    def _by_group(self, numbers: Tensor) -> Tensor:
+        """Repeat scales of larger groups, and pad to whole groups."""
+        wanted = self.weight.scales.shape[1]
+        if self.group == -1:
+            return numbers.expand(len(numbers), wanted)
+        if self.group > BLOCK:
+            numbers = numbers.repeat_interleave(self.group // BLOCK, 1)[:, :wanted]
+        return F.pad(numbers, (0, wanted - numbers.shape[1]))

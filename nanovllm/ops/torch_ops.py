@@ -1,0 +1,259 @@
+"""Every operation in plain torch: the meaning of the kernels, and the way where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.ops.fp8_rows import quantise, spread, spread_exponents
+from nanovllm.ops.interface import (
+    Activation,
+    Hidden,
+    LayerCache,
+    LinearFn,
+    NormWeights,
+    Ops,
+    PackedExperts,
+    PackedLinear,
+    QKNormWeights,
+    Routing,
+)
+from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
+
+# Elements of a weight that are upcast at a time: enough for the product's speed, small beside any
+# model.
+PIECE_SIZE = 1 << 21
+# Up to so many rows, float16 is faster as it is, even emulated: benchmarks/engine/cpu_choices.py.
+MAX_NARROW_ROWS = {torch.float16: 4, torch.bfloat16: 0}
+
+
+class TorchOps:
+    """Multiplies in `product_dtype`, whatever the dtype of the weights; None: in theirs."""
+
+    launcher = None
+
+    def __init__(self, product_dtype: torch.dtype | None = None) -> None:
+        self.product_dtype = product_dtype
+
+    @staticmethod
+    def embed(token_ids: Tensor, table: Weight, scale: float) -> Tensor:
+        assert isinstance(table, Tensor)
+        x = F.embedding(token_ids, table)
+        return x if scale == 1 else x * scale
+
+    def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        residual, update = hidden.residual, hidden.update
+        if update is not None and hidden.scales is not None:
+            residual = (residual.float() + hidden.scales.apply(update)).to(residual.dtype)
+        elif update is not None:
+            residual = residual + update
+        return rms_norm(residual, norm.weight, norm.eps), residual
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        norm: QKNormWeights | None,
+        rope: Tensor,
+        positions: Tensor,
+        cache: LayerCache,
+        cache_offsets: Tensor,
+    ) -> None:
+        num_kv_heads = cache.k.shape[2]
+        q, k, v = qkv.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
+        cos, sin = rope[positions].unsqueeze(2).unbind(1)  # [tokens, 1, dim / 2]
+        if norm is not None:
+            q.copy_(rms_norm(q, norm.q, norm.eps))
+            k.copy_(rms_norm(k, norm.k, norm.eps))
+        q.copy_(rotate(q, cos, sin))
+        k.copy_(rotate(k, cos, sin))
+        if cache.k_exponents is not None:
+            of_q, of_k = spread_exponents(q.shape[2])
+            q.copy_(spread(q, of_q))
+            k = spread(k, of_k)
+        _write_rows(cache.k, cache.k_exponents, k, cache_offsets)
+        _write_rows(cache.v, cache.v_exponents, v, cache_offsets)
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def pack_linear(
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
+    ) -> PackedLinear:
+        return compose_linear(self, weight, bias, activation, self.product_dtype)
+
+    def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
+        return compose_experts(self, gate_up, down, routing, self.product_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedLinear:
+    """A projection, with the operations around it run one by one."""
+
+    ops: Ops
+    linear: LinearFn
+    activation: Activation | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y if self.activation is None else self.ops.gate(y, self.activation)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
+        return Hidden(residual, self(x))
+
+    def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        normed, residual = self.ops.norm(hidden, norm)
+        return self(normed), residual
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedExperts:
+    """Experts, with the operations around them run one by one."""
+
+    ops: Ops
+    run: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        return self.run(x, logits)
+
+    def after_norm(
+        self, hidden: Hidden, norm: NormWeights, router: PackedLinear
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = self.ops.norm(hidden, norm)
+        return self.run(normed, router(normed)), residual
+
+
+def compose_linear(
+    ops: Ops,
+    weight: Weight,
+    bias: Tensor | None,
+    activation: Activation | None,
+    product_dtype: torch.dtype | None = None,
+) -> ComposedLinear:
+    """What a product means; a quantized weight is dequantized each time."""
+
+    def run(x: Tensor) -> Tensor:
+        if isinstance(weight, Tensor):
+            return linear(x, weight, bias, product_dtype)
+        assert isinstance(weight, QuantizedWeight)
+        return F.linear(x, weight.dequantize(x.dtype), bias)
+
+    return ComposedLinear(ops, run, activation)
+
+
+def compose_experts(
+    ops: Ops,
+    gate_up: Weight,
+    down: Weight,
+    routing: Routing,
+    product_dtype: torch.dtype | None = None,
+) -> ComposedExperts:
+    """What experts mean; each that was chosen at all runs once, over all its tokens."""
+
+    def run(x: Tensor, logits: Tensor) -> Tensor:
+        num_experts = logits.shape[1]
+
+        def run_one(expert: int, rows: Tensor) -> Tensor:
+            own_gate_up, own_down = (
+                _of_expert(weight, expert, num_experts, x.dtype) for weight in (gate_up, down)
+            )
+            return run_expert(rows, own_gate_up, own_down, product_dtype)
+
+        return run_each_expert(x, logits, num_experts, routing, run_one, product_dtype)
+
+    return ComposedExperts(ops, run)
+
+
+def _of_expert(weight: Weight, expert: int, num_experts: int, dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, Tensor):
+        return weight[expert]
+    assert isinstance(weight, QuantizedWeight)
+    return weight.part(expert, num_experts).dequantize(dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """F.linear in `dtype`, rounded once (None: in that of x), for CPUs that only emulate theirs.
+
+    No upcast copy of the weight is kept.
+    """
+    if dtype is None or dtype == x.dtype or len(x) <= MAX_NARROW_ROWS[x.dtype]:
+        return F.linear(x, weight, bias)
+    num_out, num_in = weight.shape
+    wide = x.to(dtype)
+    y = x.new_empty(len(x), num_out)
+    num_rows = max(PIECE_SIZE // max(num_in, 1), 1)
+    for first in range(0, num_out, num_rows):
+        part = slice(first, first + num_rows)
+        part_bias = None if bias is None else bias[part].to(dtype)
+        y[:, part] = F.linear(wide, weight[part].to(dtype), part_bias)
+    return y
+
+
+def upcast(*tensors: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    return tensors if dtype is None else tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def _write_rows(
+    cached: Tensor, exponents: Tensor | None, rows: Tensor, cache_offsets: Tensor
+) -> None:
+    if exponents is not None:
+        quantised, block_size = quantise(rows), cached.shape[1]
+        exponents[cache_offsets // block_size, :, cache_offsets % block_size] = quantised.exponents
+        cached, rows = cached.view(torch.uint8), quantised.codes.view(torch.uint8)
+    cached.view(-1, *rows.shape[1:])[cache_offsets] = rows
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide x by its root mean square, in float32, then scale by weight."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return ((wide * scale).to(x.dtype) * weight).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + dim / 2) of x [tokens, heads, dim]."""
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
+
+
+def run_expert(
+    x: Tensor, gate_up: Tensor, down: Tensor, product_dtype: torch.dtype | None
+) -> Tensor:
+    gate, up = linear(x, gate_up, None, product_dtype).chunk(2, dim=-1)
+    return linear(F.silu(gate) * up, down, None, product_dtype)
+
+
+def run_each_expert(
+    x: Tensor,
+    logits: Tensor,
+    num_experts: int,
+    routing: Routing,
+    run: Callable[[int, Tensor], Tensor],
+    product_dtype: torch.dtype | None,
+) -> Tensor:
+    """Run each expert over the rows of all its tokens, and add up what they give by weight."""
+    ids, weights = route(logits, routing)  # [tokens, top_k]
+    order = ids.flatten().argsort(stable=True)  # of (token, choice), by expert
+    counts = ids.flatten().bincount(minlength=num_experts).tolist()
+    y = x.new_empty(len(order), x.shape[1])
+    for expert, pairs in enumerate(order.split(counts)):
+        if len(pairs) > 0:
+            y[pairs] = run(expert, x[pairs // routing.top_k])
+    y = y.view(*ids.shape, x.shape[1])
+    weights, y = upcast(weights.unsqueeze(1), y, dtype=product_dtype)
+    return torch.bmm(weights, y).squeeze(1).to(x.dtype)
+
+
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return the ids of each token's experts, the best first, and their weights."""
+    # A stable sort, unlike topk, says which of two equal logits comes first.
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    weights = logits.float().softmax(-1).gather(1, ids)
+    if routing.is_normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids, weights.to(logits.dtype)

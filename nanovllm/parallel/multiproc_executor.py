@@ -1,0 +1,133 @@
+"""A worker process for every rank; each gets the same plans, and the first one answers."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.engine.pending import Pending
+from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, StepPlan, StepResult
+from nanovllm.parallel.child import Failure
+from nanovllm.parallel.supervisor import ChildProcesses, Children, Supervisor
+from nanovllm.parallel.worker_main import Site, WorkerTask, build_worker
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Workers that were just started, and where they meet."""
+
+    children: Children
+    site: Site
+    store: object = None  # of their rendezvous, which lasts as long as it is held
+
+
+def start_workers(config: EngineConfig) -> Workers:
+    """Start workers on this machine, or on a Ray cluster."""
+    if config.distributed_executor_backend == "ray":
+        from nanovllm.parallel.ray_workers import start_actors
+
+        return start_actors(config)
+    import torch
+
+    from nanovllm.parallel.rendezvous import HOST, host_store
+
+    num_ranks = config.tensor_parallel_size
+    store = host_store()
+    num_threads = max(torch.get_num_threads() // num_ranks, 1)
+    return Workers(start_children(num_ranks), Site(HOST, store.port, num_threads), store)
+
+
+def start_children(num_ranks: int) -> ChildProcesses:
+    return ChildProcesses(
+        "nanovllm.parallel.worker_main",
+        [worker_name(rank, num_ranks) for rank in range(num_ranks)],
+        [(log_level(rank), rank) for rank in range(num_ranks)],
+    )
+
+
+def worker_name(rank: int, num_ranks: int) -> str:
+    return f"worker {rank} of {num_ranks}"
+
+
+def log_level(rank: int) -> int:
+    """Ranks after the first would mostly repeat its messages."""
+    level = logging.getLogger("nanovllm").getEffectiveLevel()
+    return level if rank == 0 else max(level, logging.WARNING)
+
+
+class MultiprocExecutor:
+    """Once a worker raised or died, every call raises the error that says so."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        build_worker: Callable[[WorkerTask, int], Executor] = build_worker,
+        start_workers: Callable[[EngineConfig], Workers] = start_workers,
+    ) -> None:
+        self._config, self._model_config, self._checkpoint = config, model_config, checkpoint
+        self._build_worker, self._start_workers = build_worker, start_workers
+        self._replies: SimpleQueue[tuple[int, Any] | Failure] = SimpleQueue()  # with their ranks
+        self.supervisor: Supervisor | None = None  # before the start
+        self._workers: Workers | None = None
+
+    def start(self) -> ExecutorInfo:
+        config, replies = self._config, self._replies
+        self._workers = self._start_workers(config)
+        self.supervisor = Supervisor(
+            self._workers.children,
+            lambda rank, reply: replies.put((rank, reply)),
+            replies.put,
+            config.step_timeout,
+        )
+        weakref.finalize(self, self.supervisor.close)  # when it is dropped, or Python exits
+        try:
+            site, build = self._workers.site, self._build_worker
+            self._send(WorkerTask(config, self._model_config, self._checkpoint, site, build))
+            infos = dict(self._take_reply() for _ in range(config.tensor_parallel_size))
+        except BaseException:  # Ctrl-C while the model loads
+            self.close()
+            raise
+        self.supervisor.is_armed = True
+        info: ExecutorInfo = infos[0]  # they agreed
+        return info
+
+    def submit(self, plan: StepPlan) -> Pending[StepResult]:
+        """Launch a step; results are taken once each, in the order of their plans."""
+        self._send(plan)
+        return Pending(lambda: self._take_reply()[1])
+
+    def sample(self, masks: IntColumn) -> None:
+        self._send(masks)
+
+    def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
+        return np.empty((num_rows, num_words), np.int32)
+
+    def capture_one(self) -> bool:
+        return False  # workers captured all of them at their start
+
+    def close(self) -> None:
+        if self.supervisor is not None:
+            self.supervisor.close()
+        self._workers = None  # a traceback may keep this object, and must not keep the store
+
+    def _send(self, record: object) -> None:
+        """Send all workers the same."""
+        assert self.supervisor is not None, "used before its start"
+        self.supervisor.send(record)
+
+    def _take_reply(self) -> tuple[int, Any]:
+        reply = self._replies.get()
+        if isinstance(reply, Failure):
+            self._replies.put(reply)  # for whoever waits as well, or comes later
+            raise reply.error()
+        return reply

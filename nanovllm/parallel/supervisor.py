@@ -1,0 +1,327 @@
+"""Supervision of child processes: one thread reads their messages and detects deaths and hangs.
+
+The children are processes of this machine, actors of a Ray cluster, or, for debuggers, a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import pickle
+import selectors
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from nanovllm import errors
+from nanovllm.parallel.child import (
+    Channel,
+    Failure,
+    Kind,
+    Message,
+    QueueLink,
+    Serve,
+    StepTimer,
+    pack,
+    report,
+)
+
+# Not the user's script, which would run again in every child.
+_BOOT = (
+    "import sys; num = int(sys.argv[1]); numbers = map(int, sys.argv[2:2 + num]); "
+    "sys.path[:] = sys.argv[2 + num:]; from {} import main; main(*numbers)"
+)
+PACKAGES = Path(errors.__file__).resolve().parents[1]  # where ours is, should the path be relative
+FLAGS = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -W ...
+# Products for a number of rows that torch and oneDNN keep: each may take half a megabyte, and by
+# themselves they keep 1,024. docs/cpu.md
+KEPT_PRODUCTS = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+
+POLL_SECONDS = 0.25  # the longest wait for messages, and the most silence that one wait counts for
+HEARTBEAT_TIMEOUT = 4.5  # seconds without a message; a child sends a heartbeat every second
+GRACE_SECONDS = 0.2  # wait for the exit that caused another child's error
+STOP_SECONDS = 2.0  # from asking a process to end to killing it
+CLOSE_SECONDS = 5.0  # for a thread's current step; one that is paused for longer is left behind
+
+
+CLOSED = Failure("the engine is closed; make a new one", "EngineError")
+
+
+class Children(Protocol):
+    names: Sequence[str]
+    heartbeat_timeout: float  # seconds
+    grace_seconds: float
+
+    def send(self, packed: bytes) -> None:
+        """Send every child the same message, without waiting."""
+
+    def receive(self, seconds: float) -> list[tuple[int, Message | Failure]]:
+        """Wait for messages, each with the number of its child; a failure is a child's last."""
+
+    def stop(self) -> None:
+        """End all children."""
+
+    def close(self) -> None:
+        """Free connections after the children ended and no thread receives; safe to repeat."""
+
+
+class Supervisor:
+    """The first failure ends all children; it is kept, and every later `send` raises it.
+
+    `on_reply` and `on_failure`, which is called once, run in the supervisor's thread.
+    """
+
+    def __init__(
+        self,
+        children: Children,
+        on_reply: Callable[[int, Any], None],
+        on_failure: Callable[[Failure], None],
+        step_timeout: float,
+    ) -> None:
+        self.failure: Failure | None = None
+        # Whether silence is a failure: not while a model is loaded, as imports may hold the GIL.
+        self.is_armed = False
+        self._children = children
+        self._on_reply, self._on_failure = on_reply, on_failure
+        self._step_timeout = step_timeout  # seconds; 0: no checks
+        self._silence = [0.0] * len(children.names)  # seconds since the last message of each
+        self._owner = os.getpid()
+        self._lock = threading.RLock()  # the collector may close us in the midst of a failure
+        self._thread = threading.Thread(target=self._run, name="nanovllm-supervisor", daemon=True)
+        self._thread.start()
+
+    def send(self, task: object) -> None:
+        self.raise_if_failed()
+        self._children.send(pack(task))
+
+    def raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise self.failure.error()
+
+    def close(self) -> None:
+        """End the children; a second call does nothing."""
+        if os.getpid() != self._owner:  # a forked child must not end what its parent uses
+            return
+        self._fail(CLOSED)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+            with self._lock:  # two threads may close at the same time
+                self._children.close()
+
+    def _run(self) -> None:
+        try:
+            failure = self._first_failure()
+        except Exception as error:  # or waiters would wait for ever
+            text = f"messages of the engine cannot be read: {error!r}"
+            failure = Failure(text, "EngineError", traceback.format_exc())
+        self._fail(failure)
+
+    def _first_failure(self) -> Failure:
+        """Handle messages until children fail; return the failure that explains the others."""
+        failures: dict[int, Failure] = {}  # by child, in the order of their arrival
+        deadline = math.inf
+        while self.failure is None and len(failures) < len(self._silence):
+            start = time.monotonic()
+            if start >= deadline:
+                break
+            events = self._children.receive(POLL_SECONDS)
+            # Time in which this process itself did not run counts as one wait.
+            waited = min(time.monotonic() - start, POLL_SECONDS)
+            self._silence = [seconds + waited for seconds in self._silence]
+            found = {number: self._handle(number, event) for number, event in events}
+            for number in range(len(self._silence)):
+                failure = found.get(number) or self._check_silence(number)
+                if failure is not None:
+                    failures.setdefault(number, failure)
+                    deadline = min(deadline, time.monotonic() + self._children.grace_seconds)
+        return self.failure or join_failures([*failures.values()])
+
+    def _handle(self, number: int, event: Message | Failure) -> Failure | None:
+        if isinstance(event, Failure):
+            return event
+        self._silence[number] = 0.0
+        name = self._children.names[number]
+        kind, record = event
+        if kind is Kind.REPLY:
+            self._on_reply(number, record)
+        elif kind is Kind.HEARTBEAT:
+            if 0 < self._step_timeout < record:
+                return Failure(f"{name} did not return from a step for {record:.0f} s")
+        elif kind is Kind.LOG:
+            logger = logging.getLogger(record.name)
+            if logger.isEnabledFor(record.levelno):
+                logger.handle(record)
+        else:
+            return reported_failure(name, record)
+        return None
+
+    def _check_silence(self, number: int) -> Failure | None:
+        timeout = self._children.heartbeat_timeout
+        if not (self.is_armed and self._step_timeout) or self._silence[number] <= timeout:
+            return None
+        return Failure(f"{self._children.names[number]} sent no heartbeat for {timeout:.1f} s")
+
+    def _fail(self, failure: Failure) -> None:
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = failure
+        self._on_failure(failure)
+        self._children.stop()
+
+
+def reported_failure(name: str, failure: Failure) -> Failure:
+    """Complete the failure that a child reported; an error that is not ours names the child."""
+    if hasattr(errors, failure.type_name):
+        return replace(failure, message=failure.message.strip() or failure.type_name)
+    # The whole message is in the traceback.
+    parts = f"{name} failed", failure.type_name, failure.message.strip().partition("\n")[0]
+    return replace(failure, message=": ".join(filter(None, parts)))
+
+
+def join_failures(failures: list[Failure]) -> Failure:
+    """Return the earliest; a death, which says little, with the first error that was reported."""
+    first, *_ = sorted(failures, key=lambda failure: failure.time)
+    reported = [failure.traceback for failure in failures if failure.traceback]
+    if first.traceback or not reported:
+        return first
+    return replace(first, message=f"{first.message}\nAnother worker's error:\n{reported[0]}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChildProcess:
+    process: subprocess.Popen[bytes]
+    channel: Channel
+
+
+class ChildProcesses:
+    """Processes of this machine that run `main(fd, parent_pid, *numbers)` of a module."""
+
+    heartbeat_timeout, grace_seconds = HEARTBEAT_TIMEOUT, GRACE_SECONDS
+
+    def __init__(self, module: str, names: Sequence[str], numbers: Sequence[Sequence[int]]) -> None:
+        self.names = names
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._children: list[ChildProcess] = []
+        self._selector = selectors.DefaultSelector()
+        try:
+            for index, each in enumerate(numbers):
+                child = start_child(module, *each)
+                self._children.append(child)
+                self._selector.register(child.channel.connection, selectors.EVENT_READ, index)
+        except BaseException:
+            self.stop()
+            self.close()
+            raise
+        # A thread of its own: long prompts do not fit into the sockets' buffers.
+        threading.Thread(target=self._send_all, name="nanovllm-sender", daemon=True).start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.process.pid for child in self._children]
+
+    def send(self, packed: bytes) -> None:
+        self._outbox.put(packed)
+
+    def receive(self, seconds: float) -> list[tuple[int, Message | Failure]]:
+        numbers: list[int] = [key.data for key, _ in self._selector.select(seconds)]
+        return [(number, self._receive(number)) for number in numbers]
+
+    def stop(self) -> None:
+        """End the processes, by force those that do not end when asked."""
+        for ask in (subprocess.Popen.terminate, subprocess.Popen.kill):
+            for child in self._children:
+                ask(child.process)
+            deadline = time.monotonic() + STOP_SECONDS
+            for child in self._children:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(max(deadline - time.monotonic(), 0.0))
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        self._selector.close()
+        for child in self._children:
+            child.channel.connection.close()
+
+    def _send_all(self) -> None:
+        with contextlib.suppress(OSError):  # the supervisor finds out why
+            while (packed := self._outbox.get()) is not None:
+                for child in self._children:
+                    child.channel.send_packed(packed)
+
+    def _receive(self, number: int) -> Message | Failure:
+        child = self._children[number]
+        message: Message | None = child.channel.receive()
+        if message is not None:
+            return message
+        self._selector.unregister(child.channel.connection)
+        try:
+            code = child.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            cause = "closed its connection"
+        else:
+            cause = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        name = f"{self.names[number]} (process {child.process.pid})"
+        return Failure(f"{name} {cause}; its stderr may say why")
+
+
+def start_child(module: str, *numbers: int) -> ChildProcess:
+    ours, theirs = Pipe()
+    with theirs:
+        arguments = [str(number) for number in (theirs.fileno(), os.getpid(), *numbers)]
+        command = [sys.executable, *FLAGS, "-c", _BOOT.format(module), str(len(arguments))]
+        process = subprocess.Popen(
+            [*command, *arguments, *sys.path, str(PACKAGES)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env={**KEPT_PRODUCTS, **os.environ},
+            start_new_session=True,  # Ctrl-C at the terminal is for the parent alone
+        )
+    return ChildProcess(process, Channel(ours))
+
+
+class ChildThread:
+    """A thread of this process in the place of a child, where a debugger can pause it."""
+
+    heartbeat_timeout, grace_seconds = math.inf, 0.0
+
+    def __init__(self, name: str, serve: Serve) -> None:
+        self.names: Sequence[str] = [name]
+        self.pids = [os.getpid()]
+        self._link = QueueLink()
+        self._thread = threading.Thread(
+            target=self._run, args=[serve], name="nanovllm-core", daemon=True
+        )
+        self._thread.start()
+
+    def send(self, packed: bytes) -> None:
+        self._link.inbox.put(packed)
+
+    def receive(self, seconds: float) -> list[tuple[int, Message | Failure]]:
+        try:
+            return [(0, pickle.loads(self._link.outbox.get(timeout=seconds)))]
+        except Empty:
+            return []
+
+    def stop(self) -> None:
+        self._link.inbox.put(None)
+        self._thread.join(CLOSE_SECONDS)
+
+    def close(self) -> None:
+        pass
+
+    def _run(self, serve: Serve) -> None:
+        try:
+            serve(self._link, StepTimer())
+        except BaseException as error:  # a debugger was told to quit, for instance
+            report(self._link, error)

@@ -1,0 +1,107 @@
+"""A worker process: builds the worker of one rank, then runs plans until the engine is gone.
+
+Importing this file must stay quick: until it is done, nobody notices that the engine died.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.engine.pending import Pending
+from nanovllm.engine.step import Executor, IntColumn, StepResult
+from nanovllm.parallel.child import Kind, Link, StepTimer, reporting, run_child
+
+if TYPE_CHECKING:
+    from nanovllm.ops.tp_group import TPGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where the workers of one engine are."""
+
+    host: str
+    port: int  # on that host, where they meet
+    num_threads: int  # on a CPU, of each
+    has_one_device: bool = False  # each sees its own alone; otherwise all see those of all
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTask:
+    """All that the workers of one engine need to begin."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    checkpoint: Checkpoint
+    site: Site
+    build_worker: Callable[[WorkerTask, int], Executor]
+
+
+def main(fd: int, parent_pid: int, log_level: int, rank: int) -> None:
+    run_child(fd, parent_pid, log_level, lambda channel, timer: serve(rank, channel, timer))
+
+
+def serve(rank: int, link: Link, timer: StepTimer) -> None:
+    """Do what the engine at the other end asks for, until it is gone."""
+    task: WorkerTask | None = link.receive()
+    if task is None:
+        return
+    worker = task.build_worker(task, rank)
+    info = worker.start()
+    gc.collect()
+    gc.freeze()  # a full collection would walk all that was imported, amid a step
+    link.send(Kind.REPLY, info)
+
+    launched: SimpleQueue[Pending[StepResult]] = SimpleQueue()
+    if rank == 0:
+        # A thread of its own, so that the next step is launched while this one is waited for.
+        threading.Thread(target=_answer, args=(launched, link, timer), daemon=True).start()
+    while (plan := link.receive()) is not None:
+        with timer:
+            pending = worker.submit(plan)
+        if len(plan.masked_rows):
+            masks: IntColumn | None = link.receive()  # the bitmasks follow their plan
+            if masks is None:
+                return
+            worker.sample(masks)
+        if rank == 0:
+            launched.put(pending)
+
+
+def _answer(launched: SimpleQueue[Pending[StepResult]], link: Link, timer: StepTimer) -> None:
+    with reporting(link):
+        while True:
+            pending = launched.get()
+            with timer:
+                result = pending.result()
+            link.send(Kind.REPLY, result)
+
+
+def build_worker(task: WorkerTask, rank: int) -> Executor:
+    """Build the worker of one rank: its device, its group, its part of the model."""
+    from nanovllm.devices.choose import create_device
+    from nanovllm.worker.worker import Worker
+
+    device = create_device(task.config, join_group(task, rank))
+    return Worker(task.config, task.model_config, task.checkpoint, device)
+
+
+def join_group(task: WorkerTask, rank: int) -> TPGroup:
+    """Set up the rank's device and join the process group; dropping it leaves the group."""
+    import torch
+
+    from nanovllm.devices.choose import claim_device
+    from nanovllm.parallel.rendezvous import TIMEOUT, connect, join_store, own_address
+
+    site, size = task.site, task.config.tensor_parallel_size
+    torch.set_num_threads(site.num_threads)
+    backend = claim_device(task.config.device, 0 if site.has_one_device else rank)
+    store = join_store(site.host, site.port)
+    address = own_address(site.host, site.port)
+    return connect(rank, size, store, backend, TIMEOUT, address)

@@ -1,0 +1,202 @@
+"""`build_app`: an application for Ray Serve with the routes and options of `nanovllm serve`.
+
+Its ingress is that server without an engine: it reads requests, tokenises prompts and sends each to
+one of the engines, which Serve starts, watches and scales.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.cli import parse
+from nanovllm.cli.serve import engine_config, server_options
+from nanovllm.config import EngineConfig
+from nanovllm.engine.start import FoundModel
+from nanovllm.errors import ConfigError
+from nanovllm.outputs import EmbeddingOutput, StreamPiece
+from nanovllm.parallel.ray_workers import connect
+from nanovllm.ray.remote_llm import Call, EngineCounts, EngineFacts, RemoteLLM
+from nanovllm.serve.app import make_app
+from nanovllm.serve.core_records import EngineState
+from nanovllm.serve.service import Service
+
+HEALTH_SECONDS = 2.0  # between checks; Serve replaces an engine that fails three in a row
+DRAIN_SECONDS = 60.0  # for the answers of an engine that is no longer needed
+MAX_REQUESTS = 2**16  # at an ingress, which itself refuses those that would wait too long
+# By default Serve hands every token from thread to thread, through queues without an end. In one
+# loop there are none, and the tokens that a reader is late for are joined where they are made.
+ONE_LOOP = {
+    "env_vars": {
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    }
+}
+SERVES_OWN = (
+    "host", "port", "root_path", "ssl_certfile", "ssl_keyfile", "shutdown_timeout",
+    "restart_engine", "in_process", "data_parallel_size", "config", "verbose", "threads",
+    "log_level",
+)  # fmt: skip
+
+
+def build_app(options: str | Mapping[str, Any]) -> serve.Application:
+    """Make an application of a model, or of options by name, `model` among them.
+
+    >>> serve.run(build_app({"model": "Qwen/Qwen3-0.6B", "min_replicas": 1, "max_replicas": 4}))
+
+    Options are those of a file for `nanovllm serve --config`, Serve's options for autoscaling, and
+    `num_cpus` of an engine. Serve calls its builders with one argument, hence no keywords.
+    """
+    named = {"model": options} if isinstance(options, str) else dict(options)
+    num_cpus = float(named.pop("num_cpus", 1))
+    scaling = {name: named.pop(name) for name in AutoscalingConfig.model_fields if name in named}
+    config = engine_config(_parse(named))
+    engine = serve.deployment(Engine).options(
+        autoscaling_config=_autoscaling(scaling, config),
+        ray_actor_options={
+            "num_cpus": num_cpus,
+            "num_gpus": _num_gpus(config),
+            "runtime_env": ONE_LOOP,
+        },
+        # Its own queue keeps an engine busy; what waits in the ingress can go to a new one.
+        max_ongoing_requests=2 * config.max_num_seqs,
+        request_router_config=_routing(config),
+        health_check_period_s=HEALTH_SECONDS,
+        health_check_timeout_s=5 * HEALTH_SECONDS,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        logging_config={"enable_access_log": False},  # the ingress has one
+    )
+    ingress = serve.deployment(serve.ingress()(Ingress)).options(
+        max_ongoing_requests=MAX_REQUESTS, ray_actor_options={"runtime_env": ONE_LOOP}
+    )
+    return ingress.bind(engine.bind(config), named)
+
+
+class Engine:
+    """A replica: an AsyncLLM that other processes call."""
+
+    async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]
+        """Load the model in another thread: in this one Serve may want to end the engine."""
+        self._llm = await asyncio.to_thread(AsyncLLM, **asdict(config))
+
+    async def facts(self) -> EngineFacts:
+        return EngineFacts(self._llm.config, self._llm.model_config, self._llm.max_len)
+
+    async def generate(self, call: Call) -> AsyncGenerator[StreamPiece, None]:
+        self._end_if_failed()
+        pieces = self._llm.generate(
+            call.token_ids,
+            call.params,
+            cache_salt=call.cache_salt,
+            is_streaming=call.is_streaming,
+        )
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+
+    async def embed(self, call: Call, normalize: bool) -> AsyncGenerator[EmbeddingOutput, None]:
+        self._end_if_failed()
+        yield await self._llm.embed(call.token_ids, normalize=normalize)
+
+    async def watch(self, call: Call) -> AsyncGenerator[EngineState, None]:
+        async with contextlib.aclosing(self._llm.watch()) as states:
+            async for state in states:
+                yield state
+
+    async def counts(self) -> EngineCounts:
+        await self.check_health()
+        replica_id = serve.get_replica_context().replica_id
+        return EngineCounts(replica_id.unique_id, self._llm.stats)
+
+    async def check_health(self) -> None:
+        """Raise what ended the engine's core, or that it hangs: Serve calls this."""
+        if self._llm.error is not None:
+            raise self._llm.error
+
+    def __del__(self) -> None:
+        """Free the GPU's memory for the next engine: Serve calls this before the process ends."""
+        if hasattr(self, "_llm"):
+            self._llm.close()
+
+    def _end_if_failed(self) -> None:
+        """End the process rather than answer requests with errors until Serve has noticed.
+
+        An engine that fails at once has the least to do, and would be sent every request.
+        """
+        if self._llm.error is not None:
+            os._exit(1)
+
+
+class Ingress:
+    """A replica: the HTTP application of `nanovllm serve`."""
+
+    def __init__(self, engines: DeploymentHandle, options: dict[str, Any]) -> None:
+        self._engines, self._args = engines, _parse(options)
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Make the application, once there is an engine; Serve calls this."""
+        facts: EngineFacts = await self._engines.facts.remote()
+        config = facts.config
+        # The engine's files may be on another node.
+        checkpoint = await asyncio.to_thread(
+            find_checkpoint, config.model, revision=config.revision, need_weights=False
+        )
+        found = FoundModel(config, facts.model_config, checkpoint)
+        llm = await asyncio.to_thread(RemoteLLM, self._engines, found, facts.max_len)
+        await llm.look()
+        self._following = asyncio.create_task(llm.follow())
+        options = server_options(self._args, config.model, checkpoint.generation_config)
+        return make_app(Service(llm, options))
+
+
+def _parse(named: dict[str, Any]) -> Namespace:
+    refused = [name for name in named if name.replace("-", "_") in SERVES_OWN]
+    if refused:
+        raise ConfigError(f"{refused[0]} is not an option here: that is for Ray Serve to do")
+    booleans = {"true": True, "false": False}  # `serve run` hands on texts
+    options = {k: booleans.get(v, v) if isinstance(v, str) else v for k, v in named.items()}
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return parse(["serve"], options)
+    except SystemExit:
+        raise ConfigError(complaint.getvalue().strip().rsplit("\n", 1)[-1]) from None
+
+
+def _autoscaling(scaling: dict[str, Any], config: EngineConfig) -> AutoscalingConfig:
+    scaling.setdefault("max_replicas", max(int(scaling.get("min_replicas") or 1), 1))
+    scaling.setdefault("target_ongoing_requests", max(config.max_num_seqs // 2, 1))
+    return AutoscalingConfig(**scaling)
+
+
+def _num_gpus(config: EngineConfig) -> int:
+    if config.distributed_executor_backend == "ray":
+        return 0  # its workers ask for them
+    has_gpus = config.device != "cpu"
+    if config.device == "auto":
+        connect()  # `serve run` asks for the application before it joins the cluster
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    return config.tensor_parallel_size if has_gpus else 0
+
+
+def _routing(config: EngineConfig) -> RequestRouterConfig:
+    if not config.enable_prefix_caching:
+        return RequestRouterConfig()
+    return RequestRouterConfig(
+        request_router_class="nanovllm.ray.router.PrefixRequestRouter",
+        request_router_kwargs={"block_size": config.kvcache_block_size},
+    )

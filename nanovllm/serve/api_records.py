@@ -1,0 +1,305 @@
+"""The fields of requests in OpenAI's API, with vLLM's additions; other APIs share some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from nanovllm.engine.conversations import text_of
+from nanovllm.errors import RequestError
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.http_errors import invalid
+from nanovllm.validation import require, suggestion
+
+MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 128
+
+R = TypeVar("R", bound="ApiRecord")
+T = TypeVar("T")
+# One error is enough: a list of a million wrong items would take seconds to describe.
+Listed = Annotated[list[T], Field(fail_fast=True)]
+# Each token of a completion is compared with all stop strings, and bad words are tokenized.
+StopString = Annotated[str, Field(max_length=256)]
+StopStrings = Annotated[Listed[StopString], Field(max_length=64)]
+BadWord = Annotated[str, Field(max_length=64)]
+BadWords = Annotated[Listed[BadWord], Field(max_length=1024)]
+TokenIds = Annotated[Listed[int], Field(max_length=1024)]
+
+
+class ApiRecord(BaseModel):
+    """Types are taken as they are sent; null counts as absent, and an unknown field is an error."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        fields = {name: value for name, value in fields.items() if value is not None}
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        for name in fields:
+            if name not in known:
+                shown = str(name).encode(errors="replace").decode()  # no unpaired surrogates
+                message = f"{shown} is not supported{suggestion(shown, known)}"
+                raise RequestError(message, param=shown)
+        return fields
+
+
+class IgnoredFields(ApiRecord):
+    """Fields that are accepted and ignored, since no answer depends on them."""
+
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
+    include: Any = None
+    cache_control: Any = None
+    user: Any = None
+
+
+class JsonSchema(ApiRecord):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(ApiRecord):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        has_schema = self.json_schema is not None and self.json_schema.schema_ is not None
+        is_valid = has_schema if self.type == "json_schema" else self.json_schema is None
+        require(is_valid, "json_schema", "given, with a schema, for that type alone", self.type)
+        return self
+
+    def structured(self) -> dict[str, Any] | None:
+        if self.type == "json_object":
+            return {"json_object": True}
+        return {"json": self.json_schema.schema_} if self.json_schema is not None else None
+
+
+class StreamOptions(ApiRecord):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # of the lengths of pieces: there is none
+
+
+class SamplingFields(IgnoredFields):
+    """The fields of SamplingParams, and how its answer is sent."""
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: TokenIds | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    allowed_token_ids: Listed[int] | None = None
+    bad_words: BadWords | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    priority: int | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    structured_outputs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> SamplingFields:
+        is_valid = self.stream or self.stream_options is None
+        require(is_valid, "stream_options", "left out without stream=true", self.stream_options)
+        is_valid = self.response_format is None or self.structured_outputs is None
+        given = self.structured_outputs
+        require(is_valid, "structured_outputs", "left out with response_format", given)
+        return self
+
+    def sampling_params(self, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
+        """What is not in the request comes from the model's own defaults."""
+        own = self.model_dump(include=_SAMPLING_NAMES, exclude_none=True)
+        return SamplingParams(**{**defaults, **own, **given})
+
+    @property
+    def grammar_param(self) -> str:
+        """The field that `constraint` comes from."""
+        return "structured_outputs" if self.response_format is None else "response_format"
+
+    def constraint(self) -> dict[str, Any] | None:
+        """What the answer must be; None when it may be anything."""
+        if self.response_format is not None:
+            return self.response_format.structured()
+        return self.structured_outputs
+
+
+_SAMPLING_NAMES = {*SamplingFields.model_fields}.intersection(SamplingParams.__dataclass_fields__)
+_SAMPLING_NAMES -= {"structured_outputs"}
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+# Each is tried in turn: ids, of which there may be thousands, before texts.
+Texts = str | Listed[int] | Listed[str] | Listed[Listed[int]]
+
+
+class CalledFunction(ApiRecord):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+    parsed_arguments: Any = None  # added by a client
+
+
+class ToolCall(ApiRecord):
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Message(ApiRecord):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Any = None  # a text, or a list of text parts
+    name: str | None = None
+    tool_calls: Listed[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    annotations: Any = None
+    cache_control: Any = None
+    parsed: Any = None  # added by a client, and so is the next
+    provider_specific_fields: Any = None
+
+
+class NamedTool(ApiRecord):
+    type: Literal["function"]
+    function: dict[Literal["name"], str] = Field(min_length=1)
+
+
+class AllowedFunctions(ApiRecord):
+    mode: Literal["auto", "required"]
+    tools: Listed[NamedTool] = Field(min_length=1)
+
+
+class AllowedTools(ApiRecord):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+
+
+class ChatFields(ApiRecord):
+    """What the chat template is given."""
+
+    messages: Listed[Message] = Field(min_length=1)
+    tools: Listed[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Effort | None = None
+
+
+class ChatRequest(ChatFields, SamplingFields):
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatRequest:
+        is_valid = self.logprobs or not self.top_logprobs
+        require(is_valid, "top_logprobs", "left out without logprobs=true", self.top_logprobs)
+        return self
+
+    @property
+    def must_call(self) -> bool:
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return choice not in (None, "auto", "none")
+
+    @property
+    def continued(self) -> str:
+        """What is written already of the message that the answer goes on from."""
+        return text_of(self.messages[-1].content or "") if self.continue_final_message else ""
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionRequest(SamplingFields):
+    prompt: Texts
+    max_tokens: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = None
+    best_of: Literal[1] | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        is_valid = self.max_tokens != 0 or self.echo
+        require(is_valid, "max_tokens", "at least 1, or 0 with echo", self.max_tokens)
+        return self
+
+
+class EmbeddingRequest(IgnoredFields):
+    input: Texts
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    normalize: bool | None = None
+
+
+class TokenizeRequest(ChatFields):
+    """A text, or a conversation."""
+
+    model: str | None = None
+    messages: Listed[Message] = Field(default_factory=list)
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeRequest:
+        is_valid = (self.prompt is None) == bool(self.messages)
+        require(is_valid, "prompt", "given, or else messages", self.prompt)
+        return self
+
+
+class DetokenizeRequest(ApiRecord):
+    tokens: Listed[int]
+    model: str | None = None
+
+
+def as_record(kind: type[R], fields: Mapping[str, Any]) -> R:
+    """Validate fields that came in another form than as the body of an HTTP request."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise invalid(error.errors()) from error
+
+
+def nested(fields: Any, name: str) -> Any:
+    """Put the fields beside `type` into an object of their own, as only chats have them."""
+    if not isinstance(fields, dict):
+        return fields
+    inner = {key: value for key, value in fields.items() if key != "type" and value is not None}
+    return {"type": fields.get("type"), **({name: inner} if inner else {})}

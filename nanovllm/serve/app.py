@@ -1,0 +1,186 @@
+"""The HTTP application: which path is answered by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import FileResponse, Response
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from nanovllm import __version__
+from nanovllm.errors import RequestError
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.answer import EventStream, StreamResponse, WholeResponse, whole_body
+from nanovllm.serve.anthropic.messages import (
+    CountRequest,
+    MessagesRequest,
+    answer_message,
+    count_tokens,
+)
+from nanovllm.serve.api_records import (
+    ApiRecord,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+from nanovllm.serve.engine_events import EngineEvents, record_trace
+from nanovllm.serve.guard import PAGE_PREFIX, Guard
+from nanovllm.serve.http_errors import add_error_handlers, json_response, message_of
+from nanovllm.serve.metrics import CONTENT_TYPE
+from nanovllm.serve.openai.chat_completions import answer_chat
+from nanovllm.serve.openai.completions import answer_completion
+from nanovllm.serve.openai.embeddings import answer_embedding
+from nanovllm.serve.openai.responses import ResponsesRequest, answer_response
+from nanovllm.serve.prepare_chat import detokenize, tokenize
+from nanovllm.serve.server_options import SAMPLING_NAMES
+from nanovllm.serve.service import Service
+
+PAGE_FOLDER = Path(__file__).parent / "page"
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+Respond = Callable[[Service, Any], Awaitable[EventStream]]
+ROUTES: dict[str, tuple[type[ApiRecord], Respond]] = {
+    "/v1/chat/completions": (ChatRequest, answer_chat),
+    "/v1/completions": (CompletionRequest, answer_completion),
+    "/v1/embeddings": (EmbeddingRequest, answer_embedding),
+    "/v1/responses": (ResponsesRequest, answer_response),
+    "/v1/messages": (MessagesRequest, answer_message),
+}
+
+
+def make_app(service: Service) -> ASGIApp:
+    """Everything behind one guard, the schema too; pages that show it load scripts from a CDN."""
+    app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+    for path, (kind, answer) in ROUTES.items():
+        app.post(path)(_endpoint(service, kind, answer))
+    _text_routes(app, service)
+    _model_routes(app, service)
+    _operating_routes(app, service)
+    _watching_routes(app, service)
+    _page_routes(app)
+    guard, origins = Guard(app, service.options), service.options.allowed_origins
+    if not origins:
+        return guard
+    return CORSMiddleware(guard, origins, allow_methods=["*"], allow_headers=["*"])
+
+
+def _endpoint(service: Service, kind: type[ApiRecord], answer: Respond) -> Any:
+    async def respond(request: Any) -> Response:
+        service.check_queue()
+        made = await answer(service, request)
+        service.check_queue()  # of those that came together, too many may have passed
+        timeout = service.options.request_timeout
+        if getattr(request, "stream", None):
+            return StreamResponse(made, timeout)
+        return WholeResponse(whole_body(made), timeout)
+
+    respond.__annotations__["request"] = kind  # FastAPI parses the body as this
+    return respond
+
+
+def _text_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/messages/count_tokens")
+    async def count_message_tokens(request: CountRequest) -> Response:
+        return json_response(await count_tokens(service, request))
+
+    @app.post("/tokenize")
+    async def tokenize_text(request: TokenizeRequest) -> Response:
+        return json_response(await tokenize(service, request))
+
+    @app.post("/detokenize")
+    async def detokenize_ids(request: DetokenizeRequest) -> Response:
+        return json_response(await detokenize(service, request))
+
+
+def _model_routes(app: FastAPI, service: Service) -> None:
+    sampling = SamplingParams(**service.options.sampling_defaults)
+
+    def describe(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            # Under these names Anthropic's client looks for it.
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(service.created, timezone.utc).isoformat(),
+            "owned_by": "nanovllm",
+            "root": service.llm.config.model,
+            "max_model_len": service.llm.max_len,
+            "default_sampling_params": {each: getattr(sampling, each) for each in SAMPLING_NAMES},
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        names = service.options.served_model_name
+        data = [describe(name) for name in names]
+        ends = {"first_id": names[0], "last_id": names[-1]}
+        return json_response({"object": "list", "data": data, "has_more": False, **ends})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return json_response(describe(name))
+
+
+def _operating_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    @app.get("/ping")
+    @app.post("/ping")
+    async def health() -> Response:
+        """Healthy as long as one engine answers; the body then says which ones do not."""
+        error = service.llm.error
+        if error is not None:
+            raise error
+        errors = {replica.number: replica.error for replica in service.llm.replicas}
+        lost = {number: message_of(each) for number, each in errors.items() if each is not None}
+        return json_response({"lost_engines": lost}) if lost else Response()
+
+    @app.get("/load")
+    async def load() -> Response:
+        return json_response({"server_load": service.llm.num_requests})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+
+def _watching_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/engine/events")
+    async def engine_events(engine: int | None = None) -> Response:
+        """The state of an engine, then what changes in it, as server-sent events."""
+        return StreamResponse(EngineEvents(service.llm, engine), timeout=None)
+
+    @app.get("/trace")
+    async def trace(seconds: float = 3.0) -> Response:
+        """The steps of some seconds, for ui.perfetto.dev."""
+        return WholeResponse(record_trace(service.llm, seconds), timeout=None)
+
+
+def _page_routes(app: FastAPI) -> None:
+    """The page at `/`: plain files, sent as they are, that may load nothing from elsewhere."""
+    files = {path.name: path for path in PAGE_FOLDER.iterdir()}
+
+    @app.get("/", include_in_schema=False)
+    @app.get(PAGE_PREFIX + "{name}", include_in_schema=False)
+    async def file(name: str = "index.html") -> Response:
+        if name not in files:
+            raise RequestError(f"the page has no file {name!r}", status=404)
+        return FileResponse(files[name], headers=PAGE_HEADERS)

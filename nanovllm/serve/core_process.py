@@ -1,0 +1,235 @@
+"""An engine core in a process of its own: requests come in and steps go out over a socket."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from queue import Empty, SimpleQueue
+
+from nanovllm.config import EngineConfig
+from nanovllm.devices.choose import take_share
+from nanovllm.devices.cpu.memory import give_back
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.request import CoreStep, Ending, Request, StepTiming, microseconds
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.start import find_model, make_grammars, start_core
+from nanovllm.errors import RequestError
+from nanovllm.parallel.child import Kind, Link, StepTimer, run_child
+from nanovllm.serve.core_records import (
+    Add,
+    CoreReady,
+    CoreStats,
+    CoreUpdate,
+    EngineState,
+    Finish,
+    SequenceState,
+    SequenceStatus,
+    Watch,
+)
+
+IDLE_SECONDS = 1.0  # between updates while there is nothing to do
+SECONDS_BETWEEN = 0.1  # snapshots, at least
+MAX_QUEUE = 64  # sequences of the queue in a snapshot
+
+Command = Add | Finish | Watch
+Send = Callable[[CoreUpdate], None]
+
+
+def main(fd: int, parent_pid: int, log_level: int, replica: int) -> None:
+    run_child(fd, parent_pid, log_level, partial(serve, replica=replica))
+
+
+def serve(link: Link, timer: StepTimer, replica: int = 0) -> None:
+    """Start a core and follow the commands of the front at the other end, until it is gone."""
+    config: EngineConfig | None = link.receive()
+    if config is None:
+        return
+    send = partial(link.send, Kind.REPLY)
+    take_share(config, replica)
+    inbox: SimpleQueue[Command | None] = SimpleQueue()
+    threading.Thread(target=_receive_all, args=(link, inbox), daemon=True).start()
+    found = find_model(config)
+    send(found)  # the front loads the tokenizer while the model is loaded here
+    started = start_core(found, partial(make_grammars, found))
+    core = started.core
+    try:
+        send(CoreReady(started.info, core.max_len))
+        CoreLoop(core, inbox, send, timer).run()
+    finally:
+        core.executor.close()
+
+
+def _receive_all(link: Link, inbox: SimpleQueue[Command | None]) -> None:
+    while (command := link.receive()) is not None:
+        inbox.put(command)
+    inbox.put(None)
+
+
+class CoreLoop:
+    """Obeys commands between steps, and steps while there is something to do."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        inbox: SimpleQueue[Command | None],
+        send: Send,
+        timer: StepTimer,  # entered for every step
+    ) -> None:
+        self.core, self.inbox, self.send, self.timer = core, inbox, send, timer
+        self._num_prefill_tokens = self._num_decode_tokens = 0
+        self._observer: Observer | None = None  # while a client is subscribed
+        self._is_at_rest = self._is_over = False
+
+    def run(self) -> None:
+        while not self._is_over:
+            endings = self._obey()
+            step = CoreStep([], [], [])
+            if self.core.has_unfinished:
+                with self.timer:
+                    step = self.core.step()
+            self._num_prefill_tokens += step.num_prefill_tokens
+            self._num_decode_tokens += step.num_decode_tokens
+            step, stats = replace(step, endings=[*endings, *step.endings]), self._stats()
+            state = None if self._observer is None else self._observer.snapshot(stats)
+            self.send(CoreUpdate(step, stats, state))
+
+    def _obey(self) -> list[Ending]:
+        """Follow the commands that are there; wait for one when there is nothing else to do."""
+        endings: list[Ending] = []  # of what was ended or refused, which the next update tells
+        while not self._is_over:
+            is_idle = not self.core.has_unfinished and not endings
+            try:
+                seconds = IDLE_SECONDS if self._observer is None else SECONDS_BETWEEN
+                command = self.inbox.get(block=is_idle, timeout=seconds)
+            except Empty:
+                if is_idle:
+                    self._rest()
+                return endings
+            match command:
+                case None:  # the parent closed its end
+                    self._is_over = True
+                case Add(requests):
+                    self._is_at_rest = False
+                    endings += self._add(requests)
+                case Watch(is_on):
+                    self._watch(is_on)
+                case Finish(seq_ids, reason):
+                    found = (self.core.finish(seq_id, reason) for seq_id in seq_ids)
+                    endings += [ending for ending in found if ending is not None]
+        return endings
+
+    def _add(self, requests: list[Request]) -> list[Ending]:
+        """Queue requests; return the endings of those that can never run."""
+        refused = []
+        for request in requests:
+            try:
+                self.core.add(request)
+            except RequestError as error:
+                now = time.perf_counter()
+                ending = Ending(request.seq_id, [], "error", 0, 0.0, 0.0, now, [], error=str(error))
+                refused.append(ending)
+        return refused
+
+    def _rest(self) -> None:
+        """After work: capture missing graphs until a command comes, then give back memory, once."""
+        while not self._is_at_rest and self.inbox.empty():
+            if not self.core.executor.capture_one():
+                give_back()
+                self._is_at_rest = True
+
+    def _watch(self, is_on: bool) -> None:
+        if not is_on:
+            self._observer = None
+        elif self._observer is None:
+            self._observer = Observer(self.core)
+        else:
+            self._observer.restart()
+
+    def _stats(self) -> CoreStats:
+        scheduler = self.core.scheduler
+        blocks = scheduler.blocks
+        return CoreStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + len(scheduler.postponed),
+            num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_free,
+            num_preemptions=scheduler.num_preemptions,
+            num_cache_queries=scheduler.num_cache_queries,
+            num_cache_hits=scheduler.num_cache_hits,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_decode_tokens=self._num_decode_tokens,
+        )
+
+
+class Observer:
+    """Decides when a snapshot is due; the core has one only while a client is subscribed."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._stats: CoreStats | None = None  # of the last snapshot
+        self._earliest = 0.0  # when the next one may be taken
+        core.timings.clear()
+        core.ended.clear()
+
+    def restart(self) -> None:
+        """Take the next snapshot even if nothing changes: another client has subscribed."""
+        self._stats = None
+
+    def snapshot(self, stats: CoreStats) -> EngineState | None:
+        """Return the state, unless it is unchanged or the last snapshot was just taken."""
+        core, now = self._core, time.perf_counter()
+        is_changed = stats != self._stats or core.timings or core.ended
+        if not is_changed or now < self._earliest:
+            return None
+        self._stats, self._earliest = stats, now + SECONDS_BETWEEN
+        return take_snapshot(core, stats, now)
+
+
+def take_snapshot(core: EngineCore, stats: CoreStats, now: float) -> EngineState:
+    """Return the state of a core, and move its recorded steps and ended sequences into it."""
+    scheduler = core.scheduler
+    waiting = list(islice(scheduler.waiting, MAX_QUEUE))
+    postponed = list(islice(scheduler.postponed.values(), MAX_QUEUE))
+    state = EngineState(
+        scheduler.blocks.num_blocks,
+        scheduler.blocks.block_size,
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        [
+            *(_sequence(seq, "running") for seq in scheduler.running.values()),
+            *(_sequence(seq, "preempted" if seq.start_time else "waiting") for seq in waiting),
+            *(_sequence(seq, "postponed") for seq in postponed),
+        ],
+        [seq.seq_id for seq in (*waiting, *postponed)],
+        bytes(scheduler.blocks.is_cached),
+        [_in_microseconds(timing) for timing in core.timings],
+        list(core.ended),
+        stats,
+        microseconds(now),
+    )
+    core.timings.clear()
+    core.ended.clear()
+    return state
+
+
+def _sequence(seq: Sequence, status: SequenceStatus) -> SequenceState:
+    return SequenceState(
+        seq.seq_id,
+        status,
+        seq.num_prompt_tokens,
+        seq.max_len,
+        seq.num_cached,
+        seq.num_computed,
+        len(seq.token_ids),
+        microseconds(seq.request.arrival_time),
+        list(seq.block_ids),
+    )
+
+
+def _in_microseconds(timing: StepTiming) -> StepTiming:
+    times = map(microseconds, timing[: -len(StepTiming._field_defaults)])
+    return timing._replace(**dict(zip(StepTiming._fields, times, strict=False)))

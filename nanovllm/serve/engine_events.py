@@ -1,0 +1,151 @@
+"""The engine's state as a stream of events, and a record of its steps that Perfetto opens."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import fields
+from typing import Any
+
+import anyio
+
+from nanovllm.engine.request import SequenceEnd, StepTiming
+from nanovllm.errors import EngineError, NanovllmError
+from nanovllm.serve.answer import Event, EventStream
+from nanovllm.serve.core_records import CoreStats, EngineState
+from nanovllm.serve.model import Model
+from nanovllm.validation import require
+
+MAX_TRACE_SECONDS = 60.0
+HOST, DEVICE, REQUESTS = 1, 2, 3
+NAMES = {HOST: "host", DEVICE: "device", REQUESTS: "requests"}
+
+
+class EngineEvents(EventStream):
+    """Snapshots for as long as the client reads; of any engine that answers."""
+
+    def __init__(self, llm: Model, engine: int | None = None) -> None:
+        numbers = [replica.number for replica in llm.replicas]
+        if not numbers:  # a cluster has none for a while
+            raise EngineError("no engine is running")
+        if engine is None:
+            living = (replica.number for replica in llm.replicas if replica.error is None)
+            engine = next(living, numbers[0])
+        require(engine in numbers, "engine", f"one of {', '.join(map(str, numbers))}", engine)
+        self._llm, self._engine = llm, engine
+        self._place = {"engine": engine, "engines": numbers}
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        async with contextlib.aclosing(self._llm.watch(self._engine)) as states:
+            async for state in states:
+                yield {**as_event(state), **self._place}
+
+
+def as_event(state: EngineState) -> Event:
+    """Rows stay rows: lists in the order of their records' fields."""
+    event = _fields(state)
+    cached = base64.b64encode(state.cached).decode()
+    return {"kind": "state", **event, "cached": cached, "stats": _fields(state.stats)}
+
+
+def _fields(record: EngineState | CoreStats) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+async def record_trace(llm: Model, seconds: float) -> Event:
+    """The steps and sequences of some seconds, from now on, of all engines."""
+    expected = f"more than 0 and at most {MAX_TRACE_SECONDS:g}"
+    require(0 < seconds <= MAX_TRACE_SECONDS, "seconds", expected, seconds)
+    traces = [Trace(replica.number) for replica in llm.replicas]
+
+    async def record(trace: Trace) -> None:
+        """Add what an engine does; one of several may be lost before or meanwhile."""
+        try:
+            async with contextlib.aclosing(llm.watch(trace.engine)) as states:
+                async for state in states:
+                    trace.add(state)
+        except NanovllmError:
+            if llm.error is not None:
+                raise
+
+    with anyio.move_on_after(seconds):
+        await asyncio.gather(*map(record, traces))
+    events = [event for trace in traces for event in trace.events(is_alone=len(traces) == 1)]
+    # Requests may be older than the record, and Perfetto drops what comes before 0.
+    begin = min((event["ts"] for event in events if "ts" in event), default=0)
+    shifted = [event | {"ts": event["ts"] - begin} if "ts" in event else event for event in events]
+    return {"displayTimeUnit": "ms", "traceEvents": shifted}
+
+
+class Trace:
+    """Collects snapshots; `events` are in the format of ui.perfetto.dev and chrome://tracing."""
+
+    def __init__(self, engine: int = 0) -> None:
+        self.engine = engine
+        self._end = 0
+        self._steps: list[StepTiming] = []
+        self._ended: list[SequenceEnd] = []
+        self._running: dict[int, int] = {}  # when the unfinished ones were first seen to run
+
+    def add(self, state: EngineState) -> None:
+        for seq in state.sequences:
+            if seq.status == "running":
+                self._running.setdefault(seq.seq_id, state.time)
+        self._end = state.time
+        self._steps += state.steps
+        self._ended += state.ended
+        for end in state.ended:
+            self._running.pop(end.seq_id, None)
+
+    def events(self, is_alone: bool = True) -> Iterator[Event]:
+        """Yield all that was seen, with the times of the engine's clock."""
+        for part, name in NAMES.items():
+            args = {"name": name if is_alone else f"engine {self.engine}: {name}"}
+            yield {"ph": "M", "pid": self._pid(part), "name": "process_name", "args": args}
+        for step in self._steps:
+            yield from self._step_events(step)
+        for end in self._ended:
+            yield from self._ending_events(end)
+        for seq_id, begin in self._running.items():
+            name = f"sequence {seq_id}, unfinished"
+            yield self._span(REQUESTS, seq_id, name, begin, self._end - begin)
+
+    def _step_events(self, step: StepTiming) -> Iterator[Event]:
+        begin = step.begin
+        for name in ("schedule", "submit", "wait", "commit"):
+            duration = getattr(step, name)
+            yield self._span(HOST, 1, name, begin, duration)
+            begin += duration
+        counts = {
+            "prompt tokens": step.num_prefill_tokens,
+            "answer tokens": step.num_decode_tokens,
+        }
+        if step.num_rows:
+            event = self._span(DEVICE, 1, _step_name(step), step.device_begin, step.device)
+            yield {**event, "args": {**counts, "rows": step.num_rows}}
+            counter = {"ph": "C", "pid": self._pid(DEVICE), "name": "tokens", "args": counts}
+            yield {**counter, "ts": step.device_begin}
+
+    def _ending_events(self, end: SequenceEnd) -> Iterator[Event]:
+        begin, start, first = end.arrival, end.start or end.end, end.first_token or end.end
+        args = {"finish reason": end.reason, "tokens": end.num_new_tokens}
+        whole = self._span(REQUESTS, end.seq_id, f"sequence {end.seq_id}", begin, end.end - begin)
+        yield {**whole, "args": args}
+        spans = {"queue": (begin, start), "prefill": (start, first), "decode": (first, end.end)}
+        for name, (since, until) in spans.items():
+            if until > since:
+                yield self._span(REQUESTS, end.seq_id, name, since, until - since)
+
+    def _span(self, part: int, tid: int, name: str, begin: float, duration: float) -> Event:
+        head = {"ph": "X", "pid": self._pid(part), "tid": tid, "name": name}
+        return {**head, "ts": begin, "dur": duration}
+
+    def _pid(self, part: int) -> int:
+        return part + len(NAMES) * self.engine
+
+
+def _step_name(step: StepTiming) -> str:
+    kinds = {"prefill": step.num_prefill_tokens, "decode": step.num_decode_tokens}
+    return " + ".join(name for name, count in kinds.items() if count)

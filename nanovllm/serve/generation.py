@@ -1,0 +1,185 @@
+"""The answers to the prompts of one request, as they come: every API's are made of these."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanovllm.errors import GrammarError, RequestError
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.answer import Event, EventStream
+from nanovllm.serve.parsing.events import BlockEvent
+from nanovllm.serve.service import Service
+from nanovllm.validation import errors_about
+
+Logprobs = Sequence[dict[int, Logprob]]
+MAX_AHEAD = 16  # pieces of one request that wait to be written
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Prompts that are answered together: choice i is sample i % n of prompt i // n."""
+
+    prompts: Sequence[list[int]]
+    params: Sequence[SamplingParams]  # of each prompt
+    cache_salt: str | None = None
+    is_streaming: bool = False
+    grammar_param: str = "structured_outputs"  # the field of the request that has the grammar
+    new_parser: Callable[[], Callable[[Update], None]] | None = None  # of a chat, for each choice
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params[0].n
+
+
+@dataclass(slots=True)  # not frozen: there is one for every token, and chats add `events`
+class Update:
+    """New output of one choice; fields from `finish_reason` on are set in its last update."""
+
+    choice: int
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    logprobs: Logprobs | None = None
+    events: Sequence[BlockEvent] = ()  # of a chat: its text, parsed
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0  # of the prompt; 0 for all but its first sample
+    num_reasoning_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Usage:
+    """Counts the tokens of a request."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    def add(self, update: Update) -> None:
+        self.num_completion_tokens += len(update.token_ids)
+        self.num_reasoning_tokens += update.num_reasoning_tokens
+        self.num_cached_tokens += update.num_cached_tokens
+
+    def openai(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+        }
+
+
+class Answer(EventStream):
+    """The completions of a request as the events of one API."""
+
+    def __init__(self, service: Service, job: Job) -> None:
+        self.service, self.job = service, job
+        self.usage = Usage(sum(map(len, job.prompts)))
+        new_parser = job.new_parser
+        self._parsers = [new_parser() for _ in range(job.num_choices)] if new_parser else []
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        async with contextlib.aclosing(generate(self.service, self.job)) as updates:
+            async for update in updates:
+                if self._parsers:
+                    self._parsers[update.choice](update)
+                self.usage.add(update)
+                for event in self.render(update):
+                    yield event
+        for event in self.last_events():
+            yield event
+
+    def render(self, update: Update) -> Iterable[Event]:
+        """Return the events of an update; none where there is nothing new."""
+        raise NotImplementedError
+
+    def last_events(self) -> Iterable[Event]:
+        """Return the events that follow those of the last update."""
+        return ()
+
+
+async def generate(service: Service, job: Job) -> AsyncGenerator[Update, None]:
+    """Answer all prompts at once; leaving the iterator aborts what is left."""
+    num_samples = job.params[0].n
+    with service.counted(job.num_choices), errors_about(job.grammar_param, GrammarError):
+        async with contextlib.aclosing(_pieces(service, job)) as pieces:
+            async for prompt, piece in pieces:
+                if job.is_streaming and (piece.text or piece.token_ids):
+                    choice = prompt * num_samples + piece.sample
+                    yield Update(choice, piece.text, piece.token_ids, piece.logprobs)
+                if piece.output is not None:
+                    for output in piece.output.outputs:
+                        yield _last_update(job, prompt, piece.output, output)
+
+
+def _last_update(job: Job, prompt: int, answer: RequestOutput, output: CompletionOutput) -> Update:
+    params = job.params[prompt]
+    if answer.error is not None:
+        raise RequestError(answer.error, status=400 if params.can_exclude_tokens else 500)
+    update = Update(prompt * params.n + output.index)
+    if not job.is_streaming:
+        update = Update(update.choice, output.text, output.token_ids, output.logprobs)
+    return replace(
+        update,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        prompt_logprobs=answer.prompt_logprobs,
+        num_cached_tokens=answer.num_cached_tokens if output.index == 0 else 0,
+    )
+
+
+async def _pieces(service: Service, job: Job) -> AsyncGenerator[tuple[int, StreamPiece], None]:
+    """Yield pieces of all prompts, each with the number of its prompt."""
+    streams = [
+        service.metrics.observed(
+            service.llm.generate(
+                prompt, params, cache_salt=job.cache_salt, is_streaming=job.is_streaming
+            ),
+            params.n,
+        )
+        for prompt, params in zip(job.prompts, job.params, strict=True)
+    ]
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]) as pieces:
+            async for piece in pieces:
+                yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, StreamPiece | Exception | None]] = asyncio.Queue(MAX_AHEAD)
+    tasks = [asyncio.create_task(_pump(i, each, queue)) for i, each in enumerate(streams)]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            number, news = await queue.get()
+            if isinstance(news, Exception):
+                raise news
+            if news is None:
+                num_open -= 1
+            else:
+                yield number, news
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    number: int,
+    pieces: AsyncGenerator[StreamPiece, None],
+    queue: asyncio.Queue[tuple[int, StreamPiece | Exception | None]],
+) -> None:
+    """Hand on all pieces, then None, or the error that ended them."""
+    end: Exception | None = None
+    try:
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                await queue.put((number, piece))
+    except Exception as error:  # whatever it is, the reader raises it
+        end = error
+    await queue.put((number, end))

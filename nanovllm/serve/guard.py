@@ -1,0 +1,133 @@
+"""What stands before every route: a proxy's path, keys, the size of bodies, ids of requests."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+from urllib.parse import quote
+from uuid import uuid4
+
+from fastapi.exceptions import HTTPException
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanovllm.errors import RequestError
+from nanovllm.serve.http_errors import error_response
+from nanovllm.serve.server_options import ServerOptions
+
+MAX_VALUES = 500_000  # of a body: a million numbers take a second to read, a long text does not
+OPEN_PATHS = ("/health", "/ping")
+PAGE_PREFIX = "/page/"
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_LOCAL_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d*)?", re.IGNORECASE)
+
+logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """Wraps an application; a request that may not pass is answered here."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in options.api_key]
+        self._is_local = options.is_local
+        self._limit = options.limit_concurrency
+        self._num_open = 0
+        self._max_body_bytes = options.max_body_bytes
+        self._root_path = options.root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        root = self._root_path or scope.get("root_path", "")
+        path = _below(root, scope["path"])
+        scope = {**scope, "root_path": root, "path": root + path}
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+        start, status = time.perf_counter(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                answer_headers = MutableHeaders(scope=message)
+                for name in ("X-Request-Id", "Request-Id"):  # OpenAI's and Anthropic's
+                    answer_headers[name] = request_id
+            await send(message)
+
+        refusal = self._refusal(path, headers)
+        self._num_open += 1
+        try:
+            if refusal is None:
+                await self._app(scope, self._bounded(receive), send_with_id)
+            else:
+                await error_response(path, refusal)(scope, receive, send_with_id)
+        finally:
+            self._num_open -= 1
+            seconds = time.perf_counter() - start
+            line = "%s %s %s %s: %s after %.3f s"
+            outcome = status or "the client hung up"
+            if not is_page(path):
+                logger.info(
+                    line, _client(scope), request_id, scope["method"], quote(path), outcome, seconds
+                )
+
+    def _refusal(self, path: str, headers: Headers) -> RequestError | None:
+        """Why a request is not served, before its body is read."""
+        if path in OPEN_PATHS:
+            return None
+        if self._limit is not None and self._num_open >= self._limit:
+            text = f"{self._limit} requests are under way already; try again later"
+            return RequestError(text, status=503)
+        host = headers.get("host")
+        if self._is_local and host is not None and not _LOCAL_HOST.fullmatch(host):
+            # A page of another site may have its name resolve to this machine (DNS rebinding).
+            text = "the Host header must be localhost or a loopback address unless --api-key is set"
+            return RequestError(text, status=403)
+        if not is_page(path) and not self._has_key(headers):
+            return RequestError("a valid API key is needed", status=401, code="invalid_api_key")
+        return None
+
+    def _has_key(self, headers: Headers) -> bool:
+        """Compare with every key, in the same time whatever is given."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        given = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]
+        matches = [hmac.compare_digest(each, key) for each in given for key in self._keys]
+        return not self._keys or any(matches)
+
+    def _bounded(self, receive: Receive) -> Receive:
+        num_bytes = num_commas = 0
+
+        async def bounded() -> Message:
+            nonlocal num_bytes, num_commas
+            message = await receive()
+            body = message.get("body", b"")
+            num_bytes += len(body)
+            num_commas += body.count(b",")
+            if num_bytes > self._max_body_bytes:
+                raise HTTPException(413, f"the body is larger than {self._max_body_bytes} bytes")
+            if num_commas > MAX_VALUES:
+                raise HTTPException(413, f"the body has more than {MAX_VALUES:,} values (commas)")
+            return message
+
+        return bounded
+
+
+def is_page(path: str) -> bool:
+    """Whether a path is the page's, which asks for the key itself."""
+    return path == "/" or path.startswith(PAGE_PREFIX)
+
+
+def _below(root: str, path: str) -> str:
+    """Hide where a proxy shows the server; some hand that part of the path on, some do not."""
+    return path.removeprefix(root) if f"{path}/".startswith(f"{root}/") else path
+
+
+def _client(scope: Scope) -> str:
+    host, port = scope.get("client") or ("-", 0)
+    return f"{quote(host, safe=':')}:{port}"

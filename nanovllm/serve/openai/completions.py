@@ -1,0 +1,182 @@
+"""/v1/completions: texts or token ids go on."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from nanovllm.engine.logprobs import text_within
+from nanovllm.outputs import Logprob
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.answer import Event
+from nanovllm.serve.api_records import CompletionRequest, SamplingFields, StreamOptions
+from nanovllm.serve.generation import Answer, Job, Logprobs, Update
+from nanovllm.serve.openai.openai_logprobs import prompt_logprobs_by_id, token_bytes
+from nanovllm.serve.service import Service
+
+DEFAULT_MAX_TOKENS = 16
+_Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+async def answer_completion(service: Service, request: CompletionRequest) -> CompletionAnswer:
+    """Check everything that can be checked before the answer begins."""
+    service.check_model(request.model)
+    special = request.add_special_tokens
+    options = {} if special is None else {"add_special_tokens": special}
+    prompts = await service.all_token_ids(request.prompt, "prompt", **options)
+    if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens > 0:
+        prompts = [prompt[-request.truncate_prompt_tokens :] for prompt in prompts]
+    service.check_num_sequences(len(prompts), request.n or 1)
+    asked = (request.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+    lengths = [service.max_tokens(len(prompt), *asked) for prompt in prompts]
+    params = [_params(service, request, length) for length in lengths]
+    # The log-probabilities of a prompt come with the end of its answer, so an echo of them too.
+    is_streaming = bool(request.stream) and params[0].prompt_logprobs is None
+    job = Job(prompts, params, request.cache_salt, is_streaming, request.grammar_param)
+    return CompletionAnswer(service, job, request)
+
+
+def _params(service: Service, request: CompletionRequest, max_tokens: int) -> SamplingParams:
+    prompt_logprobs = request.prompt_logprobs
+    if request.echo and (request.logprobs is not None or not max_tokens):
+        prompt_logprobs = max(request.logprobs or 0, prompt_logprobs or 0)
+    return request.sampling_params(
+        service.options.sampling_defaults,
+        max_tokens=max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        structured_outputs=request.constraint(),
+    )
+
+
+class OpenAIAnswer(Answer):
+    """A chat or completion: chunks with choices and, if asked for, usage; then [DONE]."""
+
+    end = b"data: [DONE]\n\n"
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, service: Service, job: Job, request: SamplingFields) -> None:
+        super().__init__(service, job)
+        self.request = request
+        self.is_large = not job.is_streaming  # each event is a whole choice
+        self.is_begun = [False] * job.num_choices
+        self._options = request.stream_options or StreamOptions()
+        self._head = {
+            "id": f"{self.prefix}-{uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.model_name,
+        }
+
+    def chunk(self, update: Update) -> Event:
+        """Return the fields of a chunk, `choices` among them; none where there is nothing new."""
+        raise NotImplementedError
+
+    def render(self, update: Update) -> Iterator[Event]:
+        if fields := self.chunk(update):
+            if self._options.continuous_usage_stats:
+                fields["usage"] = self.usage.openai()
+            elif self._options.include_usage:
+                fields["usage"] = None
+            yield {"object": self.chunk_kind, **self._head, **fields}
+
+    def last_events(self) -> Iterator[Event]:
+        if self._options.include_usage:
+            head = {"object": self.chunk_kind, **self._head}
+            yield {**head, "choices": [], "usage": self.usage.openai()}
+
+    def whole(self, events: list[Event]) -> Event:
+        choices = [choice for event in events for choice in event["choices"]]
+        choices.sort(key=lambda choice: choice["index"])
+        usage = self.usage.openai()
+        return {"object": self.kind, **self._head, "choices": choices, "usage": usage}
+
+
+class CompletionAnswer(OpenAIAnswer):
+    request: CompletionRequest
+
+    def __init__(self, service: Service, job: Job, request: CompletionRequest) -> None:
+        super().__init__(service, job, request)
+        self._offsets = [0] * job.num_choices  # whole characters of each choice so far
+        num_decoders = 0 if request.logprobs is None else job.num_choices
+        self._decoders = [_Decoder("replace") for _ in range(num_decoders)]
+
+    def chunk(self, update: Update) -> Event:
+        return {"choices": [self._choice(update)]}
+
+    def _choice(self, update: Update) -> dict[str, Any]:
+        index, request = update.choice, self.request
+        text, token_ids, logprobs = update.text, list(update.token_ids), update.logprobs
+        columns = None
+        prompt = self.job.prompts[index // self.job.params[0].n]
+        is_first, self.is_begun[index] = not self.is_begun[index], True
+        if request.echo and is_first:
+            text = self._echo(prompt, token_ids) + text
+        if request.logprobs is not None:
+            prompt_logprobs = update.prompt_logprobs if request.echo else None
+            columns = partial(
+                self._columns, index, prompt, prompt_logprobs or [], token_ids, logprobs or []
+            )
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": columns,
+            "finish_reason": update.finish_reason,
+            "stop_reason": update.stop_reason,
+        }
+        if request.return_token_ids:
+            choice["token_ids"] = token_ids
+            choice["prompt_token_ids"] = prompt if is_first else None
+        if request.prompt_logprobs is not None and update.finish_reason is not None:
+            choice["prompt_logprobs"] = partial(prompt_logprobs_by_id, update.prompt_logprobs)
+        return choice
+
+    def _echo(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
+        """The text of the prompt, and the space that an answer's first token has after others."""
+        tokenizer = self.service.tokenizer
+        echo = str(tokenizer.decode(prompt, skip_special_tokens=False))
+        if not token_ids:
+            return echo
+        alone = str(tokenizer.decode([token_ids[0]]))
+        return echo + text_within(tokenizer, token_ids[0]).removesuffix(alone)
+
+    def _columns(
+        self,
+        choice: int,
+        prompt: Sequence[int],
+        prompt_logprobs: Sequence[dict[int, Logprob] | None],
+        token_ids: Sequence[int],
+        logprobs: Logprobs,
+    ) -> dict[str, list[Any]]:
+        """A column for each thing that is known of a token, the echoed ones first."""
+        tokenizer = self.service.tokenizer
+        texts, numbers, best, offsets = [], [], [], []
+        ids = [*(prompt if prompt_logprobs else ()), *token_ids]
+        for token_id, entry in zip(ids, [*prompt_logprobs, *logprobs], strict=True):
+            own = entry[token_id] if entry else None
+            text = own.decoded_token if own else None
+            if text is None:
+                text = str(tokenizer.decode([token_id]))
+            texts.append(text)
+            numbers.append(own.logprob if own else None)
+            best.append(partial(_best, entry) if entry else None)
+            offsets.append(self._offsets[choice])
+            added = self._decoders[choice].decode(token_bytes(tokenizer, token_id, text))
+            self._offsets[choice] += len(added)
+        return {
+            "tokens": texts,
+            "token_logprobs": numbers,
+            "top_logprobs": best,
+            "text_offset": offsets,
+        }
+
+
+def _best(entry: dict[int, Logprob]) -> dict[str, float]:
+    """The likeliest tokens and the one that was taken, by text; of equal texts the likelier."""
+    best: dict[str, float] = {}
+    for logprob in sorted(entry.values(), key=lambda each: each.rank):
+        best.setdefault(logprob.decoded_token or "", logprob.logprob)
+    return best

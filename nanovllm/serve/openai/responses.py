@@ -1,0 +1,290 @@
+"""/v1/responses, without memory: what an answer depends on is in its request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+from uuid import uuid4
+
+from pydantic import Field
+
+from nanovllm.engine.conversations import text_of
+from nanovllm.errors import NanovllmError, RequestError
+from nanovllm.serve.answer import Event
+from nanovllm.serve.api_records import (
+    MAX_TOP_LOGPROBS,
+    ChatRequest,
+    IgnoredFields,
+    Listed,
+    as_record,
+    nested,
+)
+from nanovllm.serve.generation import Answer, Job, Update
+from nanovllm.serve.http_errors import message_of
+from nanovllm.serve.openai.openai_logprobs import Entry, TokenLogprobs, covering, logprob_entries
+from nanovllm.serve.parsing.events import BlockDelta, BlockStart, BlockStop
+from nanovllm.serve.prepare_chat import prepare_chat
+from nanovllm.serve.service import Service
+from nanovllm.validation import require
+
+SHARED = {"model", "temperature", "top_p", "seed", "parallel_tool_calls", "user", "stream"}
+TextOptions = dict[Literal["format"], dict[str, Any] | None]
+ReasoningOptions = dict[Literal["effort", "summary", "generate_summary"], str | None]
+INCLUDED_LOGPROBS = "message.output_text.logprobs"
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_TYPES = ("input_text", "output_text", "text")
+REASONING_TYPES = ("reasoning_text", "summary_text")
+# By kind of block: the prefix of an item's id and its first fields, and the name of its content.
+ITEMS: dict[str, tuple[str, Event]] = {
+    "text": ("msg_", {"type": "message", "role": "assistant", "content": []}),
+    "reasoning": ("rs_", {"type": "reasoning", "summary": [], "content": []}),
+    "tool_call": ("fc_", {"type": "function_call", "arguments": ""}),
+}
+CONTENT = {
+    "text": "output_text",
+    "reasoning": "reasoning_text",
+    "tool_call": "function_call_arguments",
+}
+
+
+async def answer_response(service: Service, request: ResponsesRequest) -> ResponseAnswer:
+    job = await prepare_chat(service, request.chat(), "input")
+    if request.has_logprobs:  # which tokens are whose shows only as they come
+        job = replace(job, is_streaming=True)
+    return ResponseAnswer(service, job, request)
+
+
+class ResponseAnswer(Answer):
+    has_names = True
+
+    def __init__(self, service: Service, job: Job, request: ResponsesRequest) -> None:
+        super().__init__(service, job)
+        self._output: list[Event] = []  # the finished items
+        self._tokens: list[TokenLogprobs] = []  # whose text has not come yet
+        self._num_events = 0
+        self._num_best = request.top_logprobs or 0
+        self.is_large = request.has_logprobs  # the last events repeat those of all tokens
+        params = job.params[0]
+        self._response: Event = {
+            "id": f"resp_{uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": service.model_name,
+            "output": self._output,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": request.reasoning.get("effort"), "summary": None},
+            "store": False,
+            "temperature": params.temperature,
+            "text": {"format": request.text.get("format") or {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_logprobs": self._num_best,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": request.user,
+        }
+
+    def render(self, update: Update) -> Iterator[Event]:
+        if not self._num_events:
+            yield self._event("response.created", response=self._snapshot())
+            yield self._event("response.in_progress", response=self._snapshot())
+        yield from self._render(update)
+        if update.finish_reason is not None:
+            yield self._finish(update.finish_reason)
+
+    def whole(self, events: list[Event]) -> Event:
+        response: Event = events[-1]["response"]
+        return response
+
+    def error(self, error: NanovllmError) -> Event:
+        told = {"code": error.code or "server_error", "message": message_of(error)}
+        self._response |= {"status": "failed", "error": told}
+        return self._event("response.failed", response=self._snapshot())
+
+    def _event(self, name: str, **fields: Any) -> Event:
+        event = {"type": name, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return event
+
+    def _snapshot(self) -> Event:
+        return {**self._response, "output": list(self._output)}
+
+    def _render(self, update: Update) -> Iterator[Event]:
+        if update.logprobs:
+            self._tokens += zip(update.token_ids, update.logprobs, strict=True)
+        # The newest tokens end where the last piece of text does.
+        pieces = [each for each in update.events if not isinstance(each, BlockStop)]
+        for event in update.events:
+            tokens: Sequence[TokenLogprobs] = self._tokens if event in pieces[-1:] else ()
+            match event:
+                case BlockStart():
+                    yield from self._start(event)
+                case BlockDelta(text=text):
+                    yield self._grow(text, tokens)
+                case BlockStop(is_complete=is_complete):
+                    yield from self._stop(is_complete)
+        if update.events:
+            self._tokens = []
+
+    def _start(self, block: BlockStart) -> Iterator[Event]:
+        self._kind, self._text = block.kind, ""
+        self._logprobs: list[TokenLogprobs] = []  # of the text, if asked for
+        prefix, fields = ITEMS[block.kind]
+        self._item = {"id": prefix + uuid4().hex, "status": "in_progress", **fields}
+        self._place = {"item_id": self._item["id"], "output_index": block.index}
+        if block.kind == "tool_call":
+            self._item |= {"call_id": block.call_id, "name": block.name}
+        yield self._event("response.output_item.added", output_index=block.index, item=self._item)
+        if block.kind != "tool_call":
+            self._place["content_index"] = 0
+            yield self._event("response.content_part.added", **self._place, part=self._part())
+
+    def _grow(self, text: str, tokens: Sequence[TokenLogprobs]) -> Event:
+        if not self._text:
+            tokens = covering(self.service.tokenizer, tokens, text)
+        self._text += text
+        self._logprobs += tokens
+        return self._content_event("delta", tokens, delta=text)
+
+    def _stop(self, is_complete: bool) -> Iterator[Event]:
+        item = self._item | {"status": "completed" if is_complete else "incomplete"}
+        if self._kind == "tool_call":
+            item["arguments"] = self._text
+            yield self._content_event("done", (), arguments=self._text)
+        else:
+            item["content"] = [self._part()]
+            yield self._content_event("done", self._logprobs, text=self._text)
+            yield self._event("response.content_part.done", **self._place, part=self._part())
+        index = len(self._output)
+        self._output.append(item)
+        yield self._event("response.output_item.done", output_index=index, item=item)
+
+    def _content_event(self, what: str, tokens: Sequence[TokenLogprobs], **fields: Any) -> Event:
+        if self._kind == "text":
+            fields["logprobs"] = self._entries(tokens)
+        return self._event(f"response.{CONTENT[self._kind]}.{what}", **self._place, **fields)
+
+    def _part(self) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": CONTENT[self._kind], "text": self._text}
+        if self._kind == "text":
+            part |= {"annotations": [], "logprobs": self._entries(self._logprobs)}
+        return part
+
+    def _entries(self, tokens: Sequence[TokenLogprobs]) -> list[Entry]:
+        return logprob_entries(self.service.tokenizer, tokens, self._num_best)
+
+    def _finish(self, reason: str) -> Event:
+        usage = self.usage
+        # Writing to the cache is something that OpenAI charges for; here nothing is.
+        cached = {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0}
+        status = "completed" if reason == "stop" else "incomplete"
+        self._response |= {
+            "status": status,
+            "usage": {
+                "input_tokens": usage.num_prompt_tokens,
+                "input_tokens_details": cached,
+                "output_tokens": usage.num_completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+                "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+            },
+        }
+        if status == "incomplete":
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+        return self._event(f"response.{status}", response=self._snapshot())
+
+
+class ResponsesRequest(IgnoredFields):
+    """Fields that chats have too are checked as those of a chat."""
+
+    input: str | Listed[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None  # vLLM's addition; rows of a batch need one
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: Listed[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions = Field(default_factory=dict)
+    reasoning: ReasoningOptions = Field(default_factory=dict)
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    stream: bool | None = None
+    stream_options: dict[Literal["include_obfuscation"], bool] | None = None  # there is none
+
+    @property
+    def has_logprobs(self) -> bool:
+        is_included = isinstance(self.include, list) and INCLUDED_LOGPROBS in self.include
+        return self.top_logprobs is not None or is_included
+
+    def chat(self) -> ChatRequest:
+        messages = _messages(self.input)
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        require(messages, "input", "at least one item", self.input)
+        fields = self.model_dump(include=SHARED) | {
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "reasoning_effort": self.reasoning.get("effort"),
+            "logprobs": self.has_logprobs,
+            "top_logprobs": self.top_logprobs,
+            "tools": self.tools and [nested(tool, "function") for tool in self.tools],
+            "tool_choice": _tool_choice(self.tool_choice),
+            "response_format": nested(self.text.get("format"), "json_schema"),
+        }
+        return as_record(ChatRequest, fields)
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
+    """As chats have it."""
+    if not isinstance(choice, dict):
+        return choice
+    if isinstance(choice.get("tools"), list):
+        choice = {**choice, "tools": [nested(tool, "function") for tool in choice["tools"]]}
+    return nested(choice, str(choice.get("type")))
+
+
+def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Reasoning, text and calls of one answer come as items, and become one message."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        message = _message(item)
+        before = messages[-1] if messages else {}
+        if message["role"] == before.get("role") == "assistant":
+            for name in message.keys() - {"role"}:
+                before[name] = before[name] + message[name] if name in before else message[name]
+        else:
+            messages.append(message)
+    return messages
+
+
+def _message(item: dict[str, Any]) -> dict[str, Any]:
+    match {"type": "message", **item}:
+        case {"type": "message", "role": str(role)} if role in ROLES:
+            return {"role": role, "content": text_of(item.get("content"), "input", TEXT_TYPES)}
+        case {"type": "reasoning"}:
+            parts = item.get("content") or item.get("summary") or []
+            text = text_of(parts, "input", REASONING_TYPES)
+            return {"role": "assistant", "reasoning": text}
+        case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
+            function = {"name": name, "arguments": arguments}
+            call = {"type": "function", "id": item.get("call_id"), "function": function}
+            return {"role": "assistant", "tool_calls": [call]}
+        case {"type": "function_call_output"}:
+            output = text_of(item.get("output"), "input", TEXT_TYPES)
+            return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+    raise RequestError(f"input: an item of this form is not supported: {item!r:.80}", param="input")

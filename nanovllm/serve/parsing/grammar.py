@@ -1,0 +1,152 @@
+"""Grammars, in llguidance's dialect of Lark, that make a model call tools as it should."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.errors import RequestError
+from nanovllm.serve.parsing.formats import Frame, ToolFormat
+from nanovllm.serve.parsing.tools import Schema, Tool, listed
+
+NOTES = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema"}
+# What is enforced where arguments stand in tags: of all of them, and of one that is a string.
+DEFINITIONS = {"$defs", "definitions"}
+OBJECT_KEYS = NOTES | DEFINITIONS | {"type", "properties", "required", "additionalProperties"}
+STRING_KEYS = NOTES | {"type", "enum", "const", "anyOf"}
+COMMON_RULES = r"""
+TEXT: /(?s:.*)/
+UNTAGGED: TEXT & ~/(?s:.*)\n(<parameter=|<\/function>)(?s:.*)/
+untagged[suffix="</parameter>"]: UNTAGGED
+any_parameter: "<parameter=" /[^>\n]+/ ">\n" untagged "\n"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """What a grammar enforces."""
+
+    must_call: bool  # calls and nothing else, by their schemas; or else text, and strict schemas
+    is_parallel: bool = True  # several calls, not only one
+    has_reasoning: bool = False  # comes before, and newlines may follow it
+    special_ids: Mapping[str, int] = field(default_factory=dict)  # of all special tokens
+    rewrite: Callable[[dict[str, Any]], Schema] = dict  # makes schemas ones that can be enforced
+
+
+def tool_grammar(tool_format: ToolFormat, tools: Sequence[Tool], rules: CallRules) -> str:
+    """Return a grammar of answers that call these tools."""
+    writer = _Writer(tools, rules)
+    gap = r"/\n{0,2}/ " if rules.has_reasoning else ""
+    lines = [f"start: {gap}answer", *writer.answer(tool_format.frames)]
+    for i, tool in enumerate(tools):
+        is_enforced = rules.must_call or tool.is_strict
+        schema = {**(tool.parameters if is_enforced else {}), "type": "object"}
+        if tool_format.frames[0].arguments == "json":
+            lines.append(f"arguments{i}: {writer.json(schema)}")
+        else:
+            parameters = writer.tags(tool, schema) if is_enforced else "any_parameter*"
+            lines.append(f"arguments{i}: {parameters}")
+    return "\n".join(lines) + COMMON_RULES
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    tools: Sequence[Tool]
+    rules: CallRules
+
+    def literal(self, text: str) -> str:
+        """Write text as strings, and its markers that are special tokens by their ids."""
+        ids = self.rules.special_ids
+        parts = re.split("|".join(f"({re.escape(marker)})" for marker in ids) or "(?!)", text)
+        return " ".join(
+            f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
+
+    def json(self, schema: dict[str, Any]) -> str:
+        return f"%json {json.dumps(self.rules.rewrite(schema), ensure_ascii=False)}"
+
+    def answer(self, frames: Sequence[Frame]) -> Iterator[str]:
+        frame, separator = frames[0], self.literal(frames[0].separator)
+        if self.rules.must_call:
+            is_repeated = self.rules.is_parallel and not frame.is_shared
+            more = f" ({separator} section0)*" if is_repeated else ""
+            yield f"answer: section0{more}"
+            yield from self.section(0, frame, self.literal(frame.begin + frame.before_name))
+            return
+        by_opening = {frame.opening: frame for frame in reversed(frames)}
+        for i, (opening, frame) in enumerate(by_opening.items()):
+            rest = self.literal((frame.begin + frame.before_name)[len(opening) :])
+            if opening == "{":
+                yield rf'head{i}[lazy]: TEXT /\{{\s*"name"\s*:\s*"/'
+                rest = ""
+            elif opening in self.rules.special_ids:
+                yield f"head{i}: TEXT {self.literal(opening)}"
+            else:
+                yield f"head{i}[suffix={json.dumps(opening, ensure_ascii=False)}]: TEXT"
+            yield from self.section(i, frame, f"head{i} {rest}")
+        sections = " | ".join(f"section{i}" for i in range(len(by_opening)))
+        if self.rules.is_parallel:
+            yield f"answer: ({sections})* TEXT"
+        else:
+            yield f"answer: {sections} | TEXT"
+
+    def section(self, number: int, frame: Frame, begin: str) -> Iterator[str]:
+        more = ""
+        if self.rules.is_parallel and frame.is_shared:
+            more = f"({self.literal(frame.separator + frame.before_name)} call{number})*"
+        yield f"section{number}: {begin} call{number} {more} {self.literal(frame.end)}"
+        calls = (
+            f"{self.literal(tool.name + frame.before_arguments)} arguments{i} "
+            f"{self.literal(frame.after_arguments)}"
+            for i, tool in enumerate(self.tools)
+        )
+        yield f"call{number}: {' | '.join(calls)}"
+
+    def tags(self, tool: Tool, schema: Mapping[str, Any]) -> str:
+        """Write the parameters of a tool in their order, each in its tags."""
+        _allow_only(OBJECT_KEYS, schema, tool)
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        is_readable = (
+            isinstance(properties, Mapping)
+            and isinstance(required, list)
+            and all(isinstance(each, Mapping) for each in properties.values())
+            and all(name in properties for name in required)
+        )
+        message = f"tool {tool.name!r}: properties must be schemas, required ones among them"
+        if not is_readable:
+            raise RequestError(message, param="tools")
+        definitions = {key: schema[key] for key in DEFINITIONS & set(schema)}
+        parameters = []
+        for name, property_schema in properties.items():
+            begin = self.literal(f"<parameter={name}>\n")
+            value = self.tag_value(tool, name, property_schema, definitions)
+            parameters.append(f"({begin} {value})" + ("" if name in required else "?"))
+        return " ".join(parameters) or '""'
+
+    def tag_value(self, tool: Tool, name: str, schema: Any, definitions: Mapping[str, Any]) -> str:
+        types = tool.types(name)
+        end = self.literal("\n</parameter>\n")
+        if types and "string" not in types:
+            return f"{self.json({**schema, **definitions})} {end}"
+        _allow_only(STRING_KEYS, schema, tool)
+        if "enum" in schema or "const" in schema:
+            values = schema.get("enum", [schema.get("const")])
+            texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
+            return f"({' | '.join(json.dumps(text) for text in texts)}) {end}"
+        return 'untagged "\\n"'
+
+
+def _allow_only(keys: set[str], schema: Any, tool: Tool) -> None:
+    """Refuse what tags cannot enforce: text in them may be any."""
+    options = [schema, *(each for each in listed(schema, "anyOf") if isinstance(each, Mapping))]
+    for key in (key for each in options for key in each if key not in keys):
+        message = (
+            f"tool {tool.name!r}: {key!r} in the schema cannot be enforced for this model, which "
+            "writes arguments in tags"
+        )
+        raise RequestError(message, param="tools")

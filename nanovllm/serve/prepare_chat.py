@@ -1,0 +1,269 @@
+"""A conversation to answer: its prompt, and how the text of its answer is read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanovllm.engine.chat_template import choose_template
+from nanovllm.engine.conversations import as_conversations
+from nanovllm.engine.detokenizer import num_held
+from nanovllm.errors import GrammarError, RequestError
+from nanovllm.serve.api_records import (
+    AllowedTools,
+    ChatFields,
+    ChatRequest,
+    DetokenizeRequest,
+    Message,
+    NamedTool,
+    TokenizeRequest,
+)
+from nanovllm.serve.generation import Job, Update
+from nanovllm.serve.parsing.grammar import CallRules, tool_grammar
+from nanovllm.serve.parsing.parser import OutputParser
+from nanovllm.serve.parsing.tools import Tool, read_tools
+from nanovllm.serve.service import Service
+from nanovllm.structured.forms import enforced_json
+from nanovllm.structured.limits import run_bounded
+from nanovllm.validation import errors_about, require, require_text
+
+# Variables that a request sets elsewhere, or not at all.
+RESERVED = (
+    *("self", "conversation", "messages", "tools"),
+    *("chat_template", "add_generation_prompt", "continue_final_message"),
+)
+UNWRITTEN = {"annotations", "cache_control", "parsed", "provider_specific_fields"}  # of a message
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    text: str
+    token_ids: list[int]
+    tools: list[Tool]  # that the model may call
+
+
+async def prompt_of(service: Service, request: ChatRequest, param: str = "messages") -> ChatPrompt:
+    """Check a conversation, write it as the model's template does, and tokenise it."""
+    service.check_model(request.model)
+    tools = callable_tools(service, request)
+    text = await render(service, request, tools and request.tools, param)
+    token_ids = await service.token_ids(text, param, add_special_tokens=False)
+    if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens > 0:
+        token_ids = token_ids[-request.truncate_prompt_tokens :]
+    return ChatPrompt(text, token_ids, tools)
+
+
+async def prepare_chat(service: Service, request: ChatRequest, param: str = "messages") -> Job:
+    """Check everything that can be checked before the answer begins; `param` has the prompt."""
+    service.check_num_sequences(1, request.n or 1)
+    prompt = await prompt_of(service, request, param)
+    length = service.max_tokens(len(prompt.token_ids), request.most_tokens, None, param)
+    given: dict[str, Any] = {"max_tokens": length}
+    if request.logprobs:
+        given["logprobs"] = request.top_logprobs or 0
+    reasoning = service.formats.reasoning
+    is_open = reasoning is not None and reasoning.is_open(prompt.text, request.continued)
+    grammar_param = request.grammar_param
+    if prompt.tools and request.constraint() is None:
+        grammar_param = "tools"
+    with errors_about("tools", GrammarError):
+        given["structured_outputs"] = await asyncio.to_thread(
+            answer_constraint, service, request, prompt.tools, prompt.text, is_open
+        )
+    hidden: Mapping[int, str] = {}
+    if service.has_special_markers and request.skip_special_tokens is None:
+        given["skip_special_tokens"] = False
+        hidden = service.hidden_tokens
+    params = request.sampling_params(service.options.sampling_defaults, **given)
+    is_streaming = bool(request.stream) and params.prompt_logprobs is None
+
+    def new_parser() -> Callable[[Update], None]:
+        found = prompt.tools, service.formats.tools, reasoning, is_open
+        parser = OutputParser(*found, has_content=not request.must_call)
+        return ChoiceParser(parser, hidden, service.reasoning_end_id).parse
+
+    job = Job([prompt.token_ids], [params], request.cache_salt, is_streaming, grammar_param)
+    return replace(job, new_parser=new_parser)
+
+
+async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
+    service.check_model(request.model)
+    special, text, param = request.add_special_tokens, request.prompt, "prompt"
+    if text is None:
+        text, param = await render(service, request, request.tools), "messages"
+    elif special is None:
+        special = True
+    ids = await service.token_ids(text, param, add_special_tokens=bool(special)) if text else []
+    answer = {"count": len(ids), "max_model_len": service.llm.max_len, "tokens": ids}
+    if request.return_token_strs:
+        answer["token_strs"] = service.tokenizer.convert_ids_to_tokens(ids)
+    return answer
+
+
+async def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
+    service.check_model(request.model)
+    ids = await service.token_ids(request.tokens, "tokens") if request.tokens else []
+    return {"prompt": await asyncio.to_thread(service.tokenizer.decode, ids)}
+
+
+async def render(
+    service: Service, chat: ChatFields, tools: Sequence[Any] | None, param: str = "messages"
+) -> str:
+    """Write a conversation as the model's template does, in another thread: it takes a while."""
+    variables = _variables(chat)
+    with errors_about(param):
+        text = await asyncio.to_thread(_render, service, chat, tools, variables)
+        require_text(param, text)
+    return text
+
+
+def _render(
+    service: Service, chat: ChatFields, tools: Sequence[Any] | None, variables: dict[str, Any]
+) -> str:
+    if not service.chat_template:
+        raise RequestError("this model has no chat template; use completions, or --chat-template")
+    source = choose_template(service.chat_template, has_tools=bool(tools))
+    has_developer = "developer" in service.template_text
+    messages = [_as_template_message(message, has_developer) for message in chat.messages]
+    (conversation,) = as_conversations([messages])
+    names = {"add_generation_prompt", "continue_final_message"}
+    given = chat.model_dump(include=names, exclude_none=True) | variables
+    return service.compile_template(source).render(
+        conversation, tools=tools or None, **{**service.tokenizer.special_tokens_map, **given}
+    )
+
+
+def _variables(chat: ChatFields) -> dict[str, Any]:
+    """What else the template may ask for."""
+    param, variables = "chat_template_kwargs", dict(chat.chat_template_kwargs or {})
+    reserved = [name for name in variables if name in RESERVED]
+    require(not reserved, param, f"without {', '.join(RESERVED)}", reserved)
+    if chat.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", chat.reasoning_effort)
+        variables.setdefault("enable_thinking", chat.reasoning_effort != "none")
+    return variables
+
+
+def _as_template_message(message: Message, has_developer: bool) -> dict[str, Any]:
+    written = message.model_dump(exclude_none=True, exclude=UNWRITTEN)
+    if message.role == "developer" and not has_developer:
+        written["role"] = "system"
+    if message.role == "assistant":
+        written.setdefault("content", "")
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning is not None:
+        written["reasoning"] = written["reasoning_content"] = reasoning
+    for call in written.get("tool_calls", ()):
+        call["function"].pop("parsed_arguments", None)
+    return written
+
+
+class ChoiceParser:
+    """Parses the text of one choice, and counts its tokens up to the end of reasoning."""
+
+    def __init__(
+        self, parser: OutputParser, hidden: Mapping[int, str], reasoning_end_id: int | None
+    ) -> None:
+        self._parser = parser
+        self._visible = VisibleText(hidden)
+        self._end_id = reasoning_end_id
+        self._is_reasoning = reasoning_end_id is not None
+        self._num_reasoning_tokens = 0
+
+    def parse(self, update: Update) -> None:
+        """Add events to an update; the parser may hold back text."""
+        ids, is_over = update.token_ids, update.finish_reason is not None
+        if self._is_reasoning:
+            self._is_reasoning = self._end_id not in ids
+            ids = ids if self._is_reasoning else ids[: ids.index(self._end_id) + 1]
+            self._num_reasoning_tokens += len(ids)
+        events = self._parser.feed(
+            self._visible.feed(update.text, update.token_ids, has_more=not is_over)
+        )
+        if is_over:
+            events += self._parser.finish(is_complete=update.finish_reason == "stop")
+            if self._parser.has_reasoning:
+                update.num_reasoning_tokens = self._num_reasoning_tokens
+        update.events = events
+
+
+class VisibleText:
+    """Removes the text of hidden tokens, whose ids may come before their text.
+
+    The same text written with other tokens may be taken for a hidden token.
+    """
+
+    def __init__(self, hidden: Mapping[int, str]) -> None:
+        self._hidden = hidden
+        self._due: deque[str] = deque()  # texts of hidden tokens that are yet to come
+        self._held = ""  # may be the beginning of such a text
+
+    def feed(self, text: str, token_ids: Sequence[int], has_more: bool) -> str:
+        if not self._hidden:
+            return text
+        self._due.extend(self._hidden[each] for each in token_ids if each in self._hidden)
+        text, begin, pieces = self._held + text, 0, []
+        while self._due and (at := text.find(self._due[0], begin)) >= 0:
+            pieces.append(text[begin:at])
+            begin = at + len(self._due.popleft())
+        rest = text[begin:]
+        end = len(rest) - (num_held(rest, tuple(self._due)[:1]) if has_more else 0)
+        self._held = rest[end:]
+        return "".join(pieces) + rest[:end]
+
+
+def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
+    """Check the tools of a request; return those that may be called."""
+    choice = request.tool_choice or ("auto" if request.tools else "none")
+    if choice == "none":
+        return []
+    if not request.tools:
+        raise RequestError("tool_choice needs tools", param="tool_choice")
+    if service.formats.tools is None or "tools" not in service.template_text:
+        raise RequestError(
+            "this model's chat template does not show tools to the model, or writes calls in a "
+            "format that is not known here; see --chat-template and --tool-call-parser, or leave "
+            "out tools",
+            param="tools",
+        )
+    tools = read_tools(request.tools)
+    if isinstance(choice, str):
+        return tools
+    chosen = [choice] if isinstance(choice, NamedTool) else choice.allowed_tools.tools
+    names = [each.function["name"] for each in chosen]
+    for name in names:
+        if all(tool.name != name for tool in tools):
+            raise RequestError(f"tool_choice names {name!r}, which is no tool", param="tool_choice")
+    return [tool for tool in tools if tool.name in names]
+
+
+def answer_constraint(
+    service: Service, request: ChatRequest, tools: list[Tool], prompt: str, is_open: bool
+) -> Mapping[str, Any] | None:
+    """What the answer must be, as `structured_outputs` has it: the calls, or what was asked for.
+
+    An answer that `is_open` begins inside reasoning. Takes a while: not for the event loop.
+    """
+    reasoning = service.formats.reasoning
+    if reasoning is not None and prompt.rstrip().endswith(reasoning.end):
+        reasoning = None  # the prompt has ended it
+    asked = request.constraint()
+    must_call = request.must_call
+    is_parallel = request.parallel_tool_calls is not False
+    if isinstance(request.tool_choice, NamedTool):  # one call, as elsewhere, unless told otherwise
+        is_parallel = request.parallel_tool_calls is True
+    is_held = must_call or isinstance(request.tool_choice, AllowedTools) or not is_parallel
+    if tools and (is_held or any(tool.is_strict for tool in tools)):
+        if asked is not None:
+            message = "an answer cannot be held to a format and to calls of tools at once"
+            raise RequestError(message, param="tools")
+        has_reasoning = reasoning is not None
+        rules = CallRules(must_call, is_parallel, has_reasoning, service.special_ids, enforced_json)
+        asked = {"grammar": run_bounded(tool_grammar, service.formats.tools, tools, rules)}
+    if asked is None or reasoning is None or "after" in asked:
+        return asked
+    opening = {} if is_open else {"opened_by": reasoning.begin}
+    return {**opening, "after": reasoning.end, **asked}

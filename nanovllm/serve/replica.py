@@ -1,0 +1,155 @@
+"""Client of one engine core, which runs in a child process, or in a thread for debugging."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.request import CoreStep, Request
+from nanovllm.engine.start import FoundModel
+from nanovllm.errors import NanovllmError
+from nanovllm.parallel.child import Failure, Serve
+from nanovllm.parallel.supervisor import ChildProcesses, ChildThread, Supervisor
+from nanovllm.serve.core_records import (
+    Add,
+    CoreReady,
+    CoreStats,
+    CoreUpdate,
+    Finish,
+    Watch,
+)
+from nanovllm.serve.viewers import Viewers
+
+SOON_SECONDS = 10.0  # a core that fails earlier may never do better
+MAX_FAILURES = 6  # of that kind in a row
+
+
+class Replica:
+    """One of the engines that answer together.
+
+    `on_step` and `on_failure`, which is called once, run in the supervisor's thread.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        number: int,
+        on_step: Callable[[Replica, CoreStep], None],
+        on_failure: Callable[[Replica, NanovllmError], None],
+        serve: Serve | None = None,  # in a thread of this process; None: in a child process
+    ) -> None:
+        self.number = number
+        self.stats = CoreStats()
+        self.error: NanovllmError | None = None  # why it cannot answer, for now or for good
+        self.max_len = 0  # where its sequences end, once it is ready
+        self.num_restarts = 0  # cores that took the place of others
+        self.viewers = Viewers(lambda is_on: self._send(Watch(is_on)))
+        self.found: Future[FoundModel] = Future()
+        self._ready: Future[CoreReady] = Future()
+        self._ready_time: float | None = None
+        self._num_failures = 0  # of cores before this one that failed soon
+        self._on_step, self._on_failure = on_step, on_failure
+        self._added: list[Request] = []  # not sent yet
+        self._num_added_tokens = 0
+        # For two steps: the second is planned while the first one runs.
+        self._enough_tokens = 2 * config.max_num_batched_tokens
+        self._adding = threading.Lock()
+        is_alone = config.data_parallel_size == 1
+        self.name = "the engine core" if is_alone else f"engine core {number}"
+        children: ChildProcesses | ChildThread
+        if serve is not None:
+            children, timeout = ChildThread(self.name, serve), 0.0
+        else:
+            level = logging.getLogger("nanovllm").getEffectiveLevel()
+            children = ChildProcesses("nanovllm.serve.core_process", [self.name], [[level, number]])
+            # Workers of several ranks have their own watchdog, which names the one that hangs.
+            timeout = config.step_timeout and config.step_timeout + 5.0
+        self.pid = children.pids[0]
+        self._supervisor = Supervisor(children, self._receive, self._fail, timeout)
+        self._send(config)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._supervisor.failure is not None
+
+    def wait_until_ready(self) -> CoreReady:
+        ready = self._ready.result()
+        self.max_len, self._ready_time = ready.max_len, time.monotonic()
+        return ready
+
+    def add(self, requests: list[Request]) -> None:
+        """Take requests, which `flush` sends; enough to keep the core busy go at once, together."""
+        with self._adding:
+            self._added += requests
+            self._num_added_tokens += sum(len(each.token_ids) for each in requests)
+            if self._num_added_tokens >= self._enough_tokens:
+                self._send_added()
+
+    def flush(self) -> None:
+        with self._adding:
+            self._send_added()
+
+    def finish(self, finish: Finish) -> None:
+        self.flush()  # the core must know of them first
+        self._send(finish)
+
+    def fail(self, error: NanovllmError) -> None:
+        """Note why it cannot answer; nothing runs there any more."""
+        self.error = error
+        self.stats = replace(
+            self.stats, num_running=0, num_waiting=0, num_free_blocks=self.stats.num_blocks
+        )
+
+    def take_place_of(self, lost: Replica) -> None:
+        """Go on with the counts of a replica that failed; its error stays until this one runs."""
+        self.stats, self.error, self.max_len = lost.stats, lost.error, lost.max_len
+        self.num_restarts, self._num_failures = lost.num_restarts, lost._num_failures
+
+    def restart_delay(self) -> float | None:
+        """Seconds to wait now that it failed; None when there is no point in another core."""
+        lasted = 0.0 if self._ready_time is None else time.monotonic() - self._ready_time
+        self._num_failures = 1 if lasted > SOON_SECONDS else self._num_failures + 1
+        if self._num_failures >= MAX_FAILURES:
+            return None
+        return 2.0 ** (self._num_failures - 1) - 1
+
+    def close(self) -> None:
+        """End the core; a second call does nothing."""
+        self._supervisor.close()
+
+    def _send_added(self) -> None:
+        added, self._added, self._num_added_tokens = self._added, [], 0
+        if added:
+            self._send(Add(added))
+
+    def _send(self, record: object) -> None:
+        with contextlib.suppress(NanovllmError):  # `on_failure` receives the reason
+            self._supervisor.send(record)
+
+    def _receive(self, _: int, record: CoreUpdate | FoundModel | CoreReady) -> None:
+        if isinstance(record, CoreUpdate):
+            if not self.has_failed:
+                self._update(record)
+        elif isinstance(record, FoundModel):
+            self.found.set_result(record)
+        else:
+            self._supervisor.is_armed = True
+            self._ready.set_result(record)
+
+    def _update(self, update: CoreUpdate) -> None:
+        self.stats = update.stats
+        if update.state is not None:
+            self.viewers.push(update.state)
+        self._on_step(self, update.step)
+
+    def _fail(self, failure: Failure) -> None:
+        self._on_failure(self, failure.error())
+        for future in (self.found, self._ready):
+            if not future.done():
+                future.set_exception(failure.error())

@@ -1,0 +1,136 @@
+"""Options of a server, beside those of its engine, and the files that they name."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from nanovllm.errors import ConfigError, RequestError
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import check_choices, check_types, option, require
+
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """The first six are also those of batch jobs."""
+
+    served_model_name: tuple[str, ...] = option((), "names of the model", unset="MODEL")
+    chat_template: str | None = option(None, "Jinja file, or its text", unset="the model's")
+    generation_config: str = option(
+        "auto", "defaults for sampling: auto (the model's), vllm (none), or a folder with them"
+    )
+    override_generation_config: Mapping[str, Any] | None = option(
+        None, "JSON object with defaults for sampling that replace those", parse=json.loads
+    )
+    tool_call_parser: str | None = option(None, "syntax of tool calls", unset="the template's")
+    reasoning_parser: str | None = option(None, "syntax of reasoning", unset="the template's")
+    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 for all", env="NANOVLLM_HOST")
+    port: int = option(8000, "port to listen at; 0 for any free one", env="NANOVLLM_PORT")
+    api_key: tuple[str, ...] = option(
+        (), "keys, one of which clients must send", env="NANOVLLM_API_KEY"
+    )
+    allowed_origins: tuple[str, ...] = option((), "sites whose pages may call this; * for all")
+    root_path: str = option("", "path under which a proxy shows this server", unset="/")
+    ssl_keyfile: str | None = option(None, "key of the certificate")
+    ssl_certfile: str | None = option(None, "certificate for HTTPS", unset="none: HTTP")
+    max_body_bytes: int = option(32 * 2**20, "largest body of a request; larger ones get a 413")
+    max_queued_requests: int = option(2048, "most requests that wait; more get a 429")
+    limit_concurrency: int | None = option(None, "most requests at once; more get a 503")
+    request_timeout: float | None = option(None, "seconds for a whole answer")
+    shutdown_timeout: float = option(10.0, "seconds for answers in progress when SIGTERM comes")
+    log_level: Literal["debug", "info", "warning", "error"] | None = option(
+        None, "info has requests and throughput", unset="info at a terminal, else warning"
+    )
+    restart_engine: bool = option(False, "start a new engine when its process dies or hangs")
+    in_process: bool = option(False, "run the engine in this process, where breakpoint() works")
+    metrics_prefix: str = option("vllm:", "begins the names of metrics")
+    # Found when the server starts.
+    is_local: bool = False  # refuse requests whose Host is not this machine
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_choices(self)
+        self._require("api_key", all(self.api_key), "keys that are not empty")
+        for name in ("max_body_bytes", "max_queued_requests", "limit_concurrency"):
+            value = getattr(self, name)
+            self._require(name, value is None or value >= 1, "at least 1")
+        timeout, shutdown = self.request_timeout, self.shutdown_timeout
+        is_time = timeout is None or 0 < timeout < math.inf
+        self._require("request_timeout", is_time, "above 0 seconds")
+        self._require("shutdown_timeout", 0 <= shutdown < math.inf, "0 or more seconds")
+        override = self.override_generation_config
+        if override is not None:
+            is_known = isinstance(override, dict) and override.keys() <= set(SAMPLING_NAMES)
+            expected = f"a JSON object with some of {', '.join(SAMPLING_NAMES)}"
+            self._require("override_generation_config", is_known, expected)
+            SamplingParams(**override)
+
+    def _require(self, name: str, is_valid: bool, expected: str) -> None:
+        require(is_valid, name, expected, getattr(self, name), ConfigError)
+
+
+def resolve(
+    options: ServerOptions, model: str, generation_config: Mapping[str, Any]
+) -> ServerOptions:
+    """Read the files that options name, and fill in what depends on the model."""
+    defaults = read_sampling_defaults(options.generation_config, generation_config)
+    root_path = options.root_path.strip("/")
+    return replace(
+        options,
+        served_model_name=options.served_model_name or (model,),
+        # One by one, or a JSON list of them as in vLLM.
+        allowed_origins=tuple(re.findall(r'[^\s,"\[\]]+', " ".join(options.allowed_origins))),
+        root_path=f"/{root_path}" if root_path else "",
+        chat_template=read_chat_template(options.chat_template),
+        sampling_defaults=defaults | dict(options.override_generation_config or {}),
+    )
+
+
+def read_chat_template(given: str | None) -> str | None:
+    """Return the text of a template that is given as such, or as the name of a file."""
+    if given is None:
+        return None
+    from nanovllm.engine.chat_template import ChatTemplate
+
+    text = given if "{" in given else read_text(given)
+    try:
+        ChatTemplate(text)
+    except RequestError as error:
+        raise ConfigError(f"--chat-template: {error}") from error
+    return text
+
+
+def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults for sampling of a generation_config.json: the model's, or another."""
+    if where == "vllm":
+        return {}
+    if where != "auto":
+        path = str(Path(where, "generation_config.json"))
+        try:
+            of_model = dict(json.loads(read_text(path)))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
+    found = {name: of_model.get(name) for name in SAMPLING_NAMES}
+    defaults = {name: value for name, value in found.items() if value is not None}
+    try:
+        SamplingParams(**defaults)
+    except ConfigError as error:
+        raise ConfigError(
+            f"generation_config.json: {error}; --generation-config vllm does without it"
+        ) from error
+    return defaults
+
+
+def read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error

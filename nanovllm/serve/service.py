@@ -1,0 +1,147 @@
+"""What all routes share: the model, how its text is read, and who may use it now."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.engine.chat_template import ChatTemplate
+from nanovllm.engine.prompts import at_index
+from nanovllm.errors import PromptTooLongError, RequestError
+from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.model import Model
+from nanovllm.serve.parsing.formats import choose_formats
+from nanovllm.serve.server_options import ServerOptions
+from nanovllm.validation import errors_about, require
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_PROMPTS = 2048  # of one request
+# Clients know the error by these words of OpenAI's and, for Anthropic's API, "prompt is too long".
+TOO_LONG = "the prompt is too long: this model's maximum context length is {} tokens"
+
+
+class Service:
+    def __init__(self, llm: Model, options: ServerOptions) -> None:
+        self.llm, self.options = llm, options
+        self.created = int(time.time())
+        self.metrics = Metrics(llm, options.metrics_prefix, self.model_name)
+        self.chat_template = options.chat_template or self.tokenizer.chat_template
+        self.compile_template = functools.cache(ChatTemplate)
+        template = self.chat_template or ""
+        texts = template if isinstance(template, str) else "".join(template.values())
+        self.template_text = texts
+        self.formats = choose_formats(texts, options.tool_call_parser, options.reasoning_parser)
+        tokens = self.tokenizer.added_tokens_decoder
+        self.special_ids = {each.content: i for i, each in tokens.items() if each.special}
+        ids, reasoning = {each.content: i for i, each in tokens.items()}, self.formats.reasoning
+        # Of the marker that ends reasoning, if that is one token.
+        self.reasoning_end_id = None if reasoning is None else ids.get(reasoning.end)
+        markup = self.formats.markup()
+        self.hidden_tokens = {i: text for text, i in self.special_ids.items() if text not in markup}
+        self.has_special_markers = len(self.hidden_tokens) < len(self.special_ids)
+        self.num_sequences = 0  # under way: the samples of all prompts
+        self._longest_token = max(map(len, self.tokenizer.get_vocab()))  # in characters
+
+    @property
+    def model_name(self) -> str:
+        return self.options.served_model_name[0]
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        tokenizer = self.llm.front.tokenizer
+        assert tokenizer is not None
+        return tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.options.served_model_name:
+            known = ", ".join(self.options.served_model_name)
+            message = f"the model {name!r} does not exist; this server has {known}"
+            raise RequestError(message, param="model", code="model_not_found", status=404)
+
+    def check_queue(self) -> None:
+        """Refuse a request when too many wait already."""
+        most = self.options.max_queued_requests
+        num_sequences = max(self.num_sequences, self.llm.num_requests)
+        num_waiting = sum(replica.stats.num_waiting for replica in self.llm.replicas)
+        if num_waiting >= most or num_sequences >= self._max_sequences:
+            message = f"{most} requests are waiting already; try again later"
+            raise RequestError(message, code="queue_full", status=429)
+
+    def check_num_sequences(self, num_prompts: int, n: int = 1) -> None:
+        """Refuse a request that could never run and wait as a whole."""
+        most = self._max_sequences
+        if num_prompts * n > most:
+            raise RequestError(
+                f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences, but this "
+                f"server runs and queues at most {most}; send several requests",
+                param="n" if n > 1 else None,
+            )
+
+    @contextlib.contextmanager
+    def counted(self, num_sequences: int) -> Iterator[None]:
+        """Count sequences that are under way."""
+        self.num_sequences += num_sequences
+        try:
+            yield
+        finally:
+            self.num_sequences -= num_sequences
+
+    @property
+    def _max_sequences(self) -> int:
+        """Those that may run and wait at once."""
+        num_places = self.llm.config.max_num_seqs * len(self.llm.replicas)
+        return num_places + self.options.max_queued_requests
+
+    async def token_ids(
+        self, prompt: str | list[int], param: str = "prompt", **options: Any
+    ) -> list[int]:
+        """Check a prompt, and tokenise a text in another thread: a long one takes a while."""
+        token_ids_of, max_len = self.llm.front.token_ids_of, self.llm.max_len
+        with errors_about(param):
+            if isinstance(prompt, list):
+                return token_ids_of(prompt).tolist()
+            if len(prompt) > max_len * self._longest_token:  # tokenizing it would delay all others
+                raise PromptTooLongError(
+                    f"{TOO_LONG.format(max_len)}, which cannot hold the prompt's {len(prompt)} "
+                    "characters"
+                )
+            return (await asyncio.to_thread(token_ids_of, prompt, **options)).tolist()
+
+    async def all_token_ids(self, prompts: Any, param: str, **options: Any) -> Sequence[list[int]]:
+        """Tokenise one prompt or several of them, texts or token ids."""
+        items = prompts if isinstance(prompts, list) else [prompts]
+        if items and isinstance(items[0], int):
+            items = [items]
+        is_valid = 1 <= len(items) <= MAX_PROMPTS
+        require(is_valid, param, f"1 to {MAX_PROMPTS} prompts", f"{len(items)} prompts")
+        token_ids = []
+        for index, item in enumerate(items):
+            try:
+                token_ids.append(await self.token_ids(item, param, **options))
+            except RequestError as error:
+                raise at_index(error, param, index, len(items)) from error
+        return token_ids
+
+    def check_length(self, num_prompt: int, num_completion: int, param: str) -> None:
+        """Refuse a prompt that does not fit, alone or with the completion that it asks for."""
+        max_len = self.llm.max_len
+        if num_prompt + num_completion > max_len:
+            raise PromptTooLongError(
+                f"{TOO_LONG.format(max_len)}, but the prompt has {num_prompt} tokens and asks for "
+                f"{num_completion} more; shorten the prompt or ask for fewer tokens",
+                param=param,
+            )
+
+    def max_tokens(
+        self, num_prompt: int, asked: int | None, default: int | None, param: str
+    ) -> int:
+        """How many tokens a completion may have; refuse more than there is room for."""
+        self.check_length(num_prompt, 1 if asked is None else asked, param)
+        room = self.llm.max_len - num_prompt
+        return asked if asked is not None else room if default is None else min(default, room)

@@ -1,0 +1,109 @@
+"""Readers in event loops: each receives its unread items, independent of slower readers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+from nanovllm.errors import NanovllmError
+from nanovllm.serve.core_records import EngineState
+
+MAX_UNREAD = 4096  # steps and ended sequences
+T = TypeVar("T")
+
+
+class Unread(Generic[T]):
+    """Items for one reader; used in its event loop alone, but for `call`."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.items: list[T] = []
+        self._is_over = False
+        self._error: NanovllmError | None = None
+        self._has_news = asyncio.Event()
+
+    async def take(self) -> list[T]:
+        """Wait for items and return them; empty once the stream ended, raises if it failed."""
+        await self._has_news.wait()
+        if self._error is not None:
+            raise copy_error(self._error)
+        if not self._is_over:
+            self._has_news.clear()
+        items, self.items = self.items, []
+        return items
+
+    def push(self, item: T) -> None:
+        self.items.append(item)
+        self._has_news.set()
+
+    def end(self, error: NanovllmError | None = None) -> None:
+        self._is_over, self._error = True, error
+        self._has_news.set()
+
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Schedule a call in the reader's loop; a closed loop has no reader."""
+        try:
+            self.loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            if not self.loop.is_closed():
+                raise
+
+
+def copy_error(error: NanovllmError) -> NanovllmError:
+    """Copy an error, so that each waiter raises one with its own traceback."""
+    copy = type(error)(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+class Viewers:
+    """Subscribers to the state of an engine; any thread may push.
+
+    `watch` makes the core begin or stop sending snapshots.
+    """
+
+    def __init__(self, watch: Callable[[bool], None]) -> None:
+        self._watch = watch
+        self._viewers: dict[Unread[EngineState], None] = {}
+        self._lock = threading.Lock()
+
+    async def look(self) -> AsyncGenerator[EngineState, None]:
+        """Yield snapshots until they are closed; raise what ended the engine."""
+        unread: Unread[EngineState] = Unread()
+        with self._lock:
+            self._viewers[unread] = None
+        try:
+            self._watch(True)
+            while states := await unread.take():
+                yield states[-1]
+        finally:
+            with self._lock:
+                del self._viewers[unread]
+                if not self._viewers:
+                    self._watch(False)
+
+    def push(self, state: EngineState) -> None:
+        for unread in self._all():
+            unread.call(_push_state, unread, state)
+
+    def end(self, error: NanovllmError | None = None) -> None:
+        """End all subscriptions, with an error if there is one."""
+        for unread in self._all():
+            unread.call(unread.end, error)
+
+    def _all(self) -> list[Unread[EngineState]]:
+        with self._lock:
+            return list(self._viewers)
+
+
+def _push_state(unread: Unread[EngineState], state: EngineState) -> None:
+    """Replace an unread snapshot, and keep its steps and ended sequences."""
+    for before in unread.items:
+        steps = [*before.steps, *state.steps][-MAX_UNREAD:]
+        ended = [*before.ended, *state.ended][-MAX_UNREAD:]
+        state = replace(state, steps=steps, ended=ended)
+    unread.items.clear()
+    unread.push(state)

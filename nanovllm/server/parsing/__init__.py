@@ -1,1 +1,0 @@
-"""What a model's text means: reasoning, content and tool calls, read while it is generated."""

@@ -1,0 +1,320 @@
+"""Grammars: which answers a request allows, compiled and followed token by token by llguidance.
+
+llguidance is imported when a request needs it. A mask has a bit for each token: bit i % 32 of word
+i // 32 says whether token i may come next.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nanovllm.errors import GrammarError
+from nanovllm.structured.forms import grammar_text
+from nanovllm.structured.limits import is_risky, run_bounded, try_compiling
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    from nanovllm.engine.front import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+Bitmasks = npt.NDArray[np.int32]
+
+NUM_CACHED = 32  # compiled grammars kept for later requests
+NUM_TRIED = 4  # tokens that a new grammar must be able to follow
+SLOW_MASK = 0.005  # CPU seconds of one bitmask; from then on other threads compute its grammar's
+MAX_STEP = 0.01  # CPU seconds that a step spends on bitmasks; other threads compute the rest
+# Of work, each with what it takes: a grammar that needs more is refused, or ends its answer.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,  # 20 ms to compile
+    "max_grammar_size": 100_000,
+    "step_lexer_fuel": 100_000,  # 7 ms a mask
+    "step_max_items": 50_000,  # 3 ms a mask
+    "max_lexer_states": 50_000,  # 100 MB
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar in llguidance's own form, and what comes of compiling it."""
+
+    text: str
+    compiled: Compiled | None = field(repr=False, compare=False, default=None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Grammar, (self.text,)  # another process compiles it for itself
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A compiled grammar: a matcher in its initial state, to be copied, and its first bitmask."""
+
+    start: LLMatcher
+    first_mask: Bitmasks
+    is_slow: bool = False
+
+
+class Matcher:
+    """Follows the output of one sequence. Its next bitmask may be computed in another thread."""
+
+    compiled: Compiled
+    inner: LLMatcher
+
+    def __init__(self, stop_token_ids: frozenset[int]) -> None:
+        self.stop_token_ids = stop_token_ids
+        self.mask: Bitmasks | None = None  # computed ahead
+        self.job: Future[None] | None = None  # computes it
+
+    def begin(self, compiled: Compiled) -> None:
+        self.compiled, self.inner = compiled, compiled.start.deep_copy()
+        self.mask = compiled.first_mask
+
+    @property
+    def is_ready(self) -> bool:
+        return self.job is None or self.job.done()
+
+    def finishes(self, token_id: int) -> bool:
+        """Follow a token that is no stop token; True when nothing can come after it."""
+        self.mask = self.job = None
+        self.inner.consume_token(token_id)
+        return self.inner.is_stopped() and not self.inner.is_error()
+
+
+Allocate = Callable[[int, int], Bitmasks]  # of rows and words
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    tokenizer: LLTokenizer
+    eos_token_ids: frozenset[int]
+    limits: LLParserLimits
+    described: Mapping[str, Any]  # how another process makes the tokenizer
+
+
+class Grammars:
+    """Compiles grammars, in any thread, and computes bitmasks, for that of the engine."""
+
+    def __init__(self, load: Callable[[], Vocabulary], vocab_size: int) -> None:
+        self._load = load
+        self._vocab_size = vocab_size
+        self._num_words = -(-vocab_size // 32)
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[str, Grammar] = OrderedDict()  # by request as JSON, and by text
+        self._threads = ThreadPoolExecutor(2, "nanovllm-grammars")  # for what may take long
+        self._tools: Tools | None = None
+        self._memory: Bitmasks | None = None  # of bitmasks; graphs read it where it is
+
+    def compile(self, asked: Mapping[str, Any]) -> Grammar:
+        """Compile what a request asks for; raises GrammarError if it cannot be enforced whole."""
+        key = _key(asked)
+        grammar = self._cached(key)
+        if grammar is None:
+            tools = self._get_tools()
+            text = run_bounded(grammar_text, asked, tools.tokenizer)
+            if is_risky(text) and self._cached(text) is None:
+                try_compiling(text, tools.described)
+            grammar = self._remember(key, self._compiled(text))
+        return grammar
+
+    def is_compiled(self, asked: Mapping[str, Any]) -> bool:
+        return self._cached(_key(asked)) is not None
+
+    def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Matcher:
+        """Return a matcher, which is not ready at once if its grammar has to be compiled first."""
+        matcher = Matcher(stop_token_ids)
+        if grammar.compiled is not None:
+            matcher.begin(grammar.compiled)
+        else:
+            matcher.job = self._threads.submit(self._begin_later, matcher, grammar.text)
+        return matcher
+
+    def masks(
+        self, matchers: Sequence[Matcher | None], allocate: Allocate
+    ) -> tuple[Bitmasks, list[int]]:
+        """Return the next bitmask of each matcher, and which rows are late and mean nothing yet.
+
+        A matcher that is None belongs to a sequence that ended, and allows every token. The next
+        call may reuse the memory.
+        """
+        masks, late = self._memory_for(len(matchers), allocate), []
+        eos, address = self._get_tools().eos_token_ids, masks.ctypes.data
+        now = time.thread_time()  # busy neighbors make no grammar slow
+        end = now + MAX_STEP
+        for row, matcher in enumerate(matchers):
+            if matcher is None:
+                masks[row] = -1
+            elif matcher.mask is not None:
+                masks[row] = matcher.mask
+                allow_stops(matcher, masks[row], eos)
+            elif matcher.compiled.is_slow or now > end:
+                matcher.job = self._threads.submit(self._compute_ahead, matcher)
+                late.append(row)
+            else:
+                compute_mask(matcher, masks[row], address + row * masks.strides[0])
+                before, now = now, time.thread_time()
+                matcher.compiled.is_slow = now - before > SLOW_MASK
+                allow_stops(matcher, masks[row], eos)
+        return masks, late
+
+    def wait(self, matchers: list[Matcher]) -> None:
+        """Wait for one of the matchers, but not for long."""
+        jobs = [matcher.job for matcher in matchers if matcher.job is not None]
+        wait(jobs, 0.1, FIRST_COMPLETED)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin_later(self, matcher: Matcher, text: str) -> None:
+        matcher.mask = np.zeros(self._num_words, np.int32)  # a failure ends the sequence
+        compiled = self._compiled(text).compiled
+        assert compiled is not None
+        matcher.begin(compiled)
+
+    def _compute_ahead(self, matcher: Matcher) -> None:
+        mask = np.empty(self._num_words, np.int32)
+        compute_mask(matcher, mask, mask.ctypes.data)
+        matcher.mask = mask
+
+    def _compiled(self, text: str) -> Grammar:
+        grammar = self._cached(text)
+        if grammar is None:
+            self._get_tools()  # loading a tokenizer takes a while, and is not a part of compiling
+            grammar = self._remember(text, Grammar(text, run_bounded(self._compile, text)))
+        return grammar
+
+    def _cached(self, key: str) -> Grammar | None:
+        with self._lock:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+            return self._cache.get(key)
+
+    def _remember(self, key: str, grammar: Grammar) -> Grammar:
+        with self._lock:
+            self._cache[key] = grammar
+            if len(self._cache) > 2 * NUM_CACHED:
+                self._cache.popitem(last=False)
+        return grammar
+
+    def _memory_for(self, num_rows: int, allocate: Allocate) -> Bitmasks:
+        if self._memory is None or len(self._memory) < num_rows:
+            self._memory = allocate(1 << (num_rows - 1).bit_length(), self._num_words)
+        return self._memory[:num_rows]
+
+    def _compile(self, text: str) -> Compiled:
+        from llguidance import LLMatcher
+
+        tools = self._get_tools()
+        matcher = LLMatcher(tools.tokenizer, text, log_level=0, limits=tools.limits)
+        if matcher.is_error():
+            raise refusal(matcher.get_error())
+        if warnings := matcher.get_grammar_warnings():
+            raise refusal("; ".join(warnings))
+        first_mask, *_ = self._first_masks(matcher.deep_copy())
+        return Compiled(matcher, first_mask)
+
+    def _first_masks(self, matcher: LLMatcher) -> Iterator[Bitmasks]:
+        """Follow an answer for some tokens, whichever they are: some grammars fail only there."""
+        for _ in range(NUM_TRIED):
+            mask = np.zeros(self._num_words, np.int32)
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if matcher.is_error():
+                reason = matcher.get_error()
+                raise refusal(f"no answer fits, or it is too much work to follow: {reason}")
+            yield mask
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            bits[list(self._get_tools().eos_token_ids)] = 0
+            if not bits.any() or not matcher.consume_token(int(bits.argmax())):
+                return
+
+    def _get_tools(self) -> Tools:
+        with self._lock:
+            if self._tools is None:
+                self._tools = self._make_tools()
+            return self._tools
+
+    def _make_tools(self) -> Tools:
+        vocabulary = self._load()
+        if vocabulary.tokenizer is None:
+            raise GrammarError("needs a tokenizer, not skip_tokenizer_init=True")
+        try:
+            from llguidance import LLParserLimits, LLTokenizer
+        except ImportError as error:
+            raise GrammarError("needs the package: pip install llguidance") from error
+        text, eos = vocabulary.tokenizer.backend_tokenizer.to_str(), vocabulary.eos_token_ids
+        try:
+            tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(eos) or None)
+        except ValueError as error:
+            raise GrammarError(f"does not work with this model's tokenizer: {error}") from error
+        limits = LLParserLimits(verbose_errors=False, **LIMITS)
+        described = {"tokenizer": text, "vocab_size": self._vocab_size, "limits": LIMITS}
+        described["eos"] = sorted(eos) or None
+        return Tools(tokenizer, eos, limits, described)
+
+
+def _key(asked: Mapping[str, Any]) -> str:
+    """Return the request as JSON; empty if it is nested too deeply, which is refused later."""
+    try:
+        return json.dumps(asked)
+    except RecursionError:
+        return ""
+
+
+def compute_mask(matcher: Matcher, mask: Bitmasks, address: int) -> None:
+    """Write the next bitmask to its address (numpy takes microseconds to tell it).
+
+    A bitmask without any token ends the sequence with an error.
+    """
+    try:
+        matcher.inner.unsafe_compute_mask_ptr(address, mask.nbytes)
+    except Exception:  # llguidance panicked; this must not end the engine
+        logger.exception("a grammar failed")
+        mask[:] = 0
+    if matcher.inner.is_error():
+        mask[:] = 0
+
+
+def allow_stops(matcher: Matcher, mask: Bitmasks, eos: frozenset[int]) -> None:
+    """Allow the sequence's own stop tokens where the output may end; the model's, if ignored,
+    only where it must."""
+    stops = matcher.stop_token_ids
+    if stops == eos or not mask.any():
+        return
+    if not matcher.inner.is_accepting():  # then the model's are not allowed anyway
+        for token_id in stops:
+            allow(mask, token_id, False)
+        return
+    given = mask.copy()
+    for token_id in eos | stops:
+        allow(mask, token_id, token_id in stops)
+    if not mask.any():
+        mask[:] = given
+
+
+def allow(mask: Bitmasks, token_id: int, is_allowed: bool) -> None:
+    bit = np.uint32(1 << token_id % 32)
+    words = mask.view(np.uint32)
+    words[token_id // 32] &= ~bit
+    if is_allowed:
+        words[token_id // 32] |= bit
+
+
+def refusal(reason: str) -> GrammarError:
+    if "coerce_one_of" in reason:  # an option of llguidance's, which is not offered
+        reason = "the options of 'oneOf' are not plainly disjoint"
+    if reason.startswith("circular references"):
+        reason = "a '$ref' in 'oneOf' or beside other keywords leads back to itself; try 'anyOf'"
+    if reason.startswith("regex parse error"):
+        reason = f"a 'pattern' is no regular expression: {reason}"
+    return GrammarError(f"cannot be enforced: {reason.strip()}")

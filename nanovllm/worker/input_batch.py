@@ -1,0 +1,149 @@
+"""The state of every slot, on the device, so that a step's plan carries only what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.engine.step import NewRow, StepPlan
+from nanovllm.ops.interface import Sampling
+from nanovllm.ops.torch_sampling import SamplingColumns
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.worker.device import Device
+
+INT32_MAX = 2**31 - 1
+ALIGNMENT = 4  # words: kernels read faster where a column begins at a multiple of 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`width` numbers of a slot, or one, and what a sequence that enters it brings for them."""
+
+    dtype: type[np.number[Any]]
+    value: Callable[[NewRow], Any]
+    width: int | None = None
+
+    @property
+    def num_words(self) -> int:
+        """Of 32 bits, for one slot."""
+        return (self.width or 1) * np.dtype(self.dtype).itemsize // 4
+
+
+def slot_columns(max_model_len: int, block_size: int) -> dict[str, Column]:
+    return {
+        "tokens": Column(np.int32, lambda row: row.token_ids, max_model_len),
+        "block_table": Column(np.int32, lambda row: row.block_ids, -(-max_model_len // block_size)),
+        "lengths": Column(np.int32, lambda row: len(row.token_ids)),
+        "temperature": Column(np.float32, lambda row: row.params.temperature),
+        "top_k": Column(np.int32, lambda row: min(row.params.top_k, INT32_MAX)),
+        "top_p": Column(np.float32, lambda row: row.params.top_p),
+        "min_p": Column(np.float32, lambda row: row.params.min_p),
+        "seed": Column(np.int64, lambda row: row.seed),
+        "prompt_lens": Column(np.int32, lambda row: row.num_prompt_tokens),
+        "presence": Column(np.float32, lambda row: row.params.presence_penalty),
+        "frequency": Column(np.float32, lambda row: row.params.frequency_penalty),
+        "repetition": Column(np.float32, lambda row: row.params.repetition_penalty),
+    }
+
+
+class SlotTables:
+    """A table for each column, with a row for each slot; plans update them in order.
+
+    All are parts of one tensor, so that an update is one list of offsets and one of values. The
+    row after the last slot stands for the rows that pad a batch: its length stays 0.
+    """
+
+    tokens: Tensor  # [slots + 1, max_model_len]
+    block_table: Tensor  # [slots + 1, max_blocks]
+    lengths: Tensor  # [slots + 1], like all that follow
+    prompt_lens: Tensor
+    presence: Tensor  # penalties, like the next two
+    frequency: Tensor
+    repetition: Tensor
+    sampling_columns: SamplingColumns
+
+    def __init__(self, device: Device, num_slots: int, max_model_len: int, block_size: int) -> None:
+        self.device = device
+        self.num_slots = num_slots
+        self.block_size = block_size
+        self._columns = slot_columns(max_model_len, block_size)
+        self._offsets, end = {}, 0
+        for name, column in self._columns.items():
+            self._offsets[name] = end
+            end += -(-(num_slots + 1) * column.num_words // ALIGNMENT) * ALIGNMENT
+        self.words = torch.zeros(end, dtype=torch.int32, device=device.torch_device)
+        for name in self._columns:
+            setattr(self, name, self._view(name))
+        self.sampling_columns = SamplingColumns(*map(self._view, SamplingColumns.__slots__))
+        single = {name: column for name, column in self._columns.items() if column.width is None}
+        self._record = np.dtype([(name, column.dtype) for name, column in single.items()])
+        # Of each word of a record: its offset for the first slot, and how far apart slots are.
+        self._first_words, self._slot_words = np.array(
+            [
+                (self._offsets[name] + word, column.num_words)
+                for name, column in single.items()
+                for word in range(column.num_words)
+            ]
+        ).T
+        self._sampling = np.zeros(num_slots, np.int32)  # on the host: what each slot asks for
+
+    def update(self, plan: StepPlan) -> None:
+        """Write what a plan changes, before its step and after the step before."""
+        changes = self.changes(plan)
+        if len(changes):
+            sent = self.device.upload(changes)
+            self.words.scatter_(0, sent[:, 0].long(), sent[:, 1])
+
+    def changes(self, plan: StepPlan) -> np.ndarray:
+        """What a plan changes: the offsets of words and their new values, [changes, 2]."""
+        changes = [change for row in plan.new_rows for change in self._enter(row)]
+        if plan.block_updates:
+            first, width = self._offsets["block_table"], self.block_table.shape[1]
+            entries = [first + u.slot * width + u.index for u in plan.block_updates]
+            block_ids = [u.block_id for u in plan.block_updates]
+            changes.append((np.array(entries), np.array(block_ids, np.int32)))
+        if not changes:
+            return np.empty((0, 2), np.int32)
+        offsets, values = (np.concatenate(part) for part in zip(*changes, strict=True))
+        return np.stack((offsets, values), 1, dtype=np.int32, casting="same_kind")
+
+    def sampling(self, plan: StepPlan) -> Sampling:
+        """What the sampled rows of a step ask for, all together."""
+        return Sampling(int(np.bitwise_or.reduce(self._sampling[plan.slots[plan.num_logits > 0]])))
+
+    def _view(self, name: str) -> Tensor:
+        column = self._columns[name]
+        words = self.words[self._offsets[name] :][: (self.num_slots + 1) * column.num_words]
+        dtype = getattr(torch, np.dtype(column.dtype).name)
+        table = words.view(dtype)
+        return table if column.width is None else table.view(self.num_slots + 1, column.width)
+
+    def _enter(self, row: NewRow) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return what a sequence's arrival changes in the tables, as offsets and values."""
+        self._sampling[row.slot] = sampling_of(row.params)
+        single = tuple(self._columns[name].value(row) for name in self._record.names or ())
+        words = np.array([single], self._record).view(np.int32)
+        changes = [(self._first_words + row.slot * self._slot_words, words)]
+        for name, column in self._columns.items():
+            if column.width is None:
+                continue
+            values = np.asarray(column.value(row), column.dtype)
+            first = self._offsets[name] + row.slot * column.num_words
+            changes.append((np.arange(first, first + len(values)), values))
+        return changes
+
+
+def sampling_of(params: SamplingParams) -> Sampling:
+    if params.temperature == 0:
+        return Sampling.GREEDY
+    asked = Sampling.NOISE
+    if params.min_p:
+        asked |= Sampling.MIN_P
+    if params.top_k or params.top_p < 1:
+        asked |= Sampling.TOP
+    return asked

@@ -1,0 +1,106 @@
+"""What requests ask for beside sampling: edited logits, logprobs, pooled hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from nanovllm.engine.step import StepPlan
+from nanovllm.worker.forward import EagerForward, Forward, StepLogits, sampled_rows
+from nanovllm.worker.logits_edits import Asked, EditedRow, LogitsEdits
+from nanovllm.worker.logits_reads import Scores, pool, pooled_spans, score_prompts, scored_spans
+
+if TYPE_CHECKING:
+    from nanovllm.worker.model_runner import RecordedSteps
+
+
+@dataclass(frozen=True, slots=True)
+class StepExtras:
+    """What one step has to return beside its tokens."""
+
+    results: dict[str, Tensor]  # by field of StepResult
+    asked: dict[int, Asked]  # by row of the logits
+    # The rows of the logits that logprobs are asked of, and these rows before anything edits them.
+    kept: tuple[Tensor, Tensor] | None = None
+    failures: dict[int, str] = field(default_factory=dict)  # of processors, by row of the logits
+
+
+class Extras:
+    """Knows what the sequence in each slot asks for, by the plans that it has seen."""
+
+    def __init__(self, eager: EagerForward, steps: RecordedSteps | None) -> None:
+        self.eager, self.steps = eager, steps
+        self.device = eager.tables.device
+        self._edits = LogitsEdits(eager.tables)
+        self._is_first = eager.model.lm_head.group.rank == 0  # which alone samples
+        self._asked: dict[int, Asked] = {}  # by slot
+
+    def update(self, plan: StepPlan) -> None:
+        """Forget the sequences that left, and learn what the new ones ask for."""
+        for slot in plan.released:
+            self._asked.pop(slot, None)
+        for row in plan.new_rows:
+            if not row.is_plain:
+                self._asked[row.slot] = self._edits.asked_by(row)
+
+    def run(self, plan: StepPlan, forward: Forward) -> tuple[StepLogits, StepExtras]:
+        """Run the model and edit its logits; `forward` runs it if nobody needs hidden states."""
+        if not self._asked:
+            return forward(plan), StepExtras({}, {})
+        scored, pooled = scored_spans(plan, self._asked), pooled_spans(plan, self._asked)
+        if not scored and not pooled:
+            logits = forward(plan)
+            return logits, self._edit(logits.values, plan, {})
+        results: dict[str, Tensor] = {}
+        logits, hidden = self.eager.with_states(plan)
+        if self.steps is not None:
+            self.steps.note(plan)
+        if scored:
+            results |= named("prompt_", score_prompts(self.eager, hidden, scored))
+        vectors = pool(self.eager, hidden, pooled) if pooled else None
+        if vectors is not None:
+            results["pooled"] = vectors
+        return logits, self._edit(logits.values, plan, results)
+
+    def finish(self, extras: StepExtras, tokens: Tensor) -> dict[str, Tensor]:
+        """Return the results of a step, given what it sampled."""
+        if extras.kept is not None:
+            rows, logits = extras.kept
+            own = tokens[rows].clamp(min=0)  # NO_TOKEN is none
+            num_best = max(each.row.params.logprobs or 0 for each in extras.asked.values())
+            extras.results.update(named("", self.device.token_logprobs(logits, own, num_best)))
+        return extras.results
+
+    def _edit(self, logits: Tensor, plan: StepPlan, results: dict[str, Tensor]) -> StepExtras:
+        """Change the logits [sampled rows, vocab_size] of a plan in place."""
+        slots, positions = (column.tolist() for column in sampled_rows(plan))
+        asked = {row: self._asked[slot] for row, slot in enumerate(slots) if slot in self._asked}
+        extras = StepExtras(results, asked, self._keep(logits, asked))
+        edited = [
+            EditedRow(row, slots[row], positions[row], each)
+            for row, each in asked.items()
+            if each.has_edits
+        ]
+        self._edits.apply(logits, edited)
+        for row, each in asked.items():
+            if each.processors and self._is_first:
+                error = each.process(logits[row])
+                if error is not None:
+                    extras.failures[row] = error
+        return extras
+
+    def _keep(self, logits: Tensor, asked: dict[int, Asked]) -> tuple[Tensor, Tensor] | None:
+        rows = [row for row, each in asked.items() if each.row.params.logprobs is not None]
+        if not rows:
+            return None
+        indices = self.device.upload(np.array(rows))
+        return indices, logits.index_select(0, indices)
+
+
+def named(prefix: str, scores: Scores) -> dict[str, Tensor]:
+    """Name scores as the fields of StepResult."""
+    names = (f"{prefix}logprob_ids", f"{prefix}logprobs", f"{prefix}logprob_ranks")
+    return dict(zip(names, scores, strict=True))

@@ -1,0 +1,130 @@
+"""What is read of hidden states: the logprobs of prompt tokens, and vectors pooled of prompts.
+
+Logprobs are those of the model's own logits, before anything edits them or a temperature scales
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.engine.step import StepPlan, num_scored
+from nanovllm.ops.interface import Hidden
+from nanovllm.worker.forward import EagerForward
+from nanovllm.worker.logits_edits import Asked
+
+POSITIONS_AT_A_TIME = 256  # of a prompt: a long one's logits would not fit into memory
+TOKENS_AT_A_TIME = 1024  # whose states are upcast to float32
+
+Scores = tuple[Tensor, Tensor, Tensor]  # ids, log-probabilities and ranks, as in StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Some positions of a row: those that predict prompt tokens, or whose states are pooled."""
+
+    asked: Asked
+    slot: int
+    start: int
+    count: int
+    first_token: int  # in the batch
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it ends the prompt."""
+        return self.start + self.count == self.asked.row.num_prompt_tokens
+
+
+def scored_spans(plan: StepPlan, asked: Mapping[int, Asked]) -> list[Span]:
+    spans = []
+    for span in _spans(plan, asked):
+        row = span.asked.row
+        num = num_scored(span.start, span.count, row.num_prompt_tokens)
+        if row.params.prompt_logprobs is not None and num > 0:
+            spans.append(replace(span, count=num))
+    return spans
+
+
+def score_prompts(eager: EagerForward, hidden: Hidden, spans: list[Span]) -> Scores:
+    """Score prompt tokens by the hidden states of all tokens of a step."""
+    device = eager.tables.device
+    upload = device.upload
+
+    def column(first: str) -> np.ndarray:
+        ranges = [np.arange(span.count) + getattr(span, first) for span in spans]
+        return np.concatenate(ranges)
+
+    slots = upload(np.repeat([span.slot for span in spans], [span.count for span in spans]))
+    tokens = eager.tables.tokens[slots, upload(column("start") + 1)]
+    num_best = max(span.asked.row.params.prompt_logprobs or 0 for span in spans)
+    indices = upload(column("first_token"))
+    pieces = [
+        device.token_logprobs(eager.model.logits(hidden.select(some)), own, num_best)
+        for some, own in zip(
+            indices.split(POSITIONS_AT_A_TIME), tokens.split(POSITIONS_AT_A_TIME), strict=True
+        )
+    ]
+    ids, values, ranks = (torch.cat(part) for part in zip(*pieces, strict=True))
+    return ids, values, ranks
+
+
+def pooled_spans(plan: StepPlan, asked: Mapping[int, Asked]) -> list[Span]:
+    spans = []
+    for span in _spans(plan, asked):
+        if span.asked.row.pooling == "mean":
+            spans.append(span)
+        elif span.asked.row.pooling == "last" and span.is_end:
+            last = span.count - 1
+            start, first_token = span.start + last, span.first_token + last
+            spans.append(replace(span, start=start, count=1, first_token=first_token))
+    return spans
+
+
+def pool(eager: EagerForward, hidden: Hidden, spans: list[Span]) -> Tensor | None:
+    """Return the vectors of the prompts that end, [prompts, hidden_size], if any do.
+
+    The sums of those that go on stay on the device.
+    """
+    totals = _add_up(eager, hidden, spans)
+    for index, span in enumerate(spans):
+        if span.asked.pooled is not None:
+            totals[index] += span.asked.pooled
+        if not span.is_end:
+            span.asked.pooled = totals[index]
+    ending = [index for index, span in enumerate(spans) if span.is_end]
+    if not ending:
+        return None
+    rows = [spans[index].asked.row for index in ending]
+    counts = [row.num_prompt_tokens if row.pooling == "mean" else 1 for row in rows]
+    upload = eager.tables.device.upload
+    return totals[upload(np.array(ending))] / upload(np.array(counts, np.float32))[:, None]
+
+
+def _add_up(eager: EagerForward, hidden: Hidden, spans: list[Span]) -> Tensor:
+    """Return the sum of each span's states in float32, [spans, hidden_size]."""
+    counts = np.array([span.count for span in spans])
+    tokens = np.concatenate([np.arange(span.count) + span.first_token for span in spans])
+    firsts = np.cumsum(counts) - counts
+    upload = eager.tables.device.upload
+    totals = hidden.residual.new_zeros(len(spans), hidden.residual.shape[1], dtype=torch.float32)
+    for start in range(0, len(tokens), TOKENS_AT_A_TIME):
+        some = tokens[start : start + TOKENS_AT_A_TIME]
+        states = eager.model.states(hidden.select(upload(some))).float()
+        offsets = upload(np.clip(firsts - start, 0, len(some)))
+        order = torch.arange(len(some), device=states.device)
+        totals += F.embedding_bag(order, states, offsets, mode="sum")
+    return totals
+
+
+def _spans(plan: StepPlan, asked: Mapping[int, Asked]) -> Iterator[Span]:
+    """Yield all positions of the rows that ask for anything."""
+    columns = plan.slots, plan.starts, plan.counts, np.cumsum(plan.counts) - plan.counts
+    for slot, start, count, first in zip(*(c.tolist() for c in columns), strict=True):
+        if slot in asked:
+            yield Span(asked[slot], slot, start, count, first)

@@ -1,0 +1,122 @@
+"""StepPlan in, tokens out: the device side of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from nanovllm.engine.pending import Pending
+from nanovllm.engine.step import IntColumn, StepPlan, StepResult
+from nanovllm.worker.device import Device
+from nanovllm.worker.forward import EagerForward, Forward, Sampled, StepLogits
+
+if TYPE_CHECKING:
+    from nanovllm.worker.logits_extras import Extras, StepExtras
+
+Sampler = Callable[[StepLogits, StepPlan], Sampled]
+
+
+class RecordedSteps(Protocol):
+    """A device that replays steps, beside its Forward and its Sampler."""
+
+    def note(self, plan: StepPlan) -> None:
+        """Learn of a plan that runs elsewhere."""
+
+    def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
+        """Sample what masks allow; None, and nothing done, if no recorded step does so."""
+
+    def has_lost_step(self) -> bool:
+        """Whether the device could not finish a step, nor those that followed it."""
+
+    def capture_one(self) -> bool:
+        """See Executor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsampled:
+    """A step between the model and the sampler."""
+
+    plan: StepPlan
+    logits: StepLogits
+    extras: StepExtras | None
+    sampled: list[Pending[StepResult]] = field(default_factory=list)  # one, once it is
+
+
+@dataclass(eq=False)
+class ModelRunner:
+    """Runs the model, then samples; logits may be edited in between."""
+
+    eager: EagerForward
+    forward: Forward  # the same, or what replays steps
+    sampler: Sampler
+    steps: RecordedSteps | None = None  # what both belong to, where steps are replayed
+
+    def __post_init__(self) -> None:
+        self.device = self.eager.tables.device
+        self.extras: Extras | None = None  # until a request asks for more than sampling
+        self._unsampled: Unsampled | None = None
+
+    def run(self, plan: StepPlan) -> Pending[StepResult]:
+        """Queue a step; the tables already hold what the next one will read."""
+        if self.extras is None and not all(row.is_plain for row in plan.new_rows):
+            from nanovllm.worker.logits_extras import Extras
+
+            self.extras = Extras(self.eager, self.steps)
+        if plan.block_copies:
+            self.eager.copy_blocks(plan)
+        if self.extras is None:
+            step = Unsampled(plan, self.forward(plan), None)
+        else:
+            self.extras.update(plan)
+            step = Unsampled(plan, *self.extras.run(plan, self.forward))
+        if not len(plan.masked_rows):
+            return self._fetch(step, self.sampler(step.logits, plan))
+        self._unsampled = step
+        return Pending(lambda: step.sampled[0].result())
+
+    def sample(self, masks: IntColumn) -> None:
+        """Queue the rest of the step that was run last, given a mask for each masked row."""
+        step = self._unsampled
+        assert step is not None
+        self._unsampled = None
+        sampled = None
+        if self.steps is not None:
+            sampled = self.steps.replay_masked(step.logits, step.plan, masks)
+        if sampled is None:
+            keep_allowed(self.device, step.logits.values, step.plan, masks)
+            sampled = self.sampler(step.logits, step.plan)
+        step.sampled.append(self._fetch(step, sampled))
+
+    def _fetch(self, step: Unsampled, sampled: Sampled) -> Pending[StepResult]:
+        results: dict[str, Tensor] = {}
+        if self.extras is not None and step.extras is not None:
+            results = self.extras.finish(step.extras, sampled.tokens)
+        tokens = sampled.tokens if sampled.host is None else sampled.host
+        fetched, names = self.device.fetch(tokens, *results.values()), list(results)
+        return Pending(lambda: self._result(fetched, names, step.extras))
+
+    def _result(
+        self, fetched: Pending[list[np.ndarray]], names: list[str], extras: StepExtras | None
+    ) -> StepResult:
+        tokens, *others = fetched.result()
+        if self.steps is not None and self.steps.has_lost_step():
+            return StepResult(tokens[:, None], is_lost=True)
+        if extras is None:
+            return StepResult(tokens[:, None])
+        for row, asked in extras.asked.items():
+            if asked.processors:
+                asked.output_ids.append(int(tokens[row]))
+        arrays: dict[str, Any] = dict(zip(names, others, strict=True))
+        return StepResult(tokens[:, None], **arrays, failures=extras.failures)
+
+
+def keep_allowed(device: Device, logits: Tensor, plan: StepPlan, masks: IntColumn) -> None:
+    """Leave the logits [sampled rows, vocab_size] of masked rows only what their bitmasks allow."""
+    rows = None
+    if len(masks) < len(logits):
+        rows = device.upload(np.cumsum(plan.num_logits > 0)[plan.masked_rows] - 1)
+    device.keep_allowed(logits, rows, device.readable(masks))

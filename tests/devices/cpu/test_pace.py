@@ -1,0 +1,86 @@
+"""All threads where cores are idle, one where others keep them busy, and back again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from nanovllm.devices.cpu.pace import MAX_PAUSE, Pace
+
+
+@dataclass
+class Machine:
+    """Takes a second with one thread; `share` is how much of their time threads run."""
+
+    pace: Pace
+    num_threads: int
+    slowdown: float = 1.0  # of all threads, by waiting for each other
+    share: float = 1.0
+    share_alone: float | None = None  # of one thread, if it is another
+    chosen: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def run(self, num_runs: int) -> float:
+        """Return what a run took, on average."""
+        before = self.seconds
+        for _ in range(num_runs):
+            self.chosen.append(self.pace.num_threads)
+            is_alone = self.pace.num_threads == 1
+            took = 1.0 if is_alone else self.slowdown / self.num_threads
+            self.seconds += took
+            share = self.share if self.share_alone is None or not is_alone else self.share_alone
+            self.pace.note(took, took * share * self.pace.num_threads)
+        return (self.seconds - before) / num_runs
+
+
+@pytest.mark.parametrize("num_threads", [2, 8, 64])
+def test_idle_cores_are_all_used(num_threads: int) -> None:
+    machine = Machine(Pace(num_threads), num_threads)
+    machine.run(1000)
+    assert set(machine.chosen) == {num_threads}
+
+
+@pytest.mark.parametrize("num_threads", [2, 8])
+@pytest.mark.parametrize("slowdown", [6.0, 12.0, 40.0])
+def test_busy_cores_cost_little_more_than_one_thread_does(
+    num_threads: int, slowdown: float
+) -> None:
+    machine = Machine(Pace(num_threads), num_threads, slowdown * num_threads / 2, share=0.4)
+    machine.run(200)
+    machine.chosen.clear()
+    assert machine.run(1000) == 1.0
+    assert set(machine.chosen) == {1}  # no look: one thread is robbed as well
+    machine.slowdown = machine.share = 1.0  # the others have gone
+    machine.run(MAX_PAUSE + 2)
+    assert machine.pace.num_threads == num_threads
+    machine.chosen.clear()
+    machine.run(1000)
+    assert set(machine.chosen) == {num_threads}
+
+
+@pytest.mark.parametrize("slowdown", [6.0, 12.0, 40.0])
+def test_looks_cost_little_where_one_thread_has_a_core(slowdown: float) -> None:
+    machine = Machine(Pace(2), 2, slowdown, share=0.4, share_alone=1.0)
+    machine.run(200)
+    assert 1.0 < machine.run(1000) < 1.5
+
+
+def test_threads_that_sleep_while_they_wait_are_not_taken_for_robbed_ones() -> None:
+    """By OMP_WAIT_POLICY=passive a small share is normal, and all threads are faster still."""
+    machine = Machine(Pace(2), 2, slowdown=1.2, share=0.6)
+    machine.run(200)
+    assert machine.run(1000) < 0.61
+
+
+def test_one_thread_needs_no_clock() -> None:
+    pace, calls = Pace(1), []
+    for _ in range(3):
+        pace.run(calls.append)
+    assert calls == [1, 1, 1]
+
+
+def test_a_run_is_timed() -> None:
+    pace, calls = Pace(2), []
+    pace.run(calls.append)
+    assert calls == [2]

@@ -1,0 +1,284 @@
+"""Cases for the fused kernels: run by Triton's interpreter on the CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from nanovllm.devices.cuda import ops as cuda_ops
+from nanovllm.devices.cuda.kernels.linear_few_rows import few_rows_config, few_rows_linear
+from nanovllm.devices.cuda.kernels.linear_one_row import one_row_linear
+from nanovllm.devices.cuda.kernels.step_inputs import gather_decode, gather_tokens, write_words
+from nanovllm.devices.cuda.ops import TritonOps
+from nanovllm.ops.fp8 import FP8
+from nanovllm.ops.interface import Activation, Hidden, LayerCache, NormWeights, QKNormWeights
+from nanovllm.ops.torch_ops import TorchOps
+from nanovllm.worker.forward import look_up
+
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def make(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    tolerance = TOLERANCE[want.dtype]
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def check_norms_and_gate(dtype: torch.dtype, device: str) -> None:
+    for shape in ((1, 64), (3, 576), (5, 1000)):
+        residual, update = (make(*shape, dtype=dtype, device=device, seed=i) for i in range(2))
+        norm = NormWeights(make(shape[1], dtype=torch.float32, device=device, seed=2), 1e-6)
+        for has_update in (False, True):
+            got, want = (
+                ops.norm(Hidden(residual.clone(), update.clone() if has_update else None), norm)
+                for ops in (TritonOps(), TorchOps())
+            )
+            for a, b in zip(got, want, strict=True):
+                assert_close(a, b)
+        gate_up = 4 * make(shape[0], 2 * shape[1], dtype=dtype, device=device)
+        for activation in ACTIVATIONS:
+            got, want = (ops.gate(gate_up, activation) for ops in (TritonOps(), TorchOps()))
+            assert_close(got, want)
+
+
+def check_rope_write(dtype: torch.dtype, device: str) -> None:
+    """The same q and cache as the reference, and nothing written beside its slots."""
+    for (head_dim, num_heads, num_kv_heads), has_norm in itertools.product(
+        ((64, 9, 3), (80, 4, 2), (96, 5, 1), (128, 16, 8)), (False, True)
+    ):
+        num_tokens = 5
+        qkv = make(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
+        rope = make(100, 2, head_dim // 2, dtype=torch.float32, device=device)
+        weights = [make(head_dim, dtype=torch.float32, device=device, seed=i) for i in (3, 4)]
+        norm = QKNormWeights(*weights, 1e-6) if has_norm else None
+        positions = torch.tensor([0, 99, 7, 7, 50], device=device)
+        cache_offsets = torch.tensor([3, 63, 0, 17, 40], device=device)
+        results = []
+        for ops in (TritonOps(), TorchOps()):
+            turned = qkv.clone()
+            shape = (4, 16, num_kv_heads, head_dim)
+            caches = [torch.full(shape, 5.0, dtype=dtype, device=device) for _ in range(2)]
+            ops.rope_write(turned, norm, rope, positions, LayerCache(*caches), cache_offsets)
+            results.append((turned[:, :num_heads], *caches))
+        for got, want in zip(*results, strict=True):
+            assert_close(got, want)
+
+
+def check_rope_write_quantises(dtype: torch.dtype, device: str) -> None:
+    """The codes and exponents of the reference, bit for bit, and nothing beside their slots."""
+    for head_dim, num_heads, num_kv_heads in ((64, 9, 3), (80, 4, 2), (128, 16, 8)):
+        # Small whole numbers times powers of two, whose sums are exact in any order.
+        qkv = make(8, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
+        qkv = (4 * qkv).round()
+        qkv[:, :, 0] *= 8  # an outlier
+        qkv[1] *= 2.0**-9
+        qkv[2] = 0.0
+        qkv[3] *= 2.0**7
+        for row, value in ((5, math.nan), (6, math.inf), (7, -math.inf)):
+            qkv[row, num_heads:, 3] = value
+        turn_nothing = torch.tensor([1.0, 0.0], device=device).repeat_interleave(head_dim // 2)
+        positions = torch.zeros(8, dtype=torch.int64, device=device)
+        cache_offsets = torch.tensor([3, 63, 0, 17, 40, 41, 15, 16], device=device)
+        results = []
+        for ops in (TritonOps(), TorchOps()):
+            shape = (4, 16, num_kv_heads, head_dim)
+            codes = [torch.full(shape, 5, dtype=torch.uint8, device=device) for _ in range(2)]
+            exponents = [part[..., 0].transpose(1, 2).contiguous() for part in codes]
+            cache = LayerCache(*(part.view(FP8) for part in codes), *exponents)
+            rope = turn_nothing.view(1, 2, -1)
+            turned = qkv.clone()
+            ops.rope_write(turned, None, rope, positions, cache, cache_offsets)
+            results.append((turned[:, :num_heads], *codes, *exponents))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def check_padding_is_not_written(device: str) -> None:
+    qkv = make(2, 6, 64, dtype=torch.float32, device=device)
+    rope = make(4, 2, 32, dtype=torch.float32, device=device)
+    caches = [torch.zeros(1, 16, 2, 64, device=device) for _ in range(2)]
+    positions, cache_offsets = (torch.tensor(v, device=device) for v in ([0, 1], [-1, 2]))
+    TritonOps().rope_write(qkv, None, rope, positions, LayerCache(*caches), cache_offsets)
+    for cache in caches:
+        assert cache[0].any(-1).any(-1).nonzero().flatten().tolist() == [2]
+
+
+def check_one_row_linear(dtype: torch.dtype, device: str) -> None:
+    """Every mix of bias, gate, norm and update equals the operations one by one."""
+    sizes = [(34, 70), (8, 2048)]
+    if device != "cpu":  # the interpreter takes milliseconds per program
+        sizes += [(40, 2048), (64, 300), (4100, 96)]
+    flags = (False, True)
+    for (num_out, num_in), has_bias, activation, kind in itertools.product(
+        sizes, flags, (None, *ACTIVATIONS), ("alone", "norm", "update")
+    ):
+        weight = make(num_out, num_in, dtype=dtype, device=device) / num_in**0.5
+        bias = make(num_out, dtype=dtype, device=device) if has_bias else None
+        x = make(1, num_in, dtype=dtype, device=device)
+        update = None
+        if kind == "update":
+            update = make(1, num_in, dtype=dtype, device=device, seed=9)
+        composed = TorchOps().pack_linear(weight, bias, activation, has_room=False)
+        if kind == "alone":
+            got, _ = one_row_linear(Hidden(x), None, weight, bias, activation)
+            assert_close(got, composed(x))
+            continue
+        norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
+        got, residual = one_row_linear(Hidden(x, update), norm, weight, bias, activation)
+        want, want_residual = composed.after_norm(Hidden(x.clone(), update), norm)
+        assert_close(got, want)
+        assert_close(residual, want_residual)
+
+
+def check_few_rows_linear(dtype: torch.dtype, device: str) -> None:
+    """Sizes that fill the tiles and sizes that do not; partial sums add up to the product."""
+    for num_rows, num_out, num_in, activation, num_splits, has_bias in (
+        (2, 64, 128, None, 1, False),
+        (5, 200, 96, None, 1, True),
+        (17, 128, 200, None, 2, True),
+        (130, 96, 128, "silu", 1, False),
+        (3, 100, 72, "gelu_tanh", 1, True),
+        (64, 64, 512, None, 4, False),
+        (33, 64, 320, None, 4, True),
+    ):
+        weight_rows = num_out if activation is None else 2 * num_out
+        weight = make(weight_rows, num_in, dtype=dtype, device=device) / num_in**0.5
+        bias = make(weight_rows, dtype=dtype, device=device) if has_bias else None
+        x = make(num_rows, num_in, dtype=dtype, device=device)
+        want = TorchOps().pack_linear(weight, bias, activation, has_room=False)(x)
+        config = few_rows_config(weight, num_rows, num_splits)
+        got = few_rows_linear(x, weight, bias, activation, None, config)
+        if num_splits > 1:
+            assert got.shape == (num_splits, *want.shape)
+            got = got.sum(0).to(dtype)
+        assert_close(got, want)
+
+
+def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> None:
+    """Whichever kernel serves them, and whatever it leaves to the norm."""
+    weight = make(96, 512, dtype=dtype, device=device) / 16
+    after_weight = make(192, 96, dtype=dtype, device=device) / 10
+    norm = NormWeights(make(96, dtype=torch.float32, device=device, seed=8), 1e-6)
+    if device == "cpu":  # the interpreter takes milliseconds per row
+        cases, add_rows = [(0, False), (1, True), (2, False), (16, True), (20, False)], 20
+    else:
+        cases = [*itertools.product((0, 1, 2, 16, 65, 257, 300), (False, True))]
+        add_rows = 300
+    for num_rows, has_bias in cases:
+        bias = make(96, dtype=dtype, device=device) if has_bias else None
+        x = make(num_rows, 512, dtype=dtype, device=device)
+        residual = make(num_rows, 96, dtype=dtype, device=device)
+        results = []
+        for ops in (TritonOps(), TorchOps()):
+            first = ops.pack_linear(weight, bias, None, has_room=False)
+            second = ops.pack_linear(after_weight, None, "silu", has_room=False)
+            with patch.object(cuda_ops, "ADD_ROWS", add_rows):
+                hidden = first.add_to(residual.clone(), x)
+            results.append(second.after_norm(hidden, norm))
+        for got, want in zip(*results, strict=True):
+            assert_close(got, want)
+
+
+def check_gather_decode(device: str) -> None:
+    """A few rows by hand, and more than one program takes."""
+    lengths = torch.tensor([3, 17, 1, 64, 33, 0], dtype=torch.int32, device=device)
+    slots = torch.tensor([4, 0, 5, 3, 2], dtype=torch.int32, device=device)  # slot 5 is padding
+    input_ids, positions, cache_offsets, context_lens, order = gathered(slots, lengths)
+    assert input_ids == [4 * 64 + 32, 2, 0, 3 * 64 + 63, 2 * 64]
+    assert positions == [32, 2, 0, 63, 0]
+    assert cache_offsets == [18 * 16, 2, -1, 15 * 16 + 15, 8 * 16]
+    assert context_lens == [33, 3, 0, 64, 1]
+    assert order == [3, 0, 1, 4, 2]
+    for num_rows in (129, 1100):
+        generator = torch.Generator().manual_seed(num_rows)
+        lengths = torch.randint(0, 65, (num_rows,), generator=generator).int().to(device)
+        slots = torch.randperm(num_rows, generator=generator).int().to(device)
+        input_ids, positions, cache_offsets, context_lens, order = gathered(slots, lengths)
+        want = lengths[slots.long()].cpu()
+        last = (want - 1).clamp(min=0)
+        assert context_lens == want.tolist()
+        assert positions == last.tolist()
+        is_used, lines = want > 0, slots.cpu()
+        assert input_ids == torch.where(is_used, lines * 64 + last, 0).tolist()
+        cached = (lines * 4 + last // 16) * 16 + last % 16
+        assert cache_offsets == torch.where(is_used, cached, -1).tolist()
+        assert order == want.argsort(descending=True, stable=True).tolist()
+
+
+def gathered(slots: Tensor, lengths: Tensor) -> list[list[int]]:
+    """What gather_decode gives, when token i of slot s is 64 s + i and block i is 4 s + i."""
+    num_lines, num_rows, device = len(lengths), len(slots), slots.device
+    tokens = torch.arange(num_lines * 64, dtype=torch.int32, device=device).view(num_lines, 64)
+    block_table = torch.arange(num_lines * 4, dtype=torch.int32, device=device).view(num_lines, 4)
+    input_ids, context_lens, order = torch.zeros(3, num_rows, dtype=torch.int32, device=device)
+    positions, cache_offsets = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+    columns = (input_ids, positions, cache_offsets, context_lens, order)
+    gather_decode(slots, lengths, tokens, block_table, 16, columns)
+    return [column.tolist() for column in columns]
+
+
+def check_gather_tokens(device: str) -> None:
+    """As many as one program takes, and more; the columns begin anywhere."""
+    generator = torch.Generator().manual_seed(0)
+    num_slots, block_size = 5, 16
+    tokens = torch.randint(0, 1000, (num_slots + 1, 64), generator=generator).int()
+    block_table = torch.randint(0, 99, (num_slots + 1, 4), generator=generator).int()
+    for num_tokens in (1, 256, 700):
+        sent = torch.randint(0, num_slots + 1, (2 * num_tokens + 1,), generator=generator).int()
+        sent[1 + num_tokens :] = torch.randint(0, 64, (num_tokens,), generator=generator)
+        slots, positions = sent[1:].long().view(2, -1)
+        tables: Any = SimpleNamespace(tokens=tokens, block_table=block_table, block_size=block_size)
+        input_ids, cache_offsets = look_up(tables, slots, positions)
+        input_ids[slots == num_slots], cache_offsets[slots == num_slots] = 0, -1  # padding
+        columns = sent.to(device)[1:].view(2, -1)
+        got = tuple(torch.zeros_like(x, device=device) for x in (input_ids, positions, positions))
+        gather_tokens(*columns, tokens.to(device), block_table.to(device), block_size, got)
+        for mine, want in zip(got, (input_ids, positions, cache_offsets), strict=True):
+            assert mine.dtype == want.dtype
+            assert mine.tolist() == want.tolist()
+
+
+def check_write_words(device: str) -> None:
+    """Only as many as are counted are written; the others may name any offset."""
+    for num_pairs, count in ((4, 0), (4, 3), (1500, 1400), (1500, 2000)):
+        words = torch.zeros(4000, dtype=torch.int32, device=device)
+        offsets = torch.randperm(4000, generator=torch.Generator().manual_seed(count))[:num_pairs]
+        pairs = torch.stack((offsets, offsets + 7), 1).int()
+        pairs[count:, 0] = 2**30
+        write_words(words, pairs.to(device), words.new_tensor([count]))
+        want = torch.zeros(4000, dtype=torch.int32)
+        want[offsets[:count]] = (offsets[:count] + 7).int()
+        assert words.tolist() == want.tolist()
+
+
+def main(which: str) -> None:
+    dtype = torch.float32 if which == "some" else torch.float16
+    check_norms_and_gate(dtype, "cpu")
+    check_rope_write(dtype, "cpu")
+    check_rope_write_quantises(dtype, "cpu")
+    check_projections_of_any_number_of_rows(dtype, "cpu")  # one row among them
+    if which == "rest":
+        for dtype in (torch.float32, torch.float16):
+            check_one_row_linear(dtype, "cpu")
+        return
+    check_few_rows_linear(torch.float16, "cpu")
+    check_padding_is_not_written("cpu")
+    check_gather_decode("cpu")
+    check_gather_tokens("cpu")
+    check_write_words("cpu")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

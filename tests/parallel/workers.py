@@ -1,0 +1,159 @@
+"""Workers without a model: a plan's first column says what to do.
+
+Only those that meet import torch, so that the others start at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.errors import ConfigError
+from nanovllm.parallel.worker_main import Site, WorkerTask
+
+if TYPE_CHECKING:
+    from nanovllm.ops.tp_group import TPGroup
+    from nanovllm.parallel.multiproc_executor import MultiprocExecutor, Workers
+
+logger = logging.getLogger("nanovllm.stand_in")
+NUM_EXTRA = 4
+
+
+class Order(IntEnum):
+    """What `orders` makes the workers do, each with the rank that it is for."""
+
+    ANSWER = 0
+    RAISE = 1
+    DIE = 2
+    SLEEP = 3
+    MEET = 4  # all in a collective, but for that rank, which sleeps
+    RAISE_LATE = 5  # when the tokens are waited for
+    STAY = 6  # when asked to go
+
+
+@dataclass(frozen=True)
+class Done:
+    tokens: np.ndarray
+
+    def result(self) -> StepResult:
+        if self.tokens[0] == Order.RAISE_LATE and len(self.tokens) == 2 + NUM_EXTRA:
+            raise ValueError("no such token")
+        return StepResult(self.tokens)
+
+
+class ObedientWorker:
+    """Answers with the plan's slots, followed by what it knows of itself."""
+
+    def __init__(self, rank: int, meet: Callable[[], None], num_threads: int = 0) -> None:
+        self.rank, self.meet, self.num_threads = rank, meet, num_threads
+
+    def start(self) -> ExecutorInfo:
+        logger.info("the pool of rank %d", self.rank)
+        logger.warning("rank %d is no model", self.rank)
+        return ExecutorInfo(100 - self.rank, 1, "cpu", "float32")
+
+    def submit(self, plan: StepPlan) -> Done:
+        if len(plan.slots) == 2:
+            self._obey(*plan.slots.tolist())
+        num_tokens = sum(int(row.token_ids.sum(dtype=np.int64)) for row in plan.new_rows) % 2**31
+        extra = [os.getpid(), os.getsid(0), self.num_threads, num_tokens]
+        return Done(np.array([*plan.slots, *extra]))
+
+    def _obey(self, order: int, rank: int) -> None:
+        if order == Order.MEET and rank != self.rank:
+            self.meet()
+        if rank != self.rank:
+            return
+        if order == Order.RAISE:
+            raise ValueError(f"rank {rank} was told to raise")
+        if order == Order.DIE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if order in (Order.SLEEP, Order.MEET):
+            time.sleep(1000)
+        if order == Order.STAY:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def obedient(task: WorkerTask, rank: int) -> ObedientWorker:
+    return ObedientWorker(rank, meet=lambda: None)
+
+
+def meeting(task: WorkerTask, rank: int) -> ObedientWorker:
+    import torch
+
+    from nanovllm.parallel.worker_main import join_group
+
+    group = join_group(task, rank)
+    return ObedientWorker(rank, lambda: check_sum(group), torch.get_num_threads())
+
+
+def check_sum(group: TPGroup) -> None:
+    import torch
+
+    assert group.all_reduce(torch.ones(1)).item() == group.size
+
+
+def raising(task: WorkerTask, rank: int) -> ObedientWorker:
+    """The last rank raises while the first waits for it."""
+    if rank == task.config.tensor_parallel_size - 1:
+        raise ValueError("this worker cannot be built")
+    return meeting(task, rank)
+
+
+def refusing(task: WorkerTask, rank: int) -> ObedientWorker:
+    raise ConfigError("no room; lower num_kvcache_blocks")
+
+
+def dying(task: WorkerTask, rank: int) -> ObedientWorker:
+    if rank == task.config.tensor_parallel_size - 1:
+        os._exit(7)
+    return meeting(task, rank)
+
+
+def sleeping(task: WorkerTask, rank: int) -> ObedientWorker:
+    time.sleep(1000)
+    raise AssertionError
+
+
+ALONE = (obedient, refusing, sleeping)
+
+
+def start_alone(config: EngineConfig) -> Workers:
+    """Start workers that do not meet."""
+    from nanovllm.parallel.multiproc_executor import Workers, start_children
+
+    return Workers(start_children(config.tensor_parallel_size), Site("127.0.0.1", 0, 1))
+
+
+def make_executor(
+    build_worker: Callable[..., Any] = obedient, size: int = 2, **options: Any
+) -> MultiprocExecutor:
+    from nanovllm.parallel.multiproc_executor import MultiprocExecutor
+    from nanovllm.parallel.multiproc_executor import start_workers as start_processes
+
+    start_workers = options.pop("start_workers", None)
+    if start_workers is None:  # those that do not meet need no torch, here neither
+        start_workers = start_alone if build_worker in ALONE else start_processes
+    config = EngineConfig("none", tensor_parallel_size=size, device="cpu", **options)
+    nothing: Any = None
+    return MultiprocExecutor(config, nothing, nothing, build_worker, start_workers)
+
+
+def orders(*numbers: int) -> StepPlan:
+    column = np.array(numbers, np.int32)
+    return StepPlan(column, column, column, column, [], [], [], 0)
+
+
+def process_ids(executor: MultiprocExecutor) -> list[int]:
+    """Of a started executor; of one that is starting, none or all."""
+    return [] if executor.supervisor is None else executor.supervisor._children.pids

@@ -1,0 +1,56 @@
+"""What a core is sent together, and in which order."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.request import Request
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve import replica
+from nanovllm.serve.core_records import Add, Finish
+from nanovllm.serve.replica import Replica
+
+
+class FakeSupervisor:
+    failure = None
+
+    def __init__(self, *_: object) -> None:
+        self.records: list[Any] = []
+
+    def send(self, record: object) -> None:
+        self.records.append(record)
+
+
+class FakeProcesses:
+    pids = (1,)
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+
+def request(seq_id: int, num_tokens: int) -> Request:
+    return Request(seq_id, array("i", [1] * num_tokens), SamplingParams())
+
+
+def test_requests_go_together_and_before_what_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "ChildProcesses", FakeProcesses)
+    monkeypatch.setattr(replica, "Supervisor", FakeSupervisor)
+    config = EngineConfig("x")
+    client = Replica(config, 0, lambda *_: None, lambda *_: None)
+    client.add([request(0, 9)])
+    client.add([request(1, 9), request(2, 9)])
+    client.flush()
+    client.flush()  # nothing is left
+    client.add([request(3, 2 * config.max_num_batched_tokens - 1)])
+    client.add([request(4, 1)])  # enough: it does not wait for a flush
+    client.add([request(5, 1)])
+    client.finish(Finish([5], "abort"))
+    first, *adds, finish = client._supervisor.records  # type: ignore[attr-defined]
+    assert first == config
+    assert all(isinstance(each, Add) for each in adds)
+    assert [[each.seq_id for each in add.requests] for add in adds] == [[0, 1, 2], [3, 4], [5]]
+    assert finish == Finish([5], "abort")
