@@ -135,7 +135,8 @@ def shared_machine_code() -> Iterator[None]:
     if importlib.util.find_spec("numba") is None:
         yield
         return
-    from nanovllm.devices.cpu import interpreter, program
+    from nanovllm.devices.cpu import program
+    from nanovllm.devices.cpu.kernels import interpreter
 
     @functools.cache
     def compile_once(kernel: Any, *dtypes: Any) -> Any:

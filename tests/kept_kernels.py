@@ -15,7 +15,7 @@ import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-SOURCES = Path(__file__).parents[1] / "nanovllm" / "devices" / "cpu"
+SOURCES = Path(__file__).parents[1] / "nanovllm" / "devices" / "cpu" / "kernels"
 COMPILED = SOURCES / "__pycache__"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm-tests"
 STAMPS = "stamps.json"  # when each source was changed, in nanoseconds

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from benchmarks.kernels.timing import take_turns
 from nanovllm.cli.options import at_least
-from nanovllm.devices.cpu.block_types import TYPES
 from nanovllm.devices.cpu.blocks import to_panels
 from nanovllm.devices.cpu.features import find_cpu_features
+from nanovllm.devices.cpu.kernels.block_types import TYPES
 from nanovllm.devices.cpu.ops import NumbaOps, pack_onednn
 from nanovllm.devices.cpu.program import Launcher
 from nanovllm.ops.interface import Routing

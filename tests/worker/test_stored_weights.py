@@ -17,7 +17,7 @@ from numba.core import event
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
-from nanovllm.devices.cpu import interpreter
+from nanovllm.devices.cpu.kernels import interpreter
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import read_config
 from nanovllm.ops.tp_group import ALONE

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.devices.cpu.block_kernels import TILE_ROWS, compile_product, compile_widening
-from nanovllm.devices.cpu.block_types import TYPES, pack_panels
+from nanovllm.devices.cpu.kernels.block_kernels import TILE_ROWS, compile_product, compile_widening
+from nanovllm.devices.cpu.kernels.block_types import TYPES, pack_panels
 from nanovllm.devices.cpu.program import float_bits
 from nanovllm.ops.interface import LinearFn
 from nanovllm.ops.quantized_weight import PANEL_ROWS, Panels, PanelWeight

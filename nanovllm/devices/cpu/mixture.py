@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.devices.cpu import experts
 from nanovllm.devices.cpu.blocks import Pairs
+from nanovllm.devices.cpu.kernels import experts
 from nanovllm.ops.interface import Routing
 from nanovllm.ops.quantized_weight import PanelWeight
 from nanovllm.ops.torch_ops import linear, run_each_expert

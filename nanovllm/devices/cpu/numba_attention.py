@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.attention.backend import AttentionSpec, BatchRows
 from nanovllm.attention.sdpa import PrefillRow, attend_prefill, plan_row
-from nanovllm.devices.cpu import kernels
+from nanovllm.devices.cpu.kernels import dense
 from nanovllm.devices.cpu.program import Launcher, float_bits
 from nanovllm.ops.interface import LayerCache
 
@@ -62,7 +62,7 @@ class NumbaAttention:
         scratch_size = self.launcher.num_threads * group * (2 * head_dim + plan.max_length)
         scratch = self.launcher.scratch(scratch_size)
         self.launcher.launch(
-            kernels.attend,
+            dense.attend,
             output.data_ptr(),
             q.data_ptr(),
             q.stride(0),

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nanovllm.devices.cpu import kernels
 from nanovllm.devices.cpu.features import CpuFeatures
+from nanovllm.devices.cpu.kernels import dense
 from nanovllm.devices.cpu.program import Launcher, float_bits
 from nanovllm.ops.fp8_rows import spread_exponents, spread_size
 from nanovllm.ops.interface import (
@@ -69,7 +69,7 @@ class NumbaOps:
         num_rows, dim = len(token_ids), table.shape[1]
         out = self._empty(num_rows, dim)
         addresses = out.data_ptr(), table.data_ptr(), token_ids.data_ptr()
-        self._launch(kernels.embed, *addresses, num_rows, dim, float_bits(scale))
+        self._launch(dense.embed, *addresses, num_rows, dim, float_bits(scale))
         return out
 
     def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ class NumbaOps:
         out = self._empty(num_rows, dim) if update is None else update
         addresses = out.data_ptr(), residual.data_ptr(), norm.weight.data_ptr()
         sizes = num_rows, dim, update is not None
-        self._launch(kernels.norm, *addresses, float_bits(norm.eps), *sizes)
+        self._launch(dense.norm, *addresses, float_bits(norm.eps), *sizes)
         return out, residual
 
     def rope_write(
@@ -100,7 +100,7 @@ class NumbaOps:
             addresses = (part.data_ptr() for part in (*cache.parts[2:], scratch))
             of_codes = [*addresses, spread_size(head_dim), *scales]
         self._launch(
-            kernels.rope_write,
+            dense.rope_write,
             qkv.data_ptr(),
             rope.data_ptr(),
             0 if norm is None else norm.q.data_ptr(),
@@ -123,7 +123,7 @@ class NumbaOps:
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(num_rows, size)
         curve = [float_bits(factor) for factor in ACTIVATIONS[activation]]
-        self._launch(kernels.gate, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
+        self._launch(dense.gate, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
         return out
 
     def pack_linear(
@@ -145,10 +145,10 @@ class NumbaOps:
             if num_rows > max_rows:
                 return run_many(x)
             x, y = x.contiguous(), self._empty(num_rows, num_out)
-            scratch_size = num_threads * (num_rows * num_in + kernels.TILE)
+            scratch_size = num_threads * (num_rows * num_in + dense.TILE)
             scratch = self.launcher.scratch(scratch_size)
             addresses = y.data_ptr(), x.data_ptr(), weight.data_ptr(), bias_address
-            self._launch(kernels.linear, *addresses, scratch.data_ptr(), num_rows, num_out, num_in)
+            self._launch(dense.linear, *addresses, scratch.data_ptr(), num_rows, num_out, num_in)
             return y
 
         return ComposedLinear(self, run, activation)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.devices.cpu.interpreter import (
+from nanovllm.devices.cpu.kernels.interpreter import (
     PROGRAM_WIDTH,
     Compiler,
     compile_interpreter,

@@ -14,8 +14,8 @@ import numba
 import torch
 from numba.core import caching
 
-from nanovllm.devices.cpu import interpreter
-from nanovllm.devices.cpu.simd import kernel
+from nanovllm.devices.cpu.kernels import interpreter
+from nanovllm.devices.cpu.kernels.simd import kernel
 
 
 @kernel

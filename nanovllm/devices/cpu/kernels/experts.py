@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, int64
 
-from nanovllm.devices.cpu.simd import (
+from nanovllm.devices.cpu.kernels.simd import (
     NUM_STREAMS,
     dot_row,
     kernel,

@@ -14,14 +14,14 @@ import torch
 from numba import cfunc, int64, types
 from numba.core import event
 
-from nanovllm.devices.cpu.simd import FAST, call, call_kernel, pointer_to
+from nanovllm.devices.cpu.kernels.simd import FAST, call, call_kernel, pointer_to
 from nanovllm.ops.fp8 import FP8
 
 logger = logging.getLogger(__name__)
 PROGRAM_WIDTH = 24  # int64 of an instruction: the address of a kernel, then its arguments
 # The arguments of a kernel, the part of its work to do, and the number of parts.
 KERNEL_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
-SOURCES = ("kernels", "experts", "simd", "cache_rows", "block_kernels", "block_types")
+SOURCES = ("dense", "experts", "simd", "cache_rows", "block_kernels", "block_types")
 # Numbers of the types that elements are read as: of bfloat16 and FP8 their bits.
 LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), FP8: np.uint8(0)}
 

@@ -14,7 +14,7 @@ from numba import float32, int32, int64, types, uint32
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanovllm.devices.cpu.block_types import (
+from nanovllm.devices.cpu.kernels.block_types import (
     FLOATS,
     I64,
     PANEL_ROWS,
@@ -25,8 +25,8 @@ from nanovllm.devices.cpu.block_types import (
     Group,
     spread,
 )
-from nanovllm.devices.cpu.interpreter import LIKE, Compiler, hash_sources
-from nanovllm.devices.cpu.simd import (
+from nanovllm.devices.cpu.kernels.interpreter import LIKE, Compiler, hash_sources
+from nanovllm.devices.cpu.kernels.simd import (
     LINE_BYTES,
     as_float,
     constant,

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, int64, uint8, uint32
 
-from nanovllm.devices.cpu.cache_rows import quantize_row, scale_rows, spread, store_row
-from nanovllm.devices.cpu.simd import (
+from nanovllm.devices.cpu.kernels.cache_rows import quantize_row, scale_rows, spread, store_row
+from nanovllm.devices.cpu.kernels.simd import (
     NUM_STREAMS,
     NUM_WEIGHTED,
     TILE,

@@ -16,7 +16,7 @@ import llvmlite.ir as ir
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.devices.cpu.simd import constant, spread_lanes
+from nanovllm.devices.cpu.kernels.simd import constant, spread_lanes
 from nanovllm.ops.quantized_weight import PANEL_ROWS
 
 FRACTION_SHIFT, ONE_BITS = 19, 0x3F800000  # of a float32: where its fraction's first 4 bits are; 1
