@@ -21,9 +21,9 @@ from nanovllm.engine.front import Live
 from nanovllm.engine.prompts import as_prompt
 from nanovllm.engine.request import CoreStep, FinishReason, check_length
 from nanovllm.engine.scoring import check_pooling, embedding_of
-from nanovllm.engine.start import make_front
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
+from nanovllm.llm import create_front
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_records import CoreStats, EngineState, Finish, total
@@ -101,7 +101,7 @@ class AsyncLLM:
             self.replicas += map(self._start, numbers[1:])
             self.config, self.model_config = found.config, found.model_config
             self.generation_config = found.checkpoint.generation_config
-            self.front = make_front(found, is_remote=True)
+            self.front = create_front(found, is_remote=True)
             gc.collect()  # or a full one comes amid the first requests: see start_core
             infos = [replica.wait_until_ready().info for replica in self.replicas]
             self._router.max_blocks = min(info.num_blocks for info in infos)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nanovllm.checkpoint.quantization import METHODS
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.validation import check_choices, check_types, option, require, suggest_fields
 
@@ -16,6 +15,7 @@ SERVING_TARGET_MS = 25.0  # target_inter_token_ms of AsyncLLM and of servers
 DTYPES = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are the same
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # other names that PyTorch and vLLM have
+QUANTIZATION_METHODS = ("fp8", "compressed-tensors", "awq", "gptq")  # vLLM's names
 _COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size")
 
 
@@ -110,8 +110,8 @@ class EngineConfig:
                 f"attention_backend='flash_attn' does not read kv_cache_dtype="
                 f"{self.kv_cache_dtype!r}; use another one, or leave kv_cache_dtype out"
             )
-        is_known = self.quantization in (None, *METHODS)
-        self._require("quantization", is_known, f"None or one of {METHODS}")
+        is_known = self.quantization in (None, *QUANTIZATION_METHODS)
+        self._require("quantization", is_known, f"None or one of {QUANTIZATION_METHODS}")
         self._require("revision", self.revision != "", "a branch, tag or commit")
         target = self.target_inter_token_ms
         is_time = target is None or 0 < target < math.inf

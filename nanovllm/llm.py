@@ -1,27 +1,41 @@
-"""LLM: offline generation and chat over an engine."""
+"""LLM: offline generation and chat over an engine.
+
+The functions at the end build an engine. They alone choose its device, executor and grammar engine,
+and import them when they are needed: a front whose core runs in another process needs no torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tqdm import tqdm
 
-from nanovllm.config import engine_config
+from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
+from nanovllm.checkpoint.resolved_model import ResolvedModel, clamp_model_len
+from nanovllm.config import EngineConfig, ModelConfig, engine_config
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
+from nanovllm.engine.core import EngineCore
 from nanovllm.engine.engine_thread import EngineThread, Job
-from nanovllm.engine.front import Live
+from nanovllm.engine.front import Front, Live, Vocabulary
+from nanovllm.engine.grammar import GrammarEngine
+from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.prompts import Params, Prompts, as_params, as_prompt, at_index, split_prompts
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scoring import SCORED, check_pooling, continue_prompt, embedding_of, score_of
-from nanovllm.engine.step import Pooling
-from nanovllm.errors import RequestError
+from nanovllm.engine.step import Executor, ExecutorInfo, Pooling
+from nanovllm.errors import ConfigError, RequestError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
@@ -30,6 +44,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from nanovllm.engine_options import EngineOptions
+    from nanovllm.worker.device_interface import Device
+
+logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -46,8 +63,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Unpack[EngineOptions]) -> None:
-        with torch.device("cpu"):  # a default that the caller set for other work is not for ours
-            self.engine = EngineThread(engine_config(model, options))
+        self.engine = create_engine(engine_config(model, options))
         weakref.finalize(self, self.engine.close)  # when it is dropped, or the interpreter exits
         self.engine.start()
 
@@ -299,3 +315,126 @@ def _with_params(
                 f"{own!r:.80} for prompts[{index}]"
             )
         yield prompt, own
+
+
+@dataclass(frozen=True, slots=True)
+class StartedCore:
+    core: EngineCore
+    info: ExecutorInfo
+
+
+def create_engine(config: EngineConfig) -> EngineThread:
+    import torch
+
+    with torch.device("cpu"):  # ignores a default device that the caller set for other work
+        resolved = resolve_model(config)
+        front = create_front(resolved)
+        started = start_core(resolved, front.get_grammars)
+    return EngineThread(resolved.config, resolved.model_config, front, started.core, started.info)
+
+
+def resolve_model(config: EngineConfig) -> ResolvedModel:
+    """Find the model, and check that it can run here before anything large is downloaded."""
+    from nanovllm.models.registry import read_config
+    from nanovllm.worker.memory_check import check_model
+
+    checkpoint = find_checkpoint(
+        config.model,
+        revision=config.revision,
+        need_weights=config.load_format != "dummy",
+        need_tokenizer=not config.skip_tokenizer_init,
+        quantization=config.quantization,
+        check=partial(check_model, config, _check_device(config)),
+    )
+    model_config = read_config(checkpoint.config)
+    return ResolvedModel(clamp_model_len(config, model_config), model_config, checkpoint)
+
+
+def create_front(resolved: ResolvedModel, is_remote: bool = False) -> Front:
+    """Load the tokenizer; a remote core, like workers, is in another process."""
+    config, vocab_size = resolved.config, resolved.model_config.vocab_size
+    if config.data_parallel_size > 1 and not is_remote:
+        raise ConfigError("data_parallel_size is for AsyncLLM, `nanovllm serve` and `batch`")
+    has_workers = is_remote or config.tensor_parallel_size > 1
+    create = partial(_create_grammars, vocab_size)
+    return Front(resolved.load_vocabulary(), vocab_size, config.seed, has_workers, create)
+
+
+def create_grammars(resolved: ResolvedModel) -> GrammarEngine:
+    """Create the grammar engine of a core whose front is in another process."""
+    return _create_grammars(resolved.model_config.vocab_size, resolved.load_vocabulary())
+
+
+def _create_grammars(vocab_size: int, vocabulary: Vocabulary) -> GrammarEngine:
+    from nanovllm.structured.guidance import GuidanceEngine
+
+    return GuidanceEngine(vocabulary, vocab_size)
+
+
+def start_core(
+    resolved: ResolvedModel, create_grammars: Callable[[], GrammarEngine]
+) -> StartedCore:
+    """Load the model and create its engine core."""
+    config = resolved.config
+    executor = create_executor(config, resolved.model_config, resolved.checkpoint)
+    info = executor.start()
+    try:
+        blocks = BlockManager(
+            info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        )
+        target = config.target_inter_token_ms
+        prompt_budget = None if target is None else PromptBudget(target / 1000)
+        max_tokens = config.max_num_batched_tokens
+        scheduler = Scheduler(blocks, config.max_num_seqs, max_tokens, prompt_budget)
+        depth = info.depth if config.depth is None else config.depth
+        core = EngineCore(scheduler, executor, depth, config.max_model_len, create_grammars)
+        # A full garbage collection takes 60 ms, as it visits every imported module. After this
+        # one, the next follows only once the number of long-lived objects has grown by a quarter.
+        gc.collect()
+    except BaseException:  # Ctrl-C: at a prompt its traceback would keep the workers
+        executor.close()
+        raise
+    if core.max_len < config.max_model_len:
+        logger.warning(
+            "The KV cache holds %d tokens, fewer than max_model_len=%d: sequences end there",
+            core.max_len,
+            config.max_model_len,
+        )
+    return StartedCore(core, info)
+
+
+def create_executor(
+    config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint
+) -> Executor:
+    """One worker in this process, several in their own, or on a Ray cluster."""
+    if config.distributed_executor_backend == "ray" or config.tensor_parallel_size > 1:
+        from nanovllm.parallel.multiproc_executor import MultiprocExecutor
+
+        return MultiprocExecutor(config, model_config, checkpoint)
+    from nanovllm.worker.worker import Worker
+
+    return Worker(config, model_config, checkpoint, _create_device(config))
+
+
+def _check_device(config: EngineConfig) -> Device | None:
+    """Return the device of one rank; None if only the processes of the ranks may touch it."""
+    if not _has_devices():
+        return _create_device(config)
+    from nanovllm.devices.choose import check_device
+
+    return check_device(config)
+
+
+def _create_device(config: EngineConfig) -> Device:
+    if not _has_devices():
+        from nanovllm.worker.torch_device import TorchDevice
+
+        return TorchDevice(config)
+    from nanovllm.devices.choose import create_device
+
+    return create_device(config)
+
+
+def _has_devices() -> bool:
+    """Whether the kernels are installed: without `devices/`, the engine runs on plain torch."""
+    return find_spec("nanovllm.devices") is not None

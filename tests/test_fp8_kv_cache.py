@@ -14,9 +14,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.models.registry import read_config
-from nanovllm.ops.fp8_rows import dequantise, quantise, spread, spread_exponents
+from nanovllm.ops.fp8 import dequantise, quantise, spread, spread_exponents
 from nanovllm.ops.tp_group import ALONE
-from nanovllm.worker.memory import kv_cache_spec
+from nanovllm.worker.kv_cache import kv_cache_spec
 from tests.checkpoints import FAMILIES, MIN_GAP
 from tests.test_equals_transformers import make_prompts
 from tests.threaded_ranks import engines_of

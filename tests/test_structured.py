@@ -23,7 +23,7 @@ import pytest
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.outputs import RequestOutput
-from nanovllm.structured import matching as grammar
+from nanovllm.structured import guidance as grammar
 from tests.byte_tokenizer import EOS, with_tokenizer
 from tests.checkpoints import VOCAB_SIZE
 from tests.devices import DEVICES

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from nanovllm import llm as llm_module
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.devices.choose import create_device
-from nanovllm.engine import start
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.parallel.rendezvous import connect
-from nanovllm.worker.device import Device
+from nanovllm.worker.device_interface import Device
 from nanovllm.worker.worker import Worker
 
 TIMEOUT = timedelta(seconds=60)
@@ -114,5 +114,5 @@ def engines_of(
     """Make engines run on several ranks."""
     tqdm.set_lock(threading.RLock())  # an interrupt of some other test may have left it locked
     executor = partial(ThreadedExecutor, size=size, backend=backend, make_device=make_device)
-    with mock.patch.object(start, "create_executor", executor):
+    with mock.patch.object(llm_module, "create_executor", executor):
         yield

@@ -110,7 +110,8 @@ def summarise(name: str, times: dict[str, list[Times]], num_tokens: int) -> str:
 def serve_side(args: argparse.Namespace) -> None:
     """Answer the loads on standard input in this process."""
     from nanovllm import LLM, SamplingParams
-    from nanovllm.worker import memory, worker
+    from nanovllm.worker import memory_check as memory
+    from nanovllm.worker import worker
 
     options = {"max_num_seqs": 16, "max_model_len": 1024, "enable_prefix_caching": False}
     if args.side == "stored":

@@ -35,7 +35,7 @@ from nanovllm.checkpoint.quantized.modules import PROJECTION, names_to_quantize
 from nanovllm.checkpoint.stored_tensors import list_tensors
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.devices.cpu.ops import NumbaOps
-from nanovllm.ops import fp8_rows
+from nanovllm.ops import fp8
 from nanovllm.ops.fp8 import round_rows
 from nanovllm.ops.interface import LayerCache
 from nanovllm.ops.quantized_weight import BLOCK
@@ -176,8 +176,8 @@ def rounding_as_they_are() -> Iterator[None]:
         assert isinstance(cache, LayerCache)
         for part in cache.parts:
             rows = part.view(-1, *part.shape[2:])
-            rounded = fp8_rows.quantise(rows[cache_offsets])
-            rows[cache_offsets] = fp8_rows.dequantise(rounded, part.dtype)
+            rounded = fp8.quantise(rows[cache_offsets])
+            rows[cache_offsets] = fp8.dequantise(rounded, part.dtype)
 
     with mock.patch.object(NumbaOps, "rope_write", write_rounded):
         yield

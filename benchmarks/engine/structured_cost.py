@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models
 from benchmarks.models import model_path
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.front import Vocabulary
-from nanovllm.structured.matching import Grammar, Grammars
+from nanovllm.structured.guidance import GuidanceEngine, GuidanceGrammar
 
 SCHEMA: dict[str, Any] = {
     "type": "array",
@@ -59,7 +59,7 @@ def main() -> None:
         tokenizer = SimpleNamespace(backend_tokenizer=backend)
         end = min(vocab_size, backend.get_vocab_size()) - 1  # no answer gets there
         vocabulary = Vocabulary(tokenizer, frozenset({end}))
-        grammars = Grammars(lambda: vocabulary, vocab_size)
+        grammars = GuidanceEngine(vocabulary, vocab_size)
     else:
         grammars = PausedGrammars(vocab_size, args.mask_us * 1e-6)
     engine.front.grammars = engine.core.grammars = grammars
@@ -92,10 +92,10 @@ class PausedGrammars:
         self.num_words, self.seconds = -(-vocab_size // 32), seconds
         self.memory = np.zeros((0, self.num_words), np.int32)
 
-    def compile(self, asked: Any) -> Grammar:
-        return Grammar("")
+    def compile(self, asked: Any) -> GuidanceGrammar:
+        return GuidanceGrammar("")
 
-    def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Any:
+    def matcher(self, grammar: GuidanceGrammar, stop_token_ids: frozenset[int]) -> Any:
         return SimpleNamespace(finishes=lambda token_id: False, is_ready=True)
 
     def masks(self, matchers: list[Any], allocate: Any) -> tuple[np.ndarray, list[int]]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.attention.backend import AttentionSpec, BatchRows
-from nanovllm.ops.fp8_rows import Fp8Rows, dequantise
+from nanovllm.ops.fp8 import Fp8Rows, dequantise
 from nanovllm.ops.interface import LayerCache
 from nanovllm.ops.torch_ops import upcast
 

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nanovllm.config import QUANTIZATION_METHODS
 from nanovllm.errors import ConfigError, UnsupportedQuantisationError
 
-# The values of `quantization`, which are vLLM's names of methods.
-METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
 Scheme = Literal["fp8_block", "fp8_scaled", "packed_int", "awq", "gptq", "round_to_fp8"]
 WHERE = "quantization_config in config.json"
 BITS = (4, 8)  # of whole numbers that are packed into words of 32
@@ -31,7 +30,7 @@ class QuantLayout:
 class Quantisation:
     """One scheme for every quantised projection of a checkpoint."""
 
-    method: str  # one of METHODS
+    method: str  # one of QUANTIZATION_METHODS
     scheme: Scheme  # how a weight is stored, or that it is to be rounded as it is read
     bits: int = 8
     group_size: int = -1  # inputs that share a scale; -1: all of an output's
@@ -93,7 +92,7 @@ def read_quantisation(stored: object) -> Quantisation | None:
         "awq": _read_awq,
         "gptq": _read_gptq,
     }
-    reader = readers[_choose(stored, "quant_method", None, *METHODS)]
+    reader = readers[_choose(stored, "quant_method", None, *QUANTIZATION_METHODS)]
     try:
         return reader(stored)
     except (TypeError, ValueError, KeyError, AttributeError, re.error) as error:

@@ -29,7 +29,7 @@ from nanovllm.errors import ConfigError, NanovllmError
 if TYPE_CHECKING:
     from nanovllm.batch.batch_engine import RowEngine, RowOptions
     from nanovllm.batch.ledger import Ledger
-    from nanovllm.ray.jobs import RayEngine
+    from nanovllm.batch.ray_batch import RayEngine
 
 SECONDS_BETWEEN_LINES = 30.0  # of progress in a log file
 # Settings that answers depend on; other options may change between one start and the next.
@@ -141,8 +141,8 @@ async def _answer_all(args: argparse.Namespace, options: RowOptions, ledger: Led
 
 def _ray_engine(args: argparse.Namespace, options: RowOptions) -> tuple[RayEngine, int]:
     try:
+        from nanovllm.batch.ray_batch import RayEngine, find_room
         from nanovllm.parallel.ray_workers import connect
-        from nanovllm.ray.jobs import RayEngine, find_room
     except ModuleNotFoundError as error:
         raise ConfigError(f"--ray needs Ray ({error}): pip install 'nanovllm[ray]'") from error
     if options.config.distributed_executor_backend == "ray":

@@ -12,7 +12,7 @@ from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.devices.cuda.memory import check_c_compiler, has_cuda, num_devices, use_device
 from nanovllm.errors import ConfigError
 from nanovllm.ops.tp_group import ALONE, TPGroup
-from nanovllm.worker.device import Device
+from nanovllm.worker.device_interface import Device
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

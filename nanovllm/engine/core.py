@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING
 
-from nanovllm.engine.pending import Pending
+from nanovllm.engine.grammar import GrammarEngine
 from nanovllm.engine.request import (
     POOL_TOO_SMALL,
     CoreStep,
@@ -21,11 +20,8 @@ from nanovllm.engine.request import (
 )
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Executor, StepPlan, StepResult
+from nanovllm.engine.step import Executor, Pending, StepPlan, StepResult
 from nanovllm.errors import EngineError
-
-if TYPE_CHECKING:
-    from nanovllm.structured.matching import Grammars
 
 MAX_RECORDED = 1024  # steps, and ended sequences
 
@@ -42,11 +38,11 @@ class EngineCore:
         executor: Executor,
         depth: int,
         max_model_len: int,
-        create_grammars: Callable[[], Grammars] | None = None,
+        create_grammars: Callable[[], GrammarEngine] | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
-        self.grammars: Grammars | None = None  # until a request has one
+        self.grammars: GrammarEngine | None = None  # until a request has one
         self._create_grammars = create_grammars
         self.executor = executor
         self.depth = depth
@@ -200,7 +196,7 @@ class EngineCore:
             self.scheduler.postpone(plan.masked_rows[late].tolist())
             self.executor.sample(masks)
 
-    def _get_grammars(self) -> Grammars:
+    def _get_grammars(self) -> GrammarEngine:
         if self.grammars is None:
             assert self._create_grammars is not None
             self.grammars = self._create_grammars()

@@ -14,10 +14,11 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from nanovllm.config import EngineConfig
-from nanovllm.engine.front import Live
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.front import Front, Live
 from nanovllm.engine.request import CoreStep
-from nanovllm.engine.start import find_model, make_front, start_core
+from nanovllm.engine.step import ExecutorInfo
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
@@ -59,12 +60,16 @@ class EngineThread:
     while a job wants one; otherwise the engine rests.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        found = find_model(config)
-        self.config, self.model_config = found.config, found.model_config
-        self.front = make_front(found)
-        started = start_core(found, self.front.get_grammars)
-        self.core, self.info = started.core, started.info
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        front: Front,
+        core: EngineCore,
+        info: ExecutorInfo,
+    ) -> None:
+        self.config, self.model_config = config, model_config
+        self.front, self.core, self.info = front, core, info
         self._jobs: dict[Job, None] = {}  # those with unfinished requests
         self._owners: dict[int, Job] = {}  # by seq_id
         self._unowned = Job(is_streaming=False)  # of requests whose outputs `step` returns

@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.detokenizer import Detokenizer, decode_whole
+from nanovllm.engine.grammar import GrammarEngine
 from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts
-    from nanovllm.structured.matching import Grammars
 
 NOTHING_ALLOWED = (
     "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and "
@@ -87,28 +87,27 @@ class Front:
         vocab_size: int,
         seed: int,
         has_workers: bool = False,
+        create_grammars: Callable[[Vocabulary], GrammarEngine] | None = None,
     ) -> None:
         self.tokenizer = vocabulary.tokenizer
-        self._vocabulary = vocabulary
+        self._vocabulary, self._create_grammars = vocabulary, create_grammars
         self._texts: TokenTexts | None = None  # until a request asks for logprobs
         self._has_workers = has_workers  # in processes of their own, which take no functions
         self.live: dict[int, Live] = {}  # by seq_id
         self._samples: dict[int, tuple[Live, Sample]] = {}  # by seq_id of the sample
         self._vocab_size = vocab_size
         self._eos_token_ids = vocabulary.eos_token_ids
-        self.grammars: Grammars | None = None  # until a request has one: see `get_grammars`
+        self.grammars: GrammarEngine | None = None  # until a request has one: see `get_grammars`
         self._seed_of_all = seed
         self._seq_ids = itertools.count()
         self._lock = threading.Lock()
         self._tokenizing = threading.Lock()  # to encode may change a tokenizer's settings
 
-    def get_grammars(self) -> Grammars:
+    def get_grammars(self) -> GrammarEngine:
         """Create the grammars for the first request that has one. Safe in any thread."""
         with self._lock:
             if self.grammars is None:
-                from nanovllm.structured.matching import Grammars
-
-                self.grammars = Grammars(lambda: self._vocabulary, self._vocab_size)
+                self.grammars = GrammarEngine(lambda: self._vocabulary, self._vocab_size)
             return self.grammars
 
     def close(self) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from nanovllm.engine.grammar import Grammar
 from nanovllm.engine.step import Pooling, Vector
 from nanovllm.errors import PromptTooLongError
 from nanovllm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm.structured.matching import Grammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 POOL_TOO_SMALL = "num_kvcache_blocks"  # stop_reason of a sequence for which the pool is too small

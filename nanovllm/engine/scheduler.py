@@ -6,19 +6,16 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.grammar import Matcher
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.request import FinishReason
 from nanovllm.engine.sequence import NO_SLOT, Sequence, Waiting
 from nanovllm.engine.step import BlockCopy, BlockUpdate, NewRow, StepPlan, StepResult
 from nanovllm.sampling_params import NO_TOKEN
-
-if TYPE_CHECKING:
-    from nanovllm.structured.matching import Matcher
 
 
 class Scheduler:

@@ -7,14 +7,11 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_manager import BlockKey, Prefix
+from nanovllm.engine.grammar import Matcher
 from nanovllm.engine.request import FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Vector
-
-if TYPE_CHECKING:
-    from nanovllm.structured.matching import Matcher
 
 NO_SLOT = -1
 

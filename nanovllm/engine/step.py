@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.engine.pending import Pending
 from nanovllm.sampling_params import SamplingParams
 
 IntColumn = npt.NDArray[np.int32]
 Vector = npt.NDArray[np.float32]
 Pooling = Literal["last", "mean"]  # of the hidden states of a prompt's tokens
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Pending(Generic[T]):
+    """A lazy result: `result()` waits for the value, or raises the error that prevented it."""
+
+    result: Callable[[], T]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from nanovllm.layers.shards import (
     expect_stack,
     num_outputs,
 )
+from nanovllm.ops.interface import BlockOps
 from nanovllm.ops.quantized_weight import (
     BLOCK,
     INT4_GROUPS,
@@ -102,7 +103,8 @@ class BlockTensors(nn.Module):
         self, layouts: list[QuantLayout], outputs: Outputs, inputs: Share, build: Build
     ) -> None:
         super().__init__()
-        self.inputs = inputs
+        assert isinstance(build.ops, BlockOps)
+        self.inputs, self.ops = inputs, build.ops
         self.runs: list[tuple[QuantLayout, Outputs]] = []
         pairs = zip(layouts, outputs.items(), strict=True)
         for layout, group in groupby(pairs, key=lambda pair: pair[0]):
@@ -126,13 +128,11 @@ class BlockTensors(nn.Module):
         return tensors
 
     def for_ops(self, num_experts: int | None = None) -> PanelWeight:
-        from nanovllm.devices.cpu.blocks import to_panels  # needs numba
-
         if self.weight is None:
             parts = []
             for layout, _ in self.runs:
                 rows = self.rows[0].view(num_experts or 1, -1, self.rows[0].shape[1])
-                parts.append(to_panels(layout.kind, rows))
+                parts.append(self.ops.pack_blocks(layout.kind, rows))
                 self.rows = self.rows[1:]  # so that no more than one is held twice
             self.weight = PanelWeight(tuple(parts))
         return self.weight

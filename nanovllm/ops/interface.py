@@ -6,14 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, uint8
 
-from nanovllm.ops.quantized_weight import Weight
-
-if TYPE_CHECKING:
-    from nanovllm.devices.cpu.program import Launcher
+from nanovllm.ops.quantized_weight import Panels, Weight
 
 LinearFn = Callable[[Tensor], Tensor]
 Activation = Literal["silu", "gelu_tanh"]
@@ -151,10 +148,6 @@ class PackedExperts(Protocol):
 class Ops(Protocol):
     """`torch_ops.py` says in plain torch what each one computes."""
 
-    @property
-    def launcher(self) -> Launcher | None:
-        """What runs the compiled CPU kernels and can record them, where there are any."""
-
     def embed(self, token_ids: Tensor, table: Weight, scale: float) -> Tensor:
         """Return the rows of table [vocab_size, dim] that token_ids (int32) name, scaled."""
 
@@ -194,3 +187,11 @@ class Ops(Protocol):
         [experts, hidden, size]. Quantized ones have the same rows, one expert's after another's;
         either both weights are quantized or none.
         """
+
+
+@runtime_checkable
+class BlockOps(Ops, Protocol):
+    """Ops whose products read GGUF's quant blocks."""
+
+    def pack_blocks(self, kind: str, rows: Tensor) -> Panels:
+        """Lay out the rows of quant blocks of each expert: [experts, rows, bytes]."""

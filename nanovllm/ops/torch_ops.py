@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.ops.fp8_rows import quantise, spread, spread_exponents
+from nanovllm.ops.fp8 import quantise, spread, spread_exponents
 from nanovllm.ops.interface import (
     Activation,
     Hidden,
@@ -33,8 +33,6 @@ MAX_NARROW_ROWS = {torch.float16: 4, torch.bfloat16: 0}
 
 class TorchOps:
     """Multiplies in `product_dtype`, whatever the dtype of the weights; None: in theirs."""
-
-    launcher = None
 
     def __init__(self, product_dtype: torch.dtype | None = None) -> None:
         self.product_dtype = product_dtype

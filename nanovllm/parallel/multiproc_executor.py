@@ -13,8 +13,7 @@ import numpy as np
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.pending import Pending
-from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, StepPlan, StepResult
+from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.parallel.child import Failure
 from nanovllm.parallel.supervisor import ChildProcesses, Children, Supervisor
 from nanovllm.parallel.worker_main import Site, WorkerTask, build_worker

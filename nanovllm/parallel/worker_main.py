@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.pending import Pending
-from nanovllm.engine.step import Executor, IntColumn, StepResult
+from nanovllm.engine.step import Executor, IntColumn, Pending, StepResult
 from nanovllm.parallel.child import Kind, Link, StepTimer, reporting, run_child
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from starlette.types import ASGIApp
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.checkpoint.resolved_model import ResolvedModel
 from nanovllm.cli import parse
 from nanovllm.cli.serve import engine_config, server_options
 from nanovllm.config import EngineConfig
-from nanovllm.engine.start import FoundModel
 from nanovllm.errors import ConfigError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.parallel.ray_workers import connect
@@ -155,7 +155,7 @@ class Ingress:
         checkpoint = await asyncio.to_thread(
             find_checkpoint, config.model, revision=config.revision, need_weights=False
         )
-        found = FoundModel(config, facts.model_config, checkpoint)
+        found = ResolvedModel(config, facts.model_config, checkpoint)
         llm = await asyncio.to_thread(RemoteLLM, self._engines, found, facts.max_len)
         await llm.look()
         self._following = asyncio.create_task(llm.follow())

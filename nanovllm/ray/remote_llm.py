@@ -15,9 +15,10 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from nanovllm.async_llm import GUESSED_TOKENS
+from nanovllm.checkpoint.resolved_model import ResolvedModel
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.start import FoundModel, make_front
 from nanovllm.errors import EngineError, NanovllmError
+from nanovllm.llm import create_front
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_records import CoreStats, EngineState
@@ -76,10 +77,10 @@ class RemoteEngine:
 class RemoteLLM:
     """Sends each prompt to an engine; `follow` keeps the counts and the health of all of them."""
 
-    def __init__(self, engines: DeploymentHandle, found: FoundModel, max_len: int) -> None:
+    def __init__(self, engines: DeploymentHandle, found: ResolvedModel, max_len: int) -> None:
         self._engines = engines
         self.config, self.max_len = found.config, max_len
-        self.front = make_front(found, is_remote=True)
+        self.front = create_front(found, is_remote=True)
         self.replicas: list[RemoteEngine] = []
         self._numbers: dict[str, int] = {}  # by engine_id, of all that were ever seen
         self.num_requests = 0

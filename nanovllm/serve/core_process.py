@@ -12,12 +12,11 @@ from queue import Empty, SimpleQueue
 
 from nanovllm.config import EngineConfig
 from nanovllm.devices.choose import take_share
-from nanovllm.devices.cpu.memory import give_back
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.request import CoreStep, Ending, Request, StepTiming, microseconds
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.start import find_model, make_grammars, start_core
 from nanovllm.errors import RequestError
+from nanovllm.llm import create_grammars, resolve_model, start_core
 from nanovllm.parallel.child import Kind, Link, StepTimer, run_child
 from nanovllm.serve.core_records import (
     Add,
@@ -30,6 +29,7 @@ from nanovllm.serve.core_records import (
     SequenceStatus,
     Watch,
 )
+from nanovllm.worker.host_memory import give_back
 
 IDLE_SECONDS = 1.0  # between updates while there is nothing to do
 SECONDS_BETWEEN = 0.1  # snapshots, at least
@@ -52,9 +52,9 @@ def serve(link: Link, timer: StepTimer, replica: int = 0) -> None:
     take_share(config, replica)
     inbox: SimpleQueue[Command | None] = SimpleQueue()
     threading.Thread(target=_receive_all, args=(link, inbox), daemon=True).start()
-    found = find_model(config)
-    send(found)  # the front loads the tokenizer while the model is loaded here
-    started = start_core(found, partial(make_grammars, found))
+    resolved = resolve_model(config)
+    send(resolved)  # the front loads the tokenizer while the model is loaded here
+    started = start_core(resolved, partial(create_grammars, resolved))
     core = started.core
     try:
         send(CoreReady(started.info, core.max_len))

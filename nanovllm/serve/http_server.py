@@ -17,11 +17,10 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.serve.app import make_app
 from nanovllm.serve.core_records import CoreStats
-from nanovllm.serve.model import Model
+from nanovllm.serve.model import Model, OwnedModel
 from nanovllm.serve.server_options import ServerOptions
 from nanovllm.serve.service import Service
 
@@ -102,7 +101,7 @@ class ThroughputLog:
 class Server(uvicorn.Server):
     """The first signal lets answers end, within bounds; the second one ends them with an error."""
 
-    def __init__(self, config: uvicorn.Config, llm: AsyncLLM, shutdown_timeout: float) -> None:
+    def __init__(self, config: uvicorn.Config, llm: OwnedModel, shutdown_timeout: float) -> None:
         super().__init__(config)
         self._llm, self._shutdown_timeout = llm, shutdown_timeout
         self._is_urgent = False
@@ -149,7 +148,7 @@ class Server(uvicorn.Server):
             connection.transport.abort()  # of who neither reads an answer nor ends a request
 
 
-def make_server(llm: AsyncLLM, options: ServerOptions) -> Server:
+def make_server(llm: OwnedModel, options: ServerOptions) -> Server:
     config = uvicorn.Config(
         make_app(Service(llm, options)),
         # h11: httptools, where it is installed, loses the body of a request that offers HTTP/2, as

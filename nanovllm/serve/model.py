@@ -11,6 +11,7 @@ from nanovllm.errors import NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_records import CoreStats, EngineState
+from nanovllm.serve.replica import Replica
 
 
 class OneEngine(Protocol):
@@ -59,3 +60,12 @@ class Model(Protocol):
 
     def watch(self, engine: int = 0) -> AsyncGenerator[EngineState, None]:
         """Yield the state of the replica with that number, then what changes."""
+
+
+class OwnedModel(Model, Protocol):
+    """A model whose engines the server starts and closes: an AsyncLLM."""
+
+    replicas: list[Replica]
+
+    def close(self, reason: NanovllmError | None = None) -> None:
+        """End the engines; requests in progress fail with the reason."""

@@ -22,8 +22,8 @@ from nanovllm.serve.api_records import (
     TokenizeRequest,
 )
 from nanovllm.serve.generation import Job, Update
-from nanovllm.serve.parsing.grammar import CallRules, tool_grammar
 from nanovllm.serve.parsing.parser import OutputParser
+from nanovllm.serve.parsing.tool_grammar import CallRules, tool_grammar
 from nanovllm.serve.parsing.tools import Tool, read_tools
 from nanovllm.serve.service import Service
 from nanovllm.structured.forms import enforced_json

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
+from nanovllm.checkpoint.resolved_model import ResolvedModel
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import CoreStep, Request
-from nanovllm.engine.start import FoundModel
 from nanovllm.errors import NanovllmError
 from nanovllm.parallel.child import Failure, Serve
 from nanovllm.parallel.supervisor import ChildProcesses, ChildThread, Supervisor
@@ -50,7 +50,7 @@ class Replica:
         self.max_len = 0  # where its sequences end, once it is ready
         self.num_restarts = 0  # cores that took the place of others
         self.viewers = Viewers(lambda is_on: self._send(Watch(is_on)))
-        self.found: Future[FoundModel] = Future()
+        self.found: Future[ResolvedModel] = Future()
         self._ready: Future[CoreReady] = Future()
         self._ready_time: float | None = None
         self._num_failures = 0  # of cores before this one that failed soon
@@ -132,11 +132,11 @@ class Replica:
         with contextlib.suppress(NanovllmError):  # `on_failure` receives the reason
             self._supervisor.send(record)
 
-    def _receive(self, _: int, record: CoreUpdate | FoundModel | CoreReady) -> None:
+    def _receive(self, _: int, record: CoreUpdate | ResolvedModel | CoreReady) -> None:
         if isinstance(record, CoreUpdate):
             if not self.has_failed:
                 self._update(record)
-        elif isinstance(record, FoundModel):
+        elif isinstance(record, ResolvedModel):
             self.found.set_result(record)
         else:
             self._supervisor.is_armed = True

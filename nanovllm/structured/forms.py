@@ -1,4 +1,4 @@
-"""The `structured_outputs` of a request: its checks, and its translation to llguidance's form."""
+"""Translate `structured_outputs` of a request to llguidance's form."""
 
 from __future__ import annotations
 
@@ -6,27 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.errors import ConfigError, GrammarError
+from nanovllm.errors import GrammarError
 from nanovllm.structured.json_schema import Schema, enforceable
 from nanovllm.structured.limits import check_schema, check_text
-from nanovllm.validation import require
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-STRUCTURED = "structured_outputs"
-# Kinds of grammars for `structured_outputs`.
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
-BEFORE = ("after", "opened_by")  # what may come before an answer
-EXPECTED = {
-    "json": "a JSON schema: a dictionary, true or false, or one of them as text",
-    "regex": "a non-empty string",
-    "choice": "a list of at least one string, none empty",
-    "grammar": "a Lark grammar: a non-empty string",
-    "json_object": "True",
-    "after": "a non-empty string",
-    "opened_by": "a non-empty string",
-}
 # Spaces are bounded, so that a model cannot write them forever. Without \uXXXX a name has one
 # spelling only, and is known for one of the schema's properties wherever it is one.
 JSON_OPTIONS = {
@@ -35,18 +21,6 @@ JSON_OPTIONS = {
     "coerce_one_of": False,
     "lenient": False,
 }
-
-
-def checked_request(value: object) -> dict[str, Any]:
-    """Validate `structured_outputs` and return a copy that the caller cannot change."""
-    fields = value if isinstance(value, Mapping) else {}
-    kinds = [key for key in fields if key in KINDS]
-    expected = f"a dict with one of {', '.join(KINDS)}, and optionally 'after' and 'opened_by'"
-    is_valid = len(kinds) == 1 and {*fields} <= {*kinds, *BEFORE}
-    require(is_valid, STRUCTURED, expected, value, ConfigError)
-    has_end = "opened_by" not in fields or "after" in fields
-    require(has_end, STRUCTURED, "a dict with 'after' where it has 'opened_by'", value, ConfigError)
-    return {key: _checked_grammar(key, item) for key, item in fields.items()}
 
 
 def grammar_text(asked: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
@@ -63,30 +37,6 @@ def grammar_text(asked: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
         lark = f"start: {before} @answer\nGAP: /\\n{{1,2}}/\n{rules}"
         grammars = [{"lark_grammar": lark}, {"name": "answer", **grammars[0]}]
     return json.dumps({"grammars": grammars})
-
-
-def _checked_grammar(key: str, value: Any) -> Any:
-    try:
-        if key == "json":
-            text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
-            value = json.loads(text)
-        elif key == "choice" and not isinstance(value, str):
-            value = list(value)
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{STRUCTURED}[{key!r}]: {error}", param=STRUCTURED) from error
-    is_valid = {
-        "json": isinstance(value, dict | bool),
-        "choice": isinstance(value, list) and value and all(map(_is_text, value)),
-        "json_object": value is True,
-    }.get(key, _is_text(value))
-    require(is_valid, STRUCTURED, f"a dict whose {key!r} is {EXPECTED[key]}", value, ConfigError)
-    return value
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
 
 
 def enforced_json(schema: Schema) -> dict[str, Any]:

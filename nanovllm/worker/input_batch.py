@@ -14,7 +14,7 @@ from nanovllm.engine.step import NewRow, StepPlan
 from nanovllm.ops.interface import Sampling
 from nanovllm.ops.torch_sampling import SamplingColumns
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.worker.device import Device
+from nanovllm.worker.device_interface import Device
 
 INT32_MAX = 2**31 - 1
 ALIGNMENT = 4  # words: kernels read faster where a column begins at a multiple of 16 bytes

@@ -1,4 +1,4 @@
-"""The layout of the KV cache, which only this file knows."""
+"""The KV cache: its layout, which only this file knows, and its size."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.errors import ConfigError
+from nanovllm.layers.shards import split_kv_heads
 from nanovllm.ops.fp8 import FP8
 from nanovllm.ops.interface import LayerCache
+from nanovllm.ops.tp_group import TPGroup
+from nanovllm.worker.device_interface import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +48,29 @@ class KVCacheSpec:
             return [LayerCache(*layer) for layer in rows]
         exponents = buffer[num_bytes:].view(*shape[:3], *shape[:2:-1])
         return [LayerCache(*layer, *each) for layer, each in zip(rows, exponents, strict=True)]
+
+
+def kv_cache_spec(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, group: TPGroup
+) -> KVCacheSpec:
+    num_kv_heads = split_kv_heads(model.num_kv_heads, group).count
+    return KVCacheSpec(
+        *(model.num_layers, config.kvcache_block_size, num_kv_heads, model.head_dim),
+        dtype if config.kv_cache_dtype == "auto" else FP8,
+    )
+
+
+def choose_num_blocks(config: EngineConfig, spec: KVCacheSpec, device: Device) -> int:
+    """As many as the user says, or as all sequences at full length could use, or as fit."""
+    if config.num_kvcache_blocks != -1:
+        device.check_cache_bytes(config.num_kvcache_blocks * spec.block_bytes)
+        return config.num_kvcache_blocks
+    blocks_per_seq = -(-config.max_model_len // config.kvcache_block_size)
+    wanted = config.max_num_seqs * blocks_per_seq * spec.block_bytes
+    num_blocks = device.cache_bytes(wanted) // spec.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"no room for a KV cache: one block of {config.kvcache_block_size} tokens takes "
+            f"{spec.block_bytes:,} bytes; free memory, or use a smaller kvcache_block_size"
+        )
+    return num_blocks

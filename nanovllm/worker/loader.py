@@ -27,7 +27,7 @@ from nanovllm.layers.layer_weight import Layouts
 from nanovllm.layers.shards import ExpectedTensor
 from nanovllm.models.registry import read_config
 from nanovllm.ops.quantized_weight import QuantizedRows
-from nanovllm.worker.device import Device
+from nanovllm.worker.device_interface import Device
 
 logger = logging.getLogger(__name__)
 

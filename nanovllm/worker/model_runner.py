@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from nanovllm.engine.pending import Pending
-from nanovllm.engine.step import IntColumn, StepPlan, StepResult
-from nanovllm.worker.device import Device
+from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
+from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward, Forward, Sampled, StepLogits
 
 if TYPE_CHECKING:

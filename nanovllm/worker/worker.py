@@ -14,18 +14,17 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.pending import Pending
-from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
+from nanovllm.engine.step import ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model
-from nanovllm.worker.device import Device
+from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import SlotTables
-from nanovllm.worker.kv_cache import KVCacheSpec
+from nanovllm.worker.kv_cache import KVCacheSpec, choose_num_blocks, kv_cache_spec
 from nanovllm.worker.loader import choose_layouts, fill_dummy_weights, load_weights
-from nanovllm.worker.memory import check_memory, choose_num_blocks, is_shortage, kv_cache_spec
+from nanovllm.worker.memory_check import check_memory, is_shortage
 from nanovllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.attention.backend import AttentionBackend, AttentionSpec, BatchRows
 from nanovllm.attention.sdpa import QUERY_TILE
-from nanovllm.ops.fp8_rows import dequantise, quantise, spread, spread_exponents
+from nanovllm.ops.fp8 import dequantise, quantise, spread, spread_exponents
 from nanovllm.ops.interface import LayerCache, Ops
 
 GARBAGE = 1e30  # finite: what an earlier owner may have left in a block

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.ops.fp8 import FP8, LARGEST_FP8
-from nanovllm.ops.fp8_rows import (
+from nanovllm.ops.fp8 import (
+    FP8,
+    LARGEST_FP8,
     MAX_EXPONENT,
     MIN_EXPONENT,
     NOT_FINITE,

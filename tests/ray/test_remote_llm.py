@@ -38,11 +38,11 @@ class FakeEngines:
 def test_engines_are_known_by_number_while_they_work(tmp_path: Path) -> None:
     from ray.serve.exceptions import RayServeException
 
-    from nanovllm.engine.start import find_model
+    from nanovllm.llm import resolve_model
     from nanovllm.ray.remote_llm import EngineCounts, RemoteLLM
 
     engines = FakeEngines()
-    found = find_model(EngineConfig(str(make_byte_model(tmp_path)), device="cpu"))
+    found = resolve_model(EngineConfig(str(make_byte_model(tmp_path)), device="cpu"))
     llm = RemoteLLM(engines, found, 1024)
 
     def look(answer: list[Any] | Exception) -> list[int]:

@@ -9,8 +9,8 @@ import pytest
 
 from nanovllm.cli import main, parse
 from nanovllm.config import EngineConfig
-from nanovllm.engine.start import find_model
 from nanovllm.errors import ConfigError
+from nanovllm.llm import resolve_model
 from tests.batch.test_jobs import write_rows
 
 
@@ -24,7 +24,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_says_what_it_needs() -> None:
     """Before it looks for the model, which does not exist."""
     with pytest.raises(ConfigError, match=r"needs Ray.*pip install 'nanovllm\[ray\]'"):
-        find_model(EngineConfig("none", distributed_executor_backend="ray"))
+        resolve_model(EngineConfig("none", distributed_executor_backend="ray"))
 
 
 def test_a_job_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

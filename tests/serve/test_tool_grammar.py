@@ -10,7 +10,7 @@ import pytest
 
 from nanovllm.errors import RequestError
 from nanovllm.serve.parsing.formats import choose_formats
-from nanovllm.serve.parsing.grammar import CallRules, tool_grammar
+from nanovllm.serve.parsing.tool_grammar import CallRules, tool_grammar
 from nanovllm.serve.parsing.tools import Tool
 from nanovllm.structured.forms import grammar_text
 from tests.serve.fake_llm import FakeLLM

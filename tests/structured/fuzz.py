@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 from nanovllm.engine.front import Vocabulary
 from nanovllm.errors import RequestError
 from nanovllm.structured import limits
-from nanovllm.structured.matching import Grammar, Grammars
+from nanovllm.structured.guidance import GuidanceEngine, GuidanceGrammar
 
 VOCAB_SIZE, EOS = 288, 256
 ATOMS = ["a", "[a-z]", ".", "\\d", "(a|b)", "[^x]", "é", "\\w+", "(?s:.)", "[", "(", "\\", "x{3}"]
@@ -137,17 +137,17 @@ def random_grammar(seed: int) -> dict[str, Any]:
     return make(rng)
 
 
-def new_grammars() -> Grammars:
+def new_grammars() -> GuidanceEngine:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
     tokenizer: Any = SimpleNamespace(backend_tokenizer=backend)
-    return Grammars(lambda: Vocabulary(tokenizer, frozenset({EOS})), VOCAB_SIZE)
+    return GuidanceEngine(Vocabulary(tokenizer, frozenset({EOS})), VOCAB_SIZE)
 
 
-def follow(grammars: Grammars, grammar: Grammar, rng: random.Random) -> None:
+def follow(grammars: GuidanceEngine, grammar: GuidanceGrammar, rng: random.Random) -> None:
     """Follow a text of a few tokens, as the engine does."""
     matcher = grammars.matcher(grammar, frozenset({EOS}))
     for _ in range(12):
@@ -196,7 +196,7 @@ def main(first: int, count: int) -> None:
             num_taken += 1
             follow(grammars, grammar, random.Random(seed))
             if seed % 8 == 0:  # as a core in another process does
-                follow(new_grammars(), Grammar(grammar.text), random.Random(seed))
+                follow(new_grammars(), GuidanceGrammar(grammar.text), random.Random(seed))
         except RequestError:
             pass
         if waits.longest > max(before, 0.3) or time.process_time() - start > 3:

@@ -15,8 +15,8 @@ from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.engine.front import Vocabulary
 from nanovllm.errors import RequestError
+from nanovllm.structured.guidance import GuidanceEngine, GuidanceMatcher
 from nanovllm.structured.json_schema import enforceable
-from nanovllm.structured.matching import Grammars, Matcher
 from tests.json_schemas import CONDITIONS, random_schema
 
 VOCAB_SIZE, EOS = 49152, 2
@@ -28,9 +28,9 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def grammars(tokenizer: Any) -> Grammars:
+def grammars(tokenizer: Any) -> GuidanceEngine:
     vocabulary = Vocabulary(tokenizer, frozenset({EOS}))
-    return Grammars(lambda: vocabulary, VOCAB_SIZE)
+    return GuidanceEngine(vocabulary, VOCAB_SIZE)
 
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
@@ -115,7 +115,7 @@ REFUSED: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("keyword", "schema"), REFUSED)
-def test_refusals_name_the_keyword(grammars: Grammars, keyword: str, schema: Any) -> None:
+def test_refusals_name_the_keyword(grammars: GuidanceEngine, keyword: str, schema: Any) -> None:
     with pytest.raises(RequestError, match=keyword.replace("$", r"\$")):
         grammars.compile({"json": schema})
 
@@ -126,7 +126,7 @@ def test_a_refusal_tells_where() -> None:
         enforceable(schema)
 
 
-def test_deep_nesting_is_refused(grammars: Grammars) -> None:
+def test_deep_nesting_is_refused(grammars: GuidanceEngine) -> None:
     schema: dict[str, Any] = {}
     for _ in range(5000):
         schema = {"items": schema}
@@ -254,7 +254,7 @@ TAKEN: list[tuple[Any, list[Any], list[Any]]] = [
 
 @pytest.mark.parametrize(("schema", "valid", "invalid"), TAKEN)
 def test_what_is_taken(
-    grammars: Grammars, tokenizer: Any, schema: Any, valid: Any, invalid: Any
+    grammars: GuidanceEngine, tokenizer: Any, schema: Any, valid: Any, invalid: Any
 ) -> None:
     grammar = grammars.compile({"json": schema})
 
@@ -274,7 +274,7 @@ def new_masks(num_rows: int, num_words: int) -> np.ndarray:
 class Walker:
     """Writes texts at random that a grammar takes, and ends them when it can after a while."""
 
-    def __init__(self, grammars: Grammars, tokenizer: Any) -> None:
+    def __init__(self, grammars: GuidanceEngine, tokenizer: Any) -> None:
         self.grammars, self.decode = grammars, tokenizer.decode
         texts = [tokenizer.decode([token_id]) for token_id in range(VOCAB_SIZE)]
         self.weights = 1.0 / (1 + np.array([len(text) for text in texts])) ** 2
@@ -298,7 +298,7 @@ class Walker:
             return None
         return str(self.decode(token_ids))
 
-    def _mask(self, matcher: Matcher) -> np.ndarray:
+    def _mask(self, matcher: GuidanceMatcher) -> np.ndarray:
         while True:  # a busy machine may be late with it, and nobody asks again before it is there
             masks, late = self.grammars.masks([matcher], new_masks)
             if not late:
@@ -318,7 +318,7 @@ class Walker:
 
 
 @pytest.fixture(scope="module")
-def walker(grammars: Grammars, tokenizer: Any) -> Walker:
+def walker(grammars: GuidanceEngine, tokenizer: Any) -> Walker:
     return Walker(grammars, tokenizer)
 
 

@@ -16,14 +16,14 @@ import pytest
 from nanovllm.engine.front import Vocabulary
 from nanovllm.errors import GrammarError
 from nanovllm.structured import limits
-from nanovllm.structured.matching import Grammar, Grammars
+from nanovllm.structured.guidance import GuidanceEngine, GuidanceGrammar
 from tests.structured.fuzz import VOCAB_SIZE, new_grammars
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
+def grammars() -> GuidanceEngine:
     return new_grammars()
 
 
@@ -66,23 +66,23 @@ def intersected(number: int) -> dict[str, Any]:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_large_grammars_are_refused(grammars: Grammars, asked: Any, reason: str) -> None:
+def test_large_grammars_are_refused(grammars: GuidanceEngine, asked: Any, reason: str) -> None:
     with pytest.raises(GrammarError, match=reason):
         grammars.compile(asked)
 
 
 @pytest.mark.parametrize("asked", [chained_rules(998), chained_schemas(999), nested_schemas(100)])
-def test_what_is_within_the_limits_is_compiled(grammars: Grammars, asked: Any) -> None:
+def test_what_is_within_the_limits_is_compiled(grammars: GuidanceEngine, asked: Any) -> None:
     """In the process of a request and in that of the engine, whatever stack other threads have."""
     grammar = grammars.compile(asked)
-    matcher = new_grammars().matcher(Grammar(grammar.text), frozenset())
+    matcher = new_grammars().matcher(GuidanceGrammar(grammar.text), frozenset())
     assert matcher.job is not None
     matcher.job.result()
     assert matcher.mask is not None
     assert matcher.mask.any()
 
 
-def test_loading_the_tokenizer_has_no_limit(grammars: Grammars) -> None:
+def test_loading_the_tokenizer_has_no_limit(grammars: GuidanceEngine) -> None:
     names: list[str] = []
 
     def load() -> Vocabulary:
@@ -90,7 +90,7 @@ def test_loading_the_tokenizer_has_no_limit(grammars: Grammars) -> None:
         return grammars._load()
 
     text = grammars.compile({"regex": "a"}).text
-    matcher = Grammars(load, VOCAB_SIZE).matcher(Grammar(text), frozenset())
+    matcher = GuidanceEngine(load, VOCAB_SIZE).matcher(GuidanceGrammar(text), frozenset())
     assert matcher.job is not None
     matcher.job.result()
     assert names
@@ -98,7 +98,7 @@ def test_loading_the_tokenizer_has_no_limit(grammars: Grammars) -> None:
 
 
 def test_a_grammar_that_takes_for_ever_is_refused(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GuidanceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.5)
     monkeypatch.setattr(limits, "START_SECONDS", 0.5)
@@ -138,7 +138,7 @@ def test_only_so_many_are_compiled_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_grammar_that_was_compiled_waits_for_no_other(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GuidanceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {"choice": ["yes", "no"]}
     text = grammars.compile(asked).text

@@ -17,14 +17,14 @@ from nanovllm import LLM
 from nanovllm.config import EngineConfig
 from nanovllm.devices import choose
 from nanovllm.devices.choose import check_device
-from nanovllm.devices.cpu import memory as cpu
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.tp_group import TPGroup
+from nanovllm.worker import host_memory as cpu
 from nanovllm.worker import worker
 from nanovllm.worker.input_batch import SlotTables
-from nanovllm.worker.memory import count_needs
+from nanovllm.worker.memory_check import count_needs
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import cpu_device
 from tests.models.test_configs import CONFIGS, saved

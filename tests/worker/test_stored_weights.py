@@ -21,7 +21,8 @@ from nanovllm.devices.cpu.kernels import interpreter
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import read_config
 from nanovllm.ops.tp_group import ALONE
-from nanovllm.worker import memory, worker
+from nanovllm.worker import memory_check as memory
+from nanovllm.worker import worker
 from nanovllm.worker.loader import UnpackedLayers, choose_layouts
 from tests.checkpoint import tiny_gguf
 from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf

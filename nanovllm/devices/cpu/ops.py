@@ -10,7 +10,7 @@ from torch import Tensor
 from nanovllm.devices.cpu.features import CpuFeatures
 from nanovllm.devices.cpu.kernels import dense
 from nanovllm.devices.cpu.program import Launcher, float_bits
-from nanovllm.ops.fp8_rows import spread_exponents, spread_size
+from nanovllm.ops.fp8 import spread_exponents, spread_size
 from nanovllm.ops.interface import (
     ACTIVATIONS,
     Activation,
@@ -23,7 +23,7 @@ from nanovllm.ops.interface import (
     QKNormWeights,
     Routing,
 )
-from nanovllm.ops.quantized_weight import PanelWeight, QuantizedWeight, Weight
+from nanovllm.ops.quantized_weight import Panels, PanelWeight, QuantizedWeight, Weight
 from nanovllm.ops.torch_ops import (
     ComposedExperts,
     ComposedLinear,
@@ -61,6 +61,11 @@ class NumbaOps:
 
             self._blocks = BlockKernels(self)
         return self._blocks
+
+    def pack_blocks(self, kind: str, rows: Tensor) -> Panels:
+        from nanovllm.devices.cpu.blocks import to_panels
+
+        return to_panels(kind, rows)
 
     def embed(self, token_ids: Tensor, table: Weight, scale: float) -> Tensor:
         if isinstance(table, PanelWeight):

@@ -24,7 +24,7 @@ from nanovllm.worker.forward import EagerForward, StepLogits
 
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
-    from nanovllm.devices.cuda.persistent.step import PersistentStep
+    from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
 
 FIRST_SIZES = 8, 4, 2, 1  # rows
 # These have graphs of their own for short contexts, whose attention is not split.

@@ -20,7 +20,8 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.devices.cuda.compile_ahead import compile_ahead, is_first_use, stamp_path
 from nanovllm.devices.cuda.decode_graphs import DecodeGraphs, graph_bytes
-from nanovllm.devices.cuda.kernels import logprobs, masks
+from nanovllm.devices.cuda.kernels import masks
+from nanovllm.devices.cuda.kernels import token_logprobs as logprobs
 from nanovllm.devices.cuda.memory import GIB, MemoryAccount
 from nanovllm.devices.cuda.ops import TritonOps
 from nanovllm.devices.cuda.persistent import build
@@ -30,22 +31,22 @@ from nanovllm.devices.cuda.prefill_graphs import (
     bucket_sizes,
     count_many_tokens,
 )
-from nanovllm.devices.cuda.sampler import TritonSampler
 from nanovllm.devices.cuda.steps import CudaSteps
 from nanovllm.devices.cuda.triton_attention import TritonAttention
-from nanovllm.engine.pending import Pending
+from nanovllm.devices.cuda.triton_sampler import TritonSampler
+from nanovllm.engine.step import Pending
 from nanovllm.errors import ConfigError
 from nanovllm.models.decoder import DecoderBody, DecoderModel
 from nanovllm.ops.interface import Ops
 from nanovllm.ops.tp_group import ALONE, TPGroup
-from nanovllm.worker.device import Memory
+from nanovllm.worker.device_interface import Memory
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import SlotTables
 from nanovllm.worker.kv_cache import KVCacheSpec
 from nanovllm.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
-    from nanovllm.devices.cuda.persistent.step import PersistentStep
+    from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionSpec, BatchRows, DecodeRows
 from nanovllm.errors import ConfigError
 from nanovllm.ops.interface import LayerCache
-from nanovllm.worker.device import Device
+from nanovllm.worker.device_interface import Device
 
 BLOCK_SIZE = 256  # flash-attn 2 reads paged caches whose block size is a multiple of this
 

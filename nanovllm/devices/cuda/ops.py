@@ -50,7 +50,6 @@ MAX_PAIR_TOKENS = 4  # with more, so many share an expert that sorting them pays
 
 
 class TritonOps:
-    launcher = None
     embed = staticmethod(TorchOps.embed)
     rope_write = staticmethod(elementwise.rope_write)
     gate = staticmethod(elementwise.gate)

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.devices.cuda.decode_graphs import DecodeGraphs, GraphKey, Replay
-from nanovllm.devices.cuda.kernels.logprobs import token_logprobs
 from nanovllm.devices.cuda.kernels.masks import keep_allowed
+from nanovllm.devices.cuda.kernels.token_logprobs import token_logprobs
 from nanovllm.devices.cuda.prefill_graphs import PrefillGraphs
-from nanovllm.devices.cuda.sampler import TritonSampler
+from nanovllm.devices.cuda.triton_sampler import TritonSampler
 from nanovllm.engine.step import IntColumn, StepPlan
 from nanovllm.ops.interface import Sampling
 from nanovllm.worker.forward import EagerForward, Sampled, StepLogits, is_decode

@@ -28,7 +28,7 @@ from nanovllm.devices.cuda.kernels.paged_attention import (
     paged_attention,
 )
 from nanovllm.ops.interface import LayerCache
-from nanovllm.worker.device import Device
+from nanovllm.worker.device_interface import Device
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.devices.cpu import memory
 from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.devices.cpu.features import CpuFeatures, find_cpu_features
-from nanovllm.devices.cpu.memory import available_memory, total_memory
 from nanovllm.devices.cpu.ops import pack_onednn
+from nanovllm.worker import host_memory as memory
+from nanovllm.worker.host_memory import available_memory, total_memory
 from tests.devices import cpu_device
 
 GIB = 1 << 30

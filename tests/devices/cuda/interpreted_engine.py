@@ -32,16 +32,16 @@ from nanovllm.devices.cuda.device import CudaDevice
 from nanovllm.devices.cuda.kernels import linear_one_row
 from nanovllm.devices.cuda.kernels.linear_one_row import OneRowConfig, one_row_config
 from nanovllm.devices.cuda.ops import TritonOps
-from nanovllm.devices.cuda.persistent.weights import (
+from nanovllm.devices.cuda.persistent.packed_weights import (
     step_constants,
     step_layers,
     step_tensors,
 )
 from nanovllm.devices.cuda.triton_attention import TritonAttention
-from nanovllm.engine.pending import Pending
+from nanovllm.engine.step import Pending
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.ops.interface import LayerCache, Ops, Sampling
-from nanovllm.structured.matching import Grammar
+from nanovllm.structured.guidance import GuidanceGrammar
 from tests.checkpoints import SIZES, VARIANTS, make_checkpoint
 from tests.devices import RunAgain, runner_of
 from tests.devices.cuda.persistent.reference import reference_step
@@ -153,15 +153,15 @@ def check_shared_prefixes(root: Path) -> None:
 
 
 class OneToken:
-    """Grammars of which each allows one token, another for every answer."""
+    """GuidanceEngine of which each allows one token, another for every answer."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
-    def compile(self, asked: Any) -> Grammar:
-        return Grammar(asked["regex"])
+    def compile(self, asked: Any) -> GuidanceGrammar:
+        return GuidanceGrammar(asked["regex"])
 
-    def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Any:
+    def matcher(self, grammar: GuidanceGrammar, stop_token_ids: frozenset[int]) -> Any:
         token_id = int(grammar.text)
         return SimpleNamespace(finishes=lambda _: False, is_ready=True, token_id=token_id)
 

@@ -20,9 +20,9 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from nanovllm import LLM, SamplingParams
+from nanovllm import llm as llm_module
 from nanovllm.devices.cuda.decode_graphs import graph_bytes
 from nanovllm.devices.cuda.steps import CAPTURED_SAMPLING, CudaSteps
-from nanovllm.engine import start
 from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
 from nanovllm.ops.interface import Sampling
@@ -166,7 +166,7 @@ def test_a_worker_process_gives_what_this_process_gives(tiny: Any) -> None:
     with LLM(path, **OPTIONS) as llm:
         want = [generate(llm, prompts, params) for _ in range(2)]  # then from the cache
         info = llm.engine.info
-    in_a_process = mock.patch.object(start, "create_executor", MultiprocExecutor)
+    in_a_process = mock.patch.object(llm_module, "create_executor", MultiprocExecutor)
     with in_a_process, LLM(path, **OPTIONS) as llm:
         assert llm.engine.info == info
         assert [generate(llm, prompts, params) for _ in range(2)] == want

@@ -71,7 +71,7 @@ def test_killed_actors_and_a_lost_node_cost_no_row(
 ) -> None:
     import ray
 
-    from nanovllm.ray.jobs import RayEngine, Room
+    from nanovllm.batch.ray_batch import RayEngine, Room
 
     num_rows, num_kills = count(2000, few=120), max(count(50) // 10, 1)
     rows = [*mixed_rows(num_rows), {"prompt": "x" * 1000}]
@@ -122,7 +122,7 @@ def test_the_command_runs_on_a_cluster(model: Path, options: RowOptions, tmp_pat
 
 
 def test_what_cannot_be_is_refused(options: RowOptions, tmp_path: Path) -> None:
-    from nanovllm.ray.jobs import RayEngine, Room, find_room
+    from nanovllm.batch.ray_batch import RayEngine, Room, find_room
 
     assert find_room(options.config) == Room(3, {"num_cpus": 1})
     with pytest.raises(ConfigError, match="room for 3 engines with num_cpus=1 each, not for 4"):
@@ -140,7 +140,7 @@ def test_what_cannot_be_is_refused(options: RowOptions, tmp_path: Path) -> None:
 def test_an_engine_has_a_gpu_for_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from nanovllm.ray.jobs import Room, find_room
+    from nanovllm.batch.ray_batch import Room, find_room
 
     gpus = [8, 0, 3, 2]
     nodes = [{"Alive": True, "Resources": {"CPU": 4.0, "GPU": float(n)}} for n in gpus]

@@ -1,6 +1,6 @@
 """Rows of the cache as kernels write and weigh them: of the element type, or e4m3 codes.
 
-`ops/fp8_rows.py` says what codes are. Which of both a kernel has is known when it is compiled,
+`ops/fp8.py` says what codes are. Which of both a kernel has is known when it is compiled,
 by the type of `cached`.
 """
 
@@ -20,10 +20,10 @@ from nanovllm.devices.cpu.kernels.simd import (
     ordered_kernel,
     part,
 )
-from nanovllm.ops.fp8 import LARGEST_FP8
-from nanovllm.ops.fp8_rows import (
+from nanovllm.ops.fp8 import (
     CODE_EXPONENT,
     INFINITY_BITS,
+    LARGEST_FP8,
     MAX_EXPONENT,
     MIN_EXPONENT,
     NOT_FINITE,

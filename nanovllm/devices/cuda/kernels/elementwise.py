@@ -15,7 +15,7 @@ from nanovllm.devices.cuda.kernels.fp8_rows import (
     spread_matrix,
 )
 from nanovllm.devices.cuda.kernels.pdl import MAX_ROWS, launch_options, wait_for_inputs
-from nanovllm.ops.fp8_rows import spread_exponents, spread_size
+from nanovllm.ops.fp8 import spread_exponents, spread_size
 from nanovllm.ops.interface import (
     ACTIVATIONS,
     Activation,

@@ -1,4 +1,4 @@
-"""Rows of e4m3 codes in Triton; `ops/fp8_rows.py` says what they are.
+"""Rows of e4m3 codes in Triton; `ops/fp8.py` says what they are.
 
 A kernel multiplies codes, which float16 holds exactly, in the queries' float16 or float32. The
 scales of keys then multiply the scores; those of values are added to them as exponents, so that
@@ -12,16 +12,16 @@ import triton
 import triton.language as tl
 
 from nanovllm.devices.cuda.kernels.dequantize import IS_INTERPRETED
-from nanovllm.ops import fp8_rows
+from nanovllm.ops import fp8
 from nanovllm.ops.fp8 import LARGEST_FP8
 
 LARGEST = tl.constexpr(LARGEST_FP8)
-MIN_EXPONENT = tl.constexpr(fp8_rows.MIN_EXPONENT)
-MAX_EXPONENT = tl.constexpr(fp8_rows.MAX_EXPONENT)
-NOT_FINITE = tl.constexpr(fp8_rows.NOT_FINITE)
-INFINITY_BITS = tl.constexpr(fp8_rows.INFINITY_BITS)
-ROUND_UP = tl.constexpr(fp8_rows.ROUND_UP)
-CODE_EXPONENT = tl.constexpr(fp8_rows.CODE_EXPONENT)
+MIN_EXPONENT = tl.constexpr(fp8.MIN_EXPONENT)
+MAX_EXPONENT = tl.constexpr(fp8.MAX_EXPONENT)
+NOT_FINITE = tl.constexpr(fp8.NOT_FINITE)
+INFINITY_BITS = tl.constexpr(fp8.INFINITY_BITS)
+ROUND_UP = tl.constexpr(fp8.ROUND_UP)
+CODE_EXPONENT = tl.constexpr(fp8.CODE_EXPONENT)
 LEAST_OF_DOT = tl.constexpr(16)  # rows and columns
 # Of the largest weight: float16 ends at 2**16, and what is far smaller should have all its bits.
 WEIGHT_EXPONENT = tl.constexpr(14)

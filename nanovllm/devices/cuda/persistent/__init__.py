@@ -15,7 +15,7 @@ from nanovllm.models.decoder import DecoderModel
 from nanovllm.worker.kv_cache import KVCacheSpec
 
 if TYPE_CHECKING:
-    from nanovllm.devices.cuda.persistent.step import PersistentStep
+    from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +30,14 @@ def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
     problem = f"triton is {triton.__version__}, not {TRITON}x"
     if triton.__version__.startswith(TRITON):
         # These need gluon as it is in that release.
-        from nanovllm.devices.cuda.persistent.step import PersistentStep
-        from nanovllm.devices.cuda.persistent.weights import (
+        from nanovllm.devices.cuda.persistent.packed_weights import (
             find_problem,
             step_constants,
             step_layers,
             step_shape,
             step_tensors,
         )
+        from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
 
         layers = step_layers(model)
         problem = find_problem(model, layers, cache) or ""

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanovllm.devices.cuda.persistent.sizes import StepShape
-from nanovllm.devices.cuda.persistent.step import (
+from nanovllm.devices.cuda.persistent.packed_weights import factors_of
+from nanovllm.devices.cuda.persistent.persistent_step import (
     PersistentStep,
     StackedCodes,
     StepConstants,
     StepTensors,
 )
-from nanovllm.devices.cuda.persistent.weights import factors_of
+from nanovllm.devices.cuda.persistent.sizes import StepShape
 from nanovllm.ops.interface import LayerCache, Routing
 from nanovllm.ops.quantized_weight import QuantizedWeight, pack_words
 from tests.devices.cuda.persistent.reference import reference_step

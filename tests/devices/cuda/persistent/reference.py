@@ -6,7 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.devices.cuda.persistent.step import StackedCodes, StepConstants, StepTensors
+from nanovllm.devices.cuda.persistent.persistent_step import (
+    StackedCodes,
+    StepConstants,
+    StepTensors,
+)
 from nanovllm.ops.interface import Routing
 from nanovllm.ops.torch_ops import TorchOps, rms_norm, rotate
 

@@ -18,9 +18,10 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from benchmarks.models import model_path
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.devices.cuda.ops import TritonOps, pack_quantized
-from nanovllm.devices.cuda.persistent import build, weights
+from nanovllm.devices.cuda.persistent import build
+from nanovllm.devices.cuda.persistent import packed_weights as weights
+from nanovllm.devices.cuda.persistent.persistent_step import StackedCodes
 from nanovllm.devices.cuda.persistent.sizes import ExpertsShape, StepShape
-from nanovllm.devices.cuda.persistent.step import StackedCodes
 from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model, read_config

@@ -15,6 +15,8 @@ from tests.devices.cuda.persistent.gluon_on_numpy import Shared, Source, array, 
 from tests.ops.quantized_products import quantize_blocks, quantize_int4
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+from nanovllm.devices.cuda.persistent.packed_weights import factors_of
+from nanovllm.devices.cuda.persistent.persistent_step import by_tile
 from nanovllm.devices.cuda.persistent.sizes import (
     ExpertsShape,
     StepShape,
@@ -22,8 +24,6 @@ from nanovllm.devices.cuda.persistent.sizes import (
     piece_segments,
     segment_groups,
 )
-from nanovllm.devices.cuda.persistent.step import by_tile
-from nanovllm.devices.cuda.persistent.weights import factors_of
 
 NAMES = "sizes", "products", "exchange", "stream", "experts"
 

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+from nanovllm.devices.cuda.persistent.persistent_step import empty_exchange
 from nanovllm.devices.cuda.persistent.sizes import (
     MIN_SLOTS,
     ExpertsShape,
@@ -30,7 +31,6 @@ from nanovllm.devices.cuda.persistent.sizes import (
     num_tiles,
     piece_segments,
 )
-from nanovllm.devices.cuda.persistent.step import empty_exchange
 from tests.devices.cuda.persistent.test_step import EXPERTS, SHAPES
 
 SMALL = StepShape(1024, 16, 8, 128, 3072, 151936)

@@ -28,7 +28,7 @@ from nanovllm.devices.cuda.kernels.paged_attention import (
     attend_shared,
     paged_attention,
 )
-from nanovllm.ops.fp8_rows import Fp8Rows, dequantise, quantise
+from nanovllm.ops.fp8 import Fp8Rows, dequantise, quantise
 from tests.ops.reference_attention import reference_attention
 
 KINDS = ("decode", "prefill", "tma", "shared")

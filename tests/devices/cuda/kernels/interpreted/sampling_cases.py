@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.devices.cuda.kernels import logprobs, masks, sampling
+from nanovllm.devices.cuda.kernels import masks, sampling
+from nanovllm.devices.cuda.kernels import token_logprobs as logprobs
 from nanovllm.devices.cuda.kernels.sampling import (
     SamplingWorkspace,
     Split,

@@ -11,14 +11,15 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from nanovllm.engine.front import Vocabulary
+from nanovllm.engine.grammar import Allocate, Bitmasks
 from nanovllm.errors import GrammarError
 from nanovllm.structured.forms import grammar_text
 from nanovllm.structured.limits import is_risky, run_bounded, try_compiling
@@ -26,11 +27,7 @@ from nanovllm.structured.limits import is_risky, run_bounded, try_compiling
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-    from nanovllm.engine.front import Vocabulary
-
 logger = logging.getLogger(__name__)
-
-Bitmasks = npt.NDArray[np.int32]
 
 NUM_CACHED = 32  # compiled grammars kept for later requests
 NUM_TRIED = 4  # tokens that a new grammar must be able to follow
@@ -47,14 +44,14 @@ LIMITS: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Grammar:
+class GuidanceGrammar:
     """A grammar in llguidance's own form, and what comes of compiling it."""
 
     text: str
     compiled: Compiled | None = field(repr=False, compare=False, default=None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Grammar, (self.text,)  # another process compiles it for itself
+        return GuidanceGrammar, (self.text,)  # another process compiles it for itself
 
 
 @dataclass(slots=True)
@@ -66,7 +63,7 @@ class Compiled:
     is_slow: bool = False
 
 
-class Matcher:
+class GuidanceMatcher:
     """Follows the output of one sequence. Its next bitmask may be computed in another thread."""
 
     compiled: Compiled
@@ -92,9 +89,6 @@ class Matcher:
         return self.inner.is_stopped() and not self.inner.is_error()
 
 
-Allocate = Callable[[int, int], Bitmasks]  # of rows and words
-
-
 @dataclass(frozen=True, slots=True)
 class Tools:
     tokenizer: LLTokenizer
@@ -103,20 +97,21 @@ class Tools:
     described: Mapping[str, Any]  # how another process makes the tokenizer
 
 
-class Grammars:
+class GuidanceEngine:
     """Compiles grammars, in any thread, and computes bitmasks, for that of the engine."""
 
-    def __init__(self, load: Callable[[], Vocabulary], vocab_size: int) -> None:
-        self._load = load
-        self._vocab_size = vocab_size
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
+        self._vocabulary, self._vocab_size = vocabulary, vocab_size
         self._num_words = -(-vocab_size // 32)
         self._lock = threading.Lock()
-        self._cache: OrderedDict[str, Grammar] = OrderedDict()  # by request as JSON, and by text
+        self._cache: OrderedDict[str, GuidanceGrammar] = (
+            OrderedDict()
+        )  # by request as JSON, and by text
         self._threads = ThreadPoolExecutor(2, "nanovllm-grammars")  # for what may take long
         self._tools: Tools | None = None
         self._memory: Bitmasks | None = None  # of bitmasks; graphs read it where it is
 
-    def compile(self, asked: Mapping[str, Any]) -> Grammar:
+    def compile(self, asked: Mapping[str, Any]) -> GuidanceGrammar:
         """Compile what a request asks for; raises GrammarError if it cannot be enforced whole."""
         key = _key(asked)
         grammar = self._cached(key)
@@ -131,9 +126,9 @@ class Grammars:
     def is_compiled(self, asked: Mapping[str, Any]) -> bool:
         return self._cached(_key(asked)) is not None
 
-    def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Matcher:
+    def matcher(self, grammar: GuidanceGrammar, stop_token_ids: frozenset[int]) -> GuidanceMatcher:
         """Return a matcher, which is not ready at once if its grammar has to be compiled first."""
-        matcher = Matcher(stop_token_ids)
+        matcher = GuidanceMatcher(stop_token_ids)
         if grammar.compiled is not None:
             matcher.begin(grammar.compiled)
         else:
@@ -141,7 +136,7 @@ class Grammars:
         return matcher
 
     def masks(
-        self, matchers: Sequence[Matcher | None], allocate: Allocate
+        self, matchers: Sequence[GuidanceMatcher | None], allocate: Allocate
     ) -> tuple[Bitmasks, list[int]]:
         """Return the next bitmask of each matcher, and which rows are late and mean nothing yet.
 
@@ -168,7 +163,7 @@ class Grammars:
                 allow_stops(matcher, masks[row], eos)
         return masks, late
 
-    def wait(self, matchers: list[Matcher]) -> None:
+    def wait(self, matchers: list[GuidanceMatcher]) -> None:
         """Wait for one of the matchers, but not for long."""
         jobs = [matcher.job for matcher in matchers if matcher.job is not None]
         wait(jobs, 0.1, FIRST_COMPLETED)
@@ -176,31 +171,31 @@ class Grammars:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _begin_later(self, matcher: Matcher, text: str) -> None:
+    def _begin_later(self, matcher: GuidanceMatcher, text: str) -> None:
         matcher.mask = np.zeros(self._num_words, np.int32)  # a failure ends the sequence
         compiled = self._compiled(text).compiled
         assert compiled is not None
         matcher.begin(compiled)
 
-    def _compute_ahead(self, matcher: Matcher) -> None:
+    def _compute_ahead(self, matcher: GuidanceMatcher) -> None:
         mask = np.empty(self._num_words, np.int32)
         compute_mask(matcher, mask, mask.ctypes.data)
         matcher.mask = mask
 
-    def _compiled(self, text: str) -> Grammar:
+    def _compiled(self, text: str) -> GuidanceGrammar:
         grammar = self._cached(text)
         if grammar is None:
             self._get_tools()  # loading a tokenizer takes a while, and is not a part of compiling
-            grammar = self._remember(text, Grammar(text, run_bounded(self._compile, text)))
+            grammar = self._remember(text, GuidanceGrammar(text, run_bounded(self._compile, text)))
         return grammar
 
-    def _cached(self, key: str) -> Grammar | None:
+    def _cached(self, key: str) -> GuidanceGrammar | None:
         with self._lock:
             if key in self._cache:
                 self._cache.move_to_end(key)
             return self._cache.get(key)
 
-    def _remember(self, key: str, grammar: Grammar) -> Grammar:
+    def _remember(self, key: str, grammar: GuidanceGrammar) -> GuidanceGrammar:
         with self._lock:
             self._cache[key] = grammar
             if len(self._cache) > 2 * NUM_CACHED:
@@ -245,7 +240,7 @@ class Grammars:
             return self._tools
 
     def _make_tools(self) -> Tools:
-        vocabulary = self._load()
+        vocabulary = self._vocabulary
         if vocabulary.tokenizer is None:
             raise GrammarError("needs a tokenizer, not skip_tokenizer_init=True")
         try:
@@ -271,7 +266,7 @@ def _key(asked: Mapping[str, Any]) -> str:
         return ""
 
 
-def compute_mask(matcher: Matcher, mask: Bitmasks, address: int) -> None:
+def compute_mask(matcher: GuidanceMatcher, mask: Bitmasks, address: int) -> None:
     """Write the next bitmask to its address (numpy takes microseconds to tell it).
 
     A bitmask without any token ends the sequence with an error.
@@ -285,7 +280,7 @@ def compute_mask(matcher: Matcher, mask: Bitmasks, address: int) -> None:
         mask[:] = 0
 
 
-def allow_stops(matcher: Matcher, mask: Bitmasks, eos: frozenset[int]) -> None:
+def allow_stops(matcher: GuidanceMatcher, mask: Bitmasks, eos: frozenset[int]) -> None:
     """Allow the sequence's own stop tokens where the output may end; the model's, if ignored,
     only where it must."""
     stops = matcher.stop_token_ids

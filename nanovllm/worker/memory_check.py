@@ -15,14 +15,12 @@ from nanovllm.checkpoint.quantization import choose_quantisation
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import Build
-from nanovllm.layers.shards import check_splits, split_kv_heads
+from nanovllm.layers.shards import check_splits
 from nanovllm.models.registry import build_model, read_config
-from nanovllm.ops.fp8 import FP8
 from nanovllm.ops.torch_ops import TorchOps
-from nanovllm.ops.tp_group import TPGroup
-from nanovllm.worker.device import Device
+from nanovllm.worker.device_interface import Device
 from nanovllm.worker.input_batch import slot_columns
-from nanovllm.worker.kv_cache import KVCacheSpec
+from nanovllm.worker.kv_cache import kv_cache_spec
 from nanovllm.worker.loader import choose_layouts, named_layers
 
 GIB = 1 << 30
@@ -100,32 +98,6 @@ def count_needs(config: EngineConfig, model: ModelConfig, build: Build) -> Needs
         cache=max(config.num_kvcache_blocks, 1) * (spec.block_bytes + HOST_BYTES),
         step=(activations + logits) * build.dtype.itemsize,
     )
-
-
-def kv_cache_spec(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, group: TPGroup
-) -> KVCacheSpec:
-    num_kv_heads = split_kv_heads(model.num_kv_heads, group).count
-    return KVCacheSpec(
-        *(model.num_layers, config.kvcache_block_size, num_kv_heads, model.head_dim),
-        dtype if config.kv_cache_dtype == "auto" else FP8,
-    )
-
-
-def choose_num_blocks(config: EngineConfig, spec: KVCacheSpec, device: Device) -> int:
-    """As many as the user says, or as all sequences at full length could use, or as fit."""
-    if config.num_kvcache_blocks != -1:
-        device.check_cache_bytes(config.num_kvcache_blocks * spec.block_bytes)
-        return config.num_kvcache_blocks
-    blocks_per_seq = -(-config.max_model_len // config.kvcache_block_size)
-    wanted = config.max_num_seqs * blocks_per_seq * spec.block_bytes
-    num_blocks = device.cache_bytes(wanted) // spec.block_bytes
-    if num_blocks < 1:
-        raise ConfigError(
-            f"no room for a KV cache: one block of {config.kvcache_block_size} tokens takes "
-            f"{spec.block_bytes:,} bytes; free memory, or use a smaller kvcache_block_size"
-        )
-    return num_blocks
 
 
 def _elements_per_token(model: ModelConfig, num_ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""Device: everything that differs between devices; one object for each rank, made at start."""
+"""Device: everything that differs between devices; one object for each rank, created at start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nanovllm.engine.pending import Pending
+from nanovllm.engine.step import Pending
 
 if TYPE_CHECKING:
     from nanovllm.attention.backend import AttentionBackend

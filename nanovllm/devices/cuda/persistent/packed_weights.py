@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.devices.cuda.kernels.dequantize import CudaWeight
 from nanovllm.devices.cuda.ops import CudaExperts, CudaLinear
-from nanovllm.devices.cuda.persistent.products import LOWER, MIDDLE
-from nanovllm.devices.cuda.persistent.sizes import NO_EXPERTS, ExpertsShape, StepShape
-from nanovllm.devices.cuda.persistent.step import (
+from nanovllm.devices.cuda.persistent.persistent_step import (
     StackedCodes,
     StepConstants,
     StepTensors,
     device_problem,
 )
+from nanovllm.devices.cuda.persistent.products import LOWER, MIDDLE
+from nanovllm.devices.cuda.persistent.sizes import NO_EXPERTS, ExpertsShape, StepShape
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import SparseMLP
 from nanovllm.models.decoder import DecoderLayer, DecoderModel

@@ -1,0 +1,137 @@
+"""A device that runs in plain torch on a CPU: it specifies what devices with kernels do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.config import EngineConfig
+from nanovllm.engine.step import Pending
+from nanovllm.errors import ConfigError
+from nanovllm.models.decoder import DecoderModel
+from nanovllm.ops import torch_sampling
+from nanovllm.ops.interface import Ops
+from nanovllm.ops.torch_ops import TorchOps
+from nanovllm.ops.tp_group import ALONE, TPGroup
+from nanovllm.worker.device_interface import Memory
+from nanovllm.worker.forward import EagerForward
+from nanovllm.worker.host_memory import (
+    GIB,
+    allocate_lazily,
+    available_memory,
+    give_back,
+    total_memory,
+)
+from nanovllm.worker.input_batch import SlotTables
+from nanovllm.worker.kv_cache import KVCacheSpec
+from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.sampler import TorchSampler
+
+logger = logging.getLogger(__name__)
+
+
+class TorchDevice:
+    """A CPU without compiled kernels.
+
+    Each step runs inside `submit`, so a pipeline deeper than 0 would only delay results.
+    """
+
+    torch_device = torch.device("cpu")
+    depth = 0  # benchmarks/engine/cpu_choices.py
+    name = device_name = "cpu"
+    token_logprobs = staticmethod(torch_sampling.token_logprobs)
+    keep_allowed = staticmethod(torch_sampling.keep_allowed)
+
+    def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
+        self.config, self.group = config, group
+        self.num_ranks = group.size * config.data_parallel_size  # that share this machine's memory
+
+    def in_order(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def choose_dtype(self, asked: str, checkpoint_dtype: str) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, "float32" if asked == "auto" else asked)
+        return dtype
+
+    def check_fp8(self, head_dim: int) -> None: ...
+
+    def reads_quantized(self, kind: str, dtype: torch.dtype) -> bool:
+        return False
+
+    def ops(self, dtype: torch.dtype) -> Ops:
+        return TorchOps()
+
+    def attention(self, dtype: torch.dtype, ops: Ops) -> AttentionBackend:
+        self.check_attention()
+        return SdpaAttention(self.config.kvcache_block_size)
+
+    def check_attention(self) -> None:
+        name = self.config.attention_backend
+        if name not in ("auto", "sdpa"):
+            raise ConfigError(
+                f"attention_backend={name!r} needs a CUDA device, but the engine runs on the "
+                "cpu; use 'auto' or 'sdpa'"
+            )
+
+    def memory(self) -> Memory:
+        return Memory(available_memory() // self.num_ranks, total_memory() // self.num_ranks)
+
+    def has_room_for_copy(self, num_bytes: int) -> bool:
+        # By the memory there is, not by what is free: answers must not change between runs.
+        return num_bytes * self.num_ranks <= total_memory() // 8
+
+    def cache_bytes(self, wanted: int) -> int:
+        share = available_memory() // 4 // self.num_ranks
+        granted = min(wanted, share)
+        logger.info(
+            "KV cache: %.2f GiB (every sequence at full length: %.2f, a quarter of memory%s: %.2f)",
+            granted / GIB,
+            wanted / GIB,
+            "" if self.num_ranks == 1 else f" over {self.num_ranks} ranks",
+            share / GIB,
+        )
+        return granted
+
+    def check_cache_bytes(self, num_bytes: int) -> None:
+        """Accept any size: pages are allocated on first use."""
+
+    def allocate_cache(self, num_bytes: int) -> Tensor:
+        return allocate_lazily(num_bytes)
+
+    def release(self) -> None:
+        give_back()
+
+    def fill(self, target: Tensor, rows: Tensor) -> None:
+        target.copy_(rows)
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array)
+
+    def host_memory(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
+        return np.empty(shape, np.int32)
+
+    def readable(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array)
+
+    def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
+        return Pending(lambda: [tensor.numpy() for tensor in tensors])
+
+    def sampler(self, tables: SlotTables, vocab_size: int) -> TorchSampler:
+        return TorchSampler(tables, self.group)
+
+    def prepare(
+        self, model: DecoderModel, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
+    ) -> None:
+        """Do nothing: activations are small beside memory."""
+
+    def runner(self, eager: EagerForward) -> ModelRunner:
+        sampler = self.sampler(eager.tables, eager.model.lm_head.vocab_size)
+        return ModelRunner(eager, eager, sampler)

@@ -1,0 +1,87 @@
+"""A folder is a floor, and floors only look down: every import names a lower floor, or its own."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from nanovllm import LLM, SamplingParams
+from tests.checkpoints import TinyCheckpoint
+
+PACKAGE = Path(__file__).parent.parent / "nanovllm"
+FLOORS = [
+    "errors validation sampling_params outputs engine_options config",
+    *("engine", "ops", "checkpoint", "attention", "layers", "models", "worker"),  # the core
+    *("devices", "structured", "parallel", "llm", "serve", "async_llm", "batch", "cli", "ray"),
+]
+OUTER = ("devices", "structured", "parallel", "serve", "batch", "cli", "ray")
+LEVELS = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Every module of the package that a file imports, at any level, for types as well."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} has a relative import"
+            yield (
+                f"{node.module}.{node.names[0].name}"
+                if node.module == "nanovllm"
+                else node.module or ""
+            )
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def sources() -> Iterator[tuple[Path, str]]:
+    """Yield every file with its floor; the package and its command may import anything."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        floor = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if not floor.startswith("__"):
+            yield path, floor
+
+
+def test_imports_point_downwards() -> None:
+    for path, floor in sources():
+        for module in imported_modules(path):
+            target = module.split(".")[1] if module.startswith("nanovllm.") else "errors"
+            target = target if target in LEVELS else "errors"  # nanovllm.__version__
+            assert LEVELS[target] <= LEVELS[floor], f"{path} imports {module}"
+
+
+def test_only_devices_name_their_kernels() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] != "devices":
+            inner = [
+                each for each in imported_modules(path) if each.startswith("nanovllm.devices.")
+            ]
+            assert set(inner) <= {"nanovllm.devices.choose"}, path
+
+
+def test_the_core_runs_alone(tiny: Callable[[str], TinyCheckpoint], tmp_path: Path) -> None:
+    """Without the outer folders, an engine generates the same tokens on plain torch."""
+    model, params = str(tiny("qwen3").path), SamplingParams(temperature=0, max_tokens=8)
+    prompts = [[5, 6, 7], list(range(3, 40))]
+    with LLM(model, device="cpu", dtype="float32", skip_tokenizer_init=True) as llm:
+        want = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    ignored = shutil.ignore_patterns("__pycache__", *OUTER)
+    shutil.copytree(PACKAGE, tmp_path / "nanovllm", ignore=ignored)
+    # An editable install would find the folders that are missing here.
+    script = f"""
+import sys
+sys.meta_path = [each for each in sys.meta_path if "Editable" not in repr(each)]
+from nanovllm import LLM, SamplingParams
+with LLM({model!r}, dtype="float32", skip_tokenizer_init=True) as llm:
+    print(type(llm.engine.core.executor.device).__name__)
+    outputs = llm.generate({prompts}, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    print([output.token_ids for output in outputs])
+"""
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(
+        command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"TorchDevice\n{want}\n"
