@@ -222,7 +222,7 @@ def test_short_prompts_are_graphs_too(tiny: Any) -> None:
     with LLM(checkpoint.path, **OPTIONS) as llm:
         record_every_size(llm)
         steps = runner_of(llm).forward
-        steps.prompt_ways = (steps.prefill, fail)
+        steps.eager = mock.Mock(side_effect=fail, tables=steps.eager.tables)
         for batch in (prompts[:1], prompts):
             assert generate(llm, batch, GREEDY) == want[: len(batch)]
 
