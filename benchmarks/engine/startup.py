@@ -129,7 +129,7 @@ def time_phases(spans: Spans) -> None:
         wrap(CudaDevice, "profile", "largest step", spans)
         wrap(CudaDevice, "compile_ahead", "kernels", spans)
         wrap(CudaSteps, "capture_first", "graphs", spans)
-        wrap(CudaDevice, "capture_all", "graphs", spans)
+        wrap(CudaSteps, "capture_all", "graphs", spans)
 
 
 def wrap(owner: Any, name: str, phase: str, spans: Spans) -> None:

@@ -116,7 +116,7 @@ def layer_floor(layer: Layer, routing: Routing) -> float:
 def num_bytes(weight: CudaWeight) -> int:
     if isinstance(weight, Tensor):
         return weight.nbytes
-    return weight.words.nbytes + weight.scales.nbytes
+    return weight.qweight.nbytes + weight.scales.nbytes
 
 
 def parse_args() -> argparse.Namespace:

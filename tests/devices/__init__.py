@@ -55,9 +55,7 @@ def runner_of(llm: LLM) -> Any:
 class RunAgain:
     """Graphs without a CUDA device: functions that run again, and write where they wrote before."""
 
-    def capture(
-        self, run: Callable[[], Tensor], is_loaded: bool = False
-    ) -> tuple[Callable[[], None], Tensor]:
+    def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         output = run()
 
         def replay() -> None:

@@ -29,15 +29,9 @@ if TYPE_CHECKING:
 FIRST_SIZES = 8, 4, 2, 1  # rows
 # These have graphs of their own for short contexts, whose attention is not split.
 SHORT_SIZES = range(24, 81)
-DRIVER_BYTES = 1 << 29  # what graphs take beside logits and activations
 
 Replay = Callable[[], None]
 GraphKey = tuple[int, int]  # rows, longest context
-
-
-def graph_bytes(num_slots: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """Return what graphs take beside activations; logits share the memory of the largest one's."""
-    return num_slots * vocab_size * dtype.itemsize + DRIVER_BYTES
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -65,16 +59,10 @@ class DecodeGraph:
 class DecodeGraphs:
     """Captures the graphs of each size when it is first asked for, and replays them."""
 
-    def __init__(
-        self,
-        eager: EagerForward,
-        attention: GraphedAttention,
-        device: CudaDevice,
-        is_loaded: bool,
-        persistent: PersistentStep | None,
-    ) -> None:
+    def __init__(self, eager: EagerForward, device: CudaDevice) -> None:
+        attention, persistent = eager.attention, device.persistent
+        assert isinstance(attention, GraphedAttention)
         self.eager, self.attention, self.device = eager, attention, device
-        self.is_loaded = is_loaded  # whether all kernels ran before the first capture
         self.tables = tables = eager.tables
         num_slots, max_blocks = tables.num_slots, tables.block_table.shape[1]
         self.max_context = max_blocks * tables.block_size
@@ -88,11 +76,13 @@ class DecodeGraphs:
         self._positions, self._cache_offsets = torch.zeros(
             2, num_slots, dtype=torch.int64, device=device.torch_device
         )
+        if persistent is not None and not persistent.suits(eager.caches):
+            persistent = None
         self.persistent = persistent
         # The persistent kernel is off beyond it, or for good once it gave up.
         self.max_persistent_context = 0 if persistent is None else persistent.max_context
         self.graphs: dict[GraphKey, DecodeGraph] = {}
-        self.shared_graphs: dict[int, tuple[Replay, Tensor]] = {}  # by size: with their logits
+        self.shared_graphs: dict[int, DecodeGraph] = {}  # by size
         self.can_share = isinstance(attention, TritonAttention)
         self.prefixes = SharedPrefixes(device, num_slots, max_blocks, tables.block_size)
 
@@ -108,17 +98,16 @@ class DecodeGraphs:
 
     def run_shared(self, plan: StepPlan) -> StepLogits | None:
         """Rows that begin with the same blocks read their keys once."""
-        num_rows = len(plan.slots)
-        size = self.size_of(num_rows)
-        is_captured = size in self.shared_graphs or not self.is_loaded
-        if not (num_rows >= MIN_ROWS and self.can_share and is_captured):
+        if len(plan.slots) < MIN_ROWS or not self.can_share:
             return None
-        if not self.prefixes.find(plan.slots):
+        size = self.size_of(len(plan.slots))
+        is_captured = size in self.shared_graphs or not self.device.config.is_for_streams
+        if not is_captured or not self.prefixes.find(plan.slots):
             return None
-        self.send_slots(plan.slots)
-        replay, logits = self.shared_graph(size)
-        replay()
-        return self._step_logits(logits[:num_rows], None)
+        self.send_slots(plan.slots)  # first: a graph that is not captured yet runs with them
+        graph = self.shared_graph(size)
+        graph.run_layers()
+        return self._step_logits(graph.logits[: len(plan.slots)], None)
 
     def run_layers(self, plan: StepPlan) -> StepLogits:
         key = self.key(plan)
@@ -167,13 +156,11 @@ class DecodeGraphs:
                 self.graphs[key] = self._capture(*key)
         return self.graphs[key]
 
-    def shared_graph(self, size: int) -> tuple[Replay, Tensor]:
+    def shared_graph(self, size: int) -> DecodeGraph:
         """Safe to capture in the middle of a step, which then runs twice: it is idempotent."""
         if size not in self.shared_graphs:
-            rows = self.prefixes.rows(size)
-            run = partial(self._run_layers, size, self.max_context, rows)
-            replay, logits = self.device.capture(run, self.is_loaded)
-            self.shared_graphs[size] = replay, self.device.weak_ref(logits)
+            shared = self.prefixes.rows(size)
+            self.shared_graphs[size] = self._capture(size, self.max_context, shared)
         return self.shared_graphs[size]
 
     def whole_step(self, key: GraphKey) -> StepLogits:
@@ -200,13 +187,15 @@ class DecodeGraphs:
         is_short = size in SHORT_SIZES and longest <= SHORT_CONTEXT
         return min(SHORT_CONTEXT, self.max_context) if is_short else self.max_context
 
-    def _capture(self, size: int, max_context: int) -> DecodeGraph:
-        run = partial(self._run_layers, size, max_context)
-        run_layers, logits = self.device.capture(run, self.is_loaded)
+    def _capture(
+        self, size: int, max_context: int, shared: SharedRows | None = None
+    ) -> DecodeGraph:
+        run = partial(self._run_layers, size, max_context, shared)
+        run_layers, logits = self.device.capture(run)
         run_persistent = None
         if self.persistent is not None and size in self.persistent.rows:
             run = partial(self._run_persistent, self.persistent, logits)
-            run_persistent, _ = self.device.capture(run, self.is_loaded)
+            run_persistent, _ = self.device.capture(run)
         # No two sizes' logits are wanted at a time: given up here, their memory serves the next.
         return DecodeGraph(run_layers, run_persistent, self.device.weak_ref(logits))
 

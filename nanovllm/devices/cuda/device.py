@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nanovllm.attention.backend import AttentionBackend, GraphedAttention
+from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.devices.cuda.compile_ahead import compile_ahead, is_first_use, stamp_path
-from nanovllm.devices.cuda.decode_graphs import DecodeGraphs, graph_bytes
 from nanovllm.devices.cuda.kernels import masks
 from nanovllm.devices.cuda.kernels import token_logprobs as logprobs
 from nanovllm.devices.cuda.memory import GIB, MemoryAccount
@@ -36,7 +34,7 @@ from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.devices.cuda.triton_sampler import TritonSampler
 from nanovllm.engine.step import Pending
 from nanovllm.errors import ConfigError
-from nanovllm.models.decoder import DecoderBody, DecoderModel
+from nanovllm.models.decoder import DecoderModel
 from nanovllm.ops.interface import Ops
 from nanovllm.ops.tp_group import ALONE, TPGroup
 from nanovllm.worker.device_interface import Memory
@@ -62,6 +60,7 @@ KERNEL_OPTIONS = (  # which kernels there are depends on
     "kv_cache_dtype",
 )
 MIN_PROCESSES, MAX_PROCESSES = 4, 12  # that compile; each takes a while to import what it needs
+DRIVER_BYTES = 1 << 29  # memory of graphs beside logits and activations
 
 
 class CudaDevice:
@@ -211,16 +210,14 @@ class CudaDevice:
         pinned.numpy()[...] = source.numpy()
         return pinned
 
-    def capture(
-        self, run: Callable[[], Tensor], is_loaded: bool = False
-    ) -> tuple[Callable[[], None], Tensor]:
+    def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """Capture work that uses fixed buffers; return what repeats it, and its output.
 
-        It runs once before, unless its kernels are loaded. All graphs share a pool: memory that
-        the output gives up when it goes out of use serves the graphs that are captured later. The
-        pool lasts as long as any of its graphs.
+        It runs once before, unless the start loaded every kernel. All graphs share a pool: memory
+        that the output gives up when it goes out of use serves the graphs that are captured later.
+        The pool lasts as long as any of its graphs.
         """
-        if not is_loaded:
+        if not self.config.is_for_streams:
             run()
         torch.cuda.synchronize(self.torch_device)
         graph = torch.cuda.CUDAGraph()
@@ -237,13 +234,14 @@ class CudaDevice:
     def weak_ref(self, tensor: Tensor) -> Tensor:
         """Return the same memory as a tensor that does not keep it from being handed out again."""
         assert tensor.is_contiguous()
-        place = {
+        memory = {
             "shape": tuple(tensor.shape),
             "typestr": f"<i{tensor.itemsize}",  # the interface has no bfloat16
             "data": (tensor.data_ptr(), False),
             "version": 2,
         }
-        return torch.as_tensor(DeviceMemory(place), device=self.torch_device).view(tensor.dtype)
+        described = SimpleNamespace(__cuda_array_interface__=memory)
+        return torch.as_tensor(described, device=self.torch_device).view(tensor.dtype)
 
     def sampler(self, tables: SlotTables, vocab_size: int) -> TritonSampler:
         return TritonSampler(tables, vocab_size, self.group)
@@ -264,7 +262,7 @@ class CudaDevice:
             return ModelRunner(eager, eager, sampler)
         steps = self.steps(eager)
         if self.config.is_for_streams:
-            self.capture_all(steps)
+            steps.capture_all()
         else:
             steps.capture_first()
         return ModelRunner(eager, steps, steps.sample, steps)
@@ -293,8 +291,7 @@ class CudaDevice:
     def run_every_step(self, eager: EagerForward) -> None:
         """Launch every kernel that steps may have."""
         if self.uses_graphs:
-            with one_of_each_layer(eager.model.model, eager.model.config):
-                self.steps(eager).run_every_size()
+            self.steps(eager).run_every_size()
 
     def profile(self, largest_step: Callable[[], object]) -> None:
         """Measure what the largest step takes of memory."""
@@ -307,29 +304,12 @@ class CudaDevice:
         self._step_bytes = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.empty_cache()
 
-    def capture_all(self, steps: CudaSteps) -> None:
-        """Compile and load every kernel and capture the graphs, so that no request waits for it."""
-        logger.info("Capturing CUDA graphs, so that no request waits for one")
-        begin = time.perf_counter()
-        with one_of_each_layer(steps.eager.model.model, steps.eager.model.config):
-            steps.run_every_size()
-        loaded = time.perf_counter()
-        steps.capture_all()
-        seconds = time.perf_counter() - loaded
-        logger.info("Kernels took %.1f s, CUDA graphs %.1f s", loaded - begin, seconds)
-
     def steps(self, eager: EagerForward) -> CudaSteps:
-        attention, is_loaded, prefill = eager.attention, self.config.is_for_streams, None
-        assert isinstance(attention, GraphedAttention)
+        attention, prefill = eager.attention, None
         if isinstance(attention, TritonAttention):
             sizes = self.prefill_sizes(eager.model.config)
             prefill = PrefillGraphs(eager, attention, self, sizes)
-        persistent = self.persistent
-        if persistent is not None and not persistent.suits(eager.caches):
-            persistent = None
-        decode = DecodeGraphs(eager, attention, self, is_loaded, persistent)
-        sampler = self.sampler(eager.tables, eager.model.config.vocab_size)
-        return CudaSteps(eager, self, sampler, decode, prefill, is_loaded)
+        return CudaSteps(eager, self, prefill)
 
     def prefill_sizes(self, model: ModelConfig) -> list[Bucket]:
         most = count_many_tokens(model)
@@ -344,10 +324,11 @@ class CudaDevice:
     def _count_graph_bytes(self, model: DecoderModel) -> int:
         """Keep the KV cache from taking what graphs need: logits, and a share of a step's memory.
 
-        A group's logits exist three times while they are put side by side.
+        All graphs share the logits of the largest; a group's exist three times while they are
+        put side by side.
         """
         num_rows = self.config.max_num_seqs * (1 if self.group.is_alone else 3)
-        num_bytes = graph_bytes(num_rows, model.config.vocab_size, model.dtype)
+        num_bytes = num_rows * model.config.vocab_size * model.dtype.itemsize + DRIVER_BYTES
         if self.config.attention_backend == "flash_attn":
             return num_bytes
         share = self.prefill_sizes(model.config)[-1].num_tokens / self._max_tokens
@@ -357,41 +338,3 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         utilization = self.config.gpu_memory_utilization
         return MemoryAccount(total, utilization, total - free, self._step_bytes, self._graph_bytes)
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """A place on a CUDA device, in the form that libraries exchange."""
-
-    __cuda_array_interface__: dict[str, Any]
-
-
-@contextmanager
-def one_of_each_layer(body: DecoderBody, config: ModelConfig) -> Iterator[None]:
-    """Let a model run its last layer and one of each kind: the others launch the same kernels."""
-    layers, ropes = body.layers, body.ropes
-    kinds = [
-        (config.layers[i], _kind_of(layer), i + 1 == config.num_layers)
-        for i, layer in enumerate(layers)
-    ]
-    chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
-    body.layers = nn.ModuleList(layers[i] for i in chosen)
-    body.ropes = [ropes[i] for i in chosen]
-    try:
-        yield
-    finally:
-        body.layers, body.ropes = layers, ropes
-
-
-def _kind_of(layer: nn.Module) -> object:
-    """What a layer consists of, and how its weights are packed: some may stay quantised."""
-    packed = [getattr(module, "packed", None) for module in layer.modules()]
-    return repr(layer), [_described(each) for each in packed]
-
-
-def _described(value: object) -> object:
-    if isinstance(value, Tensor):
-        return value.dtype, value.shape
-    if is_dataclass(value):
-        return type(value), [_described(getattr(value, each.name)) for each in fields(value)]
-    return type(value)

@@ -73,15 +73,12 @@ class MemoryAccount:
             )
 
     def __str__(self) -> str:
-        total, held, step, graphs = (
-            f"{num_bytes / GIB:.1f}"
-            for num_bytes in (self.total, self.held, self.step, self.graphs)
-        )
         share = ""
         if self.utilization < 1:
             budget = self.total * self.utilization / GIB
             share = f" x gpu_memory_utilization {self.utilization} = {budget:.1f}"
         return (
-            f"{total} GiB{share}, of which weights and other processes hold {held}, "
-            f"a step needs {step}, graphs {graphs}"
+            f"{self.total / GIB:.1f} GiB{share}, of which weights and other processes hold "
+            f"{self.held / GIB:.1f}, a step needs {self.step / GIB:.1f}, "
+            f"graphs {self.graphs / GIB:.1f}"
         )

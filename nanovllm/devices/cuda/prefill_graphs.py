@@ -6,11 +6,11 @@ device, so the first token of a short prompt, and every answer that runs beside 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +46,7 @@ FEW_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
 HEIGHTS = 2, 3, 4, 3  # of the columns: see Bucket.lengths
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     """What a graph has room for, or a plan needs."""
 
     num_tokens: int
@@ -57,13 +56,7 @@ class Bucket:
     longest: int  # tokens of one row
 
     def fits(self, needed: Bucket) -> bool:
-        return (
-            needed.num_tokens <= self.num_tokens
-            and needed.num_singles <= self.num_singles
-            and needed.num_prompts <= self.num_prompts
-            and needed.num_rows <= self.num_rows
-            and needed.longest <= self.longest
-        )
+        return all(map(operator.le, needed, self))
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -141,14 +134,14 @@ class PrefillGraphs:
                 if num_rows <= min(most.num_rows, num_tokens):
                     self._run_model(Bucket(num_tokens, num_rows, 1, num_rows, num_tokens))
 
-    def graph(self, size: Bucket, is_loaded: bool = False) -> tuple[Callable[[], None], Tensor]:
+    def graph(self, size: Bucket) -> tuple[Callable[[], None], Tensor]:
         """Return the graph of a size and its logits; it is recorded when it is first asked for.
 
         Recording runs what the columns say: a step, which may run twice, or, before any sequence is
         there, zeros, which harm none.
         """
         if size not in self._graphs:
-            replay, logits = self.device.capture(partial(self._run_model, size), is_loaded)
+            replay, logits = self.device.capture(partial(self._run_model, size))
             self._graphs[size] = replay, self.device.weak_ref(logits)
         return self._graphs[size]
 
@@ -174,14 +167,11 @@ class PrefillGraphs:
     def _split(self, size: Bucket) -> tuple[Tensor, ...]:
         return self._columns[: sum(size.lengths)].split(size.lengths)
 
-    def _write_changes(self, begin: int) -> None:
-        """Do what `SlotTables.update` does, with what was sent behind the columns."""
-        pairs = self._columns[begin + 1 :][: 2 * MAX_CHANGES].view(-1, 2)
-        write_words(self.eager.tables.words, pairs, self._columns[begin : begin + 1])
-
     def _run_model(self, size: Bucket) -> Tensor:
-        eager, tables = self.eager, self.eager.tables
-        self._write_changes(sum(size.lengths))
+        eager, tables, end = self.eager, self.eager.tables, sum(size.lengths)
+        # Behind the columns are the changes that `SlotTables.update` would make.
+        changes = self._columns[end + 1 :][: 2 * MAX_CHANGES].view(-1, 2)
+        write_words(tables.words, changes, self._columns[end : end + 1])
         parts = self._split(size)
         slots, places = parts[0].view(2, -1)
         positions, cache_offsets = self._places[:, : size.num_tokens]
@@ -217,7 +207,7 @@ def chunk_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.
     tokens[0, :num_tokens] = np.repeat(slots, counts)
     tokens[1, :num_tokens] = np.repeat(starts - firsts, counts) + np.arange(num_tokens)
     is_single = counts == 1
-    longer = np.array((slots, firsts, counts, starts + counts))[:, ~is_single]
+    longer = np.array((slots, firsts, starts + counts, counts))[:, ~is_single]
     prompts[:, : longer.shape[1]] = longer
     last = np.array((slots, ends - 1, starts + counts))
     if size.num_singles:

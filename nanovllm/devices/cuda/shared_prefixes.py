@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from nanovllm.attention.backend import SharedRows
-from nanovllm.engine.step import NewRow
+from nanovllm.engine.step import IntColumn, NewRow
 
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
@@ -22,8 +21,6 @@ NUM_GROUPS = 4  # the largest ones
 MIN_ROWS = 32  # of a batch that has a graph for it
 MIN_SAVED = 1 << 15  # keys that need not be read: less does not pay for another kernel a layer
 NO_BLOCK = -1
-
-IntColumn = npt.NDArray[np.int32]
 
 
 class SharedPrefixes:

@@ -14,20 +14,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from nanovllm.config import ModelConfig
 from nanovllm.devices.cuda.decode_graphs import DecodeGraphs, GraphKey, Replay
 from nanovllm.devices.cuda.kernels.masks import keep_allowed
 from nanovllm.devices.cuda.kernels.token_logprobs import token_logprobs
 from nanovllm.devices.cuda.prefill_graphs import PrefillGraphs
-from nanovllm.devices.cuda.triton_sampler import TritonSampler
 from nanovllm.engine.step import IntColumn, StepPlan
+from nanovllm.models.decoder import DecoderBody
 from nanovllm.ops.interface import Sampling
 from nanovllm.worker.forward import EagerForward, Sampled, StepLogits, is_decode
 
@@ -44,34 +47,23 @@ CAPTURED_SAMPLING = (
     Sampling.NOISE | Sampling.MIN_P | Sampling.TOP,
 )
 
-Way = Callable[[StepPlan], StepLogits | None]  # None: it does not suit the step
 SamplerKey = tuple[GraphKey, Sampling, bool]  # whose logits, and whether a bitmask comes first
 
 
 class CudaSteps:
-    """Graphs are captured before the first request if `captures_ahead`, else on first use.
+    """Captures graphs before the first request where streams have a target, else on first use.
 
     There are two graphs of each sampler, which take turns and write to host memory of their own: a
     step begins before the host has read the tokens of the one before.
     """
 
     def __init__(
-        self,
-        eager: EagerForward,
-        device: CudaDevice,
-        sampler: TritonSampler,
-        decode: DecodeGraphs,
-        prefill: PrefillGraphs | None,
-        captures_ahead: bool,
+        self, eager: EagerForward, device: CudaDevice, prefill: PrefillGraphs | None
     ) -> None:
-        self.eager, self.device, self.captures_ahead = eager, device, captures_ahead
-        self.decode, self.prefill, self.sampler = decode, prefill, sampler
-        self.decode_ways: tuple[Way, ...] = (
-            decode.run_persistent,
-            decode.run_shared,
-            decode.run_layers,
-        )
-        self.prompt_ways: tuple[Way, ...] = (eager,) if prefill is None else (prefill, eager)
+        self.eager, self.device, self.prefill = eager, device, prefill
+        self.captures_ahead = device.config.is_for_streams
+        self.decode = DecodeGraphs(eager, device)
+        self.sampler = device.sampler(eager.tables, eager.model.config.vocab_size)
         # Sampled by graphs. Not in their pool: while it is copied, the next step may run.
         num_slots = eager.tables.num_slots
         self._tokens = torch.zeros(num_slots, dtype=torch.int32, device=device.torch_device)
@@ -82,8 +74,9 @@ class CudaSteps:
         if is_decode(plan):
             self.eager.tables.update(plan)
             self.note(plan)
-            return _first(self.decode_ways, plan)
-        logits = _first(self.prompt_ways, plan)
+            decode = self.decode
+            return decode.run_persistent(plan) or decode.run_shared(plan) or decode.run_layers(plan)
+        logits = (self.prefill and self.prefill(plan)) or self.eager(plan)
         self.note(plan)  # last: the device has work meanwhile
         return logits
 
@@ -146,6 +139,11 @@ class CudaSteps:
 
     def run_every_size(self) -> None:
         """Launch every kernel that a step may have."""
+        model = self.eager.model
+        with one_of_each_layer(model.model, model.config):
+            self._run_every_size()
+
+    def _run_every_size(self) -> None:
         for step in self.decode.run_every_size():
             logits, host = step.values, self.device.pinned(self._tokens[: len(step.values)])
             if len(logits) == len(self._tokens):
@@ -161,17 +159,20 @@ class CudaSteps:
             self.prefill.run_every_size()
 
     def capture_all(self) -> None:
-        """Capture every graph that plain requests replay, the largest first: all share its memory.
+        """Load every kernel, then capture every graph that plain requests replay.
 
+        The largest graph comes first, since all of them share its memory.
         `capture_one` adds those for bitmasks and shared prefixes while the engine is idle. Ranks of
         a group have no such moment in common, so theirs are captured here.
         """
+        logger.info("Capturing CUDA graphs, so that no request waits for one")
+        self.run_every_size()
         for key in self.decode.all_keys():
             for sampling in CAPTURED_SAMPLING:
                 self._capture_sampler((key, sampling, False))
         if self.prefill is not None:
             for bucket in reversed(self.prefill.sizes):
-                self.prefill.graph(bucket, is_loaded=True)
+                self.prefill.graph(bucket)
         while not self.device.group.is_alone and self.capture_one():
             pass
 
@@ -204,7 +205,7 @@ class CudaSteps:
         masks = self._masks if is_masked else None
         samples = [partial(self._sample, step, masks, sampling, tokens, host) for host in hosts]
         with self.decode.padded():  # sampling would advance sequences
-            replays = [self.device.capture(sample, self.captures_ahead)[0] for sample in samples]
+            replays = [self.device.capture(sample)[0] for sample in samples]
         self._samplers[key] = cycle(zip(replays, hosts, strict=True))
 
     def _sample(
@@ -220,5 +221,32 @@ class CudaSteps:
         return self.sampler.sample(step, sampling, tokens, host)
 
 
-def _first(ways: tuple[Way, ...], plan: StepPlan) -> StepLogits:
-    return next(logits for way in ways if (logits := way(plan)) is not None)
+@contextmanager
+def one_of_each_layer(body: DecoderBody, config: ModelConfig) -> Iterator[None]:
+    """Let a model run its last layer and one of each kind: the others launch the same kernels."""
+    layers, ropes = body.layers, body.ropes
+    kinds = [
+        (config.layers[i], _kind_of(layer), i + 1 == config.num_layers)
+        for i, layer in enumerate(layers)
+    ]
+    chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    body.layers = nn.ModuleList(layers[i] for i in chosen)
+    body.ropes = [ropes[i] for i in chosen]
+    try:
+        yield
+    finally:
+        body.layers, body.ropes = layers, ropes
+
+
+def _kind_of(layer: nn.Module) -> object:
+    """What a layer consists of, and how its weights are packed: some may stay quantised."""
+    packed = [getattr(module, "packed", None) for module in layer.modules()]
+    return repr(layer), [_described(each) for each in packed]
+
+
+def _described(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape
+    if is_dataclass(value):
+        return type(value), [_described(getattr(value, each.name)) for each in fields(value)]
+    return type(value)

@@ -49,22 +49,13 @@ class TritonAttention:
     def plan(self, rows: BatchRows) -> TritonPlan:
         """Split the rows by kind and send their columns in one copy."""
         starts = np.cumsum(rows.counts) - rows.counts
-        ends = rows.starts + rows.counts
-        columns = np.stack((rows.slots, starts, rows.counts, ends)).astype(np.int32)
+        columns = np.stack((rows.slots, starts, rows.starts + rows.counts, rows.counts))
         is_single = rows.counts == 1
         num_single = int(is_single.sum())
         order = np.argsort(~is_single, kind="stable")
-        sent = self.device.upload(columns[:, order])
-        slots, query_starts, query_lens, context_lens = sent
-        decode = prefill = None
-        if num_single:
-            few = slice(num_single)
-            decode = QueryRows(slots[few], context_lens[few], query_starts[few])
-        if num_single < len(rows.slots):
-            slots, query_starts, query_lens, context_lens = sent[:, num_single:]
-            longest = int(rows.counts.max())
-            prefill = QueryRows(slots, context_lens, query_starts, query_lens, longest)
-        return TritonPlan(rows.block_table, decode, prefill)
+        sent = self.device.upload(columns.astype(np.int32)[:, order])
+        singles, prompts = sent[:3, :num_single], sent[:, num_single:]
+        return self.chunk_plan(rows.block_table, singles, prompts, int(rows.counts.max(initial=0)))
 
     def decode_plan(self, rows: DecodeRows) -> TritonPlan:
         single = QueryRows(rows.slots, rows.context_lens, order=rows.order)
@@ -76,15 +67,16 @@ class TritonAttention:
         """Plan rows of one token and rows of any number, from device tensors alone.
 
         singles [3, rows] has each one's slot, token and context length, 0 being padding, for which
-        zeros are written; prompts [4, rows] slot, first token, number of tokens, which may be 0,
-        and context length.
+        zeros are written; prompts [4, rows] slot, first token, context length, and number of
+        tokens, which may be 0.
         """
-        decode = None
+        decode = prefill = None
         if singles.shape[1]:
             slots, tokens, context_lens = singles
             decode = QueryRows(slots, context_lens, tokens)
-        slots, query_starts, query_lens, context_lens = prompts
-        prefill = QueryRows(slots, context_lens, query_starts, query_lens, max_query_len)
+        if prompts.shape[1]:
+            slots, query_starts, context_lens, query_lens = prompts
+            prefill = QueryRows(slots, context_lens, query_starts, query_lens, max_query_len)
         return TritonPlan(block_table, decode, prefill)
 
     def attend(self, q: Tensor, cache: LayerCache, plan: TritonPlan, spec: AttentionSpec) -> Tensor:

@@ -70,8 +70,8 @@ class InterpretedDevice(RunAgain, CpuDevice):
     persistent = None
     sampler, prepare, runner = CudaDevice.sampler, CudaDevice.prepare, CudaDevice.runner
     steps, prefill_sizes = CudaDevice.steps, CudaDevice.prefill_sizes
-    run_every_step, capture_all = CudaDevice.run_every_step, CudaDevice.capture_all
-    compile_ahead, uses_graphs = CudaDevice.compile_ahead, CudaDevice.uses_graphs
+    run_every_step, compile_ahead = CudaDevice.run_every_step, CudaDevice.compile_ahead
+    uses_graphs = CudaDevice.uses_graphs
     token_logprobs = staticmethod(CudaDevice.token_logprobs)
     keep_allowed = staticmethod(CudaDevice.keep_allowed)
     _max_tokens, _step_bytes = CudaDevice._max_tokens, 0

@@ -76,13 +76,14 @@ class ReferenceChunks(SdpaAttention):
         if not isinstance(plan, ChunkRows):
             return super().attend(q, cache, plan, spec)
         slots, tokens, context_lens = plan.singles
-        columns = torch.stack((slots, tokens, torch.ones_like(tokens), context_lens))
+        columns = torch.stack((slots, tokens, context_lens, torch.ones_like(tokens)))
         out = torch.full_like(q, torch.nan)  # what padding leaves there must not matter
         for rows in (columns, plan.prompts):
+            by_row = rows[[0, 1, 3, 2]]  # the counts before the context lengths
             part = reference_attention(
-                q, cache.k, cache.v, plan.block_table, *rows, spec.scale, spec.window
+                q, cache.k, cache.v, plan.block_table, *by_row, spec.scale, spec.window
             )
-            for _, start, count, _ in rows.T.tolist():  # padding writes zeros, too
+            for _, start, _, count in rows.T.tolist():  # padding writes zeros, too
                 assert count <= plan.max_query_len
                 out[start : start + count] = part[start : start + count]
         return out
@@ -113,8 +114,8 @@ def test_columns() -> None:
     assert prompts.reshape(4, 4).tolist() == [
         [7, 4, *rest],
         [1, 4, *rest],
-        [3, 2, *rest],
         [13, 2, *rest],
+        [3, 2, *rest],
     ]
     assert sampled.reshape(3, 5).tolist() == [[2, 4, 9, 9, 9], [0, 5, 0, 0, 0], [41, 2, 0, 0, 0]]
 

@@ -49,8 +49,6 @@ def route(
     ids = torch.empty(num_tokens, routing.top_k, device=logits.device, dtype=torch.int32)
     ranks = torch.empty_like(ids)  # not behind ids: every alignment would be another kernel
     weights = torch.empty(ids.shape, device=logits.device, dtype=torch.float32)
-    if num_tokens == 0:
-        return ids, weights, ranks
     _route[(num_tokens,)](
         *(ids, weights, logits, ranks, counts, num_experts),
         TOP_K=routing.top_k,

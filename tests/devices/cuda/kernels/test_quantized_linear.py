@@ -47,7 +47,7 @@ def test_quantised_rows(dtype: torch.dtype) -> None:
 
 
 def test_products_of_quantised_rows() -> None:
-    cases.check_quantised_products("cuda")
+    cases.check_quantized_products("cuda")
     cases.check_uneven_blocks("cuda")
 
 
