@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import SERVING_TARGET_MS, engine_config
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
-from nanovllm.engine.front import Live
+from nanovllm.engine.output_processor import OutputProcessor, RequestState
 from nanovllm.engine.prompts import as_prompt
-from nanovllm.engine.request import CoreStep, FinishReason, check_length
+from nanovllm.engine.request import EngineCoreOutputs, FinishReason, check_length
 from nanovllm.engine.scoring import check_pooling, embedding_of
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
-from nanovllm.llm import create_front
+from nanovllm.llm import create_input_processor
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_records import CoreStats, EngineState, Finish, total
@@ -80,7 +80,8 @@ class AsyncLLM:
         **options: Unpack[EngineOptions],
     ) -> None:
         self._streams: dict[int, Stream] = {}  # by seq_id
-        self._lock = threading.Lock()  # of the front, the streams, the router and the replicas
+        # Guards the output processor, the streams, the router and the replicas.
+        self._lock = threading.Lock()
         # Grammars that are slow to compile only delay requests that have one too.
         self._compiling = ThreadPoolExecutor(16, "nanovllm-prepare")
         self._in_process = in_process
@@ -101,7 +102,8 @@ class AsyncLLM:
             self.replicas += map(self._start, numbers[1:])
             self.config, self.model_config = found.config, found.model_config
             self.generation_config = found.checkpoint.generation_config
-            self.front = create_front(found, is_remote=True)
+            self.input_processor = create_input_processor(found, is_remote=True)
+            self.output_processor = OutputProcessor(self.input_processor.tokenizer)
             gc.collect()  # or a full one comes amid the first requests: see start_core
             infos = [replica.wait_until_ready().info for replica in self.replicas]
             self._router.max_blocks = min(info.num_blocks for info in infos)
@@ -143,7 +145,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[StreamPiece, None]:
         """Answer one conversation as `generate` does, formatted by the model's chat template."""
         given = template_options(options)
-        prompts = await asyncio.to_thread(prompts_of, self.front, messages, **given)
+        prompts = await asyncio.to_thread(prompts_of, self.input_processor, messages, **given)
         if len(prompts) > 1:
             raise RequestError(f"chat answers one conversation, got {len(prompts)}")
         answer = self.generate(
@@ -159,7 +161,7 @@ class AsyncLLM:
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer; with `skip_tokenizer_init` there is none, which raises."""
-        return self.front.get_tokenizer()
+        return self.input_processor.get_tokenizer()
 
     async def embed(
         self, prompt: Any, *, pooling: Pooling = "last", normalize: bool = True
@@ -186,8 +188,8 @@ class AsyncLLM:
         Its stream ends with what it had, for the reason "abort".
         """
         with self._lock:
-            ids = [i for i in self.front.seq_ids_of(seq_id) if i in self._streams]
-            found = [(self._streams[i], self.front.unfinished(i)) for i in ids]
+            ids = [i for i in self.output_processor.seq_ids_of(seq_id) if i in self._streams]
+            found = [(self._streams[i], self.output_processor.unfinished(i)) for i in ids]
         for stream, unfinished in found:
             if unfinished:
                 self.replicas[stream.replica].finish(Finish(unfinished, "abort"))
@@ -251,9 +253,11 @@ class AsyncLLM:
         self._raise_if_failed()
         one = as_prompt(prompt, cache_salt)
         given = one.content, params, one.cache_salt, is_streaming, pooling, request_id
-        live = await self._prepare(partial(self.front.prepare, *given), one.content, params)
-        check_length(live.samples[0].request, self.max_len)
-        stream = self._begin(live)
+        state = await self._prepare(
+            partial(self.input_processor.process, *given), one.content, params
+        )
+        check_length(state.completions[0].request, self.max_len)
+        stream = self._begin(state)
         is_over = False
         try:
             while not is_over:
@@ -262,11 +266,11 @@ class AsyncLLM:
                     yield piece
         finally:
             if not is_over:
-                self._drop(live.seq_id)
+                self._drop(state.seq_id)
 
     async def _prepare(
-        self, prepare: Callable[[], Live], prompt: str | list[int], params: SamplingParams
-    ) -> Live:
+        self, prepare: Callable[[], RequestState], prompt: str | list[int], params: SamplingParams
+    ) -> RequestState:
         """Check and tokenise a prompt, in another thread if that may take a while.
 
         Another thread could only begin once the event loop's gives up Python's lock: of many
@@ -274,15 +278,17 @@ class AsyncLLM:
         """
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
         if asked is not None:
-            pool = None if self.front.get_grammars().is_compiled(asked) else self._compiling
+            pool = (
+                None if self.input_processor.get_grammars().is_compiled(asked) else self._compiling
+            )
             return await asyncio.get_running_loop().run_in_executor(pool, prepare)
         if isinstance(prompt, list) and not getattr(params, "bad_words", ()):
             return prepare()
         return await asyncio.to_thread(prepare)
 
-    def _begin(self, live: Live) -> Stream:
+    def _begin(self, state: RequestState) -> Stream:
         """Send a request to the replica that has its prefix, or the least to do."""
-        requests = [sample.request for sample in live.samples]
+        requests = [completion.request for completion in state.completions]
         first = requests[0]
         lengths = [min(each.params.max_new_tokens, GUESSED_TOKENS) for each in requests]
         is_of_use = self.config.enable_prefix_caching and len(self.replicas) > 1
@@ -292,10 +298,10 @@ class AsyncLLM:
             replica = self._router.choose(ids, first.cache_salt)
             stream = Stream(Unread(), replica)
             num_tokens = len(first.token_ids) + sum(lengths)
-            self._router.started(live.seq_id, replica, num_tokens)
+            self._router.started(state.seq_id, replica, num_tokens)
             core = self.replicas[replica]
-            self._streams[live.seq_id] = stream
-            self.front.submit(live)
+            self._streams[state.seq_id] = stream
+            self.output_processor.add(state)
         core.add(requests)
         stream.unread.loop.call_soon(core.flush)  # together with requests of other callers
         return stream
@@ -309,21 +315,21 @@ class AsyncLLM:
         """End a request and discard its output."""
         with self._lock:
             stream = self._end(seq_id)
-            unfinished = self.front.unfinished(seq_id)
-            self.front.forget(seq_id)
+            unfinished = self.output_processor.unfinished(seq_id)
+            self.output_processor.forget(seq_id)
         if stream is not None and unfinished:
             self.replicas[stream.replica].finish(Finish(unfinished, "abort"))
 
-    def _collect(self, replica: Replica, step: CoreStep) -> None:
+    def _collect(self, replica: Replica, step: EngineCoreOutputs) -> None:
         """In a core's thread: turn a step into text, and wake those who wait for it."""
 
         def finish_later(seq_id: int, reason: FinishReason) -> None:
             replica.finish(Finish([seq_id], reason))
 
         with self._lock:
-            if not self._streams:  # an idle core may say so before there is a front
+            if not self._streams:  # an idle core may say so before there is an output processor
                 return
-            output = self.front.collect(step, finish_later)
+            output = self.output_processor.process(step, finish_later)
             streamed = {piece.seq_id for piece in output.pieces}
             whole = [
                 StreamPiece(
@@ -365,7 +371,7 @@ class AsyncLLM:
             ids = [i for i, stream in self._streams.items() if stream.replica == replica.number]
             for seq_id in ids:
                 stream = self._streams.pop(seq_id)
-                self.front.forget(seq_id)  # what it sent before may still come
+                self.output_processor.forget(seq_id)  # what it sent before may still come
                 stream.unread.call(stream.unread.end, error)
         replica.viewers.end(error)
         if delay is not None:
@@ -402,7 +408,7 @@ class Stream:
 
 
 def joined(pieces: list[StreamPiece]) -> list[StreamPiece]:
-    """Join what came for each sample; the last piece of all stays last."""
+    """Join what came for each completion; the last piece of all stays last."""
     by_sample: dict[int, list[StreamPiece]] = {}
     for piece in pieces:
         by_sample.setdefault(piece.sample, []).append(piece)

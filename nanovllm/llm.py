@@ -1,7 +1,7 @@
 """LLM: offline generation and chat over an engine.
 
 The functions at the end build an engine. They alone choose its device, executor and grammar engine,
-and import them when they are needed: a front whose core runs in another process needs no torch.
+and import them when they are needed: a process without the core needs no torch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.engine_thread import EngineThread, Job
-from nanovllm.engine.front import Front, Live, Vocabulary
 from nanovllm.engine.grammar import GrammarEngine
+from nanovllm.engine.input_processor import InputProcessor, Vocabulary
+from nanovllm.engine.output_processor import RequestState
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.prompts import Params, Prompts, as_params, as_prompt, at_index, split_prompts
 from nanovllm.engine.scheduler import Scheduler
@@ -112,11 +113,11 @@ class LLM:
         Prompts, and their parameters if each has its own, are read when there is room for more.
         """
 
-        def take(count: int) -> dict[int, Live]:
+        def take(count: int) -> dict[int, RequestState]:
             requests = {}
             for index, (item, params) in itertools.islice(pairs, count):
                 try:
-                    requests[index] = self._live(item, params, cache_salt)
+                    requests[index] = self._request_state(item, params, cache_salt)
                 except RequestError as error:
                     raise RequestError(f"prompts[{index}]: {error}") from error
                 indices[requests[index].seq_id] = index
@@ -193,18 +194,20 @@ class LLM:
         A text is tokenised together with the prompt, as the model would read both.
         """
         first = as_prompt(prompt, cache_salt)
-        continued = continue_prompt(first.content, continuations, self.engine.front.token_ids_of)
+        continued = continue_prompt(
+            first.content, continuations, self.engine.input_processor.token_ids_of
+        )
         wholes = [each.token_ids for each in continued]
         outputs = self.generate(wholes, SCORED, use_tqdm=False, cache_salt=first.cache_salt)
         return [score_of(output, one.start) for output, one in zip(outputs, continued, strict=True)]
 
     def apply_chat_template(self, messages: Messages, **options: Any) -> list[list[int]]:
         """Return one prompt of token ids per conversation."""
-        return prompts_of(self.engine.front, messages, **options)
+        return prompts_of(self.engine.input_processor, messages, **options)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer; with `skip_tokenizer_init` there is none, which raises."""
-        return self.engine.front.get_tokenizer()
+        return self.engine.input_processor.get_tokenizer()
 
     def add_request(
         self,
@@ -216,9 +219,11 @@ class LLM:
     ) -> int:
         """Queue one prompt for `step`; returns its seq_id."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        live = self._live(prompt, params, cache_salt, is_streaming=True, request_id=request_id)
-        self.engine.call(partial(self.engine.submit, live))
-        return live.seq_id
+        state = self._request_state(
+            prompt, params, cache_salt, is_streaming=True, request_id=request_id
+        )
+        self.engine.call(partial(self.engine.submit, state))
+        return state.seq_id
 
     def step(self) -> StepOutput:
         """Run one engine step, and return what is new of the prompts of `add_request`.
@@ -259,28 +264,28 @@ class LLM:
         cache_salt: str | None,
         on_refusal: Callable[[int, RequestError], None] | None = None,
         **options: Any,
-    ) -> dict[int, Live]:
+    ) -> dict[int, RequestState]:
         """Check and tokenise the prompts of one call, by their index; nothing is queued yet."""
         self.engine.raise_if_closed()
         items = split_prompts(prompts)
-        requests: dict[int, Live] = {}
+        requests: dict[int, RequestState] = {}
         pairs = zip(items, as_params(params, len(items)), strict=True)
         for index, (item, param) in enumerate(pairs):
             try:
-                requests[index] = self._live(item, param, cache_salt, **options)
+                requests[index] = self._request_state(item, param, cache_salt, **options)
             except RequestError as error:
                 if on_refusal is None:
                     raise at_index(error, "prompts", index, len(items)) from error
                 on_refusal(index, error)
         return requests
 
-    def _live(
+    def _request_state(
         self, item: Any, params: SamplingParams, cache_salt: str | None, **options: Any
-    ) -> Live:
+    ) -> RequestState:
         prompt = as_prompt(item, cache_salt)
         return self.engine.prepare(prompt.content, params, cache_salt=prompt.cache_salt, **options)
 
-    def _run(self, requests: dict[int, Live], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, requests: dict[int, RequestState], use_tqdm: bool) -> list[RequestOutput]:
         """Return the outputs of requests in their order."""
         outputs: dict[int, RequestOutput] = {}
         num_input = num_output = 0  # tokens of the finished prompts
@@ -297,7 +302,7 @@ class LLM:
                 speeds = f"input {num_input / seconds:.0f} tok/s, output {num_output / seconds:.0f}"
                 bar.set_postfix_str(f"{speeds} tok/s", refresh=False)
                 bar.update(len(step.finished))
-        return [outputs[live.seq_id] for live in requests.values()]
+        return [outputs[state.seq_id] for state in requests.values()]
 
 
 def _with_params(
@@ -328,9 +333,10 @@ def create_engine(config: EngineConfig) -> EngineThread:
 
     with torch.device("cpu"):  # ignores a default device that the caller set for other work
         resolved = resolve_model(config)
-        front = create_front(resolved)
-        started = start_core(resolved, front.get_grammars)
-    return EngineThread(resolved.config, resolved.model_config, front, started.core, started.info)
+        input_processor = create_input_processor(resolved)
+        started = start_core(resolved, input_processor.get_grammars)
+    configs = resolved.config, resolved.model_config
+    return EngineThread(*configs, input_processor, started.core, started.info)
 
 
 def resolve_model(config: EngineConfig) -> ResolvedModel:
@@ -350,18 +356,19 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
     return ResolvedModel(clamp_model_len(config, model_config), model_config, checkpoint)
 
 
-def create_front(resolved: ResolvedModel, is_remote: bool = False) -> Front:
+def create_input_processor(resolved: ResolvedModel, is_remote: bool = False) -> InputProcessor:
     """Load the tokenizer; a remote core, like workers, is in another process."""
     config, vocab_size = resolved.config, resolved.model_config.vocab_size
     if config.data_parallel_size > 1 and not is_remote:
         raise ConfigError("data_parallel_size is for AsyncLLM, `nanovllm serve` and `batch`")
     has_workers = is_remote or config.tensor_parallel_size > 1
     create = partial(_create_grammars, vocab_size)
-    return Front(resolved.load_vocabulary(), vocab_size, config.seed, has_workers, create)
+    vocabulary = resolved.load_vocabulary()
+    return InputProcessor(vocabulary, vocab_size, config.seed, has_workers, create)
 
 
 def create_grammars(resolved: ResolvedModel) -> GrammarEngine:
-    """Create the grammar engine of a core whose front is in another process."""
+    """Create the grammar engine of a core whose input processor is in another process."""
     return _create_grammars(resolved.model_config.vocab_size, resolved.load_vocabulary())
 
 

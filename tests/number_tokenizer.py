@@ -24,6 +24,7 @@ class NumberTokenizer:
 
 def read_numbers(llm: LLM, eos_token_ids: tuple[int, ...] = ()) -> None:
     """Let an engine without a tokenizer have this one."""
-    front = llm.engine.front
-    front.tokenizer = NumberTokenizer()  # type: ignore[assignment]
-    front._eos_token_ids = frozenset(eos_token_ids)
+    input_processor, tokenizer = llm.engine.input_processor, NumberTokenizer()
+    input_processor.tokenizer = tokenizer  # type: ignore[assignment]
+    llm.engine.output_processor.tokenizer = tokenizer  # type: ignore[assignment]
+    input_processor._eos_token_ids = frozenset(eos_token_ids)

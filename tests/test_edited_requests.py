@@ -163,7 +163,7 @@ def test_bad_words_of_several_tokens(tiny: Any, device: str, depth: int) -> None
     engine = EngineThread(EngineConfig(str(checkpoint.path), device=device, depth=depth, **OPTIONS))
     for prompt, bad in zip(prompts, words, strict=True):
         live = engine.prepare(prompt, greedy({}))
-        live.samples[0].request = replace(live.samples[0].request, bad_words=bad)
+        live.completions[0].request = replace(live.completions[0].request, bad_words=bad)
         engine.submit(live)
     answers = {}
     while not engine.is_finished():

@@ -458,7 +458,10 @@ def test_a_slow_mask_is_waited_for_by_its_row_alone(path: Path, depth: int) -> N
 
 
 def test_other_threads_compute_the_masks_of_slow_grammars(llm: LLM) -> None:
-    grammars, allocate = llm.engine.front.get_grammars(), llm.engine.core.executor.mask_memory
+    grammars, allocate = (
+        llm.engine.input_processor.get_grammars(),
+        llm.engine.core.executor.mask_memory,
+    )
     assert grammars is not None
     compiled = grammars.compile({"regex": "[ab]{50}"})
     first, second = (grammars.matcher(compiled, frozenset()) for _ in range(2))
@@ -484,7 +487,7 @@ def test_other_threads_compute_the_masks_of_slow_grammars(llm: LLM) -> None:
 
 
 def test_a_step_spends_a_bounded_time_on_masks(llm: LLM) -> None:
-    grammars = llm.engine.front.get_grammars()
+    grammars = llm.engine.input_processor.get_grammars()
     assert grammars is not None
     compiled = grammars.compile({"regex": "[ab]{51}"})
     matchers = [grammars.matcher(compiled, frozenset()) for _ in range(4)]
@@ -498,7 +501,7 @@ def test_a_step_spends_a_bounded_time_on_masks(llm: LLM) -> None:
 
 
 def test_a_mask_that_fails_ends_its_row_alone(llm: LLM) -> None:
-    grammars = llm.engine.front.get_grammars()
+    grammars = llm.engine.input_processor.get_grammars()
     assert grammars is not None
     compiled = grammars.compile({"regex": "[ab]{52}"})
     broken, other = (grammars.matcher(compiled, frozenset()) for _ in range(2))
@@ -516,7 +519,7 @@ def test_samples_wait_for_their_grammar(path: Path) -> None:
     is_late = threading.Event()
     params = params_of({"regex": "[ab]{6}"}, 3, n=3)
     with LLM(str(path), device="cpu", **OPTIONS) as llm:
-        grammars = llm.engine.front.get_grammars()
+        grammars = llm.engine.input_processor.get_grammars()
         assert grammars is not None
         (wanted,) = llm.generate([[5, 6]], params, use_tqdm=False)
         compile_it, begin = grammars.compile, grammars._begin_later
@@ -529,7 +532,7 @@ def test_samples_wait_for_their_grammar(path: Path) -> None:
 
         with (
             patch.object(
-                grammars, "compile", lambda asked: grammar.Grammar(compile_it(asked).text)
+                grammars, "compile", lambda asked: grammar.GuidanceGrammar(compile_it(asked).text)
             ),
             patch.object(grammars, "_begin_later", begin_late),
         ):
@@ -605,7 +608,7 @@ def test_a_pathological_grammar_holds_up_nobody(llm: LLM, asked: dict[str, Any])
 
 def refusal_of(llm: LLM, schema: Any) -> str | None:
     try:
-        llm.engine.front.get_grammars().compile({"json": schema})
+        llm.engine.input_processor.get_grammars().compile({"json": schema})
     except RequestError as error:
         return str(error)
     return None

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from benchmarks.models import model_path
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.front import Vocabulary
+from nanovllm.engine.input_processor import Vocabulary
 from nanovllm.structured.guidance import GuidanceEngine, GuidanceGrammar
 
 SCHEMA: dict[str, Any] = {
@@ -62,7 +62,7 @@ def main() -> None:
         grammars = GuidanceEngine(vocabulary, vocab_size)
     else:
         grammars = PausedGrammars(vocab_size, args.mask_us * 1e-6)
-    engine.front.grammars = engine.core.grammars = grammars
+    engine.input_processor.grammars = engine.core.grammars = grammars
     plain, masked = [], []
     for _ in range(4):  # in turns; the first of each warms up
         plain.append(milliseconds_per_step(llm, args.rows, args.steps, None))

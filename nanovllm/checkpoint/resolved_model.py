@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig
-from nanovllm.engine.front import Vocabulary
+from nanovllm.engine.input_processor import Vocabulary
 
 logger = logging.getLogger(__name__)
 

@@ -54,7 +54,7 @@ def has_chat_template(llm: LLM | RemoteLLM) -> bool:
     """Whether the model can chat; a server is assumed to."""
     if isinstance(llm, RemoteLLM):
         return True
-    tokenizer = llm.engine.front.tokenizer
+    tokenizer = llm.engine.input_processor.tokenizer
     return tokenizer is not None and bool(tokenizer.chat_template)
 
 

@@ -11,7 +11,7 @@ from nanovllm.errors import RequestError
 from nanovllm.validation import require, require_text
 
 if TYPE_CHECKING:
-    from nanovllm.engine.front import Front
+    from nanovllm.engine.input_processor import InputProcessor
 
 Message = dict[str, Any]
 Messages = Sequence[Message] | Sequence[Sequence[Message]]
@@ -37,14 +37,16 @@ def template_options(options: ChatOptions) -> dict[str, Any]:
     return {**given.pop("chat_template_kwargs", {}), **given}
 
 
-def prompts_of(front: Front, messages: Messages, **options: Any) -> list[list[int]]:
+def prompts_of(
+    input_processor: InputProcessor, messages: Messages, **options: Any
+) -> list[list[int]]:
     """Return one prompt of token ids per conversation."""
     from nanovllm.engine.chat_template import (  # jinja2, only for chats
         ChatTemplate,
         choose_template,
     )
 
-    tokenizer = front.tokenizer
+    tokenizer = input_processor.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise RequestError("chat needs a tokenizer with a chat template; use generate instead")
     has_tools = bool(options.get("tools"))
@@ -62,7 +64,7 @@ def prompts_of(front: Front, messages: Messages, **options: Any) -> list[list[in
             require_text("messages", text)
         except RequestError as error:
             raise at_index(error, "messages", index, len(conversations)) from error
-        prompts.append(front.encode(text, add_special_tokens=False))
+        prompts.append(input_processor.encode(text, add_special_tokens=False))
     return prompts
 
 

@@ -9,8 +9,8 @@ from time import perf_counter
 from nanovllm.engine.grammar import GrammarEngine
 from nanovllm.engine.request import (
     POOL_TOO_SMALL,
-    CoreStep,
-    Ending,
+    EngineCoreOutputs,
+    FinishedSequence,
     FinishReason,
     Request,
     SequenceEnd,
@@ -83,7 +83,7 @@ class EngineCore:
         self._sequences[seq.seq_id] = seq
         self.scheduler.add(seq)
 
-    def step(self) -> CoreStep:
+    def step(self) -> EngineCoreOutputs:
         """Launch the next step if any, then collect the oldest once the pipeline is full."""
         self.raise_if_failed()
         try:
@@ -108,9 +108,9 @@ class EngineCore:
             assert self.scheduler.postponed, "sequences wait but nothing runs"
             matchers = [seq.matcher for seq in self.scheduler.postponed.values()]
             self._get_grammars().wait([matcher for matcher in matchers if matcher is not None])
-        return CoreStep([], [], [])
+        return EngineCoreOutputs([], [], [])
 
-    def finish(self, seq_id: int, reason: FinishReason) -> Ending | None:
+    def finish(self, seq_id: int, reason: FinishReason) -> FinishedSequence | None:
         """End a sequence now; None if it is over or was never there.
 
         Whatever a step in flight still samples for it is dropped.
@@ -128,7 +128,7 @@ class EngineCore:
         if self._failure is not None:
             raise EngineError(f"the engine failed earlier and cannot go on: {self._failure}")
 
-    def _collect(self, begin: float, scheduled: float) -> CoreStep:
+    def _collect(self, begin: float, scheduled: float) -> EngineCoreOutputs:
         """Wait for the oldest step in flight, commit it and record the timing of this call."""
         plan, pending, submit_time = self._in_flight.popleft()
         submitted = self._clock()
@@ -154,7 +154,7 @@ class EngineCore:
         self._last_result_time = result_time
         return step
 
-    def _commit(self, plan: StepPlan, result: StepResult, seconds: float) -> CoreStep:
+    def _commit(self, plan: StepPlan, result: StepResult, seconds: float) -> EngineCoreOutputs:
         updated = self.scheduler.commit(plan, result, seconds)
         if self._in_flight:
             self._send_masks()
@@ -165,7 +165,7 @@ class EngineCore:
             and seq.finish_reason != "error"
             and seq.request.params.max_tokens != 0
         ]
-        return CoreStep(
+        return EngineCoreOutputs(
             [seq.seq_id for seq in streaming],
             [seq.token_ids[-1] for seq in streaming],
             [self._leave(seq) for seq in updated if seq.finish_reason is not None],
@@ -174,7 +174,7 @@ class EngineCore:
             plan.num_decode_tokens,
         )
 
-    def _drop_in_flight(self) -> CoreStep:
+    def _drop_in_flight(self) -> EngineCoreOutputs:
         """Have all sequences recomputed, as the steps in flight build on one that was lost."""
         for plan, pending, _ in self._in_flight:
             if len(plan.masked_rows):  # such a step does not end before it is sampled
@@ -185,7 +185,7 @@ class EngineCore:
             pending.result()
         self._in_flight.clear()
         self.scheduler.drop_in_flight()
-        return CoreStep([], [], [])
+        return EngineCoreOutputs([], [], [])
 
     def _send_masks(self) -> None:
         """Let the oldest step in flight be sampled: all tokens before it are known by now."""
@@ -202,7 +202,7 @@ class EngineCore:
             self.grammars = self._create_grammars()
         return self.grammars
 
-    def _leave(self, seq: Sequence) -> Ending:
+    def _leave(self, seq: Sequence) -> FinishedSequence:
         assert seq.finish_reason is not None
         del self._sequences[seq.seq_id]
         token_ids, end_time = seq.output_token_ids, self._clock()
@@ -217,7 +217,7 @@ class EngineCore:
                 microseconds(seq.request.arrival_time),
             )
         )
-        return Ending(
+        return FinishedSequence(
             seq.seq_id,
             token_ids,
             seq.finish_reason,

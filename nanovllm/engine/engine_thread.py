@@ -1,4 +1,4 @@
-"""The engine behind `LLM`: a front, a core, and the one thread that steps them for all callers.
+"""The engine behind `LLM`: its core and the one thread that steps it for all callers.
 
 Callers put commands into a queue and wait for results in another. Python handles signals in the
 main thread alone, so Ctrl-C ends a caller's wait, and never strikes within a step.
@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.front import Front, Live
-from nanovllm.engine.request import CoreStep
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.output_processor import OutputProcessor, RequestState
+from nanovllm.engine.request import EngineCoreOutputs
 from nanovllm.engine.step import ExecutorInfo
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
@@ -64,12 +65,13 @@ class EngineThread:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        front: Front,
+        input_processor: InputProcessor,
         core: EngineCore,
         info: ExecutorInfo,
     ) -> None:
         self.config, self.model_config = config, model_config
-        self.front, self.core, self.info = front, core, info
+        self.input_processor, self.core, self.info = input_processor, core, info
+        self.output_processor = OutputProcessor(input_processor.tokenizer)
         self._jobs: dict[Job, None] = {}  # those with unfinished requests
         self._owners: dict[int, Job] = {}  # by seq_id
         self._unowned = Job(is_streaming=False)  # of requests whose outputs `step` returns
@@ -82,14 +84,18 @@ class EngineThread:
         """Start the thread. Arrange for `close` first: an interrupt may follow."""
         self._thread.start()
 
-    def prepare(self, prompt: str | list[int], params: SamplingParams, **options: Any) -> Live:
-        """Check and tokenise a prompt, as `Front.prepare` does; nothing is queued yet."""
+    def prepare(
+        self, prompt: str | list[int], params: SamplingParams, **options: Any
+    ) -> RequestState:
+        """Check and tokenise a prompt, as `InputProcessor.process` does; nothing is queued yet."""
         self.raise_if_closed()
-        live = self.front.prepare(prompt, params, **options)
-        self.core.check(live.samples[0].request)
-        return live
+        state = self.input_processor.process(prompt, params, **options)
+        self.core.check(state.completions[0].request)
+        return state
 
-    def stream(self, job: Job, requests: dict[int, Live]) -> Generator[StepOutput, None, None]:
+    def stream(
+        self, job: Job, requests: dict[int, RequestState]
+    ) -> Generator[StepOutput, None, None]:
         """Yield steps with what they have for a job, until all its requests, by index, are over.
 
         Leaving early drops the rest.
@@ -106,7 +112,7 @@ class EngineThread:
         finally:
             self._commands.put(cancel)
 
-    def extend(self, job: Job, requests: dict[int, Live]) -> None:
+    def extend(self, job: Job, requests: dict[int, RequestState]) -> None:
         """Add requests to a job."""
         job.num_unfinished += len(requests)
         self._commands.put(partial(self._add, job, requests))
@@ -127,7 +133,7 @@ class EngineThread:
         self._is_closed = True
         self._commands.put(_wake)
         self._join(CLOSE_SECONDS)
-        self.front.close()
+        self.input_processor.close()
         self.core.executor.close()  # workers that hang are killed, which ends the wait for them
         self._join(None)
         while not self._commands.empty():  # commands and the engine refer to each other
@@ -137,12 +143,12 @@ class EngineThread:
         if self._is_closed:
             raise EngineError(CLOSED)
 
-    def submit(self, live: Live) -> None:
+    def submit(self, state: RequestState) -> None:
         """Queue a prepared request."""
         self.raise_if_closed()
-        for sample in live.samples:
-            self.core.add(sample.request)
-        self.front.submit(live)
+        for completion in state.completions:
+            self.core.add(completion.request)
+        self.output_processor.add(state)
 
     def step(self) -> StepOutput:
         """Run one step and return what is new of requests that no job owns.
@@ -161,10 +167,12 @@ class EngineThread:
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request now, by seq_id or request_id; returns what it had, if it was running."""
         endings = []
-        for seq_id in self.front.seq_ids_of(request_id):
-            found = (self.core.finish(each, "abort") for each in self.front.unfinished(seq_id))
+        for seq_id in self.output_processor.seq_ids_of(request_id):
+            found = (
+                self.core.finish(each, "abort") for each in self.output_processor.unfinished(seq_id)
+            )
             endings += [ending for ending in found if ending is not None]
-        step = self.front.collect(CoreStep([], [], endings), self.core.finish)
+        step = self.output_processor.process(EngineCoreOutputs([], [], endings), self.core.finish)
         # Jobs receive the outputs of their requests; for others there is only the return value.
         finished = [output for output in step.finished if output.seq_id in self._owners]
         pieces = [piece for piece in step.pieces if piece.seq_id in self._owners]
@@ -173,15 +181,15 @@ class EngineThread:
 
     def abort_all(self) -> list[RequestOutput]:
         """End every request now; returns what each had."""
-        outputs = [self.abort(seq_id) for seq_id in list(self.front.live)]
+        outputs = [self.abort(seq_id) for seq_id in list(self.output_processor.states)]
         self._unowned = Job(is_streaming=False)
         return [output for output in outputs if output is not None]
 
     def drop(self, seq_id: int) -> None:
         """End a request and discard its output."""
-        for each in self.front.unfinished(seq_id):
+        for each in self.output_processor.unfinished(seq_id):
             self.core.finish(each, "abort")
-        self.front.forget(seq_id)
+        self.output_processor.forget(seq_id)
 
     def _wait(self, results: SimpleQueue[T | BaseException]) -> T:
         """Wait for a result of the thread; raise it if it is an error."""
@@ -220,7 +228,7 @@ class EngineThread:
 
     def _step(self) -> StepOutput:
         self.raise_if_closed()
-        step = self.front.collect(self.core.step(), self.core.finish)
+        step = self.output_processor.process(self.core.step(), self.core.finish)
         self._deliver(step)
         return step
 
@@ -249,13 +257,13 @@ class EngineThread:
             job.steps.put(error)
             error = EngineError(message)
 
-    def _add(self, job: Job, requests: dict[int, Live]) -> None:
+    def _add(self, job: Job, requests: dict[int, RequestState]) -> None:
         self._jobs[job] = None
         try:
-            for index, live in requests.items():
-                self.submit(live)
-                job.indices[live.seq_id] = index
-                self._owners[live.seq_id] = job
+            for index, state in requests.items():
+                self.submit(state)
+                job.indices[state.seq_id] = index
+                self._owners[state.seq_id] = job
         except Exception as error:
             self._cancel(job)
             job.steps.put(error)

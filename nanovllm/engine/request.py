@@ -1,4 +1,4 @@
-"""What crosses between the engine core and its front: requests in, tokens and endings out."""
+"""What crosses the engine core's boundary: requests in, tokens and finished sequences out."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TokenLogprobs = bytes  # of one position, as `engine/logprobs.py` lays them out
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class FinishedSequence:
     """A sequence is over: all that it generated, and why it ended."""
 
     seq_id: int
@@ -65,13 +65,13 @@ class Ending:
     error: str | None = None  # of a processor of its own
     stop_reason: str | None = None  # POOL_TOO_SMALL, if that is why
 
-    def stopped_at(self, num_tokens: int) -> Ending:
+    def stopped_at(self, num_tokens: int) -> FinishedSequence:
         """By a stop string, after so many tokens; the core may have gone on."""
         return replace(self, token_ids=self.token_ids[:num_tokens], finish_reason="stop")
 
 
 @dataclass(frozen=True, slots=True)
-class CoreStep:
+class EngineCoreOutputs:
     """What one call of `EngineCore.step` brought.
 
     The columns hold the new tokens of streaming sequences, the last one before its ending too.
@@ -79,7 +79,7 @@ class CoreStep:
 
     seq_ids: list[int]
     token_ids: list[int]
-    endings: list[Ending]
+    endings: list[FinishedSequence]
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of each new token
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0

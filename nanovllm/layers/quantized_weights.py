@@ -103,7 +103,6 @@ class BlockTensors(nn.Module):
         self, layouts: list[QuantLayout], outputs: Outputs, inputs: Share, build: Build
     ) -> None:
         super().__init__()
-        assert isinstance(build.ops, BlockOps)
         self.inputs, self.ops = inputs, build.ops
         self.runs: list[tuple[QuantLayout, Outputs]] = []
         pairs = zip(layouts, outputs.items(), strict=True)
@@ -129,6 +128,7 @@ class BlockTensors(nn.Module):
 
     def for_ops(self, num_experts: int | None = None) -> PanelWeight:
         if self.weight is None:
+            assert isinstance(self.ops, BlockOps)
             parts = []
             for layout, _ in self.runs:
                 rows = self.rows[0].view(num_experts or 1, -1, self.rows[0].shape[1])

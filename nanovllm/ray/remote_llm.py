@@ -18,7 +18,7 @@ from nanovllm.async_llm import GUESSED_TOKENS
 from nanovllm.checkpoint.resolved_model import ResolvedModel
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import EngineError, NanovllmError
-from nanovllm.llm import create_front
+from nanovllm.llm import create_input_processor
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_records import CoreStats, EngineState
@@ -80,7 +80,7 @@ class RemoteLLM:
     def __init__(self, engines: DeploymentHandle, found: ResolvedModel, max_len: int) -> None:
         self._engines = engines
         self.config, self.max_len = found.config, max_len
-        self.front = create_front(found, is_remote=True)
+        self.input_processor = create_input_processor(found, is_remote=True)
         self.replicas: list[RemoteEngine] = []
         self._numbers: dict[str, int] = {}  # by engine_id, of all that were ever seen
         self.num_requests = 0

@@ -13,7 +13,13 @@ from queue import Empty, SimpleQueue
 from nanovllm.config import EngineConfig
 from nanovllm.devices.choose import take_share
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.request import CoreStep, Ending, Request, StepTiming, microseconds
+from nanovllm.engine.request import (
+    EngineCoreOutputs,
+    FinishedSequence,
+    Request,
+    StepTiming,
+    microseconds,
+)
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestError
 from nanovllm.llm import create_grammars, resolve_model, start_core
@@ -44,7 +50,7 @@ def main(fd: int, parent_pid: int, log_level: int, replica: int) -> None:
 
 
 def serve(link: Link, timer: StepTimer, replica: int = 0) -> None:
-    """Start a core and follow the commands of the front at the other end, until it is gone."""
+    """Start a core and handle commands until the other end of the link is gone."""
     config: EngineConfig | None = link.receive()
     if config is None:
         return
@@ -53,7 +59,7 @@ def serve(link: Link, timer: StepTimer, replica: int = 0) -> None:
     inbox: SimpleQueue[Command | None] = SimpleQueue()
     threading.Thread(target=_receive_all, args=(link, inbox), daemon=True).start()
     resolved = resolve_model(config)
-    send(resolved)  # the front loads the tokenizer while the model is loaded here
+    send(resolved)  # the other process loads the tokenizer while the model is loaded here
     started = start_core(resolved, partial(create_grammars, resolved))
     core = started.core
     try:
@@ -87,7 +93,7 @@ class CoreLoop:
     def run(self) -> None:
         while not self._is_over:
             endings = self._obey()
-            step = CoreStep([], [], [])
+            step = EngineCoreOutputs([], [], [])
             if self.core.has_unfinished:
                 with self.timer:
                     step = self.core.step()
@@ -97,9 +103,11 @@ class CoreLoop:
             state = None if self._observer is None else self._observer.snapshot(stats)
             self.send(CoreUpdate(step, stats, state))
 
-    def _obey(self) -> list[Ending]:
+    def _obey(self) -> list[FinishedSequence]:
         """Follow the commands that are there; wait for one when there is nothing else to do."""
-        endings: list[Ending] = []  # of what was ended or refused, which the next update tells
+        endings: list[
+            FinishedSequence
+        ] = []  # of what was ended or refused, which the next update tells
         while not self._is_over:
             is_idle = not self.core.has_unfinished and not endings
             try:
@@ -122,7 +130,7 @@ class CoreLoop:
                     endings += [ending for ending in found if ending is not None]
         return endings
 
-    def _add(self, requests: list[Request]) -> list[Ending]:
+    def _add(self, requests: list[Request]) -> list[FinishedSequence]:
         """Queue requests; return the endings of those that can never run."""
         refused = []
         for request in requests:
@@ -130,7 +138,9 @@ class CoreLoop:
                 self.core.add(request)
             except RequestError as error:
                 now = time.perf_counter()
-                ending = Ending(request.seq_id, [], "error", 0, 0.0, 0.0, now, [], error=str(error))
+                ending = FinishedSequence(
+                    request.seq_id, [], "error", 0, 0.0, 0.0, now, [], error=str(error)
+                )
                 refused.append(ending)
         return refused
 

@@ -1,11 +1,17 @@
-"""What crosses between a front and a core that runs in a process of its own; beside requests."""
+"""Records that cross between AsyncLLM and an engine core in a child process, beside requests."""
 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 from typing import Literal, NamedTuple
 
-from nanovllm.engine.request import CoreStep, FinishReason, Request, SequenceEnd, StepTiming
+from nanovllm.engine.request import (
+    EngineCoreOutputs,
+    FinishReason,
+    Request,
+    SequenceEnd,
+    StepTiming,
+)
 from nanovllm.engine.step import ExecutorInfo
 
 # A waiting sequence that ran before is preempted; a postponed one waits for a mask of its grammar.
@@ -93,6 +99,6 @@ class EngineState:
 class CoreUpdate:
     """The result of a step, or an empty one every second while the core is idle."""
 
-    step: CoreStep
+    step: EngineCoreOutputs
     stats: CoreStats
     state: EngineState | None = None  # while a client is subscribed

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.front import Front
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
@@ -27,7 +27,7 @@ class Model(Protocol):
     """An AsyncLLM, or what stands for several of them."""
 
     config: EngineConfig
-    front: Front
+    input_processor: InputProcessor
 
     @property
     def replicas(self) -> Sequence[OneEngine]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from nanovllm.checkpoint.resolved_model import ResolvedModel
 from nanovllm.config import EngineConfig
-from nanovllm.engine.request import CoreStep, Request
+from nanovllm.engine.request import EngineCoreOutputs, Request
 from nanovllm.errors import NanovllmError
 from nanovllm.parallel.child import Failure, Serve
 from nanovllm.parallel.supervisor import ChildProcesses, ChildThread, Supervisor
@@ -40,7 +40,7 @@ class Replica:
         self,
         config: EngineConfig,
         number: int,
-        on_step: Callable[[Replica, CoreStep], None],
+        on_step: Callable[[Replica, EngineCoreOutputs], None],
         on_failure: Callable[[Replica, NanovllmError], None],
         serve: Serve | None = None,  # in a thread of this process; None: in a child process
     ) -> None:

@@ -54,7 +54,7 @@ class Service:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        tokenizer = self.llm.front.tokenizer
+        tokenizer = self.llm.input_processor.tokenizer
         assert tokenizer is not None
         return tokenizer
 
@@ -102,7 +102,7 @@ class Service:
         self, prompt: str | list[int], param: str = "prompt", **options: Any
     ) -> list[int]:
         """Check a prompt, and tokenise a text in another thread: a long one takes a while."""
-        token_ids_of, max_len = self.llm.front.token_ids_of, self.llm.max_len
+        token_ids_of, max_len = self.llm.input_processor.token_ids_of, self.llm.max_len
         with errors_about(param):
             if isinstance(prompt, list):
                 return token_ids_of(prompt).tolist()

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.engine.front import Vocabulary
 from nanovllm.engine.grammar import Allocate, Bitmasks
+from nanovllm.engine.input_processor import Vocabulary
 from nanovllm.errors import GrammarError
 from nanovllm.structured.forms import grammar_text
 from nanovllm.structured.limits import is_risky, run_bounded, try_compiling

@@ -38,7 +38,7 @@ def test_a_prompt_is_a_message_for_a_model_with_a_chat_template() -> None:
     raw = answer({"prompt": "Hello"}, FakeLLM())
     assert raw["usage"]["prompt_tokens"] < chat["usage"]["prompt_tokens"]
     base = FakeLLM()
-    base.front.tokenizer.chat_template = None
+    base.input_processor.tokenizer.chat_template = None
     for same in (
         answer({"prompt": "Hello"}, base, is_raw=False),
         answer({"prompt": [1] * raw["usage"]["prompt_tokens"]}, FakeLLM(), is_raw=False),

@@ -22,8 +22,8 @@ class FakeLLM:
         self.prompts: list[Any] = []
         self.params: SamplingParams | None = None
         tokenizer = SimpleNamespace(chat_template="a template" if has_template else None)
-        front, core = SimpleNamespace(tokenizer=tokenizer), SimpleNamespace(max_len=10**6)
-        self.engine = SimpleNamespace(front=front, core=core)
+        processor, core = SimpleNamespace(tokenizer=tokenizer), SimpleNamespace(max_len=10**6)
+        self.engine = SimpleNamespace(input_processor=processor, core=core)
 
     def __enter__(self) -> FakeLLM:
         return self

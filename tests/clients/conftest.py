@@ -32,7 +32,9 @@ class ObedientLLM(FakeLLM):
     async def generate(
         self, prompt: list[int], params: SamplingParams, **options: Any
     ) -> AsyncGenerator[StreamPiece, None]:
-        orders = re.findall(r"Say: (.*?)<\|im_end\|>", self.front.tokenizer.decode(prompt), re.S)
+        orders = re.findall(
+            r"Say: (.*?)<\|im_end\|>", self.input_processor.tokenizer.decode(prompt), re.S
+        )
         told = copy.copy(self)
         told.text = orders[-1] if orders else "Hello!"
         async with contextlib.aclosing(FakeLLM.generate(told, prompt, params, **options)) as pieces:

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.engine.detokenizer import Detokenizer, decode
-from nanovllm.engine.front import Front, Vocabulary
-from nanovllm.engine.request import Ending
+from nanovllm.engine.input_processor import InputProcessor, Vocabulary
+from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.engine.request import FinishedSequence
 from nanovllm.sampling_params import SamplingParams
 from tests.checkpoint.reference_bpe import LETTERS
 
@@ -180,10 +181,13 @@ def test_metaspace_pieces_add_up(metaspace: PreTrainedTokenizerBase) -> None:
 
 def answer(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], **options: Any) -> str:
     """What a request that is not streamed gets."""
-    front = Front(Vocabulary(tokenizer, frozenset()), len(tokenizer), 0)
-    live = front.prepare([0], SamplingParams(**options), None, False)
-    front.submit(live)
-    output = front.end(Ending(live.seq_id, token_ids, "length", 0, 0.0, 0.0, 0.0, []))
+    input_processor = InputProcessor(Vocabulary(tokenizer, frozenset()), len(tokenizer), 0)
+    state = input_processor.process([0], SamplingParams(**options), None, False)
+    output_processor = OutputProcessor(tokenizer)
+    output_processor.add(state)
+    output = output_processor.finish(
+        FinishedSequence(state.seq_id, token_ids, "length", 0, 0.0, 0.0, 0.0, [])
+    )
     assert output is not None
     return output.text
 

@@ -80,7 +80,7 @@ def assert_idle(llm: LLM) -> None:
     assert not scheduler.running
     assert not scheduler.waiting
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-    assert not llm.engine.front.live
+    assert not llm.engine.output_processor.states
     assert not llm.engine._jobs
 
 
@@ -868,8 +868,8 @@ def test_scores_of_texts_count_tokens_across_the_border(texts: LLM) -> None:
         ("A b", "c"),
     ):
         [score] = texts.score(prompt, [continuation])
-        whole = texts.engine.front.encode(prompt + continuation)
-        alone = texts.engine.front.encode(prompt)
+        whole = texts.engine.input_processor.encode(prompt + continuation)
+        alone = texts.engine.input_processor.encode(prompt)
         assert score.token_ids == whole[len(whole) - len(score.token_ids) :]
         num_kept = len(whole) - len(score.token_ids)
         assert whole[:num_kept] == alone[:num_kept]

@@ -12,7 +12,7 @@ import xxhash
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.request import CoreStep
+from nanovllm.engine.request import EngineCoreOutputs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.errors import EngineError, RequestError
@@ -255,7 +255,7 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once(
         add(core, make_seq(0, [1] * length))
     assert not core.has_unfinished
     core.scheduler.check()
-    assert core.step() == CoreStep([], [], [])
+    assert core.step() == EngineCoreOutputs([], [], [])
     fitting = make_seq(1, [1] * limit)
     assert run(core, fitting) == [endless([1] * limit, 1)]
 

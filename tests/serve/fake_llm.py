@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.front import Front, Vocabulary
+from nanovllm.engine.input_processor import InputProcessor, Vocabulary
 from nanovllm.errors import NanovllmError
 from nanovllm.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ class FakeLLM:
         for number, other in enumerate(self.others, 1):
             other.number = number
         self.viewers = Viewers(lambda is_on: self.viewers.push(self.idle) if is_on else None)
-        self.front = Front(Vocabulary(byte_tokenizer(), frozenset()), 288, 0)
+        self.input_processor = InputProcessor(Vocabulary(byte_tokenizer(), frozenset()), 288, 0)
 
     async def generate(
         self,
@@ -66,7 +66,7 @@ class FakeLLM:
                 await asyncio.sleep(0.01)
                 self._raise_if_failed()
             for piece in self._cut() if is_streaming else ():
-                ids = self.front.encode(piece)
+                ids = self.input_processor.encode(piece)
                 logprobs = None if params.logprobs is None else self._logprobs(ids)
                 yield StreamPiece(0, piece, ids, None, logprobs)
                 await asyncio.sleep(self.pause)
@@ -117,10 +117,10 @@ class FakeLLM:
         return pieces
 
     def _logprobs(self, ids: list[int]) -> list[dict[int, Logprob]]:
-        return [{i: Logprob(-0.5, 1, self.front.tokenizer.decode([i]))} for i in ids]
+        return [{i: Logprob(-0.5, 1, self.input_processor.tokenizer.decode([i]))} for i in ids]
 
     def _output(self, prompt: list[int]) -> RequestOutput:
-        ids = self.front.encode(self.text)
+        ids = self.input_processor.encode(self.text)
         best = CompletionOutput(0, self.text, ids, None, None, self.reason, self.stop_reason)
         own: dict[str, Any] = {"time_to_first_token": 0.1, "duration": 0.2, "outputs": [best]}
         return RequestOutput(0, None, prompt, self.text, ids, self.reason, 3, **own)

@@ -289,4 +289,4 @@ def test_a_request_that_allows_no_token_is_told_so(server: Running) -> None:
 
 
 def bad_word(server: Running, token_id: int) -> str:
-    return str(server.llm.front.tokenizer.decode([token_id]))
+    return str(server.llm.input_processor.tokenizer.decode([token_id]))

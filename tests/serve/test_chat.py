@@ -145,7 +145,7 @@ def test_calls_and_reasoning_whole_and_streamed(
 
 
 def prompt_of(fake: Running) -> str:
-    return str(fake.llm.front.tokenizer.decode(fake.llm.asked[-1][0]))
+    return str(fake.llm.input_processor.tokenizer.decode(fake.llm.asked[-1][0]))
 
 
 def test_what_was_said_comes_back_into_the_prompt(fake: Running) -> None:
@@ -202,7 +202,7 @@ def test_what_clients_add_to_messages_is_not_written(fake: Running) -> None:
     said = {"role": "assistant", "tool_calls": [call], "parsed": {"a": "MARK"}}
     said["provider_specific_fields"] = {"refusal": "MARK"}
     ask(fake, messages=[*MESSAGES, said, {"role": "tool", "tool_call_id": "x", "content": "y"}])
-    assert "MARK" not in fake.llm.front.tokenizer.decode(fake.llm.asked[-1][0])
+    assert "MARK" not in fake.llm.input_processor.tokenizer.decode(fake.llm.asked[-1][0])
 
 
 def test_what_is_asked_for_of_the_prompt_stands_beside_the_choices(server: Running) -> None:
@@ -260,7 +260,9 @@ class WithMarkers(FakeLLM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.front.tokenizer.add_special_tokens({"additional_special_tokens": ["<|python_tag|>"]})
+        self.input_processor.tokenizer.add_special_tokens(
+            {"additional_special_tokens": ["<|python_tag|>"]}
+        )
 
     def _cut(self) -> list[str]:
         return re.findall(r"<.*?>|[^<]+", self.text)
@@ -283,7 +285,7 @@ class Thinking(WithMarkers):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.front.tokenizer.add_tokens(["<think>", "</think>"])
+        self.input_processor.tokenizer.add_tokens(["<think>", "</think>"])
 
 
 @pytest.mark.parametrize(

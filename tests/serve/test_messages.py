@@ -127,7 +127,7 @@ def test_calls_and_thoughts_come_back_into_the_prompt(fake: Running) -> None:
     system = [{"type": "text", "text": "Be brief."}]
     answer = fake.post("/v1/messages", **{**REQUEST, "messages": turns, "system": system})
     assert answer.status_code == 200, answer.text
-    prompt = fake.llm.front.tokenizer.decode(fake.llm.asked[-1][0])
+    prompt = fake.llm.input_processor.tokenizer.decode(fake.llm.asked[-1][0])
     parts = (
         "Be brief.<|im_end|>",
         f"<think>Hm.</think>{CALL}<|im_end|>",
@@ -140,14 +140,14 @@ def test_calls_and_thoughts_come_back_into_the_prompt(fake: Running) -> None:
 
 def test_thinking_may_be_switched_off(fake: Running) -> None:
     fake.post("/v1/messages", **REQUEST, thinking={"type": "disabled"})
-    prompt = fake.llm.front.tokenizer.decode(fake.llm.asked[-1][0])
+    prompt = fake.llm.input_processor.tokenizer.decode(fake.llm.asked[-1][0])
     assert prompt.endswith("<think>\n\n</think>\n\n")
 
 
 def test_a_begun_answer_is_continued(fake: Running) -> None:
     begun = [*REQUEST["messages"], {"role": "assistant", "content": "It is "}]
     assert fake.post("/v1/messages", **{**REQUEST, "messages": begun}).status_code == 200
-    prompt = fake.llm.front.tokenizer.decode(fake.llm.asked[-1][0])
+    prompt = fake.llm.input_processor.tokenizer.decode(fake.llm.asked[-1][0])
     assert prompt.endswith("<|im_start|>assistant\nIt is ")
 
 
@@ -225,7 +225,7 @@ def test_a_turn_without_blocks_is_one_without_words(fake: Running) -> None:
     turns = [{"role": "user", "content": []}, *REQUEST["messages"]]
     response = fake.post("/v1/messages", **{**REQUEST, "messages": turns})
     assert response.status_code == 200, response.text
-    prompt = fake.llm.front.tokenizer.decode(fake.llm.asked[-1][0])
+    prompt = fake.llm.input_processor.tokenizer.decode(fake.llm.asked[-1][0])
     assert "<|im_start|>user\n<|im_end|>\n<|im_start|>user\nWeather" in prompt
 
 

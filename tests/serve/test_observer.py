@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.request import Ending, Request
+from nanovllm.engine.request import FinishedSequence, Request
 from nanovllm.errors import EngineError
 from nanovllm.parallel.child import StepTimer
 from nanovllm.sampling_params import SamplingParams
@@ -150,7 +150,7 @@ def test_an_abort_is_told_though_nothing_is_left_to_do() -> None:
 def test_a_request_that_cannot_run_fails_alone() -> None:
     """A core that replaced another may have less room than the front knew of."""
     long = Request(7, array("i", range(400)), SamplingParams(max_tokens=1))
-    endings: list[Ending] = []
+    endings: list[FinishedSequence] = []
 
     def is_last(update: CoreUpdate) -> bool:
         endings.extend(update.step.endings)

@@ -146,13 +146,13 @@ LONG = "x" * 50_000  # more than 1024 tokens can hold: the longest token has 12 
 )
 def test_a_text_that_cannot_fit_is_not_tokenized(path: str, body: dict[str, Any]) -> None:
     llm, lengths = FakeLLM(), []
-    encode = llm.front.encode
+    encode = llm.input_processor.encode
 
     def recorded(text: str, **options: Any) -> list[int]:
         lengths.append(len(text))
         return encode(text, **options)
 
-    llm.front.encode = recorded  # type: ignore[method-assign]
+    llm.input_processor.encode = recorded  # type: ignore[method-assign]
     with running(llm) as server:
         error = server.post(path, **body).json()["error"]
         assert "the prompt is too long" in error["message"]

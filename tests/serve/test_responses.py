@@ -125,7 +125,7 @@ def test_items_come_back_into_the_prompt(fake: Running) -> None:
         result,
     ]
     ask(fake, input=items, instructions="Be brief.")
-    prompt = fake.llm.front.tokenizer.decode(fake.llm.asked[-1][0])
+    prompt = fake.llm.input_processor.tokenizer.decode(fake.llm.asked[-1][0])
     parts = (
         "Be brief.<|im_end|>",
         "Weather?<|im_end|>",

@@ -19,7 +19,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from nanovllm.engine.front import Vocabulary
+from nanovllm.engine.input_processor import Vocabulary
 from nanovllm.errors import RequestError
 from nanovllm.structured import limits
 from nanovllm.structured.guidance import GuidanceEngine, GuidanceGrammar

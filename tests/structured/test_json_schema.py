@@ -13,7 +13,7 @@ import pytest
 
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.engine.front import Vocabulary
+from nanovllm.engine.input_processor import Vocabulary
 from nanovllm.errors import RequestError
 from nanovllm.structured.guidance import GuidanceEngine, GuidanceMatcher
 from nanovllm.structured.json_schema import enforceable

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.engine.front import Vocabulary
+from nanovllm.engine.input_processor import Vocabulary
 from nanovllm.errors import GrammarError
 from nanovllm.structured import limits
 from nanovllm.structured.guidance import GuidanceEngine, GuidanceGrammar

@@ -1,0 +1,262 @@
+"""OutputProcessor: from the tokens of the engine core to text and finished outputs.
+
+Nothing here imports torch, so it can run in another process than the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nanovllm.engine.detokenizer import Detokenizer, decode_whole
+from nanovllm.engine.request import (
+    EngineCoreOutputs,
+    FinishedSequence,
+    FinishReason,
+    Request,
+    TokenLogprobs,
+)
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts
+
+NOTHING_ALLOWED = (
+    "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and "
+    "logits_processors together leave none, or make logits that are not numbers, or "
+)
+NOTHING_FITS = (
+    "no token fits structured_outputs any more: the grammar took too much work to follow, or "
+)
+BROKEN = (
+    "the model's {} are not numbers (NaN or infinity); the weights may be damaged, or too large "
+    "for the dtype: try dtype='float32'"
+)
+
+
+@dataclass(slots=True, eq=False)
+class CompletionState:
+    """One of the completions of a request, in progress."""
+
+    index: int
+    request: Request
+    detokenizer: Detokenizer | None
+    new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all tokens that came
+    num_wanted: int | None = None  # tokens, once a stop string was found
+    ending: FinishedSequence | None = None
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """A request in progress, kept until all its completions are finished."""
+
+    prompt: str | None
+    is_streaming: bool
+    completions: list[CompletionState]
+    num_unfinished: int
+    request_id: str
+
+    @property
+    def seq_id(self) -> int:
+        """Id of the first completion; identifies the whole request."""
+        return self.completions[0].request.seq_id
+
+
+class OutputProcessor:
+    """For one thread at a time."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.tokenizer = tokenizer
+        self._texts: TokenTexts | None = None  # until a request asks for logprobs
+        self.states: dict[int, RequestState] = {}  # by seq_id
+        self._completions: dict[
+            int, tuple[RequestState, CompletionState]
+        ] = {}  # by seq_id of the completion
+
+    def add(self, state: RequestState) -> None:
+        """Expect news of a prompt's completions."""
+        self.states[state.seq_id] = state
+        for completion in state.completions:
+            self._completions[completion.request.seq_id] = state, completion
+
+    def forget(self, seq_id: int) -> None:
+        """Expect no more of a prompt."""
+        state = self.states.pop(seq_id, None)
+        for completion in () if state is None else state.completions:
+            self._completions.pop(completion.request.seq_id, None)
+
+    def seq_ids_of(self, request_id: int | str) -> list[int]:
+        """The requests under way with this seq_id, or with this request_id of their callers."""
+        if not isinstance(request_id, str):
+            return [request_id]
+        return [i for i, state in self.states.items() if state.request_id == request_id]
+
+    def unfinished(self, seq_id: int) -> list[int]:
+        """The completions of a prompt that are still on their way."""
+        completions = self.states[seq_id].completions if seq_id in self.states else []
+        return [
+            completion.request.seq_id for completion in completions if completion.ending is None
+        ]
+
+    def process(
+        self,
+        step: EngineCoreOutputs,
+        finish: Callable[[int, FinishReason], FinishedSequence | None],
+    ) -> StepOutput:
+        """Turn what a step of the core brought into text; `finish` ends what a stop string ends.
+
+        If it returns no ending, that is among those of a later step. Until the core hears of
+        it, more may come for what was stopped or dropped here.
+        """
+        known = self._completions
+        endings = {ending.seq_id: ending for ending in step.endings if ending.seq_id in known}
+        columns = step.seq_ids, step.token_ids, step.logprobs
+        for seq_id, token_id, logprobs in zip(*columns, strict=True):
+            if seq_id not in known or known[seq_id][1].num_wanted is not None:
+                continue
+            _, completion = known[seq_id]
+            if logprobs is not None:
+                completion.logprobs.append(logprobs)
+            completion.new_token_ids.append(token_id)
+            detokenizer = completion.detokenizer
+            if detokenizer is not None and detokenizer.push(token_id):
+                completion.num_wanted = detokenizer.num_tokens
+                ending = endings.get(seq_id) or finish(seq_id, "stop")
+                if ending is not None:
+                    endings[seq_id] = ending
+        seq_ids = dict.fromkeys((*step.seq_ids, *endings))
+        changed = [known[seq_id] for seq_id in seq_ids if seq_id in known]
+        outputs: dict[int, RequestOutput] = {}
+        for ending in endings.values():
+            output = self.finish(ending)
+            if output is not None:
+                outputs[output.seq_id] = output
+        last = {
+            state.seq_id: completion.index for state, completion in changed
+        }  # has the output with it
+        pieces = [
+            self._piece(
+                state, completion, outputs if last[state.seq_id] == completion.index else {}
+            )
+            for state, completion in changed
+            if state.is_streaming
+        ]
+        return StepOutput(
+            list(outputs.values()), pieces, step.num_prefill_tokens, step.num_decode_tokens
+        )
+
+    def finish(self, ending: FinishedSequence) -> RequestOutput | None:
+        """Finish a completion; return the output if it was the last one of its request."""
+        state, completion = self._completions.pop(ending.seq_id)
+        if completion.num_wanted is not None:
+            ending = ending.stopped_at(completion.num_wanted)
+        completion.ending = ending
+        if completion.detokenizer is not None:
+            completion.detokenizer.finish()
+        state.num_unfinished -= 1
+        if state.num_unfinished > 0:
+            return None
+        del self.states[state.seq_id]
+        outputs = [self._completion(each) for each in state.completions]
+        request, best = state.completions[0].request, outputs[0]
+        endings = [
+            each.ending for each in state.completions if each.ending is not None
+        ]  # all, by now
+        own, broken = endings[0], [each for each in endings if each.finish_reason == "error"]
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        num_best = request.params.prompt_logprobs
+        if num_best is not None:
+            prompt_logprobs = [None, *self._logprobs(own.prompt_logprobs, num_best)]
+        return RequestOutput(
+            seq_id=state.seq_id,
+            prompt=state.prompt,
+            prompt_token_ids=request.token_ids.tolist(),
+            text=best.text,
+            token_ids=best.token_ids,
+            finish_reason=best.finish_reason,
+            num_cached_tokens=own.num_cached_tokens,
+            queue_time=max(own.start_time - request.arrival_time, 0.0),
+            time_to_first_token=max(own.first_token_time - request.arrival_time, 0.0),
+            duration=ending.end_time - request.arrival_time,
+            error=(broken[0].error or why_broken(request)) if broken else None,
+            logprobs=best.logprobs,
+            cumulative_logprob=best.cumulative_logprob,
+            prompt_logprobs=prompt_logprobs,
+            outputs=outputs,
+            pooled=None if own.pooled is None else own.pooled.tolist(),
+            request_id=state.request_id,
+        )
+
+    def _completion(self, completion: CompletionState) -> CompletionOutput:
+        ending, params, tokenizer = completion.ending, completion.request.params, self.tokenizer
+        assert ending is not None
+        if completion.detokenizer is not None:
+            text = completion.detokenizer.text
+        else:
+            text = "" if tokenizer is None else decode_whole(tokenizer, ending.token_ids, params)
+        logprobs = cumulative = None
+        if params.logprobs is not None:
+            logprobs = self._logprobs(completion.logprobs[: len(ending.token_ids)], params.logprobs)
+            cumulative = logprobs.cumulative
+        return CompletionOutput(
+            index=completion.index,
+            text=text,
+            token_ids=ending.token_ids,
+            logprobs=logprobs,
+            cumulative_logprob=cumulative,
+            finish_reason=ending.finish_reason,
+            stop_reason=_stop_reason(completion, ending),
+        )
+
+    def _piece(
+        self, state: RequestState, completion: CompletionState, outputs: dict[int, RequestOutput]
+    ) -> StreamPiece:
+        """Take what is new in a streamed completion."""
+        token_ids, completion.new_token_ids = completion.new_token_ids, []
+        text = completion.detokenizer.take() if completion.detokenizer is not None else ""
+        output, num_best, logprobs = (
+            outputs.get(state.seq_id),
+            completion.request.params.logprobs,
+            None,
+        )
+        if token_ids and num_best is not None:
+            logprobs = self._logprobs(completion.logprobs[-len(token_ids) :], num_best)
+        return StreamPiece(
+            state.seq_id,
+            text,
+            token_ids,
+            output,
+            logprobs,
+            completion.index,
+            request_id=state.request_id,
+        )
+
+    def _logprobs(self, entries: list[TokenLogprobs], num_best: int) -> AnswerLogprobs:
+        from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts
+
+        if self._texts is None:
+            self._texts = TokenTexts(self.tokenizer)
+        return AnswerLogprobs(entries, num_best, self._texts)
+
+
+def why_broken(request: Request) -> str:
+    if request.pooling is not None:
+        return BROKEN.format("hidden states")
+    why = BROKEN.format("logits")
+    if request.grammar is not None:
+        return NOTHING_FITS + NOTHING_ALLOWED + why
+    return NOTHING_ALLOWED + why if request.params.can_exclude_tokens else why
+
+
+def _stop_reason(completion: CompletionState, ending: FinishedSequence) -> str | int | None:
+    """The stop string or stop token that ended a completion; None for the model's own end."""
+    if ending.finish_reason != "stop":
+        return ending.stop_reason
+    if completion.detokenizer is not None and completion.detokenizer.found_stop is not None:
+        return completion.detokenizer.found_stop
+    last = ending.token_ids[-1]
+    return last if last in tuple(completion.request.params.stop_token_ids) else None
