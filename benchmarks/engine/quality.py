@@ -172,12 +172,12 @@ def rounding_as_they_are() -> Iterator[None]:
 
     def write_rounded(self: NumbaOps, *args: Any) -> None:
         write(self, *args)
-        cache, cache_offsets = args[-2:]
+        cache, slot_mapping = args[-2:]
         assert isinstance(cache, LayerCache)
         for part in cache.parts:
             rows = part.view(-1, *part.shape[2:])
-            rounded = fp8.quantise(rows[cache_offsets])
-            rows[cache_offsets] = fp8.dequantise(rounded, part.dtype)
+            rounded = fp8.quantise(rows[slot_mapping])
+            rows[slot_mapping] = fp8.dequantise(rounded, part.dtype)
 
     with mock.patch.object(NumbaOps, "rope_write", write_rounded):
         yield

@@ -45,7 +45,7 @@ class ForwardBatch:
 
     input_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
-    cache_offsets: Tensor  # [tokens], where each one's key and value go, counted in tokens
+    slot_mapping: Tensor  # [tokens], where each one's key and value go, counted in tokens
     sampled: SampledTokens | None  # None: all of them
     attention: Any  # the attention backend's plan for this step
     caches: list[LayerCache]

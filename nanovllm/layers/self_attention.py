@@ -47,7 +47,7 @@ class SelfAttention(Layer):
         qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
         cache, plan = batch.caches[self.layer_index], batch.attention
         qk_norm = None if self.qk_norm is None else self.qk_norm.weights
-        self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache, batch.cache_offsets)
+        self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache, batch.slot_mapping)
         q = qkv[:, : self.num_heads]
         # Of the last layer, tokens without logits need only keys and values.
         if self.is_last and (kept := batch.sampled) is not None:

@@ -161,12 +161,12 @@ class Ops(Protocol):
         rope: Tensor,
         positions: Tensor,
         cache: LayerCache,
-        cache_offsets: Tensor,
+        slot_mapping: Tensor,
     ) -> None:
         """Normalise and rotate q and k, spread both for codes; k and v go to the cache, q stays.
 
         qkv is [tokens, q + k + v heads, dim], and its k may be overwritten; rope holds cosines and
-        sines in float32, [positions, 2, dim / 2]; cache_offsets count tokens.
+        sines in float32, [positions, 2, dim / 2]; slot_mapping count tokens.
         """
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:

@@ -58,7 +58,7 @@ class TorchOps:
         rope: Tensor,
         positions: Tensor,
         cache: LayerCache,
-        cache_offsets: Tensor,
+        slot_mapping: Tensor,
     ) -> None:
         num_kv_heads = cache.k.shape[2]
         q, k, v = qkv.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
@@ -72,8 +72,8 @@ class TorchOps:
             of_q, of_k = spread_exponents(q.shape[2])
             q.copy_(spread(q, of_q))
             k = spread(k, of_k)
-        _write_rows(cache.k, cache.k_exponents, k, cache_offsets)
-        _write_rows(cache.v, cache.v_exponents, v, cache_offsets)
+        _write_rows(cache.k, cache.k_exponents, k, slot_mapping)
+        _write_rows(cache.v, cache.v_exponents, v, slot_mapping)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -196,13 +196,13 @@ def upcast(*tensors: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
 
 
 def _write_rows(
-    cached: Tensor, exponents: Tensor | None, rows: Tensor, cache_offsets: Tensor
+    cached: Tensor, exponents: Tensor | None, rows: Tensor, slot_mapping: Tensor
 ) -> None:
     if exponents is not None:
         quantised, block_size = quantise(rows), cached.shape[1]
-        exponents[cache_offsets // block_size, :, cache_offsets % block_size] = quantised.exponents
+        exponents[slot_mapping // block_size, :, slot_mapping % block_size] = quantised.exponents
         cached, rows = cached.view(torch.uint8), quantised.codes.view(torch.uint8)
-    cached.view(-1, *rows.shape[1:])[cache_offsets] = rows
+    cached.view(-1, *rows.shape[1:])[slot_mapping] = rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -68,7 +68,7 @@ class EagerForward:
         self.tables.update(plan)
         tables, upload = self.tables, self.tables.device.upload
         slots, positions = (upload(column) for column in tokens_of(plan))
-        input_ids, cache_offsets = look_up(tables, slots, positions)
+        input_ids, slot_mapping = look_up(tables, slots, positions)
         rows = BatchRows(plan.slots, plan.starts, plan.counts, tables.block_table)
         sampled = None
         if not is_decode(plan):
@@ -77,7 +77,7 @@ class EagerForward:
             last_rows = self.attention.plan(rows.last_tokens(is_sampled))
             sampled = SampledTokens(upload(last_tokens), last_rows)
         planned = self.attention.plan(rows)
-        return ForwardBatch(input_ids, positions, cache_offsets, sampled, planned, self.caches)
+        return ForwardBatch(input_ids, positions, slot_mapping, sampled, planned, self.caches)
 
     def step_logits(self, values: Tensor, plan: StepPlan) -> StepLogits:
         slots, positions = map(self.tables.device.upload, sampled_rows(plan))
@@ -87,8 +87,8 @@ class EagerForward:
 def look_up(tables: SlotTables, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens at some positions, and where in the cache their keys go."""
     block_ids = tables.block_table[slots, positions // tables.block_size].long()
-    cache_offsets = block_ids * tables.block_size + positions % tables.block_size
-    return tables.tokens[slots, positions], cache_offsets
+    slot_mapping = block_ids * tables.block_size + positions % tables.block_size
+    return tables.tokens[slots, positions], slot_mapping
 
 
 def tokens_of(plan: StepPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -68,14 +68,14 @@ class Case:
         """Store k and v as a layer does, with a rotation that turns nothing."""
         rope = torch.tensor([1.0, 0.0]).repeat_interleave(self.qkv.shape[2] // 2).view(1, 2, -1)
         positions = torch.zeros(len(self.qkv), dtype=torch.int64)
-        cache, slots = self.cache, self.cache_offsets()
+        cache, slots = self.cache, self.slot_mapping()
         ops.rope_write(self.qkv, None, rope, positions, cache, slots)
 
     def queries(self) -> Tensor:
         """A view, as in a layer."""
         return self.qkv[:, : -2 * self.cache.k.shape[2]]
 
-    def cache_offsets(self) -> Tensor:
+    def slot_mapping(self) -> Tensor:
         block_size = self.cache.k.shape[1]
         slots = [
             table[position // block_size] * block_size + position % block_size

@@ -94,7 +94,7 @@ class NumbaOps:
         rope: Tensor,
         positions: Tensor,
         cache: LayerCache,
-        cache_offsets: Tensor,
+        slot_mapping: Tensor,
     ) -> None:
         num_tokens, per_token, head_dim = qkv.shape
         block_size, num_kv_heads = cache.k.shape[1:3]
@@ -112,7 +112,7 @@ class NumbaOps:
             0 if norm is None else norm.k.data_ptr(),
             0 if norm is None else float_bits(norm.eps),
             positions.data_ptr(),
-            cache_offsets.data_ptr(),
+            slot_mapping.data_ptr(),
             cache.k.data_ptr(),
             cache.v.data_ptr(),
             num_tokens,

@@ -68,7 +68,7 @@ class RecordedForward:
             batch,
             input_ids=batch.input_ids.clone(),
             positions=batch.positions.clone(),
-            cache_offsets=batch.cache_offsets.clone(),
+            slot_mapping=batch.slot_mapping.clone(),
             attention=NumbaPlan(
                 plan.tokens.clone(),
                 plan.lengths.clone(),
@@ -90,6 +90,6 @@ def one_row() -> StepPlan:
 def _copy(source: ForwardBatch, target: ForwardBatch) -> None:
     target.input_ids.copy_(source.input_ids)
     target.positions.copy_(source.positions)
-    target.cache_offsets.copy_(source.cache_offsets)
+    target.slot_mapping.copy_(source.slot_mapping)
     target.attention.lengths.copy_(source.attention.lengths)
     target.attention.block_tables.copy_(source.attention.block_tables)

@@ -73,7 +73,7 @@ class DecodeGraphs:
         self._input_ids, self._context_lens, self._order = torch.zeros(
             3, num_slots, dtype=torch.int32, device=device.torch_device
         )
-        self._positions, self._cache_offsets = torch.zeros(
+        self._positions, self._slot_mapping = torch.zeros(
             2, num_slots, dtype=torch.int64, device=device.torch_device
         )
         if persistent is not None and not persistent.suits(eager.caches):
@@ -214,7 +214,7 @@ class DecodeGraphs:
     def _run_layers(self, size: int, max_context: int, shared: SharedRows | None = None) -> Tensor:
         eager, tables, rows = self.eager, self.tables, slice(size)
         slots, context_lens, order = self._slots[rows], self._context_lens[rows], self._order[rows]
-        inputs = self._input_ids[rows], self._positions[rows], self._cache_offsets[rows]
+        inputs = self._input_ids[rows], self._positions[rows], self._slot_mapping[rows]
         state = tables.lengths, tables.tokens, tables.block_table
         gather_decode(slots, *state, tables.block_size, (*inputs, context_lens, order))
         decode = DecodeRows(tables.block_table, slots, context_lens, order, max_context, shared)

@@ -174,8 +174,8 @@ class PrefillGraphs:
         write_words(tables.words, changes, self._columns[end : end + 1])
         parts = self._split(size)
         slots, places = parts[0].view(2, -1)
-        positions, cache_offsets = self._places[:, : size.num_tokens]
-        inputs = self._input_ids[: size.num_tokens], positions, cache_offsets
+        positions, slot_mapping = self._places[:, : size.num_tokens]
+        inputs = self._input_ids[: size.num_tokens], positions, slot_mapping
         state = tables.tokens, tables.block_table, tables.block_size
         gather_tokens(slots, places, *state, inputs)
         plan = self.attention.chunk_plan(

@@ -263,17 +263,17 @@ def test_rope_write(
     norm = QKNormWeights(q_weight, k_weight, EPS) if has_norm else None
     rope = rope_table(head_dim, 100, RopeConfig(10000.0), torch.device("cpu"))
     positions = torch.randint(100, (num_tokens,), generator=generator)
-    cache_offsets = torch.randperm(6 * 16, generator=generator)[:num_tokens]
+    slot_mapping = torch.randperm(6 * 16, generator=generator)[:num_tokens]
     results = []
     for ops in (make_ops(dtype), torch_ops):
         turned = qkv.clone()
         caches = [torch.full((6, 16, num_kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
-        ops.rope_write(turned, norm, rope, positions, LayerCache(*caches), cache_offsets)
+        ops.rope_write(turned, norm, rope, positions, LayerCache(*caches), slot_mapping)
         results.append(turned)
         for cached, heads in zip(caches, turned[:, num_heads:].chunk(2, dim=1), strict=True):
             lines = cached.view(-1, num_kv_heads, head_dim)
-            assert torch.equal(lines[cache_offsets], heads)
-            lines[cache_offsets] = 7.0
+            assert torch.equal(lines[slot_mapping], heads)
+            lines[slot_mapping] = 7.0
             assert bool((cached == 7.0).all())  # nothing but its slots was written
     got, want = results
     assert torch.equal(got[:, -num_kv_heads:], qkv[:, -num_kv_heads:])
@@ -295,14 +295,14 @@ def test_rope_write_in_eight_bits(head_dim: int, dtype: torch.dtype) -> None:
     for row, value in enumerate((0.0, info.max, info.tiny, math.nan, math.inf, -info.max)):
         qkv[row, :, 1] = value
     rope = torch.tensor([1.0, 0.0]).repeat_interleave(head_dim // 2).view(1, 2, -1)
-    cache_offsets = torch.randperm(6 * 16, generator=generator)[: len(qkv)]
+    slot_mapping = torch.randperm(6 * 16, generator=generator)[: len(qkv)]
     results = []
     for ops in (make_ops(dtype), torch_ops):
         codes = torch.full((2, 6, 16, num_kv_heads, head_dim), 7, dtype=torch.uint8)
         exponents = torch.full((2, 6, num_kv_heads, 16), 7, dtype=torch.uint8)
         layer = LayerCache(*codes.view(FP8), *exponents)
         positions = torch.zeros(len(qkv), dtype=torch.int64)
-        ops.rope_write(qkv.clone(), None, rope, positions, layer, cache_offsets)
+        ops.rope_write(qkv.clone(), None, rope, positions, layer, slot_mapping)
         results.append((codes, exponents))
     for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)
@@ -361,13 +361,13 @@ def test_a_broken_row_changes_no_other(
 @DTYPES
 def test_a_broken_token_changes_no_other_in_the_cache(dtype: torch.dtype) -> None:
     rope = rope_table(16, 8, RopeConfig(10000.0), torch.device("cpu"))
-    positions, cache_offsets = torch.arange(4), torch.tensor([3, 9, 1, 7])
+    positions, slot_mapping = torch.arange(4), torch.tensor([3, 9, 1, 7])
     caches = []
     for value in (0.0, math.nan):
         qkv = make(4, 6, 16, dtype=dtype)
         qkv[2] = value
         cache = torch.zeros(2, 1, 16, 2, 16, dtype=dtype)
-        make_ops(dtype).rope_write(qkv, None, rope, positions, LayerCache(*cache), cache_offsets)
+        make_ops(dtype).rope_write(qkv, None, rope, positions, LayerCache(*cache), slot_mapping)
         caches.append(cache)
     others = [slot for slot in range(16) if slot != 1]
     assert torch.equal(caches[0][:, :, others], caches[1][:, :, others])

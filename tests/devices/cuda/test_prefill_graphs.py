@@ -195,9 +195,9 @@ def plain_gather_tokens(
     columns: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     tables: Any = SimpleNamespace(tokens=tokens, block_table=block_table, block_size=block_size)
-    input_ids, cache_offsets = look_up(tables, slots.long(), positions.long())
-    cache_offsets[slots == len(tokens) - 1] = -1
-    for column, found in zip(columns, (input_ids, positions, cache_offsets), strict=True):
+    input_ids, slot_mapping = look_up(tables, slots.long(), positions.long())
+    slot_mapping[slots == len(tokens) - 1] = -1
+    for column, found in zip(columns, (input_ids, positions, slot_mapping), strict=True):
         column.copy_(found)
 
 

@@ -128,7 +128,7 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
     qkv, rope = pointer_to(args[0], like), pointer_to(args[1], float32(0))
     q_norm, k_norm = pointer_to(args[2], float32(0)), pointer_to(args[3], float32(0))
     has_norm, eps = args[2] != 0, as_float(uint32(args[4]))
-    positions, cache_offsets = (
+    positions, slot_mapping = (
         pointer_to(args[5], int64(0)),
         pointer_to(args[6], int64(0)),
     )
@@ -159,7 +159,7 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
                 for i in range(head_dim):
                     store(qkv, base + i, scratch[spread_at + i])
             continue
-        kv_head, offset = (head - num_heads) % num_kv_heads, cache_offsets[token]
+        kv_head, offset = (head - num_heads) % num_kv_heads, slot_mapping[token]
         row = (offset * num_kv_heads + kv_head) * head_dim
         place = (offset // block_size * num_kv_heads + kv_head) * block_size
         place += offset % block_size

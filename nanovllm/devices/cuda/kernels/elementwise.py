@@ -88,7 +88,7 @@ def rope_write(
     rope: Tensor,
     positions: Tensor,
     cache: LayerCache,
-    cache_offsets: Tensor,
+    slot_mapping: Tensor,
 ) -> None:
     """See Ops.rope_write; a cache offset below 0 is padding: nothing is written."""
     num_tokens, num_heads, head_dim = qkv.shape
@@ -99,7 +99,7 @@ def rope_write(
         rope,
         positions,
         tuple(cache.parts),
-        cache_offsets,
+        slot_mapping,
         NUM_Q_HEADS=num_heads - 2 * num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -201,7 +201,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     rope,
     positions,
     caches,
-    cache_offsets,
+    slot_mapping,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -219,7 +219,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     angles = rope + tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
     cos = tl.load(angles, mask=i < half, other=0.0)[None, :]
     sin = tl.load(angles + half, mask=i < half, other=0.0)[None, :]
-    offset = tl.load(cache_offsets + token + 0 * kv_heads).to(tl.int64)[:, None]
+    offset = tl.load(slot_mapping + token + 0 * kv_heads).to(tl.int64)[:, None]
     matrix = ()
     if len(caches) > 2:
         matrix = spread_matrix(i.shape[0], SPREAD[0], qkv.dtype.element_ty)
@@ -250,7 +250,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     i,
     matrix,
     caches,
-    cache_offset,
+    cache_slot,
     kv_heads,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -262,14 +262,14 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     mask = (heads < NUM_KV_HEADS) & (i < half)[None, :]
     offsets = heads * HEAD_DIM + i[None, :]
     first, second = _rotate(kv + offsets, mask, norm, 1, cos, sin, i, half)
-    cached = cache_offset * NUM_KV_HEADS * HEAD_DIM + offsets
-    is_used = mask & (cache_offset >= 0)
+    cached = cache_slot * NUM_KV_HEADS * HEAD_DIM + offsets
+    is_used = mask & (cache_slot >= 0)
     v = kv + NUM_KV_HEADS * HEAD_DIM + offsets
     v_first, v_second = tl.load(v, mask=mask, other=0.0), tl.load(v + half, mask=mask, other=0.0)
     if len(caches) > 2:
-        row = cache_offset // BLOCK_SIZE * NUM_KV_HEADS + heads
-        place = row * BLOCK_SIZE + cache_offset % BLOCK_SIZE  # [heads, 1]
-        is_row = (heads < NUM_KV_HEADS) & (cache_offset >= 0)
+        row = cache_slot // BLOCK_SIZE * NUM_KV_HEADS + heads
+        place = row * BLOCK_SIZE + cache_slot % BLOCK_SIZE  # [heads, 1]
+        is_row = (heads < NUM_KV_HEADS) & (cache_slot >= 0)
         first, second = spread(first, second, matrix, SPREAD[2])
         first, second = quantise(first, second, caches[2] + place, is_row)
         v_first, v_second = quantise(v_first, v_second, caches[3] + place, is_row)

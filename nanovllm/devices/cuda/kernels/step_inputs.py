@@ -95,10 +95,10 @@ def _gather(  # type: ignore[no-untyped-def]
     token = tl.load(tokens + slot * tokens_stride + position, mask=is_used, other=0)
     blocks = block_table + slot * table_stride
     block = tl.load(blocks + position // BLOCK_SIZE, mask=is_used, other=0).to(tl.int64)
-    cache_offset = tl.where(is_used, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    cache_slot = tl.where(is_used, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
     tl.store(columns[0] + row, token, mask=mask)
     tl.store(columns[1] + row, position.to(tl.int64), mask=mask)
-    tl.store(columns[2] + row, cache_offset, mask=mask)
+    tl.store(columns[2] + row, cache_slot, mask=mask)
     if positions is None:
         tl.store(columns[3] + row, length, mask=mask)
         tl.store(columns[4] + _rank(slots, lengths, row, length, num_rows, BLOCK), row, mask=mask)

@@ -64,13 +64,13 @@ def check_rope_write(dtype: torch.dtype, device: str) -> None:
         weights = [make(head_dim, dtype=torch.float32, device=device, seed=i) for i in (3, 4)]
         norm = QKNormWeights(*weights, 1e-6) if has_norm else None
         positions = torch.tensor([0, 99, 7, 7, 50], device=device)
-        cache_offsets = torch.tensor([3, 63, 0, 17, 40], device=device)
+        slot_mapping = torch.tensor([3, 63, 0, 17, 40], device=device)
         results = []
         for ops in (TritonOps(), TorchOps()):
             turned = qkv.clone()
             shape = (4, 16, num_kv_heads, head_dim)
             caches = [torch.full(shape, 5.0, dtype=dtype, device=device) for _ in range(2)]
-            ops.rope_write(turned, norm, rope, positions, LayerCache(*caches), cache_offsets)
+            ops.rope_write(turned, norm, rope, positions, LayerCache(*caches), slot_mapping)
             results.append((turned[:, :num_heads], *caches))
         for got, want in zip(*results, strict=True):
             assert_close(got, want)
@@ -90,7 +90,7 @@ def check_rope_write_quantises(dtype: torch.dtype, device: str) -> None:
             qkv[row, num_heads:, 3] = value
         turn_nothing = torch.tensor([1.0, 0.0], device=device).repeat_interleave(head_dim // 2)
         positions = torch.zeros(8, dtype=torch.int64, device=device)
-        cache_offsets = torch.tensor([3, 63, 0, 17, 40, 41, 15, 16], device=device)
+        slot_mapping = torch.tensor([3, 63, 0, 17, 40, 41, 15, 16], device=device)
         results = []
         for ops in (TritonOps(), TorchOps()):
             shape = (4, 16, num_kv_heads, head_dim)
@@ -99,7 +99,7 @@ def check_rope_write_quantises(dtype: torch.dtype, device: str) -> None:
             cache = LayerCache(*(part.view(FP8) for part in codes), *exponents)
             rope = turn_nothing.view(1, 2, -1)
             turned = qkv.clone()
-            ops.rope_write(turned, None, rope, positions, cache, cache_offsets)
+            ops.rope_write(turned, None, rope, positions, cache, slot_mapping)
             results.append((turned[:, :num_heads], *codes, *exponents))
         for got, want in zip(*results, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
@@ -109,8 +109,8 @@ def check_padding_is_not_written(device: str) -> None:
     qkv = make(2, 6, 64, dtype=torch.float32, device=device)
     rope = make(4, 2, 32, dtype=torch.float32, device=device)
     caches = [torch.zeros(1, 16, 2, 64, device=device) for _ in range(2)]
-    positions, cache_offsets = (torch.tensor(v, device=device) for v in ([0, 1], [-1, 2]))
-    TritonOps().rope_write(qkv, None, rope, positions, LayerCache(*caches), cache_offsets)
+    positions, slot_mapping = (torch.tensor(v, device=device) for v in ([0, 1], [-1, 2]))
+    TritonOps().rope_write(qkv, None, rope, positions, LayerCache(*caches), slot_mapping)
     for cache in caches:
         assert cache[0].any(-1).any(-1).nonzero().flatten().tolist() == [2]
 
@@ -195,17 +195,17 @@ def check_gather_decode(device: str) -> None:
     """A few rows by hand, and more than one program takes."""
     lengths = torch.tensor([3, 17, 1, 64, 33, 0], dtype=torch.int32, device=device)
     slots = torch.tensor([4, 0, 5, 3, 2], dtype=torch.int32, device=device)  # slot 5 is padding
-    input_ids, positions, cache_offsets, context_lens, order = gathered(slots, lengths)
+    input_ids, positions, slot_mapping, context_lens, order = gathered(slots, lengths)
     assert input_ids == [4 * 64 + 32, 2, 0, 3 * 64 + 63, 2 * 64]
     assert positions == [32, 2, 0, 63, 0]
-    assert cache_offsets == [18 * 16, 2, -1, 15 * 16 + 15, 8 * 16]
+    assert slot_mapping == [18 * 16, 2, -1, 15 * 16 + 15, 8 * 16]
     assert context_lens == [33, 3, 0, 64, 1]
     assert order == [3, 0, 1, 4, 2]
     for num_rows in (129, 1100):
         generator = torch.Generator().manual_seed(num_rows)
         lengths = torch.randint(0, 65, (num_rows,), generator=generator).int().to(device)
         slots = torch.randperm(num_rows, generator=generator).int().to(device)
-        input_ids, positions, cache_offsets, context_lens, order = gathered(slots, lengths)
+        input_ids, positions, slot_mapping, context_lens, order = gathered(slots, lengths)
         want = lengths[slots.long()].cpu()
         last = (want - 1).clamp(min=0)
         assert context_lens == want.tolist()
@@ -213,7 +213,7 @@ def check_gather_decode(device: str) -> None:
         is_used, lines = want > 0, slots.cpu()
         assert input_ids == torch.where(is_used, lines * 64 + last, 0).tolist()
         cached = (lines * 4 + last // 16) * 16 + last % 16
-        assert cache_offsets == torch.where(is_used, cached, -1).tolist()
+        assert slot_mapping == torch.where(is_used, cached, -1).tolist()
         assert order == want.argsort(descending=True, stable=True).tolist()
 
 
@@ -223,8 +223,8 @@ def gathered(slots: Tensor, lengths: Tensor) -> list[list[int]]:
     tokens = torch.arange(num_lines * 64, dtype=torch.int32, device=device).view(num_lines, 64)
     block_table = torch.arange(num_lines * 4, dtype=torch.int32, device=device).view(num_lines, 4)
     input_ids, context_lens, order = torch.zeros(3, num_rows, dtype=torch.int32, device=device)
-    positions, cache_offsets = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
-    columns = (input_ids, positions, cache_offsets, context_lens, order)
+    positions, slot_mapping = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+    columns = (input_ids, positions, slot_mapping, context_lens, order)
     gather_decode(slots, lengths, tokens, block_table, 16, columns)
     return [column.tolist() for column in columns]
 
@@ -240,12 +240,12 @@ def check_gather_tokens(device: str) -> None:
         sent[1 + num_tokens :] = torch.randint(0, 64, (num_tokens,), generator=generator)
         slots, positions = sent[1:].long().view(2, -1)
         tables: Any = SimpleNamespace(tokens=tokens, block_table=block_table, block_size=block_size)
-        input_ids, cache_offsets = look_up(tables, slots, positions)
-        input_ids[slots == num_slots], cache_offsets[slots == num_slots] = 0, -1  # padding
+        input_ids, slot_mapping = look_up(tables, slots, positions)
+        input_ids[slots == num_slots], slot_mapping[slots == num_slots] = 0, -1  # padding
         columns = sent.to(device)[1:].view(2, -1)
         got = tuple(torch.zeros_like(x, device=device) for x in (input_ids, positions, positions))
         gather_tokens(*columns, tokens.to(device), block_table.to(device), block_size, got)
-        for mine, want in zip(got, (input_ids, positions, cache_offsets), strict=True):
+        for mine, want in zip(got, (input_ids, positions, slot_mapping), strict=True):
             assert mine.dtype == want.dtype
             assert mine.tolist() == want.tolist()
 
