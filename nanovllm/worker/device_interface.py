@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nanovllm.ops.interface import Ops
     from nanovllm.ops.tp_group import TPGroup
     from nanovllm.worker.forward import EagerForward
-    from nanovllm.worker.input_batch import SlotTables
+    from nanovllm.worker.input_batch import InputBatch
     from nanovllm.worker.kv_cache import KVCacheSpec
     from nanovllm.worker.model_runner import ModelRunner, Sampler
 
@@ -108,7 +108,7 @@ class Device(Protocol):
     def keep_allowed(self, logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
         """See `torch_sampling.keep_allowed`."""
 
-    def sampler(self, tables: SlotTables, vocab_size: int) -> Sampler:
+    def sampler(self, tables: InputBatch, vocab_size: int) -> Sampler:
         """Make what draws tokens from logits."""
 
     def prepare(

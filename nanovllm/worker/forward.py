@@ -14,7 +14,7 @@ from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch, SampledTokens
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.ops.interface import Hidden, LayerCache
-from nanovllm.worker.input_batch import SlotTables
+from nanovllm.worker.input_batch import InputBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ Forward = Callable[[StepPlan], StepLogits]  # also writes to the tables what a p
 @dataclass(frozen=True, slots=True)
 class EagerForward:
     model: DecoderModel
-    tables: SlotTables
+    tables: InputBatch
     attention: AttentionBackend
     caches: list[LayerCache]
 
@@ -84,7 +84,7 @@ class EagerForward:
         return StepLogits(values, slots, positions)
 
 
-def look_up(tables: SlotTables, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def look_up(tables: InputBatch, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens at some positions, and where in the cache their keys go."""
     block_ids = tables.block_table[slots, positions // tables.block_size].long()
     slot_mapping = block_ids * tables.block_size + positions % tables.block_size

@@ -21,7 +21,7 @@ ALIGNMENT = 4  # words: kernels read faster where a column begins at a multiple 
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class SlotField:
     """`width` numbers of a slot, or one, and what a sequence that enters it brings for them."""
 
     dtype: type[np.number[Any]]
@@ -34,24 +34,26 @@ class Column:
         return (self.width or 1) * np.dtype(self.dtype).itemsize // 4
 
 
-def slot_columns(max_model_len: int, block_size: int) -> dict[str, Column]:
+def slot_fields(max_model_len: int, block_size: int) -> dict[str, SlotField]:
     return {
-        "tokens": Column(np.int32, lambda row: row.token_ids, max_model_len),
-        "block_table": Column(np.int32, lambda row: row.block_ids, -(-max_model_len // block_size)),
-        "lengths": Column(np.int32, lambda row: len(row.token_ids)),
-        "temperature": Column(np.float32, lambda row: row.params.temperature),
-        "top_k": Column(np.int32, lambda row: min(row.params.top_k, INT32_MAX)),
-        "top_p": Column(np.float32, lambda row: row.params.top_p),
-        "min_p": Column(np.float32, lambda row: row.params.min_p),
-        "seed": Column(np.int64, lambda row: row.seed),
-        "prompt_lens": Column(np.int32, lambda row: row.num_prompt_tokens),
-        "presence": Column(np.float32, lambda row: row.params.presence_penalty),
-        "frequency": Column(np.float32, lambda row: row.params.frequency_penalty),
-        "repetition": Column(np.float32, lambda row: row.params.repetition_penalty),
+        "tokens": SlotField(np.int32, lambda row: row.token_ids, max_model_len),
+        "block_table": SlotField(
+            np.int32, lambda row: row.block_ids, -(-max_model_len // block_size)
+        ),
+        "lengths": SlotField(np.int32, lambda row: len(row.token_ids)),
+        "temperature": SlotField(np.float32, lambda row: row.params.temperature),
+        "top_k": SlotField(np.int32, lambda row: min(row.params.top_k, INT32_MAX)),
+        "top_p": SlotField(np.float32, lambda row: row.params.top_p),
+        "min_p": SlotField(np.float32, lambda row: row.params.min_p),
+        "seed": SlotField(np.int64, lambda row: row.seed),
+        "prompt_lens": SlotField(np.int32, lambda row: row.num_prompt_tokens),
+        "presence": SlotField(np.float32, lambda row: row.params.presence_penalty),
+        "frequency": SlotField(np.float32, lambda row: row.params.frequency_penalty),
+        "repetition": SlotField(np.float32, lambda row: row.params.repetition_penalty),
     }
 
 
-class SlotTables:
+class InputBatch:
     """A table for each column, with a row for each slot; plans update them in order.
 
     All are parts of one tensor, so that an update is one list of offsets and one of values. The
@@ -71,7 +73,7 @@ class SlotTables:
         self.device = device
         self.num_slots = num_slots
         self.block_size = block_size
-        self._columns = slot_columns(max_model_len, block_size)
+        self._columns = slot_fields(max_model_len, block_size)
         self._offsets, end = {}, 0
         for name, column in self._columns.items():
             self._offsets[name] = end

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.step import NewRow
-from nanovllm.worker.input_batch import SlotTables
+from nanovllm.worker.input_batch import InputBatch
 
 T = TypeVar("T")
 Processor = Callable[[list[int], Tensor], Tensor]
@@ -64,7 +64,7 @@ class EditedRow:
 
 
 class LogitsEdits:
-    def __init__(self, tables: SlotTables) -> None:
+    def __init__(self, tables: InputBatch) -> None:
         self.tables = tables
 
     def asked_by(self, row: NewRow) -> Asked:

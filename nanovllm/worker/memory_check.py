@@ -19,7 +19,7 @@ from nanovllm.layers.shards import check_splits
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.worker.device_interface import Device
-from nanovllm.worker.input_batch import slot_columns
+from nanovllm.worker.input_batch import slot_fields
 from nanovllm.worker.kv_cache import kv_cache_spec
 from nanovllm.worker.loader import choose_layouts, named_layers
 
@@ -86,7 +86,7 @@ def count_needs(config: EngineConfig, model: ModelConfig, build: Build) -> Needs
             layer.expected_tensors(path)
     max_len = min(config.max_model_len, model.max_position_embeddings)
     num_ropes = len({layer.rope for layer in model.layers})
-    columns = slot_columns(max_len, config.kvcache_block_size).values()
+    columns = slot_fields(max_len, config.kvcache_block_size).values()
     slot_bytes = 4 * sum(column.num_words for column in columns) + HOST_BYTES
     spec = kv_cache_spec(config, model, build.dtype, build.group)
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_len)

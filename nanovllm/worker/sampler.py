@@ -10,12 +10,12 @@ from nanovllm.engine.step import StepPlan
 from nanovllm.ops import torch_sampling
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker.forward import Sampled, StepLogits
-from nanovllm.worker.input_batch import SlotTables
+from nanovllm.worker.input_batch import InputBatch
 
 
 @dataclass(frozen=True, slots=True)
 class TorchSampler:
-    tables: SlotTables
+    tables: InputBatch
     group: TPGroup
 
     def __call__(self, logits: StepLogits, plan: StepPlan) -> Sampled:

@@ -30,7 +30,7 @@ from nanovllm.worker.host_memory import (
     give_back,
     total_memory,
 )
-from nanovllm.worker.input_batch import SlotTables
+from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.sampler import TorchSampler
@@ -124,7 +124,7 @@ class TorchDevice:
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
         return Pending(lambda: [tensor.numpy() for tensor in tensors])
 
-    def sampler(self, tables: SlotTables, vocab_size: int) -> TorchSampler:
+    def sampler(self, tables: InputBatch, vocab_size: int) -> TorchSampler:
         return TorchSampler(tables, self.group)
 
     def prepare(

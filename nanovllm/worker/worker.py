@@ -21,7 +21,7 @@ from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward
-from nanovllm.worker.input_batch import SlotTables
+from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec, choose_num_blocks, kv_cache_spec
 from nanovllm.worker.loader import choose_layouts, fill_dummy_weights, load_weights
 from nanovllm.worker.memory_check import check_memory, is_shortage
@@ -115,9 +115,9 @@ class Worker:
             logger.info("KV cache: %d blocks, as another rank has no room for more", smallest)
         return smallest
 
-    def _tables(self) -> SlotTables:
+    def _tables(self) -> InputBatch:
         config = self.config
-        return SlotTables(
+        return InputBatch(
             self.device, config.max_num_seqs, config.max_model_len, config.kvcache_block_size
         )
 

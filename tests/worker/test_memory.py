@@ -23,7 +23,7 @@ from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker import host_memory as cpu
 from nanovllm.worker import worker
-from nanovllm.worker.input_batch import SlotTables
+from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.memory_check import count_needs
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import cpu_device
@@ -63,7 +63,7 @@ def test_weights_are_counted_exactly(name: str) -> None:
 def test_tables_are_counted(num_slots: int, max_len: int) -> None:
     config = EngineConfig("m", max_num_seqs=num_slots, max_model_len=max_len)
     model = read_config(saved("llama"))
-    tables = SlotTables(cpu_device(), num_slots, max_len, config.kvcache_block_size)
+    tables = InputBatch(cpu_device(), num_slots, max_len, config.kvcache_block_size)
     ropes = build_model(model, max_len, build(TPGroup())).model.ropes
     held = tables.words.nbytes + ropes[0].nbytes
     assert held <= count_needs(config, model, build(TPGroup())).tables + 4 * max_len <= 2 * held

@@ -39,7 +39,7 @@ from nanovllm.ops.interface import Ops
 from nanovllm.ops.tp_group import ALONE, TPGroup
 from nanovllm.worker.device_interface import Memory
 from nanovllm.worker.forward import EagerForward
-from nanovllm.worker.input_batch import SlotTables
+from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec
 from nanovllm.worker.model_runner import ModelRunner
 
@@ -243,7 +243,7 @@ class CudaDevice:
         described = SimpleNamespace(__cuda_array_interface__=memory)
         return torch.as_tensor(described, device=self.torch_device).view(tensor.dtype)
 
-    def sampler(self, tables: SlotTables, vocab_size: int) -> TritonSampler:
+    def sampler(self, tables: InputBatch, vocab_size: int) -> TritonSampler:
         return TritonSampler(tables, vocab_size, self.group)
 
     def prepare(

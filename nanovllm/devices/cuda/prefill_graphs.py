@@ -169,7 +169,7 @@ class PrefillGraphs:
 
     def _run_model(self, size: Bucket) -> Tensor:
         eager, tables, end = self.eager, self.eager.tables, sum(size.lengths)
-        # Behind the columns are the changes that `SlotTables.update` would make.
+        # Behind the columns are the changes that `InputBatch.update` would make.
         changes = self._columns[end + 1 :][: 2 * MAX_CHANGES].view(-1, 2)
         write_words(tables.words, changes, self._columns[end : end + 1])
         parts = self._split(size)

@@ -10,11 +10,11 @@ from nanovllm.engine.step import StepPlan
 from nanovllm.ops.interface import Sampling
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker.forward import Sampled, StepLogits
-from nanovllm.worker.input_batch import SlotTables
+from nanovllm.worker.input_batch import InputBatch
 
 
 class TritonSampler:
-    def __init__(self, tables: SlotTables, vocab_size: int, group: TPGroup) -> None:
+    def __init__(self, tables: InputBatch, vocab_size: int, group: TPGroup) -> None:
         self.tables = tables
         self.group = group
         device = tables.device.torch_device
