@@ -82,7 +82,7 @@ def describe_once(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def shape_once(init: Callable[..., None]) -> Callable[..., None]:
-    """Share the shape that all tensors of a type have."""
+    """Shard the shape that all tensors of a type have."""
     known: dict[str, dict[str, Any]] = {}
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:

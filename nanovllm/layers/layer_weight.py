@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from nanovllm.checkpoint.quantization import QuantLayout
-from nanovllm.layers.shards import ExpectedTensor, Share, expect_stack, num_outputs
+from nanovllm.layers.shards import ExpectedTensor, Shard, expect_stack, num_outputs
 from nanovllm.ops.quantized_weight import Weight
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nanovllm.layers.quantized_weights import BlockTensors, WordTensors
 
 # Output sizes of a weight by checkpoint name; one tensor may hold several outputs (q, k and v).
-Outputs = dict[str, list[Share]]
+Outputs = dict[str, list[Shard]]
 Layouts = Callable[[str], QuantLayout | None]  # by module; None: dense, or to be dequantized
 
 
@@ -31,7 +31,7 @@ class LayerWeight(nn.Module):
     """
 
     def __init__(
-        self, outputs: Outputs, inputs: Share, build: Build, is_uniform: bool = False
+        self, outputs: Outputs, inputs: Shard, build: Build, is_uniform: bool = False
     ) -> None:
         super().__init__()
         self.outputs, self.inputs = outputs, inputs
@@ -77,7 +77,7 @@ class LayerWeight(nn.Module):
 class DenseTensor(nn.Module):
     """One tensor [outputs, inputs] in the model's dtype."""
 
-    def __init__(self, outputs: Outputs, inputs: Share, build: Build) -> None:
+    def __init__(self, outputs: Outputs, inputs: Shard, build: Build) -> None:
         super().__init__()
         self.outputs, self.inputs = outputs, inputs
         self.values = build.parameter(num_outputs(outputs), inputs.count)

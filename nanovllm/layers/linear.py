@@ -13,7 +13,7 @@ from nanovllm.layers.layer_weight import LayerWeight, Outputs
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.shards import (
     ExpectedTensor,
-    Share,
+    Shard,
     expect_stack,
     num_outputs,
     split,
@@ -33,7 +33,7 @@ class MergedLinear(Layer):
 
     def __init__(
         self,
-        inputs: Share,
+        inputs: Shard,
         outputs: Outputs,
         bias: bool,
         build: Build,
@@ -70,7 +70,7 @@ class RowParallelLinear(MergedLinear):
     """A projection of what is spread over the ranks; their results are added up."""
 
     def __init__(
-        self, inputs: Share, out_features: int, bias: bool, build: Build, name: str
+        self, inputs: Shard, out_features: int, bias: bool, build: Build, name: str
     ) -> None:
         super().__init__(inputs, {name: [whole(out_features)]}, bias, build)
         self.group = build.group

@@ -15,8 +15,8 @@ from nanovllm.layers.layer_weight import Outputs
 from nanovllm.layers.shards import (
     CopiedPart,
     ExpectedTensor,
-    Share,
-    expect_shares,
+    Shard,
+    expect_shards,
     expect_stack,
     num_outputs,
 )
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def create_quantized(
-    layouts: list[QuantLayout], outputs: Outputs, inputs: Share, build: Build
+    layouts: list[QuantLayout], outputs: Outputs, inputs: Shard, build: Build
 ) -> WordTensors | BlockTensors | None:
     """None: no kernel reads such tensors, or the share that this rank has of them."""
     if not layouts[0].block_bytes:
@@ -46,7 +46,7 @@ def create_quantized(
     return BlockTensors(layouts, outputs, inputs, build)
 
 
-def common_layout(layouts: Sequence[QuantLayout], inputs: Share) -> QuantLayout | None:
+def common_layout(layouts: Sequence[QuantLayout], inputs: Shard) -> QuantLayout | None:
     """The layout that all tensors of a projection have, if kernels read it and no group is cut."""
     if len({(layout.kind, layout.group) for layout in layouts}) > 1:
         return None
@@ -63,7 +63,7 @@ def common_layout(layouts: Sequence[QuantLayout], inputs: Share) -> QuantLayout 
 class WordTensors(nn.Module):
     """FP8 or int4 in words, with scales and zero points: `quantized_weight.py` has the layout."""
 
-    def __init__(self, outputs: Outputs, inputs: Share, layout: QuantLayout, build: Build) -> None:
+    def __init__(self, outputs: Outputs, inputs: Shard, layout: QuantLayout, build: Build) -> None:
         super().__init__()
         self.outputs, self.inputs, self.layout = outputs, inputs, layout
         self.bits = 8 if layout.kind == "fp8" else 4
@@ -82,7 +82,7 @@ class WordTensors(nn.Module):
     def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
         weight, tensors, first = self.for_ops(), {}, 0
         for name, shares in self.outputs.items():
-            expected, parts = expect_shares(self.qweight[first:], shares, self.inputs), []
+            expected, parts = expect_shards(self.qweight[first:], shares, self.inputs), []
             for share, part in zip(shares, expected.parts, strict=True):
                 rows = QuantizedRows(weight, first, len(part.target), self.layout.group)
                 parts.append(CopiedPart(part.source, rows))
@@ -100,7 +100,7 @@ class BlockTensors(nn.Module):
     """Rows of GGUF's quant blocks, a tensor [outputs, bytes] for each run of one type."""
 
     def __init__(
-        self, layouts: list[QuantLayout], outputs: Outputs, inputs: Share, build: Build
+        self, layouts: list[QuantLayout], outputs: Outputs, inputs: Shard, build: Build
     ) -> None:
         super().__init__()
         self.inputs, self.ops = inputs, build.ops
@@ -138,12 +138,12 @@ class BlockTensors(nn.Module):
         return self.weight
 
 
-def has_whole_blocks(layout: QuantLayout, inputs: Share) -> bool:
+def has_whole_blocks(layout: QuantLayout, inputs: Shard) -> bool:
     """Whether neither the tensor nor a rank's share of its columns cuts a quant block."""
     return not any(size % layout.group for size in (inputs.size, inputs.first, inputs.count))
 
 
-def byte_columns(layout: QuantLayout, inputs: Share) -> Share:
+def byte_columns(layout: QuantLayout, inputs: Shard) -> Shard:
     """The share in bytes of a row."""
     sizes = inputs.size, inputs.first, inputs.count
-    return Share(*(size // layout.group * layout.block_bytes for size in sizes))
+    return Shard(*(size // layout.group * layout.block_bytes for size in sizes))

@@ -13,7 +13,7 @@ from nanovllm.ops.tp_group import TPGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Shard:
     """A rank's part of a dimension: `count` elements from `first` on.
 
     A dimension that does not divide is padded: elements from `size` on are not in the checkpoint.
@@ -23,9 +23,9 @@ class Share:
     first: int
     count: int
 
-    def times(self, unit: int) -> Share:
+    def times(self, unit: int) -> Shard:
         """The same share in smaller units: a share of heads, times head_dim, is one of outputs."""
-        return Share(self.size * unit, self.first * unit, self.count * unit)
+        return Shard(self.size * unit, self.first * unit, self.count * unit)
 
     @property
     def stored(self) -> slice:
@@ -33,20 +33,20 @@ class Share:
         return slice(min(self.first, self.size), min(self.first + self.count, self.size))
 
 
-def whole(size: int) -> Share:
-    return Share(size, 0, size)
+def whole(size: int) -> Shard:
+    return Shard(size, 0, size)
 
 
-def split(size: int, group: TPGroup) -> Share:
+def split(size: int, group: TPGroup) -> Shard:
     """Equal parts; the last are padded where the size does not divide."""
     count = -(-size // group.size)
-    return Share(size, group.rank * count, count)
+    return Shard(size, group.rank * count, count)
 
 
-def split_kv_heads(num_heads: int, group: TPGroup) -> Share:
+def split_kv_heads(num_heads: int, group: TPGroup) -> Shard:
     """Equal parts; ranks that outnumber the heads hold one each, some of them the same one."""
     first = group.rank * num_heads // group.size
-    return Share(num_heads, first, max(num_heads // group.size, 1))
+    return Shard(num_heads, first, max(num_heads // group.size, 1))
 
 
 def check_splits(model: ModelConfig, size: int) -> None:
@@ -93,7 +93,7 @@ def expect_whole(target: Tensor) -> ExpectedTensor:
     return ExpectedTensor(tuple(target.shape), (CopiedPart((), target),))
 
 
-def expect_shares(target: Tensor, rows: list[Share], *columns: Share) -> ExpectedTensor:
+def expect_shards(target: Tensor, rows: list[Shard], *columns: Shard) -> ExpectedTensor:
     """Expect a tensor whose rows are several dimensions, one below another: take a share of each.
 
     The shares fill the target in the same order.
@@ -108,16 +108,16 @@ def expect_shares(target: Tensor, rows: list[Share], *columns: Share) -> Expecte
 
 
 def expect_stack(
-    target: Tensor, outputs: dict[str, list[Share]], *columns: Share
+    target: Tensor, outputs: dict[str, list[Shard]], *columns: Shard
 ) -> dict[str, ExpectedTensor]:
     """Expect a tensor for each name; their shares fill the target one below another."""
     tensors, first = {}, 0
     for name, rows in outputs.items():
-        tensors[name] = expect_shares(target[first:], rows, *columns)
+        tensors[name] = expect_shards(target[first:], rows, *columns)
         first += sum(share.count for share in rows)
     return tensors
 
 
-def num_outputs(outputs: dict[str, list[Share]]) -> int:
+def num_outputs(outputs: dict[str, list[Shard]]) -> int:
     """How many this rank has of them all."""
     return sum(share.count for rows in outputs.values() for share in rows)

@@ -41,7 +41,7 @@ HISTOGRAMS = {
 ENGINE_METRICS = {
     "num_requests_running": (GaugeMetricFamily, "Sequences that run"),
     "num_requests_waiting": (GaugeMetricFamily, "Sequences that wait"),
-    "kv_cache_usage_perc": (GaugeMetricFamily, "Share of the KV cache in use, from 0 to 1"),
+    "kv_cache_usage_perc": (GaugeMetricFamily, "Shard of the KV cache in use, from 0 to 1"),
     "engine_up": (GaugeMetricFamily, "1 while the engine answers, else 0"),
     "prefix_cache_queries": (CounterMetricFamily, "Prompt tokens looked up"),
     "prefix_cache_hits": (CounterMetricFamily, "Prompt tokens found in the cache"),

@@ -18,7 +18,7 @@ from nanovllm.layers.linear import Embedding, LMHead, RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import ExpertNames, SparseMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.layers.shards import Share, check_splits, split, split_kv_heads, whole
+from nanovllm.layers.shards import Shard, check_splits, split, split_kv_heads, whole
 from nanovllm.models.registry import read_config
 from nanovllm.ops.interface import Hidden, Ops
 from nanovllm.ops.torch_ops import TorchOps
@@ -235,12 +235,12 @@ def test_shares_make_up_the_whole(size: int, num_ranks: int) -> None:
 
 
 def test_shares_of_kv_heads() -> None:
-    def firsts(num_heads: int, size: int) -> list[Share]:
+    def firsts(num_heads: int, size: int) -> list[Shard]:
         return [split_kv_heads(num_heads, group) for group in unconnected(size)]
 
-    assert firsts(4, 2) == [Share(4, 0, 2), Share(4, 2, 2)]
-    assert firsts(2, 4) == [Share(2, 0, 1), Share(2, 0, 1), Share(2, 1, 1), Share(2, 1, 1)]
-    assert firsts(1, 3) == [Share(1, 0, 1)] * 3
+    assert firsts(4, 2) == [Shard(4, 0, 2), Shard(4, 2, 2)]
+    assert firsts(2, 4) == [Shard(2, 0, 1), Shard(2, 0, 1), Shard(2, 1, 1), Shard(2, 1, 1)]
+    assert firsts(1, 3) == [Shard(1, 0, 1)] * 3
 
 
 GOOD: list[tuple[dict[str, Any], int]] = [

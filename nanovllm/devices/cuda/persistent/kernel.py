@@ -348,7 +348,7 @@ def make_experts(stream, SHAPE: gl.constexpr):
 def make_attention(
     table, partials, qkv, length, position, window, SHAPE: gl.constexpr, BLOCK_SIZE: gl.constexpr
 ):
-    """Share the keys of each kv head out: whole tiles of 32, each of which lies in one block."""
+    """Shard the keys of each kv head out: whole tiles of 32, each of which lies in one block."""
     SPLITS: gl.constexpr = num_splits(SHAPE.num_kv_heads)
     oldest = gl.maximum(length - window, 0)
     start = oldest // 32 * 32
