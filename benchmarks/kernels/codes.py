@@ -40,7 +40,7 @@ from nanovllm.devices.cuda.kernels.linear_one_row import (
     one_row_linear,
 )
 from nanovllm.ops.fp8 import FP8
-from nanovllm.ops.interface import Activation, Hidden, NormWeights
+from nanovllm.ops.interface import Activation, NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import BLOCK, QuantizedWeight
 from nanovllm.ops.torch_ops import TorchOps
 from tests.ops.quantized_products import quantized_product
@@ -171,7 +171,7 @@ def norm_of(shape: Shape) -> NormWeights | None:
 def expect(shape: Shape, x: Tensor, weight: QuantizedWeight) -> Tensor:
     norm = norm_of(shape)
     if len(x) == 1 and norm is not None:
-        x = TorchOps().norm(Hidden(x), norm)[0]
+        x = TorchOps().norm(ResidualStream(x), norm)[0]
     y = functional.linear(x, weight.dequantize(DTYPE))
     return y if shape.activation is None else TorchOps().gate(y, shape.activation)
 
@@ -182,7 +182,7 @@ def one_row_ways(
     norm = norm_of(shape)
 
     def run(weight: QuantizedWeight, config: OneRowConfig) -> Tensor:
-        return one_row_linear(Hidden(x), norm, weight, None, shape.activation, config)[0]
+        return one_row_linear(ResidualStream(x), norm, weight, None, shape.activation, config)[0]
 
     chosen = one_row_config(weights[0], norm is not None, shape.activation is not None)
     whole = 1 << (shape.num_in - 1).bit_length()

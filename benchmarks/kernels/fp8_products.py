@@ -37,7 +37,7 @@ from nanovllm.devices.cuda.kernels.linear_fp8 import (
     fp8_quantise,
     library_weight,
 )
-from nanovllm.ops.interface import Hidden, NormWeights
+from nanovllm.ops.interface import NormWeights, ResidualStream
 
 DTYPE = torch.bfloat16
 MIN_BYTES = 200_000_000  # of the weights that take turns
@@ -59,11 +59,15 @@ class Case:
         if self.shape.is_summed:
             return fp8_norm(fp8_add_to(self.residual, self.x, weight, None), self.norm_out).scales
         activation = self.shape.activation
-        return fp8_after_norm(Hidden(self.x), self.norm_in, weight, None, activation)
+        return fp8_after_norm(ResidualStream(self.x), self.norm_in, weight, None, activation)
 
     def scaled_by_library(self, weight: LibraryWeight) -> Tensor:
         is_summed, activation = self.shape.is_summed, self.shape.activation
-        rows = fp8_quantise(self.x, False) if is_summed else fp8_norm(Hidden(self.x), self.norm_in)
+        rows = (
+            fp8_quantise(self.x, False)
+            if is_summed
+            else fp8_norm(ResidualStream(self.x), self.norm_in)
+        )
         y: Tensor = torch._scaled_mm(
             rows.codes,
             weight.stored.fp8.t(),
@@ -73,22 +77,22 @@ class Case:
             use_fast_accum=True,
         )
         if is_summed:
-            return fp8_norm(Hidden(self.residual, y), self.norm_out).scales
+            return fp8_norm(ResidualStream(self.residual, y), self.norm_out).scales
         return y if activation is None else gate(y, activation)
 
     def without_product(self, y: Tensor) -> Tensor:
         if not self.shape.is_summed:
-            fp8_norm(Hidden(self.x), self.norm_in)
+            fp8_norm(ResidualStream(self.x), self.norm_in)
             return y if self.shape.activation is None else gate(y, self.shape.activation)
         fp8_quantise(self.x, by_block=False)
-        return fp8_norm(Hidden(self.residual, y), self.norm_out).scales
+        return fp8_norm(ResidualStream(self.residual, y), self.norm_out).scales
 
     def widened(self, counters: Tensor, weight: LibraryWeight) -> Tensor:
         if not self.shape.is_summed:
-            x = rms_norm(Hidden(self.x), self.norm_in)
+            x = rms_norm(ResidualStream(self.x), self.norm_in)
             return few_rows_linear(x, weight.stored, None, self.shape.activation, counters)
         y = few_rows_linear(self.x, weight.stored, None, None, None)
-        return rms_norm(Hidden(self.residual, y), self.norm_out)
+        return rms_norm(ResidualStream(self.residual, y), self.norm_out)
 
 
 def main() -> int:

@@ -31,7 +31,7 @@ from nanovllm.cli.options import at_least
 from nanovllm.devices.cuda.ops import TritonOps
 from nanovllm.errors import EngineError
 from nanovllm.models.config_json import read_model_config
-from nanovllm.ops.interface import Hidden, NormWeights
+from nanovllm.ops.interface import NormWeights, ResidualStream
 
 MODELS, ROWS = ["qwen3-0.6b", "qwen3-8b"], [64, 128, 192, 256]
 QUICK_BYTES, QUICK_REPLAYS = 160_000_000, 2  # of weights that take turns when all are timed
@@ -168,7 +168,7 @@ class Layers:
 
     def engine(self, found: dict[str, Best]) -> Tensor:
         """What the engine runs, but with the products that were found in place of its own."""
-        hidden = Hidden(self.residual.clone())
+        hidden = ResidualStream(self.residual.clone())
         for weights in self.weights:
             x, residual = self.ops.norm(hidden, self.norm)
             self._project(x, weights.qkv, found.get("qkv"))
@@ -188,13 +188,15 @@ class Layers:
         y = torch.empty(len(x), len(weight), device=x.device, dtype=best.product.shape.out_dtype)
         return best.product(best.algorithm, x, weight, y)
 
-    def _add(self, residual: Tensor, x: Tensor, weight: Tensor, best: Best | None) -> Hidden:
+    def _add(
+        self, residual: Tensor, x: Tensor, weight: Tensor, best: Best | None
+    ) -> ResidualStream:
         if best is None:
             return self.ops.pack_linear(weight, None, None, has_room=False).add_to(residual, x)
         if best.product.shape.adds:
-            return Hidden(best.product(best.algorithm, x, weight, residual))
+            return ResidualStream(best.product(best.algorithm, x, weight, residual))
         y = self._project(x, weight, best)
-        return Hidden(residual, y if y.dtype == residual.dtype else y[None])
+        return ResidualStream(residual, y if y.dtype == residual.dtype else y[None])
 
 
 def compare_layers(

@@ -8,7 +8,7 @@ from torch import Tensor
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.shards import ExpectedTensor, expect_whole
-from nanovllm.ops.interface import Hidden, NormWeights, QKNormWeights
+from nanovllm.ops.interface import NormWeights, QKNormWeights, ResidualStream
 
 
 class RMSNorm(Layer):
@@ -22,7 +22,7 @@ class RMSNorm(Layer):
         self.ops = build.ops
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.norm(Hidden(x), self.weights)[0]
+        return self.ops.norm(ResidualStream(x), self.weights)[0]
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         return {f"{path}.weight": expect_whole(self.weight)}

@@ -19,7 +19,7 @@ from nanovllm.layers.shards import (
     split,
     whole,
 )
-from nanovllm.ops.interface import Activation, Hidden, PackedLinear
+from nanovllm.ops.interface import Activation, PackedLinear, ResidualStream
 from nanovllm.ops.quantized_weight import Weight
 
 
@@ -48,7 +48,7 @@ class MergedLinear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return self.packed(x)
 
-    def after_norm(self, hidden: Hidden, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def after_norm(self, hidden: ResidualStream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Project the norm of hidden; return also the residual, to which its update is added."""
         return self.packed.after_norm(hidden, norm.weights)
 
@@ -78,11 +78,11 @@ class RowParallelLinear(MergedLinear):
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.packed(x))
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
+    def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
         """Project x, for the next norm to add it to the residual."""
         if self.group.is_alone:
             return self.packed.add_to(residual, x)
-        return Hidden(residual, self(x))  # every rank has the residual: their sum must not
+        return ResidualStream(residual, self(x))  # every rank has the residual: their sum must not
 
     def pack(self, has_room: bool) -> None:
         if self.group.rank > 0:
@@ -126,7 +126,7 @@ class LMHead(MergedLinear):
         if tied is not None:
             self.weight = tied.weight
 
-    def logits(self, hidden: Hidden, norm: RMSNorm) -> Tensor:
+    def logits(self, hidden: ResidualStream, norm: RMSNorm) -> Tensor:
         """Project the norm of hidden to the logits of the whole vocabulary, without padding."""
         shard, _ = self.after_norm(hidden, norm)
         logits = self.group.gather_columns(shard)

@@ -7,7 +7,7 @@ from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
 from nanovllm.layers.shards import split, whole
-from nanovllm.ops.interface import Hidden
+from nanovllm.ops.interface import ResidualStream
 
 
 class GatedMLP(Layer):
@@ -23,6 +23,6 @@ class GatedMLP(Layer):
         self.gate_up_proj = MergedLinear(inputs, outputs, bias, build, config.activation)
         self.down_proj = RowParallelLinear(size, config.hidden_size, bias, build, "down_proj")
 
-    def forward(self, hidden: Hidden, norm: RMSNorm) -> Hidden:
+    def forward(self, hidden: ResidualStream, norm: RMSNorm) -> ResidualStream:
         gated, residual = self.gate_up_proj.after_norm(hidden, norm)
         return self.down_proj.add_to(residual, gated)

@@ -10,7 +10,7 @@ from nanovllm.layers.layer_weight import LayerWeight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.layers.shards import ExpectedTensor, split, whole
-from nanovllm.ops.interface import Hidden, PackedExperts, Routing
+from nanovllm.ops.interface import PackedExperts, ResidualStream, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class SparseMLP(Layer):
         self.routing = Routing(config.top_k, config.is_normalized)
         self.ops, self.group = build.ops, build.group
 
-    def forward(self, hidden: Hidden, norm: RMSNorm) -> Hidden:
+    def forward(self, hidden: ResidualStream, norm: RMSNorm) -> ResidualStream:
         y, residual = self.packed.after_norm(hidden, norm.weights, self.gate.packed)
-        return Hidden(residual, self.group.all_reduce(y))
+        return ResidualStream(residual, self.group.all_reduce(y))
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         weights = self.gate_up, self.down

@@ -10,7 +10,7 @@ from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
 from nanovllm.layers.shards import split, split_kv_heads, whole
-from nanovllm.ops.interface import Hidden
+from nanovllm.ops.interface import ResidualStream
 
 
 class SelfAttention(Layer):
@@ -40,7 +40,7 @@ class SelfAttention(Layer):
         self.qk_norm = qk_norm
 
     def forward(
-        self, hidden: Hidden, norm: RMSNorm, rope: Tensor, batch: ForwardBatch
+        self, hidden: ResidualStream, norm: RMSNorm, rope: Tensor, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         """Return the heads' outputs, which `o_proj` is to project, and the residual."""
         qkv, residual = self.qkv_proj.after_norm(hidden, norm)

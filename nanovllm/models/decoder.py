@@ -12,7 +12,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Embedding, LMHead
 from nanovllm.layers.rotary_embedding import rope_table
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.ops.interface import Hidden
+from nanovllm.ops.interface import ResidualStream
 
 BuildLayer = Callable[[ModelConfig, int, Build], nn.Module]
 
@@ -35,7 +35,7 @@ class DecoderLayer(Layer):
         self.add_module(mlp_name, mlp)  # the name under which its weights are found: the first
         self.mlp = mlp
 
-    def forward(self, hidden: Hidden, rope: Tensor, batch: ForwardBatch) -> Hidden:
+    def forward(self, hidden: ResidualStream, rope: Tensor, batch: ForwardBatch) -> ResidualStream:
         output, residual = self.self_attn(hidden, self.input_layernorm, rope, batch)
         hidden = self.self_attn.o_proj.add_to(residual, output)
         return self.mlp(hidden, self.post_attention_layernorm)
@@ -59,9 +59,9 @@ class DecoderBody(Layer):
         }
         self.ropes = [tables[layer.rope] for layer in config.layers]
 
-    def forward(self, batch: ForwardBatch) -> Hidden:
+    def forward(self, batch: ForwardBatch) -> ResidualStream:
         """Return the hidden states of the tokens with logits, before the final norm."""
-        hidden = Hidden(self.embed_tokens(batch.input_ids))
+        hidden = ResidualStream(self.embed_tokens(batch.input_ids))
         for layer, rope in zip(self.layers, self.ropes, strict=True):
             hidden = layer(hidden, rope, batch)
         return hidden
@@ -82,10 +82,10 @@ class DecoderModel(Layer):
     def forward(self, batch: ForwardBatch) -> Tensor:
         return self.logits(self.model(batch))
 
-    def logits(self, hidden: Hidden) -> Tensor:
+    def logits(self, hidden: ResidualStream) -> Tensor:
         return self.lm_head.logits(hidden, self.model.norm)
 
-    def states(self, hidden: Hidden) -> Tensor:
+    def states(self, hidden: ResidualStream) -> Tensor:
         """Return hidden states after the final norm."""
         norm = self.model.norm
         return norm.ops.norm(hidden, norm.weights)[0]

@@ -15,7 +15,7 @@ from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models.config_json import field, read_model_config, read_rope_config, sliding_layers
-from nanovllm.ops.interface import Hidden
+from nanovllm.ops.interface import ResidualStream
 
 DEFAULTS = {
     "head_dim": 256,
@@ -82,11 +82,13 @@ class Gemma3Layer(Layer):
         self.pre_feedforward_layernorm = RMSNorm(config, build)
         self.post_feedforward_layernorm = RMSNorm(config, build)
 
-    def forward(self, hidden: Hidden, rope: Tensor, batch: ForwardBatch) -> Hidden:
+    def forward(self, hidden: ResidualStream, rope: Tensor, batch: ForwardBatch) -> ResidualStream:
         output, residual = self.self_attn(hidden, self.input_layernorm, rope, batch)
-        hidden = Hidden(residual, self.post_attention_layernorm(self.self_attn.o_proj(output)))
+        hidden = ResidualStream(
+            residual, self.post_attention_layernorm(self.self_attn.o_proj(output))
+        )
         gated, residual = self.mlp.gate_up_proj.after_norm(hidden, self.pre_feedforward_layernorm)
-        return Hidden(residual, self.post_feedforward_layernorm(self.mlp.down_proj(gated)))
+        return ResidualStream(residual, self.post_feedforward_layernorm(self.mlp.down_proj(gated)))
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: Build) -> Gemma3Layer:

@@ -79,8 +79,10 @@ class SumScales(NamedTuple):
         return sums.float() * self.rows * self.outputs.t()
 
 
-class Hidden(NamedTuple):  # two are made in every layer, a frozen dataclass takes twice as long
-    """Hidden states between two norms: the residual, and an update that is not added to it yet.
+class ResidualStream(
+    NamedTuple
+):  # two are made in every layer, a frozen dataclass takes twice as long
+    """ResidualStream states between two norms: the residual, and an update that is not added to it yet.
 
     The next norm adds them in the pass in which it reads them, and may overwrite both.
     """
@@ -90,7 +92,7 @@ class Hidden(NamedTuple):  # two are made in every layer, a frozen dataclass tak
     update: Tensor | None = None
     scales: SumScales | None = None  # of an update that is sums of codes, [tokens, hidden]
 
-    def select(self, tokens: Tensor) -> Hidden:
+    def select(self, tokens: Tensor) -> ResidualStream:
         """Copy the states of some tokens; the update of one is finished: see `after_norm`."""
         residual, scales = self.residual.index_select(0, tokens), self.scales
         update = None if self.update is None else self.update.index_select(-2, tokens)
@@ -99,8 +101,8 @@ class Hidden(NamedTuple):  # two are made in every layer, a frozen dataclass tak
         if update is not None and len(tokens) == 1:
             update = update if scales is None else scales.apply(update)
             update = update.sum(0) if update.dim() == 3 else update
-            return Hidden(residual, update.to(residual.dtype))
-        return Hidden(residual, update, scales)
+            return ResidualStream(residual, update.to(residual.dtype))
+        return ResidualStream(residual, update, scales)
 
 
 class PackedLinear(Protocol):
@@ -109,10 +111,10 @@ class PackedLinear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """Project x [tokens, in]."""
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
+    def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
         """Project x to an update of the residual, which may also be added in place at once."""
 
-    def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+    def after_norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """Project the RMSNorm of residual + update; return also that sum, the new residual.
 
         The update of a single token is neither partial sums nor sums of codes.
@@ -137,7 +139,7 @@ class PackedExperts(Protocol):
         """
 
     def after_norm(
-        self, hidden: Hidden, norm: NormWeights, router: PackedLinear
+        self, hidden: ResidualStream, norm: NormWeights, router: PackedLinear
     ) -> tuple[Tensor, Tensor]:
         """Run the experts that the router chooses on the RMSNorm of residual + update.
 
@@ -151,7 +153,7 @@ class Ops(Protocol):
     def embed(self, token_ids: Tensor, table: Weight, scale: float) -> Tensor:
         """Return the rows of table [vocab_size, dim] that token_ids (int32) name, scaled."""
 
-    def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+    def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """Return the RMSNorm of residual + update, and that sum, the new residual."""
 
     def rope_write(

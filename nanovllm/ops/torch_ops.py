@@ -12,7 +12,6 @@ from torch import Tensor
 from nanovllm.ops.fp8 import quantise, spread, spread_exponents
 from nanovllm.ops.interface import (
     Activation,
-    Hidden,
     LayerCache,
     LinearFn,
     NormWeights,
@@ -20,6 +19,7 @@ from nanovllm.ops.interface import (
     PackedExperts,
     PackedLinear,
     QKNormWeights,
+    ResidualStream,
     Routing,
 )
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
@@ -43,7 +43,7 @@ class TorchOps:
         x = F.embedding(token_ids, table)
         return x if scale == 1 else x * scale
 
-    def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+    def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         residual, update = hidden.residual, hidden.update
         if update is not None and hidden.scales is not None:
             residual = (residual.float() + hidden.scales.apply(update)).to(residual.dtype)
@@ -100,10 +100,10 @@ class ComposedLinear:
         y = self.linear(x)
         return y if self.activation is None else self.ops.gate(y, self.activation)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
-        return Hidden(residual, self(x))
+    def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
+        return ResidualStream(residual, self(x))
 
-    def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+    def after_norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         normed, residual = self.ops.norm(hidden, norm)
         return self(normed), residual
 
@@ -119,7 +119,7 @@ class ComposedExperts:
         return self.run(x, logits)
 
     def after_norm(
-        self, hidden: Hidden, norm: NormWeights, router: PackedLinear
+        self, hidden: ResidualStream, norm: NormWeights, router: PackedLinear
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self.ops.norm(hidden, norm)
         return self.run(normed, router(normed)), residual

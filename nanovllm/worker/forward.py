@@ -13,7 +13,7 @@ from nanovllm.attention.backend import AttentionBackend, BatchRows
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch, SampledTokens
 from nanovllm.models.decoder import DecoderModel
-from nanovllm.ops.interface import Hidden, LayerCache
+from nanovllm.ops.interface import LayerCache, ResidualStream
 from nanovllm.worker.input_batch import InputBatch
 
 
@@ -48,7 +48,7 @@ class EagerForward:
     def __call__(self, plan: StepPlan) -> StepLogits:
         return self.step_logits(self.model(self.batch(plan)), plan)
 
-    def with_states(self, plan: StepPlan) -> tuple[StepLogits, Hidden]:
+    def with_states(self, plan: StepPlan) -> tuple[StepLogits, ResidualStream]:
         """Return also the hidden states of every token, before the final norm."""
         hidden = self.model.model(replace(self.batch(plan), sampled=None))
         last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1

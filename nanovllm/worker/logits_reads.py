@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.engine.step import StepPlan, num_scored
-from nanovllm.ops.interface import Hidden
+from nanovllm.ops.interface import ResidualStream
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.logits_edits import Asked
 
@@ -51,7 +51,7 @@ def scored_spans(plan: StepPlan, asked: Mapping[int, Asked]) -> list[Span]:
     return spans
 
 
-def score_prompts(eager: EagerForward, hidden: Hidden, spans: list[Span]) -> Scores:
+def score_prompts(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Scores:
     """Score prompt tokens by the hidden states of all tokens of a step."""
     device = eager.tables.device
     upload = device.upload
@@ -86,7 +86,7 @@ def pooled_spans(plan: StepPlan, asked: Mapping[int, Asked]) -> list[Span]:
     return spans
 
 
-def pool(eager: EagerForward, hidden: Hidden, spans: list[Span]) -> Tensor | None:
+def pool(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Tensor | None:
     """Return the vectors of the prompts that end, [prompts, hidden_size], if any do.
 
     The sums of those that go on stay on the device.
@@ -106,7 +106,7 @@ def pool(eager: EagerForward, hidden: Hidden, spans: list[Span]) -> Tensor | Non
     return totals[upload(np.array(ending))] / upload(np.array(counts, np.float32))[:, None]
 
 
-def _add_up(eager: EagerForward, hidden: Hidden, spans: list[Span]) -> Tensor:
+def _add_up(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Tensor:
     """Return the sum of each span's states in float32, [spans, hidden_size]."""
     counts = np.array([span.count for span in spans])
     tokens = np.concatenate([np.arange(span.count) + span.first_token for span in spans])

@@ -20,7 +20,7 @@ from nanovllm.layers.moe import ExpertNames, SparseMLP
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.layers.shards import Shard, check_splits, split, split_kv_heads, whole
 from nanovllm.models.registry import read_config
-from nanovllm.ops.interface import Hidden, Ops
+from nanovllm.ops.interface import Ops, ResidualStream
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE, TPGroup
 from nanovllm.worker.loader import UnpackedLayers
@@ -95,12 +95,12 @@ def test_mlp(ops: Ops, size: int, merged: str | None) -> None:
     stored = stored_tensors(one)
     load(one, stored)
     x, norm = torch.randn(5, HIDDEN), norm_of(ops)
-    want = one(Hidden(x.clone()), norm)
+    want = one(ResidualStream(x.clone()), norm)
     outputs = []
     for group in unconnected(size):
         mlp = GatedMLP(MODEL, build(ops, group), merged)
         load(mlp, stored)
-        hidden = mlp(Hidden(x.clone()), norm)
+        hidden = mlp(ResidualStream(x.clone()), norm)
         torch.testing.assert_close(hidden.residual, want.residual)
         outputs.append(hidden.update)
     torch.testing.assert_close(add_up(outputs), want.update)
@@ -135,12 +135,12 @@ def test_experts(ops: Ops, size: int) -> None:
     stored = stored_tensors(one)
     load(one, stored)
     x, norm = torch.randn(7, HIDDEN), norm_of(ops)
-    want = one(Hidden(x.clone()), norm).update
+    want = one(ResidualStream(x.clone()), norm).update
     outputs = []
     for group in unconnected(size):
         sparse = SparseMLP(HIDDEN, EXPERTS, names, build(ops, group))
         load(sparse, stored)
-        outputs.append(sparse(Hidden(x.clone()), norm).update)
+        outputs.append(sparse(ResidualStream(x.clone()), norm).update)
     torch.testing.assert_close(add_up(outputs), want)
 
 
@@ -188,9 +188,9 @@ def test_lm_head(ops: Ops, vocab_size: int, size: int, is_tied: bool) -> None:
         dense(head.weight)[split(vocab_size, group).stored.stop :].fill_(torch.inf)
         load(head, {} if is_tied else {"lm_head.weight": weight})
         heads.append(head)
-    shards = [head.logits(Hidden(x.clone()), norm) for head in heads]
+    shards = [head.logits(ResidualStream(x.clone()), norm) for head in heads]
     heads[0].group = Gathered(size, shards[1:])  # type: ignore[assignment]
-    logits = heads[0].logits(Hidden(x.clone()), norm)
+    logits = heads[0].logits(ResidualStream(x.clone()), norm)
     assert logits.shape == (3, vocab_size)
     assert logits.is_contiguous()
     torch.testing.assert_close(logits, norm(x.clone()) @ weight.t())
@@ -202,8 +202,8 @@ class AddsToResidual:
     def __call__(self, x: Tensor) -> Tensor:
         return 2 * x
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
-        return Hidden(residual.add_(2 * x))
+    def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
+        return ResidualStream(residual.add_(2 * x))
 
 
 @pytest.mark.parametrize("group", [TPGroup(0, 2), TPGroup(1, 2)], ids=["rank-0", "rank-1"])

@@ -17,7 +17,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import read_config
-from nanovllm.ops.interface import Hidden, NormWeights
+from nanovllm.ops.interface import NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import QuantizedWeight
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE
@@ -269,16 +269,16 @@ def test_many_rows_on_a_gpu(
     def compare(got: torch.Tensor, want: torch.Tensor) -> None:
         errors.append(distance(got, want))
 
-    def add(residual: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any) -> Hidden:
+    def add(residual: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any) -> ResidualStream:
         assert len(x) > cuda_ops.MAX_EXACT_ROWS
-        hidden: Hidden = add_to(residual, x, weight, bias)
+        hidden: ResidualStream = add_to(residual, x, weight, bias)
         assert hidden.update is not None
         assert hidden.scales is not None
         compare(hidden.scales.apply(hidden.update), quantized_product(x, weight.stored, bias))
         return hidden
 
     def after_norm(
-        hidden: Hidden, norm: NormWeights, weight: Any, bias: Any, activation: Any
+        hidden: ResidualStream, norm: NormWeights, weight: Any, bias: Any, activation: Any
     ) -> torch.Tensor:
         copied = hidden._replace(residual=hidden.residual.clone())
         normed, residual = TorchOps().norm(copied, norm)
@@ -339,8 +339,8 @@ def test_many_rows_of_blocks_on_a_gpu(
         want = want if activation is None else TorchOps().gate(want, activation)
         errors.append(distance(got, want))
 
-    def add(residual: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any) -> Hidden:
-        hidden: Hidden = add_to(residual, x, weight, bias)
+    def add(residual: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any) -> ResidualStream:
+        hidden: ResidualStream = add_to(residual, x, weight, bias)
         assert hidden.update is not None
         compare(hidden.update, x, weight, None)
         return hidden

@@ -14,13 +14,13 @@ from nanovllm.ops.fp8 import spread_exponents, spread_size
 from nanovllm.ops.interface import (
     ACTIVATIONS,
     Activation,
-    Hidden,
     LayerCache,
     LinearFn,
     NormWeights,
     PackedExperts,
     PackedLinear,
     QKNormWeights,
+    ResidualStream,
     Routing,
 )
 from nanovllm.ops.quantized_weight import Panels, PanelWeight, QuantizedWeight, Weight
@@ -77,7 +77,7 @@ class NumbaOps:
         self._launch(dense.embed, *addresses, num_rows, dim, float_bits(scale))
         return out
 
-    def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+    def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         assert hidden.scales is None, "which products on a GPU have"
         residual, update = hidden.residual, hidden.update
         num_rows, dim = residual.shape

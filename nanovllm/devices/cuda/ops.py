@@ -30,10 +30,10 @@ from nanovllm.devices.cuda.kernels.linear_fp8 import (
 from nanovllm.devices.cuda.kernels.linear_one_row import one_row_linear
 from nanovllm.ops.interface import (
     Activation,
-    Hidden,
     NormWeights,
     PackedExperts,
     PackedLinear,
+    ResidualStream,
     Routing,
 )
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
@@ -54,7 +54,7 @@ class TritonOps:
     rope_write = staticmethod(elementwise.rope_write)
     gate = staticmethod(elementwise.gate)
 
-    def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+    def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         return elementwise.rms_norm(hidden, norm), hidden.residual
 
     def pack_linear(
@@ -90,7 +90,7 @@ class CudaLinear:
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias, activation = self.weight, self.bias, self.activation
         if len(x) == 1:
-            return one_row_linear(Hidden(x), None, weight, bias, activation)[0]
+            return one_row_linear(ResidualStream(x), None, weight, bias, activation)[0]
         x = x.contiguous()
         if (library := self._library_of(x)) is not None:
             return fp8_many_rows(x, library, bias, activation)
@@ -100,19 +100,21 @@ class CudaLinear:
         y = F.linear(x, dense, bias)
         return y if activation is None else self.ops.gate(y, activation)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
+    def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
         assert self.activation is None
         if isinstance(self.weight, Tensor) and len(x) >= ADD_ROWS and self.bias is None:
-            return Hidden(residual.addmm_(x, self.weight.t()))
+            return ResidualStream(residual.addmm_(x, self.weight.t()))
         x = x.contiguous()
         if (library := self._library_of(x)) is not None:
             return fp8_add_to(residual, x, library, self.bias)
         config = self._split_config(len(x))
         if config is None:
-            return Hidden(residual, self(x))
-        return Hidden(residual, few_rows_linear(x, self.weight, self.bias, None, None, config))
+            return ResidualStream(residual, self(x))
+        return ResidualStream(
+            residual, few_rows_linear(x, self.weight, self.bias, None, None, config)
+        )
 
-    def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+    def after_norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         residual = hidden.residual
         if len(residual) == 1:
             return one_row_linear(hidden, norm, self.weight, self.bias, self.activation)
@@ -171,7 +173,7 @@ class CudaExperts:
         return run_pairs(x, ids, weights, self.gate_up, self.down)
 
     def after_norm(
-        self, hidden: Hidden, norm: NormWeights, router: PackedLinear
+        self, hidden: ResidualStream, norm: NormWeights, router: PackedLinear
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self.ops.norm(hidden, norm)
         return self(normed, router(normed)), residual

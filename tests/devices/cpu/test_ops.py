@@ -21,11 +21,11 @@ from nanovllm.layers.rotary_embedding import rope_table
 from nanovllm.ops.fp8 import FP8
 from nanovllm.ops.interface import (
     Activation,
-    Hidden,
     LayerCache,
     NormWeights,
     PackedLinear,
     QKNormWeights,
+    ResidualStream,
 )
 from nanovllm.ops.torch_ops import TorchOps
 
@@ -171,7 +171,7 @@ def test_norm(num_rows: int, dim: int, scale: float, dtype: torch.dtype) -> None
     x = scale * make(num_rows, dim, dtype=dtype)
     weights = NormWeights(make(dim, dtype=torch.float32, seed=1), EPS)
     before = x.clone()
-    got, want = (ops.norm(Hidden(x), weights)[0] for ops in (make_ops(dtype), torch_ops))
+    got, want = (ops.norm(ResidualStream(x), weights)[0] for ops in (make_ops(dtype), torch_ops))
     assert_as_rounded(got, want)
     assert torch.equal(x, before)
 
@@ -182,8 +182,8 @@ def test_norm(num_rows: int, dim: int, scale: float, dtype: torch.dtype) -> None
 def test_norm_of_a_sum(num_rows: int, dim: int, dtype: torch.dtype) -> None:
     x, residual = make(num_rows, dim, dtype=dtype), make(num_rows, dim, dtype=dtype, seed=2)
     weights = NormWeights(make(dim, dtype=torch.float32, seed=1), EPS)
-    want, want_sum = torch_ops.norm(Hidden(residual.clone(), x.clone()), weights)
-    got, got_sum = make_ops(dtype).norm(Hidden(residual.clone(), x.clone()), weights)
+    want, want_sum = torch_ops.norm(ResidualStream(residual.clone(), x.clone()), weights)
+    got, got_sum = make_ops(dtype).norm(ResidualStream(residual.clone(), x.clone()), weights)
     assert torch.equal(got_sum, want_sum)
     assert_as_rounded(got, want)
 
@@ -321,12 +321,12 @@ RowOp = Callable[[NumbaOps, Tensor], Tensor]
 
 
 def norm_rows(ops: NumbaOps, x: Tensor) -> Tensor:
-    return ops.norm(Hidden(x), NormWeights(torch.ones(x.shape[1]), EPS))[0]
+    return ops.norm(ResidualStream(x), NormWeights(torch.ones(x.shape[1]), EPS))[0]
 
 
 def add_norm_rows(ops: NumbaOps, x: Tensor) -> Tensor:
     norm = NormWeights(torch.ones(x.shape[1]), EPS)
-    y, residual = ops.norm(Hidden(x.clone(), x.clone()), norm)
+    y, residual = ops.norm(ResidualStream(x.clone(), x.clone()), norm)
     return torch.cat((y, residual), dim=1)
 
 

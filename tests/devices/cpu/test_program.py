@@ -17,7 +17,7 @@ from nanovllm.devices.cpu import program as program_module
 from nanovllm.devices.cpu.features import find_cpu_features
 from nanovllm.devices.cpu.ops import NumbaOps
 from nanovllm.devices.cpu.program import Launcher, NotRecordableError, find_openmp, float_bits
-from nanovllm.ops.interface import Hidden, NormWeights, PackedLinear
+from nanovllm.ops.interface import NormWeights, PackedLinear, ResidualStream
 from nanovllm.ops.torch_ops import TorchOps
 from tests.devices import cpu_device
 
@@ -45,7 +45,7 @@ class Block:
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         x = self.ops.embed(token_ids, self.table, 1.0)
-        x, residual = self.ops.norm(Hidden(x), self.norm)
+        x, residual = self.ops.norm(ResidualStream(x), self.norm)
         for _ in range(3):
             x, residual = self.ops.norm(self.down.add_to(residual, self.up(x)), self.norm)
         return x

@@ -19,17 +19,17 @@ from nanovllm.ops.fp8 import spread_exponents, spread_size
 from nanovllm.ops.interface import (
     ACTIVATIONS,
     Activation,
-    Hidden,
     LayerCache,
     NormWeights,
     QKNormWeights,
+    ResidualStream,
     SumScales,
 )
 
 GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_tanh"])
 
 
-def rms_norm(hidden: Hidden, norm: NormWeights) -> Tensor:
+def rms_norm(hidden: ResidualStream, norm: NormWeights) -> Tensor:
     """Return the norm of residual + update; the residual becomes that sum."""
     residual, update = hidden.residual, hidden.update
     num_rows, dim = residual.shape

@@ -20,7 +20,7 @@ from torch import Tensor
 from nanovllm.devices.cuda.kernels.elementwise import add_and_norm, count_splits, gate, scales_of
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.ops.fp8 import FP8, LARGEST_FP8, SMALLEST_SCALE, ScaledCodes
-from nanovllm.ops.interface import Activation, Hidden, NormWeights, SumScales
+from nanovllm.ops.interface import Activation, NormWeights, ResidualStream, SumScales
 from nanovllm.ops.quantized_weight import FP8_WORDS, QuantizedWeight, num_blocks
 
 LARGEST = tl.constexpr(LARGEST_FP8)
@@ -65,7 +65,7 @@ def fp8_many_rows(
 
 
 def fp8_after_norm(
-    hidden: Hidden,
+    hidden: ResidualStream,
     norm: NormWeights,
     weight: LibraryWeight,
     bias: Tensor | None,
@@ -79,10 +79,12 @@ def fp8_after_norm(
     return _project(rows, weight, bias, activation, hidden.residual.dtype)
 
 
-def fp8_add_to(residual: Tensor, x: Tensor, weight: LibraryWeight, bias: Tensor | None) -> Hidden:
+def fp8_add_to(
+    residual: Tensor, x: Tensor, weight: LibraryWeight, bias: Tensor | None
+) -> ResidualStream:
     """Like fp8_many_rows, as an update of the residual, which the next norm may have to scale."""
     y, scales = _multiply(fp8_quantise(x, weight.stored.has_blocks), weight, bias, x.dtype)
-    return Hidden(residual, y[: len(x)], scales)
+    return ResidualStream(residual, y[: len(x)], scales)
 
 
 def _project(
@@ -166,7 +168,7 @@ def fp8_quantise(x: Tensor, by_block: bool) -> ScaledCodes:
     return ScaledCodes(codes, scales)
 
 
-def fp8_norm(hidden: Hidden, norm: NormWeights) -> ScaledCodes:
+def fp8_norm(hidden: ResidualStream, norm: NormWeights) -> ScaledCodes:
     """The rows of the norm, each with a scale; see rms_norm and fp8_quantise."""
     residual, update = hidden.residual, hidden.update
     num_rows, dim = residual.shape

@@ -27,7 +27,7 @@ from nanovllm.devices.cuda.kernels.dequantize import (
 from nanovllm.devices.cuda.kernels.elementwise import activate
 from nanovllm.devices.cuda.kernels.linear_tiles import num_processors, tile_rows
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
-from nanovllm.ops.interface import Activation, Hidden, NormWeights
+from nanovllm.ops.interface import Activation, NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import QuantizedWeight
 
 # Four bits anywhere in the lowest 20 of a word are a float32 that need not be converted: their
@@ -45,7 +45,7 @@ class OneRowConfig:
 
 
 def one_row_linear(
-    hidden: Hidden,
+    hidden: ResidualStream,
     norm: NormWeights | None,
     weight: CudaWeight,
     bias: Tensor | None,

@@ -14,7 +14,7 @@ from nanovllm.devices.cuda.kernels import experts_grouped
 from nanovllm.devices.cuda.kernels.experts_grouped import grouped_config
 from nanovllm.devices.cuda.kernels.experts_pairs import route
 from nanovllm.devices.cuda.ops import TritonOps
-from nanovllm.ops.interface import Hidden, NormWeights, Routing
+from nanovllm.ops.interface import NormWeights, ResidualStream, Routing
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.torch_ops import route as reference_route
 from tests.ops.expert_layers import LAYERS, Layer
@@ -118,7 +118,7 @@ def check_after_norm(device: str) -> None:
                 linear = ops.pack_linear(router, None, None, has_room=False)
             experts = ops.pack_experts(*layer.weights(dtype, device), layer.routing)
             for _ in range(1 + has_update):  # the second shows that counters are as they were
-                hidden = Hidden(x.clone(), x.flip(1) if has_update else None)
+                hidden = ResidualStream(x.clone(), x.flip(1) if has_update else None)
                 result = experts.after_norm(hidden, norm, linear)
             results.append(result)
         for want, got in zip(*results, strict=True):

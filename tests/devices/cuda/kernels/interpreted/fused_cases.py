@@ -18,7 +18,13 @@ from nanovllm.devices.cuda.kernels.linear_one_row import one_row_linear
 from nanovllm.devices.cuda.kernels.step_inputs import gather_decode, gather_tokens, write_words
 from nanovllm.devices.cuda.ops import TritonOps
 from nanovllm.ops.fp8 import FP8
-from nanovllm.ops.interface import Activation, Hidden, LayerCache, NormWeights, QKNormWeights
+from nanovllm.ops.interface import (
+    Activation,
+    LayerCache,
+    NormWeights,
+    QKNormWeights,
+    ResidualStream,
+)
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.worker.forward import look_up
 
@@ -42,7 +48,9 @@ def check_norms_and_gate(dtype: torch.dtype, device: str) -> None:
         norm = NormWeights(make(shape[1], dtype=torch.float32, device=device, seed=2), 1e-6)
         for has_update in (False, True):
             got, want = (
-                ops.norm(Hidden(residual.clone(), update.clone() if has_update else None), norm)
+                ops.norm(
+                    ResidualStream(residual.clone(), update.clone() if has_update else None), norm
+                )
                 for ops in (TritonOps(), TorchOps())
             )
             for a, b in zip(got, want, strict=True):
@@ -132,12 +140,12 @@ def check_one_row_linear(dtype: torch.dtype, device: str) -> None:
             update = make(1, num_in, dtype=dtype, device=device, seed=9)
         composed = TorchOps().pack_linear(weight, bias, activation, has_room=False)
         if kind == "alone":
-            got, _ = one_row_linear(Hidden(x), None, weight, bias, activation)
+            got, _ = one_row_linear(ResidualStream(x), None, weight, bias, activation)
             assert_close(got, composed(x))
             continue
         norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
-        got, residual = one_row_linear(Hidden(x, update), norm, weight, bias, activation)
-        want, want_residual = composed.after_norm(Hidden(x.clone(), update), norm)
+        got, residual = one_row_linear(ResidualStream(x, update), norm, weight, bias, activation)
+        want, want_residual = composed.after_norm(ResidualStream(x.clone(), update), norm)
         assert_close(got, want)
         assert_close(residual, want_residual)
 

@@ -22,7 +22,7 @@ from nanovllm.devices.cuda.kernels.linear_fp8 import (
 )
 from nanovllm.devices.cuda.ops import TritonOps, pack_quantized
 from nanovllm.ops.fp8 import FP8, LARGEST_FP8
-from nanovllm.ops.interface import Activation, Hidden, NormWeights, SumScales
+from nanovllm.ops.interface import Activation, NormWeights, ResidualStream, SumScales
 from nanovllm.ops.quantized_weight import (
     QuantizedWeight,
     num_blocks,
@@ -161,7 +161,9 @@ def check_products(
         assert_close(packed(x), plain(x))
         norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
         update = make(num_rows, num_in, dtype=dtype, device=device, seed=9)
-        results = [p.after_norm(Hidden(x.clone(), update.clone()), norm) for p in (packed, plain)]
+        results = [
+            p.after_norm(ResidualStream(x.clone(), update.clone()), norm) for p in (packed, plain)
+        ]
         for got, want in zip(*results, strict=True):
             assert_close(got, want)
 
@@ -206,7 +208,7 @@ def check_normed_rows(dtype: torch.dtype, device: str) -> None:
         update = make(num_splits, 4, dim, dtype=torch.float32, device=device, seed=3)
         norm = NormWeights(make(dim, dtype=torch.float32, device=device, seed=8), 1e-6)
         scales = make_scales(4, dim, device) if num_splits == 1 else None
-        hidden = Hidden(residual, update if num_splits else None, scales)
+        hidden = ResidualStream(residual, update if num_splits else None, scales)
         copied = hidden._replace(residual=residual.clone())
         got = fp8_norm(hidden, norm)
         normed, total = TritonOps().norm(copied, norm)
@@ -227,7 +229,7 @@ def check_scaled_sums(dtype: torch.dtype, device: str) -> None:
         residual = make(num_rows, num_out, dtype=dtype, device=device, seed=3)
         norm = NormWeights(make(num_out, dtype=torch.float32, device=device, seed=8), 1e-6)
         results = [
-            ops.norm(Hidden(residual.clone(), sums, scales), norm)
+            ops.norm(ResidualStream(residual.clone(), sums, scales), norm)
             for ops in (TritonOps(), TorchOps())
         ]
         for got, want in zip(*results, strict=True):
@@ -285,8 +287,8 @@ def check_quantized_products(device: str) -> None:
             tolerance = 6e-3 if is_scaled_after else 4e-3
             assert_near(packed(x), TorchOps().gate(want, "silu"), tolerance)
             norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
-            normed, _ = TorchOps().norm(Hidden(x), norm)
-            got, residual = packed.after_norm(Hidden(x), norm)
+            normed, _ = TorchOps().norm(ResidualStream(x), norm)
+            got, residual = packed.after_norm(ResidualStream(x), norm)
             assert torch.equal(residual, x)
             want = TorchOps().gate(quantized_product(normed, weight, bias), "silu")
             assert_near(got, want, 8e-3)  # some codes are the next ones: see check_normed_rows
