@@ -6,7 +6,7 @@ scores or probabilities alike. The scale is stored as the exponent of a float32,
 
 Keys have outliers, always in the same few columns, where queries have theirs; quantized directly,
 these would decide the error of a score. So queries and keys are multiplied by a Hadamard matrix
-first (`spread`), which leaves their dot products as they are and levels the columns.
+first (`hadamard_transform`), which leaves their dot products as they are and levels the columns.
 """
 
 from __future__ import annotations
@@ -77,24 +77,24 @@ def dequantise(rows: Fp8Rows, dtype: torch.dtype) -> Tensor:
     return (rows.codes.float() * scales).clamp(-largest, largest).to(dtype)
 
 
-def spread_size(head_dim: int) -> int:
+def hadamard_size(head_dim: int) -> int:
     """Columns of a half of a head that are spread over each other: a power of two."""
     half = head_dim // 2
     return half & -half
 
 
-def spread_exponents(head_dim: int) -> tuple[int, int]:
+def hadamard_exponents(head_dim: int) -> tuple[int, int]:
     """Exponents that undo the length of the matrix' columns: of queries, and of keys."""
-    exponent = spread_size(head_dim).bit_length()
+    exponent = hadamard_size(head_dim).bit_length()
     return -((exponent + 1) // 2), -(exponent // 2)
 
 
-def spread(x: Tensor, exponent: int) -> Tensor:
+def hadamard_transform(x: Tensor, exponent: int) -> Tensor:
     """Multiply rows [..., dim] by a Hadamard matrix and a power of two, in float32.
 
-    It adds and subtracts the halves of a row, then mixes groups of `spread_size` columns of each.
+    It adds and subtracts the halves of a row, then mixes groups of `hadamard_size` columns of each.
     """
-    size = spread_size(x.shape[-1])
+    size = hadamard_size(x.shape[-1])
     first, second = (x.float() * 2.0**exponent).chunk(2, dim=-1)
     x = torch.cat((first + second, first - second), dim=-1)
     width = 1

@@ -53,7 +53,7 @@ class QKNormWeights:
 class LayerCache:
     """One layer's keys and values, each [num_blocks, block_size, kv_heads, head_dim].
 
-    With exponents they are rows as `fp8_rows.py` has them, and keys are spread.
+    With exponents they are rows as `fp8_rows.py` has them, and keys are Hadamard-transformed.
     """
 
     k: Tensor

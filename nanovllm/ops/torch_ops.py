@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.ops.fp8 import quantise, spread, spread_exponents
+from nanovllm.ops.fp8 import hadamard_exponents, hadamard_transform, quantise
 from nanovllm.ops.interface import (
     Activation,
     LayerCache,
@@ -69,9 +69,9 @@ class TorchOps:
         q.copy_(rotate(q, cos, sin))
         k.copy_(rotate(k, cos, sin))
         if cache.k_exponents is not None:
-            of_q, of_k = spread_exponents(q.shape[2])
-            q.copy_(spread(q, of_q))
-            k = spread(k, of_k)
+            of_q, of_k = hadamard_exponents(q.shape[2])
+            q.copy_(hadamard_transform(q, of_q))
+            k = hadamard_transform(k, of_k)
         _write_rows(cache.k, cache.k_exponents, k, slot_mapping)
         _write_rows(cache.v, cache.v_exponents, v, slot_mapping)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from nanovllm.devices.cpu.features import CpuFeatures
 from nanovllm.devices.cpu.kernels import dense
 from nanovllm.devices.cpu.program import Launcher, float_bits
-from nanovllm.ops.fp8 import spread_exponents, spread_size
+from nanovllm.ops.fp8 import hadamard_exponents, hadamard_size
 from nanovllm.ops.interface import (
     ACTIVATIONS,
     Activation,
@@ -101,9 +101,9 @@ class NumbaOps:
         of_codes: list[int] = []
         if cache.k_exponents is not None:
             scratch = self.launcher.scratch(self.launcher.num_threads * head_dim)
-            scales = (float_bits(2.0**exponent) for exponent in spread_exponents(head_dim))
+            scales = (float_bits(2.0**exponent) for exponent in hadamard_exponents(head_dim))
             addresses = (part.data_ptr() for part in (*cache.parts[2:], scratch))
-            of_codes = [*addresses, spread_size(head_dim), *scales]
+            of_codes = [*addresses, hadamard_size(head_dim), *scales]
         self._launch(
             dense.rope_write,
             qkv.data_ptr(),

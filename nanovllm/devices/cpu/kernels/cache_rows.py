@@ -77,8 +77,10 @@ def quantize_row(
 
 
 @ordered_kernel
-def spread(x: Any, base: int, b: Any, at: int, half: int, size: int, scale: float) -> None:
-    """Set b[at:] to what `fp8_rows.spread` returns, bit for bit."""
+def hadamard_transform(
+    x: Any, base: int, b: Any, at: int, half: int, size: int, scale: float
+) -> None:
+    """Set b[at:] to what `fp8.hadamard_transform` returns, bit for bit."""
     for i in range(half):
         first, second = load(x, base + i) * scale, load(x, base + half + i) * scale
         b[at + i] = first + second

@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, int64, uint8, uint32
 
-from nanovllm.devices.cpu.kernels.cache_rows import quantize_row, scale_rows, spread, store_row
+from nanovllm.devices.cpu.kernels.cache_rows import (
+    hadamard_transform,
+    quantize_row,
+    scale_rows,
+    store_row,
+)
 from nanovllm.devices.cpu.kernels.simd import (
     NUM_STREAMS,
     NUM_WEIGHTED,
@@ -152,12 +157,12 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
                 weight = q_norm if head < num_heads else k_norm
                 _rms_norm(qkv, qkv, base, weight, eps, head_dim, like)
             _rotate(qkv, base, rope, positions[token] * head_dim, head_dim // 2)
-        spread_at, half = thread * head_dim, head_dim // 2
+        transform_at, half = thread * head_dim, head_dim // 2
         if head < num_heads:
             if is_fp8(cached):
-                spread(qkv, base, scratch, spread_at, half, size, of_q)
+                hadamard_transform(qkv, base, scratch, transform_at, half, size, of_q)
                 for i in range(head_dim):
-                    store(qkv, base + i, scratch[spread_at + i])
+                    store(qkv, base + i, scratch[transform_at + i])
             continue
         kv_head, offset = (head - num_heads) % num_kv_heads, slot_mapping[token]
         row = (offset * num_kv_heads + kv_head) * head_dim
@@ -166,8 +171,8 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
         if head >= num_rotated:
             store_row(v_cache, row, v_exponents, place, qkv, base, head_dim, cached)
         elif is_fp8(cached):
-            spread(qkv, base, scratch, spread_at, half, size, of_k)
-            quantize_row(k_cache, row, k_exponents, place, scratch, spread_at, head_dim)
+            hadamard_transform(qkv, base, scratch, transform_at, half, size, of_k)
+            quantize_row(k_cache, row, k_exponents, place, scratch, transform_at, head_dim)
         else:
             store_row(k_cache, row, k_exponents, place, qkv, base, head_dim, cached)
 

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from nanovllm.devices.cuda.kernels.fp8_rows import (
     LEAST_OF_DOT,
+    hadamard_transform,
     padded_range,
     quantise,
-    spread,
     spread_matrix,
 )
 from nanovllm.devices.cuda.kernels.pdl import MAX_ROWS, launch_options, wait_for_inputs
-from nanovllm.ops.fp8 import spread_exponents, spread_size
+from nanovllm.ops.fp8 import hadamard_exponents, hadamard_size
 from nanovllm.ops.interface import (
     ACTIVATIONS,
     Activation,
@@ -104,7 +104,10 @@ def rope_write(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        SPREAD=(spread_size(head_dim), *(2.0**exponent for exponent in spread_exponents(head_dim))),
+        HADAMARD=(
+            hadamard_size(head_dim),
+            *(2.0**exponent for exponent in hadamard_exponents(head_dim)),
+        ),
         num_warps=4,
         **launch_options(qkv, num_tokens),
     )
@@ -206,7 +209,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SPREAD: tl.constexpr,
+    HADAMARD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """The grid is (tokens, 2): 0 rotates the queries, 1 the keys and stores keys and values."""
@@ -222,7 +225,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     offset = tl.load(slot_mapping + token + 0 * kv_heads).to(tl.int64)[:, None]
     matrix = ()
     if len(caches) > 2:
-        matrix = spread_matrix(i.shape[0], SPREAD[0], qkv.dtype.element_ty)
+        matrix = spread_matrix(i.shape[0], HADAMARD[0], qkv.dtype.element_ty)
     wait_for_inputs(OVERLAP)
     if tl.program_id(1) == 0:
         heads = padded_range(NUM_Q_HEADS, least)[:, None]
@@ -230,14 +233,14 @@ def _rope_write(  # type: ignore[no-untyped-def]
         mask = (heads < NUM_Q_HEADS) & (i < half)[None, :]
         first, second = _rotate(q, mask, norm, 0, cos, sin, i, half)
         if len(caches) > 2:
-            first, second = spread(first, second, matrix, SPREAD[1])
+            first, second = hadamard_transform(first, second, matrix, HADAMARD[1])
         tl.store(q, first, mask=mask)
         tl.store(q + half, second, mask=mask)
     else:
         kv = qkv + base + NUM_Q_HEADS * HEAD_DIM
         _rotate_and_store(
             *(kv, norm, cos, sin, i, matrix, caches, offset, kv_heads),
-            *(NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SPREAD),
+            *(NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, HADAMARD),
         )
 
 
@@ -255,7 +258,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SPREAD: tl.constexpr,
+    HADAMARD: tl.constexpr,
 ):
     half: tl.constexpr = HEAD_DIM // 2
     heads = kv_heads[:, None]
@@ -270,7 +273,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         row = cache_slot // BLOCK_SIZE * NUM_KV_HEADS + heads
         place = row * BLOCK_SIZE + cache_slot % BLOCK_SIZE  # [heads, 1]
         is_row = (heads < NUM_KV_HEADS) & (cache_slot >= 0)
-        first, second = spread(first, second, matrix, SPREAD[2])
+        first, second = hadamard_transform(first, second, matrix, HADAMARD[2])
         first, second = quantise(first, second, caches[2] + place, is_row)
         v_first, v_second = quantise(v_first, v_second, caches[3] + place, is_row)
     tl.store(caches[0] + cached, first, mask=is_used)

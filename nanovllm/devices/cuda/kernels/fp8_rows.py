@@ -67,7 +67,7 @@ def spread_matrix(COLUMNS: tl.constexpr, SIZE: tl.constexpr, dtype: tl.constexpr
 
 
 @triton.jit
-def spread(first, second, matrix, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+def hadamard_transform(first, second, matrix, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Spread rows, given as two halves [rows, columns], in float32."""
     first = tl.dot(first, matrix, input_precision="ieee") * SCALE
     second = tl.dot(second, matrix, input_precision="ieee") * SCALE
