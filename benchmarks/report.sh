@@ -26,7 +26,7 @@ part features-0.6b -m benchmarks.engine.request_features --model qwen3-0.6b --ba
 part trace-0.6b -m benchmarks.engine.trace --model qwen3-0.6b --batch 1 64 256
 part compare-8b bench.py --load-format dummy --model qwen3-8b --case mixed bs1 bs64 bs256 prefill
 part steps-8b -m benchmarks.engine.steps latency --model qwen3-8b --batch 1 64
-part weights-8b -m benchmarks.engine.quantised_weights --weights fp8 fp8-block int4 --case bs1 bs8 bs64 prefill
+part weights-8b -m benchmarks.engine.quantized_weights --weights fp8 fp8-block int4 --case bs1 bs8 bs64 prefill
 part steps-30b -m benchmarks.engine.steps latency --model qwen3-30b-a3b --batch 1 64
 part arrivals-0.6b -m benchmarks.engine.arrivals --model qwen3-0.6b --rate 200
 part arrivals-8b -m benchmarks.engine.arrivals --model qwen3-8b --rate 40

@@ -33,7 +33,7 @@ model: a folder, a `.gguf` file, a hub id (`org/name` or `org/name/file.gguf`), 
   16 bits or fewer, or float32 if neither our kernels nor the CPU gain by bfloat16.
 - `attention_backend="flash_attn"` needs the flash-attn 2 package, CUDA, bfloat16 or float16, and blocks of a multiple of 256
   tokens. `sdpa` is slow and always eager.
-- `quantization`: [quantisation.md](quantisation.md); `kv_cache_dtype`: [fp8-kv-cache.md](fp8-kv-cache.md); parallel sizes and
+- `quantization`: [quantization.md](quantization.md); `kv_cache_dtype`: [fp8-kv-cache.md](fp8-kv-cache.md); parallel sizes and
   `distributed_executor_backend`: [scaling.md](scaling.md). `data_parallel_size` is for `AsyncLLM`, `serve` and `batch`, as is `--seed` here.""",
     ),
     "Sampling": (

@@ -53,7 +53,7 @@ class AsyncLLM:
     >>> async for piece in llm.generate("The capital of France is"):
     ...     print(piece.text, end="")
 
-    The model runs in another process, so tokenising, detokenising and whatever else this one does
+    The model runs in another process, so tokenizing, detokenizing and whatever else this one does
     never hold up a step. A caller who does not read holds up nobody: what came for it is joined to
     one piece. When the process dies or hangs, every caller gets the error that says so; with
     `restart_core` another one is started, and answers new requests once it is ready.
@@ -126,7 +126,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[StreamPiece, None]:
         """Yield text as it comes; the last piece of a prompt has its `output`.
 
-        Leaving the iterator early, or cancelling the task, aborts the request; so does `abort`
+        Leaving the iterator early, or canceling the task, aborts the request; so does `abort`
         with its `request_id`. Without `is_streaming` there is one piece, the last, and no work for
         others.
         """
@@ -271,7 +271,7 @@ class AsyncLLM:
     async def _prepare(
         self, prepare: Callable[[], RequestState], prompt: str | list[int], params: SamplingParams
     ) -> RequestState:
-        """Check and tokenise a prompt, in another thread if that may take a while.
+        """Check and tokenize a prompt, in another thread if that may take a while.
 
         Another thread could only begin once the event loop's gives up Python's lock: of many
         callers in one turn of the loop, the first would be served after the last had called.

@@ -59,7 +59,7 @@ class UnsupportedModelError(CheckpointError):
 
 
 class UnsupportedQuantisationError(UnsupportedModelError, ConfigError):
-    """The checkpoint's weights are quantised in a way that cannot be read."""
+    """The checkpoint's weights are quantized in a way that cannot be read."""
 
 
 class EngineError(NanovllmError, RuntimeError):

@@ -191,7 +191,7 @@ class LLM:
     ) -> list[Score]:
         """Return how likely each continuation of a prompt is: a text, or token ids.
 
-        A text is tokenised together with the prompt, as the model would read both.
+        A text is tokenized together with the prompt, as the model would read both.
         """
         first = as_prompt(prompt, cache_salt)
         continued = continue_prompt(
@@ -265,7 +265,7 @@ class LLM:
         on_refusal: Callable[[int, RequestError], None] | None = None,
         **options: Any,
     ) -> dict[int, RequestState]:
-        """Check and tokenise the prompts of one call, by their index; nothing is queued yet."""
+        """Check and tokenize the prompts of one call, by their index; nothing is queued yet."""
         self.engine.raise_if_closed()
         items = split_prompts(prompts)
         requests: dict[int, RequestState] = {}

@@ -43,7 +43,7 @@ CONDITIONS: list[dict[str, Any]] = [
     {"oneOf": [{"type": "integer"}, {"type": "number"}, {"type": "null"}]},
     {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c"]}]},
     {"oneOf": [{"type": "string"}, {"enum": ["auto", 7]}]},
-    {"type": "string", "format": "colour"},
+    {"type": "string", "format": "color"},
 ]
 # In a few of the schemas only: what cannot be enforced.
 REFUSED: list[dict[str, Any]] = [

@@ -14,7 +14,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.models.registry import read_config
-from nanovllm.ops.fp8 import dequantise, hadamard_exponents, hadamard_transform, quantise
+from nanovllm.ops.fp8 import dequantize, hadamard_exponents, hadamard_transform, quantize
 from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker.kv_cache import kv_cache_spec
 from tests.checkpoints import FAMILIES, MIN_GAP
@@ -48,9 +48,9 @@ class RoundedCache(DynamicCache):
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **options: Any) -> Any:
         of_q, of_k = hadamard_exponents(keys.shape[-1])
-        transformed_keys = dequantise(quantise(hadamard_transform(keys, of_k)), torch.float32)
+        transformed_keys = dequantize(quantize(hadamard_transform(keys, of_k)), torch.float32)
         keys = hadamard_transform(transformed_keys, of_q)  # its own inverse, but for the scale
-        values = dequantise(quantise(values), values.dtype)
+        values = dequantize(quantize(values), values.dtype)
         return super().update(keys, values, *args, **options)
 
 

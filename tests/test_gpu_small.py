@@ -59,7 +59,7 @@ def test_stored_weights(dtype: torch.dtype) -> None:
     quantized_cases.check_products(dtype, "cuda")
     quantized_cases.check_partial_sums(dtype, "cuda")
     quantized_cases.check_widening(dtype, "cuda")
-    quantized_cases.check_quantised_rows(dtype, "cuda")
+    quantized_cases.check_quantized_rows(dtype, "cuda")
     quantized_cases.check_normed_rows(dtype, "cuda")
     quantized_cases.check_scaled_sums(dtype, "cuda")
     quantized_cases.check_every_fp8_code("cuda")

@@ -1,4 +1,4 @@
-"""The default model from its GGUF file equals transformers on the same dequantised weights."""
+"""The default model from its GGUF file equals transformers on the same dequantized weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How much memory quantised weights take while they are loaded on a CPU, and how fast that is.
+"""How much memory quantized weights take while they are loaded on a CPU, and how fast that is.
 
-    python -m benchmarks.engine.loading_quantised [--gigabytes 1]
+    python -m benchmarks.engine.loading_quantized [--gigabytes 1]
         [--kinds gguf fp8 packed awq gptq]
 
 Writes checkpoints of random codes, so large that their weights in bfloat16 take about so many
@@ -129,8 +129,8 @@ def random_blocks(rows: int, columns: int, name: str) -> tuple[np.ndarray, Any, 
 
 
 def write_checkpoint(folder: Path, kind: str, num_layers: int) -> None:
-    quantisation, make = KINDS[kind]
-    config = {**CONFIG, "num_hidden_layers": num_layers, "quantization_config": quantisation}
+    quantization, make = KINDS[kind]
+    config = {**CONFIG, "num_hidden_layers": num_layers, "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
     build = Build(torch.device("meta"), torch.bfloat16, None, None)  # type: ignore[arg-type]
     model = build_model(read_config(config), 64, build)

@@ -3,7 +3,7 @@
     python -m benchmarks.engine.quality [--model smollm2] [--dtypes bfloat16 float32]
         [--text FILE] [--cases "fp8 weights" ...]
 
-The model is a GGUF file; "dequantised" is its twin of plain floats, and the checkpoints in FP8 are
+The model is a GGUF file; "dequantized" is its twin of plain floats, and the checkpoints in FP8 are
 made of that, with the same projections in FP8 as `quantization="fp8"` rounds, or with "all" of
 them. The text is prose of this project as it once was, or the beginning of another. Each of its
 tokens but the first is predicted from all before it, whose keys and values come from the cache.
@@ -45,13 +45,13 @@ TEXT = Path(__file__).with_name("perplexity.txt")
 MAX_TOKENS = 2200  # of a text
 # What each case is held against, and how much it may lose, if there is a limit.
 CASES: dict[str, tuple[str, float]] = {
-    "as stored": ("dequantised", 0.001),
+    "as stored": ("dequantized", 0.001),
     "fp8 KV": ("as stored", 0.005),
     "fp8 KV, not spread": ("as stored", math.inf),
-    "fp8 weights": ("dequantised", 0.01),
-    "fp8 by output": ("dequantised", 0.01),
-    "fp8 by output, all": ("dequantised", math.inf),
-    "fp8 by block": ("dequantised", math.inf),
+    "fp8 weights": ("dequantized", 0.01),
+    "fp8 by output": ("dequantized", 0.01),
+    "fp8 by output, all": ("dequantized", math.inf),
+    "fp8 by block": ("dequantized", math.inf),
 }
 BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
 BY_OUTPUT = {
@@ -77,7 +77,7 @@ def main() -> int:
     is_within = True
     for dtype in args.dtypes:
         found = measure(args.model, dtype, args.cases, args.text)
-        print(f"{args.model}, {dtype}: {found['dequantised']:.4f} dequantised")
+        print(f"{args.model}, {dtype}: {found['dequantized']:.4f} dequantized")
         for name in args.cases:
             other, limit = CASES[name]
             loss = found[name] / found[other] - 1
@@ -157,7 +157,7 @@ def round_outputs(values: Tensor) -> Parts:
 
 
 MADE: dict[str, tuple[dict[str, Any], Callable[[Tensor], Parts] | None]] = {
-    "dequantised": ({}, None),
+    "dequantized": ({}, None),
     "fp8 weights": ({}, None),
     "fp8 by block": ({"quantization_config": BY_BLOCK}, round_blocks),
     "fp8 by output": ({"quantization_config": BY_OUTPUT}, round_outputs),
@@ -176,8 +176,8 @@ def rounding_as_they_are() -> Iterator[None]:
         assert isinstance(cache, LayerCache)
         for part in cache.parts:
             rows = part.view(-1, *part.shape[2:])
-            rounded = fp8.quantise(rows[slot_mapping])
-            rows[slot_mapping] = fp8.dequantise(rounded, part.dtype)
+            rounded = fp8.quantize(rows[slot_mapping])
+            rows[slot_mapping] = fp8.dequantize(rounded, part.dtype)
 
     with mock.patch.object(NumbaOps, "rope_write", write_rounded):
         yield

@@ -1,6 +1,6 @@
-"""A model whose weights stay quantised on the GPU: decode steps, prompts and mixed requests.
+"""A model whose weights stay quantized on the GPU: decode steps, prompts and mixed requests.
 
-    python -m benchmarks.engine.quantised_weights --weights fp8 int4 --case bs1 prefill
+    python -m benchmarks.engine.quantized_weights --weights fp8 int4 --case bs1 prefill
 
 Weights are random, in the formats that checkpoints have; the head stays in bfloat16. Needs a CUDA
 device that reads such weights as they are stored.

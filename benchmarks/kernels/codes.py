@@ -1,4 +1,4 @@
-"""Projections by quantised weights on a GPU: every configuration of their kernels, and the best.
+"""Projections by quantized weights on a GPU: every configuration of their kernels, and the best.
 
     python -m benchmarks.kernels.codes [--weights fp8 int4] [--rows 1 8 64 256] [--shapes qkv ...]
 
@@ -145,7 +145,7 @@ def make_cases(kind: str, name: str, rows: list[int]) -> Sequence[Case]:
         ways = one_row_ways(shape, x, weights) if num_rows == 1 else few_ways(shape, x, weights)
         label = f"{kind} {name} {shape.num_out} x {shape.num_in}, {num_rows} rows"
         num_flops = 2 * shape.num_out * shape.num_in * num_rows
-        expected, rounded = partial(expect, shape, x, first), partial(quantised, x, first)
+        expected, rounded = partial(expect, shape, x, first), partial(quantized, x, first)
         others = rounding_ways(x, weights) if num_rows > 1 else {}
         cases.append(Case(label, num_bytes, num_flops, expected, ways, rounded, others))
     return cases
@@ -223,7 +223,7 @@ def few_ways(shape: Shape, x: Tensor, weights: Sequence[QuantizedWeight]) -> dic
     return ways
 
 
-def quantised(x: Tensor, weight: QuantizedWeight) -> Tensor:
+def quantized(x: Tensor, weight: QuantizedWeight) -> Tensor:
     return quantized_product(x, weight, None)
 
 

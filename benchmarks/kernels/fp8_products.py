@@ -34,7 +34,7 @@ from nanovllm.devices.cuda.kernels.linear_fp8 import (
     fp8_add_to,
     fp8_after_norm,
     fp8_norm,
-    fp8_quantise,
+    fp8_quantize,
     library_weight,
 )
 from nanovllm.ops.interface import NormWeights, ResidualStream
@@ -64,7 +64,7 @@ class Case:
     def scaled_by_library(self, weight: LibraryWeight) -> Tensor:
         is_summed, activation = self.shape.is_summed, self.shape.activation
         rows = (
-            fp8_quantise(self.x, False)
+            fp8_quantize(self.x, False)
             if is_summed
             else fp8_norm(ResidualStream(self.x), self.norm_in)
         )
@@ -84,7 +84,7 @@ class Case:
         if not self.shape.is_summed:
             fp8_norm(ResidualStream(self.x), self.norm_in)
             return y if self.shape.activation is None else gate(y, self.shape.activation)
-        fp8_quantise(self.x, by_block=False)
+        fp8_quantize(self.x, by_block=False)
         return fp8_norm(ResidualStream(self.residual, y), self.norm_out).scales
 
     def widened(self, counters: Tensor, weight: LibraryWeight) -> Tensor:

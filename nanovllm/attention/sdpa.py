@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.attention.backend import AttentionSpec, BatchRows
-from nanovllm.ops.fp8 import Fp8Rows, dequantise
+from nanovllm.ops.fp8 import Fp8Rows, dequantize
 from nanovllm.ops.interface import LayerCache
 from nanovllm.ops.torch_ops import upcast
 
@@ -102,7 +102,7 @@ def _gather_blocks(
     codes = cached.view(torch.uint8).flatten(1).index_select(0, block_ids).view(cached.dtype)
     codes = codes.view(-1, *cached.shape[1:])  # [blocks, block_size, kv_heads, head_dim]
     by_token = exponents.index_select(0, block_ids).transpose(1, 2)
-    return dequantise(Fp8Rows(codes, by_token), dtype)
+    return dequantize(Fp8Rows(codes, by_token), dtype)
 
 
 def _grouped_sdpa(

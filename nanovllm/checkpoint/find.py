@@ -13,7 +13,7 @@ from typing import Any, Literal
 from nanovllm.checkpoint import gguf
 from nanovllm.checkpoint.gguf_file import open_gguf
 from nanovllm.checkpoint.hub import ALIASES, HUB_ID, fetch, packaged_gguf
-from nanovllm.checkpoint.quantization import Quantisation, choose_quantisation
+from nanovllm.checkpoint.quantization import Quantization, choose_quantization
 from nanovllm.errors import CheckpointError, ConfigError
 
 WeightFormat = Literal["safetensors", "bin", "gguf", "none"]
@@ -38,12 +38,12 @@ class Checkpoint:
     generation_config: Mapping[str, Any]
     weight_files: tuple[Path, ...]
     weight_format: WeightFormat
-    quantisation: Quantisation | None = None  # how its weights are to be read
+    quantization: Quantization | None = None  # how its weights are to be read
 
     @property
     def has_codes(self) -> bool:
         """Whether its weights are stored as anything but floats."""
-        return self.quantisation is not None and self.quantisation.scheme != "round_to_fp8"
+        return self.quantization is not None and self.quantization.scheme != "round_to_fp8"
 
 
 def is_model_name(text: str) -> bool:
@@ -83,7 +83,7 @@ def find_checkpoint(
     stored = checkpoint.config.get("quantization_config")
     if quantization is None and stored is None:
         return checkpoint
-    return replace(checkpoint, quantisation=choose_quantisation(quantization, stored))
+    return replace(checkpoint, quantization=choose_quantization(quantization, stored))
 
 
 def read_json(file: Path) -> dict[str, Any]:

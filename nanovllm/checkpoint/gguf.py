@@ -41,10 +41,10 @@ _END_TEXTS = (
     *("<|eom_id|>", "<|end_of_text|>"),  # beside <|eot_id|>, of Llama 3
 )
 
-# The one key of no config.json: which tensors are quantised, by name, and how.
+# The one key of no config.json: which tensors are quantized, by name, and how.
 BLOCK_TYPES_KEY = "gguf_block_types"
 
-PIECE_ELEMENTS = 4 << 20  # dequantised at a time: 16 MB
+PIECE_ELEMENTS = 4 << 20  # dequantized at a time: 16 MB
 DEQUANTISED_ELEMENTS = 1 << 17  # of a piece in one call, which has some copies in the works
 FLOAT_TYPES = ("F32", "F16", "BF16")
 BLOCK_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -267,7 +267,7 @@ def _read(
 ) -> Iterator[npt.NDArray[Any]]:
     """Read some rows after others, whole heads where they are out of order.
 
-    They are dequantised from a type; with none they are copied as they are stored.
+    They are dequantized from a type; with none they are copied as they are stored.
     """
     if len(shape) == 1 and kind is not None:  # whose blocks are no rows
         data, kind = _to_float(data, kind), type(kind).F32
@@ -284,7 +284,7 @@ def _read(
 
 
 def _to_float(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[Any]:
-    """Copy or dequantise, so that the array is writable and outlives the file's map."""
+    """Copy or dequantize, so that the array is writable and outlives the file's map."""
     import gguf
 
     if kind.name in ("F32", "F16"):

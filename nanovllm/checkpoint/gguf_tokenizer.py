@@ -212,7 +212,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores highest: merges in that order."""
+    """SentencePiece joins the neighbors whose union scores highest: merges in that order."""
     scores = vocabulary.column("scores", float)
     rows = zip(vocabulary.tokens, vocabulary.types(), scores, strict=True)
     pieces = {token: score for token, kind, score in rows if kind == _NORMAL}

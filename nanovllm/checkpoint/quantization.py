@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are quantised, read from `quantization_config`: no torch here."""
+"""How a checkpoint's weights are quantized, read from `quantization_config`: no torch here."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class QuantLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantisation:
-    """One scheme for every quantised projection of a checkpoint."""
+class Quantization:
+    """One scheme for every quantized projection of a checkpoint."""
 
     method: str  # one of QUANTIZATION_METHODS
     scheme: Scheme  # how a weight is stored, or that it is to be rounded as it is read
@@ -63,24 +63,24 @@ class Quantisation:
         return f".{entry}." in f".{module}."  # some whole names of its path
 
 
-ROUND_TO_FP8 = Quantisation("fp8", "round_to_fp8")
+ROUND_TO_FP8 = Quantization("fp8", "round_to_fp8")
 
 
-def choose_quantisation(asked: str | None, stored: object) -> Quantisation | None:
+def choose_quantization(asked: str | None, stored: object) -> Quantization | None:
     """Return how weights are read: as `quantization_config` says, or rounded as is asked for."""
-    quantisation = read_quantisation(stored)
-    if asked is None or (quantisation is not None and quantisation.method == asked):
-        return quantisation
-    if quantisation is None and asked == "fp8":
+    quantization = read_quantization(stored)
+    if asked is None or (quantization is not None and quantization.method == asked):
+        return quantization
+    if quantization is None and asked == "fp8":
         return ROUND_TO_FP8
-    if quantisation is None:
-        what = "has no quantised weights; only quantization='fp8' quantises them while it loads"
+    if quantization is None:
+        what = "has no quantized weights; only quantization='fp8' quantizes them while it loads"
     else:
-        what = f"is quantised by {quantisation.method}"
+        what = f"is quantized by {quantization.method}"
     raise ConfigError(f"quantization={asked!r}: this checkpoint {what}; leave the option out")
 
 
-def read_quantisation(stored: object) -> Quantisation | None:
+def read_quantization(stored: object) -> Quantization | None:
     """Read `quantization_config`; refuse by name what could not be served."""
     if stored is None or stored == {}:
         return None
@@ -99,7 +99,7 @@ def read_quantisation(stored: object) -> Quantisation | None:
         raise _refusal(f"a missing value, or one of the wrong type ({error!r:.120}),") from error
 
 
-def _read_fp8(stored: Mapping[str, Any]) -> Quantisation:
+def _read_fp8(stored: Mapping[str, Any]) -> Quantization:
     _choose(stored, "activation_scheme", "dynamic", "dynamic")
     _choose(stored, "fmt", "e4m3", "e4m3", "float8_e4m3fn")
     block = stored.get("weight_block_size")
@@ -107,19 +107,19 @@ def _read_fp8(stored: Mapping[str, Any]) -> Quantisation:
     return _float_weights("fp8", block, ignored)
 
 
-def _float_weights(method: str, block: list[int] | None, ignored: object) -> Quantisation:
+def _float_weights(method: str, block: list[int] | None, ignored: object) -> Quantization:
     if block is None:
-        return Quantisation(method, "fp8_scaled", ignored=_read_names(ignored))
+        return Quantization(method, "fp8_scaled", ignored=_read_names(ignored))
     high, wide = block
     if not all(type(size) is int and 0 < size < 2**31 for size in block):
         raise _refusal(f"blocks of {block!r:.80}", "two whole numbers")
-    return Quantisation(method, "fp8_block", block_size=(high, wide), ignored=_read_names(ignored))
+    return Quantization(method, "fp8_block", block_size=(high, wide), ignored=_read_names(ignored))
 
 
-def _read_awq(stored: Mapping[str, Any]) -> Quantisation:
+def _read_awq(stored: Mapping[str, Any]) -> Quantization:
     _choose(stored, "version", "gemm", "gemm", "GEMM")
     _choose(stored, "zero_point", True, True)
-    return Quantisation(
+    return Quantization(
         "awq",
         "awq",
         bits=_choose(stored, "bits", 4, 4),
@@ -129,7 +129,7 @@ def _read_awq(stored: Mapping[str, Any]) -> Quantisation:
     )
 
 
-def _read_gptq(stored: Mapping[str, Any]) -> Quantisation:
+def _read_gptq(stored: Mapping[str, Any]) -> Quantization:
     _choose(stored, "is_marlin_format", False, False)
     _choose(stored, "pack_dtype", "int32", "int32")
     layout = stored.get("format") or "gptq"
@@ -138,7 +138,7 @@ def _read_gptq(stored: Mapping[str, Any]) -> Quantisation:
         raise _refusal("dynamic, other numbers for some modules,")
     # GPTQModel subtracts from words of zero points, not from each.
     quantizer = str((stored.get("meta") or {}).get("quantizer"))
-    return Quantisation(
+    return Quantization(
         "gptq",
         "gptq",
         bits=_choose(stored, "bits", None, *BITS),
@@ -151,7 +151,7 @@ def _read_gptq(stored: Mapping[str, Any]) -> Quantisation:
     )
 
 
-def _read_compressed(stored: Mapping[str, Any]) -> Quantisation:
+def _read_compressed(stored: Mapping[str, Any]) -> Quantization:
     groups = list(stored["config_groups"].values())
     if len(groups) != 1:
         raise _refusal("config_groups other than one group")
@@ -161,7 +161,7 @@ def _read_compressed(stored: Mapping[str, Any]) -> Quantisation:
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if stored.get(name) and stored[name].get("format") != "dense":
             raise _refusal(name)
-    # Naive is the same, where activations are not quantised.
+    # Naive is the same, where activations are not quantized.
     layouts = "float-quantized", "naive-quantized", "pack-quantized"
     layout = _choose(stored, "format", group.get("format"), *layouts)
     weights, ignored = group["weights"], stored.get("ignore")
@@ -183,12 +183,12 @@ def _check_activations(inputs: Any, layout: str) -> None:
         raise _refusal(f"input_activations {inputs!r:.120}", "dynamic fp8 with fp8 weights")
 
 
-def _read_packed_weights(weights: Mapping[str, Any], ignored: object) -> Quantisation:
+def _read_packed_weights(weights: Mapping[str, Any], ignored: object) -> Quantization:
     _choose(weights, "type", None, "int")
     orders = None, "weight", "static", "group", "dynamic", False, True
     order = _choose(weights, "actorder", None, *orders)
     is_grouped = _choose(weights, "strategy", None, "channel", "group") == "group"
-    return Quantisation(
+    return Quantization(
         "compressed-tensors",
         "packed_int",
         bits=_choose(weights, "num_bits", None, *BITS),

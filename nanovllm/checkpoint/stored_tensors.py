@@ -35,7 +35,7 @@ _DTYPES = {
 
 
 FLOATS = tuple(_DTYPES.values())
-# What quantised weights are stored as, beside floats.
+# What quantized weights are stored as, beside floats.
 _CODES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "I64": torch.int64,
@@ -80,7 +80,7 @@ class StoredTensor:
 
 
 def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
-    """List what the files hold; only those of a quantised checkpoint may hold codes."""
+    """List what the files hold; only those of a quantized checkpoint may hold codes."""
     readers = {"safetensors": _list_safetensors, "bin": _list_bin, "gguf": _list_gguf}
     list_file = readers[checkpoint.weight_format]
     dtypes = _DTYPES | (_CODES if checkpoint.has_codes else {})

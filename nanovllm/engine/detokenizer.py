@@ -55,7 +55,7 @@ def num_held(text: str, markers: Iterable[str]) -> int:
 class Detokenizer:
     """The text of one sequence; `push` tokens, `take` what is safe to show.
 
-    Decoding is not a sum over tokens: spaces and characters depend on neighbours. So each step
+    Decoding is not a sum over tokens: spaces and characters depend on neighbors. So each step
     decodes a short window that starts at text already shown and takes what the window gained.
     """
 

@@ -87,7 +87,7 @@ class EngineThread:
     def prepare(
         self, prompt: str | list[int], params: SamplingParams, **options: Any
     ) -> RequestState:
-        """Check and tokenise a prompt, as `InputProcessor.process` does; nothing is queued yet."""
+        """Check and tokenize a prompt, as `InputProcessor.process` does; nothing is queued yet."""
         self.raise_if_closed()
         state = self.input_processor.process(prompt, params, **options)
         self.core.check(state.completions[0].request)

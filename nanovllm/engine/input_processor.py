@@ -77,7 +77,7 @@ class InputProcessor:
         pooling: Pooling | None = None,
         request_id: str | None = None,
     ) -> RequestState:
-        """Check and tokenise a prompt."""
+        """Check and tokenize a prompt."""
         self._check_params(params)
         for name, text in (("cache_salt", cache_salt), ("request_id", request_id)):
             if text is not None:
@@ -123,14 +123,14 @@ class InputProcessor:
         return self.tokenizer
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        """Tokenise text. Safe in any thread."""
+        """Tokenize text. Safe in any thread."""
         assert self.tokenizer is not None
         with self._tokenizing:
             ids: list[int] = self.tokenizer.encode(text, **options)
         return ids
 
     def token_ids_of(self, prompt: str | list[int], **options: Any) -> array[int]:
-        """Check a prompt and tokenise it, if it is a text. Safe in any thread."""
+        """Check a prompt and tokenize it, if it is a text. Safe in any thread."""
         require(isinstance(prompt, (str, list)), "prompt", "a string or token ids", prompt)
         if not isinstance(prompt, str):
             ids = prompt

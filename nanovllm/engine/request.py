@@ -18,7 +18,7 @@ POOL_TOO_SMALL = "num_kvcache_blocks"  # stop_reason of a sequence for which the
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to continue, or to pool, checked and tokenised."""
+    """One prompt to continue, or to pool, checked and tokenized."""
 
     seq_id: int
     token_ids: array[int]  # the prompt

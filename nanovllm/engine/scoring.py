@@ -45,7 +45,7 @@ def continue_prompt(
     continuations: Sequence[Any],
     encode: Callable[..., array[int]],
 ) -> list[Continued]:
-    """Tokenise a prompt with each continuation.
+    """Tokenize a prompt with each continuation.
 
     Tokens may reach across the border: then the continuation begins with the first of them.
     """

@@ -12,7 +12,7 @@ from nanovllm.ops.interface import NormWeights, QKNormWeights, ResidualStream
 
 
 class RMSNorm(Layer):
-    """Normalises hidden states."""
+    """Normalizes hidden states."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class RMSNorm(Layer):
 
 
 class QKNorm(Layer):
-    """Normalises every head of q and k, on their way through the rotation."""
+    """Normalizes every head of q and k, on their way through the rotation."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from nanovllm.checkpoint.quantization import read_quantisation
+from nanovllm.checkpoint.quantization import read_quantization
 from nanovllm.config import DTYPES, ExpertsConfig, LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.validation import check_types
@@ -96,7 +96,7 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
             "is_causal=False in config.json, attention to later tokens, is not supported"
         )
     if (quantization := config.get("quantization_config")) is not None:
-        read_quantisation(quantization)
+        read_quantization(quantization)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     head_dim = config.get("head_dim") or hidden_size // num_heads
     bias = config.get("attention_bias", False)

@@ -55,7 +55,7 @@ class Fp8Rows:
     exponents: Tensor  # [...], uint8
 
 
-def quantise(rows: Tensor) -> Fp8Rows:
+def quantize(rows: Tensor) -> Fp8Rows:
     """Round rows [..., dim] to codes by the smallest scale that lets all of them be codes."""
     wide = rows.float()
     bits = wide.abs().contiguous().view(torch.int32).amax(-1)  # ordered as what they stand for
@@ -68,7 +68,7 @@ def quantise(rows: Tensor) -> Fp8Rows:
     return Fp8Rows(scaled.to(FP8), exponents.to(torch.uint8))
 
 
-def dequantise(rows: Fp8Rows, dtype: torch.dtype) -> Tensor:
+def dequantize(rows: Fp8Rows, dtype: torch.dtype) -> Tensor:
     """Return the numbers that rows stand for, which bfloat16 and wider types hold exactly."""
     scales = power_of_two(rows.exponents.int()).unsqueeze(-1)
     if dtype != torch.float16:

@@ -165,7 +165,7 @@ class Ops(Protocol):
         cache: LayerCache,
         slot_mapping: Tensor,
     ) -> None:
-        """Normalise and rotate q and k, spread both for codes; k and v go to the cache, q stays.
+        """Normalize and rotate q and k, spread both for codes; k and v go to the cache, q stays.
 
         qkv is [tokens, q + k + v heads, dim], and its k may be overwritten; rope holds cosines and
         sines in float32, [positions, 2, dim / 2]; slot_mapping count tokens.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.ops.fp8 import hadamard_exponents, hadamard_transform, quantise
+from nanovllm.ops.fp8 import hadamard_exponents, hadamard_transform, quantize
 from nanovllm.ops.interface import (
     Activation,
     LayerCache,
@@ -199,9 +199,9 @@ def _write_rows(
     cached: Tensor, exponents: Tensor | None, rows: Tensor, slot_mapping: Tensor
 ) -> None:
     if exponents is not None:
-        quantised, block_size = quantise(rows), cached.shape[1]
-        exponents[slot_mapping // block_size, :, slot_mapping % block_size] = quantised.exponents
-        cached, rows = cached.view(torch.uint8), quantised.codes.view(torch.uint8)
+        quantized, block_size = quantize(rows), cached.shape[1]
+        exponents[slot_mapping // block_size, :, slot_mapping % block_size] = quantized.exponents
+        cached, rows = cached.view(torch.uint8), quantized.codes.view(torch.uint8)
     cached.view(-1, *rows.shape[1:])[slot_mapping] = rows
 
 

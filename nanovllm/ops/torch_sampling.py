@@ -51,7 +51,7 @@ def sample(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tenso
 
 
 def sampling_probs(logits: Tensor, columns: SamplingColumns) -> Tensor:
-    """Return what each row is drawn from, not normalised; excluded tokens are exactly 0.
+    """Return what each row is drawn from, not normalized; excluded tokens are exactly 0.
 
     Cuts are by value, so tokens that tie with the last one kept are kept too.
     """
@@ -110,7 +110,7 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """The finaliser of splitmix64, a bijection."""
+    """The finalizer of splitmix64, a bijection."""
     bits = (bits ^ _shift_right(bits, 30)) * MIX_FIRST
     bits = (bits ^ _shift_right(bits, 27)) * MIX_SECOND
     return bits ^ _shift_right(bits, 31)

@@ -1,6 +1,6 @@
 """`build_app`: an application for Ray Serve with the routes and options of `nanovllm serve`.
 
-Its ingress is that server without an engine: it reads requests, tokenises prompts and sends each to
+Its ingress is that server without an engine: it reads requests, tokenizes prompts and sends each to
 one of the engines, which Serve starts, watches and scales.
 """
 

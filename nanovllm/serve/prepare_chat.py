@@ -46,7 +46,7 @@ class ChatPrompt:
 
 
 async def prompt_of(service: Service, request: ChatRequest, param: str = "messages") -> ChatPrompt:
-    """Check a conversation, write it as the model's template does, and tokenise it."""
+    """Check a conversation, write it as the model's template does, and tokenize it."""
     service.check_model(request.model)
     tools = callable_tools(service, request)
     text = await render(service, request, tools and request.tools, param)

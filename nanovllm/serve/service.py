@@ -101,7 +101,7 @@ class Service:
     async def token_ids(
         self, prompt: str | list[int], param: str = "prompt", **options: Any
     ) -> list[int]:
-        """Check a prompt, and tokenise a text in another thread: a long one takes a while."""
+        """Check a prompt, and tokenize a text in another thread: a long one takes a while."""
         token_ids_of, max_len = self.llm.input_processor.token_ids_of, self.llm.max_len
         with errors_about(param):
             if isinstance(prompt, list):
@@ -114,7 +114,7 @@ class Service:
             return (await asyncio.to_thread(token_ids_of, prompt, **options)).tolist()
 
     async def all_token_ids(self, prompts: Any, param: str, **options: Any) -> Sequence[list[int]]:
-        """Tokenise one prompt or several of them, texts or token ids."""
+        """Tokenize one prompt or several of them, texts or token ids."""
         items = prompts if isinstance(prompts, list) else [prompts]
         if items and isinstance(items[0], int):
             items = [items]

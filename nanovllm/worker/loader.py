@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
-from nanovllm.checkpoint.quantization import QuantLayout, choose_quantisation
+from nanovllm.checkpoint.quantization import QuantLayout, choose_quantization
 from nanovllm.checkpoint.stored_tensors import StoredTensor, list_tensors
 from nanovllm.config import EngineConfig
 from nanovllm.errors import CheckpointError
@@ -44,11 +44,11 @@ def load_weights(
     start = time.perf_counter()
     layers = UnpackedLayers(model, device)
     expected = layers.expected
-    stored, quantisation = list_tensors(checkpoint), checkpoint.quantisation
-    if quantisation is not None:
+    stored, quantization = list_tensors(checkpoint), checkpoint.quantization
+    if quantization is not None:
         from nanovllm.checkpoint.quantized.modules import join_parts
 
-        stored = join_parts(stored, quantisation, expected)
+        stored = join_parts(stored, quantization, expected)
     tensors = _match(stored, expected, checkpoint.path)
     if show_progress:  # by one rank
         _log_dequantized(tensors, expected)
@@ -230,24 +230,24 @@ def choose_layouts(
     stored = checkpoint_config.get("quantization_config")
     if stored is None and config.quantization is None:
         return None
-    quantisation = choose_quantisation(config.quantization, stored)
-    layout = None if quantisation is None else quantisation.layout
-    if quantisation is None or layout is None or not device.reads_quantized(layout.kind, dtype):
+    quantization = choose_quantization(config.quantization, stored)
+    layout = None if quantization is None else quantization.layout
+    if quantization is None or layout is None or not device.reads_quantized(layout.kind, dtype):
         return None
     from nanovllm.checkpoint.quantized.modules import is_quantized_to_fp8, join_parts
 
     if isinstance(checkpoint, Checkpoint) and not is_dummy:
-        tensors = join_parts(list_tensors(checkpoint), quantisation, ())
+        tensors = join_parts(list_tensors(checkpoint), quantization, ())
         found = {tensor.name.removesuffix(".weight"): tensor.layout for tensor in tensors}
         return {name: found[name] for name in found if not name.endswith("embed_tokens")}.get
 
     # A checkpoint that is quantized already may have all of them so.
-    is_chosen_here = quantisation.scheme == "round_to_fp8"
+    is_chosen_here = quantization.scheme == "round_to_fp8"
     num_layers = len(read_config(checkpoint_config).layers) if is_chosen_here else 0
 
     def expected_layout(module: str) -> QuantLayout | None:
         is_projection = is_quantized_to_fp8(f"{module}.weight", num_layers)
-        return layout if is_projection and not quantisation.ignores(module) else None
+        return layout if is_projection and not quantization.ignores(module) else None
 
     return expected_layout
 

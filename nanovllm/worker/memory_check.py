@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.checkpoint.quantization import choose_quantisation
+from nanovllm.checkpoint.quantization import choose_quantization
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import Build
@@ -49,7 +49,7 @@ def check_model(
     """Refuse a model that is not supported, cannot be split or does not fit."""
     model = read_config(checkpoint_config)
     if config.quantization is not None:
-        choose_quantisation(config.quantization, checkpoint_config.get("quantization_config"))
+        choose_quantization(config.quantization, checkpoint_config.get("quantization_config"))
     check_splits(model, config.tensor_parallel_size)
     if device is None:
         return  # each rank will look at its own device

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.attention.backend import AttentionBackend, AttentionSpec, BatchRows
 from nanovllm.attention.sdpa import QUERY_TILE
-from nanovllm.ops.fp8 import dequantise, hadamard_exponents, hadamard_transform, quantise
+from nanovllm.ops.fp8 import dequantize, hadamard_exponents, hadamard_transform, quantize
 from nanovllm.ops.interface import LayerCache, Ops
 
 GARBAGE = 1e30  # finite: what an earlier owner may have left in a block
@@ -107,12 +107,12 @@ class Case:
 def in_eight_bits(case: Case) -> Case:
     """The same rows over a cache of codes; what each has seen is what the codes stand for."""
     _, of_k = hadamard_exponents(case.qkv.shape[2])
-    parts = [quantise(hadamard_transform(case.cache.k, of_k)), quantise(case.cache.v)]
+    parts = [quantize(hadamard_transform(case.cache.k, of_k)), quantize(case.cache.v)]
     exponents = [part.exponents.transpose(1, 2).contiguous() for part in parts]
     cache = LayerCache(*(part.codes for part in parts), *exponents)
     histories = [
         tuple(
-            dequantise(quantise(part), torch.float64) for part in (hadamard_transform(k, of_k), v)
+            dequantize(quantize(part), torch.float64) for part in (hadamard_transform(k, of_k), v)
         )
         for k, v in case.histories
     ]

@@ -93,7 +93,7 @@ def encode_bytes(
 
 
 def encode_pieces(text: str, scores: dict[str, float], tokens: list[str]) -> list[int]:
-    """SentencePiece BPE by its definition: join the best-scored neighbours, leftmost on ties."""
+    """SentencePiece BPE by its definition: join the best-scored neighbors, leftmost on ties."""
     parts = list(text.replace(" ", "▁"))
     while True:
         joined = ["".join(pair) for pair in itertools.pairwise(parts)]

@@ -122,7 +122,7 @@ def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int) -> n
 
 
 @pytest.mark.parametrize("quant", REFERENCES)
-def test_dequantised_values_follow_the_format(tmp_path: Path, quant: str) -> None:
+def test_dequantized_values_follow_the_format(tmp_path: Path, quant: str) -> None:
     kind = gguf.GGMLQuantizationType[quant]
     data = random_blocks(kind, 8, 512)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
@@ -155,7 +155,7 @@ def test_dequantised_values_follow_the_format(tmp_path: Path, quant: str) -> Non
         ("Q5_1", "bfloat16", 0.15),
     ],
 )
-def test_quantised_model_is_close_to_the_original(
+def test_quantized_model_is_close_to_the_original(
     tmp_path: Path, quant: str, dtype: str, error: float
 ) -> None:
     expected = hf_tensors("llama", tied=False)
@@ -170,7 +170,7 @@ def test_quantised_model_is_close_to_the_original(
 
 
 @pytest.mark.parametrize("quant", ["F16", "BF16", "Q8_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_quantised_experts_are_those_of_single_tensors(tmp_path: Path, quant: str) -> None:
+def test_quantized_experts_are_those_of_single_tensors(tmp_path: Path, quant: str) -> None:
     tensors = hf_tensors("qwen3moe", tied=True)
     path = write_gguf(tmp_path / "m.gguf", "qwen3moe", tensors, quant=quant)
     kind, loaded = gguf.GGMLQuantizationType[quant], read_arrays(path)

@@ -8,9 +8,9 @@ import pytest
 
 from nanovllm.checkpoint.quantization import (
     ROUND_TO_FP8,
-    Quantisation,
-    choose_quantisation,
-    read_quantisation,
+    Quantization,
+    choose_quantization,
+    read_quantization,
 )
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedQuantisationError
 
@@ -38,27 +38,27 @@ def compressed(
     }
 
 
-READ: list[tuple[dict[str, Any], Quantisation]] = [
+READ: list[tuple[dict[str, Any], Quantization]] = [
     (
         {**BLOCK, "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]},
-        Quantisation("fp8", "fp8_block", block_size=(128, 128), ignored=("lm_head",)),
+        Quantization("fp8", "fp8_block", block_size=(128, 128), ignored=("lm_head",)),
     ),
-    ({"quant_method": "fp8"}, Quantisation("fp8", "fp8_scaled")),
+    ({"quant_method": "fp8"}, Quantization("fp8", "fp8_scaled")),
     (
         compressed(group={"input_activations": BY_TOKEN}),
-        Quantisation("compressed-tensors", "fp8_scaled", ignored=("lm_head",)),
+        Quantization("compressed-tensors", "fp8_scaled", ignored=("lm_head",)),
     ),
     (
         compressed("naive-quantized"),
-        Quantisation("compressed-tensors", "fp8_scaled", ignored=("lm_head",)),
+        Quantization("compressed-tensors", "fp8_scaled", ignored=("lm_head",)),
     ),
     (
         compressed(weights={**FLOATS, "strategy": "block", "block_structure": [128, 64]}),
-        Quantisation("compressed-tensors", "fp8_block", block_size=(128, 64), ignored=("lm_head",)),
+        Quantization("compressed-tensors", "fp8_block", block_size=(128, 64), ignored=("lm_head",)),
     ),
     (
         compressed("pack-quantized", {**WHOLE, "actorder": "group"}, ignore=["re:.*gate$"]),
-        Quantisation(
+        Quantization(
             "compressed-tensors",
             "packed_int",
             bits=4,
@@ -70,22 +70,22 @@ READ: list[tuple[dict[str, Any], Quantisation]] = [
     ),
     (
         {**AWQ, "modules_to_not_convert": None},
-        Quantisation("awq", "awq", bits=4, group_size=128, is_symmetric=False),
+        Quantization("awq", "awq", bits=4, group_size=128, is_symmetric=False),
     ),
     (
         GPTQ,
-        Quantisation("gptq", "gptq", 4, 32, is_symmetric=False, desc_act=True, zero_offset=1),
+        Quantization("gptq", "gptq", 4, 32, is_symmetric=False, desc_act=True, zero_offset=1),
     ),
     (
         {"quant_method": "gptq", "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
-        Quantisation("gptq", "gptq", 8, -1),
+        Quantization("gptq", "gptq", 8, -1),
     ),
 ]
 
 
 @pytest.mark.parametrize(("stored", "expected"), READ)
-def test_what_is_read(stored: dict[str, Any], expected: Quantisation) -> None:
-    assert read_quantisation(stored) == expected
+def test_what_is_read(stored: dict[str, Any], expected: Quantization) -> None:
+    assert read_quantization(stored) == expected
 
 
 REFUSED: list[tuple[Any, str]] = [
@@ -137,20 +137,20 @@ REFUSED: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("stored", "match"), REFUSED)
 def test_what_is_refused(stored: Any, match: str) -> None:
     with pytest.raises(UnsupportedQuantisationError, match=f"quantization_config.*{match}") as e:
-        read_quantisation(stored)
+        read_quantization(stored)
     assert isinstance(e.value, ConfigError)
     assert isinstance(e.value, CheckpointError)
 
 
 def test_ignored_modules() -> None:
-    exact = Quantisation(
+    exact = Quantization(
         "compressed-tensors", "packed_int", ignored=("lm_head", r"re:.*mlp\.gate$")
     )
     assert exact.ignores("lm_head")
     assert exact.ignores("model.layers.3.mlp.gate")
     assert not exact.ignores("model.lm_head")
     assert not exact.ignores("model.layers.3.mlp.gate_proj")
-    parts = Quantisation("awq", "awq", ignored=("mlp.gate", "layers.1", "lm_head"))
+    parts = Quantization("awq", "awq", ignored=("mlp.gate", "layers.1", "lm_head"))
     for module in ("model.layers.0.mlp.gate", "model.layers.1.mlp.up_proj", "lm_head"):
         assert parts.ignores(module)
     for module in ("model.layers.0.mlp.gate_proj", "model.layers.10.mlp.up_proj"):
@@ -158,15 +158,15 @@ def test_ignored_modules() -> None:
 
 
 def test_the_option_must_match_the_checkpoint() -> None:
-    assert choose_quantisation(None, None) is None
-    assert choose_quantisation(None, {}) is None
-    assert choose_quantisation("fp8", None) == ROUND_TO_FP8
-    assert choose_quantisation("awq", AWQ) == choose_quantisation(None, AWQ)
-    assert choose_quantisation("fp8", BLOCK) == read_quantisation(BLOCK)
+    assert choose_quantization(None, None) is None
+    assert choose_quantization(None, {}) is None
+    assert choose_quantization("fp8", None) == ROUND_TO_FP8
+    assert choose_quantization("awq", AWQ) == choose_quantization(None, AWQ)
+    assert choose_quantization("fp8", BLOCK) == read_quantization(BLOCK)
     for asked, stored in (("fp8", AWQ), ("awq", GPTQ), ("fp8", compressed())):
         with pytest.raises(
-            ConfigError, match=f"'{asked}'.*is quantised by {stored['quant_method']}"
+            ConfigError, match=f"'{asked}'.*is quantized by {stored['quant_method']}"
         ):
-            choose_quantisation(asked, stored)
-    with pytest.raises(ConfigError, match="'awq': this checkpoint has no quantised weights"):
-        choose_quantisation("awq", None)
+            choose_quantization(asked, stored)
+    with pytest.raises(ConfigError, match="'awq': this checkpoint has no quantized weights"):
+        choose_quantization("awq", None)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanovllm.checkpoint import stored_tensors as weights
 from nanovllm.checkpoint.find import Checkpoint
-from nanovllm.checkpoint.quantization import ROUND_TO_FP8, choose_quantisation
+from nanovllm.checkpoint.quantization import ROUND_TO_FP8, choose_quantization
 from nanovllm.checkpoint.quantized.modules import join_parts
 from nanovllm.checkpoint.stored_tensors import StoredTensor, list_tensors
 from nanovllm.errors import CheckpointError, UnsupportedModelError
@@ -70,11 +70,11 @@ def list_stored(
     folder: Path, parts: dict[str, Tensor], config: Any, expected: tuple[str, ...] = ()
 ) -> dict[str, StoredTensor]:
     save_file(parts, folder / "m.safetensors")
-    quantisation = choose_quantisation(None, config)
-    assert quantisation is not None
+    quantization = choose_quantization(None, config)
+    assert quantization is not None
     file = folder / "m.safetensors"
-    checkpoint = Checkpoint(folder, {}, {}, (file,), "safetensors", quantisation)
-    tensors = join_parts(list_tensors(checkpoint), quantisation, expected)
+    checkpoint = Checkpoint(folder, {}, {}, (file,), "safetensors", quantization)
+    tensors = join_parts(list_tensors(checkpoint), quantization, expected)
     return {tensor.name: tensor for tensor in tensors}
 
 
@@ -127,10 +127,10 @@ def test_parts_in_pytorch_files(tmp_path: Path) -> None:
     kind, shape = KINDS["gptq-shuffled-zeros"]
     made = kind(torch.randn(shape))
     torch.save(named(made.parts), tmp_path / "m.bin")
-    quantisation = choose_quantisation(None, kind.config)
-    assert quantisation is not None
-    checkpoint = Checkpoint(tmp_path, {}, {}, (tmp_path / "m.bin",), "bin", quantisation)
-    [tensor] = join_parts(list_tensors(checkpoint), quantisation, ())
+    quantization = choose_quantization(None, kind.config)
+    assert quantization is not None
+    checkpoint = Checkpoint(tmp_path, {}, {}, (tmp_path / "m.bin",), "bin", quantization)
+    [tensor] = join_parts(list_tensors(checkpoint), quantization, ())
     assert_same(read(tensor), made.values)
 
 
@@ -158,7 +158,7 @@ def test_zero_points_of_symmetric_gptq_are_the_middle(tmp_path: Path, bits: int)
     assert not torch.equal(read(tensor), made.values)
 
 
-def test_what_is_not_quantised_stays(tmp_path: Path) -> None:
+def test_what_is_not_quantized_stays(tmp_path: Path) -> None:
     kind, _ = KINDS["fp8-block"]
     plain = {
         "norm.weight": torch.ones(4),
@@ -221,8 +221,8 @@ def test_biases_of_zeros_that_nobody_expects_are_dropped(tmp_path: Path) -> None
 def test_codes_are_refused_where_config_json_has_no_scheme(tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
     save_file(KINDS["awq-32"][0](torch.randn(40, 256)).parts, file)
-    for quantisation in (None, ROUND_TO_FP8):
-        checkpoint = Checkpoint(tmp_path, {}, {}, (file,), "safetensors", quantisation)
+    for quantization in (None, ROUND_TO_FP8):
+        checkpoint = Checkpoint(tmp_path, {}, {}, (file,), "safetensors", quantization)
         with pytest.raises(UnsupportedModelError, match="is stored as I32"):
             list_tensors(checkpoint)
 

@@ -114,7 +114,7 @@ def write_gguf(
     norm_quant: str = "F32",
     other_quants: dict[str, str] | None = None,
 ) -> Path:
-    """Write a model as converters do: matrices quantised, norms float32, rows and norms changed.
+    """Write a model as converters do: matrices quantized, norms float32, rows and norms changed.
 
     `other_quants` are those of matrices with such a part in their name.
     """

@@ -1,4 +1,4 @@
-"""Quantised weights written by reference formulas, beside the numbers that they stand for."""
+"""Quantized weights written by reference formulas, beside the numbers that they stand for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     parts: dict[str, Tensor]
     values: Tensor  # float32
 
@@ -30,11 +30,11 @@ class Quantised:
 class Kind:
     """A format, with what config.json says of it."""
 
-    make: Callable[..., Quantised]
+    make: Callable[..., Quantized]
     config: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, weight: Tensor, seed: int = 0, edges: bool = False) -> Quantised:
+    def __call__(self, weight: Tensor, seed: int = 0, edges: bool = False) -> Quantized:
         return self.make(weight, np.random.default_rng(seed), edges, **self.options)
 
 
@@ -70,7 +70,7 @@ def fp8_block(
     block: tuple[int, int],
     name: str = "weight_scale_inv",
     dtype: torch.dtype = torch.float32,
-) -> Quantised:
+) -> Quantized:
     (rows, columns), (high, wide) = weight.shape, block
     codes = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn)
     values = torch.zeros(rows, columns)
@@ -86,12 +86,12 @@ def fp8_block(
             divided = weight[part] / scale if scale else weight[part]
             codes[part] = divided.clamp(-448, 448).to(torch.float8_e4m3fn)
             values[part] = codes[part].float() * scale
-    return Quantised({"weight": codes, name: scales}, values)
+    return Quantized({"weight": codes, name: scales}, values)
 
 
 def fp8_scaled(
     weight: Tensor, rng: np.random.Generator, edges: bool, shape: str = "channel"
-) -> Quantised:
+) -> Quantized:
     whole = {"channel": weight.abs().amax(1, keepdim=True), "flat": weight.abs().amax(1)}
     largest = whole.get(shape, weight.abs().max())
     scales = (largest / 448).bfloat16() if shape == "channel" else largest / 448
@@ -100,7 +100,7 @@ def fp8_scaled(
     divided = weight / torch.where(by_row == 0, 1.0, by_row)
     codes = divided.clamp(-448, 448).to(torch.float8_e4m3fn)
     stored = scales.reshape(1) if shape == "tensor" else scales
-    return Quantised({"weight": codes, "weight_scale": stored}, codes.float() * by_row)
+    return Quantized({"weight": codes, "weight_scale": stored}, codes.float() * by_row)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def packed_int(
     symmetric: bool = True,
     shuffled: bool = False,
     packs_zeros: bool = True,
-) -> Quantised:
+) -> Quantized:
     groups = make_groups(weight, rng, edges, bits, group, symmetric, shuffled, dtype=torch.bfloat16)
     parts = {
         "weight_packed": pack_words(groups.codes, bits),
@@ -173,17 +173,17 @@ def packed_int(
         parts["weight_zero_point"] = torch.from_numpy(signed.astype(np.int8))
     if shuffled:
         parts["weight_g_idx"] = torch.from_numpy(groups.group_of.astype(np.int32))
-    return Quantised(parts, groups.values)
+    return Quantized(parts, groups.values)
 
 
-def awq(weight: Tensor, rng: np.random.Generator, edges: bool, group: int = 32) -> Quantised:
+def awq(weight: Tensor, rng: np.random.Generator, edges: bool, group: int = 32) -> Quantized:
     groups = make_groups(weight, rng, edges, 4, group, False, False, dtype=torch.float16)
     parts = {
         "qweight": pack_awq(groups.codes.T),
         "qzeros": pack_awq(groups.zeros.T),
         "scales": groups.scales.t().contiguous(),
     }
-    return Quantised(parts, groups.values)
+    return Quantized(parts, groups.values)
 
 
 def gptq(
@@ -197,7 +197,7 @@ def gptq(
     offset: int = 1,
     has_groups: bool = True,
     borrows: bool = False,
-) -> Quantised:
+) -> Quantized:
     groups = make_groups(weight, rng, edges, bits, group, symmetric, shuffled, dtype=torch.float16)
     if borrows:  # GPTQModel subtracts from words, so that a zero point of 0 borrows from the next
         ones = sum(offset << bits * place for place in range(32 // bits))
@@ -212,7 +212,7 @@ def gptq(
     }
     if has_groups:
         parts["g_idx"] = torch.from_numpy(groups.group_of.astype(np.int32))
-    return Quantised(parts, groups.values)
+    return Quantized(parts, groups.values)
 
 
 def compressed_config(layout: str, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,9 +259,9 @@ def gptq_kind(
 
 @dataclass(frozen=True)
 class Twins:
-    """A quantised checkpoint, and the plain one that has the same numbers."""
+    """A quantized checkpoint, and the plain one that has the same numbers."""
 
-    quantised: Path
+    quantized: Path
     plain: Path
 
 
@@ -269,7 +269,7 @@ PROJECTION = re.compile(r"model\.layers\..*(?<!\.gate)\.weight|lm_head\.weight")
 
 
 def write_twins(folder: Path, source: Path, kind: Kind, ignored: Mapping[str, list[str]]) -> Twins:
-    """Quantise every projection of a checkpoint that no pattern leaves out."""
+    """Quantize every projection of a checkpoint that no pattern leaves out."""
     config = json.loads((source / "config.json").read_text())
     patterns = [entry.removeprefix("re:") for entries in ignored.values() for entry in entries]
     stored: dict[str, Tensor] = {}
@@ -283,9 +283,9 @@ def write_twins(folder: Path, source: Path, kind: Kind, ignored: Mapping[str, li
         made = kind(tensor, seed=i)
         plain[name] = made.values
         stored |= {f"{module}.{part}": value for part, value in made.parts.items()}
-    quantised = {**config, "quantization_config": {**kind.config, **ignored}}
-    for path, tensors, saved in (("quantised", stored, quantised), ("plain", plain, config)):
+    quantized = {**config, "quantization_config": {**kind.config, **ignored}}
+    for path, tensors, saved in (("quantized", stored, quantized), ("plain", plain, config)):
         (folder / path).mkdir(parents=True)
         (folder / path / "config.json").write_text(json.dumps(saved))
         save_file(tensors, folder / path / "model.safetensors")
-    return Twins(folder / "quantised", folder / "plain")
+    return Twins(folder / "quantized", folder / "plain")

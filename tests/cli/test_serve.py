@@ -71,7 +71,7 @@ def test_streams_have_a_target_and_batches_have_none() -> None:
     assert engine_config(args).target_inter_token_ms is None
 
 
-def test_how_weights_are_quantised() -> None:
+def test_how_weights_are_quantized() -> None:
     assert config_of().quantization is None
     assert config_of("--quantization", "none").quantization is None
     assert config_of("--quantization", "fp8").quantization == "fp8"

@@ -369,7 +369,7 @@ def test_real_interrupts_at_random_times_do_no_harm(llm: LLM) -> None:
         raise KeyboardInterrupt
 
     thread = threading.Thread(target=interrupt, daemon=True)
-    # An interrupt in a finaliser is lost, and pytest would keep its traceback.
+    # An interrupt in a finalizer is lost, and pytest would keep its traceback.
     is_lost = threading.Event()
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: is_lost.set()
     thread.start()

@@ -428,7 +428,7 @@ def test_min_tokens_equal_transformers(
         assert set(ids[: max(min_tokens - 1, 0)]).isdisjoint(eos)
 
 
-def test_min_tokens_of_neighbours_are_their_own(path: Path) -> None:
+def test_min_tokens_of_neighbors_are_their_own(path: Path) -> None:
     """A mask must not stay in the slot for the next sequence, nor reach other rows."""
     with make_llm(path, max_num_seqs=2) as llm:
         free = generate(llm)

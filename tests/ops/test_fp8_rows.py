@@ -14,8 +14,8 @@ from nanovllm.ops.fp8 import (
     MAX_EXPONENT,
     MIN_EXPONENT,
     NOT_FINITE,
-    dequantise,
-    quantise,
+    dequantize,
+    quantize,
 )
 
 CODES = torch.arange(256).to(torch.uint8).view(FP8).double()
@@ -36,7 +36,7 @@ def make_rows(dtype: torch.dtype = torch.float32) -> Tensor:
 @DTYPES
 def test_every_number_is_the_nearest_code_times_the_scale(dtype: torch.dtype) -> None:
     rows = make_rows(dtype)
-    fp8 = quantise(rows)
+    fp8 = quantize(rows)
     scales = torch.exp2(fp8.exponents.double() - 127)[:, None]
     want = rows.double() / scales
     distance = (want.abs()[..., None] - NUMBERS[NUMBERS >= 0]).abs().amin(-1)
@@ -48,7 +48,7 @@ def test_every_number_is_the_nearest_code_times_the_scale(dtype: torch.dtype) ->
 def test_scales_are_as_small_as_they_can_be() -> None:
     """Down to the least: half of it would leave the largest number beyond the largest code."""
     rows = make_rows()
-    exponents = quantise(rows).exponents.long()
+    exponents = quantize(rows).exponents.long()
     largest = rows.double().abs().amax(-1) / torch.exp2(exponents.double() - 127)
     is_least = exponents == MIN_EXPONENT
     assert bool(is_least.any())
@@ -58,10 +58,10 @@ def test_scales_are_as_small_as_they_can_be() -> None:
 
 @DTYPES
 def test_bfloat16_and_wider_types_hold_what_is_read_exactly(dtype: torch.dtype) -> None:
-    fp8 = quantise(make_rows(dtype))
+    fp8 = quantize(make_rows(dtype))
     exact = fp8.codes.double() * torch.exp2(fp8.exponents.double() - 127)[:, None]
     for wide in (torch.float64, torch.float32, torch.bfloat16):
-        assert torch.equal(dequantise(fp8, wide).double(), exact)
+        assert torch.equal(dequantize(fp8, wide).double(), exact)
 
 
 @DTYPES
@@ -80,31 +80,31 @@ def test_what_is_finite_stays_so(dtype: torch.dtype) -> None:
     edges += [LARGEST_FP8 * 2.0**5, 449.0, 1.75, 1.8, 2.0, 1.0]
     for first in edges:
         rows = torch.tensor([[first, 1e-3], [first, 0.0], [first, first]], dtype=dtype)
-        fp8 = quantise(rows)
+        fp8 = quantize(rows)
         for wide in (dtype, torch.float32):
-            read = dequantise(fp8, wide)
+            read = dequantize(fp8, wide)
             assert bool(read.isfinite().all()), first
             if info.tiny * 512 < abs(first) < 1e38:
                 torch.testing.assert_close(read[:, 0], rows[:, 0].to(wide), rtol=1 / 16, atol=0)
 
 
 def test_zeros_are_zeros() -> None:
-    fp8 = quantise(torch.zeros(2, 3, 16))
+    fp8 = quantize(torch.zeros(2, 3, 16))
     assert fp8.exponents.shape == (2, 3)
-    assert not dequantise(fp8, torch.float32).any()
+    assert not dequantize(fp8, torch.float32).any()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_row_that_is_not_finite_is_not_read_as_numbers(value: float) -> None:
     rows = torch.ones(3, 16)
     rows[1, 5] = value
-    fp8 = quantise(rows)
+    fp8 = quantize(rows)
     assert fp8.exponents.tolist() == [119, NOT_FINITE, 119]
-    read = dequantise(fp8, torch.bfloat16)
+    read = dequantize(fp8, torch.bfloat16)
     assert read.isnan().all(-1).tolist() == [False, True, False]
 
 
 def test_what_is_read_is_written_as_it_was() -> None:
     """Blocks that are computed anew from what was cached hold the same."""
-    read = dequantise(quantise(make_rows()), torch.float32)
-    assert torch.equal(dequantise(quantise(read), torch.float32), read)
+    read = dequantize(quantize(make_rows()), torch.float32)
+    assert torch.equal(dequantize(quantize(read), torch.float32), read)

@@ -191,7 +191,7 @@ def test_bfloat16_logits_are_not_rounded_again() -> None:
 
 
 def test_a_rows_probs_do_not_depend_on_the_batch() -> None:
-    """Also when a neighbour forces the sort of the whole vocabulary."""
+    """Also when a neighbor forces the sort of the whole vocabulary."""
     rng = np.random.default_rng(3)
     logits = torch.from_numpy(rng.standard_normal((32, 3 * NUM_CANDIDATES)) * 4).float()
     rows = [random_row(rng) for _ in range(32)]
@@ -204,7 +204,7 @@ def test_a_rows_probs_do_not_depend_on_the_batch() -> None:
 def test_a_cut_at_the_rounding_of_top_p_does_not_depend_on_the_batch() -> None:
     """Two levels of probability whose border lies at top_p within float32's rounding."""
     logits = torch.full((1, 2048), -INF)
-    neighbour = torch.zeros(1, 2048)  # flat: its cut is beyond the candidates
+    neighbor = torch.zeros(1, 2048)  # flat: its cut is beyond the candidates
     num_compared = 0
     for step in range(200):
         logits[0, :300], logits[0, 300:600] = 0.0, -1.0 - step / 997
@@ -212,7 +212,7 @@ def test_a_cut_at_the_rounding_of_top_p_does_not_depend_on_the_batch() -> None:
         for top_p in (mass.float(), torch.nextafter(mass.float(), torch.tensor(0.0))):
             row = Row(top_p=float(top_p))
             alone = sampling_probs(logits, columns([row]))
-            both = torch.cat((logits, neighbour))
+            both = torch.cat((logits, neighbor))
             together = sampling_probs(both, columns([row, Row(top_p=0.9)]))
             assert torch.equal(alone[0], together[0]), (step, float(top_p))
             num_compared += 1
@@ -292,7 +292,7 @@ def test_a_token_does_not_depend_on_the_batch(vocab_size: int) -> None:
     assert half.tolist() == together[::2]
 
 
-def test_greedy_rows_take_the_argmax_whatever_their_neighbours() -> None:
+def test_greedy_rows_take_the_argmax_whatever_their_neighbors() -> None:
     logits, rows = mixed_batch(48, 200)
     tokens = sample_rows(logits, rows)
     greedy = [i for i, row in enumerate(rows) if row.temperature == 0]
@@ -357,7 +357,7 @@ def assert_uniform(values: np.ndarray) -> None:
     assert len(np.unique(values)) == len(values)
 
 
-def test_streams_of_neighbouring_seeds_are_unrelated() -> None:
+def test_streams_of_neighboring_seeds_are_unrelated() -> None:
     """In particular seed s at position p is not seed s + 1 at position p - 1."""
     position = torch.arange(2000)
     streams = np.stack([uniform(torch.full_like(position, seed), position) for seed in range(20)])

@@ -114,9 +114,9 @@ def test_what_is_counted_is_counted_off(requests: Any) -> None:
         engines.complete(request, other)
         assert engines.loads == {"a": 0, "b": 0}
 
-        cancelled = requests(1, 2, 3)
-        await engines.choose(cancelled)
-        cancelled.future.cancel()
+        canceled = requests(1, 2, 3)
+        await engines.choose(canceled)
+        canceled.future.cancel()
         await asyncio.sleep(0)  # its callbacks run now
         assert engines.loads == {"a": 0, "b": 0}
 

@@ -128,11 +128,11 @@ def test_a_trace_has_host_device_and_requests(
             if state.ended:
                 has_ended.set()
 
-    def move_on_when_cancelled(seconds: float) -> anyio.CancelScope:
+    def move_on_when_canceled(seconds: float) -> anyio.CancelScope:
         scopes.append(anyio.CancelScope())
         return scopes[0]
 
-    timer = SimpleNamespace(move_on_after=move_on_when_cancelled)
+    timer = SimpleNamespace(move_on_after=move_on_when_canceled)
     monkeypatch.setattr(engine_events, "anyio", timer)
     monkeypatch.setattr(engine_events, "Trace", WatchedTrace)
     answers: list[httpx.Response] = []

@@ -37,7 +37,7 @@ from tests.checkpoints import make_checkpoint
 from tests.devices import NEEDS_GPU, cpu_device
 from tests.ops.quantized_products import quantized_product
 from tests.threaded_ranks import engines_of
-from tests.worker.test_quantised_models import EVEN, EXPERTS, SIZE_OPTIONS, source
+from tests.worker.test_quantized_models import EVEN, EXPERTS, SIZE_OPTIONS, source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -110,14 +110,14 @@ def assert_equal(got: list[Any], want: list[Any], tolerance: float = 1e-4) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_equals_its_twin(checkpoint_root: Path, kept: list[str], kind: str) -> None:
     both = twins(checkpoint_root, "qwen3-tied", kind)
-    assert_equal(run(both.quantised), run(both.plain))
+    assert_equal(run(both.quantized), run(both.plain))
     assert len(kept) == 2 * 7, "every projection of two layers, and no embedding"
 
 
 @pytest.mark.parametrize("kind", ["packed-zeros", "fp8-channel"])
 def test_heads_and_merged_projections(checkpoint_root: Path, kept: list[str], kind: str) -> None:
     both = twins(checkpoint_root, "phi3", kind)
-    assert_equal(run(both.quantised), run(both.plain))
+    assert_equal(run(both.quantized), run(both.plain))
     assert len(kept) == 2 * 4 + 1
 
 
@@ -127,7 +127,7 @@ def test_ranks_take_their_share(checkpoint_root: Path, kept: list[str], kind: st
     plain = make_checkpoint(checkpoint_root / "kept-even", config).path
     both = write_twins(checkpoint_root / f"kept-even-{kind}", plain, KINDS[kind], {})
     with engines_of(2):
-        assert_equal(run(both.quantised), run(both.plain))
+        assert_equal(run(both.quantized), run(both.plain))
     assert kept
 
 
@@ -137,7 +137,7 @@ def test_a_share_that_cuts_groups_is_widened(
 ) -> None:
     both = twins(checkpoint_root, "llama", kind)  # 96 inputs of down_proj, in groups of 32
     with engines_of(2):
-        assert_equal(run(both.quantised), run(both.plain))
+        assert_equal(run(both.quantized), run(both.plain))
     assert kept
     assert not any("down_proj" in name for name in kept)
 
@@ -146,7 +146,7 @@ def test_a_share_that_cuts_groups_is_widened(
 @pytest.mark.parametrize("model", ["qwen3-moe", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_experts(checkpoint_root: Path, kept: list[str], model: str, kind: str) -> None:
     both = twins(checkpoint_root, model, kind)
-    assert_equal(run(both.quantised), run(both.plain))
+    assert_equal(run(both.quantized), run(both.plain))
     assert sum("experts" in name for name in kept) == 2 * 3 * 3, "all three of every expert"
 
 
@@ -159,7 +159,7 @@ def test_ranks_take_their_share_of_experts(
     plain = make_checkpoint(checkpoint_root / "kept-experts", config).path
     both = write_twins(checkpoint_root / f"kept-experts-{kind}", plain, KINDS[kind], {})
     with engines_of(2):
-        assert_equal(run(both.quantised), run(both.plain))
+        assert_equal(run(both.quantized), run(both.plain))
     assert any("experts" in name for name in kept)
 
 
@@ -171,7 +171,7 @@ def test_experts_that_no_kernel_reads_are_widened(
     ignored = {"modules_to_not_convert": ["model.layers.0.mlp.experts.1.up_proj"]}
     both = write_twins(checkpoint_root / "kept-some-experts", plain, KINDS["awq"], ignored)
     with caplog.at_level(logging.INFO, "nanovllm"):
-        assert_equal(run(both.quantised), run(both.plain))
+        assert_equal(run(both.quantized), run(both.plain))
     kept_experts = [name for name in kept if "experts" in name]
     assert kept_experts
     assert not any("layers.0" in name for name in kept_experts)
@@ -185,7 +185,7 @@ def test_what_no_kernel_reads_is_widened(
 ) -> None:
     both = twins(checkpoint_root, "qwen3-tied", kind)
     with caplog.at_level(logging.INFO, "nanovllm"):
-        assert_equal(run(both.quantised), run(both.plain))
+        assert_equal(run(both.quantized), run(both.plain))
     assert not kept
     assert "dequantized" in caplog.text
 
@@ -200,9 +200,9 @@ def test_rounding_while_loading_keeps_the_codes(checkpoint_root: Path, kept: lis
         assert_equal(got, run(path, quantization="fp8"))
 
 
-def test_random_weights_are_quantised(checkpoint_root: Path, kept: list[str]) -> None:
+def test_random_weights_are_quantized(checkpoint_root: Path, kept: list[str]) -> None:
     for kind in ("awq", "fp8-channel", "packed"):
-        assert run(twins(checkpoint_root, "qwen3-tied", kind).quantised, load_format="dummy")
+        assert run(twins(checkpoint_root, "qwen3-tied", kind).quantized, load_format="dummy")
         assert len(kept) == 2 * 7
         kept.clear()
     assert run(source(checkpoint_root, "llama"), load_format="dummy", quantization="fp8")
@@ -211,7 +211,7 @@ def test_random_weights_are_quantised(checkpoint_root: Path, kept: list[str]) ->
 
 def test_needs_are_those_of_the_codes(checkpoint_root: Path, kept: list[str]) -> None:
     """A model is not refused for the memory that it would take widened."""
-    path = twins(checkpoint_root, "llama", "packed").quantised
+    path = twins(checkpoint_root, "llama", "packed").quantized
     checkpoint, config = find_checkpoint(str(path)), EngineConfig(str(path), max_model_len=64)
     model, device, dtype = read_config(checkpoint.config), cpu_device(), torch.bfloat16
     needs = []
@@ -221,7 +221,7 @@ def test_needs_are_those_of_the_codes(checkpoint_root: Path, kept: list[str]) ->
         needs.append(memory.count_needs(config, model, build).weights)
     words = 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128)  # inputs are padded to blocks of 128
     assert needs[1] < words * 2 + 2 * 99 * 64 * 2 + 20_000
-    assert needs[0] >= needs[1], "the head is not known to be quantised before it is seen"
+    assert needs[0] >= needs[1], "the head is not known to be quantized before it is seen"
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_on_a_gpu(
     plain = score(both.plain, dtype="bfloat16", enforce_eager=True, **sizes)
     for eager in (True, False):
         with caplog.at_level(logging.INFO, "nanovllm"):
-            kept = score(both.quantised, dtype="bfloat16", enforce_eager=eager, **sizes)
+            kept = score(both.quantized, dtype="bfloat16", enforce_eager=eager, **sizes)
         assert "dequantized" not in caplog.text
         assert error(kept, exact) < 1.5 * error(plain, exact) + 0.02
 
@@ -261,7 +261,7 @@ def test_many_rows_on_a_gpu(
     Every product is held against torch's of the same inputs: a code that is rounded differently
     changes all that follow it.
     """
-    path = twins(checkpoint_root, "llama", kind).quantised
+    path = twins(checkpoint_root, "llama", kind).quantized
     cuda_ops = pytest.importorskip("nanovllm.devices.cuda.ops")
     add_to, many_after_norm = cuda_ops.fp8_add_to, cuda_ops.fp8_after_norm
     errors: list[float] = []
@@ -300,7 +300,7 @@ def test_many_rows_on_a_gpu(
 )
 def test_graphs_of_rounded_rows_on_a_gpu(checkpoint_root: Path, kind: str) -> None:
     """Answers of 20 rows, whose activations are rounded, by graphs and without."""
-    path = twins(checkpoint_root, "llama", kind).quantised
+    path = twins(checkpoint_root, "llama", kind).quantized
     prompts = [[(7 * i + row) % 90 + 3 for i in range(5 + row)] for row in range(20)]
     forced = SamplingParams(
         temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, allowed_token_ids=[5]
@@ -325,7 +325,7 @@ def test_many_rows_of_blocks_on_a_gpu(
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     plain = make_checkpoint(checkpoint_root / "blocks", LlamaConfig(**{**EVEN, **sizes, **heads}))
     kind = fp8_block_kind(size, size)
-    path = write_twins(checkpoint_root / "kept-blocks", plain.path, kind, {}).quantised
+    path = write_twins(checkpoint_root / "kept-blocks", plain.path, kind, {}).quantized
     cuda_ops = pytest.importorskip("nanovllm.devices.cuda.ops")
     add_to, many_rows = cuda_ops.fp8_add_to, cuda_ops.fp8_many_rows
     errors: list[float] = []

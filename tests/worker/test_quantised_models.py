@@ -1,4 +1,4 @@
-"""A quantised checkpoint of each family equals its plain twin token for token, on any ranks."""
+"""A quantized checkpoint of each family equals its plain twin token for token, on any ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ PAIRS = [
     ("qwen3-tied", "gptq-channel"),
     ("mixtral", "awq"),
 ]
-# As each method writes the modules that are not quantised; patterns here, to write the files by.
+# As each method writes the modules that are not quantized; patterns here, to write the files by.
 IGNORED = {
     "compressed-tensors": {"ignore": [r"re:model\.layers\.1\..*down_proj$", "lm_head"]},
     "fp8": {"modules_to_not_convert": ["model.layers.1.self_attn.o_proj", "lm_head"]},
@@ -118,9 +118,9 @@ def test_a_checkpoint_equals_its_twin_on_one_rank_and_two(
     checkpoint_root: Path, model: str, kind: str
 ) -> None:
     both = twins(checkpoint_root, model, kind)
-    assert run(both.quantised) == run(both.plain)
+    assert run(both.quantized) == run(both.plain)
     with engines_of(2):
-        assert run(both.quantised) == run(both.plain)
+        assert run(both.quantized) == run(both.plain)
 
 
 def test_every_family_and_format_has_a_pair() -> None:
@@ -136,7 +136,7 @@ def test_on_a_gpu(checkpoint_root: Path, kind: str) -> None:
             options = {"device": "cuda", "dtype": dtype}
             if dtype == "bfloat16" and kind in ("fp8-channel", "fp8-tensor"):
                 continue  # which are kept as they are stored: test_kept_codes.py
-            assert run(both.quantised, **options) == run(both.plain, **options)
+            assert run(both.quantized, **options) == run(both.plain, **options)
 
 
 @pytest.fixture
@@ -150,14 +150,14 @@ def llama(checkpoint_root: Path) -> Path:
 def test_ranks_may_cut_groups(llama: Path, tmp_path: Path, kind: Kind) -> None:
     both = write_twins(tmp_path, llama, kind, {})
     with engines_of(2):
-        assert run(both.quantised) == run(both.plain)
+        assert run(both.quantized) == run(both.plain)
 
 
 def test_the_log_says_what_is_widened(
     checkpoint_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "nanovllm"):
-        run(twins(checkpoint_root, "qwen2", "awq").quantised)
+        run(twins(checkpoint_root, "qwen2", "awq").quantized)
     [line] = [r.getMessage() for r in caplog.records if "dequantized" in r.getMessage()]
     assert "quantized weights are dequantized to float32" in line
 
@@ -189,26 +189,26 @@ def test_rounding_while_loading(checkpoint_root: Path, tmp_path: Path, model: st
 
 def test_the_option_must_match(checkpoint_root: Path, llama: Path, tmp_path: Path) -> None:
     both = twins(checkpoint_root, "qwen2", "awq")
-    assert run(both.quantised, quantization="awq")
-    with pytest.raises(ConfigError, match="'gptq': this checkpoint is quantised by awq"):
-        run(both.quantised, quantization="gptq")
-    with pytest.raises(ConfigError, match="'awq': this checkpoint has no quantised weights"):
+    assert run(both.quantized, quantization="awq")
+    with pytest.raises(ConfigError, match="'gptq': this checkpoint is quantized by awq"):
+        run(both.quantized, quantization="gptq")
+    with pytest.raises(ConfigError, match="'awq': this checkpoint has no quantized weights"):
         run(llama, quantization="awq")
     with pytest.raises(ConfigError, match="quantization='fp8' is not for GGUF files"):
         run(Path("smollm2"), quantization="fp8")
     with pytest.raises(ConfigError, match="quantization must be"):
         run(llama, quantization="int3")
-    with pytest.raises(ConfigError, match="'awq': this checkpoint has no quantised weights"):
+    with pytest.raises(ConfigError, match="'awq': this checkpoint has no quantized weights"):
         run(llama, quantization="awq", load_format="dummy")
 
 
-def test_random_weights_for_a_quantised_config(checkpoint_root: Path, llama: Path) -> None:
-    assert run(twins(checkpoint_root, "qwen2", "awq").quantised, load_format="dummy")
+def test_random_weights_for_a_quantized_config(checkpoint_root: Path, llama: Path) -> None:
+    assert run(twins(checkpoint_root, "qwen2", "awq").quantized, load_format="dummy")
     assert run(llama, quantization="fp8", load_format="dummy")
 
 
 def test_a_part_that_is_missing_or_too_much(llama: Path, tmp_path: Path) -> None:
-    path = write_twins(tmp_path, llama, KINDS["fp8-block"], {}).quantised
+    path = write_twins(tmp_path, llama, KINDS["fp8-block"], {}).quantized
     file = path / "model.safetensors"
     tensors = load_file(file)
     name = "model.layers.1.mlp.up_proj.weight_scale_inv"
@@ -227,9 +227,9 @@ def test_peak_memory_is_that_of_pieces(checkpoint_root: Path) -> None:
     from nanovllm.checkpoint.find import find_checkpoint
     from nanovllm.checkpoint.quantized.modules import join_parts
 
-    checkpoint = find_checkpoint(str(twins(checkpoint_root, "llama", "gptq-shuffled").quantised))
-    assert checkpoint.quantisation is not None
-    tensors = join_parts(weights.list_tensors(checkpoint), checkpoint.quantisation, ())
+    checkpoint = find_checkpoint(str(twins(checkpoint_root, "llama", "gptq-shuffled").quantized))
+    assert checkpoint.quantization is not None
+    tensors = join_parts(weights.list_tensors(checkpoint), checkpoint.quantization, ())
     limit = 16 * 64 * 4
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "PIECE_BYTES", limit)

@@ -147,7 +147,7 @@ def test_ranks_share_experts(
     want = run_widened(path)
     with engines_of(2):
         assert_equal(run(path), want)
-    assert len(kept) == 2 * (2 + 2 * (5 + 3 * 3))  # the router is quantised too
+    assert len(kept) == 2 * (2 + 2 * (5 + 3 * 3))  # the router is quantized too
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_without_a_kernel_all_is_widened(
     assert caplog.text.count("are dequantized to float16: no kernel here reads them") == 1
 
 
-def test_a_projection_that_is_half_quantised_is_widened(
+def test_a_projection_that_is_half_quantized_is_widened(
     tmp_path: Path, kept: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path, "llama", True, "F32", k_proj="Q4_1")

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoint.quantization import Quantisation, QuantLayout
+from nanovllm.checkpoint.quantization import Quantization, QuantLayout
 from nanovllm.checkpoint.quantized.weight import (
     Parts,
     StoredWeight,
@@ -23,11 +23,11 @@ from nanovllm.errors import CheckpointError
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-def open_awq(parts: Parts, quantisation: Quantisation) -> StoredWeight:
+def open_awq(parts: Parts, quantization: Quantization) -> StoredWeight:
     """Integers [inputs, words of outputs], interleaved; zero points [groups, words of outputs]."""
     qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     num_inputs, num_words = check_matrix(qweight, torch.int32)
-    num_outputs, size = 8 * num_words, _group_size(quantisation, num_inputs)
+    num_outputs, size = 8 * num_words, _group_size(quantization, num_inputs)
     num_groups = -(-num_inputs // size)
     check_part(qzeros, (num_groups, num_words), torch.int32)
     check_part(scales, (num_groups, num_outputs), *FLOATS)
@@ -42,8 +42,8 @@ def open_awq(parts: Parts, quantisation: Quantisation) -> StoredWeight:
             group_of,
         )
 
-    cuts = 8, _input_cut(quantisation)
-    layout = _layout(quantisation, scales, has_zeros=True)
+    cuts = 8, _input_cut(quantization)
+    layout = _layout(quantization, scales, has_zeros=True)
     return StoredWeight((num_outputs, num_inputs), cuts, layout, read)
 
 
@@ -56,23 +56,23 @@ def _unpack_awq(words: Tensor) -> Tensor:
     return values.flatten(0, 1)
 
 
-def open_gptq(parts: Parts, quantisation: Quantisation) -> StoredWeight:
+def open_gptq(parts: Parts, quantization: Quantization) -> StoredWeight:
     """Integers [words of inputs, outputs]; zero points [groups, words of outputs]."""
     qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     num_words, num_outputs = check_matrix(qweight, torch.int32)
-    bits, per_word = quantisation.bits, 32 // quantisation.bits
+    bits, per_word = quantization.bits, 32 // quantization.bits
     num_inputs = num_words * per_word
-    size = _group_size(quantisation, num_inputs)
+    size = _group_size(quantization, num_inputs)
     num_groups = -(-num_inputs // size)
     check_part(qzeros, (num_groups, -(-num_outputs // per_word)), torch.int32)
     check_part(scales, (num_groups, num_outputs), *FLOATS)
-    stored_groups = parts["g_idx"] if quantisation.desc_act else parts.get("g_idx")
+    stored_groups = parts["g_idx"] if quantization.desc_act else parts.get("g_idx")
     g_idx = _read_groups(stored_groups, num_inputs, size)
-    offset = 0 if _holds_middles(qzeros, num_outputs, quantisation) else quantisation.zero_offset
+    offset = 0 if _holds_middles(qzeros, num_outputs, quantization) else quantization.zero_offset
 
     def read(rows: slice, columns: slice) -> QuantizedPiece:
         groups, group_of = in_groups(columns, size, g_idx)
-        zeros = _gptq_zeros(read_part(qzeros, groups, _words_of(rows, bits)), offset, quantisation)
+        zeros = _gptq_zeros(read_part(qzeros, groups, _words_of(rows, bits)), offset, quantization)
         return QuantizedPiece(
             _unpack(read_part(qweight, _words_of(columns, bits), rows).t(), bits),
             read_part(scales, groups, rows).t(),
@@ -80,51 +80,51 @@ def open_gptq(parts: Parts, quantisation: Quantisation) -> StoredWeight:
             group_of,
         )
 
-    cuts = per_word, _input_cut(quantisation)
-    layout = _layout(quantisation, scales, has_zeros=True) if g_idx is None else None
+    cuts = per_word, _input_cut(quantization)
+    layout = _layout(quantization, scales, has_zeros=True) if g_idx is None else None
     return StoredWeight((num_outputs, num_inputs), cuts, layout, read)
 
 
-def _gptq_zeros(words: Tensor, offset: int, quantisation: Quantisation) -> Tensor:
-    bits = quantisation.bits
-    if quantisation.zeros_carry:
+def _gptq_zeros(words: Tensor, offset: int, quantization: Quantization) -> Tensor:
+    bits = quantization.bits
+    if quantization.zeros_carry:
         words += sum(offset << bits * place for place in range(32 // bits))
         return _unpack(words, bits)
     # The first format stores a zero point of 0 as the largest number.
     return (_unpack(words, bits) + offset) & ((1 << bits) - 1)
 
 
-def _holds_middles(qzeros: StoredTensor, num_outputs: int, quantisation: Quantisation) -> bool:
+def _holds_middles(qzeros: StoredTensor, num_outputs: int, quantization: Quantization) -> bool:
     """Whether zero points are those of symmetric weights as they are meant, whatever the format.
 
     Some tools store them so and name the first format, in which they would be one too high.
     """
-    if not quantisation.is_symmetric or quantisation.zero_offset == 0:
+    if not quantization.is_symmetric or quantization.zero_offset == 0:
         return False
-    stored = _unpack(read_part(qzeros), quantisation.bits)[:, :num_outputs]
-    return bool((stored == 1 << (quantisation.bits - 1)).all())
+    stored = _unpack(read_part(qzeros), quantization.bits)[:, :num_outputs]
+    return bool((stored == 1 << (quantization.bits - 1)).all())
 
 
-def open_packed(parts: Parts, quantisation: Quantisation) -> StoredWeight:
+def open_packed(parts: Parts, quantization: Quantization) -> StoredWeight:
     """compressed-tensors: signed integers plus half of their range, [outputs, words of inputs].
 
     Zero points are stored likewise, [words of outputs, groups], or as bytes [outputs, groups].
     """
-    packed, scales, bits = parts["weight_packed"], parts["weight_scale"], quantisation.bits
+    packed, scales, bits = parts["weight_packed"], parts["weight_scale"], quantization.bits
     check_part(parts["weight_shape"], (2,), torch.int64, torch.int32)
     num_outputs, num_inputs = read_part(parts["weight_shape"]).tolist()
-    size, per_word = _group_size(quantisation, num_inputs), 32 // bits
+    size, per_word = _group_size(quantization, num_inputs), 32 // bits
     num_groups = -(-num_inputs // size)
     check_part(packed, (num_outputs, -(-num_inputs // per_word)), torch.int32)
     check_part(scales, (num_outputs, num_groups), *FLOATS)
     middle, name = 1 << (bits - 1), "weight_zero_point"
-    zeros = parts.get(name) if quantisation.is_symmetric else parts[name]
+    zeros = parts.get(name) if quantization.is_symmetric else parts[name]
     has_bytes = zeros is not None and zeros.dtype == torch.int8
     if zeros is not None:
         num_rows = num_outputs if has_bytes else -(-num_outputs // per_word)
         check_part(zeros, (num_rows, num_groups), torch.int8 if has_bytes else torch.int32)
     name = "weight_g_idx"
-    stored_groups = parts[name] if quantisation.desc_act else parts.get(name)
+    stored_groups = parts[name] if quantization.desc_act else parts.get(name)
     g_idx = _read_groups(stored_groups, num_inputs, size)
 
     def read_zeros(rows: slice, groups: slice) -> Tensor | int:
@@ -142,8 +142,8 @@ def open_packed(parts: Parts, quantisation: Quantisation) -> StoredWeight:
         stored_scales = read_part(scales, rows, groups)
         return QuantizedPiece(values, stored_scales, read_zeros(rows, groups), group_of)
 
-    cuts = 1 if zeros is None or has_bytes else per_word, _input_cut(quantisation)
-    layout = _layout(quantisation, scales, zeros is not None) if g_idx is None else None
+    cuts = 1 if zeros is None or has_bytes else per_word, _input_cut(quantization)
+    layout = _layout(quantization, scales, zeros is not None) if g_idx is None else None
     return StoredWeight((num_outputs, num_inputs), cuts, layout, read)
 
 
@@ -176,23 +176,23 @@ def _words_of(values: slice, bits: int) -> slice:
     return slice(values.start // count, -(-values.stop // count))
 
 
-def _group_size(quantisation: Quantisation, num_inputs: int) -> int:
-    return max(num_inputs, 1) if quantisation.group_size == -1 else quantisation.group_size
+def _group_size(quantization: Quantization, num_inputs: int) -> int:
+    return max(num_inputs, 1) if quantization.group_size == -1 else quantization.group_size
 
 
-def _input_cut(quantisation: Quantisation) -> int:
+def _input_cut(quantization: Quantization) -> int:
     """Where inputs may be cut: between groups, if these are in order and do not hold them all."""
-    has_groups = quantisation.group_size != -1 and not quantisation.desc_act
-    count = 32 // quantisation.bits
-    return math.lcm(quantisation.group_size, count) if has_groups else count
+    has_groups = quantization.group_size != -1 and not quantization.desc_act
+    count = 32 // quantization.bits
+    return math.lcm(quantization.group_size, count) if has_groups else count
 
 
 def _layout(
-    quantisation: Quantisation, scales: StoredTensor, has_zeros: bool
+    quantization: Quantization, scales: StoredTensor, has_zeros: bool
 ) -> QuantLayout | None:
     """The layout of integers of 4 bits in groups in order."""
-    if quantisation.bits != 4:
+    if quantization.bits != 4:
         return None
     dtype = str(scales.dtype).removeprefix("torch.")
     scale_dtype = dtype if dtype in ("float16", "bfloat16") else "float32"
-    return QuantLayout("int4", quantisation.group_size, has_zeros, scale_dtype)
+    return QuantLayout("int4", quantization.group_size, has_zeros, scale_dtype)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from nanovllm.checkpoint.quantization import Quantisation, QuantLayout
+from nanovllm.checkpoint.quantization import Quantization, QuantLayout
 from nanovllm.checkpoint.quantized.integers import open_awq, open_gptq, open_packed
 from nanovllm.checkpoint.quantized.weight import (
     Parts,
@@ -29,9 +29,9 @@ BY_OUTPUT = QuantLayout("fp8", -1)
 PROJECTION = re.compile(r"model\.layers\.(\d+)\..*(?<!\.gate)\.weight")
 
 
-def open_fp8_block(parts: Parts, quantisation: Quantisation) -> StoredWeight:
-    assert quantisation.block_size is not None
-    high, wide = quantisation.block_size
+def open_fp8_block(parts: Parts, quantization: Quantization) -> StoredWeight:
+    assert quantization.block_size is not None
+    high, wide = quantization.block_size
     values, scales = parts["weight"], parts.get("weight_scale_inv") or parts["weight_scale"]
     shape = check_matrix(values, FP8)
     check_part(scales, (-(-shape[0] // high), -(-shape[1] // wide)), *FLOATS)
@@ -46,7 +46,7 @@ def open_fp8_block(parts: Parts, quantisation: Quantisation) -> StoredWeight:
     return StoredWeight(shape, (high, wide), QuantLayout("fp8", wide), read)
 
 
-def open_fp8_scaled(parts: Parts, quantisation: Quantisation) -> StoredWeight:
+def open_fp8_scaled(parts: Parts, quantization: Quantization) -> StoredWeight:
     values, scales = parts["weight"], parts["weight_scale"]
     shape = check_matrix(values, FP8)
     known = ((), (1,), (shape[0],))
@@ -63,7 +63,7 @@ def open_fp8_scaled(parts: Parts, quantisation: Quantisation) -> StoredWeight:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    open: Callable[[Parts, Quantisation], StoredWeight]  # raises KeyError if a part is missing
+    open: Callable[[Parts, Quantization], StoredWeight]  # raises KeyError if a part is missing
     parts: tuple[str, ...]  # that a module's weight may have
 
 
@@ -80,13 +80,13 @@ FORMATS = {
 
 
 def join_parts(
-    tensors: list[StoredTensor], quantisation: Quantisation, expected: Collection[str]
+    tensors: list[StoredTensor], quantization: Quantization, expected: Collection[str]
 ) -> list[StoredTensor]:
     """Put one tensor in place of the parts of each quantized weight."""
-    if quantisation.scheme == "round_to_fp8":
+    if quantization.scheme == "round_to_fp8":
         names = names_to_quantize(tensors)
         return [quantize_to_fp8(tensor) if tensor.name in names else tensor for tensor in tensors]
-    stored_format = FORMATS[quantisation.scheme]
+    stored_format = FORMATS[quantization.scheme]
     modules: dict[str, dict[str, StoredTensor]] = {}
     joined, others = [], []
     for tensor in tensors:
@@ -101,16 +101,16 @@ def join_parts(
         if parts.keys() == {"weight"} and parts["weight"].dtype in FLOATS:
             others += parts.values()
         else:
-            joined.append(_open(module, parts, stored_format, quantisation))
+            joined.append(_open(module, parts, stored_format, quantization))
     return joined + [tensor for tensor in others if not _is_empty_bias(tensor, expected)]
 
 
 def _open(
-    module: str, parts: Parts, stored_format: Format, quantisation: Quantisation
+    module: str, parts: Parts, stored_format: Format, quantization: Quantization
 ) -> StoredTensor:
     file = next(iter(parts.values())).file
     try:
-        weight = stored_format.open(parts, quantisation)
+        weight = stored_format.open(parts, quantization)
     except KeyError as error:
         raise CheckpointError(
             f"{file}: {module} is quantized and has no tensor {error.args[0]}"

@@ -55,7 +55,7 @@ KERNEL_OPTIONS = (  # which kernels there are depends on
     "kvcache_block_size",
     "attention_backend",
     "enforce_eager",
-    "model",  # whose weights may be quantised
+    "model",  # whose weights may be quantized
     "quantization",
     "kv_cache_dtype",
 )

@@ -239,7 +239,7 @@ def one_of_each_layer(body: DecoderBody, config: ModelConfig) -> Iterator[None]:
 
 
 def _kind_of(layer: nn.Module) -> object:
-    """What a layer consists of, and how its weights are packed: some may stay quantised."""
+    """What a layer consists of, and how its weights are packed: some may stay quantized."""
     packed = [getattr(module, "packed", None) for module in layer.modules()]
     return repr(layer), [_described(each) for each in packed]
 

@@ -206,11 +206,11 @@ def test_many_at_once() -> None:
             async with client.messages.stream(**options, max_tokens=3000) as stream:
                 async for _ in stream:
                     break
-            is_cancelled = False
-            while not is_cancelled:  # an answer may happen to be over by then
+            is_canceled = False
+            while not is_canceled:  # an answer may happen to be over by then
                 task = asyncio.create_task(create(**options, max_tokens=3000))
                 await asyncio.sleep(0.1)
-                is_cancelled = task.cancel()
+                is_canceled = task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
 

@@ -331,7 +331,7 @@ def test_images_are_refused() -> None:
         chat(REAL, [{"role": "user", "content": [image]}])
 
 
-def test_many_at_once_and_cancelled() -> None:
+def test_many_at_once_and_canceled() -> None:
     async def main() -> None:
         async with AsyncOpenAI(base_url=f"{URL}/v1", max_retries=0) as client:
             create = client.chat.completions.create
@@ -355,7 +355,7 @@ def test_many_at_once_and_cancelled() -> None:
 
 
 def wait_until_idle() -> None:
-    """What was cancelled does not go on."""
+    """What was canceled does not go on."""
     request = urllib.request.Request(f"{URL}/load", headers={"x-api-key": REAL.api_key})
     for _ in range(100):
         with urllib.request.urlopen(request) as answer:

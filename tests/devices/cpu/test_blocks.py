@@ -1,4 +1,4 @@
-"""Products and rows of weights as GGUF stores them equal those of the dequantised ones."""
+"""Products and rows of weights as GGUF stores them equal those of the dequantized ones."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_every_type_that_is_read_is_there() -> None:
 
 
 @KINDS
-def test_rows_are_dequantised_to_the_last_bit(kind: str) -> None:
+def test_rows_are_dequantized_to_the_last_bit(kind: str) -> None:
     """Of every panel, the last one with few rows, in any order."""
     for with_edges in (False, True):
         table, values = make_weight(kind, 37, with_edges)
@@ -93,7 +93,7 @@ def test_rows_are_dequantised_to_the_last_bit(kind: str) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
 )
-def test_products_equal_those_of_dequantised_weights(kind: str, dtype: torch.dtype) -> None:
+def test_products_equal_those_of_dequantized_weights(kind: str, dtype: torch.dtype) -> None:
     blocks = make_ops(dtype, 1).blocks
     rounding = 2.0**-7 if dtype == torch.bfloat16 else 1e-6
     for num_out in (1, 16, 70):
@@ -129,7 +129,7 @@ def test_parts_of_several_types_lie_one_below_another(
 
 
 @KINDS
-def test_experts_equal_dequantised_ones(kind: str) -> None:
+def test_experts_equal_dequantized_ones(kind: str) -> None:
     """Of few tokens and of many."""
     ops, num_experts, size = make_ops(torch.float32, 1), 5, 256
     gate_up, gate_up_values = make_experts(kind, num_experts, 2 * size, NUM_IN)

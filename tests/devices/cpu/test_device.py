@@ -1,4 +1,4 @@
-"""The CPU device: the pool is lazy, limits are honoured, dtypes are those that run fast."""
+"""The CPU device: the pool is lazy, limits are honored, dtypes are those that run fast."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limits:
         (9223372036854771712, 3 * GIB, 16 * GIB),  # how version 1 says "no limit"
     ],
 )
-def test_available_memory_honours_the_cgroup(
+def test_available_memory_honors_the_cgroup(
     limits: Limits, version: int, limit: object, usage: int, want: int
 ) -> None:
     assert available_memory() == 16 * GIB  # no controller at all

@@ -162,7 +162,7 @@ def test_random_mixes(make_backend: MakeBackend, seed: int, dtype: torch.dtype) 
     assert_equals_reference(case, make_backend)
 
 
-def test_a_row_does_not_depend_on_its_neighbours(make_backend: MakeBackend) -> None:
+def test_a_row_does_not_depend_on_its_neighbors(make_backend: MakeBackend) -> None:
     mix, backend = MIXES["everything"], make_backend(16, torch.float32)
     case = make_case(mix)
     together, offset = case.run(backend), 0
@@ -276,9 +276,7 @@ def test_a_stale_tail_does_not_break_a_chunk(
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30], ids=str)
-def test_a_broken_row_does_not_break_its_neighbours(
-    make_backend: MakeBackend, value: float
-) -> None:
+def test_a_broken_row_does_not_break_its_neighbors(make_backend: MakeBackend, value: float) -> None:
     mix, backend = MIXES["everything"], make_backend(16, torch.float32)
     want, case = make_case(mix).run(backend), make_case(mix)
     row_ids = np.repeat(np.arange(len(mix)), case.rows.counts)

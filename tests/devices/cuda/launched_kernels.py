@@ -28,7 +28,7 @@ from nanovllm.devices.cuda import device
 from tests.checkpoint.tiny_quantized import float_kind, write_twins
 from tests.checkpoints import make_checkpoint, shared_checkpoint
 from tests.devices.cuda.interpreted_engine import InterpretedDevice, interpreted
-from tests.worker.test_quantised_models import EVEN
+from tests.worker.test_quantized_models import EVEN
 
 OPTIONS = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 1024}
 
@@ -124,7 +124,7 @@ def main() -> None:
         plain = make_checkpoint(Path(folder) / "plain", config).path
         ignored = {"ignore": [r"re:model\.layers\.1\..*", "lm_head"]}  # one layer stays plain
         kind = float_kind("channel", "channel")
-        path = write_twins(Path(folder) / "codes", plain, kind, ignored).quantised
+        path = write_twins(Path(folder) / "codes", plain, kind, ignored).quantized
         with mock.patch.object(CpuDevice, "reads_quantized", return_value=True):
             check(path, max_num_seqs=20, num_kvcache_blocks=99)
 

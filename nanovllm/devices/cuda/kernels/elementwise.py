@@ -11,7 +11,7 @@ from nanovllm.devices.cuda.kernels.fp8_rows import (
     LEAST_OF_DOT,
     hadamard_transform,
     padded_range,
-    quantise,
+    quantize,
     spread_matrix,
 )
 from nanovllm.devices.cuda.kernels.pdl import MAX_ROWS, launch_options, wait_for_inputs
@@ -274,8 +274,8 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         place = row * BLOCK_SIZE + cache_slot % BLOCK_SIZE  # [heads, 1]
         is_row = (heads < NUM_KV_HEADS) & (cache_slot >= 0)
         first, second = hadamard_transform(first, second, matrix, HADAMARD[2])
-        first, second = quantise(first, second, caches[2] + place, is_row)
-        v_first, v_second = quantise(v_first, v_second, caches[3] + place, is_row)
+        first, second = quantize(first, second, caches[2] + place, is_row)
+        v_first, v_second = quantize(v_first, v_second, caches[3] + place, is_row)
     tl.store(caches[0] + cached, first, mask=is_used)
     tl.store(caches[0] + cached + half, second, mask=is_used)
     tl.store(caches[1] + cached, v_first, mask=is_used)
@@ -284,7 +284,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rotate(x, mask, norm, INDEX: tl.constexpr, cos, sin, i, half: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return both halves of some heads, normalised if there is a norm, and rotated."""
+    """Return both halves of some heads, normalized if there is a norm, and rotated."""
     dtype = x.dtype.element_ty
     first = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x + half, mask=mask, other=0.0).to(tl.float32)

@@ -75,7 +75,7 @@ def hadamard_transform(first, second, matrix, SCALE: tl.constexpr):  # type: ign
 
 
 @triton.jit
-def quantise(first, second, places, is_row):  # type: ignore[no-untyped-def]
+def quantize(first, second, places, is_row):  # type: ignore[no-untyped-def]
     """Return the codes of both halves of some rows, whose exponents are stored."""
     first, second = first.to(tl.float32), second.to(tl.float32)
     largest = tl.max(tl.maximum(magnitude(first), magnitude(second)), 1)

@@ -59,8 +59,8 @@ def library_weight(weight: QuantizedWeight) -> LibraryWeight | None:
 def fp8_many_rows(
     x: Tensor, weight: LibraryWeight, bias: Tensor | None, activation: Activation | None
 ) -> Tensor:
-    """Quantise the rows of x [rows, in], and project them to [rows, out]."""
-    rows = fp8_quantise(x, weight.stored.has_blocks)
+    """Quantize the rows of x [rows, in], and project them to [rows, out]."""
+    rows = fp8_quantize(x, weight.stored.has_blocks)
     return _project(rows, weight, bias, activation, x.dtype)[: len(x)]
 
 
@@ -83,7 +83,7 @@ def fp8_add_to(
     residual: Tensor, x: Tensor, weight: LibraryWeight, bias: Tensor | None
 ) -> ResidualStream:
     """Like fp8_many_rows, as an update of the residual, which the next norm may have to scale."""
-    y, scales = _multiply(fp8_quantise(x, weight.stored.has_blocks), weight, bias, x.dtype)
+    y, scales = _multiply(fp8_quantize(x, weight.stored.has_blocks), weight, bias, x.dtype)
     return ResidualStream(residual, y[: len(x)], scales)
 
 
@@ -142,7 +142,7 @@ def scale_sums(sums: Tensor, scales: SumScales, bias: Tensor | None) -> None:
     )
 
 
-def fp8_quantise(x: Tensor, by_block: bool) -> ScaledCodes:
+def fp8_quantize(x: Tensor, by_block: bool) -> ScaledCodes:
     """Quantize rows by their largest numbers; values lie as `pack_words` has them.
 
     With blocks, rows are padded to a multiple of 16, which hold anything, and their scales lie
@@ -153,7 +153,7 @@ def fp8_quantise(x: Tensor, by_block: bool) -> ScaledCodes:
     padded = triton.cdiv(num_rows, MULTIPLE) * MULTIPLE if by_block else num_rows
     codes = torch.empty(padded, num_blocks(num_in) * 128, device=x.device, dtype=FP8)
     scales = torch.empty(num_scales, padded, device=x.device, dtype=torch.float32).t()
-    _quantise[(num_rows,)](
+    _quantize[(num_rows,)](
         codes.view(torch.int32),
         scales,
         x,
@@ -169,7 +169,7 @@ def fp8_quantise(x: Tensor, by_block: bool) -> ScaledCodes:
 
 
 def fp8_norm(hidden: ResidualStream, norm: NormWeights) -> ScaledCodes:
-    """The rows of the norm, each with a scale; see rms_norm and fp8_quantise."""
+    """The rows of the norm, each with a scale; see rms_norm and fp8_quantize."""
     residual, update = hidden.residual, hidden.update
     num_rows, dim = residual.shape
     codes = torch.empty(num_rows, num_blocks(dim) * 128, device=residual.device, dtype=FP8)
@@ -215,7 +215,7 @@ def count_warps(num_in: int) -> int:
 
 
 @triton.jit(do_not_specialize=("num_rows",))
-def _quantise(  # type: ignore[no-untyped-def]
+def _quantize(  # type: ignore[no-untyped-def]
     words,
     scales,
     x,

@@ -18,7 +18,7 @@ def keep_allowed(
 ) -> None:
     """Do what torch_sampling.keep_allowed does; rows whose slot is `padding` have no mask."""
     vocab_size = logits.shape[1]
-    assert logits.stride(1) == 1, "the logits of a row must be neighbours"
+    assert logits.stride(1) == 1, "the logits of a row must be neighbors"
     num_rows = len(words) if slots is None else len(slots)
     _keep_allowed_kernel[num_rows, triton.cdiv(vocab_size, BLOCK)](
         *(logits, logits.stride(0), rows, words, words.stride(0), slots, padding, vocab_size, BLOCK)

@@ -103,7 +103,7 @@ def sample_tokens(
     `advance` does. `host` [rows] is pinned memory that is to have the same as out.
     """
     num_rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1, "the logits of a row must be neighbours"
+    assert logits.stride(1) == 1, "the logits of a row must be neighbors"
     assert num_rows <= len(workspace.floors), "the workspace was made for fewer rows"
     if num_rows == 0:
         return
@@ -282,7 +282,7 @@ def _row_key(seed, position):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mix(bits):  # type: ignore[no-untyped-def]
-    """The finaliser of splitmix64, a bijection."""
+    """The finalizer of splitmix64, a bijection."""
     bits = (bits ^ (bits >> 30)) * MIX_FIRST
     bits = (bits ^ (bits >> 27)) * MIX_SECOND
     return bits ^ (bits >> 31)

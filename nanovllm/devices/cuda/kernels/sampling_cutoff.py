@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nanovllm.devices.cuda.kernels.sampling import SamplingWorkspace, Split
     from nanovllm.ops.torch_sampling import SamplingColumns
 
-GROUP_SIZE = 32  # neighbouring ids whose largest logit helps to choose the candidates
+GROUP_SIZE = 32  # neighboring ids whose largest logit helps to choose the candidates
 COLUMNS = ("slots", "context_lens")  # which may begin anywhere in an upload
 CAPACITY = 4096  # candidates of a row
 ROW_BLOCK = 8192  # logits at a time of a row that is searched whole

@@ -8,13 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096  # logits of a program
-GROUP_SIZE = 32  # neighbouring ids of which the largest logit is noted
+GROUP_SIZE = 32  # neighboring ids of which the largest logit is noted
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return what torch_sampling.token_logprobs does."""
     num_rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1, "the logits of a row must be neighbours"
+    assert logits.stride(1) == 1, "the logits of a row must be neighbors"
     num_blocks, num_groups = triton.cdiv(vocab_size, BLOCK), triton.cdiv(vocab_size, GROUP_SIZE)
     maxima, sums, counts = logits.new_empty(3, num_rows, num_blocks, dtype=torch.float32)
     peaks = logits.new_empty(num_rows, num_groups, dtype=torch.float32)

@@ -169,7 +169,7 @@ class Attention:
 
     @gluon.jit
     def load_turn(self, rope):
-        """Cosines and sines of the position, two neighbours of each."""
+        """Cosines and sines of the position, two neighbors of each."""
         at = rope + self.column() * 2 + 0 * self.row()
         HALF: gl.constexpr = self.dim // 2
         return gl.load(at), gl.load(at + 1), gl.load(at + HALF), gl.load(at + HALF + 1)
@@ -189,7 +189,7 @@ class Attention:
 
     @gluon.jit
     def turn_heads(self, lines, norms, turn, parameters, now):
-        """Wait for this group's q, k and v, normalise and turn them."""
+        """Wait for this group's q, k and v, normalize and turn them."""
         qkv = self.qkv.place(now)
         G: gl.constexpr = self.num_heads // self.num_kv_heads
         D: gl.constexpr = self.dim
@@ -197,7 +197,7 @@ class Attention:
         kv_head = self.num_heads + h + gl.where(r == G, 0, self.num_kv_heads)
         places = gl.where(r < G, h * G + r, kv_head) * D + self.column() * 2
         places = (qkv + places).to(gl.int64)
-        a, b = gl.inline_asm_elementwise(  # a thread has two neighbours of either half
+        a, b = gl.inline_asm_elementwise(  # a thread has two neighbors of either half
             poll_asm(2, D, 1), registers(2, 2),
             [places, places * 0 + self.qkv.flag.to(gl.int64)], words_type(2), False, 1,
         )  # fmt: skip

@@ -40,13 +40,13 @@ def test_widening(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_quantised_rows(dtype: torch.dtype) -> None:
-    cases.check_quantised_rows(dtype, "cuda")
+def test_quantized_rows(dtype: torch.dtype) -> None:
+    cases.check_quantized_rows(dtype, "cuda")
     cases.check_normed_rows(dtype, "cuda")
     cases.check_scaled_sums(dtype, "cuda")
 
 
-def test_products_of_quantised_rows() -> None:
+def test_products_of_quantized_rows() -> None:
     cases.check_quantized_products("cuda")
     cases.check_uneven_blocks("cuda")
 

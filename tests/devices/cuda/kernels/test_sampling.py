@@ -57,7 +57,7 @@ def test_noise_is_uniform_in_every_byte() -> None:
         assert chi_square(counts, np.full(256, 1 / 256))[0] < chi_square_limit(255)
 
 
-def test_neighbouring_noise_is_independent() -> None:
+def test_neighboring_noise_is_independent() -> None:
     """Between ids, between positions, and between seeds: as numbers, and as pairs of digits."""
     over_seeds = noise(list(range(32)), [17] * 32, 20_000)
     over_positions = noise([3] * 32, list(range(32)), 20_000)

@@ -144,7 +144,7 @@ def test_weights_move_and_are_not_copied() -> None:
 def test_codes_move_and_are_not_copied(make: Callable[[Tensor], QuantizedWeight]) -> None:
     model = loaded_model("qwen3-0.6b")
     for layer in model.model.layers:
-        quantise(layer, make)
+        quantize(layer, make)
     assert problem_of(model) is None
     stored: list[Any] = [layer.self_attn.o_proj.packed for layer in model.model.layers]
     before = [linear.weight.dequantize(torch.float32) for linear in stored]
@@ -157,18 +157,18 @@ def test_codes_move_and_are_not_copied(make: Callable[[Tensor], QuantizedWeight]
 
 def test_codes_beside_plain_weights_are_not_served() -> None:
     model = loaded_model("qwen3-0.6b")
-    quantise(model.model.layers[0], make_fp8)
+    quantize(model.model.layers[0], make_fp8)
     assert "differ in bits" in str(problem_of(model))
 
 
 def test_codes_of_other_groups_are_not_served() -> None:
     model = loaded_model("qwen3-0.6b")
     for layer in model.model.layers:
-        quantise(layer, lambda weight: make_int4(weight, group=32))
+        quantize(layer, lambda weight: make_int4(weight, group=32))
     assert "groups" in str(problem_of(model))
 
 
-def quantise(layer: Any, make: Callable[[Tensor], QuantizedWeight]) -> None:
+def quantize(layer: Any, make: Callable[[Tensor], QuantizedWeight]) -> None:
     attention, mlp = layer.self_attn, layer.mlp
     for module in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
         plain = module.packed

@@ -84,7 +84,7 @@ def check_rope_write(dtype: torch.dtype, device: str) -> None:
             assert_close(got, want)
 
 
-def check_rope_write_quantises(dtype: torch.dtype, device: str) -> None:
+def check_rope_write_quantizes(dtype: torch.dtype, device: str) -> None:
     """The codes and exponents of the reference, bit for bit, and nothing beside their slots."""
     for head_dim, num_heads, num_kv_heads in ((64, 9, 3), (80, 4, 2), (128, 16, 8)):
         # Small whole numbers times powers of two, whose sums are exact in any order.
@@ -275,7 +275,7 @@ def main(which: str) -> None:
     dtype = torch.float32 if which == "some" else torch.float16
     check_norms_and_gate(dtype, "cpu")
     check_rope_write(dtype, "cpu")
-    check_rope_write_quantises(dtype, "cpu")
+    check_rope_write_quantizes(dtype, "cpu")
     check_projections_of_any_number_of_rows(dtype, "cpu")  # one row among them
     if which == "rest":
         for dtype in (torch.float32, torch.float16):

@@ -28,7 +28,7 @@ from nanovllm.devices.cuda.kernels.paged_attention import (
     attend_shared,
     paged_attention,
 )
-from nanovllm.ops.fp8 import Fp8Rows, dequantise, quantise
+from nanovllm.ops.fp8 import Fp8Rows, dequantize, quantize
 from tests.ops.reference_attention import reference_attention
 
 KINDS = ("decode", "prefill", "tma", "shared")
@@ -86,7 +86,7 @@ class Step:
             return [self.k_cache.double(), self.v_cache.double()]
         parts = zip((self.k_cache, self.v_cache), self.exponents, strict=True)
         return [
-            dequantise(Fp8Rows(codes, exponents.transpose(1, 2)), torch.float64)
+            dequantize(Fp8Rows(codes, exponents.transpose(1, 2)), torch.float64)
             for codes, exponents in parts
         ]
 
@@ -135,9 +135,9 @@ def make_step(case: Case, device: str) -> Step:
 
 
 def as_codes(caches: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Quantise keys and values, which lie as before; powers of two give rows different scales."""
+    """Quantize keys and values, which lie as before; powers of two give rows different scales."""
     powers = -(torch.arange(caches.shape[:-1].numel()) * 7 % 4).view(caches.shape[:-1])
-    rows = quantise(caches * 2.0 ** powers.unsqueeze(-1).to(caches.device))
+    rows = quantize(caches * 2.0 ** powers.unsqueeze(-1).to(caches.device))
     layers = torch.stack((rows.codes, rows.codes), dim=2)
     k, v = rows.exponents.transpose(2, 3).contiguous()
     return layers[:, :, 1], (k, v)

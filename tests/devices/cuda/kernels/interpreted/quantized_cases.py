@@ -16,7 +16,7 @@ from nanovllm.devices.cuda.kernels.elementwise import gate
 from nanovllm.devices.cuda.kernels.linear_fp8 import (
     MAX_SUM_ROWS,
     fp8_norm,
-    fp8_quantise,
+    fp8_quantize,
     library_weight,
     scale_sums,
 )
@@ -91,7 +91,7 @@ LARGE_LAYERS = (Layer(1, 32, 8, 2048, 768), Layer(3, 8, 2, 5000, 500), Layer(300
 def check_experts(
     dtype: torch.dtype, device: str, kinds: tuple[str, ...] = KINDS, large: bool = False
 ) -> None:
-    """Experts that stay quantised lose no more than plain torch does, as pairs and sorted."""
+    """Experts that stay quantized lose no more than plain torch does, as pairs and sorted."""
     for kind, layer in itertools.product(kinds, LARGE_LAYERS if large else EXPERT_LAYERS):
         count = layer.num_experts
         gate_up = make_weight(kind, 2 * layer.size * count, layer.hidden, device)
@@ -189,13 +189,13 @@ def check_widening(dtype: torch.dtype, device: str) -> None:
         assert torch.equal(dequantize(weight, dtype), weight.dequantize(dtype)), kind
 
 
-def check_quantised_rows(dtype: torch.dtype, device: str) -> None:
+def check_quantized_rows(dtype: torch.dtype, device: str) -> None:
     """The same codes and scales as the reference; a row of zeros too."""
     for num_in, by_block in itertools.product((128, 300, 1024), (False, True)):
         x = make(5, num_in, dtype=dtype, device=device)
         x[1] = 0
         x[2] *= 1000
-        got, want = fp8_quantise(x, by_block), quantize_rows(x, by_block)
+        got, want = fp8_quantize(x, by_block), quantize_rows(x, by_block)
         assert torch.equal(got.scales[:5], want.scales)
         wanted = pack_words(want.codes).view(torch.uint8)
         assert torch.equal(got.codes[:5].view(torch.uint8), wanted)
@@ -212,7 +212,7 @@ def check_normed_rows(dtype: torch.dtype, device: str) -> None:
         copied = hidden._replace(residual=residual.clone())
         got = fp8_norm(hidden, norm)
         normed, total = TritonOps().norm(copied, norm)
-        want = fp8_quantise(normed, by_block=False)
+        want = fp8_quantize(normed, by_block=False)
         assert torch.equal(residual, total)
         assert_close(got.scales, want.scales)
         # Squares are added in another order, which may round a number of the norm differently.
@@ -314,7 +314,7 @@ def main(which: str) -> None:
     check_packing("cpu")
     check_blocks("cpu")
     check_widening(dtype, "cpu")
-    check_quantised_rows(dtype, "cpu")
+    check_quantized_rows(dtype, "cpu")
     check_normed_rows(dtype, "cpu")
     check_scaled_sums(dtype, "cpu")
     if which == "rest":

@@ -239,7 +239,7 @@ def check_both_searches(dtype: torch.dtype, device: str) -> None:
 
 
 def check_broken_rows(device: str) -> None:
-    """Rows that are no numbers give no token, however few of them are not; neighbours do."""
+    """Rows that are no numbers give no token, however few of them are not; neighbors do."""
     logits = random_logits(7, 1500, 2.0)
     broken = logits.clone()
     broken[0], broken[2], broken[4] = torch.nan, -INF, INF
