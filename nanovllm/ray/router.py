@@ -33,7 +33,7 @@ class PrefixRequestRouter(RequestRouter):
         chosen = self._prefixes.choose(call.token_ids, call.cache_salt)
         self._prefixes.started(request_id, chosen, call.num_tokens)
         pending_request.future.add_done_callback(  # canceled before it was sent anywhere
-            lambda future: self._prefixes.finished(request_id) if future.canceled() else None
+            lambda future: self._prefixes.finished(request_id) if future.cancelled() else None
         )
         ranked = sorted(candidate_replicas, key=lambda each: each.replica_id != chosen)
         return [ranked[:1], ranked[1:]]
