@@ -29,7 +29,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_records import CoreStats, EngineState, Finish, total
 from nanovllm.serve.replica import MAX_FAILURES, SOON_SECONDS, Replica
 from nanovllm.serve.routing import PrefixRouter
-from nanovllm.serve.viewers import Unread, copy_error
+from nanovllm.serve.subscribers import Unread, copy_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -178,7 +178,7 @@ class AsyncLLM:
         replica = self.replicas[engine]
         if replica.error is not None:
             raise copy_error(replica.error)
-        async with contextlib.aclosing(replica.viewers.look()) as states:
+        async with contextlib.aclosing(replica.subscribers.subscribe()) as states:
             async for state in states:
                 yield state
 
@@ -373,7 +373,7 @@ class AsyncLLM:
                 stream = self._streams.pop(seq_id)
                 self.output_processor.forget(seq_id)  # what it sent before may still come
                 stream.unread.call(stream.unread.end, error)
-        replica.viewers.end(error)
+        replica.subscribers.end(error)
         if delay is not None:
             threading.Thread(target=self._replace, args=[replica, delay], daemon=True).start()
 

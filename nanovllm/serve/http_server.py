@@ -127,7 +127,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for replica in self._llm.replicas:
-            replica.viewers.end()  # who watches has nothing to wait for
+            replica.subscribers.end()  # who watches has nothing to wait for
         ending = asyncio.create_task(self._end_answers())
         await super().shutdown(sockets)
         ending.cancel()

@@ -24,7 +24,7 @@ from nanovllm.serve.core_records import (
     Finish,
     Watch,
 )
-from nanovllm.serve.viewers import Viewers
+from nanovllm.serve.subscribers import Subscribers
 
 SOON_SECONDS = 10.0  # a core that fails earlier may never do better
 MAX_FAILURES = 6  # of that kind in a row
@@ -49,7 +49,7 @@ class Replica:
         self.error: NanovllmError | None = None  # why it cannot answer, for now or for good
         self.max_len = 0  # where its sequences end, once it is ready
         self.num_restarts = 0  # cores that took the place of others
-        self.viewers = Viewers(lambda is_on: self._send(Watch(is_on)))
+        self.subscribers = Subscribers(lambda is_on: self._send(Watch(is_on)))
         self.found: Future[ResolvedModel] = Future()
         self._ready: Future[CoreReady] = Future()
         self._ready_time: float | None = None
@@ -145,7 +145,7 @@ class Replica:
     def _update(self, update: CoreUpdate) -> None:
         self.stats = update.stats
         if update.state is not None:
-            self.viewers.push(update.state)
+            self.subscribers.push(update.state)
         self._on_step(self, update.step)
 
     def _fail(self, failure: Failure) -> None:

@@ -15,7 +15,7 @@ from nanovllm.errors import NanovllmError
 from nanovllm.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_records import CoreStats, EngineState
-from nanovllm.serve.viewers import Viewers
+from nanovllm.serve.subscribers import Subscribers
 from tests.serve.byte_model import byte_tokenizer
 
 STATS = CoreStats(num_blocks=64, num_free_blocks=64)
@@ -46,7 +46,9 @@ class FakeLLM:
     def __post_init__(self) -> None:
         for number, other in enumerate(self.others, 1):
             other.number = number
-        self.viewers = Viewers(lambda is_on: self.viewers.push(self.idle) if is_on else None)
+        self.subscribers = Subscribers(
+            lambda is_on: self.subscribers.push(self.idle) if is_on else None
+        )
         self.input_processor = InputProcessor(Vocabulary(byte_tokenizer(), frozenset()), 288, 0)
 
     async def generate(
@@ -97,7 +99,7 @@ class FakeLLM:
         replica = self.replicas[engine]
         if replica.error is not None:
             raise replica.error
-        async with contextlib.aclosing(replica.viewers.look()) as states:
+        async with contextlib.aclosing(replica.subscribers.subscribe()) as states:
             async for state in states:
                 yield state
 

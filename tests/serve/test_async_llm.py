@@ -21,7 +21,7 @@ from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.async_llm import joined
 from nanovllm.errors import CheckpointError, EngineError, NanovllmError, RequestError
 from nanovllm.outputs import RequestOutput, StreamPiece
-from nanovllm.serve.viewers import Unread
+from nanovllm.serve.subscribers import Unread
 from tests.checkpoints import TinyCheckpoint
 from tests.serve.byte_model import make_byte_model
 

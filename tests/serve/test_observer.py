@@ -29,7 +29,7 @@ from nanovllm.serve.core_process import (
     take_snapshot,
 )
 from nanovllm.serve.core_records import Add, CoreStats, CoreUpdate, EngineState, Finish, Watch
-from nanovllm.serve.viewers import Viewers
+from nanovllm.serve.subscribers import Subscribers
 from tests.engine.test_fuzz import build_core, make_requests, make_samples, make_sequences
 
 
@@ -232,20 +232,20 @@ def test_a_slow_subscriber_gets_the_newest_snapshot_and_every_step() -> None:
     asked = []
 
     async def look() -> None:
-        viewers = Viewers(asked.append)
-        shown = viewers.look()
+        subscribers = Subscribers(asked.append)
+        shown = subscribers.subscribe()
         first = asyncio.ensure_future(anext(shown))
         await asyncio.sleep(0)
-        viewers.push(states[0])
+        subscribers.push(states[0])
         assert await first is states[0]
         for state in states[1:]:
-            viewers.push(state)
+            subscribers.push(state)
         await asyncio.sleep(0)
         late = await anext(shown)
         assert late.sequences == states[-1].sequences
         assert late.steps == [step for state in states[1:] for step in state.steps]
         assert late.ended == [end for state in states[1:] for end in state.ended]
-        viewers.end(EngineError("it died"))
+        subscribers.end(EngineError("it died"))
         with pytest.raises(EngineError, match="it died"):
             await anext(shown)
         assert asked == [True, False]

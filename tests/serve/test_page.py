@@ -191,7 +191,7 @@ def test_watchers_learn_why_the_engine_ended() -> None:
     with running(llm) as server, server.http.stream("GET", "/engine/events") as response:
         lines = response.iter_lines()
         next(lines)
-        llm.viewers.end(EngineError("the core died"))
+        llm.subscribers.end(EngineError("the core died"))
         rest = "".join(lines)
     assert "the core died" in rest
 
@@ -204,7 +204,7 @@ def test_watchers_do_not_hold_up_a_server_that_ends() -> None:
             target=lambda: httpx.get(f"{server.url}/engine/events", timeout=60)
         )
         thread.start()
-        while not llm.viewers._viewers:
+        while not llm.subscribers._viewers:
             time.sleep(0.01)
     thread.join(60)
     assert time.monotonic() - begin < 300

@@ -244,7 +244,7 @@ def test_a_dead_engine_is_shown_as_such(tabs: Tabs) -> None:
     with served(tabs, llm) as server:
         page = tabs.open(server.url)
         llm.error = EngineError("the core died")
-        llm.viewers.end(llm.error)
+        llm.subscribers.end(llm.error)
         page.wait_for_selector("text=The engine is lost: the core died")
         assert page.locator("#status").inner_text() == "engine lost"
         say(page, "Hi")
@@ -350,7 +350,7 @@ def test_the_queue_and_the_steps_show_what_the_stream_says(tabs: Tabs) -> None:
     with served(tabs, llm) as server:
         page = tabs.open(server.url)
         for each in sent:
-            llm.viewers.push(each)
+            llm.subscribers.push(each)
         number = state.stats.num_preemptions
         page.wait_for_selector(f"#preemptions:text-is('{number} preempted so far')")
         chips = page.locator("#queue li")

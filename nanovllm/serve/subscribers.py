@@ -59,7 +59,7 @@ def copy_error(error: NanovllmError) -> NanovllmError:
     return copy
 
 
-class Viewers:
+class Subscribers:
     """Subscribers to the state of an engine; any thread may push.
 
     `watch` makes the core begin or stop sending snapshots.
