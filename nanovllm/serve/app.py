@@ -31,9 +31,9 @@ from nanovllm.serve.api_records import (
     TokenizeRequest,
 )
 from nanovllm.serve.engine_events import EngineEvents, record_trace
-from nanovllm.serve.guard import PAGE_PREFIX, Guard
 from nanovllm.serve.http_errors import add_error_handlers, json_response, message_of
 from nanovllm.serve.metrics import CONTENT_TYPE
+from nanovllm.serve.middleware import PAGE_PREFIX, Middleware
 from nanovllm.serve.openai.chat_completions import answer_chat
 from nanovllm.serve.openai.completions import answer_completion
 from nanovllm.serve.openai.embeddings import answer_embedding
@@ -61,7 +61,7 @@ ROUTES: dict[str, tuple[type[ApiRecord], Respond]] = {
 
 
 def make_app(service: Service) -> ASGIApp:
-    """Everything behind one guard, the schema too; pages that show it load scripts from a CDN."""
+    """Everything behind one middleware, the schema too; pages that show it load scripts from a CDN."""
     app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     for path, (kind, answer) in ROUTES.items():
@@ -71,10 +71,10 @@ def make_app(service: Service) -> ASGIApp:
     _operating_routes(app, service)
     _watching_routes(app, service)
     _page_routes(app)
-    guard, origins = Guard(app, service.options), service.options.allowed_origins
+    middleware, origins = Middleware(app, service.options), service.options.allowed_origins
     if not origins:
-        return guard
-    return CORSMiddleware(guard, origins, allow_methods=["*"], allow_headers=["*"])
+        return middleware
+    return CORSMiddleware(middleware, origins, allow_methods=["*"], allow_headers=["*"])
 
 
 def _endpoint(service: Service, kind: type[ApiRecord], answer: Respond) -> Any:

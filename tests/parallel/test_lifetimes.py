@@ -132,7 +132,7 @@ def test_ctrl_c_when_the_workers_are_ready(path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_an_engine_outlives_ctrl_c(path: Path, answers: list[list[int]], tmp_path: Path) -> None:
-    """In a script without a main guard, which no worker runs again."""
+    """In a script without a main middleware, which no worker runs again."""
     script = tmp_path / "script.py"
     script.write_text(f"""
 import sys

@@ -26,7 +26,7 @@ _LOCAL_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d*)?", re.IGN
 logger = logging.getLogger(__name__)
 
 
-class Guard:
+class Middleware:
     """Wraps an application; a request that may not pass is answered here."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
