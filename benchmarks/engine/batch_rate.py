@@ -28,7 +28,7 @@ from benchmarks.models import model_path
 from benchmarks.workloads import Workload, mixed
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch.batch_engine import RowEngine, RowOptions
-from nanovllm.batch.ledger import Ledger
+from nanovllm.batch.progress_file import ProgressFile
 from nanovllm.batch.rows import scan
 from nanovllm.batch.run_batch import run_job
 from nanovllm.config import EngineConfig
@@ -89,13 +89,13 @@ def batched(engine: RowEngine, config: EngineConfig, work: Workload, folder: Pat
     gc.collect()
     start = time.perf_counter()
     found = scan(path)
-    ledger = Ledger(output, {"input": found.digest}, found.num_rows, overwrite=True)
+    progress_file = ProgressFile(output, {"input": found.digest}, found.num_rows, overwrite=True)
     try:
-        asyncio.run(run_job(path, ledger, engine, num_at_once))
+        asyncio.run(run_job(path, progress_file, engine, num_at_once))
     finally:
-        ledger.close()
+        progress_file.close()
     seconds = time.perf_counter() - start
-    assert ledger.num_errors == 0, ledger.errors.read_text()[:500]
+    assert progress_file.num_errors == 0, progress_file.errors.read_text()[:500]
     return work.num_new_tokens / seconds
 
 

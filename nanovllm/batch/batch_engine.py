@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.batch.ledger import ROW_ID
+from nanovllm.batch.progress_file import ROW_ID
 from nanovllm.batch.rows import Row
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.batch.batch_engine import RowError
-from nanovllm.batch.ledger import Ledger
+from nanovllm.batch.progress_file import ProgressFile
 from nanovllm.batch.rows import Row, read_rows, windows
 from nanovllm.errors import NanovllmError
 
@@ -18,7 +18,7 @@ OnLine = Callable[[dict[str, Any] | None], None]  # what was written; None: an e
 
 async def run_job(
     path: Path,
-    ledger: Ledger,
+    progress_file: ProgressFile,
     answer: Callable[[Row], Awaitable[dict[str, Any]]],
     num_at_once: int,
     on_line: OnLine = lambda line: None,
@@ -27,8 +27,8 @@ async def run_job(
     queue: asyncio.Queue[Row | None] = asyncio.Queue(num_at_once)
 
     async def feed() -> None:
-        rows = islice(read_rows(path), len(ledger.is_done))
-        groups = windows(row for row in rows if not ledger.is_done[row.index])
+        rows = islice(read_rows(path), len(progress_file.is_done))
+        groups = windows(row for row in rows if not progress_file.is_done[row.index])
         while (window := await asyncio.to_thread(next, groups, None)) is not None:
             for row in window:
                 await queue.put(row)
@@ -39,11 +39,11 @@ async def run_job(
         while (row := await queue.get()) is not None:
             try:
                 line = await answer(row)
-                _write(ledger, row, line)
+                _write(progress_file, row, line)
                 on_line(line)
             except RowError as error:
                 custom_id = row.custom_id if isinstance(row.custom_id, str | int) else None
-                ledger.write_error(row.index, custom_id, error.code, error.message)
+                progress_file.write_error(row.index, custom_id, error.code, error.message)
                 on_line(None)
 
     tasks = [asyncio.create_task(each()) for each in (feed, *[work] * num_at_once)]
@@ -55,12 +55,12 @@ async def run_job(
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
-    if not all(ledger.is_done):
+    if not all(progress_file.is_done):
         raise NanovllmError(f"{path} changed while its rows were answered")
 
 
-def _write(ledger: Ledger, row: Row, line: dict[str, Any]) -> None:
+def _write(progress_file: ProgressFile, row: Row, line: dict[str, Any]) -> None:
     try:
-        ledger.write(row.index, line)
+        progress_file.write(row.index, line)
     except (ValueError, RecursionError) as error:  # NaN, or nested too deeply
         raise RowError("invalid_row", f"it cannot be written as JSON: {error}") from error

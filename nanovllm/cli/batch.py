@@ -28,7 +28,7 @@ from nanovllm.errors import ConfigError, NanovllmError
 
 if TYPE_CHECKING:
     from nanovllm.batch.batch_engine import RowEngine, RowOptions
-    from nanovllm.batch.ledger import Ledger
+    from nanovllm.batch.progress_file import ProgressFile
     from nanovllm.batch.ray_batch import RayEngine
 
 SECONDS_BETWEEN_LINES = 30.0  # of progress in a log file
@@ -64,7 +64,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from nanovllm.batch.batch_engine import RowOptions
-    from nanovllm.batch.ledger import Ledger
+    from nanovllm.batch.progress_file import ProgressFile
     from nanovllm.batch.rows import scan
 
     if args.ray_replicas is not None and args.ray is None:
@@ -85,23 +85,25 @@ def run(args: argparse.Namespace) -> int:
     if args.generation_config not in ("auto", "vllm"):
         settings["generation_config"] = server.sampling_defaults
     options = RowOptions(config, server, args.max_tokens, args.raw)
-    ledger = Ledger(args.output, settings, found.num_rows, args.overwrite)
+    progress_file = ProgressFile(args.output, settings, found.num_rows, args.overwrite)
     try:
-        if ledger.num_done < found.num_rows:
-            asyncio.run(_answer_all(args, options, ledger))
+        if progress_file.num_done < found.num_rows:
+            asyncio.run(_answer_all(args, options, progress_file))
     except (KeyboardInterrupt, NanovllmError):
         print("The same command again goes on from here.", file=sys.stderr)
         raise
     finally:
-        ledger.close()
-    num_errors, num_rows = ledger.num_errors, found.num_rows
-    errors = f", {num_errors} failed (see {ledger.errors})" if num_errors else ""
+        progress_file.close()
+    num_errors, num_rows = progress_file.num_errors, found.num_rows
+    errors = f", {num_errors} failed (see {progress_file.errors})" if num_errors else ""
     print(f"{num_rows - num_errors} of {num_rows} rows answered in {args.output}{errors}",
           file=sys.stderr)  # fmt: skip
     return 0 if not num_errors else 1 if num_errors < num_rows else 2
 
 
-async def _answer_all(args: argparse.Namespace, options: RowOptions, ledger: Ledger) -> None:
+async def _answer_all(
+    args: argparse.Namespace, options: RowOptions, progress_file: ProgressFile
+) -> None:
     """Answer the rows that are left, with a bar that shows the rate and the time left."""
     from tqdm import tqdm
 
@@ -116,8 +118,8 @@ async def _answer_all(args: argparse.Namespace, options: RowOptions, ledger: Led
         engine, num_engines = _ray_engine(args, options)
         num_at_once *= num_engines
     bar = tqdm(
-        total=len(ledger.is_done),
-        initial=ledger.num_done,
+        total=len(progress_file.is_done),
+        initial=progress_file.num_done,
         unit="row",
         mininterval=0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES,
         dynamic_ncols=True,
@@ -134,7 +136,7 @@ async def _answer_all(args: argparse.Namespace, options: RowOptions, ledger: Led
 
     try:
         with bar:
-            await run_job(args.input, ledger, engine, num_at_once, show)
+            await run_job(args.input, progress_file, engine, num_at_once, show)
     finally:
         engine.close()
 

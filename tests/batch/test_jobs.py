@@ -20,7 +20,7 @@ import pytest
 
 from nanovllm.batch import batch_engine as engine
 from nanovllm.batch.batch_engine import RowEngine, RowError, RowOptions, row_seed
-from nanovllm.batch.ledger import Ledger
+from nanovllm.batch.progress_file import ProgressFile
 from nanovllm.batch.rows import Row, read_rows, scan, windows
 from nanovllm.batch.run_batch import run_job
 from nanovllm.cli import main
@@ -53,14 +53,14 @@ def read_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def run(path: Path, output: Path, answer: Any = echo, overwrite: bool = False) -> Ledger:
+def run(path: Path, output: Path, answer: Any = echo, overwrite: bool = False) -> ProgressFile:
     found = scan(path)
-    ledger = Ledger(output, {"input": found.digest}, found.num_rows, overwrite)
+    progress_file = ProgressFile(output, {"input": found.digest}, found.num_rows, overwrite)
     try:
-        asyncio.run(run_job(path, ledger, answer, num_at_once=8))
+        asyncio.run(run_job(path, progress_file, answer, num_at_once=8))
     finally:
-        ledger.close()
-    return ledger
+        progress_file.close()
+    return progress_file
 
 
 def plain_rows(count: int) -> list[Any]:
@@ -71,14 +71,14 @@ def test_rows_are_answered_once(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "in.jsonl", [*plain_rows(100), "no object"])
     with path.open("a") as file:
         file.write("{broken\n\n")
-    ledger = run(path, tmp_path / "out.jsonl")
-    lines = read_lines(ledger.output)
+    progress_file = run(path, tmp_path / "out.jsonl")
+    lines = read_lines(progress_file.output)
     assert sorted(line["index"] for line in lines) == list(range(100))
     assert all(line["kept"] == line["index"] for line in lines)
-    errors = {line["index"]: line["error"] for line in read_lines(ledger.errors)}
+    errors = {line["index"]: line["error"] for line in read_lines(progress_file.errors)}
     assert errors[100]["message"] == "it is not a JSON object"
     assert errors[101]["message"].startswith("it is not valid JSON")
-    before = ledger.output.read_bytes(), ledger.errors.read_bytes()
+    before = progress_file.output.read_bytes(), progress_file.errors.read_bytes()
     again = run(path, tmp_path / "out.jsonl", answer=None)  # nothing is left to answer
     assert (again.output.read_bytes(), again.errors.read_bytes()) == before
 
@@ -86,10 +86,10 @@ def test_rows_are_answered_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [0, 1, 17])
 def test_a_half_line_is_cut_and_its_row_answered_again(tmp_path: Path, cut: int) -> None:
     path = write_rows(tmp_path / "in.jsonl", plain_rows(50))
-    ledger = run(path, tmp_path / "out.jsonl")
-    whole = ledger.output.read_bytes()
+    progress_file = run(path, tmp_path / "out.jsonl")
+    whole = progress_file.output.read_bytes()
     half = whole.rfind(b"\n", 0, len(whole) // 2) + 1 + cut
-    ledger.output.write_bytes(whole[:half])
+    progress_file.output.write_bytes(whole[:half])
     again = run(path, tmp_path / "out.jsonl")
     assert sorted(again.output.read_bytes().splitlines()) == sorted(whole.splitlines())
 
@@ -104,8 +104,8 @@ def test_an_engine_that_dies_ends_the_job_and_costs_no_row(tmp_path: Path) -> No
 
     with pytest.raises(EngineError, match="it died"):
         run(path, tmp_path / "out.jsonl", dying)
-    ledger = run(path, tmp_path / "out.jsonl")
-    assert sorted(line["index"] for line in read_lines(ledger.output)) == list(range(200))
+    progress_file = run(path, tmp_path / "out.jsonl")
+    assert sorted(line["index"] for line in read_lines(progress_file.output)) == list(range(200))
 
 
 def test_only_the_job_that_was_begun_goes_on(tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
     rows = [{"custom_id": f"row {i % 9}", "url": "/v1/completions", "body": {}} for i in range(10)]
     with pytest.raises(ConfigError, match="several rows have the custom_id 'row 0'"):
         scan(write_rows(tmp_path / "in.jsonl", rows))
-    ledger = run(write_rows(tmp_path / "in.jsonl", rows[:9]), tmp_path / "out.jsonl")
-    assert {line["custom_id"] for line in read_lines(ledger.output)} == {
+    progress_file = run(write_rows(tmp_path / "in.jsonl", rows[:9]), tmp_path / "out.jsonl")
+    assert {line["custom_id"] for line in read_lines(progress_file.output)} == {
         row["custom_id"] for row in rows
     }
 
@@ -178,11 +178,11 @@ def test_the_input_is_never_overwritten(tmp_path: Path, capsys: Any) -> None:
 
 def test_an_input_that_shrinks_meanwhile_is_noticed(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "in.jsonl", plain_rows(5))
-    ledger = Ledger(tmp_path / "out.jsonl", {}, scan(path).num_rows, False)
+    progress_file = ProgressFile(tmp_path / "out.jsonl", {}, scan(path).num_rows, False)
     write_rows(path, plain_rows(4))
     with pytest.raises(NanovllmError, match="changed"):
-        asyncio.run(run_job(path, ledger, echo, num_at_once=8))
-    ledger.close()
+        asyncio.run(run_job(path, progress_file, echo, num_at_once=8))
+    progress_file.close()
 
 
 def test_what_answers_depend_on_may_not_change(tmp_path: Path, capsys: Any) -> None:
@@ -256,8 +256,8 @@ def test_a_full_disk_ends_the_job_and_costs_no_row(tmp_path: Path, num_bytes: in
 HOLDER = """\
 import sys, time
 from pathlib import Path
-from nanovllm.batch.ledger import Ledger
-ledger = Ledger(Path(sys.argv[1]), {}, 1, False)
+from nanovllm.batch.progress_file import ProgressFile
+progress_file = ProgressFile(Path(sys.argv[1]), {}, 1, False)
 print("held", flush=True)
 time.sleep(600)
 """
@@ -270,9 +270,9 @@ def test_one_process_works_on_a_job_and_its_lock_dies_with_it(tmp_path: Path) ->
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(ConfigError, match="another process is working"):
-            Ledger(output, {}, 1, False)
+            ProgressFile(output, {}, 1, False)
         holder.kill()
-    Ledger(output, {}, 1, False).close()
+    ProgressFile(output, {}, 1, False).close()
 
 
 @pytest.mark.parametrize("is_text", [True, False])

@@ -140,18 +140,18 @@ def test_a_row_too_deep_to_be_written_stops_nothing(tmp_path: Path) -> None:
     depths = range(800, sys.getrecursionlimit(), 3)
     rows = [f'{{"prompt": "x", "deep": {"[" * depth}{"]" * depth}}}\n' for depth in depths]
     (tmp_path / "in.jsonl").write_text("".join(rows))
-    ledger = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
-    assert ledger.num_done == len(rows)
-    assert 0 < ledger.num_errors < len(rows)
-    assert "cannot be written as JSON" in ledger.errors.read_text()
-    assert run(tmp_path / "in.jsonl", ledger.output, answer=None).num_done == len(rows)
+    progress_file = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert progress_file.num_done == len(rows)
+    assert 0 < progress_file.num_errors < len(rows)
+    assert "cannot be written as JSON" in progress_file.errors.read_text()
+    assert run(tmp_path / "in.jsonl", progress_file.output, answer=None).num_done == len(rows)
 
 
 def test_a_row_with_numbers_that_json_has_not_is_an_error(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "in.jsonl", [{"prompt": "x", "score": math.nan}, {"prompt": "y"}])
-    ledger = run(path, tmp_path / "out.jsonl")
-    assert [line["index"] for line in read_lines(ledger.output)] == [1]
-    assert "cannot be written as JSON" in ledger.errors.read_text()
+    progress_file = run(path, tmp_path / "out.jsonl")
+    assert [line["index"] for line in read_lines(progress_file.output)] == [1]
+    assert "cannot be written as JSON" in progress_file.errors.read_text()
 
 
 def test_values_of_parquet_come_back_as_text(tmp_path: Path) -> None:

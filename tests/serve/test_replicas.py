@@ -18,7 +18,7 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.batch.batch_engine import RowEngine, RowOptions
-from nanovllm.batch.ledger import Ledger
+from nanovllm.batch.progress_file import ProgressFile
 from nanovllm.batch.rows import scan
 from nanovllm.batch.run_batch import OnLine, run_job
 from nanovllm.config import EngineConfig
@@ -195,11 +195,11 @@ def test_rows_of_a_job_move_to_the_other_engine(llm: AsyncLLM, tmp_path: Path) -
 
     def run(name: str, on_line: OnLine) -> list[Any]:
         found = scan(path)
-        ledger = Ledger(tmp_path / name, {}, found.num_rows, overwrite=False)
-        with contextlib.closing(ledger):
-            asyncio.run(run_job(path, ledger, answers, num_at_once=16, on_line=on_line))
-        assert ledger.num_errors == 0
-        return sorted(read_lines(ledger.output), key=lambda line: line["index"])
+        progress_file = ProgressFile(tmp_path / name, {}, found.num_rows, overwrite=False)
+        with contextlib.closing(progress_file):
+            asyncio.run(run_job(path, progress_file, answers, num_at_once=16, on_line=on_line))
+        assert progress_file.num_errors == 0
+        return sorted(read_lines(progress_file.output), key=lambda line: line["index"])
 
     def kill(line: Any) -> None:
         lines.append(line)

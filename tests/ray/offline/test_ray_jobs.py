@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nanovllm.batch.batch_engine import RowEngine, RowOptions
-from nanovllm.batch.ledger import Ledger
+from nanovllm.batch.progress_file import ProgressFile
 from nanovllm.batch.rows import scan
 from nanovllm.batch.run_batch import run_job
 from nanovllm.config import EngineConfig
@@ -41,15 +41,23 @@ async def answer_all(
 ) -> dict[str, Any]:
     """Run a whole job; `on_line` is told the engine, and how many rows are done."""
     found = scan(path)
-    ledger, engine = Ledger(output, {}, found.num_rows, overwrite=False), make_engine()
+    progress_file, engine = ProgressFile(output, {}, found.num_rows, overwrite=False), make_engine()
     try:
         await run_job(
-            path, ledger, engine, num_at_once, lambda line: on_line(engine, ledger.num_done)
+            path,
+            progress_file,
+            engine,
+            num_at_once,
+            lambda line: on_line(engine, progress_file.num_done),
         )
     finally:
         engine.close()
-        ledger.close()
-    assert ledger.num_done == found.num_rows == len(read_lines(output)) + ledger.num_errors
+        progress_file.close()
+    assert (
+        progress_file.num_done
+        == found.num_rows
+        == len(read_lines(output)) + progress_file.num_errors
+    )
     return by_id(output)
 
 

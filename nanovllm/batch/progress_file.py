@@ -21,7 +21,7 @@ from nanovllm.errors import ConfigError, NanovllmError
 ROW_ID = "batch_req_"  # and the index of a row in OpenAI's batch format
 
 
-class Ledger:
+class ProgressFile:
     """The output, the errors, and the settings of a job; one process at a time may hold it."""
 
     def __init__(
