@@ -16,7 +16,7 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.parallel.child import Failure
 from nanovllm.parallel.supervisor import ChildProcesses, Children, Supervisor
-from nanovllm.parallel.worker_main import Site, WorkerTask, build_worker
+from nanovllm.parallel.worker_main import RendezvousInfo, WorkerTask, build_worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Workers:
     """Workers that were just started, and where they meet."""
 
     children: Children
-    site: Site
+    rendezvous: RendezvousInfo
     store: object = None  # of their rendezvous, which lasts as long as it is held
 
 
@@ -41,7 +41,7 @@ def start_workers(config: EngineConfig) -> Workers:
     num_ranks = config.tensor_parallel_size
     store = host_store()
     num_threads = max(torch.get_num_threads() // num_ranks, 1)
-    return Workers(start_children(num_ranks), Site(HOST, store.port, num_threads), store)
+    return Workers(start_children(num_ranks), RendezvousInfo(HOST, store.port, num_threads), store)
 
 
 def start_children(num_ranks: int) -> ChildProcesses:
@@ -90,8 +90,8 @@ class MultiprocExecutor:
         )
         weakref.finalize(self, self.supervisor.close)  # when it is dropped, or Python exits
         try:
-            site, build = self._workers.site, self._build_worker
-            self._send(WorkerTask(config, self._model_config, self._checkpoint, site, build))
+            rendezvous, build = self._workers.rendezvous, self._build_worker
+            self._send(WorkerTask(config, self._model_config, self._checkpoint, rendezvous, build))
             infos = dict(self._take_reply() for _ in range(config.tensor_parallel_size))
         except BaseException:  # Ctrl-C while the model loads
             self.close()

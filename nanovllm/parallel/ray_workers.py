@@ -34,7 +34,7 @@ from nanovllm.parallel.child import (
 from nanovllm.parallel.multiproc_executor import Workers, log_level, worker_name
 from nanovllm.parallel.rendezvous import host_store
 from nanovllm.parallel.supervisor import STOP_SECONDS, reported_failure
-from nanovllm.parallel.worker_main import Site, serve
+from nanovllm.parallel.worker_main import RendezvousInfo, serve
 
 WAIT_SECONDS = 30.0  # between messages about a cluster that is busy
 HEARTBEAT_SECONDS = 1.0
@@ -76,7 +76,7 @@ def start_actors(config: EngineConfig) -> Workers:
         if isinstance(error, RayError):
             raise WorkerError(f"{children.names[0]} is lost: {error}") from error
         raise
-    return Workers(children, Site(host, port, num_threads=1, has_one_device=True))
+    return Workers(children, RendezvousInfo(host, port, num_threads=1, has_one_device=True))
 
 
 class ActorLink(QueueLink):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class RendezvousInfo:
     """Where the workers of one engine are."""
 
     host: str
@@ -38,7 +38,7 @@ class WorkerTask:
     config: EngineConfig
     model_config: ModelConfig
     checkpoint: Checkpoint
-    site: Site
+    rendezvous: RendezvousInfo
     build_worker: Callable[[WorkerTask, int], Executor]
 
 
@@ -98,9 +98,9 @@ def join_group(task: WorkerTask, rank: int) -> TPGroup:
     from nanovllm.devices.choose import claim_device
     from nanovllm.parallel.rendezvous import TIMEOUT, connect, join_store, own_address
 
-    site, size = task.site, task.config.tensor_parallel_size
-    torch.set_num_threads(site.num_threads)
-    backend = claim_device(task.config.device, 0 if site.has_one_device else rank)
-    store = join_store(site.host, site.port)
-    address = own_address(site.host, site.port)
+    rendezvous, size = task.rendezvous, task.config.tensor_parallel_size
+    torch.set_num_threads(rendezvous.num_threads)
+    backend = claim_device(task.config.device, 0 if rendezvous.has_one_device else rank)
+    store = join_store(rendezvous.host, rendezvous.port)
+    address = own_address(rendezvous.host, rendezvous.port)
     return connect(rank, size, store, backend, TIMEOUT, address)

@@ -19,7 +19,7 @@ import numpy as np
 from nanovllm.config import EngineConfig
 from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
 from nanovllm.errors import ConfigError
-from nanovllm.parallel.worker_main import Site, WorkerTask
+from nanovllm.parallel.worker_main import RendezvousInfo, WorkerTask
 
 if TYPE_CHECKING:
     from nanovllm.ops.tp_group import TPGroup
@@ -132,7 +132,7 @@ def start_alone(config: EngineConfig) -> Workers:
     """Start workers that do not meet."""
     from nanovllm.parallel.multiproc_executor import Workers, start_children
 
-    return Workers(start_children(config.tensor_parallel_size), Site("127.0.0.1", 0, 1))
+    return Workers(start_children(config.tensor_parallel_size), RendezvousInfo("127.0.0.1", 0, 1))
 
 
 def make_executor(
