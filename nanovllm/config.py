@@ -132,9 +132,9 @@ class EngineConfig:
 def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
     """Check the options of an engine, which may have options of vLLM's among them."""
     if not options.keys() <= EngineConfig.__dataclass_fields__.keys():
-        from nanovllm.engine_options import without_foreign
+        from nanovllm.engine_options import drop_vllm_options
 
-        options = without_foreign(options)
+        options = drop_vllm_options(options)
     return EngineConfig(str(model), **options)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What is so in any case, or concerns what this engine does not have: said once and left aside.
-NOT_NEEDED = {
+IGNORED_OPTIONS = {
     "trust_remote_code": "code from a repository is never run",
     "enable_auto_tool_choice": "tool calls are read wherever a request has tools",
     "enable_chunked_prefill": "long prompts are always read in chunks",
@@ -30,7 +30,7 @@ NOT_NEEDED = {
     "disable_custom_all_reduce": "there is no such kernel",
     "enable_expert_parallel": "experts are split with the other weights",
 }
-NOT_NEEDED_WITH_VALUE = {
+IGNORED_WITH_VALUE = {
     "swap_space": "there is no swap space",
     "uvicorn_log_level": "use --log-level",
     "max_log_len": "prompts are never logged",
@@ -44,7 +44,7 @@ NOT_NEEDED_WITH_VALUE = {
     "response_role": "answers are the assistant's",
 }
 # What would change the answers or the speed, with the values that ask for nothing.
-NOT_BUILT = {
+UNSUPPORTED_OPTIONS = {
     "speculative_config": ("none",),
     "pipeline_parallel_size": ("1",),
     "cpu_offload_gb": ("0", "0.0"),
@@ -54,7 +54,7 @@ NOT_BUILT = {
     "tokenizer": (),
 }
 
-FOREIGN = (*NOT_NEEDED, *NOT_NEEDED_WITH_VALUE, *NOT_BUILT)
+VLLM_OPTIONS = (*IGNORED_OPTIONS, *IGNORED_WITH_VALUE, *UNSUPPORTED_OPTIONS)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -86,11 +86,11 @@ class EngineOptions(TypedDict, total=False):
     quantization: str | None
 
 
-def without_foreign(options: Mapping[str, Any]) -> dict[str, Any]:
+def drop_vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Warn of options that only vLLM needs, and leave them out."""
-    for note in foreign_notes(options):
+    for note in ignored_notes(options):
         logger.warning("%s", note)
-    own = {name: value for name, value in options.items() if name not in FOREIGN}
+    own = {name: value for name, value in options.items() if name not in VLLM_OPTIONS}
     if "block_size" in own:
         if "kvcache_block_size" in own:
             raise TypeError("block_size is another name of kvcache_block_size; give one of them")
@@ -98,12 +98,12 @@ def without_foreign(options: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def foreign_notes(options: Mapping[str, Any], spell: Callable[[str], str] = str) -> Iterator[str]:
+def ignored_notes(options: Mapping[str, Any], spell: Callable[[str], str] = str) -> Iterator[str]:
     """Name vLLM's options that are given and change nothing; refuse what is not built."""
-    for name, reason in (NOT_NEEDED | NOT_NEEDED_WITH_VALUE).items():
+    for name, reason in (IGNORED_OPTIONS | IGNORED_WITH_VALUE).items():
         if options.get(name):
             yield f"{spell(name)} changes nothing: {reason}"
-    for name, harmless in NOT_BUILT.items():
+    for name, harmless in UNSUPPORTED_OPTIONS.items():
         value = options.get(name)
         if value is not None:
             if str(value).lower() not in harmless:

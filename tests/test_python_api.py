@@ -19,7 +19,7 @@ import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.config import EngineConfig, engine_config
-from nanovllm.engine_options import FOREIGN, EngineOptions
+from nanovllm.engine_options import VLLM_OPTIONS, EngineOptions
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import StreamPiece
 from tests.serve.byte_model import make_byte_model
@@ -106,7 +106,7 @@ def test_options_that_only_vllm_needs(caplog: pytest.LogCaptureFixture) -> None:
     ]
     with pytest.raises(ConfigError, match="pipeline_parallel_size 2 is not supported"):
         engine_config("x", {"pipeline_parallel_size": 2})
-    assert not {field.name for field in fields(EngineConfig)} & set(FOREIGN)
+    assert not {field.name for field in fields(EngineConfig)} & set(VLLM_OPTIONS)
 
 
 @pytest.mark.parametrize(

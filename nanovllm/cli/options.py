@@ -14,7 +14,7 @@ from dataclasses import Field, fields
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from nanovllm.config import WHOLE_CONTEXT, EngineConfig
-from nanovllm.engine_options import FOREIGN, NOT_NEEDED, foreign_notes
+from nanovllm.engine_options import IGNORED_OPTIONS, VLLM_OPTIONS, ignored_notes
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.server_options import read_text as read_text
@@ -128,8 +128,8 @@ def add_engine_options(
     add("--threads", type=at_least(1), metavar="N", help=text)
     names = {field.name for field in fields(EngineConfig)}.difference(NO_FLAGS, SEVERAL_REQUESTS)
     add_options(parser, "engine", EngineConfig, names, **defaults)
-    for name in FOREIGN:
-        action = argparse.BooleanOptionalAction if name in NOT_NEEDED else "store"
+    for name in VLLM_OPTIONS:
+        action = argparse.BooleanOptionalAction if name in IGNORED_OPTIONS else "store"
         short = ["-pp"] if name == "pipeline_parallel_size" else []
         add(_flag(name), *short, dest=_flag(name), action=action, help=argparse.SUPPRESS)
 
@@ -196,7 +196,7 @@ def fields_in(args: Namespace, record: type) -> dict[str, Any]:
 
 def _check_foreign_flags(args: argparse.Namespace) -> None:
     """Print a line for each flag of vLLM that has no effect here; refuse unsupported ones."""
-    for note in foreign_notes({name: getattr(args, _flag(name)) for name in FOREIGN}, _flag):
+    for note in ignored_notes({name: getattr(args, _flag(name)) for name in VLLM_OPTIONS}, _flag):
         print(note, file=sys.stderr)
 
 
