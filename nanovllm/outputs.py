@@ -12,7 +12,7 @@ class Logprob(NamedTuple):
     """How likely the model found a token, whatever was then sampled."""
 
     logprob: float
-    rank: int  # 1 is the likeliest
+    rank: int  # 1 is the most likely
     decoded_token: str | None  # None without a tokenizer
 
 
@@ -47,7 +47,7 @@ class RequestOutput(Mapping[str, Any]):
     time_to_first_token: float  # seconds from arrival; 0.0 when there was no token
     duration: float  # seconds from arrival to the last token
     error: str | None = None  # why the request failed, if it did
-    # If asked for: of every token, by token id; the token itself first, then the likeliest ones.
+    # If asked for: of every token, by token id; the token itself first, then the most likely ones.
     logprobs: Sequence[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for its first token
@@ -89,7 +89,7 @@ class Score:
     logprob: float  # of all its tokens
     token_logprobs: list[float]
     token_ids: list[int]
-    is_greedy: bool  # whether each token is the likeliest
+    is_greedy: bool  # whether each token is the most likely
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ def make_params() -> list[SamplingParams]:
     ]
 
 
-def assert_right(checkpoint: TinyCheckpoint, output: RequestOutput, num_best: int | None) -> None:
-    if num_best is None:
+def assert_right(checkpoint: TinyCheckpoint, output: RequestOutput, num_top: int | None) -> None:
+    if num_top is None:
         assert output.logprobs is output.cumulative_logprob is None
         return
     assert output.logprobs is not None
@@ -48,7 +48,7 @@ def assert_right(checkpoint: TinyCheckpoint, output: RequestOutput, num_best: in
     total = 0.0
     for entries, token_id, wanted in zip(output.logprobs, answer, right, strict=True):
         order = wanted.argsort(descending=True).tolist()
-        assert list(entries) == list(dict.fromkeys([token_id, *order[:num_best]]))
+        assert list(entries) == list(dict.fromkeys([token_id, *order[:num_top]]))
         for each, entry in entries.items():
             assert abs(entry.logprob - wanted[each].item()) < 1e-4
             assert entry.rank == order.index(each) + 1
@@ -104,7 +104,7 @@ PROMPT_ASKED: list[dict[str, Any]] = [
 ]
 
 
-def assert_prompt_right(checkpoint: TinyCheckpoint, output: RequestOutput, num_best: int) -> None:
+def assert_prompt_right(checkpoint: TinyCheckpoint, output: RequestOutput, num_top: int) -> None:
     prompt = output.prompt_token_ids
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
@@ -115,7 +115,7 @@ def assert_prompt_right(checkpoint: TinyCheckpoint, output: RequestOutput, num_b
     ):
         assert entries is not None
         order = wanted.argsort(descending=True).tolist()
-        assert list(entries) == list(dict.fromkeys([token_id, *order[:num_best]]))
+        assert list(entries) == list(dict.fromkeys([token_id, *order[:num_top]]))
         for each, entry in entries.items():
             assert abs(entry.logprob - wanted[each].item()) < 1e-4
             assert entry.rank == order.index(each) + 1

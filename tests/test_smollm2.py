@@ -49,7 +49,7 @@ def test_equals_transformers_token_for_token(llm: LLM, model: Any) -> None:
 
 @pytest.mark.slow
 def test_logprobs_equal_transformers(llm: LLM, model: Any) -> None:
-    """Of prompts and of answers, the likeliest tokens in the same order, with their texts."""
+    """Of prompts and of answers, the most likely tokens in the same order, with their texts."""
     params = SamplingParams(seed=1, max_tokens=9, ignore_eos=True, logprobs=5, prompt_logprobs=5)
     tokenizer = llm.get_tokenizer()
     assert tokenizer is not None

@@ -3,7 +3,7 @@
     PYTHON llama_side.py FILE     # threads: OMP_NUM_THREADS
 
 Calls the library's C functions, as its own server does, so that no Python runs beside the model but
-the choice of the likeliest token.
+the choice of the most likely token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Model:
         self._batch = llama_cpp.llama_batch_init(MAX_TOKENS, 0, 1)
 
     def generate(self, prompts: list[list[int]], num_new: int) -> list[list[int]]:
-        """Answer all prompts at once, each token the likeliest one."""
+        """Answer all prompts at once, each token the most likely one."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         newest, lengths = prompts, [0] * len(prompts)
         answers: list[list[int]] = [[] for _ in prompts]

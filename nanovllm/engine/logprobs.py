@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # An entry, of one position, is a rank and pairs of a token id and a logprob, each number 4 bytes.
-# The rank and the first pair are of its own token, the others of the likeliest ones. There are as
+# The rank and the first pair are of its own token, the others of the most likely ones. There are as
 # many entries as tokens: as objects of Python they took longer than a step does on a device.
 RANK_BYTES, PAIR_BYTES = 4, 8
 
@@ -25,7 +25,7 @@ RANK_BYTES, PAIR_BYTES = 4, 8
 def pack_logprobs(
     ids: IntColumn | None, logprobs: npt.NDArray[np.float32] | None, ranks: IntColumn | None
 ) -> abc.Iterator[TokenLogprobs]:
-    """Yield an entry for each row of ids and logprobs [rows, 1 + the likeliest]."""
+    """Yield an entry for each row of ids and logprobs [rows, 1 + the most likely]."""
     assert ids is not None
     assert logprobs is not None
     assert ranks is not None
@@ -35,9 +35,9 @@ def pack_logprobs(
     return (data[start : start + width] for start in range(0, len(data), width))
 
 
-def entry_bytes(num_best: int | None) -> int:
-    """Of an entry with so many of the likeliest; a step's may have more, as others ask for them."""
-    return RANK_BYTES + PAIR_BYTES * (1 + (num_best or 0))
+def entry_bytes(num_top: int | None) -> int:
+    """Of an entry with so many of the most likely; a step's may have more, as others ask for them."""
+    return RANK_BYTES + PAIR_BYTES * (1 + (num_top or 0))
 
 
 def add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
@@ -55,13 +55,13 @@ def add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult
     entries = pack_logprobs(*columns)
     spans = zip(rows, plan.starts.tolist(), plan.counts.tolist(), strict=True)
     for seq, start, count in spans:
-        num_best = seq.request.params.prompt_logprobs
-        if num_best is None:
+        num_top = seq.request.params.prompt_logprobs
+        if num_top is None:
             continue
         for position in range(start, start + num_scored(start, count, seq.num_prompt_tokens)):
             entry = next(entries)
             if position == len(seq.prompt_logprobs):  # not so when it runs again after preemption
-                seq.prompt_logprobs.append(entry[: entry_bytes(num_best)])
+                seq.prompt_logprobs.append(entry[: entry_bytes(num_top)])
 
 
 class TokenTexts(dict[int, str | None]):
@@ -90,10 +90,10 @@ class AnswerLogprobs(abc.Sequence[dict[int, Logprob]]):
     """
 
     def __init__(
-        self, entries: abc.Iterable[TokenLogprobs], num_best: int, texts: TokenTexts
+        self, entries: abc.Iterable[TokenLogprobs], num_top: int, texts: TokenTexts
     ) -> None:
-        self._data, self._num_best, self._texts = b"".join(entries), num_best, texts
-        self._width = entry_bytes(num_best)
+        self._data, self._num_best, self._texts = b"".join(entries), num_top, texts
+        self._width = entry_bytes(num_top)
 
     @property
     def cumulative(self) -> float:
@@ -131,7 +131,7 @@ class AnswerLogprobs(abc.Sequence[dict[int, Logprob]]):
 
 
 def as_dict(entry: TokenLogprobs, texts: TokenTexts) -> dict[int, Logprob]:
-    """Of a token and the likeliest ones, which it may be one of: those have ranks from 1."""
+    """Of a token and the most likely ones, which it may be one of: those have ranks from 1."""
     numbers = np.frombuffer(entry, np.int32)
     ids = numbers[1::2].tolist()
     ranks = [int(numbers[0]), *range(1, len(ids))]

@@ -168,9 +168,9 @@ class OutputProcessor:
         ]  # all, by now
         own, broken = endings[0], [each for each in endings if each.finish_reason == "error"]
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        num_best = request.params.prompt_logprobs
-        if num_best is not None:
-            prompt_logprobs = [None, *self._logprobs(own.prompt_logprobs, num_best)]
+        num_top = request.params.prompt_logprobs
+        if num_top is not None:
+            prompt_logprobs = [None, *self._logprobs(own.prompt_logprobs, num_top)]
         return RequestOutput(
             seq_id=state.seq_id,
             prompt=state.prompt,
@@ -218,13 +218,13 @@ class OutputProcessor:
         """Take what is new in a streamed completion."""
         token_ids, completion.new_token_ids = completion.new_token_ids, []
         text = completion.detokenizer.take() if completion.detokenizer is not None else ""
-        output, num_best, logprobs = (
+        output, num_top, logprobs = (
             outputs.get(state.seq_id),
             completion.request.params.logprobs,
             None,
         )
-        if token_ids and num_best is not None:
-            logprobs = self._logprobs(completion.logprobs[-len(token_ids) :], num_best)
+        if token_ids and num_top is not None:
+            logprobs = self._logprobs(completion.logprobs[-len(token_ids) :], num_top)
         return StreamPiece(
             state.seq_id,
             text,
@@ -235,12 +235,12 @@ class OutputProcessor:
             request_id=state.request_id,
         )
 
-    def _logprobs(self, entries: list[TokenLogprobs], num_best: int) -> AnswerLogprobs:
+    def _logprobs(self, entries: list[TokenLogprobs], num_top: int) -> AnswerLogprobs:
         from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts
 
         if self._texts is None:
             self._texts = TokenTexts(self.tokenizer)
-        return AnswerLogprobs(entries, num_best, self._texts)
+        return AnswerLogprobs(entries, num_top, self._texts)
 
 
 def why_broken(request: Request) -> str:

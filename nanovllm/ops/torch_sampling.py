@@ -66,18 +66,18 @@ def sampling_probs(logits: Tensor, columns: SamplingColumns) -> Tensor:
     return probs.masked_fill_(probs < floor[:, None], 0.0)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
+def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return what softmax makes of some tokens, one for each row of logits, and of the best ones.
 
-    Ids and log-probabilities are [rows, 1 + num_best], the token's own first; its rank counts from
+    Ids and log-probabilities are [rows, 1 + num_top], the token's own first; its rank counts from
     1. A few rows at a time are widened, so that many take no more memory.
     """
-    num_best = min(num_best, logits.shape[1])
+    num_top = min(num_top, logits.shape[1])
     parts = []
     for few, own in zip(logits.split(ROWS_AT_A_TIME), tokens.split(ROWS_AT_A_TIME), strict=True):
         wide, own = few.float(), own.long()[:, None]
         value = wide.gather(1, own)
-        best = wide.topk(num_best, dim=-1)
+        best = wide.topk(num_top, dim=-1)
         values = torch.cat((value, best.values), 1) - wide.logsumexp(-1, keepdim=True)
         ids = torch.cat((own, best.indices), 1).int()
         parts.append((ids, values, (wide > value).sum(-1, dtype=torch.int32) + 1))

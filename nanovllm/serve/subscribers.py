@@ -67,22 +67,22 @@ class Subscribers:
 
     def __init__(self, watch: Callable[[bool], None]) -> None:
         self._watch = watch
-        self._viewers: dict[Unread[EngineState], None] = {}
+        self._subscribers: dict[Unread[EngineState], None] = {}
         self._lock = threading.Lock()
 
-    async def look(self) -> AsyncGenerator[EngineState, None]:
+    async def subscribe(self) -> AsyncGenerator[EngineState, None]:
         """Yield snapshots until they are closed; raise what ended the engine."""
         unread: Unread[EngineState] = Unread()
         with self._lock:
-            self._viewers[unread] = None
+            self._subscribers[unread] = None
         try:
             self._watch(True)
             while states := await unread.take():
                 yield states[-1]
         finally:
             with self._lock:
-                del self._viewers[unread]
-                if not self._viewers:
+                del self._subscribers[unread]
+                if not self._subscribers:
                     self._watch(False)
 
     def push(self, state: EngineState) -> None:
@@ -96,7 +96,7 @@ class Subscribers:
 
     def _all(self) -> list[Unread[EngineState]]:
         with self._lock:
-            return list(self._viewers)
+            return list(self._subscribers)
 
 
 def _push_state(unread: Unread[EngineState], state: EngineState) -> None:

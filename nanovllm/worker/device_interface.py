@@ -101,7 +101,7 @@ class Device(Protocol):
     # Steps.
 
     def token_logprobs(
-        self, logits: Tensor, tokens: Tensor, num_best: int
+        self, logits: Tensor, tokens: Tensor, num_top: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `torch_sampling.token_logprobs`."""
 

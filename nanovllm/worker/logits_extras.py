@@ -70,8 +70,8 @@ class Extras:
         if extras.kept is not None:
             rows, logits = extras.kept
             own = tokens[rows].clamp(min=0)  # NO_TOKEN is none
-            num_best = max(each.row.params.logprobs or 0 for each in extras.asked.values())
-            extras.results.update(named("", self.device.token_logprobs(logits, own, num_best)))
+            num_top = max(each.row.params.logprobs or 0 for each in extras.asked.values())
+            extras.results.update(named("", self.device.token_logprobs(logits, own, num_top)))
         return extras.results
 
     def _edit(self, logits: Tensor, plan: StepPlan, results: dict[str, Tensor]) -> StepExtras:

@@ -62,10 +62,10 @@ def score_prompts(eager: EagerForward, hidden: ResidualStream, spans: list[Span]
 
     slots = upload(np.repeat([span.slot for span in spans], [span.count for span in spans]))
     tokens = eager.tables.tokens[slots, upload(column("start") + 1)]
-    num_best = max(span.asked.row.params.prompt_logprobs or 0 for span in spans)
+    num_top = max(span.asked.row.params.prompt_logprobs or 0 for span in spans)
     indices = upload(column("first_token"))
     pieces = [
-        device.token_logprobs(eager.model.logits(hidden.select(some)), own, num_best)
+        device.token_logprobs(eager.model.logits(hidden.select(some)), own, num_top)
         for some, own in zip(
             indices.split(POSITIONS_AT_A_TIME), tokens.split(POSITIONS_AT_A_TIME), strict=True
         )

@@ -11,7 +11,7 @@ import pytest
 from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts, entry_bytes, pack_logprobs
 from nanovllm.outputs import Logprob
 
-IDS = np.array([[7, 3, 9], [4, 4, 8]], np.int32)  # the token itself, then the likeliest
+IDS = np.array([[7, 3, 9], [4, 4, 8]], np.int32)  # the token itself, then the most likely
 LOGPROBS = np.array([[-2.5, -0.25, -1.0], [-0.5, -0.5, -3.0]], np.float32)
 RANKS = np.array([5, 1], np.int32)
 DICTS = [
@@ -20,10 +20,10 @@ DICTS = [
 ]
 
 
-def answer(num_best: int = 2, num_tokens: int = 2) -> AnswerLogprobs:
+def answer(num_top: int = 2, num_tokens: int = 2) -> AnswerLogprobs:
     entries = [*pack_logprobs(IDS, LOGPROBS, RANKS)][:num_tokens]
     return AnswerLogprobs(
-        [entry[: entry_bytes(num_best)] for entry in entries], num_best, TokenTexts(None)
+        [entry[: entry_bytes(num_top)] for entry in entries], num_top, TokenTexts(None)
     )
 
 
@@ -40,12 +40,12 @@ def test_it_equals_a_list() -> None:
 
 
 def test_fewer_than_another_row_asked_for() -> None:
-    assert answer(num_best=1) == [{7: DICTS[0][7], 3: DICTS[0][3]}, {4: DICTS[1][4]}]
-    assert answer(num_best=0) == [{7: DICTS[0][7]}, {4: DICTS[1][4]}]
+    assert answer(num_top=1) == [{7: DICTS[0][7], 3: DICTS[0][3]}, {4: DICTS[1][4]}]
+    assert answer(num_top=0) == [{7: DICTS[0][7]}, {4: DICTS[1][4]}]
 
 
 def test_the_sum_is_of_the_tokens_themselves() -> None:
-    assert [answer(num_best).cumulative for num_best in (0, 1, 2)] == [-3.0] * 3
+    assert [answer(num_top).cumulative for num_top in (0, 1, 2)] == [-3.0] * 3
     assert answer(num_tokens=0).cumulative == 0.0
     assert answer(num_tokens=0) == []
 

@@ -83,7 +83,7 @@ def test_sixteen_tokens_unless_told(server: Running) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echo_scores_a_prompt_as_harnesses_ask_for_it(server: Running, max_tokens: int) -> None:
-    """Log-probabilities of all prompt tokens but the first, each beside the likeliest one."""
+    """Log-probabilities of all prompt tokens but the first, each beside the most likely one."""
     answer = server.openai.completions.create(
         model="tiny",
         prompt=[[10, 20, 30], [40, 50]],

@@ -175,7 +175,7 @@ class CompletionAnswer(OpenAIAnswer):
 
 
 def _best(entry: dict[int, Logprob]) -> dict[str, float]:
-    """The likeliest tokens and the one that was taken, by text; of equal texts the likelier."""
+    """The most likely tokens and the one that was taken, by text; of equal texts the likelier."""
     best: dict[str, float] = {}
     for logprob in sorted(entry.values(), key=lambda each: each.rank):
         best.setdefault(logprob.decoded_token or "", logprob.logprob)

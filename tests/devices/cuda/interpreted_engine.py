@@ -55,7 +55,7 @@ SPLIT = Qwen3Config(  # the last projection of a layer has enough inputs to be s
     **{**SIZES, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1}, head_dim=32
 )
 ONE_LAYER = Qwen3Config(**{**SIZES, "num_hidden_layers": 1}, head_dim=32, tie_word_embeddings=False)
-# Other ways to ask for the likeliest token, so that the samplers of every kind have one answer.
+# Other ways to ask for the most likely token, so that the samplers of every kind have one answer.
 GREEDY_WAYS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1e-4},

@@ -11,7 +11,7 @@ BLOCK = 4096  # logits of a program
 GROUP_SIZE = 32  # neighboring ids of which the largest logit is noted
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
+def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return what torch_sampling.token_logprobs does."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "the logits of a row must be neighbors"
@@ -26,26 +26,26 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_best: int) -> tuple[Tenso
         )
     highest = maxima.amax(-1, keepdim=True)
     total = highest + (sums * (maxima - highest).exp()).sum(-1, keepdim=True).log()
-    best = _best_ids(logits, peaks, min(num_best, vocab_size))
+    best = _best_ids(logits, peaks, min(num_top, vocab_size))
     ids = torch.cat((tokens.long()[:, None], best), 1)
     values = logits.gather(1, ids).float() - total
     return ids.int(), values, counts.sum(-1).int() + 1
 
 
-def _best_ids(logits: Tensor, peaks: Tensor, num_best: int) -> Tensor:
+def _best_ids(logits: Tensor, peaks: Tensor, num_top: int) -> Tensor:
     """Return the ids of each row's largest logits, the largest first.
 
     They are all in as many groups, those with the largest logits.
     """
     num_rows, vocab_size = logits.shape
-    if peaks.shape[1] <= num_best:
-        return logits.topk(num_best).indices
-    groups = peaks.topk(num_best, sorted=False).indices
+    if peaks.shape[1] <= num_top:
+        return logits.topk(num_top).indices
+    groups = peaks.topk(num_top, sorted=False).indices
     members = torch.arange(GROUP_SIZE, device=logits.device)
     ids = (groups[:, :, None] * GROUP_SIZE + members).view(num_rows, -1)
     values = logits.gather(1, ids.clamp(max=vocab_size - 1))
     values = values.masked_fill_(ids >= vocab_size, -torch.inf)
-    return ids.gather(1, values.topk(num_best).indices)
+    return ids.gather(1, values.topk(num_top).indices)
 
 
 @triton.jit

@@ -326,13 +326,13 @@ def check_no_rows(device: str) -> None:
 FLOAT16, FLOAT32 = torch.float16, torch.float32
 
 
-def check_logprobs(vocab_size: int, num_best: int, dtype: torch.dtype, device: str) -> None:
+def check_logprobs(vocab_size: int, num_top: int, dtype: torch.dtype, device: str) -> None:
     """Some logits are minus infinity, also all those of a block."""
     logits = KINDS["usual"](5, vocab_size).to(dtype).to(device)
     logits[1, 4096:8200] = logits[2, ::3] = -torch.inf
     tokens = torch.tensor([0, 1, vocab_size - 1, 7, 2], dtype=torch.int32, device=device)
-    ids, values, ranks = logprobs.token_logprobs(logits, tokens, num_best)
-    _, right, right_ranks = torch_sampling.token_logprobs(logits, tokens, num_best)
+    ids, values, ranks = logprobs.token_logprobs(logits, tokens, num_top)
+    _, right, right_ranks = torch_sampling.token_logprobs(logits, tokens, num_top)
     torch.testing.assert_close(values, right, rtol=1e-5, atol=1e-5)
     assert ranks.tolist() == right_ranks.tolist()
     own = logits.double().log_softmax(-1).gather(1, ids.long())
