@@ -27,7 +27,7 @@ from nanovllm.config import EngineConfig, ModelConfig, engine_config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.engine_thread import EngineThread, Job
+from nanovllm.engine.engine_thread import EngineThread, RequestGroup
 from nanovllm.engine.grammar import GrammarEngine
 from nanovllm.engine.input_processor import InputProcessor, Vocabulary
 from nanovllm.engine.output_processor import RequestState
@@ -96,7 +96,7 @@ class LLM:
         requests = self._prepare(
             prompts, sampling_params, cache_salt, on_refusal, is_streaming=True
         )
-        job = Job(is_streaming=True)
+        job = RequestGroup(is_streaming=True)
         with contextlib.closing(self.engine.stream(job, requests)) as steps:
             for step in steps:
                 yield from step.pieces
@@ -125,7 +125,7 @@ class LLM:
 
         pairs = enumerate(_with_params(prompts, sampling_params))
         indices: dict[int, int] = {}  # by seq_id
-        job = Job(is_streaming=True)
+        job = RequestGroup(is_streaming=True)
         # As many requests wait as run.
         steps = self.engine.stream(job, take(2 * self.engine.config.max_num_seqs))
         with contextlib.closing(steps):
@@ -290,7 +290,7 @@ class LLM:
         outputs: dict[int, RequestOutput] = {}
         num_input = num_output = 0  # tokens of the finished prompts
         is_hidden = not use_tqdm or sys.stderr is None
-        steps = self.engine.stream(Job(is_streaming=False), requests)
+        steps = self.engine.stream(RequestGroup(is_streaming=False), requests)
         bar = tqdm(total=len(requests), desc="Prompts", dynamic_ncols=True, disable=is_hidden)
         with contextlib.closing(steps), bar:
             for step in steps:

@@ -40,7 +40,7 @@ CLOSE_SECONDS = 5.0  # for the current step, before workers are killed
 T = TypeVar("T")
 
 
-class Job:
+class RequestGroup:
     """The requests of one call of `generate` or `stream`."""
 
     def __init__(self, is_streaming: bool) -> None:
@@ -72,9 +72,9 @@ class EngineThread:
         self.config, self.model_config = config, model_config
         self.input_processor, self.core, self.info = input_processor, core, info
         self.output_processor = OutputProcessor(input_processor.tokenizer)
-        self._jobs: dict[Job, None] = {}  # those with unfinished requests
-        self._owners: dict[int, Job] = {}  # by seq_id
-        self._unowned = Job(is_streaming=False)  # of requests whose outputs `step` returns
+        self._jobs: dict[RequestGroup, None] = {}  # those with unfinished requests
+        self._owners: dict[int, RequestGroup] = {}  # by seq_id
+        self._unowned = RequestGroup(is_streaming=False)  # of requests whose outputs `step` returns
         self._is_closed = False
         self._process = os.getpid()
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -94,7 +94,7 @@ class EngineThread:
         return state
 
     def stream(
-        self, job: Job, requests: dict[int, RequestState]
+        self, job: RequestGroup, requests: dict[int, RequestState]
     ) -> Generator[StepOutput, None, None]:
         """Yield steps with what they have for a job, until all its requests, by index, are over.
 
@@ -112,7 +112,7 @@ class EngineThread:
         finally:
             self._commands.put(cancel)
 
-    def extend(self, job: Job, requests: dict[int, RequestState]) -> None:
+    def extend(self, job: RequestGroup, requests: dict[int, RequestState]) -> None:
         """Add requests to a job."""
         job.num_unfinished += len(requests)
         self._commands.put(partial(self._add, job, requests))
@@ -182,7 +182,7 @@ class EngineThread:
     def abort_all(self) -> list[RequestOutput]:
         """End every request now; returns what each had."""
         outputs = [self.abort(seq_id) for seq_id in list(self.output_processor.states)]
-        self._unowned = Job(is_streaming=False)
+        self._unowned = RequestGroup(is_streaming=False)
         return [output for output in outputs if output is not None]
 
     def drop(self, seq_id: int) -> None:
@@ -234,8 +234,10 @@ class EngineThread:
 
     def _deliver(self, step: StepOutput) -> None:
         """Hand each result to the job that waits for it."""
-        pieces: dict[Job, list[StreamPiece]] = {job: [] for job in (*self._jobs, self._unowned)}
-        finished: dict[Job, list[RequestOutput]] = {job: [] for job in pieces}
+        pieces: dict[RequestGroup, list[StreamPiece]] = {
+            job: [] for job in (*self._jobs, self._unowned)
+        }
+        finished: dict[RequestGroup, list[RequestOutput]] = {job: [] for job in pieces}
         for piece in step.pieces:
             owner = self._owners.get(piece.seq_id, self._unowned)
             pieces[owner].append(replace(piece, index=owner.indices.get(piece.seq_id, 0)))
@@ -257,7 +259,7 @@ class EngineThread:
             job.steps.put(error)
             error = EngineError(message)
 
-    def _add(self, job: Job, requests: dict[int, RequestState]) -> None:
+    def _add(self, job: RequestGroup, requests: dict[int, RequestState]) -> None:
         self._jobs[job] = None
         try:
             for index, state in requests.items():
@@ -270,7 +272,7 @@ class EngineThread:
         if not job.indices:
             self._jobs.pop(job, None)
 
-    def _cancel(self, job: Job) -> None:
+    def _cancel(self, job: RequestGroup) -> None:
         for seq_id in job.indices:
             self.drop(seq_id)
             del self._owners[seq_id]
