@@ -21,7 +21,7 @@ MAX_AHEAD = 16  # pieces of one request that wait to be written
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GenerationJob:
     """Prompts that are answered together: choice i is sample i % n of prompt i // n."""
 
     prompts: Sequence[list[int]]
@@ -79,7 +79,7 @@ class Usage:
 class Answer(EventStream):
     """The completions of a request as the events of one API."""
 
-    def __init__(self, service: Service, job: Job) -> None:
+    def __init__(self, service: Service, job: GenerationJob) -> None:
         self.service, self.job = service, job
         self.usage = Usage(sum(map(len, job.prompts)))
         new_parser = job.new_parser
@@ -105,7 +105,7 @@ class Answer(EventStream):
         return ()
 
 
-async def generate(service: Service, job: Job) -> AsyncGenerator[Update, None]:
+async def generate(service: Service, job: GenerationJob) -> AsyncGenerator[Update, None]:
     """Answer all prompts at once; leaving the iterator aborts what is left."""
     num_samples = job.params[0].n
     with service.counted(job.num_choices), errors_about(job.grammar_param, GrammarError):
@@ -119,7 +119,9 @@ async def generate(service: Service, job: Job) -> AsyncGenerator[Update, None]:
                         yield _last_update(job, prompt, piece.output, output)
 
 
-def _last_update(job: Job, prompt: int, answer: RequestOutput, output: CompletionOutput) -> Update:
+def _last_update(
+    job: GenerationJob, prompt: int, answer: RequestOutput, output: CompletionOutput
+) -> Update:
     params = job.params[prompt]
     if answer.error is not None:
         raise RequestError(answer.error, status=400 if params.can_exclude_tokens else 500)
@@ -135,7 +137,9 @@ def _last_update(job: Job, prompt: int, answer: RequestOutput, output: Completio
     )
 
 
-async def _pieces(service: Service, job: Job) -> AsyncGenerator[tuple[int, StreamPiece], None]:
+async def _pieces(
+    service: Service, job: GenerationJob
+) -> AsyncGenerator[tuple[int, StreamPiece], None]:
     """Yield pieces of all prompts, each with the number of its prompt."""
     streams = [
         service.metrics.observed(

@@ -21,7 +21,7 @@ from nanovllm.serve.api_records import (
     NamedTool,
     TokenizeRequest,
 )
-from nanovllm.serve.generation import Job, Update
+from nanovllm.serve.generation import GenerationJob, Update
 from nanovllm.serve.parsing.parser import OutputParser
 from nanovllm.serve.parsing.tool_grammar import CallRules, tool_grammar
 from nanovllm.serve.parsing.tools import Tool, read_tools
@@ -56,7 +56,9 @@ async def prompt_of(service: Service, request: ChatRequest, param: str = "messag
     return ChatPrompt(text, token_ids, tools)
 
 
-async def prepare_chat(service: Service, request: ChatRequest, param: str = "messages") -> Job:
+async def prepare_chat(
+    service: Service, request: ChatRequest, param: str = "messages"
+) -> GenerationJob:
     """Check everything that can be checked before the answer begins; `param` has the prompt."""
     service.check_num_sequences(1, request.n or 1)
     prompt = await prompt_of(service, request, param)
@@ -85,7 +87,9 @@ async def prepare_chat(service: Service, request: ChatRequest, param: str = "mes
         parser = OutputParser(*found, has_content=not request.must_call)
         return ChoiceParser(parser, hidden, service.reasoning_end_id).parse
 
-    job = Job([prompt.token_ids], [params], request.cache_salt, is_streaming, grammar_param)
+    job = GenerationJob(
+        [prompt.token_ids], [params], request.cache_salt, is_streaming, grammar_param
+    )
     return replace(job, new_parser=new_parser)
 
 

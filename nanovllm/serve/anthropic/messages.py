@@ -12,7 +12,7 @@ from pydantic import Field
 from nanovllm.errors import NanovllmError, RequestError
 from nanovllm.serve.answer import Event
 from nanovllm.serve.api_records import ApiRecord, ChatRequest, Effort, Listed, as_record, nested
-from nanovllm.serve.generation import Answer, Job, Update
+from nanovllm.serve.generation import Answer, GenerationJob, Update
 from nanovllm.serve.http_errors import anthropic_body
 from nanovllm.serve.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
 from nanovllm.serve.parsing.tools import is_json
@@ -42,7 +42,7 @@ async def count_tokens(service: Service, request: CountRequest) -> dict[str, int
 class MessageAnswer(Answer):
     has_names = True
 
-    def __init__(self, service: Service, job: Job) -> None:
+    def __init__(self, service: Service, job: GenerationJob) -> None:
         super().__init__(service, job)
         self._content: list[Event] = []  # the blocks so far
         self._has_begun = self._has_calls = False

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.serve.answer import Event
 from nanovllm.serve.api_records import ChatRequest
-from nanovllm.serve.generation import Job, Update
+from nanovllm.serve.generation import GenerationJob, Update
 from nanovllm.serve.openai.completions import OpenAIAnswer
 from nanovllm.serve.openai.openai_logprobs import Entry, logprob_entries, prompt_logprobs_by_id
 from nanovllm.serve.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
@@ -26,7 +26,7 @@ class ChatAnswer(OpenAIAnswer):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     request: ChatRequest
 
-    def __init__(self, service: Service, job: Job, request: ChatRequest) -> None:
+    def __init__(self, service: Service, job: GenerationJob, request: ChatRequest) -> None:
         super().__init__(service, job, request)
         self._num_calls = [0] * job.num_choices
 

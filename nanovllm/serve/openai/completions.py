@@ -14,7 +14,7 @@ from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.answer import Event
 from nanovllm.serve.api_records import CompletionRequest, SamplingFields, StreamOptions
-from nanovllm.serve.generation import Answer, Job, Logprobs, Update
+from nanovllm.serve.generation import Answer, GenerationJob, Logprobs, Update
 from nanovllm.serve.openai.openai_logprobs import prompt_logprobs_by_id, token_bytes
 from nanovllm.serve.service import Service
 
@@ -36,7 +36,7 @@ async def answer_completion(service: Service, request: CompletionRequest) -> Com
     params = [_params(service, request, length) for length in lengths]
     # The log-probabilities of a prompt come with the end of its answer, so an echo of them too.
     is_streaming = bool(request.stream) and params[0].prompt_logprobs is None
-    job = Job(prompts, params, request.cache_salt, is_streaming, request.grammar_param)
+    job = GenerationJob(prompts, params, request.cache_salt, is_streaming, request.grammar_param)
     return CompletionAnswer(service, job, request)
 
 
@@ -59,7 +59,7 @@ class OpenAIAnswer(Answer):
     end = b"data: [DONE]\n\n"
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, service: Service, job: Job, request: SamplingFields) -> None:
+    def __init__(self, service: Service, job: GenerationJob, request: SamplingFields) -> None:
         super().__init__(service, job)
         self.request = request
         self.is_large = not job.is_streaming  # each event is a whole choice
@@ -98,7 +98,7 @@ class OpenAIAnswer(Answer):
 class CompletionAnswer(OpenAIAnswer):
     request: CompletionRequest
 
-    def __init__(self, service: Service, job: Job, request: CompletionRequest) -> None:
+    def __init__(self, service: Service, job: GenerationJob, request: CompletionRequest) -> None:
         super().__init__(service, job, request)
         self._offsets = [0] * job.num_choices  # whole characters of each choice so far
         num_decoders = 0 if request.logprobs is None else job.num_choices

@@ -21,7 +21,7 @@ from nanovllm.serve.api_records import (
     as_record,
     nested,
 )
-from nanovllm.serve.generation import Answer, Job, Update
+from nanovllm.serve.generation import Answer, GenerationJob, Update
 from nanovllm.serve.http_errors import message_of
 from nanovllm.serve.openai.openai_logprobs import Entry, TokenLogprobs, covering, logprob_entries
 from nanovllm.serve.parsing.events import BlockDelta, BlockStart, BlockStop
@@ -59,7 +59,7 @@ async def answer_response(service: Service, request: ResponsesRequest) -> Respon
 class ResponseAnswer(Answer):
     has_names = True
 
-    def __init__(self, service: Service, job: Job, request: ResponsesRequest) -> None:
+    def __init__(self, service: Service, job: GenerationJob, request: ResponsesRequest) -> None:
         super().__init__(service, job)
         self._output: list[Event] = []  # the finished items
         self._tokens: list[TokenLogprobs] = []  # whose text has not come yet
