@@ -39,7 +39,7 @@ from nanovllm.engine.conversations import as_conversations
 from nanovllm.errors import NanovllmError, PromptTooLongError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.client import RemoteLLM
+from nanovllm.serve.client import HttpLLM
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -222,7 +222,7 @@ class Conversation:
     """The messages so far; `ask` adds a question and its answer."""
 
     def __init__(
-        self, llm: LLM | RemoteLLM, params: SamplingParams, system: str | None = None
+        self, llm: LLM | HttpLLM, params: SamplingParams, system: str | None = None
     ) -> None:
         self.messages: list[dict[str, Any]] = []
         self.params = params
@@ -295,7 +295,7 @@ class Conversation:
 
     def _has_room(self, prompt: Sequence[Any]) -> bool:
         """Whether an answer of some length fits behind the prompt; a server checks that itself."""
-        if isinstance(self._llm, RemoteLLM):
+        if isinstance(self._llm, HttpLLM):
             return True
         max_len = self._llm.engine.core.max_len
         return len(prompt) + min(self.params.max_new_tokens, max_len // 4) <= max_len

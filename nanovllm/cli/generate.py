@@ -29,7 +29,7 @@ from nanovllm.cli.start import has_chat_template, open_model
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.outputs import RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.client import RemoteLLM
+from nanovllm.serve.client import HttpLLM
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             inputs = list(llm.apply_chat_template(chats))
         pieces = _stream(llm, inputs, params, args.keep_going)
         if args.json:  # a server counts tokens without naming them
-            outputs = _print_json(pieces, prompts, has_ids=not isinstance(llm, RemoteLLM))
+            outputs = _print_json(pieces, prompts, has_ids=not isinstance(llm, HttpLLM))
         else:
             outputs = _print_text(pieces, prompts)
     for number, output in enumerate(outputs, start=1):
@@ -142,7 +142,7 @@ def _read(file: str | int) -> str:
 
 
 def _stream(
-    llm: LLM | RemoteLLM, inputs: list[Any], params: SamplingParams, keep_going: bool
+    llm: LLM | HttpLLM, inputs: list[Any], params: SamplingParams, keep_going: bool
 ) -> Iterator[StreamPiece]:
     """Stream all answers; a refused prompt raises, or has one piece with an error."""
     refused: list[StreamPiece] = []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from nanovllm.cli.options import check_no_engine_options, engine_config
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
-from nanovllm.serve.client import OpenAIClient, RemoteLLM
+from nanovllm.serve.client import HttpLLM, OpenAIClient
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -37,7 +37,7 @@ def configure_logging(is_verbose: bool, level: str | None = None, is_server: boo
 
 
 @contextlib.contextmanager
-def open_model(args: argparse.Namespace) -> Iterator[LLM | RemoteLLM]:
+def open_model(args: argparse.Namespace) -> Iterator[LLM | HttpLLM]:
     """The model that a command asks: one behind a URL, or one that is loaded here."""
     if args.url is None:
         if args.api_key is not None:
@@ -47,12 +47,12 @@ def open_model(args: argparse.Namespace) -> Iterator[LLM | RemoteLLM]:
         return
     check_no_engine_options(args)
     client = OpenAIClient(args.url, args.api_key)
-    yield RemoteLLM(client, args.model_tag or args.model or asyncio.run(client.model()))
+    yield HttpLLM(client, args.model_tag or args.model or asyncio.run(client.model()))
 
 
-def has_chat_template(llm: LLM | RemoteLLM) -> bool:
+def has_chat_template(llm: LLM | HttpLLM) -> bool:
     """Whether the model can chat; a server is assumed to."""
-    if isinstance(llm, RemoteLLM):
+    if isinstance(llm, HttpLLM):
         return True
     tokenizer = llm.engine.input_processor.tokenizer
     return tokenizer is not None and bool(tokenizer.chat_template)

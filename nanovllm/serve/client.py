@@ -112,7 +112,7 @@ class OpenAIClient:
             raise EngineError(f"{self.url} broke off its answer: {failure!r}") from failure
 
 
-class RemoteLLM:
+class HttpLLM:
     """A model behind a URL, with the few methods of an LLM that commands use.
 
     All prompts of a call are sent at once; what comes for any of them is yielded.

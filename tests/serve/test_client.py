@@ -14,7 +14,7 @@ import pytest
 from nanovllm import SamplingParams
 from nanovllm.cli.bench_serve import measure
 from nanovllm.errors import ConfigError, EngineError, PromptTooLongError, RequestError
-from nanovllm.serve.client import OpenAIClient, RemoteLLM
+from nanovllm.serve.client import HttpLLM, OpenAIClient
 from tests.serve.fake_llm import FakeLLM
 from tests.serve.running import Running, running
 
@@ -187,7 +187,7 @@ NULLS = CHUNKED + chunk(
 def test_what_a_server_leaves_out_may_be_null() -> None:
     messages = [{"role": "user", "content": "Hi"}]
     with sending(NULLS) as client:
-        pieces = list(RemoteLLM(client, "tiny").stream([messages], SamplingParams()))
+        pieces = list(HttpLLM(client, "tiny").stream([messages], SamplingParams()))
         assert pieces[-1].output is not None
         assert pieces[-1].output.text == "Hello"
     with sending(NULLS) as client:
