@@ -79,7 +79,7 @@ class AsyncLLM:
         in_process: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
-        self._streams: dict[int, Stream] = {}  # by seq_id
+        self._streams: dict[int, ResponseStream] = {}  # by seq_id
         # Guards the output processor, the streams, the router and the replicas.
         self._lock = threading.Lock()
         # Grammars that are slow to compile only delay requests that have one too.
@@ -286,7 +286,7 @@ class AsyncLLM:
             return prepare()
         return await asyncio.to_thread(prepare)
 
-    def _begin(self, state: RequestState) -> Stream:
+    def _begin(self, state: RequestState) -> ResponseStream:
         """Send a request to the replica that has its prefix, or the least to do."""
         requests = [completion.request for completion in state.completions]
         first = requests[0]
@@ -296,7 +296,7 @@ class AsyncLLM:
         with self._lock:
             self._raise_if_failed()
             replica = self._router.choose(ids, first.cache_salt)
-            stream = Stream(Unread(), replica)
+            stream = ResponseStream(Unread(), replica)
             num_tokens = len(first.token_ids) + sum(lengths)
             self._router.started(state.seq_id, replica, num_tokens)
             core = self.replicas[replica]
@@ -306,7 +306,7 @@ class AsyncLLM:
         stream.unread.loop.call_soon(core.flush)  # together with requests of other callers
         return stream
 
-    def _end(self, seq_id: int) -> Stream | None:
+    def _end(self, seq_id: int) -> ResponseStream | None:
         """With the lock: expect no more for a stream, unless its replica failed before."""
         self._router.finished(seq_id)
         return self._streams.pop(seq_id, None)
@@ -400,7 +400,7 @@ class AsyncLLM:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class ResponseStream:
     """A request that is under way."""
 
     unread: Pieces
