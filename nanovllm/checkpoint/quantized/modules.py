@@ -62,20 +62,20 @@ def open_fp8_scaled(parts: Parts, quantization: Quantization) -> StoredWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class StoredFormat:
     open: Callable[[Parts, Quantization], StoredWeight]  # raises KeyError if a part is missing
     parts: tuple[str, ...]  # that a module's weight may have
 
 
 FORMATS = {
-    "fp8_block": Format(open_fp8_block, ("weight", "weight_scale_inv", "weight_scale")),
-    "fp8_scaled": Format(open_fp8_scaled, ("weight", "weight_scale")),
-    "packed_int": Format(
+    "fp8_block": StoredFormat(open_fp8_block, ("weight", "weight_scale_inv", "weight_scale")),
+    "fp8_scaled": StoredFormat(open_fp8_scaled, ("weight", "weight_scale")),
+    "packed_int": StoredFormat(
         open_packed,
         ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
     ),
-    "awq": Format(open_awq, ("qweight", "qzeros", "scales")),
-    "gptq": Format(open_gptq, ("qweight", "qzeros", "scales", "g_idx")),
+    "awq": StoredFormat(open_awq, ("qweight", "qzeros", "scales")),
+    "gptq": StoredFormat(open_gptq, ("qweight", "qzeros", "scales", "g_idx")),
 }
 
 
@@ -106,7 +106,7 @@ def join_parts(
 
 
 def _open(
-    module: str, parts: Parts, stored_format: Format, quantization: Quantization
+    module: str, parts: Parts, stored_format: StoredFormat, quantization: Quantization
 ) -> StoredTensor:
     file = next(iter(parts.values())).file
     try:
