@@ -32,7 +32,7 @@ FIRST = (
     "tests/clients/",
     "tests/serve/test_async_llm.py",
     "tests/parallel/",
-    "tests/devices/cpu/test_recorded_forward.py",
+    "tests/devices/cpu/test_captured_forward.py",
     "tests/test_equals_transformers.py",
     "tests/test_tensor_parallel.py",
     "tests/test_example.py",

@@ -47,7 +47,7 @@ class ForcedTokens:
         for row in plan.new_rows:
             self._owners[row.slot] = row.seed
         step = self.forward(plan)
-        recorded = step.values.to("cpu", torch.float64, copy=True)
+        captured = step.values.to("cpu", torch.float64, copy=True)
         step.values.fill_(-torch.inf)
         slots, positions = (column.tolist() for column in sampled_rows(plan))
         for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):

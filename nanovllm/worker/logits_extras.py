@@ -14,7 +14,7 @@ from nanovllm.worker.logits_edits import Asked, EditedRow, LogitsEdits
 from nanovllm.worker.logits_reads import Scores, pool, pooled_spans, score_prompts, scored_spans
 
 if TYPE_CHECKING:
-    from nanovllm.worker.model_runner import RecordedSteps
+    from nanovllm.worker.model_runner import CapturedSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class StepExtras:
 class Extras:
     """Knows what the sequence in each slot asks for, by the plans that it has seen."""
 
-    def __init__(self, eager: EagerForward, steps: RecordedSteps | None) -> None:
+    def __init__(self, eager: EagerForward, steps: CapturedSteps | None) -> None:
         self.eager, self.steps = eager, steps
         self.device = eager.tables.device
         self._edits = LogitsEdits(eager.tables)

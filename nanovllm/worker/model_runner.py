@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Sampler = Callable[[StepLogits, StepPlan], Sampled]
 
 
-class RecordedSteps(Protocol):
+class CapturedSteps(Protocol):
     """A device that replays steps, beside its Forward and its Sampler."""
 
     def note(self, plan: StepPlan) -> None:
@@ -52,7 +52,7 @@ class ModelRunner:
     eager: EagerForward
     forward: Forward  # the same, or what replays steps
     sampler: Sampler
-    steps: RecordedSteps | None = None  # what both belong to, where steps are replayed
+    steps: CapturedSteps | None = None  # what both belong to, where steps are replayed
 
     def __post_init__(self) -> None:
         self.device = self.eager.tables.device

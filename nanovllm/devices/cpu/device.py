@@ -66,8 +66,8 @@ class CpuDevice(TorchDevice):
         sampler = self.sampler(eager.tables, eager.model.lm_head.vocab_size)
         if isinstance(ops, TorchOps):
             return ModelRunner(eager, eager, sampler)
+        from nanovllm.devices.cpu.captured_forward import CapturedForward, one_row
         from nanovllm.devices.cpu.ops import NumbaOps  # needs numba
-        from nanovllm.devices.cpu.recorded_forward import RecordedForward, one_row
 
         is_eager = config.enforce_eager or config.attention_backend != "auto"
         # A recording holds kernels alone, and a group's sums stand between them.
@@ -75,6 +75,6 @@ class CpuDevice(TorchDevice):
             eager.model(eager.batch(one_row()))  # compiles what the first step would
             return ModelRunner(eager, eager, sampler)
         assert isinstance(ops, NumbaOps)
-        recorded = RecordedForward(eager, ops, config.max_model_len)
-        recorded.prepare()
-        return ModelRunner(eager, recorded, sampler)
+        captured = CapturedForward(eager, ops, config.max_model_len)
+        captured.prepare()
+        return ModelRunner(eager, captured, sampler)

@@ -22,7 +22,7 @@ from nanovllm.devices.cpu.kernels.interpreter import (
 from nanovllm.devices.cpu.pace import Pace
 
 
-class NotRecordableError(Exception):
+class NotCapturableError(Exception):
     """Something other than our kernels computes: a replay would leave it out."""
 
 
@@ -39,7 +39,7 @@ class _RefuseProducts:
         returned = func._schema.returns[0].alias_info if func._schema.returns else None
         is_view = returned is not None and not returned.is_write
         if not is_view and not func._schema.name.startswith("aten::empty"):
-            raise NotRecordableError(f"{func} is none of the kernels that can be recorded")
+            raise NotCapturableError(f"{func} is none of the kernels that can be recorded")
         return func(*args, **(kwargs or {}))
 
 
@@ -91,7 +91,7 @@ class Team:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class Capture:
     """A program in the making."""
 
     instructions: list[tuple[int, ...]]
@@ -109,7 +109,7 @@ class Launcher:
         self._single = Program(np.zeros((1, PROGRAM_WIDTH), np.int64), [], self._team)
         self._scratch = torch.empty(0)
         self._kernels: dict[tuple[Any, torch.dtype | None], Any] = {}
-        self._recording: Recording | None = None
+        self._recording: Capture | None = None
 
     def launch(self, kernel: Any, *args: int, cached: torch.dtype | None = None) -> None:
         """Run a kernel, compiled when it is first launched; `cached` is the dtype of a KV cache."""
@@ -142,7 +142,7 @@ class Launcher:
 
     def record(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
         """Note the kernels of a function that runs nothing else; its result is theirs to fill."""
-        recording = self._recording = Recording([], [])
+        recording = self._recording = Capture([], [])
         try:
             with OnlyViews():
                 output = function()

@@ -137,7 +137,7 @@ class PrefillGraphs:
     def graph(self, size: Bucket) -> tuple[Callable[[], None], Tensor]:
         """Return the graph of a size and its logits; it is recorded when it is first asked for.
 
-        Recording runs what the columns say: a step, which may run twice, or, before any sequence is
+        Capture runs what the columns say: a step, which may run twice, or, before any sequence is
         there, zeros, which harm none.
         """
         if size not in self._graphs:

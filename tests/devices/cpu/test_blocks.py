@@ -153,7 +153,7 @@ def test_threads_and_recordings_give_the_same_bits() -> None:
     linear = ops.blocks.linear(table, None)
     assert torch.equal(linear(x), want[0])
     assert torch.equal(ops.blocks.embed(ids, table, 2.0), want[1])
-    program, output = ops.launcher.record(lambda: linear(ops.blocks.embed(ids, table, 2.0)))
+    program, output = ops.launcher.capture(lambda: linear(ops.blocks.embed(ids, table, 2.0)))
     program.run()
     assert torch.equal(output, linear(want[1]))
 

@@ -69,7 +69,7 @@ def test_a_replay_chooses_anew(dtype: torch.dtype) -> None:
     experts = ops.pack_experts(*layer.weights(dtype), layer.routing)
     x, logits = layer.inputs(dtype)
     static = x.clone(), logits.clone()
-    program, output = ops.launcher.record(lambda: experts(*static))
+    program, output = ops.launcher.capture(lambda: experts(*static))
     for shift in (0, 5, 0):
         static[0].copy_(x.roll(shift, dims=1))
         static[1].copy_(logits.roll(shift, dims=1))

@@ -16,7 +16,7 @@ pytest.importorskip("numba")
 from nanovllm.devices.cpu import program as program_module
 from nanovllm.devices.cpu.features import find_cpu_features
 from nanovllm.devices.cpu.ops import NumbaOps
-from nanovllm.devices.cpu.program import Launcher, NotRecordableError, find_openmp, float_bits
+from nanovllm.devices.cpu.program import Launcher, NotCapturableError, find_openmp, float_bits
 from nanovllm.ops.interface import NormWeights, PackedLinear, ResidualStream
 from nanovllm.ops.torch_ops import TorchOps
 from tests.devices import cpu_device
@@ -72,7 +72,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("num_rows", [0, 1, 4, 7])
 def test_a_replay_sees_what_its_inputs_hold_now(block: Block, num_rows: int) -> None:
     inputs = tokens(*[0] * num_rows)
-    program, output = block.launcher.record(lambda: block(inputs))
+    program, output = block.launcher.capture(lambda: block(inputs))
     for first in (0, 3, 17, 3):
         wanted_ids = (torch.arange(num_rows) * 5 + first) % VOCAB_SIZE
         inputs.copy_(wanted_ids)
@@ -91,7 +91,7 @@ def test_recording_runs_nothing(block: Block, monkeypatch: pytest.MonkeyPatch) -
     block(inputs)
     filled = iter([torch.full(shape, 7.0, dtype=block.launcher.dtype) for shape in shapes])
     monkeypatch.setattr(block.ops, "_empty", lambda *shape: next(filled))
-    _, output = block.launcher.record(lambda: block(inputs))
+    _, output = block.launcher.capture(lambda: block(inputs))
     assert bool((output == 7.0).all())
 
 
@@ -102,9 +102,9 @@ def test_what_a_replay_would_leave_out_is_refused(
     block: Block, compute: Callable[[Tensor], Tensor]
 ) -> None:
     inputs = tokens(4, 8)
-    with pytest.raises(NotRecordableError, match="aten"):
-        block.launcher.record(lambda: compute(block(inputs)))
-    program, output = block.launcher.record(lambda: block(inputs).view(-1, 2).t()[:3])
+    with pytest.raises(NotCapturableError, match="aten"):
+        block.launcher.capture(lambda: compute(block(inputs)))
+    program, output = block.launcher.capture(lambda: block(inputs).view(-1, 2).t()[:3])
     program.run()
     assert torch.equal(output, block(inputs).view(-1, 2).t()[:3])
 
@@ -113,7 +113,7 @@ def test_a_program_holds_on_to_its_buffers(block: Block) -> None:
     """What the kernels write stays theirs, whatever is freed, allocated or run in between."""
     inputs = tokens(4, 8, 15)
     want = block(inputs)
-    program, output = block.launcher.record(lambda: block(inputs))
+    program, output = block.launcher.capture(lambda: block(inputs))
     scratch_size = len(block.launcher.scratch(0))
     block.launcher.scratch(scratch_size + 1).fill_(math.nan)  # replaces what the program uses
     gc.collect()
@@ -127,7 +127,7 @@ def test_a_program_holds_on_to_its_buffers(block: Block) -> None:
 def test_programs_do_not_disturb_each_other(block: Block) -> None:
     inputs = [tokens(*range(count)) for count in (1, 2, 5)]
     want = [block(ids) for ids in inputs]
-    recorded = [block.launcher.record(lambda ids=ids: block(ids)) for ids in inputs]
+    captured = [block.launcher.capture(lambda ids=ids: block(ids)) for ids in inputs]
     for order in ([0, 1, 2], [2, 0, 1, 0]):
         for _, output in recorded:
             output.fill_(math.nan)
@@ -145,9 +145,9 @@ def test_an_error_while_recording_leaves_the_launcher_usable(block: Block) -> No
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        block.launcher.record(fail)
+        block.launcher.capture(fail)
     assert torch.equal(block(inputs), want)  # runs at once again
-    program, output = block.launcher.record(lambda: block(inputs))
+    program, output = block.launcher.capture(lambda: block(inputs))
     program.run()
     assert torch.equal(output, want)
 
@@ -179,7 +179,7 @@ def test_without_openmp_one_thread_does_it_all(
     monkeypatch.setattr(program_module, "find_openmp", lambda: None)
     block = Block(dtype)
     assert block.launcher.num_threads == 1
-    program, output = block.launcher.record(lambda: block(inputs))
+    program, output = block.launcher.capture(lambda: block(inputs))
     program.run()
     assert torch.equal(output, block(inputs))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
@@ -207,7 +207,7 @@ def test_a_program_gives_the_same_bits_on_any_number_of_threads(dim: int) -> Non
     ops = NumbaOps(launcher, find_cpu_features())
     x, weight = torch.randn(5, dim), torch.randn(3 * dim + 1, dim)
     linear = ops.pack_linear(weight, None, None, False)
-    program, output = launcher.record(lambda: linear(x))
+    program, output = launcher.capture(lambda: linear(x))
     outputs = []
     for num_threads in (1, 2, 3):
         output.fill_(math.nan)

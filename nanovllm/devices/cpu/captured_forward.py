@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.devices.cpu.numba_attention import NumbaPlan
 from nanovllm.devices.cpu.ops import NumbaOps
-from nanovllm.devices.cpu.program import NotRecordableError
+from nanovllm.devices.cpu.program import NotCapturableError
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.worker.forward import EagerForward, StepLogits, is_decode
@@ -26,7 +26,7 @@ class RecordedStep:
     logits: Tensor  # what it writes
 
 
-class RecordedForward:
+class CapturedForward:
     """Replays decode steps whose products are all kernels of ours; the model runs the others."""
 
     def __init__(self, eager: EagerForward, ops: NumbaOps, max_model_len: int) -> None:
@@ -55,7 +55,7 @@ class RecordedForward:
     def _try_to_record(self, batch: ForwardBatch) -> RecordedStep | None:
         try:
             step = self._record(batch)
-        except NotRecordableError as error:
+        except NotCapturableError as error:
             logger.warning("Decode steps run eagerly, which is slower: %s", error)
             self.max_rows = 0
             return None
@@ -77,7 +77,7 @@ class RecordedForward:
                 [],
             ),
         )
-        program, logits = self.launcher.record(lambda: self.eager.model(static))
+        program, logits = self.launcher.capture(lambda: self.eager.model(static))
         return RecordedStep(static, program.run, logits)
 
 

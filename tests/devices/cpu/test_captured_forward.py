@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("numba")
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.devices.cpu.recorded_forward import RecordedForward
+from nanovllm.devices.cpu.captured_forward import CapturedForward
 from nanovllm.engine.step import StepPlan
 from nanovllm.worker.forward import EagerForward, StepLogits, is_decode
 from nanovllm.worker.model_runner import ModelRunner
@@ -67,8 +67,8 @@ def runner_of(llm: LLM) -> ModelRunner:
 class BothWays:
     """Runs every step twice, which writes the same into the cache, and compares the logits."""
 
-    def __init__(self, recorded: RecordedForward) -> None:
-        self.recorded = recorded
+    def __init__(self, recorded: CapturedForward) -> None:
+        self.captured = recorded
         self.num_rows: list[int] = []  # of the steps replayed
 
     def __call__(self, plan: StepPlan) -> StepLogits:
@@ -84,7 +84,7 @@ class BothWays:
 def assert_steps_are_the_same(llm: LLM) -> list[int]:
     """Return the number of rows of every step that was replayed."""
     runner = runner_of(llm)
-    assert isinstance(runner.forward, RecordedForward)
+    assert isinstance(runner.forward, CapturedForward)
     both = BothWays(runner.forward)
     runner.forward = both
     for params in (GREEDY, MIXED):
@@ -127,7 +127,7 @@ def test_every_step_has_the_same_logits(tiny: Tiny, mode: str, dtype: str) -> No
 @pytest.mark.parametrize(("variant", "dtype"), with_each_dtype(VARIANTS))
 def test_tokens_equal_those_of_the_eager_engine(tiny: Tiny, variant: str, dtype: str) -> None:
     tokens = []
-    for enforce_eager, kind in ((False, RecordedForward), (True, EagerForward)):
+    for enforce_eager, kind in ((False, CapturedForward), (True, EagerForward)):
         options = {"dtype": dtype, "depth": DTYPES.index(dtype), "enforce_eager": enforce_eager}
         with make_llm(tiny(variant).path, **options) as llm:
             assert isinstance(runner_of(llm).forward, kind)
