@@ -52,6 +52,6 @@ class ForcedTokens:
         slots, positions = (column.tolist() for column in sampled_rows(plan))
         for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
             index = self._owners[slot]
-            self.logits[index].append(recorded[row])
+            self.logits[index].append(captured[row])
             step.values[row, self.sequences[index][position]] = 0.0
         return step

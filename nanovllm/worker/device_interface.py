@@ -117,4 +117,4 @@ class Device(Protocol):
         """Build and compile what steps of a loaded model need, and measure the largest one."""
 
     def runner(self, eager: EagerForward) -> ModelRunner:
-        """Make what runs steps: recorded ones where the device gains by them."""
+        """Make what runs steps: captured ones where the device gains by them."""

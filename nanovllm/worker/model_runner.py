@@ -26,7 +26,7 @@ class CapturedSteps(Protocol):
         """Learn of a plan that runs elsewhere."""
 
     def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
-        """Sample what masks allow; None, and nothing done, if no recorded step does so."""
+        """Sample what masks allow; None, and nothing done, if no captured step does so."""
 
     def has_lost_step(self) -> bool:
         """Whether the device could not finish a step, nor those that followed it."""

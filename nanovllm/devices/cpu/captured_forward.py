@@ -1,4 +1,4 @@
-"""Small decode steps on the CPU as one recorded program, with no Python between the kernels."""
+"""Small decode steps on the CPU as one captured program, with no Python between the kernels."""
 
 from __future__ import annotations
 

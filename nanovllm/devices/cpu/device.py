@@ -1,4 +1,4 @@
-"""The CPU: a dtype by its features, compiled kernels where they can be, and recordings of them."""
+"""The CPU: a dtype by its features, compiled kernels where they can be, and captured steps."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class CpuDevice(TorchDevice):
         from nanovllm.devices.cpu.ops import NumbaOps  # needs numba
 
         is_eager = config.enforce_eager or config.attention_backend != "auto"
-        # A recording holds kernels alone, and a group's sums stand between them.
+        # A capture holds kernels alone, and a group's sums stand between them.
         if is_eager or not self.group.is_alone:
             eager.model(eager.batch(one_row()))  # compiles what the first step would
             return ModelRunner(eager, eager, sampler)

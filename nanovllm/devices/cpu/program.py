@@ -1,4 +1,4 @@
-"""Run kernels on torch's own OpenMP threads, at once or as a recorded program."""
+"""Run kernels on torch's own OpenMP threads, at once or as a captured program."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _RefuseProducts:
         returned = func._schema.returns[0].alias_info if func._schema.returns else None
         is_view = returned is not None and not returned.is_write
         if not is_view and not func._schema.name.startswith("aten::empty"):
-            raise NotCapturableError(f"{func} is none of the kernels that can be recorded")
+            raise NotCapturableError(f"{func} is none of the kernels that can be captured")
         return func(*args, **(kwargs or {}))
 
 
@@ -99,7 +99,7 @@ class Capture:
 
 
 class Launcher:
-    """Kernels run when launched, or are noted while `record` runs a function."""
+    """Kernels run when launched, or are noted while `capture` runs a function."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -109,7 +109,7 @@ class Launcher:
         self._single = Program(np.zeros((1, PROGRAM_WIDTH), np.int64), [], self._team)
         self._scratch = torch.empty(0)
         self._kernels: dict[tuple[Any, torch.dtype | None], Any] = {}
-        self._recording: Capture | None = None
+        self._capture: Capture | None = None
 
     def launch(self, kernel: Any, *args: int, cached: torch.dtype | None = None) -> None:
         """Run a kernel, compiled when it is first launched; `cached` is the dtype of a KV cache."""
@@ -121,14 +121,14 @@ class Launcher:
 
     def call(self, address: int, *args: int) -> None:
         """Run the kernel at an address."""
-        if self._recording is not None:
-            self._recording.instructions.append((address, *args))
+        if self._capture is not None:
+            self._capture.instructions.append((address, *args))
             return
         self._single.instructions[0, : 1 + len(args)] = (address, *args)
         self._single.run_on(self.num_threads)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Allocate what a kernel writes; a recording holds on to it."""
+        """Allocate what a kernel writes; a captured step holds on to it."""
         tensor = torch.empty(shape, dtype=dtype or self.dtype)
         self._keep(tensor)
         return tensor
@@ -140,22 +140,22 @@ class Launcher:
         self._keep(self._scratch)
         return self._scratch
 
-    def record(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
+    def capture(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
         """Note the kernels of a function that runs nothing else; its result is theirs to fill."""
-        recording = self._recording = Capture([], [])
+        capture = self._capture = Capture([], [])
         try:
             with OnlyViews():
                 output = function()
         finally:
-            self._recording = None
-        instructions = np.zeros((len(recording.instructions), PROGRAM_WIDTH), np.int64)
-        for i, instruction in enumerate(recording.instructions):
+            self._capture = None
+        instructions = np.zeros((len(capture.instructions), PROGRAM_WIDTH), np.int64)
+        for i, instruction in enumerate(capture.instructions):
             instructions[i, : len(instruction)] = instruction
-        return Program(instructions, recording.kept, self._team), output
+        return Program(instructions, capture.kept, self._team), output
 
     def _keep(self, tensor: Tensor) -> None:
-        if self._recording is not None:
-            self._recording.kept.append(tensor)
+        if self._capture is not None:
+            self._capture.kept.append(tensor)
 
 
 def find_openmp() -> ctypes.CDLL | None:

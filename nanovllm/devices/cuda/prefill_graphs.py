@@ -135,7 +135,7 @@ class PrefillGraphs:
                     self._run_model(Bucket(num_tokens, num_rows, 1, num_rows, num_tokens))
 
     def graph(self, size: Bucket) -> tuple[Callable[[], None], Tensor]:
-        """Return the graph of a size and its logits; it is recorded when it is first asked for.
+        """Return the graph of a size and its logits; it is captured when it is first asked for.
 
         Capture runs what the columns say: a step, which may run twice, or, before any sequence is
         there, zeros, which harm none.

@@ -1,4 +1,4 @@
-"""A decode step replayed from a recording equals the same step run by the model, bit for bit."""
+"""A decode step replayed from a capture equals the same step run by the model, bit for bit."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ def runner_of(llm: LLM) -> ModelRunner:
 class BothWays:
     """Runs every step twice, which writes the same into the cache, and compares the logits."""
 
-    def __init__(self, recorded: CapturedForward) -> None:
-        self.captured = recorded
+    def __init__(self, captured: CapturedForward) -> None:
+        self.captured = captured
         self.num_rows: list[int] = []  # of the steps replayed
 
     def __call__(self, plan: StepPlan) -> StepLogits:
-        want = self.recorded.eager(plan)
-        got = self.recorded(plan)
+        want = self.captured.eager(plan)
+        got = self.captured(plan)
         assert torch.equal(got.values, want.values)
         assert torch.equal(got.slots, want.slots)
-        if is_decode(plan) and len(plan.slots) <= self.recorded.max_rows:
+        if is_decode(plan) and len(plan.slots) <= self.captured.max_rows:
             self.num_rows.append(len(got.values))
         return got
 
@@ -121,7 +121,7 @@ def test_every_step_has_the_same_logits(tiny: Tiny, mode: str, dtype: str) -> No
         if mode.startswith("preempted"):
             assert llm.engine.core.scheduler.num_preemptions > 0
         if mode == "plain":
-            assert set(num_rows) == set(range(1, runner_of(llm).forward.recorded.max_rows + 1))
+            assert set(num_rows) == set(range(1, runner_of(llm).forward.captured.max_rows + 1))
 
 
 @pytest.mark.parametrize(("variant", "dtype"), with_each_dtype(VARIANTS))

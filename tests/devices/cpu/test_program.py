@@ -1,4 +1,4 @@
-"""Kernels run on torch's threads, at once or as a recorded program, with the same results."""
+"""Kernels run on torch's threads, at once or as a captured program, with the same results."""
 
 from __future__ import annotations
 
@@ -129,11 +129,11 @@ def test_programs_do_not_disturb_each_other(block: Block) -> None:
     want = [block(ids) for ids in inputs]
     captured = [block.launcher.capture(lambda ids=ids: block(ids)) for ids in inputs]
     for order in ([0, 1, 2], [2, 0, 1, 0]):
-        for _, output in recorded:
+        for _, output in captured:
             output.fill_(math.nan)
         for i in order:
-            recorded[i][0].run()
-        assert all(torch.equal(recorded[i][1], want[i]) for i in range(3))
+            captured[i][0].run()
+        assert all(torch.equal(captured[i][1], want[i]) for i in range(3))
 
 
 def test_an_error_while_recording_leaves_the_launcher_usable(block: Block) -> None:
