@@ -47,7 +47,7 @@ class CompletionState:
     new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all tokens that came
     num_wanted: int | None = None  # tokens, once a stop string was found
-    ending: FinishedSequence | None = None
+    finished_seq: FinishedSequence | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +99,9 @@ class OutputProcessor:
         """The completions of a prompt that are still on their way."""
         completions = self.states[seq_id].completions if seq_id in self.states else []
         return [
-            completion.request.seq_id for completion in completions if completion.ending is None
+            completion.request.seq_id
+            for completion in completions
+            if completion.finished_seq is None
         ]
 
     def process(
@@ -109,11 +111,15 @@ class OutputProcessor:
     ) -> StepOutput:
         """Turn what a step of the core brought into text; `finish` ends what a stop string ends.
 
-        If it returns no ending, that is among those of a later step. Until the core hears of
+        If it returns no finished_seq, that is among those of a later step. Until the core hears of
         it, more may come for what was stopped or dropped here.
         """
         known = self._completions
-        endings = {ending.seq_id: ending for ending in step.endings if ending.seq_id in known}
+        finished = {
+            finished_seq.seq_id: finished_seq
+            for finished_seq in step.finished
+            if finished_seq.seq_id in known
+        }
         columns = step.seq_ids, step.token_ids, step.logprobs
         for seq_id, token_id, logprobs in zip(*columns, strict=True):
             if seq_id not in known or known[seq_id][1].num_wanted is not None:
@@ -125,14 +131,14 @@ class OutputProcessor:
             detokenizer = completion.detokenizer
             if detokenizer is not None and detokenizer.push(token_id):
                 completion.num_wanted = detokenizer.num_tokens
-                ending = endings.get(seq_id) or finish(seq_id, "stop")
-                if ending is not None:
-                    endings[seq_id] = ending
-        seq_ids = dict.fromkeys((*step.seq_ids, *endings))
+                finished_seq = finished.get(seq_id) or finish(seq_id, "stop")
+                if finished_seq is not None:
+                    finished[seq_id] = finished_seq
+        seq_ids = dict.fromkeys((*step.seq_ids, *finished))
         changed = [known[seq_id] for seq_id in seq_ids if seq_id in known]
         outputs: dict[int, RequestOutput] = {}
-        for ending in endings.values():
-            output = self.finish(ending)
+        for finished_seq in finished.values():
+            output = self.finish(finished_seq)
             if output is not None:
                 outputs[output.seq_id] = output
         last = {
@@ -149,12 +155,12 @@ class OutputProcessor:
             list(outputs.values()), pieces, step.num_prefill_tokens, step.num_decode_tokens
         )
 
-    def finish(self, ending: FinishedSequence) -> RequestOutput | None:
+    def finish(self, finished_seq: FinishedSequence) -> RequestOutput | None:
         """Finish a completion; return the output if it was the last one of its request."""
-        state, completion = self._completions.pop(ending.seq_id)
+        state, completion = self._completions.pop(finished_seq.seq_id)
         if completion.num_wanted is not None:
-            ending = ending.stopped_at(completion.num_wanted)
-        completion.ending = ending
+            finished_seq = finished_seq.stopped_at(completion.num_wanted)
+        completion.finished_seq = finished_seq
         if completion.detokenizer is not None:
             completion.detokenizer.finish()
         state.num_unfinished -= 1
@@ -163,10 +169,10 @@ class OutputProcessor:
         del self.states[state.seq_id]
         outputs = [self._completion(each) for each in state.completions]
         request, best = state.completions[0].request, outputs[0]
-        endings = [
-            each.ending for each in state.completions if each.ending is not None
+        finished = [
+            each.finished_seq for each in state.completions if each.finished_seq is not None
         ]  # all, by now
-        own, broken = endings[0], [each for each in endings if each.finish_reason == "error"]
+        own, broken = finished[0], [each for each in finished if each.finish_reason == "error"]
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         num_top = request.params.prompt_logprobs
         if num_top is not None:
@@ -181,7 +187,7 @@ class OutputProcessor:
             num_cached_tokens=own.num_cached_tokens,
             queue_time=max(own.start_time - request.arrival_time, 0.0),
             time_to_first_token=max(own.first_token_time - request.arrival_time, 0.0),
-            duration=ending.end_time - request.arrival_time,
+            duration=finished_seq.end_time - request.arrival_time,
             error=(broken[0].error or why_broken(request)) if broken else None,
             logprobs=best.logprobs,
             cumulative_logprob=best.cumulative_logprob,
@@ -192,24 +198,32 @@ class OutputProcessor:
         )
 
     def _completion(self, completion: CompletionState) -> CompletionOutput:
-        ending, params, tokenizer = completion.ending, completion.request.params, self.tokenizer
-        assert ending is not None
+        finished_seq, params, tokenizer = (
+            completion.finished_seq,
+            completion.request.params,
+            self.tokenizer,
+        )
+        assert finished_seq is not None
         if completion.detokenizer is not None:
             text = completion.detokenizer.text
         else:
-            text = "" if tokenizer is None else decode_whole(tokenizer, ending.token_ids, params)
+            text = (
+                "" if tokenizer is None else decode_whole(tokenizer, finished_seq.token_ids, params)
+            )
         logprobs = cumulative = None
         if params.logprobs is not None:
-            logprobs = self._logprobs(completion.logprobs[: len(ending.token_ids)], params.logprobs)
+            logprobs = self._logprobs(
+                completion.logprobs[: len(finished_seq.token_ids)], params.logprobs
+            )
             cumulative = logprobs.cumulative
         return CompletionOutput(
             index=completion.index,
             text=text,
-            token_ids=ending.token_ids,
+            token_ids=finished_seq.token_ids,
             logprobs=logprobs,
             cumulative_logprob=cumulative,
-            finish_reason=ending.finish_reason,
-            stop_reason=_stop_reason(completion, ending),
+            finish_reason=finished_seq.finish_reason,
+            stop_reason=_stop_reason(completion, finished_seq),
         )
 
     def _piece(
@@ -252,11 +266,11 @@ def why_broken(request: Request) -> str:
     return NOTHING_ALLOWED + why if request.params.can_exclude_tokens else why
 
 
-def _stop_reason(completion: CompletionState, ending: FinishedSequence) -> str | int | None:
+def _stop_reason(completion: CompletionState, finished_seq: FinishedSequence) -> str | int | None:
     """The stop string or stop token that ended a completion; None for the model's own end."""
-    if ending.finish_reason != "stop":
-        return ending.stop_reason
+    if finished_seq.finish_reason != "stop":
+        return finished_seq.stop_reason
     if completion.detokenizer is not None and completion.detokenizer.found_stop is not None:
         return completion.detokenizer.found_stop
-    last = ending.token_ids[-1]
+    last = finished_seq.token_ids[-1]
     return last if last in tuple(completion.request.params.stop_token_ids) else None

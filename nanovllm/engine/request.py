@@ -74,12 +74,12 @@ class FinishedSequence:
 class EngineCoreOutputs:
     """What one call of `EngineCore.step` brought.
 
-    The columns hold the new tokens of streaming sequences, the last one before its ending too.
+    The columns hold the new tokens of streaming sequences, the last one before its finished_seq too.
     """
 
     seq_ids: list[int]
     token_ids: list[int]
-    endings: list[FinishedSequence]
+    finished: list[FinishedSequence]
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of each new token
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0

@@ -92,56 +92,56 @@ class CoreLoop:
 
     def run(self) -> None:
         while not self._is_over:
-            endings = self._obey()
+            finished = self._obey()
             step = EngineCoreOutputs([], [], [])
             if self.core.has_unfinished:
                 with self.timer:
                     step = self.core.step()
             self._num_prefill_tokens += step.num_prefill_tokens
             self._num_decode_tokens += step.num_decode_tokens
-            step, stats = replace(step, endings=[*endings, *step.endings]), self._stats()
+            step, stats = replace(step, finished=[*finished, *step.finished]), self._stats()
             state = None if self._observer is None else self._observer.snapshot(stats)
             self.send(CoreUpdate(step, stats, state))
 
     def _obey(self) -> list[FinishedSequence]:
         """Follow the commands that are there; wait for one when there is nothing else to do."""
-        endings: list[
+        finished: list[
             FinishedSequence
         ] = []  # of what was ended or refused, which the next update tells
         while not self._is_over:
-            is_idle = not self.core.has_unfinished and not endings
+            is_idle = not self.core.has_unfinished and not finished
             try:
                 seconds = IDLE_SECONDS if self._observer is None else SECONDS_BETWEEN
                 command = self.inbox.get(block=is_idle, timeout=seconds)
             except Empty:
                 if is_idle:
                     self._rest()
-                return endings
+                return finished
             match command:
                 case None:  # the parent closed its end
                     self._is_over = True
                 case Add(requests):
                     self._is_at_rest = False
-                    endings += self._add(requests)
+                    finished += self._add(requests)
                 case Watch(is_on):
                     self._watch(is_on)
                 case Finish(seq_ids, reason):
                     found = (self.core.finish(seq_id, reason) for seq_id in seq_ids)
-                    endings += [ending for ending in found if ending is not None]
-        return endings
+                    finished += [finished_seq for finished_seq in found if finished_seq is not None]
+        return finished
 
     def _add(self, requests: list[Request]) -> list[FinishedSequence]:
-        """Queue requests; return the endings of those that can never run."""
+        """Queue requests; return the finished of those that can never run."""
         refused = []
         for request in requests:
             try:
                 self.core.add(request)
             except RequestError as error:
                 now = time.perf_counter()
-                ending = FinishedSequence(
+                finished_seq = FinishedSequence(
                     request.seq_id, [], "error", 0, 0.0, 0.0, now, [], error=str(error)
                 )
-                refused.append(ending)
+                refused.append(finished_seq)
         return refused
 
     def _rest(self) -> None:

@@ -27,7 +27,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """End some sequences; an update will have their endings."""
+    """End some sequences; an update will have their finished."""
 
     seq_ids: list[int]
     reason: FinishReason

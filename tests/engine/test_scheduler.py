@@ -198,7 +198,7 @@ def test_a_lower_priority_is_served_first(depth: int, priorities: list[int]) -> 
         add(core, seq)
     ended: list[int] = []
     while core.has_unfinished:
-        ended += [ending.seq_id for ending in core.step().endings]
+        ended += [finished_seq.seq_id for finished_seq in core.step().finished]
         core.scheduler.check()
         running = [seq.priority for seq in core.scheduler.running.values()]
         waiting = [seq.priority for seq in core.scheduler.waiting]
@@ -322,8 +322,11 @@ def test_finish_of_waiting_running_and_unknown_sequences() -> None:
     add(core, running)
     add(core, waiting)
     step(core)
-    endings = [core.finish(seq_id, "abort") for seq_id in (1, 1, 77, 0)]
-    assert [ending and (ending.seq_id, len(ending.token_ids)) for ending in endings] == [
+    finished = [core.finish(seq_id, "abort") for seq_id in (1, 1, 77, 0)]
+    assert [
+        finished_seq and (finished_seq.seq_id, len(finished_seq.token_ids))
+        for finished_seq in finished
+    ] == [
         (1, 0),
         None,
         None,
@@ -343,18 +346,20 @@ def test_streaming_sequences_report_every_token_and_all_report_their_ending(dept
     for watched in (*streams, plain):
         add(core, watched)
     got: dict[int, list[int]] = {0: [], 1: []}
-    endings = {}
+    finished = {}
     while core.has_unfinished:
         result = core.step()
         for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
             got[seq_id].append(token_id)
-        endings |= {ending.seq_id: ending for ending in result.endings}
+        finished |= {finished_seq.seq_id: finished_seq for finished_seq in result.finished}
     assert got == {0: endless([1] * 3, 4), 1: endless([2] * 3, 4)}
-    assert {i: ending.token_ids for i, ending in endings.items()} == got | {2: endless([9], 5)}
-    assert {ending.finish_reason for ending in endings.values()} == {"length"}
+    assert {i: finished_seq.token_ids for i, finished_seq in finished.items()} == got | {
+        2: endless([9], 5)
+    }
+    assert {finished_seq.finish_reason for finished_seq in finished.values()} == {"length"}
     for watched in (*streams, plain):
-        ending = endings[watched.seq_id]
-        assert watched.request.arrival_time < ending.first_token_time < ending.end_time
+        finished_seq = finished[watched.seq_id]
+        assert watched.request.arrival_time < finished_seq.first_token_time < finished_seq.end_time
 
 
 class Broken(FakeExecutor):
@@ -372,15 +377,15 @@ def test_a_row_without_a_token_ends_in_an_error_and_no_other_does(depth: int) ->
     broken, other = make_seq(0, [1, 2, 3], is_streaming=True), make_seq(1, [4, 5, 6])
     add(core, broken)
     add(core, other)
-    streamed, endings = [], {}
+    streamed, finished = [], {}
     while core.has_unfinished:
         result = core.step()
         streamed += result.token_ids
-        endings |= {ending.seq_id: ending for ending in result.endings}
+        finished |= {finished_seq.seq_id: finished_seq for finished_seq in result.finished}
     drain(core)
-    assert streamed == endings[0].token_ids == endless([1, 2, 3], 1)
-    assert endings[1].token_ids == endless([4, 5, 6], 5)
-    assert [endings[i].finish_reason for i in (0, 1)] == ["error", "length"]
+    assert streamed == finished[0].token_ids == endless([1, 2, 3], 1)
+    assert finished[1].token_ids == endless([4, 5, 6], 5)
+    assert [finished[i].finish_reason for i in (0, 1)] == ["error", "length"]
 
 
 @DEPTHS

@@ -150,14 +150,14 @@ def test_an_abort_is_told_though_nothing_is_left_to_do() -> None:
 def test_a_request_that_cannot_run_fails_alone() -> None:
     """A core that replaced another may have less room than the front knew of."""
     long = Request(7, array("i", range(400)), SamplingParams(max_tokens=1))
-    endings: list[FinishedSequence] = []
+    finished: list[FinishedSequence] = []
 
     def is_last(update: CoreUpdate) -> bool:
-        endings.extend(update.step.endings)
-        return len(endings) == 2
+        finished.extend(update.step.finished)
+        return len(finished) == 2
 
     loop_updates([Add([long, request(8)])], is_last)
-    refused, other = endings
+    refused, other = finished
     assert (refused.seq_id, refused.finish_reason, refused.token_ids) == (7, "error", [])
     assert "the prompt has 400 tokens" in str(refused.error)
     assert (other.seq_id, other.finish_reason) == (8, "length")
@@ -223,7 +223,7 @@ def test_the_loop_shows_every_step_and_ending() -> None:
 def test_no_snapshots_are_sent_when_nobody_is_subscribed() -> None:
     commands = [Watch(True), Watch(True), Watch(False), Watch(False), Add([request(0)])]
     commands.append(Finish([7], "abort"))
-    _, updates = loop_updates(commands, lambda update: update.step and update.step.endings)
+    _, updates = loop_updates(commands, lambda update: update.step and update.step.finished)
     assert all(update.state is None for update in updates)
 
 
