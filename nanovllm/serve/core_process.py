@@ -76,7 +76,7 @@ def _receive_all(link: Link, inbox: SimpleQueue[Command | None]) -> None:
 
 
 class CoreLoop:
-    """Obeys commands between steps, and steps while there is something to do."""
+    """Handles commands between steps, and steps while there is something to do."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class CoreLoop:
 
     def run(self) -> None:
         while not self._is_over:
-            finished = self._obey()
+            finished = self._handle_commands()
             step = EngineCoreOutputs([], [], [])
             if self.core.has_unfinished:
                 with self.timer:
@@ -103,7 +103,7 @@ class CoreLoop:
             state = None if self._observer is None else self._observer.snapshot(stats)
             self.send(CoreUpdate(step, stats, state))
 
-    def _obey(self) -> list[FinishedSequence]:
+    def _handle_commands(self) -> list[FinishedSequence]:
         """Follow the commands that are there; wait for one when there is nothing else to do."""
         finished: list[
             FinishedSequence
