@@ -83,7 +83,7 @@ def text_within(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
     return f" {alone}" if twice == f"{alone} {alone}" else alone
 
 
-class AnswerLogprobs(abc.Sequence[dict[int, Logprob]]):
+class CompletionLogprobs(abc.Sequence[dict[int, Logprob]]):
     """Those of every token of an answer, each made when it is looked at.
 
     Equal to a list of the same; pickled or copied, it becomes one.

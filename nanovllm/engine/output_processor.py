@@ -22,7 +22,7 @@ from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutpu
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts
+    from nanovllm.engine.logprobs import CompletionLogprobs, TokenTexts
 
 NOTHING_ALLOWED = (
     "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and "
@@ -249,12 +249,12 @@ class OutputProcessor:
             request_id=state.request_id,
         )
 
-    def _logprobs(self, entries: list[TokenLogprobs], num_top: int) -> AnswerLogprobs:
-        from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts
+    def _logprobs(self, entries: list[TokenLogprobs], num_top: int) -> CompletionLogprobs:
+        from nanovllm.engine.logprobs import CompletionLogprobs, TokenTexts
 
         if self._texts is None:
             self._texts = TokenTexts(self.tokenizer)
-        return AnswerLogprobs(entries, num_top, self._texts)
+        return CompletionLogprobs(entries, num_top, self._texts)
 
 
 def why_broken(request: Request) -> str:

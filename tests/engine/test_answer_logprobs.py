@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts, entry_bytes, pack_logprobs
+from nanovllm.engine.logprobs import CompletionLogprobs, TokenTexts, entry_bytes, pack_logprobs
 from nanovllm.outputs import Logprob
 
 IDS = np.array([[7, 3, 9], [4, 4, 8]], np.int32)  # the token itself, then the most likely
@@ -20,9 +20,9 @@ DICTS = [
 ]
 
 
-def answer(num_top: int = 2, num_tokens: int = 2) -> AnswerLogprobs:
+def answer(num_top: int = 2, num_tokens: int = 2) -> CompletionLogprobs:
     entries = [*pack_logprobs(IDS, LOGPROBS, RANKS)][:num_tokens]
-    return AnswerLogprobs(
+    return CompletionLogprobs(
         [entry[: entry_bytes(num_top)] for entry in entries], num_top, TokenTexts(None)
     )
 
