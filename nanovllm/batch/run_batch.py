@@ -23,7 +23,7 @@ async def run_job(
     num_at_once: int,
     on_line: OnLine = lambda line: None,
 ) -> None:
-    """Answer every row that is not done; an error that is not a row's own ends the job."""
+    """ApiResponse every row that is not done; an error that is not a row's own ends the job."""
     queue: asyncio.Queue[Row | None] = asyncio.Queue(num_at_once)
 
     async def feed() -> None:

@@ -76,7 +76,7 @@ class Usage:
         }
 
 
-class Answer(EventStream):
+class ApiResponse(EventStream):
     """The completions of a request as the events of one API."""
 
     def __init__(self, service: Service, job: GenerationJob) -> None:
@@ -106,7 +106,7 @@ class Answer(EventStream):
 
 
 async def generate(service: Service, job: GenerationJob) -> AsyncGenerator[Update, None]:
-    """Answer all prompts at once; leaving the iterator aborts what is left."""
+    """ApiResponse all prompts at once; leaving the iterator aborts what is left."""
     num_samples = job.params[0].n
     with service.counted(job.num_choices), errors_about(job.grammar_param, GrammarError):
         async with contextlib.aclosing(_pieces(service, job)) as pieces:

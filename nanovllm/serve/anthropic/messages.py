@@ -12,7 +12,7 @@ from pydantic import Field
 from nanovllm.errors import NanovllmError, RequestError
 from nanovllm.serve.answer import Event
 from nanovllm.serve.api_records import ApiRecord, ChatRequest, Effort, Listed, as_record, nested
-from nanovllm.serve.generation import Answer, GenerationJob, Update
+from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import anthropic_body
 from nanovllm.serve.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
 from nanovllm.serve.parsing.tools import is_json
@@ -30,8 +30,8 @@ DELTAS = {
 SIGNATURE = "unsigned"  # clients send reasoning back with one, which is not looked at
 
 
-async def answer_message(service: Service, request: MessagesRequest) -> MessageAnswer:
-    return MessageAnswer(service, await prepare_chat(service, request.chat()))
+async def answer_message(service: Service, request: MessagesRequest) -> MessageResponse:
+    return MessageResponse(service, await prepare_chat(service, request.chat()))
 
 
 async def count_tokens(service: Service, request: CountRequest) -> dict[str, int]:
@@ -39,7 +39,7 @@ async def count_tokens(service: Service, request: CountRequest) -> dict[str, int
     return {"input_tokens": len(prompt.token_ids)}
 
 
-class MessageAnswer(Answer):
+class MessageResponse(ApiResponse):
     has_names = True
 
     def __init__(self, service: Service, job: GenerationJob) -> None:

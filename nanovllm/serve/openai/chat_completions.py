@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm.serve.answer import Event
 from nanovllm.serve.api_records import ChatRequest
 from nanovllm.serve.generation import GenerationJob, Update
-from nanovllm.serve.openai.completions import OpenAIAnswer
+from nanovllm.serve.openai.completions import OpenAIResponse
 from nanovllm.serve.openai.openai_logprobs import Entry, logprob_entries, prompt_logprobs_by_id
 from nanovllm.serve.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
 from nanovllm.serve.prepare_chat import prepare_chat
@@ -18,11 +18,11 @@ from nanovllm.serve.service import Service
 OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
 
 
-async def answer_chat(service: Service, request: ChatRequest) -> ChatAnswer:
-    return ChatAnswer(service, await prepare_chat(service, request), request)
+async def answer_chat(service: Service, request: ChatRequest) -> ChatResponse:
+    return ChatResponse(service, await prepare_chat(service, request), request)
 
 
-class ChatAnswer(OpenAIAnswer):
+class ChatResponse(OpenAIResponse):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     request: ChatRequest
 

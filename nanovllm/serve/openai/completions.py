@@ -14,7 +14,7 @@ from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.answer import Event
 from nanovllm.serve.api_records import CompletionRequest, SamplingFields, StreamOptions
-from nanovllm.serve.generation import Answer, GenerationJob, Logprobs, Update
+from nanovllm.serve.generation import ApiResponse, GenerationJob, Logprobs, Update
 from nanovllm.serve.openai.openai_logprobs import prompt_logprobs_by_id, token_bytes
 from nanovllm.serve.service import Service
 
@@ -22,7 +22,7 @@ DEFAULT_MAX_TOKENS = 16
 _Decoder = codecs.getincrementaldecoder("utf-8")
 
 
-async def answer_completion(service: Service, request: CompletionRequest) -> CompletionAnswer:
+async def answer_completion(service: Service, request: CompletionRequest) -> CompletionResponse:
     """Check everything that can be checked before the answer begins."""
     service.check_model(request.model)
     special = request.add_special_tokens
@@ -37,7 +37,7 @@ async def answer_completion(service: Service, request: CompletionRequest) -> Com
     # The log-probabilities of a prompt come with the end of its answer, so an echo of them too.
     is_streaming = bool(request.stream) and params[0].prompt_logprobs is None
     job = GenerationJob(prompts, params, request.cache_salt, is_streaming, request.grammar_param)
-    return CompletionAnswer(service, job, request)
+    return CompletionResponse(service, job, request)
 
 
 def _params(service: Service, request: CompletionRequest, max_tokens: int) -> SamplingParams:
@@ -53,7 +53,7 @@ def _params(service: Service, request: CompletionRequest, max_tokens: int) -> Sa
     )
 
 
-class OpenAIAnswer(Answer):
+class OpenAIResponse(ApiResponse):
     """A chat or completion: chunks with choices and, if asked for, usage; then [DONE]."""
 
     end = b"data: [DONE]\n\n"
@@ -95,7 +95,7 @@ class OpenAIAnswer(Answer):
         return {"object": self.kind, **self._head, "choices": choices, "usage": usage}
 
 
-class CompletionAnswer(OpenAIAnswer):
+class CompletionResponse(OpenAIResponse):
     request: CompletionRequest
 
     def __init__(self, service: Service, job: GenerationJob, request: CompletionRequest) -> None:

@@ -15,16 +15,16 @@ from nanovllm.serve.api_records import EmbeddingRequest
 from nanovllm.serve.service import Service
 
 
-async def answer_embedding(service: Service, request: EmbeddingRequest) -> EmbeddingAnswer:
+async def answer_embedding(service: Service, request: EmbeddingRequest) -> EmbeddingResponse:
     service.check_model(request.model)
     prompts = await service.all_token_ids(request.input, "input")
     service.check_num_sequences(len(prompts))
     for prompt in prompts:
         service.check_length(len(prompt), 0, "input")
-    return EmbeddingAnswer(service, request, prompts)
+    return EmbeddingResponse(service, request, prompts)
 
 
-class EmbeddingAnswer(EventStream):
+class EmbeddingResponse(EventStream):
     def __init__(
         self, service: Service, request: EmbeddingRequest, prompts: Sequence[list[int]]
     ) -> None:

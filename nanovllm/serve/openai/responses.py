@@ -21,7 +21,7 @@ from nanovllm.serve.api_records import (
     as_record,
     nested,
 )
-from nanovllm.serve.generation import Answer, GenerationJob, Update
+from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import message_of
 from nanovllm.serve.openai.openai_logprobs import Entry, TokenLogprobs, covering, logprob_entries
 from nanovllm.serve.parsing.events import BlockDelta, BlockStart, BlockStop
@@ -49,14 +49,14 @@ CONTENT = {
 }
 
 
-async def answer_response(service: Service, request: ResponsesRequest) -> ResponseAnswer:
+async def answer_response(service: Service, request: ResponsesRequest) -> ResponsesResponse:
     job = await prepare_chat(service, request.chat(), "input")
     if request.has_logprobs:  # which tokens are whose shows only as they come
         job = replace(job, is_streaming=True)
-    return ResponseAnswer(service, job, request)
+    return ResponsesResponse(service, job, request)
 
 
-class ResponseAnswer(Answer):
+class ResponsesResponse(ApiResponse):
     has_names = True
 
     def __init__(self, service: Service, job: GenerationJob, request: ResponsesRequest) -> None:

@@ -215,7 +215,7 @@ function describeRow(sequence) {
   const { prompt, most, cached, computed, tokens } = sequence;
   const hits = cached ? `, ${cached} of them from the cache (striped)` : "";
   const read = `${Math.min(computed, prompt)} of ${prompt} tokens read${hits}`;
-  return `Prompt, left: ${read}. Answer, right: ${tokens - prompt} of at most ${most - prompt} tokens written.`;
+  return `Prompt, left: ${read}. ApiResponse, right: ${tokens - prompt} of at most ${most - prompt} tokens written.`;
 }
 
 const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)}%`;
