@@ -418,10 +418,12 @@ def test_late_masks_change_nothing(path: Path, wanted: Any, depth: int, caching:
         LLM(str(path), device="cpu", depth=depth, **options) as llm,
     ):
         scheduler = llm.engine.core.scheduler
-        with patch.object(scheduler, "postpone", wraps=scheduler.postpone) as postpone:
+        with patch.object(
+            scheduler, "wait_for_grammar", wraps=scheduler.wait_for_grammar
+        ) as wait_for_grammar:
             outputs = generate(llm, batch())
         scheduler.check()
-        assert any(call.args[0] for call in postpone.call_args_list)
+        assert any(call.args[0] for call in wait_for_grammar.call_args_list)
     assert [output.token_ids for output in outputs] == wanted
 
 
@@ -538,7 +540,7 @@ def test_samples_wait_for_their_grammar(path: Path) -> None:
         ):
             llm.add_request([5, 6], params)
             while (
-                len(llm.engine.core.scheduler.postponed) < 2
+                len(llm.engine.core.scheduler.waiting_for_grammar) < 2
             ):  # once the first one's prompt is read
                 llm.engine.step()
             llm.engine.core.scheduler.check()
@@ -568,7 +570,7 @@ def test_what_waits_for_a_mask_can_be_aborted(path: Path) -> None:
     ):
         engine = llm.engine
         seq_id = llm.add_request([5, 6], params_of({"regex": "[ab]{60}"}, 0))
-        while not engine.core.scheduler.postponed:
+        while not engine.core.scheduler.waiting_for_grammar:
             engine.step()
         output = engine.abort(seq_id)
         assert output is not None

@@ -105,8 +105,8 @@ class EngineCore:
             self._failure = repr(error)
             raise
         if not self._in_flight and self._sequences:
-            assert self.scheduler.postponed, "sequences wait but nothing runs"
-            matchers = [seq.matcher for seq in self.scheduler.postponed.values()]
+            assert self.scheduler.waiting_for_grammar, "sequences wait but nothing runs"
+            matchers = [seq.matcher for seq in self.scheduler.waiting_for_grammar.values()]
             self._get_grammars().wait([matcher for matcher in matchers if matcher is not None])
         return EngineCoreOutputs([], [], [])
 
@@ -193,7 +193,7 @@ class EngineCore:
         if len(plan.masked_rows):
             matchers = self.scheduler.matchers(plan)
             masks, late = self._get_grammars().masks(matchers, self.executor.mask_memory)
-            self.scheduler.postpone(plan.masked_rows[late].tolist())
+            self.scheduler.wait_for_grammar(plan.masked_rows[late].tolist())
             self.executor.sample(masks)
 
     def _get_grammars(self) -> GrammarEngine:

@@ -39,7 +39,7 @@ class Scheduler:
         self.blocks = blocks
         self.prompt_budget = prompt_budget  # None: prompts may take whole steps
         self.waiting = Waiting()
-        self.postponed: dict[int, Sequence] = {}  # wait for the mask of their next token
+        self.waiting_for_grammar: dict[int, Sequence] = {}  # wait for the mask of their next token
         # By priority, oldest first; the last is preempted first.
         self.running: dict[int, Sequence] = {}
         self._free_slots = list(reversed(range(max_num_seqs)))
@@ -60,7 +60,7 @@ class Scheduler:
         draft = _Draft(self.max_num_batched_tokens)
         while self._read:
             self._let_followers_wait(self._read.pop())
-        if self.postponed:
+        if self.waiting_for_grammar:
             self._resume()
         self._schedule_running(draft)
         self._admit_waiting(draft)
@@ -111,7 +111,7 @@ class Scheduler:
         masked = [rows[row] for row in plan.masked_rows.tolist()]
         return [None if seq.finish_reason is not None else seq.matcher for seq in masked]
 
-    def postpone(self, rows: list[int]) -> None:
+    def wait_for_grammar(self, rows: list[int]) -> None:
         """Do without the tokens of some rows of the oldest plan in flight: they have no mask yet.
 
         Their sequences leave as if preempted, and wait for the mask first.
@@ -123,7 +123,7 @@ class Scheduler:
             seq.num_tokens -= 1
             seq.is_dropped = True
             self._leave_running(seq)
-            self.postponed[seq.seq_id] = seq
+            self.waiting_for_grammar[seq.seq_id] = seq
 
     def drop_in_flight(self) -> None:
         """Forget every plan in flight: preempt all that runs, to be recomputed from its tokens.
@@ -149,7 +149,7 @@ class Scheduler:
         self.blocks.check(self.running.values())
         slots = [seq.slot for seq in self.running.values()]
         assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots)
-        idle = (*self.waiting, *self.postponed.values())
+        idle = (*self.waiting, *self.waiting_for_grammar.values())
         assert all(not seq.block_ids and seq.slot == NO_SLOT for seq in idle)
         for seq in (*self.running.values(), *idle):
             assert seq.num_computed <= seq.num_tokens <= seq.max_len
@@ -208,17 +208,17 @@ class Scheduler:
     def _let_wait(self, seq: Sequence, is_first: bool = False) -> None:
         """For room, or first for its grammar, which another thread may still be compiling."""
         if seq.matcher is not None and not seq.matcher.is_ready:
-            self.postponed[seq.seq_id] = seq
+            self.waiting_for_grammar[seq.seq_id] = seq
             return
         self.waiting.add(seq, is_first=is_first)
         if self.waiting.first() is seq:
             self._num_free_to_admit = 0
 
     def _resume(self) -> None:
-        """Let postponed sequences wait for room whose masks are there."""
-        for seq in list(self.postponed.values()):
+        """Let waiting_for_grammar sequences wait for room whose masks are there."""
+        for seq in list(self.waiting_for_grammar.values()):
             if not seq.is_dropped and seq.matcher is not None and seq.matcher.is_ready:
-                del self.postponed[seq.seq_id]
+                del self.waiting_for_grammar[seq.seq_id]
                 self.waiting.add(seq, is_first=True)
                 self._num_free_to_admit = 0
 
@@ -340,8 +340,8 @@ class Scheduler:
             self._let_followers_wait(seq)
         if seq.leader is not None and seq.seq_id in seq.leader.followers:
             del seq.leader.followers[seq.seq_id]
-        elif seq.seq_id in self.postponed:
-            del self.postponed[seq.seq_id]
+        elif seq.seq_id in self.waiting_for_grammar:
+            del self.waiting_for_grammar[seq.seq_id]
         elif seq.slot == NO_SLOT:
             self.waiting.remove(seq)
             self._num_free_to_admit = 0  # the head may have changed
