@@ -157,7 +157,7 @@ class Ingress:
         )
         found = ResolvedModel(config, facts.model_config, checkpoint)
         llm = await asyncio.to_thread(RemoteLLM, self._engines, found, facts.max_len)
-        await llm.look()
+        await llm.refresh()
         self._following = asyncio.create_task(llm.follow())
         options = server_options(self._args, config.model, checkpoint.generation_config)
         return make_app(Service(llm, options))

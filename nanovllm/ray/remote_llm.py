@@ -122,11 +122,11 @@ class RemoteLLM:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
-                await self.look()
+                await self.refresh()
             except Exception:  # or counts and health would stay as they are for good
                 logger.exception("the engines could not be asked for their counts")
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Ask all engines for their counts; those that do not work have none."""
         found: list[EngineCounts | Exception] = []
         try:

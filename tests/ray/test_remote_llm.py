@@ -47,7 +47,7 @@ def test_engines_are_known_by_number_while_they_work(tmp_path: Path) -> None:
 
     def look(answer: list[Any] | Exception) -> list[int]:
         engines.answer = answer
-        asyncio.run(llm.look())
+        asyncio.run(llm.refresh())
         return [engine.number for engine in llm.replicas]
 
     busy, idle = CoreStats(num_running=2, num_blocks=8), CoreStats(num_blocks=8)
