@@ -166,13 +166,13 @@ class EngineThread:
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request now, by seq_id or request_id; returns what it had, if it was running."""
-        finished = []
+        aborted = []
         for seq_id in self.output_processor.seq_ids_of(request_id):
             found = (
                 self.core.finish(each, "abort") for each in self.output_processor.unfinished(seq_id)
             )
-            finished += [finished_seq for finished_seq in found if finished_seq is not None]
-        step = self.output_processor.process(EngineCoreOutputs([], [], finished), self.core.finish)
+            aborted += [each for each in found if each is not None]
+        step = self.output_processor.process(EngineCoreOutputs([], [], aborted), self.core.finish)
         # Jobs receive the outputs of their requests; for others there is only the return value.
         finished = [output for output in step.finished if output.seq_id in self._owners]
         pieces = [piece for piece in step.pieces if piece.seq_id in self._owners]

@@ -36,7 +36,7 @@ def pack_logprobs(
 
 
 def entry_bytes(num_top: int | None) -> int:
-    """Of an entry with so many of the most likely; a step's may have more, as others ask for them."""
+    """Size of an entry; a step's entries may be larger, as other requests ask for more."""
     return RANK_BYTES + PAIR_BYTES * (1 + (num_top or 0))
 
 

@@ -47,7 +47,7 @@ class CompletionState:
     new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all tokens that came
     num_wanted: int | None = None  # tokens, once a stop string was found
-    finished_seq: FinishedSequence | None = None
+    finished: FinishedSequence | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -98,28 +98,20 @@ class OutputProcessor:
     def unfinished(self, seq_id: int) -> list[int]:
         """The completions of a prompt that are still on their way."""
         completions = self.states[seq_id].completions if seq_id in self.states else []
-        return [
-            completion.request.seq_id
-            for completion in completions
-            if completion.finished_seq is None
-        ]
+        return [each.request.seq_id for each in completions if each.finished is None]
 
     def process(
         self,
         step: EngineCoreOutputs,
         finish: Callable[[int, FinishReason], FinishedSequence | None],
     ) -> StepOutput:
-        """Turn what a step of the core brought into text; `finish` ends what a stop string ends.
+        """Turn the outputs of a step into text; `finish` ends a sequence at a stop string.
 
-        If it returns no finished_seq, that is among those of a later step. Until the core hears of
-        it, more may come for what was stopped or dropped here.
+        If `finish` returns None, the finished sequence follows with a later step. Until the core
+        has handled it, more tokens may come for a sequence that was stopped or dropped here.
         """
         known = self._completions
-        finished = {
-            finished_seq.seq_id: finished_seq
-            for finished_seq in step.finished
-            if finished_seq.seq_id in known
-        }
+        by_id = {each.seq_id: each for each in step.finished if each.seq_id in known}
         columns = step.seq_ids, step.token_ids, step.logprobs
         for seq_id, token_id, logprobs in zip(*columns, strict=True):
             if seq_id not in known or known[seq_id][1].num_wanted is not None:
@@ -131,36 +123,33 @@ class OutputProcessor:
             detokenizer = completion.detokenizer
             if detokenizer is not None and detokenizer.push(token_id):
                 completion.num_wanted = detokenizer.num_tokens
-                finished_seq = finished.get(seq_id) or finish(seq_id, "stop")
-                if finished_seq is not None:
-                    finished[seq_id] = finished_seq
-        seq_ids = dict.fromkeys((*step.seq_ids, *finished))
+                finished = by_id.get(seq_id) or finish(seq_id, "stop")
+                if finished is not None:
+                    by_id[seq_id] = finished
+        seq_ids = dict.fromkeys((*step.seq_ids, *by_id))
         changed = [known[seq_id] for seq_id in seq_ids if seq_id in known]
         outputs: dict[int, RequestOutput] = {}
-        for finished_seq in finished.values():
-            output = self.finish(finished_seq)
+        for finished in by_id.values():
+            output = self.finish(finished)
             if output is not None:
                 outputs[output.seq_id] = output
-        last = {
-            state.seq_id: completion.index for state, completion in changed
-        }  # has the output with it
+        # The last piece of a request carries its output.
+        last = {state.seq_id: completion for state, completion in changed}
         pieces = [
-            self._piece(
-                state, completion, outputs if last[state.seq_id] == completion.index else {}
-            )
-            for state, completion in changed
+            self._piece(state, each, outputs if last[state.seq_id] is each else {})
+            for state, each in changed
             if state.is_streaming
         ]
         return StepOutput(
             list(outputs.values()), pieces, step.num_prefill_tokens, step.num_decode_tokens
         )
 
-    def finish(self, finished_seq: FinishedSequence) -> RequestOutput | None:
+    def finish(self, finished: FinishedSequence) -> RequestOutput | None:
         """Finish a completion; return the output if it was the last one of its request."""
-        state, completion = self._completions.pop(finished_seq.seq_id)
+        state, completion = self._completions.pop(finished.seq_id)
         if completion.num_wanted is not None:
-            finished_seq = finished_seq.stopped_at(completion.num_wanted)
-        completion.finished_seq = finished_seq
+            finished = finished.stopped_at(completion.num_wanted)
+        completion.finished = finished
         if completion.detokenizer is not None:
             completion.detokenizer.finish()
         state.num_unfinished -= 1
@@ -169,10 +158,8 @@ class OutputProcessor:
         del self.states[state.seq_id]
         outputs = [self._completion(each) for each in state.completions]
         request, best = state.completions[0].request, outputs[0]
-        finished = [
-            each.finished_seq for each in state.completions if each.finished_seq is not None
-        ]  # all, by now
-        own, broken = finished[0], [each for each in finished if each.finish_reason == "error"]
+        results = [each.finished for each in state.completions if each.finished is not None]
+        own, broken = results[0], [each for each in results if each.finish_reason == "error"]
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         num_top = request.params.prompt_logprobs
         if num_top is not None:
@@ -187,7 +174,7 @@ class OutputProcessor:
             num_cached_tokens=own.num_cached_tokens,
             queue_time=max(own.start_time - request.arrival_time, 0.0),
             time_to_first_token=max(own.first_token_time - request.arrival_time, 0.0),
-            duration=finished_seq.end_time - request.arrival_time,
+            duration=finished.end_time - request.arrival_time,
             error=(broken[0].error or why_broken(request)) if broken else None,
             logprobs=best.logprobs,
             cumulative_logprob=best.cumulative_logprob,
@@ -198,32 +185,25 @@ class OutputProcessor:
         )
 
     def _completion(self, completion: CompletionState) -> CompletionOutput:
-        finished_seq, params, tokenizer = (
-            completion.finished_seq,
-            completion.request.params,
-            self.tokenizer,
-        )
-        assert finished_seq is not None
+        finished, params, tokenizer = completion.finished, completion.request.params, self.tokenizer
+        assert finished is not None
         if completion.detokenizer is not None:
             text = completion.detokenizer.text
         else:
-            text = (
-                "" if tokenizer is None else decode_whole(tokenizer, finished_seq.token_ids, params)
-            )
+            text = "" if tokenizer is None else decode_whole(tokenizer, finished.token_ids, params)
         logprobs = cumulative = None
         if params.logprobs is not None:
-            logprobs = self._logprobs(
-                completion.logprobs[: len(finished_seq.token_ids)], params.logprobs
-            )
+            entries = completion.logprobs[: len(finished.token_ids)]
+            logprobs = self._logprobs(entries, params.logprobs)
             cumulative = logprobs.cumulative
         return CompletionOutput(
             index=completion.index,
             text=text,
-            token_ids=finished_seq.token_ids,
+            token_ids=finished.token_ids,
             logprobs=logprobs,
             cumulative_logprob=cumulative,
-            finish_reason=finished_seq.finish_reason,
-            stop_reason=_stop_reason(completion, finished_seq),
+            finish_reason=finished.finish_reason,
+            stop_reason=_stop_reason(completion, finished),
         )
 
     def _piece(
@@ -232,18 +212,14 @@ class OutputProcessor:
         """Take what is new in a streamed completion."""
         token_ids, completion.new_token_ids = completion.new_token_ids, []
         text = completion.detokenizer.take() if completion.detokenizer is not None else ""
-        output, num_top, logprobs = (
-            outputs.get(state.seq_id),
-            completion.request.params.logprobs,
-            None,
-        )
+        num_top, logprobs = completion.request.params.logprobs, None
         if token_ids and num_top is not None:
             logprobs = self._logprobs(completion.logprobs[-len(token_ids) :], num_top)
         return StreamPiece(
             state.seq_id,
             text,
             token_ids,
-            output,
+            outputs.get(state.seq_id),
             logprobs,
             completion.index,
             request_id=state.request_id,
@@ -266,11 +242,11 @@ def why_broken(request: Request) -> str:
     return NOTHING_ALLOWED + why if request.params.can_exclude_tokens else why
 
 
-def _stop_reason(completion: CompletionState, finished_seq: FinishedSequence) -> str | int | None:
+def _stop_reason(completion: CompletionState, finished: FinishedSequence) -> str | int | None:
     """The stop string or stop token that ended a completion; None for the model's own end."""
-    if finished_seq.finish_reason != "stop":
-        return finished_seq.stop_reason
+    if finished.finish_reason != "stop":
+        return finished.stop_reason
     if completion.detokenizer is not None and completion.detokenizer.found_stop is not None:
         return completion.detokenizer.found_stop
-    last = finished_seq.token_ids[-1]
+    last = finished.token_ids[-1]
     return last if last in tuple(completion.request.params.stop_token_ids) else None

@@ -72,9 +72,9 @@ class FinishedSequence:
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreOutputs:
-    """What one call of `EngineCore.step` brought.
+    """The outputs of one call of `EngineCore.step`.
 
-    The columns hold the new tokens of streaming sequences, the last one before its finished_seq too.
+    The columns hold the new tokens of streaming sequences, including the last one.
     """
 
     seq_ids: list[int]

@@ -79,12 +79,11 @@ class SumScales(NamedTuple):
         return sums.float() * self.rows * self.outputs.t()
 
 
-class ResidualStream(
-    NamedTuple
-):  # two are made in every layer, a frozen dataclass takes twice as long
-    """ResidualStream states between two norms: the residual, and an update that is not added to it yet.
+class ResidualStream(NamedTuple):
+    """The residual, and an update that is not added to it yet.
 
-    The next norm adds them in the pass in which it reads them, and may overwrite both.
+    The next norm adds them in the pass in which it reads them, and may overwrite both. A tuple,
+    because every layer creates two, and a frozen dataclass takes twice as long.
     """
 
     residual: Tensor  # [tokens, hidden]

@@ -61,7 +61,7 @@ ROUTES: dict[str, tuple[type[ApiRecord], Respond]] = {
 
 
 def make_app(service: Service) -> ASGIApp:
-    """Everything behind one middleware, the schema too; pages that show it load scripts from a CDN."""
+    """Create the application; the middleware covers every route, the OpenAPI schema included."""
     app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     for path, (kind, answer) in ROUTES.items():

@@ -104,10 +104,8 @@ class CoreLoop:
             self.send(CoreUpdate(step, stats, state))
 
     def _handle_commands(self) -> list[FinishedSequence]:
-        """Follow the commands that are there; wait for one when there is nothing else to do."""
-        finished: list[
-            FinishedSequence
-        ] = []  # of what was ended or refused, which the next update tells
+        """Handle all queued commands; wait for one if there is nothing else to do."""
+        finished: list[FinishedSequence] = []  # aborted or refused; sent with the next update
         while not self._is_over:
             is_idle = not self.core.has_unfinished and not finished
             try:
@@ -127,11 +125,11 @@ class CoreLoop:
                     self._watch(is_on)
                 case Finish(seq_ids, reason):
                     found = (self.core.finish(seq_id, reason) for seq_id in seq_ids)
-                    finished += [finished_seq for finished_seq in found if finished_seq is not None]
+                    finished += [each for each in found if each is not None]
         return finished
 
     def _add(self, requests: list[Request]) -> list[FinishedSequence]:
-        """Queue requests; return the finished of those that can never run."""
+        """Queue requests; return those that can never run as finished sequences."""
         refused = []
         for request in requests:
             try:
@@ -164,7 +162,7 @@ class CoreLoop:
         blocks = scheduler.blocks
         return CoreStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(scheduler.postponed),
+            num_waiting=len(scheduler.waiting) + len(scheduler.waiting_for_grammar),
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free,
             num_preemptions=scheduler.num_preemptions,
@@ -203,7 +201,7 @@ def take_snapshot(core: EngineCore, stats: CoreStats, now: float) -> EngineState
     """Return the state of a core, and move its recorded steps and ended sequences into it."""
     scheduler = core.scheduler
     waiting = list(islice(scheduler.waiting, MAX_QUEUE))
-    postponed = list(islice(scheduler.postponed.values(), MAX_QUEUE))
+    postponed = list(islice(scheduler.waiting_for_grammar.values(), MAX_QUEUE))
     state = EngineState(
         scheduler.blocks.num_blocks,
         scheduler.blocks.block_size,
