@@ -362,20 +362,20 @@ def create_input_processor(resolved: ResolvedModel, is_remote: bool = False) -> 
     if config.data_parallel_size > 1 and not is_remote:
         raise ConfigError("data_parallel_size is for AsyncLLM, `nanovllm serve` and `batch`")
     has_workers = is_remote or config.tensor_parallel_size > 1
-    create = partial(_create_grammars, vocab_size)
     vocabulary = resolved.load_vocabulary()
+    create = partial(_create_grammars, vocab_size, lambda: vocabulary)
     return InputProcessor(vocabulary, vocab_size, config.seed, has_workers, create)
 
 
 def create_grammars(resolved: ResolvedModel) -> GrammarEngine:
     """Create the grammar engine of a core whose input processor is in another process."""
-    return _create_grammars(resolved.model_config.vocab_size, resolved.load_vocabulary())
+    return _create_grammars(resolved.model_config.vocab_size, resolved.load_vocabulary)
 
 
-def _create_grammars(vocab_size: int, vocabulary: Vocabulary) -> GrammarEngine:
+def _create_grammars(vocab_size: int, load: Callable[[], Vocabulary]) -> GrammarEngine:
     from nanovllm.structured.guidance import GuidanceEngine
 
-    return GuidanceEngine(vocabulary, vocab_size)
+    return GuidanceEngine(load, vocab_size)
 
 
 def start_core(

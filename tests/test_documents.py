@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nanovllm.cli import build_parser, main, parse
-from tests import test_architecture as architecture
+from tests import test_rings as rings
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "RESULTS.md"]
@@ -97,12 +97,9 @@ def test_flags_that_are_named_are_there() -> None:
         assert [flag for flag in flags if flag not in known] == [], path.name
 
 
-def test_the_import_order_is_the_one_that_is_checked() -> None:
-    page, order = read("docs/architecture.md").split(), architecture.ORDER.split()
-    assert " ".join(order) in " ".join(page)
-    [host] = re.findall(r"^engine\.\{(.*?)\}", read("docs/architecture.md"), re.MULTILINE)
-    engine = {name.partition(".")[2] for name in architecture.HOST if name.startswith("engine.")}
-    assert {*host.split(", ")} == engine
+def test_the_floors_are_the_ones_that_are_checked() -> None:
+    page = " ".join(read("docs/architecture.md").split())
+    assert " < ".join(["records", *rings.FLOORS[1:]]) in page
 
 
 def test_the_reference_is_up_to_date() -> None:

@@ -59,7 +59,7 @@ def main() -> None:
         tokenizer = SimpleNamespace(backend_tokenizer=backend)
         end = min(vocab_size, backend.get_vocab_size()) - 1  # no answer gets there
         vocabulary = Vocabulary(tokenizer, frozenset({end}))
-        grammars = GuidanceEngine(vocabulary, vocab_size)
+        grammars = GuidanceEngine(lambda: vocabulary, vocab_size)
     else:
         grammars = PausedGrammars(vocab_size, args.mask_us * 1e-6)
     engine.input_processor.grammars = engine.core.grammars = grammars

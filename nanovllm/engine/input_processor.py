@@ -43,10 +43,10 @@ class InputProcessor:
         vocab_size: int,
         seed: int,
         has_workers: bool = False,
-        create_grammars: Callable[[Vocabulary], GrammarEngine] | None = None,
+        create_grammars: Callable[[], GrammarEngine] | None = None,
     ) -> None:
         self.tokenizer = vocabulary.tokenizer
-        self._vocabulary, self._create_grammars = vocabulary, create_grammars
+        self._create_grammars = create_grammars
         self._has_workers = has_workers  # in other processes, which cannot receive functions
         self._vocab_size = vocab_size
         self._eos_token_ids = vocabulary.eos_token_ids
@@ -61,7 +61,7 @@ class InputProcessor:
         with self._lock:
             if self.grammars is None:
                 assert self._create_grammars is not None
-                self.grammars = self._create_grammars(self._vocabulary)
+                self.grammars = self._create_grammars()
             return self.grammars
 
     def close(self) -> None:

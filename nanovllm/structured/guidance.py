@@ -100,8 +100,8 @@ class Tools:
 class GuidanceEngine:
     """Compiles grammars, in any thread, and computes bitmasks, for that of the engine."""
 
-    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
-        self._vocabulary, self._vocab_size = vocabulary, vocab_size
+    def __init__(self, load: Callable[[], Vocabulary], vocab_size: int) -> None:
+        self._load, self._vocab_size = load, vocab_size  # loading a tokenizer takes seconds
         self._num_words = -(-vocab_size // 32)
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, GuidanceGrammar] = (
@@ -240,7 +240,7 @@ class GuidanceEngine:
             return self._tools
 
     def _make_tools(self) -> Tools:
-        vocabulary = self._vocabulary
+        vocabulary = self._load()
         if vocabulary.tokenizer is None:
             raise GrammarError("needs a tokenizer, not skip_tokenizer_init=True")
         try:

@@ -144,7 +144,7 @@ def new_grammars() -> GuidanceEngine:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
     tokenizer: Any = SimpleNamespace(backend_tokenizer=backend)
-    return GuidanceEngine(Vocabulary(tokenizer, frozenset({EOS})), VOCAB_SIZE)
+    return GuidanceEngine(lambda: Vocabulary(tokenizer, frozenset({EOS})), VOCAB_SIZE)
 
 
 def follow(grammars: GuidanceEngine, grammar: GuidanceGrammar, rng: random.Random) -> None:

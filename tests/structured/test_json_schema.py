@@ -30,7 +30,7 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Any) -> GuidanceEngine:
     vocabulary = Vocabulary(tokenizer, frozenset({EOS}))
-    return GuidanceEngine(vocabulary, VOCAB_SIZE)
+    return GuidanceEngine(lambda: vocabulary, VOCAB_SIZE)
 
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
