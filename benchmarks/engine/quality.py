@@ -147,13 +147,13 @@ def write_floats(
 
 
 def round_blocks(values: Tensor) -> Parts:
-    rounded = quantize_blocks(values)
-    return {"weight": rounded.codes, "weight_scale_inv": rounded.scales[::BLOCK]}
+    quantized = quantize_blocks(values)
+    return {"weight": quantized.values, "weight_scale_inv": quantized.scales[::BLOCK]}
 
 
 def round_outputs(values: Tensor) -> Parts:
-    rounded = round_rows(values)
-    return {"weight": rounded.codes, "weight_scale": rounded.scales}
+    quantized = round_rows(values)
+    return {"weight": quantized.values, "weight_scale": quantized.scales}
 
 
 MADE: dict[str, tuple[dict[str, Any], Callable[[Tensor], Parts] | None]] = {

@@ -30,23 +30,23 @@ ROUND_UP, CODE_EXPONENT = 0x1FFFFF, 8
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledCodes:
-    codes: Tensor  # FP8
+class Fp8Tensor:
+    values: Tensor  # FP8
     scales: Tensor  # float32
 
 
-def round_to_codes(values: Tensor, largest: Tensor) -> ScaledCodes:
+def round_to_codes(x: Tensor, largest: Tensor) -> Fp8Tensor:
     """Round numbers to codes; `largest` has one number for each scale, and broadcasts."""
     # A tensor over a tensor: torch multiplies by one over a number, which may round differently.
     scales = largest / torch.full_like(largest, LARGEST_FP8)
     scales.clamp_(min=SMALLEST_SCALE)
-    codes = (values * scales.reciprocal()).clamp_(-LARGEST_FP8, LARGEST_FP8)
-    return ScaledCodes(codes.to(FP8), scales)
+    values = (x * scales.reciprocal()).clamp_(-LARGEST_FP8, LARGEST_FP8)
+    return Fp8Tensor(values.to(FP8), scales)
 
 
-def round_rows(values: Tensor) -> ScaledCodes:
+def round_rows(x: Tensor) -> Fp8Tensor:
     """Round rows [rows, columns] of float32, each by its largest number."""
-    return round_to_codes(values, values.abs().amax(1, keepdim=True))
+    return round_to_codes(x, x.abs().amax(1, keepdim=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ def quantize_to_fp8(tensor: StoredTensor) -> StoredTensor:
     def read(rows: slice, columns: slice) -> QuantizedPiece:
         # All inputs of an output share its scale, those of other ranks too.
         whole = round_rows(read_part(tensor, rows).float())
-        return QuantizedPiece(whole.codes[:, columns], whole.scales)
+        return QuantizedPiece(whole.values[:, columns], whole.scales)
 
     shape = tensor.shape[0], tensor.shape[1]
     return StoredWeight(shape, (1, 1), BY_OUTPUT, read).as_tensor(tensor.name, tensor.file)

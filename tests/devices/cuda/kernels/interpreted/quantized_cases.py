@@ -135,7 +135,7 @@ def check_blocks(device: str) -> None:
     assert torch.equal(scales[:128], scales[:1].expand(128, 3))
     assert torch.equal(scales[128:], scales[128:129].expand(72, 3))
     # Of four bits of a number FP8 rounds off at most half of the last, or of the least there is.
-    weight = QuantizedWeight(8, pack_words(made.codes), scales, None, 300)
+    weight = QuantizedWeight(8, pack_words(made.values), scales, None, 300)
     error = (weight.dequantize(torch.float32) - values).abs()
     assert bool((error <= values.abs() / 16 + scales.max() / 512).all())
 
@@ -197,8 +197,8 @@ def check_quantized_rows(dtype: torch.dtype, device: str) -> None:
         x[2] *= 1000
         got, want = fp8_quantize(x, by_block), quantize_rows(x, by_block)
         assert torch.equal(got.scales[:5], want.scales)
-        wanted = pack_words(want.codes).view(torch.uint8)
-        assert torch.equal(got.codes[:5].view(torch.uint8), wanted)
+        wanted = pack_words(want.values).view(torch.uint8)
+        assert torch.equal(got.values[:5].view(torch.uint8), wanted)
 
 
 def check_normed_rows(dtype: torch.dtype, device: str) -> None:
@@ -216,7 +216,7 @@ def check_normed_rows(dtype: torch.dtype, device: str) -> None:
         assert torch.equal(residual, total)
         assert_close(got.scales, want.scales)
         # Squares are added in another order, which may round a number of the norm differently.
-        steps = got.codes.view(torch.uint8).int() - want.codes.view(torch.uint8).int()
+        steps = got.values.view(torch.uint8).int() - want.values.view(torch.uint8).int()
         assert int(steps.abs().max()) <= 1
         assert int(steps.count_nonzero()) <= steps.numel() // 50
 
