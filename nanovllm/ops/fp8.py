@@ -35,7 +35,7 @@ class Fp8Tensor:
     scales: Tensor  # float32
 
 
-def round_to_codes(x: Tensor, largest: Tensor) -> Fp8Tensor:
+def quantize_fp8(x: Tensor, largest: Tensor) -> Fp8Tensor:
     """Round numbers to codes; `largest` has one number for each scale, and broadcasts."""
     # A tensor over a tensor: torch multiplies by one over a number, which may round differently.
     scales = largest / torch.full_like(largest, LARGEST_FP8)
@@ -46,7 +46,7 @@ def round_to_codes(x: Tensor, largest: Tensor) -> Fp8Tensor:
 
 def round_rows(x: Tensor) -> Fp8Tensor:
     """Round rows [rows, columns] of float32, each by its largest number."""
-    return round_to_codes(x, x.abs().amax(1, keepdim=True))
+    return quantize_fp8(x, x.abs().amax(1, keepdim=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.ops.fp8 import Fp8Tensor, round_rows, round_to_codes
+from nanovllm.ops.fp8 import Fp8Tensor, quantize_fp8, round_rows
 from nanovllm.ops.quantized_weight import BLOCK, MIDDLE, QuantizedWeight, pack_words
 
 
@@ -34,7 +34,7 @@ def quantize_blocks(values: Tensor) -> Fp8Tensor:
     num_rows, num_in = values.shape
     padded = F.pad(values.float(), (0, -num_in % BLOCK, 0, -num_rows % BLOCK))
     blocks = padded.view(len(padded) // BLOCK, BLOCK, -1, BLOCK)
-    quantized = round_to_codes(blocks, blocks.abs().amax((1, 3), keepdim=True))
+    quantized = quantize_fp8(blocks, blocks.abs().amax((1, 3), keepdim=True))
     scales = quantized.scales[:, 0, :, 0].repeat_interleave(BLOCK, 0)[:num_rows]
     return Fp8Tensor(quantized.values.view_as(padded)[:num_rows, :num_in], scales)
 
