@@ -36,7 +36,7 @@ from nanovllm.checkpoint.stored_tensors import list_tensors
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.devices.cpu.ops import NumbaOps
 from nanovllm.ops import fp8
-from nanovllm.ops.fp8 import round_rows
+from nanovllm.ops.fp8 import quantize_rows
 from nanovllm.ops.interface import LayerCache
 from nanovllm.ops.quantized_weight import BLOCK
 from tests.ops.quantized_products import quantize_blocks
@@ -152,7 +152,7 @@ def round_blocks(values: Tensor) -> Parts:
 
 
 def round_outputs(values: Tensor) -> Parts:
-    quantized = round_rows(values)
+    quantized = quantize_rows(values)
     return {"weight": quantized.values, "weight_scale": quantized.scales}
 
 

@@ -44,7 +44,7 @@ def quantize_fp8(x: Tensor, largest: Tensor) -> Fp8Tensor:
     return Fp8Tensor(values.to(FP8), scales)
 
 
-def round_rows(x: Tensor) -> Fp8Tensor:
+def quantize_rows(x: Tensor) -> Fp8Tensor:
     """Round rows [rows, columns] of float32, each by its largest number."""
     return quantize_fp8(x, x.abs().amax(1, keepdim=True))
 

@@ -6,24 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.ops.fp8 import Fp8Tensor, quantize_fp8, round_rows
+from nanovllm.ops.fp8 import Fp8Tensor, quantize_fp8, quantize_rows
 from nanovllm.ops.quantized_weight import BLOCK, MIDDLE, QuantizedWeight, pack_words
 
 
-def quantize_rows(x: Tensor, by_block: bool = False) -> Fp8Tensor:
+def quantize_activations(x: Tensor, by_block: bool = False) -> Fp8Tensor:
     """Quantize the rows of x to FP8 by their largest numbers, or those of every 128 inputs."""
     if not by_block:
-        return round_rows(x.float())
+        return quantize_rows(x.float())
     num_in = x.shape[1]
     parts = F.pad(x.float(), (0, -num_in % BLOCK)).view(-1, BLOCK)
-    quantized = round_rows(parts)
+    quantized = quantize_rows(parts)
     values = quantized.values.view(len(x), -1)[:, :num_in].contiguous()
     return Fp8Tensor(values, quantized.scales.view(len(x), -1))
 
 
 def quantized_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Quantize both sides to FP8, and multiply what they stand for."""
-    rows = quantize_rows(x, weight.has_blocks)
+    rows = quantize_activations(x, weight.has_blocks)
     quantized = QuantizedWeight(8, pack_words(rows.values), rows.scales, None, x.shape[1])
     y = F.linear(quantized.dequantize(torch.float32), weight.dequantize(torch.float32))
     return (y if bias is None else y + bias.float()).to(x.dtype)

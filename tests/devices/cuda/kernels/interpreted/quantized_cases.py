@@ -32,7 +32,7 @@ from nanovllm.ops.quantized_weight import (
 from nanovllm.ops.torch_ops import TorchOps
 from tests.devices.cuda.kernels.interpreted.fused_cases import assert_close, make
 from tests.ops.expert_layers import Layer
-from tests.ops.quantized_products import quantize_blocks, quantize_rows, quantized_product
+from tests.ops.quantized_products import quantize_activations, quantize_blocks, quantized_product
 
 # Kinds: groups of so many inputs; with zero points; FP8 by output and by block.
 KINDS = ("int4-128", "int4-64", "int4-32-zeros", "int4-128-zeros", "fp8", "fp8-blocks")
@@ -195,7 +195,7 @@ def check_quantized_rows(dtype: torch.dtype, device: str) -> None:
         x = make(5, num_in, dtype=dtype, device=device)
         x[1] = 0
         x[2] *= 1000
-        got, want = fp8_quantize(x, by_block), quantize_rows(x, by_block)
+        got, want = fp8_quantize(x, by_block), quantize_activations(x, by_block)
         assert torch.equal(got.scales[:5], want.scales)
         wanted = pack_words(want.values).view(torch.uint8)
         assert torch.equal(got.values[:5].view(torch.uint8), wanted)
