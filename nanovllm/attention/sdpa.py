@@ -99,10 +99,10 @@ def _gather_blocks(
 ) -> Tensor:
     if exponents is None:
         return cached.flatten(1).index_select(0, block_ids)
-    codes = cached.view(torch.uint8).flatten(1).index_select(0, block_ids).view(cached.dtype)
-    codes = codes.view(-1, *cached.shape[1:])  # [blocks, block_size, kv_heads, head_dim]
+    values = cached.view(torch.uint8).flatten(1).index_select(0, block_ids).view(cached.dtype)
+    values = values.view(-1, *cached.shape[1:])  # [blocks, block_size, kv_heads, head_dim]
     by_token = exponents.index_select(0, block_ids).transpose(1, 2)
-    return dequantize(Fp8Rows(codes, by_token), dtype)
+    return dequantize(Fp8Rows(values, by_token), dtype)
 
 
 def _grouped_sdpa(

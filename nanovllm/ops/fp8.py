@@ -51,7 +51,7 @@ def quantize_rows(x: Tensor) -> Fp8Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
-    codes: Tensor  # [..., dim], e4m3
+    values: Tensor  # [..., dim], e4m3
     exponents: Tensor  # [...], uint8
 
 
@@ -72,9 +72,9 @@ def dequantize(rows: Fp8Rows, dtype: torch.dtype) -> Tensor:
     """Return the numbers that rows stand for, which bfloat16 and wider types hold exactly."""
     scales = power_of_two(rows.exponents.int()).unsqueeze(-1)
     if dtype != torch.float16:
-        return rows.codes.to(dtype) * scales.to(dtype)
+        return rows.values.to(dtype) * scales.to(dtype)
     largest = torch.finfo(dtype).max  # which the rounding to a code may have left behind
-    return (rows.codes.float() * scales).clamp(-largest, largest).to(dtype)
+    return (rows.values.float() * scales).clamp(-largest, largest).to(dtype)
 
 
 def hadamard_size(head_dim: int) -> int:

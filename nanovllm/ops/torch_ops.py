@@ -201,7 +201,7 @@ def _write_rows(
     if exponents is not None:
         quantized, block_size = quantize(rows), cached.shape[1]
         exponents[slot_mapping // block_size, :, slot_mapping % block_size] = quantized.exponents
-        cached, rows = cached.view(torch.uint8), quantized.codes.view(torch.uint8)
+        cached, rows = cached.view(torch.uint8), quantized.values.view(torch.uint8)
     cached.view(-1, *rows.shape[1:])[slot_mapping] = rows
 
 
