@@ -1,4 +1,4 @@
-"""RMSNorms; where a projection follows, it is the one to apply them."""
+"""RMSNorm layers; a projection that follows a norm applies it itself, in one fused operation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanovllm.ops.interface import NormWeights, QKNormWeights, ResidualStream
 
 
 class RMSNorm(Layer):
-    """Normalizes hidden states."""
+    """RMSNorm of hidden states."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class RMSNorm(Layer):
 
 
 class QKNorm(Layer):
-    """Normalizes every head of q and k, on their way through the rotation."""
+    """RMSNorm of every head of q and k; `Ops.rope_write` applies it before the rotation."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()

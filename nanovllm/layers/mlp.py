@@ -1,4 +1,4 @@
-"""The gated MLP."""
+"""The gated MLP: down(activation(gate(x)) * up(x))."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanovllm.ops.interface import ResidualStream
 
 
 class GatedMLP(Layer):
-    """`merged` is the checkpoint's name for gate and up where it stores them as one weight."""
+    """A gated MLP; `merged` names the checkpoint weight that stores gate and up as one."""
 
     def __init__(self, config: ModelConfig, build: Build, merged: str | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the MLP: every token runs through a few of many."""
+"""A mixture of experts in place of the MLP: each token runs through a few of many experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanovllm.ops.interface import PackedExperts, ResidualStream, Routing
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What a checkpoint calls an expert's projections."""
+    """A checkpoint's names for the projections of an expert."""
 
     gate: str
     up: str
@@ -23,12 +23,12 @@ class ExpertNames:
 
 
 class SparseMLP(Layer):
-    """A router chooses each token's experts; what they give is added up by its weights.
+    """A router chooses each token's experts and weights their outputs.
 
-    A rank has a share of every expert.
+    Every rank has a shard of every expert.
     """
 
-    packed: PackedExperts  # once it is loaded
+    packed: PackedExperts  # set by `pack`
 
     def __init__(
         self, hidden_size: int, config: ExpertsConfig, names: ExpertNames, build: Build
@@ -52,7 +52,8 @@ class SparseMLP(Layer):
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         weights = self.gate_up, self.down
         tensors = [weight.expected_tensors(f"{path}.") for weight in weights]
-        if self.gate_up.is_dense != self.down.is_dense:  # kernels take experts of one kind
+        # Kernels need both weights dense, or both quantized.
+        if self.gate_up.is_dense != self.down.is_dense:
             for weight in weights:
                 weight.use_dense()
             tensors = [weight.expected_tensors(f"{path}.") for weight in weights]

@@ -1,4 +1,4 @@
-"""Self-attention over the paged cache."""
+"""Self-attention over the paged KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanovllm.ops.interface import ResidualStream
 
 
 class SelfAttention(Layer):
-    """`merged` is the checkpoint's name for q, k and v where it stores them as one weight."""
+    """Self-attention; `merged` names the checkpoint weight that stores q, k and v as one."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class SelfAttention(Layer):
     def forward(
         self, hidden: ResidualStream, norm: RMSNorm, rope: Tensor, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
-        """Return the heads' outputs, which `o_proj` is to project, and the residual."""
+        """Return the outputs of the heads, before `o_proj`, and the residual."""
         qkv, residual = self.qkv_proj.after_norm(hidden, norm)
         qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
         cache, plan = batch.caches[self.layer_index], batch.attention
         qk_norm = None if self.qk_norm is None else self.qk_norm.weights
         self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache, batch.slot_mapping)
         q = qkv[:, : self.num_heads]
-        # Of the last layer, tokens without logits need only keys and values.
+        # In the last layer, tokens without logits only need their keys and values cached.
         if self.is_last and (kept := batch.sampled) is not None:
             q, residual, plan = q[kept.index], residual[kept.index], kept.attention
         return self.attention.attend(q, cache, plan, self.spec).flatten(1), residual
