@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import Build, Layer
-from nanovllm.layers.shards import ExpectedTensor, expect_whole
+from nanovllm.layers.shards import ExpectedTensor, expect_replicated
 from nanovllm.ops.interface import NormWeights, QKNormWeights, ResidualStream
 
 
@@ -25,7 +25,7 @@ class RMSNorm(Layer):
         return self.ops.norm(ResidualStream(x), self.weights)[0]
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
-        return {f"{path}.weight": expect_whole(self.weight)}
+        return {f"{path}.weight": expect_replicated(self.weight)}
 
     def pack(self, has_room: bool) -> None:
         self.weight.add_(self.offset)
@@ -42,7 +42,7 @@ class QKNorm(Layer):
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         parent = path.rpartition(".")[0]
-        q, k = map(expect_whole, self.weight)
+        q, k = map(expect_replicated, self.weight)
         return {f"{parent}.q_norm.weight": q, f"{parent}.k_norm.weight": k}
 
     def pack(self, has_room: bool) -> None:

@@ -16,8 +16,8 @@ from nanovllm.layers.shards import (
     Shard,
     expect_stack,
     num_outputs,
-    split,
-    whole,
+    replicated,
+    sharded,
 )
 from nanovllm.ops.interface import Activation, PackedLinear, ResidualStream
 from nanovllm.ops.quantized_weight import Weight
@@ -72,7 +72,7 @@ class RowParallelLinear(MergedLinear):
     def __init__(
         self, inputs: Shard, out_features: int, bias: bool, build: Build, name: str
     ) -> None:
-        super().__init__(inputs, {name: [whole(out_features)]}, bias, build)
+        super().__init__(inputs, {name: [replicated(out_features)]}, bias, build)
         self.group = build.group
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,8 +95,8 @@ class Embedding(Layer):
 
     def __init__(self, num_embeddings: int, dim: int, scale: float, build: Build) -> None:
         super().__init__()
-        self.vocab = split(num_embeddings, build.group)
-        self.weight = LayerWeight({"": [self.vocab]}, whole(dim), build)
+        self.vocab = sharded(num_embeddings, build.group)
+        self.weight = LayerWeight({"": [self.vocab]}, replicated(dim), build)
         self.scale = torch.tensor(scale).to(build.dtype).item()  # rounded, as in training
         self.ops, self.group = build.ops, build.group
 
@@ -119,8 +119,8 @@ class LMHead(MergedLinear):
     """The projection of hidden states to logits; `tied` makes it use the embedding's weight."""
 
     def __init__(self, dim: int, vocab_size: int, build: Build, tied: Embedding | None) -> None:
-        outputs = {"lm_head": [split(vocab_size, build.group)]}
-        super().__init__(whole(dim), outputs, False, build)
+        outputs = {"lm_head": [sharded(vocab_size, build.group)]}
+        super().__init__(replicated(dim), outputs, False, build)
         self.vocab_size, self.group = vocab_size, build.group
         self.is_tied = tied is not None
         if tied is not None:

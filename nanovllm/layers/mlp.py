@@ -6,7 +6,7 @@ from nanovllm.config import ModelConfig
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
-from nanovllm.layers.shards import split, whole
+from nanovllm.layers.shards import replicated, sharded
 from nanovllm.ops.interface import ResidualStream
 
 
@@ -15,11 +15,11 @@ class GatedMLP(Layer):
 
     def __init__(self, config: ModelConfig, build: Build, merged: str | None = None) -> None:
         super().__init__()
-        size, bias = split(config.intermediate_size, build.group), config.mlp_bias
+        size, bias = sharded(config.intermediate_size, build.group), config.mlp_bias
         outputs = {"gate_proj": [size], "up_proj": [size]}
         if merged is not None:
             outputs = {merged: [size, size]}
-        inputs = whole(config.hidden_size)
+        inputs = replicated(config.hidden_size)
         self.gate_up_proj = MergedLinear(inputs, outputs, bias, build, config.activation)
         self.down_proj = RowParallelLinear(size, config.hidden_size, bias, build, "down_proj")
 

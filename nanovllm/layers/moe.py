@@ -9,7 +9,7 @@ from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layer_weight import LayerWeight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
-from nanovllm.layers.shards import ExpectedTensor, split, whole
+from nanovllm.layers.shards import ExpectedTensor, replicated, sharded
 from nanovllm.ops.interface import PackedExperts, ResidualStream, Routing
 
 
@@ -34,8 +34,8 @@ class SparseMLP(Layer):
         self, hidden_size: int, config: ExpertsConfig, names: ExpertNames, build: Build
     ) -> None:
         super().__init__()
-        hidden, size = whole(hidden_size), split(config.size, build.group)
-        self.gate = MergedLinear(hidden, {"gate": [whole(config.num_experts)]}, False, build)
+        hidden, size = replicated(hidden_size), sharded(config.size, build.group)
+        self.gate = MergedLinear(hidden, {"gate": [replicated(config.num_experts)]}, False, build)
         experts = [f"experts.{i}." for i in range(config.num_experts)]
         gate_up = {f"{e}{name}": [size] for e in experts for name in (names.gate, names.up)}
         self.gate_up = LayerWeight(gate_up, hidden, build, is_uniform=True)

@@ -81,12 +81,12 @@ class WordTensors(nn.Module):
 
     def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
         weight, tensors, first = self.for_ops(), {}, 0
-        for name, shares in self.outputs.items():
-            expected, parts = expect_shards(self.qweight[first:], shares, self.inputs), []
-            for share, part in zip(shares, expected.parts, strict=True):
+        for name, shards in self.outputs.items():
+            expected, parts = expect_shards(self.qweight[first:], shards, self.inputs), []
+            for shard, part in zip(shards, expected.parts, strict=True):
                 rows = QuantizedRows(weight, first, len(part.target), self.layout.group)
                 parts.append(CopiedPart(part.source, rows))
-                first += share.count
+                first += shard.count
             tensors[f"{parent}{name}.weight"] = replace(expected, parts=tuple(parts))
         return tensors
 
@@ -117,8 +117,8 @@ class BlockTensors(nn.Module):
     def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
         tensors = {}
         for (layout, outputs), rows in zip(self.runs, self.rows, strict=True):
-            shares = [share for each in outputs.values() for share in each]
-            if any(share.first + share.count > share.size for share in shares):
+            shards = [shard for each in outputs.values() for shard in each]
+            if any(shard.first + shard.count > shard.size for shard in shards):
                 rows.zero_()  # padding is not in the checkpoint
             expected = expect_stack(rows, outputs, byte_columns(layout, self.inputs))
             for name, tensor in expected.items():

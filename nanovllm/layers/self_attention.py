@@ -9,7 +9,7 @@ from nanovllm.config import ModelConfig
 from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
-from nanovllm.layers.shards import split, split_kv_heads, whole
+from nanovllm.layers.shards import replicated, sharded, split_kv_heads
 from nanovllm.ops.interface import ResidualStream
 
 
@@ -25,7 +25,7 @@ class SelfAttention(Layer):
         merged: str | None = None,
     ) -> None:
         super().__init__()
-        heads = split(config.num_heads, build.group)
+        heads = sharded(config.num_heads, build.group)
         kv_heads = split_kv_heads(config.num_kv_heads, build.group)
         self.num_heads, self.head_dim = heads.count, config.head_dim
         self.layer_index, self.is_last = layer_index, layer_index + 1 == config.num_layers
@@ -35,7 +35,8 @@ class SelfAttention(Layer):
         outputs = {"q_proj": [q], "k_proj": [kv], "v_proj": [kv]}
         if merged is not None:
             outputs = {merged: [q, kv, kv]}
-        self.qkv_proj = MergedLinear(whole(config.hidden_size), outputs, config.qkv_bias, build)
+        inputs = replicated(config.hidden_size)
+        self.qkv_proj = MergedLinear(inputs, outputs, config.qkv_bias, build)
         self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, build, "o_proj")
         self.qk_norm = qk_norm
 

@@ -34,11 +34,11 @@ class Shard:
         return slice(min(self.first, self.size), min(self.first + self.count, self.size))
 
 
-def whole(size: int) -> Shard:
+def replicated(size: int) -> Shard:
     return Shard(size, 0, size)
 
 
-def split(size: int, group: TPGroup) -> Shard:
+def sharded(size: int, group: TPGroup) -> Shard:
     """Return this rank's equal part; the last ranks are padded if the size does not divide."""
     count = -(-size // group.size)
     return Shard(size, group.rank * count, count)
@@ -90,7 +90,7 @@ class ExpectedTensor:
         return sum(part.target.nbytes for part in self.parts)
 
 
-def expect_whole(target: Tensor) -> ExpectedTensor:
+def expect_replicated(target: Tensor) -> ExpectedTensor:
     return ExpectedTensor(tuple(target.shape), (CopiedPart((), target),))
 
 
@@ -100,11 +100,11 @@ def expect_shards(target: Tensor, rows: list[Shard], *columns: Shard) -> Expecte
     The shards fill the target in the same order.
     """
     parts, stored, first = [], 0, 0
-    for share in rows:
-        begin, end = share.stored.start, share.stored.stop
+    for shard in rows:
+        begin, end = shard.stored.start, shard.stored.stop
         source = slice(stored + begin, stored + end), *(column.stored for column in columns)
         parts.append(CopiedPart(source, target[first : first + end - begin]))
-        stored, first = stored + share.size, first + share.count
+        stored, first = stored + shard.size, first + shard.count
     return ExpectedTensor((stored, *(column.size for column in columns)), tuple(parts))
 
 
@@ -115,10 +115,10 @@ def expect_stack(
     tensors, first = {}, 0
     for name, rows in outputs.items():
         tensors[name] = expect_shards(target[first:], rows, *columns)
-        first += sum(share.count for share in rows)
+        first += sum(shard.count for shard in rows)
     return tensors
 
 
 def num_outputs(outputs: dict[str, list[Shard]]) -> int:
     """Return the number of outputs that this rank holds."""
-    return sum(share.count for rows in outputs.values() for share in rows)
+    return sum(shard.count for rows in outputs.values() for shard in rows)
