@@ -36,7 +36,7 @@ from nanovllm.checkpoint.stored_tensors import list_tensors
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.devices.cpu.ops import NumbaOps
 from nanovllm.ops import fp8
-from nanovllm.ops.fp8 import round_rows
+from nanovllm.ops.fp8 import quantize_rows
 from nanovllm.ops.interface import LayerCache
 from nanovllm.ops.quantized_weight import BLOCK
 from tests.ops.quantized_products import quantize_blocks
@@ -147,13 +147,13 @@ def write_floats(
 
 
 def round_blocks(values: Tensor) -> Parts:
-    rounded = quantize_blocks(values)
-    return {"weight": rounded.codes, "weight_scale_inv": rounded.scales[::BLOCK]}
+    quantized = quantize_blocks(values)
+    return {"weight": quantized.values, "weight_scale_inv": quantized.scales[::BLOCK]}
 
 
 def round_outputs(values: Tensor) -> Parts:
-    rounded = round_rows(values)
-    return {"weight": rounded.codes, "weight_scale": rounded.scales}
+    quantized = quantize_rows(values)
+    return {"weight": quantized.values, "weight_scale": quantized.scales}
 
 
 MADE: dict[str, tuple[dict[str, Any], Callable[[Tensor], Parts] | None]] = {

@@ -69,7 +69,7 @@ class Case:
             else fp8_norm(ResidualStream(self.x), self.norm_in)
         )
         y: Tensor = torch._scaled_mm(
-            rows.codes,
+            rows.values,
             weight.stored.fp8.t(),
             scale_a=rows.scales,
             scale_b=weight.stored.scales.t(),

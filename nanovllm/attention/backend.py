@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache, whatever the device."""
+"""The interface of attention over a paged KV cache, for every device."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from nanovllm.ops.interface import LayerCache
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """The rows of a step as host columns; row i runs counts[i] positions from starts[i]."""
+    """The rows of a step as host arrays; row i runs counts[i] positions from starts[i]."""
 
     slots: npt.NDArray[np.int32]
     starts: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int32]
-    block_table: Tensor  # [slots, max_blocks] int32 on the device; unspecified past a row's blocks
+    block_table: Tensor  # int32 [slots, max_blocks] on the device; undefined past a row's blocks
 
     def last_tokens(self, is_chosen: npt.NDArray[np.bool_]) -> BatchRows:
-        """Return some of the rows, each with its last position alone."""
+        """Return the chosen rows, each reduced to its last position."""
         counts = self.counts[is_chosen]
         starts = self.starts[is_chosen] + counts - 1
         return BatchRows(self.slots[is_chosen], starts, np.ones_like(counts), self.block_table)
@@ -30,17 +30,20 @@ class BatchRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """How the queries of a layer weigh keys."""
+    """The attention parameters of a layer."""
 
-    scale: float  # of the scores
-    window: int | None = None  # how many of the newest keys a query sees, its own included
+    scale: float  # multiplies the scores
+    window: int | None = None  # keys that a query sees, its own included; None: all
 
 
 class AttentionBackend(Protocol):
-    """`plan` runs once per step, `attend` once per layer, after the step's k and v are cached."""
+    """An attention implementation.
+
+    `plan` runs once per step, `attend` once per layer, after the step's k and v are cached.
+    """
 
     def plan(self, rows: BatchRows) -> Any:
-        """Prepare what every layer of this step needs."""
+        """Prepare the metadata that all layers of this step share."""
 
     def attend(self, q: Tensor, cache: LayerCache, plan: Any, spec: AttentionSpec) -> Tensor:
         """Return causal attention of q [tokens, heads, head_dim] over each row's context."""
@@ -48,28 +51,29 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """Which rows of one token begin with the same blocks, as device tensors."""
+    """Groups of decode rows that begin with the same blocks, as device tensors."""
 
-    groups: Tensor  # [4, groups]: a member's slot, shared keys, first place in members, members
+    # [4, groups]: slot of one member, number of shared keys, offset into members, member count
+    groups: Tensor
     members: Tensor  # [rows], the rows of each group
-    lens: Tensor  # [rows], the keys that a row shares with its group
+    lens: Tensor  # [rows], number of keys that a row shares with its group
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Rows of one token, row i being token i, as device tensors that a graph reads anew."""
+    """Decode rows, where row i is token i, as device tensors that every graph replay reads."""
 
-    block_table: Tensor  # as for BatchRows
+    block_table: Tensor  # as in BatchRows
     slots: Tensor
-    context_lens: Tensor  # 0 is padding
-    order: Tensor | None  # the rows as they should start; None: as they come
-    max_context: int | None = None  # bounds the lengths; None: the table does
+    context_lens: Tensor  # 0: padding
+    order: Tensor | None  # the order in which rows should start; None: as given
+    max_context: int | None = None  # upper bound of context_lens; None: the block table's width
     shared: SharedRows | None = None
 
 
 @runtime_checkable
 class GraphedAttention(AttentionBackend, Protocol):
-    """A backend whose decode steps a CUDA graph can repeat."""
+    """A backend whose decode steps can be captured in a CUDA graph."""
 
     def decode_plan(self, rows: DecodeRows) -> Any:
-        """Prepare what every layer of a graph needs."""
+        """Prepare the metadata that all layers of a graph share."""

@@ -1,6 +1,6 @@
 """Attention in plain torch, on any device: SDPA, row by row, over each row's own tokens only.
 
-Query heads that share a kv head are seen as a batch, so grouped-query attention copies nothing.
+Query heads that share a kv head are treated as a batch, so grouped-query attention copies nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from nanovllm.ops.fp8 import Fp8Rows, dequantize
 from nanovllm.ops.interface import LayerCache
 from nanovllm.ops.torch_ops import upcast
 
-QUERY_TILE = 512  # queries per call when a mask is needed, which bounds the mask's memory
+QUERY_TILE = 512  # queries per call with a mask, which bounds the mask's memory
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """One row of several tokens: batch[offset : offset + count] continues `start` cached tokens."""
+    """One row of the batch: tokens [offset : offset + count] follow `start` cached tokens."""
 
     offset: int
     count: int
@@ -33,7 +33,7 @@ class PrefillRow:
 class SdpaAttention:
     def __init__(self, block_size: int, product_dtype: torch.dtype | None = None) -> None:
         self.block_size = block_size
-        self.product_dtype = product_dtype  # None: that of the cache
+        self.product_dtype = product_dtype  # None: the dtype of the cache
 
     def plan(self, rows: BatchRows) -> list[PrefillRow]:
         offsets = np.cumsum(rows.counts) - rows.counts
@@ -49,7 +49,7 @@ class SdpaAttention:
 
 
 def plan_row(rows: BatchRows, i: int, offsets: np.ndarray, block_size: int) -> PrefillRow:
-    """Describe one row; `offsets` says where each begins in the batch."""
+    """Describe row i; `offsets` holds the first token of each row in the batch."""
     start, count = int(rows.starts[i]), int(rows.counts[i])
     num_blocks = -(-(start + count) // block_size)
     block_ids = rows.block_table[int(rows.slots[i]), :num_blocks].long()
@@ -64,7 +64,7 @@ def attend_prefill(
     output: Tensor,
     product_dtype: torch.dtype | None = None,
 ) -> None:
-    """Attend from the last `count` positions of a row to all of it, or what the window shows."""
+    """Attend from the last `count` positions of a row to all of it, or to their windows."""
     part = slice(row.offset, row.offset + row.count)
     q, output = q[part], output[part]
     length = row.start + row.count
@@ -99,19 +99,19 @@ def _gather_blocks(
 ) -> Tensor:
     if exponents is None:
         return cached.flatten(1).index_select(0, block_ids)
-    codes = cached.view(torch.uint8).flatten(1).index_select(0, block_ids).view(cached.dtype)
-    codes = codes.view(-1, *cached.shape[1:])  # [blocks, block_size, kv_heads, head_dim]
+    values = cached.view(torch.uint8).flatten(1).index_select(0, block_ids).view(cached.dtype)
+    values = values.view(-1, *cached.shape[1:])  # [blocks, block_size, kv_heads, head_dim]
     by_token = exponents.index_select(0, block_ids).transpose(1, 2)
-    return dequantize(Fp8Rows(codes, by_token), dtype)
+    return dequantize(Fp8Rows(values, by_token), dtype)
 
 
 def _grouped_sdpa(
     q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None, scale: float
 ) -> Tensor:
-    """SDPA of q [queries, heads, dim] over k, v [1, kv_heads, tokens, dim]; None means causal."""
+    """Run SDPA of q [queries, heads, dim] over k, v [1, kv_heads, tokens, dim]; no mask: causal."""
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    # kv heads become the batch and each is broadcast over its query heads: a view, not a copy.
+    # kv heads become the batch, and each is broadcast over its query heads: a view, not a copy.
     groups = q.view(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     size = groups.shape[1]
     k = k.transpose(0, 1).expand(-1, size, -1, -1)

@@ -1,4 +1,4 @@
-"""What every layer needs at construction, and the batch it is called with."""
+"""What every layer is built from, and the batch it is called with."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nanovllm.ops.tp_group import ALONE, TPGroup
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Device, dtype and layouts of parameters, their operations and the ranks that share them."""
+    """The device, dtype, quantized layouts, operations and ranks that layers are built for."""
 
     device: torch.device
     dtype: torch.dtype
     attention: AttentionBackend
     ops: Ops
     group: TPGroup = ALONE
-    layouts: Layouts | None = None  # of quantized weights; None: all are dense
+    layouts: Layouts | None = None  # quantized layout by module name; None: all weights are dense
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         tensor = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
@@ -33,10 +33,10 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens whose logits are wanted: each the last one of its row."""
+    """The tokens whose logits are needed; each is the last token of its row."""
 
-    index: Tensor  # into the batch
-    attention: Any  # the attention backend's plan for them alone
+    index: Tensor  # indices into the batch
+    attention: Any  # the attention backend's plan for these tokens alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class ForwardBatch:
 
     input_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
-    slot_mapping: Tensor  # [tokens], where each one's key and value go, counted in tokens
-    sampled: SampledTokens | None  # None: all of them
+    slot_mapping: Tensor  # [tokens], token -> position in the KV cache
+    sampled: SampledTokens | None  # None: all tokens
     attention: Any  # the attention backend's plan for this step
     caches: list[LayerCache]
 
@@ -55,12 +55,12 @@ class Layer(nn.Module):
     """A module that is loaded, then packed, then called."""
 
     def __call__(self, *args: Any) -> Any:
-        # nn.Module looks for hooks in every call; with some 300 calls a step that is a millisecond.
+        # nn.Module checks for hooks in every call: about a millisecond for the 300 calls of a step.
         return self.forward(*args)
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
-        """Name the checkpoint's tensors that fill this layer's own parameters, not its modules'."""
+        """Return the checkpoint tensors of this layer's own parameters, without its submodules'."""
         return {}
 
     def pack(self, has_room: bool) -> None:
-        """Lay the loaded parameters out as they run; `has_room` allows a second copy of them."""
+        """Lay out the loaded parameters for the kernels; `has_room` allows a second copy."""

@@ -1,7 +1,7 @@
-"""The weights of projections while they are loaded: dense, or quantized as they are stored.
+"""The weights of projections during loading: dense, or quantized as in the checkpoint.
 
-A layer names the outputs and inputs that it needs. Its weight makes the parameters, which may be
-several tensors, and names the checkpoint's tensors that fill them.
+A layer specifies the outputs and inputs that it needs. Its weight creates the parameters, which may
+be several tensors, and lists the checkpoint tensors that fill them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     from nanovllm.layers.build import Build
     from nanovllm.layers.quantized_weights import BlockTensors, WordTensors
 
-# Output sizes of a weight by checkpoint name; one tensor may hold several outputs (q, k and v).
+# Output shards of a weight by checkpoint name; one tensor may hold several outputs (q, k and v).
 Outputs = dict[str, list[Shard]]
-Layouts = Callable[[str], QuantLayout | None]  # by module; None: dense, or to be dequantized
+Layouts = Callable[[str], QuantLayout | None]  # by module name; None: dense
 
 
 class LayerWeight(nn.Module):
-    """The weight of a projection, its outputs in this order; the names of tensors decide its kind.
+    """The weight of a projection, with its outputs in this order.
 
-    `is_uniform` refuses quantized tensors of several layouts.
+    It stays quantized if the checkpoint stores all its tensors in layouts that the kernels read.
+    With `is_uniform`, they must all have the same layout.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class LayerWeight(nn.Module):
             self.use_dense()
 
     def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
-        """Name the checkpoint's tensors (parent + "q_proj.weight"), and what this rank takes."""
+        """Return the checkpoint tensors (parent + "q_proj.weight") and this rank's parts."""
         if self.tensors is None:
             self.tensors = self._create_quantized(parent)
         if self.tensors is None:
@@ -61,15 +62,15 @@ class LayerWeight(nn.Module):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the weight is dense; known once `expected_tensors` was called."""
+        """Whether the weight is dense; valid after `expected_tensors` was called."""
         return isinstance(self.tensors, DenseTensor)
 
     def use_dense(self) -> None:
-        """Dequantize the weight while it is loaded."""
+        """Load the weight as a dense tensor; a quantized one is dequantized during loading."""
         self.tensors = DenseTensor(self.outputs, self.inputs, self.build)
 
     def for_ops(self, num_experts: int | None = None) -> Weight:
-        """The loaded weight as `Ops` takes it; with experts, the rows of each follow another's."""
+        """Return the loaded weight as `Ops` takes it; the rows of experts come expert by expert."""
         assert self.tensors is not None
         return self.tensors.for_ops(num_experts)
 

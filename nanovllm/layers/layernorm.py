@@ -1,4 +1,4 @@
-"""RMSNorms; where a projection follows, it is the one to apply them."""
+"""RMSNorm layers; a projection that follows a norm applies it itself, in one fused operation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import Build, Layer
-from nanovllm.layers.shards import ExpectedTensor, expect_whole
+from nanovllm.layers.shards import ExpectedTensor, expect_replicated
 from nanovllm.ops.interface import NormWeights, QKNormWeights, ResidualStream
 
 
 class RMSNorm(Layer):
-    """Normalizes hidden states."""
+    """RMSNorm of hidden states."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -25,14 +25,14 @@ class RMSNorm(Layer):
         return self.ops.norm(ResidualStream(x), self.weights)[0]
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
-        return {f"{path}.weight": expect_whole(self.weight)}
+        return {f"{path}.weight": expect_replicated(self.weight)}
 
     def pack(self, has_room: bool) -> None:
         self.weight.add_(self.offset)
 
 
 class QKNorm(Layer):
-    """Normalizes every head of q and k, on their way through the rotation."""
+    """RMSNorm of every head of q and k; `Ops.rope_write` applies it before the rotation."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class QKNorm(Layer):
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         parent = path.rpartition(".")[0]
-        q, k = map(expect_whole, self.weight)
+        q, k = map(expect_replicated, self.weight)
         return {f"{parent}.q_norm.weight": q, f"{parent}.k_norm.weight": k}
 
     def pack(self, has_room: bool) -> None:

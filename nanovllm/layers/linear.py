@@ -1,6 +1,6 @@
-"""Projections, token embedding and LM head; ranks share their outputs, inputs or vocabulary.
+"""Projections, token embedding and LM head, sharded by outputs, inputs or vocabulary.
 
-A projection has one weight, or several of the checkpoint's stacked so that one product serves all.
+A projection has one weight, which may stack several checkpoint weights into a single product.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from nanovllm.layers.shards import (
     Shard,
     expect_stack,
     num_outputs,
-    split,
-    whole,
+    replicated,
+    sharded,
 )
 from nanovllm.ops.interface import Activation, PackedLinear, ResidualStream
 from nanovllm.ops.quantized_weight import Weight
 
 
 class MergedLinear(Layer):
-    """Projects to several outputs at once, such as q, k and v, or gate and up.
+    """A projection to several outputs at once, such as q, k and v, or gate and up.
 
-    One with an activation returns activation(gate) * up.
+    With an activation it returns activation(gate) * up.
     """
 
-    packed: PackedLinear  # once it is loaded
+    packed: PackedLinear  # set by `pack`
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class MergedLinear(Layer):
         return self.packed(x)
 
     def after_norm(self, hidden: ResidualStream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Project the norm of hidden; return also the residual, to which its update is added."""
+        """Project the norm of residual + update; also return that sum, the new residual."""
         return self.packed.after_norm(hidden, norm.weights)
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
@@ -67,37 +67,37 @@ class MergedLinear(Layer):
 
 
 class RowParallelLinear(MergedLinear):
-    """A projection of what is spread over the ranks; their results are added up."""
+    """A projection whose inputs are sharded; the ranks' outputs are summed."""
 
     def __init__(
         self, inputs: Shard, out_features: int, bias: bool, build: Build, name: str
     ) -> None:
-        super().__init__(inputs, {name: [whole(out_features)]}, bias, build)
+        super().__init__(inputs, {name: [replicated(out_features)]}, bias, build)
         self.group = build.group
 
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.packed(x))
 
     def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
-        """Project x, for the next norm to add it to the residual."""
+        """Project x to an update of the residual, which the next norm adds."""
         if self.group.is_alone:
             return self.packed.add_to(residual, x)
-        return ResidualStream(residual, self(x))  # every rank has the residual: their sum must not
+        return ResidualStream(residual, self(x))  # the residual is replicated: sum only the update
 
     def pack(self, has_room: bool) -> None:
         if self.group.rank > 0:
-            self.bias = None  # rank 0 adds it
+            self.bias = None  # rank 0 alone adds it, as outputs are summed
         super().pack(has_room)
 
 
 class Embedding(Layer):
-    table: Weight  # once it is loaded
+    table: Weight  # set by `pack`
 
     def __init__(self, num_embeddings: int, dim: int, scale: float, build: Build) -> None:
         super().__init__()
-        self.vocab = split(num_embeddings, build.group)
-        self.weight = LayerWeight({"": [self.vocab]}, whole(dim), build)
-        self.scale = torch.tensor(scale).to(build.dtype).item()  # rounded, as it was in training
+        self.vocab = sharded(num_embeddings, build.group)
+        self.weight = LayerWeight({"": [self.vocab]}, replicated(dim), build)
+        self.scale = torch.tensor(scale).to(build.dtype).item()  # rounded, as in training
         self.ops, self.group = build.ops, build.group
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -116,18 +116,18 @@ class Embedding(Layer):
 
 
 class LMHead(MergedLinear):
-    """Projects hidden states to logits; `tied` makes it use the embedding's weight."""
+    """The projection of hidden states to logits; `tied` makes it use the embedding's weight."""
 
     def __init__(self, dim: int, vocab_size: int, build: Build, tied: Embedding | None) -> None:
-        outputs = {"lm_head": [split(vocab_size, build.group)]}
-        super().__init__(whole(dim), outputs, False, build)
+        outputs = {"lm_head": [sharded(vocab_size, build.group)]}
+        super().__init__(replicated(dim), outputs, False, build)
         self.vocab_size, self.group = vocab_size, build.group
         self.is_tied = tied is not None
         if tied is not None:
             self.weight = tied.weight
 
     def logits(self, hidden: ResidualStream, norm: RMSNorm) -> Tensor:
-        """Project the norm of hidden to the logits of the whole vocabulary, without padding."""
+        """Return the logits of the whole vocabulary on every rank, without padding."""
         shard, _ = self.after_norm(hidden, norm)
         logits = self.group.gather_columns(shard)
         is_padded = logits.shape[1] > self.vocab_size

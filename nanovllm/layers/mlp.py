@@ -1,4 +1,4 @@
-"""The gated MLP."""
+"""The gated MLP: down(activation(gate(x)) * up(x))."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from nanovllm.config import ModelConfig
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
-from nanovllm.layers.shards import split, whole
+from nanovllm.layers.shards import replicated, sharded
 from nanovllm.ops.interface import ResidualStream
 
 
 class GatedMLP(Layer):
-    """`merged` is the checkpoint's name for gate and up where it stores them as one weight."""
+    """A gated MLP; `merged` names the checkpoint weight that stores gate and up as one."""
 
     def __init__(self, config: ModelConfig, build: Build, merged: str | None = None) -> None:
         super().__init__()
-        size, bias = split(config.intermediate_size, build.group), config.mlp_bias
+        size, bias = sharded(config.intermediate_size, build.group), config.mlp_bias
         outputs = {"gate_proj": [size], "up_proj": [size]}
         if merged is not None:
             outputs = {merged: [size, size]}
-        inputs = whole(config.hidden_size)
+        inputs = replicated(config.hidden_size)
         self.gate_up_proj = MergedLinear(inputs, outputs, bias, build, config.activation)
         self.down_proj = RowParallelLinear(size, config.hidden_size, bias, build, "down_proj")
 

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the MLP: every token runs through a few of many."""
+"""A mixture of experts in place of the MLP: each token runs through a few of many experts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layer_weight import LayerWeight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
-from nanovllm.layers.shards import ExpectedTensor, split, whole
+from nanovllm.layers.shards import ExpectedTensor, replicated, sharded
 from nanovllm.ops.interface import PackedExperts, ResidualStream, Routing
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What a checkpoint calls an expert's projections."""
+    """A checkpoint's names for the projections of an expert."""
 
     gate: str
     up: str
@@ -23,19 +23,19 @@ class ExpertNames:
 
 
 class SparseMLP(Layer):
-    """A router chooses each token's experts; what they give is added up by its weights.
+    """A router chooses each token's experts and weights their outputs.
 
-    A rank has a share of every expert.
+    Every rank has a shard of every expert.
     """
 
-    packed: PackedExperts  # once it is loaded
+    packed: PackedExperts  # set by `pack`
 
     def __init__(
         self, hidden_size: int, config: ExpertsConfig, names: ExpertNames, build: Build
     ) -> None:
         super().__init__()
-        hidden, size = whole(hidden_size), split(config.size, build.group)
-        self.gate = MergedLinear(hidden, {"gate": [whole(config.num_experts)]}, False, build)
+        hidden, size = replicated(hidden_size), sharded(config.size, build.group)
+        self.gate = MergedLinear(hidden, {"gate": [replicated(config.num_experts)]}, False, build)
         experts = [f"experts.{i}." for i in range(config.num_experts)]
         gate_up = {f"{e}{name}": [size] for e in experts for name in (names.gate, names.up)}
         self.gate_up = LayerWeight(gate_up, hidden, build, is_uniform=True)
@@ -52,7 +52,8 @@ class SparseMLP(Layer):
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         weights = self.gate_up, self.down
         tensors = [weight.expected_tensors(f"{path}.") for weight in weights]
-        if self.gate_up.is_dense != self.down.is_dense:  # kernels take experts of one kind
+        # Kernels need both weights dense, or both quantized.
+        if self.gate_up.is_dense != self.down.is_dense:
             for weight in weights:
                 weight.use_dense()
             tensors = [weight.expected_tensors(f"{path}.") for weight in weights]

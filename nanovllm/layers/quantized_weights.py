@@ -1,4 +1,4 @@
-"""Weights that stay quantized: FP8 and int4 in words, or GGUF's quant blocks."""
+"""Weights that stay quantized in memory: FP8 and int4 in words, or GGUF quant blocks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def create_quantized(
     layouts: list[QuantLayout], outputs: Outputs, inputs: Shard, build: Build
 ) -> WordTensors | BlockTensors | None:
-    """None: no kernel reads such tensors, or the share that this rank has of them."""
+    """Create a quantized weight, or return None if no kernel reads its layouts or this shard."""
     if not layouts[0].block_bytes:
         layout = common_layout(layouts, inputs)
         return None if layout is None else WordTensors(outputs, inputs, layout, build)
@@ -47,7 +47,7 @@ def create_quantized(
 
 
 def common_layout(layouts: Sequence[QuantLayout], inputs: Shard) -> QuantLayout | None:
-    """The layout that all tensors of a projection have, if kernels read it and no group is cut."""
+    """Return the layout shared by all tensors, if kernels read it and the shard cuts no group."""
     if len({(layout.kind, layout.group) for layout in layouts}) > 1:
         return None
     kind, group = layouts[0].kind, layouts[0].group
@@ -61,7 +61,7 @@ def common_layout(layouts: Sequence[QuantLayout], inputs: Shard) -> QuantLayout 
 
 
 class WordTensors(nn.Module):
-    """FP8 or int4 in words, with scales and zero points: `quantized_weight.py` has the layout."""
+    """FP8 or int4 in words, with scales and zero points; `quantized_weight.py` has the layout."""
 
     def __init__(self, outputs: Outputs, inputs: Shard, layout: QuantLayout, build: Build) -> None:
         super().__init__()
@@ -81,12 +81,12 @@ class WordTensors(nn.Module):
 
     def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
         weight, tensors, first = self.for_ops(), {}, 0
-        for name, shares in self.outputs.items():
-            expected, parts = expect_shards(self.qweight[first:], shares, self.inputs), []
-            for share, part in zip(shares, expected.parts, strict=True):
+        for name, shards in self.outputs.items():
+            expected, parts = expect_shards(self.qweight[first:], shards, self.inputs), []
+            for shard, part in zip(shards, expected.parts, strict=True):
                 rows = QuantizedRows(weight, first, len(part.target), self.layout.group)
                 parts.append(CopiedPart(part.source, rows))
-                first += share.count
+                first += shard.count
             tensors[f"{parent}{name}.weight"] = replace(expected, parts=tuple(parts))
         return tensors
 
@@ -97,7 +97,7 @@ class WordTensors(nn.Module):
 
 
 class BlockTensors(nn.Module):
-    """Rows of GGUF's quant blocks, a tensor [outputs, bytes] for each run of one type."""
+    """Rows of GGUF quant blocks, as one tensor [outputs, bytes] per run of outputs of one type."""
 
     def __init__(
         self, layouts: list[QuantLayout], outputs: Outputs, inputs: Shard, build: Build
@@ -112,14 +112,14 @@ class BlockTensors(nn.Module):
             build.parameter(num_outputs(run), byte_columns(layout, inputs).count, dtype=torch.uint8)
             for layout, run in self.runs
         )
-        self.weight: PanelWeight | None = None  # in place of the rows
+        self.weight: PanelWeight | None = None  # replaces the rows once packed
 
     def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
         tensors = {}
         for (layout, outputs), rows in zip(self.runs, self.rows, strict=True):
-            shares = [share for each in outputs.values() for share in each]
-            if any(share.first + share.count > share.size for share in shares):
-                rows.zero_()  # padding becomes zeros
+            shards = [shard for each in outputs.values() for shard in each]
+            if any(shard.first + shard.count > shard.size for shard in shards):
+                rows.zero_()  # padding is not in the checkpoint
             expected = expect_stack(rows, outputs, byte_columns(layout, self.inputs))
             for name, tensor in expected.items():
                 shape = tensor.shape[0], self.inputs.size
@@ -133,17 +133,17 @@ class BlockTensors(nn.Module):
             for layout, _ in self.runs:
                 rows = self.rows[0].view(num_experts or 1, -1, self.rows[0].shape[1])
                 parts.append(self.ops.pack_blocks(layout.kind, rows))
-                self.rows = self.rows[1:]  # so that no more than one is held twice
+                self.rows = self.rows[1:]  # free each tensor before the next is packed
             self.weight = PanelWeight(tuple(parts))
         return self.weight
 
 
 def has_whole_blocks(layout: QuantLayout, inputs: Shard) -> bool:
-    """Whether neither the tensor nor a rank's share of its columns cuts a quant block."""
+    """Whether neither the tensor nor this rank's shard of its columns cuts a quant block."""
     return not any(size % layout.group for size in (inputs.size, inputs.first, inputs.count))
 
 
 def byte_columns(layout: QuantLayout, inputs: Shard) -> Shard:
-    """The share in bytes of a row."""
+    """Return the shard of inputs in bytes of a row."""
     sizes = inputs.size, inputs.first, inputs.count
     return Shard(*(size // layout.group * layout.block_bytes for size in sizes))

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the cosines and sines of every position."""
+"""Rotary position embedding: the table of cosines and sines of every position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rope_table(head_dim: int, max_position: int, rope: RopeConfig, device: torch
 
 
 def rope_frequencies(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tensor:
-    """Return the angle per position of each pair, scaled as the checkpoint was trained."""
+    """Return each pair's rotation per position in radians, with the checkpoint's rope scaling."""
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
     if rope.kind == "dynamic":
         return 1.0 / _dynamic_base(head_dim, rope, positions) ** exponents
@@ -36,9 +36,9 @@ def rope_frequencies(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tens
 
 
 def _dynamic_base(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tensor:
-    """Past the trained context the base grows with the length that a sequence has by then.
+    """Return the base of each position, which grows past the trained context.
 
-    A token keeps the rotation that it got when it was the newest, whatever is in its batch.
+    It depends on the sequence length up to that token, so a token's rotation never changes later.
     """
     lengths = (positions + 1).clamp(min=rope.original_max_position)
     growth = rope.factor * lengths / rope.original_max_position - (rope.factor - 1)
@@ -46,15 +46,15 @@ def _dynamic_base(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Slow frequencies are divided by the factor, fast ones kept, those between blended."""
-    rotations = rope.original_max_position * frequencies / (2 * math.pi)  # over the trained context
+    """Divide low frequencies by the factor, keep high ones, and blend those in between."""
+    rotations = rope.original_max_position * frequencies / (2 * math.pi)  # within the context
     blend = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0, 1)
     return frequencies * (blend + (1 - blend) / rope.factor)
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """The same, blended by the index of the frequency."""
+    """Likewise divide low frequencies, but blend by the index of the frequency."""
     num_frequencies = len(frequencies)
     first, last = (
         num_frequencies

@@ -1,4 +1,4 @@
-"""Self-attention over the paged cache."""
+"""Self-attention over the paged KV cache."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from nanovllm.config import ModelConfig
 from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
-from nanovllm.layers.shards import split, split_kv_heads, whole
+from nanovllm.layers.shards import replicated, sharded, split_kv_heads
 from nanovllm.ops.interface import ResidualStream
 
 
 class SelfAttention(Layer):
-    """`merged` is the checkpoint's name for q, k and v where it stores them as one weight."""
+    """Self-attention; `merged` names the checkpoint weight that stores q, k and v as one."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class SelfAttention(Layer):
         merged: str | None = None,
     ) -> None:
         super().__init__()
-        heads = split(config.num_heads, build.group)
+        heads = sharded(config.num_heads, build.group)
         kv_heads = split_kv_heads(config.num_kv_heads, build.group)
         self.num_heads, self.head_dim = heads.count, config.head_dim
         self.layer_index, self.is_last = layer_index, layer_index + 1 == config.num_layers
@@ -35,21 +35,22 @@ class SelfAttention(Layer):
         outputs = {"q_proj": [q], "k_proj": [kv], "v_proj": [kv]}
         if merged is not None:
             outputs = {merged: [q, kv, kv]}
-        self.qkv_proj = MergedLinear(whole(config.hidden_size), outputs, config.qkv_bias, build)
+        inputs = replicated(config.hidden_size)
+        self.qkv_proj = MergedLinear(inputs, outputs, config.qkv_bias, build)
         self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, build, "o_proj")
         self.qk_norm = qk_norm
 
     def forward(
         self, hidden: ResidualStream, norm: RMSNorm, rope: Tensor, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
-        """Return the heads' outputs, which `o_proj` is to project, and the residual."""
+        """Return the outputs of the heads, before `o_proj`, and the residual."""
         qkv, residual = self.qkv_proj.after_norm(hidden, norm)
         qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
         cache, plan = batch.caches[self.layer_index], batch.attention
         qk_norm = None if self.qk_norm is None else self.qk_norm.weights
         self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache, batch.slot_mapping)
         q = qkv[:, : self.num_heads]
-        # Of the last layer, tokens without logits need only keys and values.
+        # In the last layer, tokens without logits only need their keys and values cached.
         if self.is_last and (kept := batch.sampled) is not None:
             q, residual, plan = q[kept.index], residual[kept.index], kept.attention
         return self.attention.attend(q, cache, plan, self.spec).flatten(1), residual

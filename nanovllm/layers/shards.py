@@ -1,4 +1,4 @@
-"""Tensor-parallel shares: which part of a weight a rank holds, and what it copies from where."""
+"""Tensor-parallel shards: the parts of weights that a rank holds and copies from a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from nanovllm.ops.tp_group import TPGroup
 class Shard:
     """A rank's part of a dimension: `count` elements from `first` on.
 
-    A dimension that does not divide is padded: elements from `size` on are not in the checkpoint.
+    A dimension that does not divide evenly is padded: elements from `size` on are not in the
+    checkpoint.
     """
 
-    size: int  # of the whole dimension, as a checkpoint stores it
+    size: int  # the whole dimension in the checkpoint
     first: int
     count: int
 
     def times(self, unit: int) -> Shard:
-        """The same share in smaller units: a share of heads, times head_dim, is one of outputs."""
+        """Return the shard in smaller units: heads times head_dim are outputs."""
         return Shard(self.size * unit, self.first * unit, self.count * unit)
 
     @property
@@ -33,30 +34,30 @@ class Shard:
         return slice(min(self.first, self.size), min(self.first + self.count, self.size))
 
 
-def whole(size: int) -> Shard:
+def replicated(size: int) -> Shard:
     return Shard(size, 0, size)
 
 
-def split(size: int, group: TPGroup) -> Shard:
-    """Equal parts; the last are padded where the size does not divide."""
+def sharded(size: int, group: TPGroup) -> Shard:
+    """Return this rank's equal part; the last ranks are padded if the size does not divide."""
     count = -(-size // group.size)
     return Shard(size, group.rank * count, count)
 
 
 def split_kv_heads(num_heads: int, group: TPGroup) -> Shard:
-    """Equal parts; ranks that outnumber the heads hold one each, some of them the same one."""
+    """Return this rank's equal part; if ranks outnumber the heads, several hold the same head."""
     first = group.rank * num_heads // group.size
     return Shard(num_heads, first, max(num_heads // group.size, 1))
 
 
 def check_splits(model: ModelConfig, size: int) -> None:
-    """Refuse sizes that do not divide by the number of ranks, by name."""
+    """Raise ConfigError if the number of ranks does not divide the model's sizes."""
     dense = model.experts is None or model.experts.dense_layers
     sizes = {
         "num_attention_heads": model.num_heads,
         "intermediate_size": model.intermediate_size if dense else 0,
         "the experts' intermediate size": 0 if model.experts is None else model.experts.size,
-        # More ranks than kv heads share them, if that comes out even.
+        # If ranks outnumber kv heads, an equal number of ranks must share each head.
         "num_key_value_heads": model.num_kv_heads if size % model.num_kv_heads else 0,
     }
     if problems := [f"{name}={number}" for name, number in sizes.items() if number % size]:
@@ -67,17 +68,17 @@ def check_splits(model: ModelConfig, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CopiedPart:
-    source: tuple[slice, ...]  # of the stored tensor; (): all of it
+    source: tuple[slice, ...]  # index into the checkpoint tensor; (): all of it
     target: Tensor | QuantizedRows
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTensor:
-    """A tensor that a checkpoint must have, and the parts of it that this rank copies."""
+    """A tensor that the checkpoint must contain, and the parts of it that this rank copies."""
 
-    shape: tuple[int, ...]  # as it is stored
+    shape: tuple[int, ...]  # in the checkpoint
     parts: tuple[CopiedPart, ...]
-    is_blocks: bool = False  # whether the parts are bytes of GGUF's quant blocks, not elements
+    is_blocks: bool = False  # whether the parts are bytes of GGUF quant blocks, not elements
 
     @property
     def is_quantized(self) -> bool:
@@ -89,35 +90,35 @@ class ExpectedTensor:
         return sum(part.target.nbytes for part in self.parts)
 
 
-def expect_whole(target: Tensor) -> ExpectedTensor:
+def expect_replicated(target: Tensor) -> ExpectedTensor:
     return ExpectedTensor(tuple(target.shape), (CopiedPart((), target),))
 
 
 def expect_shards(target: Tensor, rows: list[Shard], *columns: Shard) -> ExpectedTensor:
-    """Expect a tensor whose rows are several dimensions, one below another: take a share of each.
+    """Expect a tensor whose rows concatenate several dimensions, and copy a shard of each.
 
-    The shares fill the target in the same order.
+    The shards fill the target in the same order.
     """
     parts, stored, first = [], 0, 0
-    for share in rows:
-        begin, end = share.stored.start, share.stored.stop
+    for shard in rows:
+        begin, end = shard.stored.start, shard.stored.stop
         source = slice(stored + begin, stored + end), *(column.stored for column in columns)
         parts.append(CopiedPart(source, target[first : first + end - begin]))
-        stored, first = stored + share.size, first + share.count
+        stored, first = stored + shard.size, first + shard.count
     return ExpectedTensor((stored, *(column.size for column in columns)), tuple(parts))
 
 
 def expect_stack(
     target: Tensor, outputs: dict[str, list[Shard]], *columns: Shard
 ) -> dict[str, ExpectedTensor]:
-    """Expect a tensor for each name; their shares fill the target one below another."""
+    """Expect one tensor per name; their shards fill the rows of the target in this order."""
     tensors, first = {}, 0
     for name, rows in outputs.items():
         tensors[name] = expect_shards(target[first:], rows, *columns)
-        first += sum(share.count for share in rows)
+        first += sum(shard.count for shard in rows)
     return tensors
 
 
 def num_outputs(outputs: dict[str, list[Shard]]) -> int:
-    """How many this rank has of them all."""
-    return sum(share.count for rows in outputs.values() for share in rows)
+    """Return the number of outputs that this rank holds."""
+    return sum(shard.count for rows in outputs.values() for shard in rows)

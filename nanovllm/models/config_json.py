@@ -1,4 +1,4 @@
-"""Read config.json, in the layout of transformers 4 or 5, as far as families have it in common."""
+"""Read the fields of config.json that all families share, as transformers 4 or 5 writes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanovllm.validation import check_types
 
 INT32_MAX = 2**31 - 1
 MAX_SIZE, MAX_LAYERS = 1 << 24, 1 << 10
-# The sizes that the memory estimate multiplies, with the range of each.
+# The sizes that enter the memory estimate, each with its valid range.
 SIZES = {
     "vocab_size": (1, MAX_SIZE),
     "hidden_size": (1, MAX_SIZE),
@@ -32,10 +32,9 @@ SIZES = {
     "num_experts_per_tok": (0, MAX_SIZE),
     "moe_intermediate_size": (0, MAX_SIZE),
 }
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # and "factors", of GGUF files
-# Those that are not named like the whole model; the second reads images too.
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # GGUF files add "factors"
+# Headless classes not named like the full model; Gemma3Model also reads images: unsupported.
 BODIES = {"Gemma3TextModel": "Gemma3ForCausalLM", "Gemma3Model": "Gemma3Model"}
-# By their names in config.json.
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -43,7 +42,7 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
-    """Refuse sizes of the wrong type or range; null means a field left out."""
+    """Raise CheckpointError for sizes of the wrong type or range; null is like a missing field."""
     for name, (low, high) in SIZES.items():
         value = config.get(name)
         if value is not None and not (type(value) is int and low <= value <= high):
@@ -54,7 +53,7 @@ def check_fields(config: Mapping[str, Any]) -> None:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Refuse values of the wrong type, and sizes that do not go together."""
+    """Raise CheckpointError for values of the wrong type, and for inconsistent sizes."""
     ropes = list({id(layer.rope): layer.rope for layer in model.layers}.values())
     try:
         for record in (model, *ropes, *([model.experts] if model.experts else [])):
@@ -63,7 +62,7 @@ def check_model(model: ModelConfig) -> None:
         raise CheckpointError(f"config.json: {error}") from error
     if model.num_heads % model.num_kv_heads:
         raise CheckpointError(
-            f"config.json: num_attention_heads={model.num_heads} is no multiple of "
+            f"config.json: num_attention_heads={model.num_heads} is not a multiple of "
             f"num_key_value_heads={model.num_kv_heads}"
         )
     if model.head_dim % 2:
@@ -81,9 +80,9 @@ def check_model(model: ModelConfig) -> None:
 
 
 def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Read what all families have; a family's file reads the rest.
+    """Read the fields that all families share; a family's own file reads the rest.
 
-    What would change the numbers and is not supported is refused by name.
+    Unsupported settings that would change the output raise an error that names them.
     """
     hidden_size, num_heads = field(config, "hidden_size"), field(config, "num_attention_heads")
     activation = config.get("hidden_act") or "silu"
@@ -93,7 +92,7 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
         )
     if config.get("is_causal") is False:
         raise UnsupportedModelError(
-            "is_causal=False in config.json, attention to later tokens, is not supported"
+            "is_causal=False in config.json (attention to later tokens) is not supported"
         )
     if (quantization := config.get("quantization_config")) is not None:
         read_quantization(quantization)
@@ -123,7 +122,7 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _stretched(max_position: int, rope: RopeConfig) -> int:
-    """Return how many positions there are when the rotation is scaled."""
+    """Return the number of positions, as extended by rope scaling."""
     if rope.kind == "yarn":
         max_position = max(max_position, int(rope.factor * rope.original_max_position))
     elif rope.kind in ("linear", "dynamic"):
@@ -132,7 +131,7 @@ def _stretched(max_position: int, rope: RopeConfig) -> int:
 
 
 def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -> ModelConfig:
-    """Let some layers see only the newest tokens."""
+    """Give some layers a sliding window; 0 or None is no window."""
     chosen = set(layers)
     attention = (
         replace(layer, window=window or None) if i in chosen else layer
@@ -148,7 +147,7 @@ def with_experts(model: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
 
 
 def sliding_layers(config: Mapping[str, Any]) -> list[int] | None:
-    """Return the layers that `layer_types` gives a window, if the config has such a list."""
+    """Return the sliding-window layers in `layer_types`, or None if the config has no such list."""
     if (kinds := config.get("layer_types")) is None:
         return None
     known = ("sliding_attention", "full_attention")
@@ -168,16 +167,16 @@ def read_architecture(config: Mapping[str, Any]) -> str:
             f"config.json must name one entry in architectures, got {reprlib.repr(names)}"
         )
     [name] = names
-    # A "Model" is one without its head, as embedding models are stored.
+    # "...Model" has no LM head; embedding models are stored this way.
     return BODIES.get(name) or re.sub("Model$", "ForCausalLM", name)
 
 
 def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
-    """transformers 5 has `rope_parameters`, 4 has `rope_theta` and `rope_scaling`."""
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
     if config.get("rope_parameters") and config.get("rope_scaling"):
         raise CheckpointError(
-            "config.json has both rope_parameters and rope_scaling; move what rope_scaling says "
-            "into rope_parameters"
+            "config.json has both rope_parameters and rope_scaling; move the contents of "
+            "rope_scaling into rope_parameters"
         )
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if by_type := [name for name, value in scaling.items() if isinstance(value, Mapping)]:

@@ -1,4 +1,4 @@
-"""The skeleton that decoder-only families share; a family supplies its layer."""
+"""The decoder-only model that all families share; each family supplies its own layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BuildLayer = Callable[[ModelConfig, int, Build], nn.Module]
 
 
 class DecoderLayer(Layer):
-    """Attention and MLP, each behind a norm and added to the residual."""
+    """Attention and MLP, each preceded by a norm and added to the residual stream."""
 
     def __init__(
         self,
@@ -26,13 +26,13 @@ class DecoderLayer(Layer):
         self_attn: SelfAttention,
         mlp: nn.Module,
         build: Build,
-        mlp_name: str = "mlp",  # in checkpoints
+        mlp_name: str = "mlp",  # its name in checkpoints
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config, build)
         self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(config, build)
-        self.add_module(mlp_name, mlp)  # the name under which its weights are found: the first
+        self.add_module(mlp_name, mlp)  # before self.mlp: the first name is used for the weights
         self.mlp = mlp
 
     def forward(self, hidden: ResidualStream, rope: Tensor, batch: ForwardBatch) -> ResidualStream:
@@ -42,7 +42,7 @@ class DecoderLayer(Layer):
 
 
 class DecoderBody(Layer):
-    """Embedding, layers, final norm: what checkpoints call `model`."""
+    """Embedding, layers and final norm: the `model` of a checkpoint."""
 
     def __init__(
         self, config: ModelConfig, max_model_len: int, build: Build, build_layer: BuildLayer
@@ -60,7 +60,7 @@ class DecoderBody(Layer):
         self.ropes = [tables[layer.rope] for layer in config.layers]
 
     def forward(self, batch: ForwardBatch) -> ResidualStream:
-        """Return the hidden states of the tokens with logits, before the final norm."""
+        """Return the hidden states of the sampled tokens, before the final norm."""
         hidden = ResidualStream(self.embed_tokens(batch.input_ids))
         for layer, rope in zip(self.layers, self.ropes, strict=True):
             hidden = layer(hidden, rope, batch)

@@ -1,4 +1,4 @@
-"""Gemma 3 (text): a norm behind every block as well, scaled embeddings, windows in most layers."""
+"""Gemma 3 (text): norms before and after attention and MLP, scaled embeddings, sliding windows."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         ),
         attention_scale=config["query_pre_attn_scalar"] ** -0.5,
         embedding_scale=model.hidden_size**0.5,
-        dtype="bfloat16" if model.dtype == "float16" else model.dtype,  # which it overflows
+        dtype="bfloat16" if model.dtype == "float16" else model.dtype,  # float16 would overflow
         norm_offset=1.0,
     )
 
 
 def read_ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rotation of layers with a window, and of those without."""
+    """Return the rope config of sliding-window layers, and that of the others."""
     given = config.get("rope_parameters", {})
     by_type = {kind: rope or {} for kind, rope in given.items()}
     if unknown := sorted(set(by_type) - {"sliding_attention", "full_attention"}):
-        raise CheckpointError(f"Gemma 3 has rope_parameters for types of layers, not {unknown}")
+        raise CheckpointError(f"Gemma 3 has rope_parameters by layer type, not for {unknown}")
     local = {"rope_theta": config["rope_local_base_freq"]} | by_type.get("sliding_attention", {})
     whole = {"rope_theta": config.get("rope_theta", 1e6)} | by_type.get("full_attention", {})
     whole |= config.get("rope_scaling", {})

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and the many models built to its plan."""
+"""Llama 2 and 3, and the many models with the same architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral: Llama's layer, which may see no further back than a window."""
+"""Mistral: Llama's layer, with an optional sliding window."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_windows(config: Mapping[str, Any]) -> ModelConfig:
-    """Qwen's layers from max_window_layers on have a window, if there is to be one at all."""
+    """Give layers from max_window_layers on a sliding window, if use_sliding_window is set."""
     config = {"sliding_window": 4096, "max_window_layers": 28, **config}
     model = read_model_config(config)
     if not config.get("use_sliding_window"):

@@ -1,4 +1,4 @@
-"""Which architecture is read and built by which family file, and what models have it."""
+"""The registry of model families: the config reader and layer builder of each architecture."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         model = read(config)
     except NanovllmError:
         raise
-    except Exception as error:  # a value of a type or range that the family did not expect
+    except Exception as error:  # a type or range that the family did not expect
         field = _invalid_field(config, read)
         value = reprlib.repr(config.get(field))
         raise CheckpointError(
@@ -100,7 +100,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _invalid_field(config: Mapping[str, Any], read: Callable[[Mapping[str, Any]], object]) -> str:
-    """Return the field without which the config can be read."""
+    """Return the field whose removal makes the config readable."""
     for name in config:
         with contextlib.suppress(Exception):
             read({key: value for key, value in config.items() if key != name})

@@ -4,9 +4,9 @@ A row of the KV cache has one scale, a power of two. Dividing by it is exact, so
 quantizes to the same values, and a dequantized value is exact in bfloat16: kernels may scale keys,
 scores or probabilities alike. The scale is stored as the exponent of a float32, in one byte.
 
-Keys have outliers, always in the same few columns, where queries have theirs; quantized directly,
-these would decide the error of a score. So queries and keys are multiplied by a Hadamard matrix
-first (`hadamard_transform`), which leaves their dot products as they are and levels the columns.
+Keys have outliers in the same few columns as queries. Quantized directly, these columns would
+dominate the error of the attention scores. So queries and keys are first multiplied by a Hadamard
+matrix (`hadamard_transform`), which preserves their dot products and evens out the columns.
 """
 
 from __future__ import annotations
@@ -18,47 +18,48 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
-SMALLEST_SCALE = 2.0**-126  # which zeros have: one over it is finite
+SMALLEST_SCALE = 2.0**-126  # scale of all-zero rows; its reciprocal is finite
 
-# Scales are 2**-63 to 2**119: with the largest, the largest code is still a float32. Rows that are
-# not finite have codes of NaN, and an exponent that makes infinity of any code that large.
+# Scales range from 2**-63 to 2**119, so that 448 times the largest scale is a finite float32. Rows
+# that are not finite store NaN values, and an exponent with which 448 would overflow to infinity.
 MIN_EXPONENT, MAX_EXPONENT, NOT_FINITE = 64, 246, 254
 INFINITY_BITS = 0x7F800000
-# Added to a float32's bits, it carries into the exponent from a fraction beyond 1.75 on: 448 is
-# 1.75 * 2**8.
+# Adding ROUND_UP to the bits of a float32 carries into its exponent if the significand exceeds
+# 1.75: the largest FP8 value, 448, is 1.75 * 2**8.
 ROUND_UP, CODE_EXPONENT = 0x1FFFFF, 8
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledCodes:
-    codes: Tensor  # FP8
+class Fp8Tensor:
+    values: Tensor  # FP8
     scales: Tensor  # float32
 
 
-def round_to_codes(values: Tensor, largest: Tensor) -> ScaledCodes:
-    """Round numbers to codes; `largest` has one number for each scale, and broadcasts."""
-    # A tensor over a tensor: torch multiplies by one over a number, which may round differently.
+def quantize_fp8(x: Tensor, largest: Tensor) -> Fp8Tensor:
+    """Quantize x; `largest` holds the largest absolute value under each scale, and broadcasts."""
+    # The divisor is a tensor: for a Python number torch multiplies by the reciprocal, which may
+    # round differently.
     scales = largest / torch.full_like(largest, LARGEST_FP8)
     scales.clamp_(min=SMALLEST_SCALE)
-    codes = (values * scales.reciprocal()).clamp_(-LARGEST_FP8, LARGEST_FP8)
-    return ScaledCodes(codes.to(FP8), scales)
+    values = (x * scales.reciprocal()).clamp_(-LARGEST_FP8, LARGEST_FP8)
+    return Fp8Tensor(values.to(FP8), scales)
 
 
-def round_rows(values: Tensor) -> ScaledCodes:
-    """Round rows [rows, columns] of float32, each by its largest number."""
-    return round_to_codes(values, values.abs().amax(1, keepdim=True))
+def quantize_rows(x: Tensor) -> Fp8Tensor:
+    """Quantize float32 rows [rows, columns], each scaled by its largest absolute value."""
+    return quantize_fp8(x, x.abs().amax(1, keepdim=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
-    codes: Tensor  # [..., dim], e4m3
+    values: Tensor  # [..., dim], e4m3
     exponents: Tensor  # [...], uint8
 
 
 def quantize(rows: Tensor) -> Fp8Rows:
-    """Round rows [..., dim] to codes by the smallest scale that lets all of them be codes."""
+    """Quantize rows [..., dim], each with the smallest scale that keeps its values in range."""
     wide = rows.float()
-    bits = wide.abs().contiguous().view(torch.int32).amax(-1)  # ordered as what they stand for
+    bits = wide.abs().contiguous().view(torch.int32).amax(-1)  # ordered like the floats
     exponents = ((bits.clamp(max=INFINITY_BITS) + ROUND_UP) >> 23) - CODE_EXPONENT
     exponents = exponents.clamp(MIN_EXPONENT, MAX_EXPONENT)
     scaled = wide * power_of_two(254 - exponents).unsqueeze(-1)
@@ -69,22 +70,25 @@ def quantize(rows: Tensor) -> Fp8Rows:
 
 
 def dequantize(rows: Fp8Rows, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that rows stand for, which bfloat16 and wider types hold exactly."""
+    """Return the values that rows represent; they are exact in bfloat16 and wider types."""
     scales = power_of_two(rows.exponents.int()).unsqueeze(-1)
     if dtype != torch.float16:
-        return rows.codes.to(dtype) * scales.to(dtype)
-    largest = torch.finfo(dtype).max  # which the rounding to a code may have left behind
-    return (rows.codes.float() * scales).clamp(-largest, largest).to(dtype)
+        return rows.values.to(dtype) * scales.to(dtype)
+    largest = torch.finfo(dtype).max  # rounding to FP8 may have exceeded it
+    return (rows.values.float() * scales).clamp(-largest, largest).to(dtype)
 
 
 def hadamard_size(head_dim: int) -> int:
-    """Columns of a half of a head that are spread over each other: a power of two."""
+    """Return the columns per group of the transform: the power-of-two factor of half a head."""
     half = head_dim // 2
     return half & -half
 
 
 def hadamard_exponents(head_dim: int) -> tuple[int, int]:
-    """Exponents that undo the length of the matrix' columns: of queries, and of keys."""
+    """Return the exponents that normalize the transform of queries and that of keys.
+
+    Together they divide by the size of the matrix, so that dot products are unchanged.
+    """
     exponent = hadamard_size(head_dim).bit_length()
     return -((exponent + 1) // 2), -(exponent // 2)
 
@@ -92,7 +96,8 @@ def hadamard_exponents(head_dim: int) -> tuple[int, int]:
 def hadamard_transform(x: Tensor, exponent: int) -> Tensor:
     """Multiply rows [..., dim] by a Hadamard matrix and a power of two, in float32.
 
-    It adds and subtracts the halves of a row, then mixes groups of `hadamard_size` columns of each.
+    The halves of a row are added and subtracted; then each half is transformed in groups of
+    `hadamard_size` columns.
     """
     size = hadamard_size(x.shape[-1])
     first, second = (x.float() * 2.0**exponent).chunk(2, dim=-1)
@@ -106,5 +111,5 @@ def hadamard_transform(x: Tensor, exponent: int) -> Tensor:
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """The float32 that has some exponents (int32), and no fraction."""
+    """Return the float32 with these biased exponents (int32) and a mantissa of zero."""
     return (exponents << 23).view(torch.float32)

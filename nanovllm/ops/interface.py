@@ -1,4 +1,4 @@
-"""Ops: the work between attention calls, which a device may fuse or lay out as it likes."""
+"""Ops: the work between attention calls; each device chooses its own fusions and weight layouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanovllm.ops.quantized_weight import Panels, Weight
 LinearFn = Callable[[Tensor], Tensor]
 Activation = Literal["silu", "gelu_tanh"]
 
-# Each is x * sigmoid(x * (a + b * x**2)); tanh(y) is 2 * sigmoid(2 * y) - 1.
+# Coefficients (a, b) of x * sigmoid(x * (a + b * x**2)); note tanh(y) = 2 * sigmoid(2 * y) - 1.
 GELU_SCALE = 2 * (2 / math.pi) ** 0.5
 ACTIVATIONS: dict[Activation, tuple[float, float]] = {
     "silu": (1.0, 0.0),
@@ -24,10 +24,10 @@ ACTIVATIONS: dict[Activation, tuple[float, float]] = {
 
 
 class Sampling(IntFlag):
-    """What a batch asks of its sampler, whatever one of its rows asks for."""
+    """The sampling features that at least one row of the batch needs."""
 
     GREEDY = 0
-    NOISE = 1  # a temperature
+    NOISE = 1  # temperature above 0
     MIN_P = 2
     TOP = 4  # top_k or top_p
 
@@ -36,7 +36,7 @@ class Sampling(IntFlag):
 class NormWeights:
     """RMSNorm over the last dimension."""
 
-    weight: Tensor  # float32, like every norm's: some need more digits than activations have
+    weight: Tensor  # float32: some models need more precision than the activation dtype
     eps: float
 
 
@@ -53,7 +53,7 @@ class QKNormWeights:
 class LayerCache:
     """One layer's keys and values, each [num_blocks, block_size, kv_heads, head_dim].
 
-    With exponents they are rows as `fp8_rows.py` has them, and keys are Hadamard-transformed.
+    With exponents, they hold FP8 rows (`fp8.py`), and keys are Hadamard-transformed.
     """
 
     k: Tensor
@@ -63,14 +63,14 @@ class LayerCache:
 
     @property
     def parts(self) -> list[Tensor]:
-        """All that a block has; of codes their bits, which every operation of torch takes."""
+        """All tensors of the cache; FP8 ones as bytes, which every torch operation supports."""
         parts = self.k, self.v, self.k_exponents, self.v_exponents
         known = [part for part in parts if part is not None]
         return known if len(known) == 2 else [part.view(uint8) for part in known]
 
 
 class SumScales(NamedTuple):
-    """What sums of codes [rows, outputs] are to be multiplied by."""
+    """The scales still to be applied to a product of FP8 values [rows, outputs]."""
 
     rows: Tensor  # float32 [rows, 1]
     outputs: Tensor  # float32 [outputs, 1]
@@ -80,19 +80,19 @@ class SumScales(NamedTuple):
 
 
 class ResidualStream(NamedTuple):
-    """The residual, and an update that is not added to it yet.
+    """The residual stream, and an update that is not yet added to it.
 
-    The next norm adds them in the pass in which it reads them, and may overwrite both. A tuple,
-    because every layer creates two, and a frozen dataclass takes twice as long.
+    The next norm adds them in the pass in which it reads them, and may overwrite both. This is a
+    tuple because every layer creates two of them, and a frozen dataclass takes twice as long.
     """
 
     residual: Tensor  # [tokens, hidden]
     # [tokens, hidden], or the partial sums of a split-K product: float32 [splits, tokens, hidden].
     update: Tensor | None = None
-    scales: SumScales | None = None  # of an update that is sums of codes, [tokens, hidden]
+    scales: SumScales | None = None  # set if the update is an unscaled product of FP8 values
 
     def select(self, tokens: Tensor) -> ResidualStream:
-        """Copy the states of some tokens; the update of one is finished: see `after_norm`."""
+        """Copy the states of some tokens; a single token's update is completed (`after_norm`)."""
         residual, scales = self.residual.index_select(0, tokens), self.scales
         update = None if self.update is None else self.update.index_select(-2, tokens)
         if scales is not None:
@@ -105,52 +105,49 @@ class ResidualStream(NamedTuple):
 
 
 class PackedLinear(Protocol):
-    """A projection as the device runs it."""
+    """A projection in the layout that the device's kernels read."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Project x [tokens, in]."""
 
     def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
-        """Project x to an update of the residual, which may also be added in place at once."""
+        """Project x to an update of the residual; the device may already add it in place."""
 
     def after_norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """Project the RMSNorm of residual + update; return also that sum, the new residual.
+        """Project the RMSNorm of residual + update; also return that sum, the new residual.
 
-        The update of a single token is neither partial sums nor sums of codes.
+        The update of a single token is complete: neither partial sums nor unscaled.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Each token goes to the top_k experts with the largest softmax of the router's logits."""
+    """Routing of each token to the top_k experts with the largest router probabilities."""
 
     top_k: int
-    is_normalized: bool  # whether the weights of the chosen are made to sum to one
+    is_normalized: bool  # whether the chosen experts' weights are scaled to sum to one
 
 
 class PackedExperts(Protocol):
-    """The experts of a layer, and the choice among them, as the device runs them."""
+    """The experts of a layer and their routing, in the layout that the device's kernels read."""
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
 
-        x is [tokens, hidden], logits are [tokens, experts] and of the same dtype.
+        x is [tokens, hidden]; logits are [tokens, experts], of the same dtype.
         """
 
     def after_norm(
         self, hidden: ResidualStream, norm: NormWeights, router: PackedLinear
     ) -> tuple[Tensor, Tensor]:
-        """Run the experts that the router chooses on the RMSNorm of residual + update.
-
-        Return also that sum, the new residual.
-        """
+        """Run the experts on the RMSNorm of residual + update; also return that sum."""
 
 
 class Ops(Protocol):
-    """`torch_ops.py` says in plain torch what each one computes."""
+    """The operations of a device; `torch_ops.py` is the reference in plain torch."""
 
     def embed(self, token_ids: Tensor, table: Weight, scale: float) -> Tensor:
-        """Return the rows of table [vocab_size, dim] that token_ids (int32) name, scaled."""
+        """Return the rows of table [vocab_size, dim] at token_ids (int32), multiplied by scale."""
 
     def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """Return the RMSNorm of residual + update, and that sum, the new residual."""
@@ -164,35 +161,37 @@ class Ops(Protocol):
         cache: LayerCache,
         slot_mapping: Tensor,
     ) -> None:
-        """Normalize and rotate q and k, spread both for codes; k and v go to the cache, q stays.
+        """Normalize and rotate q and k, write k and v to the cache, and leave q in qkv.
 
-        qkv is [tokens, q + k + v heads, dim], and its k may be overwritten; rope holds cosines and
-        sines in float32, [positions, 2, dim / 2]; slot_mapping count tokens.
+        With an FP8 cache, q and k are Hadamard-transformed too. qkv is [tokens, q + k + v heads,
+        dim], and its k may be overwritten. rope holds float32 cosines and sines,
+        [positions, 2, dim / 2]. slot_mapping counts tokens.
         """
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """Return activation(gate) * up; gate_up [tokens, 2 * size] holds them side by side."""
+        """Return activation(gate) * up; gate_up [tokens, 2 * size] holds gate, then up."""
 
     def pack_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
     ) -> PackedLinear:
-        """Lay a weight [out, in] out for its product; `has_room` allows a second copy of it.
+        """Lay out a weight [out, in] for its product; `has_room` allows a second copy of it.
 
-        One with an activation holds gate and up, and returns `gate` of what they give.
+        With an activation, the weight holds gate and up, and the projection returns `gate` of
+        their outputs.
         """
 
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
-        """Lay experts out, each of which is down(silu(gate(x)) * up(x)).
+        """Lay out experts, each of which computes down(silu(gate(x)) * up(x)).
 
-        Dense weights are gate_up [experts, 2 * size, hidden], each gate before its up, and down
-        [experts, hidden, size]. Quantized ones have the same rows, one expert's after another's;
-        either both weights are quantized or none.
+        Dense weights are gate_up [experts, 2 * size, hidden], each expert's gate before its up, and
+        down [experts, hidden, size]. Quantized weights hold the same rows, expert by expert. Either
+        both weights are quantized or neither is.
         """
 
 
 @runtime_checkable
 class BlockOps(Ops, Protocol):
-    """Ops whose products read GGUF's quant blocks."""
+    """Ops whose kernels read GGUF quant blocks."""
 
     def pack_blocks(self, kind: str, rows: Tensor) -> Panels:
         """Lay out the rows of quant blocks of each expert: [experts, rows, bytes]."""

@@ -1,11 +1,11 @@
-"""A quantized weight: its layout in memory, and what it means in plain torch.
+"""A quantized weight: its layout in memory, and its dequantization in plain torch.
 
-A weight is (q - zero point) * scale, where q is FP8 (e4m3) or an integer of 4 bits. All inputs of
-an output share one scale, or each group of 128 or fewer inputs has its own.
+A weight is (q - zero point) * scale, where q is FP8 (e4m3) or an unsigned 4-bit integer. All inputs
+of an output share one scale, or each group of 128 or fewer inputs has its own.
 
-Inputs are cut into blocks of 128, of which the last is padded. A block is 32 words of 32 bits in
-FP8 and 16 in int4. Word w holds at place n the value of input n * words + w, so that the values at
-one place of a block's words belong to neighboring inputs.
+Inputs are cut into blocks of 128, and the last block is padded. A block takes 32 words of 32 bits
+in FP8 and 16 words in int4. Position n of word w holds the value of input n * words + w, so the
+values at the same position of a block's words belong to neighboring inputs.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch import Tensor
 from nanovllm.ops.fp8 import FP8
 
 BLOCK = 128
-INT4_WORDS, FP8_WORDS = 16, 32  # of a block
+INT4_WORDS, FP8_WORDS = 16, 32  # words per block
 INT4_GROUPS = (32, 64, BLOCK)
-PANEL_ROWS = 16  # rows of a weight whose quant blocks lie side by side
-MIDDLE = 8  # the zero point of int4 where none is stored
+PANEL_ROWS = 16  # rows of a weight whose quant blocks are interleaved
+MIDDLE = 8  # default zero point of int4
 
-Fill = Callable[[Tensor, Tensor], object]  # copies rows to their target, as Platform.fill
+Fill = Callable[[Tensor, Tensor], object]  # fill(target, rows), such as the device's `fill`
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     bits: int  # 8: FP8; 4: integers
     qweight: Tensor  # int32 [outputs, words]
-    # [outputs, groups]; FP8: float32 [outputs, 1], or [outputs, blocks]
+    # [outputs, groups]; FP8: float32 [outputs, 1] or [outputs, blocks]
     scales: Tensor
-    zero_points: Tensor | None  # uint8 [outputs, groups], int4 only; None: MIDDLE
+    zero_points: Tensor | None  # uint8 [outputs, groups], int4 only; None: all are MIDDLE
     num_in: int
 
     @property
@@ -43,29 +43,29 @@ class QuantizedWeight:
 
     @property
     def num_words(self) -> int:
-        """Words of a row."""
+        """The number of words per row."""
         return self.qweight.shape[1]
 
     @property
     def fp8(self) -> Tensor:
-        """The FP8 values [outputs, blocks * 128], in the order of the words' bytes."""
+        """The FP8 values [outputs, blocks * 128], in the byte order of the words."""
         assert self.bits == 8
         return self.qweight.view(FP8)
 
     @property
     def has_blocks(self) -> bool:
-        """Whether FP8 values have a scale for every 128 inputs."""
+        """Whether this is an FP8 weight with one scale per 128 inputs."""
         return self.bits == 8 and self.scales.shape[1] > 1
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale; 0: all of an output's."""
+        """The number of inputs that share a scale; 0: all inputs of an output."""
         if self.bits == 8 and not self.has_blocks:
             return 0
         return BLOCK * num_blocks(self.num_in) // self.scales.shape[1]
 
     def part(self, index: int, count: int) -> QuantizedWeight:
-        """One of `count` equal parts of the outputs."""
+        """Return part `index` of `count` equal parts of the outputs."""
         zeros = None if self.zero_points is None else self.zero_points.chunk(count)[index]
         qweight, scales = self.qweight.chunk(count)[index], self.scales.chunk(count)[index]
         return QuantizedWeight(self.bits, qweight, scales, zeros, self.num_in)
@@ -81,11 +81,11 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """Rows of one block type of GGUF, laid out as CPU kernels read them."""
+    """Rows of one GGUF quant block type, in the layout that CPU kernels read."""
 
     kind: str
-    data: Tensor  # [panels, bytes], those of one expert after another
-    num_out: int  # of each
+    data: Tensor  # [panels, bytes], expert by expert
+    num_out: int  # per expert
     num_in: int
 
     def rows(self, first: int, num_panels: int) -> Panels:
@@ -95,7 +95,7 @@ class Panels:
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
-    """A weight in GGUF's quant blocks; the rows of its parts lie one below another."""
+    """A weight in GGUF quant blocks; its rows are those of its parts, concatenated."""
 
     parts: tuple[Panels, ...]
 
@@ -123,7 +123,7 @@ def num_blocks(num_in: int) -> int:
 
 
 def pack_words(values: Tensor) -> Tensor:
-    """Pack values [outputs, inputs], FP8 or integers of 4 bits in bytes, into int32 words."""
+    """Pack values [outputs, inputs], FP8 or 4-bit integers (one per byte), into int32 words."""
     bits = 8 if values.dtype == FP8 else 4
     padded = F.pad(values.view(torch.uint8), (0, -values.shape[1] % BLOCK))
     places = padded.view(len(values), -1, 32 // bits, BLOCK * bits // 32)
@@ -136,7 +136,7 @@ def pack_words(values: Tensor) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Return the values [outputs, blocks * 128], FP8 or integers in bytes."""
+    """Return the values [outputs, blocks * 128], FP8 or 4-bit integers (one per byte)."""
     blocks = words.view(len(words), -1, 1, BLOCK * bits // 32)
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device).view(-1, 1)
     values = ((blocks >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
@@ -145,12 +145,12 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Some rows of a quantized weight, while they are filled from a checkpoint."""
+    """Some rows of a quantized weight, as the target of a checkpoint tensor."""
 
     weight: QuantizedWeight
     first: int
     count: int
-    group: int  # as stored: inputs that share a scale; -1: all
+    group: int  # inputs that share a scale in the checkpoint; -1: all
 
     def __len__(self) -> int:
         return self.count
@@ -162,7 +162,7 @@ class QuantizedRows:
     def put(
         self, first: int, values: Tensor, scales: Tensor, zeros: Tensor | int, fill: Fill
     ) -> None:
-        """Fill rows from `first` on; scales and zero points are those of groups as stored."""
+        """Fill rows from `first` on; scales and zero points are per group of the checkpoint."""
         rows = slice(self.first + first, self.first + first + len(values))
         fill(self.weight.scales[rows], self._by_group(scales))
         staged = torch.empty(values.shape, dtype=values.dtype, device=self.weight.qweight.device)
@@ -174,7 +174,7 @@ class QuantizedRows:
             fill(self.weight.zero_points[rows], self._by_group(zeros))
 
     def put_random(self, values: Tensor) -> None:
-        """Fill all rows with 0.02 times values of a standard normal distribution."""
+        """Fill all rows with 0.02 times `values`, which are standard normal."""
         if self.weight.bits == 8:
             quantized, scale = values.to(FP8), 0.02
         else:
@@ -183,7 +183,7 @@ class QuantizedRows:
         replace(self, group=-1).put(0, quantized, scales, MIDDLE, Tensor.copy_)
 
     def _by_group(self, numbers: Tensor) -> Tensor:
-        """Repeat scales of larger groups, and pad to whole groups."""
+        """Repeat the scales of groups larger than a block, and pad to whole blocks."""
         wanted = self.weight.scales.shape[1]
         if self.group == -1:
             return numbers.expand(len(numbers), wanted)

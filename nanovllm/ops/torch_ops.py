@@ -1,4 +1,4 @@
-"""Every operation in plain torch: the meaning of the kernels, and the way where there are none."""
+"""Every operation in plain torch: the reference for kernels, and the fallback without them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from nanovllm.ops.interface import (
 )
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
 
-# Elements of a weight that are upcast at a time: enough for the product's speed, small beside any
-# model.
+# Elements of a weight that are upcast at a time: enough for a fast product, small compared with
+# any model.
 PIECE_SIZE = 1 << 21
-# Up to so many rows, float16 is faster as it is, even emulated: benchmarks/engine/cpu_choices.py.
+# Up to this many rows the dtype itself is faster, even emulated: benchmarks/engine/cpu_choices.py.
 MAX_NARROW_ROWS = {torch.float16: 4, torch.bfloat16: 0}
 
 
 class TorchOps:
-    """Multiplies in `product_dtype`, whatever the dtype of the weights; None: in theirs."""
+    """`Ops` in plain torch, with products in `product_dtype`; None: in the dtype of the weights."""
 
     def __init__(self, product_dtype: torch.dtype | None = None) -> None:
         self.product_dtype = product_dtype
@@ -132,7 +132,7 @@ def compose_linear(
     activation: Activation | None,
     product_dtype: torch.dtype | None = None,
 ) -> ComposedLinear:
-    """What a product means; a quantized weight is dequantized each time."""
+    """Return the reference projection; a quantized weight is dequantized in every call."""
 
     def run(x: Tensor) -> Tensor:
         if isinstance(weight, Tensor):
@@ -150,7 +150,7 @@ def compose_experts(
     routing: Routing,
     product_dtype: torch.dtype | None = None,
 ) -> ComposedExperts:
-    """What experts mean; each that was chosen at all runs once, over all its tokens."""
+    """Return the reference experts; each one that is chosen runs once, over all its tokens."""
 
     def run(x: Tensor, logits: Tensor) -> Tensor:
         num_experts = logits.shape[1]
@@ -174,9 +174,9 @@ def _of_expert(weight: Weight, expert: int, num_experts: int, dtype: torch.dtype
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """F.linear in `dtype`, rounded once (None: in that of x), for CPUs that only emulate theirs.
+    """Compute F.linear in `dtype` (None: that of x) and round the result once.
 
-    No upcast copy of the weight is kept.
+    This is for CPUs that only emulate the dtype of x. No upcast copy of the weight is kept.
     """
     if dtype is None or dtype == x.dtype or len(x) <= MAX_NARROW_ROWS[x.dtype]:
         return F.linear(x, weight, bias)
@@ -201,7 +201,7 @@ def _write_rows(
     if exponents is not None:
         quantized, block_size = quantize(rows), cached.shape[1]
         exponents[slot_mapping // block_size, :, slot_mapping % block_size] = quantized.exponents
-        cached, rows = cached.view(torch.uint8), quantized.codes.view(torch.uint8)
+        cached, rows = cached.view(torch.uint8), quantized.values.view(torch.uint8)
     cached.view(-1, *rows.shape[1:])[slot_mapping] = rows
 
 
@@ -234,9 +234,9 @@ def run_each_expert(
     run: Callable[[int, Tensor], Tensor],
     product_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Run each expert over the rows of all its tokens, and add up what they give by weight."""
+    """Run each expert over all its tokens, and return each token's weighted sum of outputs."""
     ids, weights = route(logits, routing)  # [tokens, top_k]
-    order = ids.flatten().argsort(stable=True)  # of (token, choice), by expert
+    order = ids.flatten().argsort(stable=True)  # pairs (token, choice), sorted by expert
     counts = ids.flatten().bincount(minlength=num_experts).tolist()
     y = x.new_empty(len(order), x.shape[1])
     for expert, pairs in enumerate(order.split(counts)):
@@ -248,8 +248,8 @@ def run_each_expert(
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Return the ids of each token's experts, the best first, and their weights."""
-    # A stable sort, unlike topk, says which of two equal logits comes first.
+    """Return the ids of each token's experts, best first, and their weights."""
+    # Unlike topk, a stable sort defines which of two equal logits comes first.
     ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
     weights = logits.float().softmax(-1).gather(1, ids)
     if routing.is_normalized:

@@ -1,7 +1,7 @@
-"""Sampling a whole batch with mixed parameters, in plain torch: temperature, top_k, top_p, min_p.
+"""Sample a whole batch with mixed parameters, in plain torch: temperature, top_k, top_p, min_p.
 
-`sampling_probs` says what a token is drawn from, on every device. The CPU draws by inverting the
-cumulative distribution, CUDA's kernels take the largest logit after noise (cuda/sampling.py).
+`sampling_probs` defines the distribution that every device samples from. The CPU inverts the
+cumulative distribution; the CUDA kernels take the largest logit after adding noise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanovllm.sampling_params import NO_TOKEN
 
-# The constants of splitmix64, as signed numbers, and of the noise.
+# Constants of splitmix64, as signed numbers, and of the noise in the CUDA kernels.
 STEP, MIX_FIRST, MIX_SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 ID_FACTOR, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
 LARGEST_UNIFORM = 1 - 2.0**-24
@@ -23,9 +23,9 @@ NUM_CANDIDATES = 1024  # enough for nearly every top_k / top_p cut; the rest sor
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """Parameters by slot, or by row."""
+    """Sampling parameters, one per slot or one per row."""
 
-    temperature: Tensor  # float32; 0 is greedy
+    temperature: Tensor  # float32; 0: greedy
     top_k: Tensor  # int32; 0: no limit
     top_p: Tensor  # float32
     min_p: Tensor  # float32
@@ -38,8 +38,8 @@ class SamplingColumns:
 def sample(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tensor:
     """Return one token per row of logits [rows, vocab_size]; ties go to the lowest id.
 
-    `columns` has a row's parameters, `positions` where its token will stand. A row with NaN or
-    infinity, or without any token that may be chosen, gets NO_TOKEN.
+    `columns` holds each row's parameters, `positions` the position of its new token. A row that
+    contains NaN or infinity, or has no allowed token, gets NO_TOKEN.
     """
     peaks, tokens = logits.max(-1)  # several times faster than argmax on a CPU
     rows = columns.temperature.nonzero().squeeze(1)
@@ -51,12 +51,12 @@ def sample(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tenso
 
 
 def sampling_probs(logits: Tensor, columns: SamplingColumns) -> Tensor:
-    """Return what each row is drawn from, not normalized; excluded tokens are exactly 0.
+    """Return the unnormalized distribution of each row; excluded tokens are exactly 0.
 
-    Cuts are by value, so tokens that tie with the last one kept are kept too.
+    Tokens are cut by value, so tokens that tie with the last one kept are kept too.
     """
     logits = logits.float()
-    shifted = logits - logits.amax(-1, keepdim=True)  # before the division: no inf - inf
+    shifted = logits - logits.amax(-1, keepdim=True)  # before the division, to avoid inf - inf
     probs = torch.softmax(shifted / columns.temperature[:, None], dim=-1)
     rows = ((columns.top_k > 0) | (columns.top_p < 1)).nonzero().squeeze(1)
     floor = columns.min_p * probs.amax(-1)
@@ -67,10 +67,10 @@ def sampling_probs(logits: Tensor, columns: SamplingColumns) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what softmax makes of some tokens, one for each row of logits, and of the best ones.
+    """Return the logprobs of one token per row of logits and of the row's top tokens, with ranks.
 
-    Ids and log-probabilities are [rows, 1 + num_top], the token's own first; its rank counts from
-    1. A few rows at a time are widened, so that many take no more memory.
+    Ids and logprobs are [rows, 1 + num_top], the given token first; ranks count from 1. Only a few
+    rows are upcast at a time, which bounds the memory.
     """
     num_top = min(num_top, logits.shape[1])
     parts = []
@@ -86,12 +86,12 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor
 
 
 def keep_allowed(logits: Tensor, rows: Tensor | None, words: Tensor) -> None:
-    """Set logits to minus infinity, in place, where a bit of a mask is 0.
+    """Set logits to minus infinity, in place, where the bitmask has a 0.
 
-    words is int32 [masks, vocab_size / 32 rounded up], bit i % 32 of word i // 32 is for token i.
-    rows [masks] says which row each mask is for; None: there is one for each, in order.
+    words is int32 [masks, ceil(vocab_size / 32)]; bit i % 32 of word i // 32 is for token i.
+    rows [masks] gives the row of each mask; None: one mask per row, in order.
     """
-    # For each byte that there is, eight booleans, which are looked up as one number.
+    # The table maps each byte to eight booleans, which are looked up as one int64.
     every = torch.arange(256, device=logits.device)[:, None]
     table = (every >> torch.arange(8, device=logits.device) & 1 == 0).view(torch.int64).flatten()
     octets = words.view(torch.uint8).int()
@@ -105,12 +105,12 @@ def keep_allowed(logits: Tensor, rows: Tensor | None, words: Tensor) -> None:
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """A float64 in [0, 1) that depends on nothing but seed and position (splitmix64)."""
+    """Return a float64 in [0, 1) that depends only on seed and position (splitmix64)."""
     return _shift_right(_mix(seed + (position + 1) * STEP), 11).double() * 2.0**-53
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """The finalizer of splitmix64, a bijection."""
+    """Apply the finalizer of splitmix64, a bijection."""
     bits = (bits ^ _shift_right(bits, 30)) * MIX_FIRST
     bits = (bits ^ _shift_right(bits, 27)) * MIX_SECOND
     return bits ^ _shift_right(bits, 31)
@@ -120,13 +120,13 @@ def _draw(probs: Tensor, numbers: Tensor) -> Tensor:
     """Invert the cumulative distribution at one number in [0, 1) per row."""
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     target = numbers[:, None] * cumulative[:, -1:]
-    # right=True: the first token to exceed the target, so never one of probability 0.
+    # right=True finds the first token to exceed the target, so never one of probability 0.
     tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    return tokens.clamp_(max=probs.shape[-1] - 1)  # logits without a distribution, such as NaN
+    return tokens.clamp_(max=probs.shape[-1] - 1)  # out of range if a row has NaN
 
 
 def _top_floor(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the smallest probability that top_k, then top_p on the rest, keep in each row."""
+    """Return each row's smallest probability that top_k, then top_p, keeps."""
     vocab_size = probs.shape[-1]
     top_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size).long()
     if vocab_size > NUM_CANDIDATES:
@@ -138,7 +138,7 @@ def _top_floor(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _is_cut_inside(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
-    """Whether the candidates show where each row is cut, ties included."""
+    """Whether the candidates contain each row's cut, ties included."""
     size, last = top.shape[-1], top[:, -1]
     k_floor = top.gather(-1, top_k.clamp(max=size)[:, None] - 1).squeeze(1)
     is_k_inside = (top_k <= size) & (k_floor > last)
@@ -147,13 +147,13 @@ def _is_cut_inside(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -
 
 
 def _floor_of_sorted(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
-    """`top` holds each row's largest probabilities, descending, at least as far as the cut."""
+    """Return each row's floor; `top` holds its largest probabilities, descending, past the cut."""
     size = top.shape[-1]
     k_floor = top.gather(-1, top_k.clamp(max=size)[:, None] - 1)
     kept = torch.where((top_k[:, None] > size) | (top >= k_floor), top, 0.0).double()
     total = torch.where(top_k == vocab_size, 1.0, kept.sum(-1))
     limit = torch.where(top_p < 1, top_p * total, torch.inf)
-    # The token that crosses the threshold is kept: what counts is the mass before it.
+    # The token that crosses the threshold is kept, so compare the mass before each token.
     mass_before = kept.cumsum(-1) - kept
     num_kept = ((mass_before < limit[:, None]) & (kept > 0)).sum(-1)
     return top.gather(-1, num_kept.clamp(min=1)[:, None] - 1).squeeze(1)

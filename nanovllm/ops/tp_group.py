@@ -1,4 +1,4 @@
-"""The ranks that share a model, and what they tell each other."""
+"""The tensor-parallel group: the ranks that share a model, and their collectives."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TPGroup:
-    """One rank's view of its group; a rank that is alone has nobody to talk to.
+    """One rank's view of its group.
 
     Every rank must make the same calls, in the same order.
     """
 
     rank: int = 0
     size: int = 1
-    process_group: Any = None  # gloo's or NCCL's, of which torch's stubs know no methods
+    process_group: Any = None  # gloo or NCCL; torch's stubs lack its methods
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nothing to split and nobody to ask."""
+        """Whether this rank is the only one: nothing is sharded, nothing is communicated."""
         return self.size == 1 and self.process_group is None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Add up x, which is contiguous, over the ranks, in place."""
+        """Sum x, which must be contiguous, over the ranks in place."""
         if self.process_group is not None:
             self.process_group.allreduce([x]).wait()
         return x
 
     def gather_columns(self, x: Tensor) -> Tensor:
-        """Return the x [rows, columns] of all ranks side by side."""
+        """Concatenate x [rows, columns] of all ranks along the columns."""
         if self.process_group is None:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -40,13 +40,13 @@ class TPGroup:
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Overwrite x with that of rank 0."""
+        """Overwrite x with rank 0's."""
         if self.process_group is not None:
             self.process_group.broadcast(x, 0).wait()
         return x
 
     def smallest(self, number: int, device: torch.device) -> int:
-        """Return the smallest of the ranks' numbers."""
+        """Return the minimum of `number` over the ranks."""
         if self.process_group is None:
             return number
         numbers = self.gather_columns(torch.tensor([[number]], device=device))

@@ -109,7 +109,7 @@ def in_eight_bits(case: Case) -> Case:
     _, of_k = hadamard_exponents(case.qkv.shape[2])
     parts = [quantize(hadamard_transform(case.cache.k, of_k)), quantize(case.cache.v)]
     exponents = [part.exponents.transpose(1, 2).contiguous() for part in parts]
-    cache = LayerCache(*(part.codes for part in parts), *exponents)
+    cache = LayerCache(*(part.values for part in parts), *exponents)
     histories = [
         tuple(
             dequantize(quantize(part), torch.float64) for part in (hadamard_transform(k, of_k), v)

@@ -17,7 +17,7 @@ from nanovllm.checkpoint.quantization import ROUND_TO_FP8, choose_quantization
 from nanovllm.checkpoint.quantized.modules import join_parts
 from nanovllm.checkpoint.stored_tensors import StoredTensor, list_tensors
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.ops.fp8 import round_rows
+from nanovllm.ops.fp8 import quantize_rows
 from tests.checkpoint.tiny_quantized import (
     Kind,
     awq_kind,
@@ -230,8 +230,8 @@ def test_codes_are_refused_where_config_json_has_no_scheme(tmp_path: Path) -> No
 def test_rounding_to_fp8() -> None:
     values = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
     values *= torch.tensor([[1.0], [0.0], [1e-37], [8e37], [1e-44], [-5.0]])
-    stored = round_rows(values)
-    got = stored.codes.float() * stored.scales
+    stored = quantize_rows(values)
+    got = stored.values.float() * stored.scales
     for row, rounded in zip(values, got, strict=True):
         scale = max(row.abs().max().item() / 448, 2.0**-126)
         codes = (row / scale).clamp(-448, 448).to(torch.float8_e4m3fn)

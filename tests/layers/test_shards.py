@@ -18,7 +18,7 @@ from nanovllm.layers.linear import Embedding, LMHead, RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import ExpertNames, SparseMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.layers.shards import Shard, check_splits, split, split_kv_heads, whole
+from nanovllm.layers.shards import Shard, check_splits, replicated, sharded, split_kv_heads
 from nanovllm.models.registry import read_config
 from nanovllm.ops.interface import Ops, ResidualStream
 from nanovllm.ops.torch_ops import TorchOps
@@ -185,7 +185,7 @@ def test_lm_head(ops: Ops, vocab_size: int, size: int, is_tied: bool) -> None:
         dense(embedding.weight).fill_(torch.inf)  # what pads must not matter
         load(embedding, {".weight": weight})
         head = LMHead(HIDDEN, vocab_size, build(ops, group), embedding if is_tied else None)
-        dense(head.weight)[split(vocab_size, group).stored.stop :].fill_(torch.inf)
+        dense(head.weight)[sharded(vocab_size, group).stored.stop :].fill_(torch.inf)
         load(head, {} if is_tied else {"lm_head.weight": weight})
         heads.append(head)
     shards = [head.logits(ResidualStream(x.clone()), norm) for head in heads]
@@ -209,7 +209,7 @@ class AddsToResidual:
 @pytest.mark.parametrize("group", [TPGroup(0, 2), TPGroup(1, 2)], ids=["rank-0", "rank-1"])
 def test_the_residual_is_left_to_the_norm(ops: Ops, group: TPGroup) -> None:
     """Each of several ranks has it all: what they add up must not contain it."""
-    linear: Any = RowParallelLinear(whole(HIDDEN), HIDDEN, False, build(ops, group), "o_proj")
+    linear: Any = RowParallelLinear(replicated(HIDDEN), HIDDEN, False, build(ops, group), "o_proj")
     linear.packed = AddsToResidual()
     x, residual = torch.randn(3, HIDDEN), torch.ones(3, HIDDEN)
     hidden = linear.add_to(residual, x)
@@ -218,7 +218,7 @@ def test_the_residual_is_left_to_the_norm(ops: Ops, group: TPGroup) -> None:
 
 
 def test_one_rank_may_add_to_the_residual(ops: Ops) -> None:
-    linear: Any = RowParallelLinear(whole(HIDDEN), HIDDEN, False, build(ops), "o_proj")
+    linear: Any = RowParallelLinear(replicated(HIDDEN), HIDDEN, False, build(ops), "o_proj")
     linear.packed = AddsToResidual()
     x, residual = torch.randn(3, HIDDEN), torch.ones(3, HIDDEN)
     hidden = linear.add_to(residual, x)
@@ -228,9 +228,9 @@ def test_one_rank_may_add_to_the_residual(ops: Ops) -> None:
 
 @pytest.mark.parametrize(("size", "num_ranks"), [(12, 1), (12, 4), (13, 4), (5, 4), (3, 8)])
 def test_shares_make_up_the_whole(size: int, num_ranks: int) -> None:
-    shares = [split(size, group) for group in unconnected(num_ranks)]
-    assert len({share.count for share in shares}) == 1
-    places = [i for share in shares for i in range(size)[share.stored]]
+    shards = [sharded(size, group) for group in unconnected(num_ranks)]
+    assert len({shard.count for shard in shards}) == 1
+    places = [i for shard in shards for i in range(size)[shard.stored]]
     assert places == list(range(size))
 
 

@@ -41,7 +41,7 @@ def test_no_time_is_spent_on_absurd_sizes(num_layers: int) -> None:
             ({"architectures": odd}, "one entry in architectures")
             for odd in ("LlamaForCausalLM", {"LlamaForCausalLM": 1}, [1], 3, [], None, [["x"]])
         ),
-        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "no multiple of num_key_value_h"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "not a multiple of num_key_value_h"),
         ({"head_dim": 25}, "head_dim=25 must be even"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be of type float"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be of type bool"),

@@ -6,37 +6,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.ops.fp8 import ScaledCodes, round_rows, round_to_codes
+from nanovllm.ops.fp8 import Fp8Tensor, quantize_fp8, quantize_rows
 from nanovllm.ops.quantized_weight import BLOCK, MIDDLE, QuantizedWeight, pack_words
 
 
-def quantize_rows(x: Tensor, by_block: bool = False) -> ScaledCodes:
+def quantize_activations(x: Tensor, by_block: bool = False) -> Fp8Tensor:
     """Quantize the rows of x to FP8 by their largest numbers, or those of every 128 inputs."""
     if not by_block:
-        return round_rows(x.float())
+        return quantize_rows(x.float())
     num_in = x.shape[1]
     parts = F.pad(x.float(), (0, -num_in % BLOCK)).view(-1, BLOCK)
-    rounded = round_rows(parts)
-    codes = rounded.codes.view(len(x), -1)[:, :num_in].contiguous()
-    return ScaledCodes(codes, rounded.scales.view(len(x), -1))
+    quantized = quantize_rows(parts)
+    values = quantized.values.view(len(x), -1)[:, :num_in].contiguous()
+    return Fp8Tensor(values, quantized.scales.view(len(x), -1))
 
 
 def quantized_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Quantize both sides to FP8, and multiply what they stand for."""
-    rows = quantize_rows(x, weight.has_blocks)
-    quantized = QuantizedWeight(8, pack_words(rows.codes), rows.scales, None, x.shape[1])
+    rows = quantize_activations(x, weight.has_blocks)
+    quantized = QuantizedWeight(8, pack_words(rows.values), rows.scales, None, x.shape[1])
     y = F.linear(quantized.dequantize(torch.float32), weight.dequantize(torch.float32))
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
-def quantize_blocks(values: Tensor) -> ScaledCodes:
+def quantize_blocks(values: Tensor) -> Fp8Tensor:
     """Quantize to FP8 in blocks of 128 x 128; scales are repeated for each row."""
     num_rows, num_in = values.shape
     padded = F.pad(values.float(), (0, -num_in % BLOCK, 0, -num_rows % BLOCK))
     blocks = padded.view(len(padded) // BLOCK, BLOCK, -1, BLOCK)
-    rounded = round_to_codes(blocks, blocks.abs().amax((1, 3), keepdim=True))
-    scales = rounded.scales[:, 0, :, 0].repeat_interleave(BLOCK, 0)[:num_rows]
-    return ScaledCodes(rounded.codes.view_as(padded)[:num_rows, :num_in], scales)
+    quantized = quantize_fp8(blocks, blocks.abs().amax((1, 3), keepdim=True))
+    scales = quantized.scales[:, 0, :, 0].repeat_interleave(BLOCK, 0)[:num_rows]
+    return Fp8Tensor(quantized.values.view_as(padded)[:num_rows, :num_in], scales)
 
 
 def quantize_int4(values: Tensor, group: int) -> tuple[Tensor, Tensor]:

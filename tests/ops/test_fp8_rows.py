@@ -40,8 +40,8 @@ def test_every_number_is_the_nearest_code_times_the_scale(dtype: torch.dtype) ->
     scales = torch.exp2(fp8.exponents.double() - 127)[:, None]
     want = rows.double() / scales
     distance = (want.abs()[..., None] - NUMBERS[NUMBERS >= 0]).abs().amin(-1)
-    torch.testing.assert_close((fp8.codes.double() - want).abs(), distance, rtol=0, atol=0)
-    assert torch.equal(fp8.codes.float(), want.float().to(FP8).float())  # ties as well
+    torch.testing.assert_close((fp8.values.double() - want).abs(), distance, rtol=0, atol=0)
+    assert torch.equal(fp8.values.float(), want.float().to(FP8).float())  # ties as well
     assert bool((want.abs().amax(-1) <= LARGEST_FP8).all())
 
 
@@ -59,7 +59,7 @@ def test_scales_are_as_small_as_they_can_be() -> None:
 @DTYPES
 def test_bfloat16_and_wider_types_hold_what_is_read_exactly(dtype: torch.dtype) -> None:
     fp8 = quantize(make_rows(dtype))
-    exact = fp8.codes.double() * torch.exp2(fp8.exponents.double() - 127)[:, None]
+    exact = fp8.values.double() * torch.exp2(fp8.exponents.double() - 127)[:, None]
     for wide in (torch.float64, torch.float32, torch.bfloat16):
         assert torch.equal(dequantize(fp8, wide).double(), exact)
 

@@ -27,7 +27,7 @@ from transformers import (
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.ops.fp8 import round_rows
+from nanovllm.ops.fp8 import quantize_rows
 from tests.checkpoint.tiny_quantized import (
     PROJECTION,
     Kind,
@@ -170,8 +170,8 @@ def rounded(path: Path, folder: Path) -> Path:
     kept = "lm_head.weight", f"model.layers.{num_layers - 1}.mlp.down_proj.weight"
     for name, tensor in tensors.items():
         if tensor.dim() == 2 and name not in kept and PROJECTION.fullmatch(name):
-            rounded = round_rows(tensor.float())
-            tensors[name] = rounded.codes.float() * rounded.scales
+            quantized = quantize_rows(tensor.float())
+            tensors[name] = quantized.values.float() * quantized.scales
     save_file(tensors, folder / "model.safetensors")
     return folder
 

@@ -22,7 +22,7 @@ from nanovllm.checkpoint.quantized.weight import (
 )
 from nanovllm.checkpoint.stored_tensors import FLOATS, QuantizedPiece, StoredTensor
 from nanovllm.errors import CheckpointError
-from nanovllm.ops.fp8 import FP8, round_rows
+from nanovllm.ops.fp8 import FP8, quantize_rows
 
 BY_OUTPUT = QuantLayout("fp8", -1)
 # Projections of layers; a router decides by small differences and stays as it is.
@@ -129,8 +129,8 @@ def quantize_to_fp8(tensor: StoredTensor) -> StoredTensor:
 
     def read(rows: slice, columns: slice) -> QuantizedPiece:
         # All inputs of an output share its scale, those of other ranks too.
-        whole = round_rows(read_part(tensor, rows).float())
-        return QuantizedPiece(whole.codes[:, columns], whole.scales)
+        whole = quantize_rows(read_part(tensor, rows).float())
+        return QuantizedPiece(whole.values[:, columns], whole.scales)
 
     shape = tensor.shape[0], tensor.shape[1]
     return StoredWeight(shape, (1, 1), BY_OUTPUT, read).as_tensor(tensor.name, tensor.file)

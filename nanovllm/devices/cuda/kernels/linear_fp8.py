@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanovllm.devices.cuda.kernels.elementwise import add_and_norm, count_splits, gate, scales_of
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
-from nanovllm.ops.fp8 import FP8, LARGEST_FP8, SMALLEST_SCALE, ScaledCodes
+from nanovllm.ops.fp8 import FP8, LARGEST_FP8, SMALLEST_SCALE, Fp8Tensor
 from nanovllm.ops.interface import Activation, NormWeights, ResidualStream, SumScales
 from nanovllm.ops.quantized_weight import FP8_WORDS, QuantizedWeight, num_blocks
 
@@ -88,7 +88,7 @@ def fp8_add_to(
 
 
 def _project(
-    rows: ScaledCodes,
+    rows: Fp8Tensor,
     weight: LibraryWeight,
     bias: Tensor | None,
     activation: Activation | None,
@@ -103,13 +103,13 @@ def _project(
 
 
 def _multiply(
-    rows: ScaledCodes, weight: LibraryWeight, bias: Tensor | None, dtype: torch.dtype
+    rows: Fp8Tensor, weight: LibraryWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, SumScales | None]:
     """The product or, with scales, sums of codes that are yet to be multiplied by them."""
     stored, one = weight.stored, weight.one
-    is_scaled = stored.has_blocks or len(rows.codes) > MAX_SUM_ROWS
+    is_scaled = stored.has_blocks or len(rows.values) > MAX_SUM_ROWS
     y: Tensor = torch._scaled_mm(
-        rows.codes,
+        rows.values,
         stored.fp8.t(),
         scale_a=rows.scales if is_scaled else one,
         scale_b=stored.scales.t() if is_scaled else one,
@@ -142,7 +142,7 @@ def scale_sums(sums: Tensor, scales: SumScales, bias: Tensor | None) -> None:
     )
 
 
-def fp8_quantize(x: Tensor, by_block: bool) -> ScaledCodes:
+def fp8_quantize(x: Tensor, by_block: bool) -> Fp8Tensor:
     """Quantize rows by their largest numbers; values lie as `pack_words` has them.
 
     With blocks, rows are padded to a multiple of 16, which hold anything, and their scales lie
@@ -151,10 +151,10 @@ def fp8_quantize(x: Tensor, by_block: bool) -> ScaledCodes:
     num_rows, num_in = x.shape
     num_scales = num_blocks(num_in) if by_block else 1
     padded = triton.cdiv(num_rows, MULTIPLE) * MULTIPLE if by_block else num_rows
-    codes = torch.empty(padded, num_blocks(num_in) * 128, device=x.device, dtype=FP8)
+    values = torch.empty(padded, num_blocks(num_in) * 128, device=x.device, dtype=FP8)
     scales = torch.empty(num_scales, padded, device=x.device, dtype=torch.float32).t()
     _quantize[(num_rows,)](
-        codes.view(torch.int32),
+        values.view(torch.int32),
         scales,
         x,
         padded,
@@ -165,17 +165,17 @@ def fp8_quantize(x: Tensor, by_block: bool) -> ScaledCodes:
         num_warps=count_warps(num_in),
         **launch_options(x, num_rows),
     )
-    return ScaledCodes(codes, scales)
+    return Fp8Tensor(values, scales)
 
 
-def fp8_norm(hidden: ResidualStream, norm: NormWeights) -> ScaledCodes:
+def fp8_norm(hidden: ResidualStream, norm: NormWeights) -> Fp8Tensor:
     """The rows of the norm, each with a scale; see rms_norm and fp8_quantize."""
     residual, update = hidden.residual, hidden.update
     num_rows, dim = residual.shape
-    codes = torch.empty(num_rows, num_blocks(dim) * 128, device=residual.device, dtype=FP8)
+    values = torch.empty(num_rows, num_blocks(dim) * 128, device=residual.device, dtype=FP8)
     scales = torch.empty(num_rows, 1, device=residual.device, dtype=torch.float32)
     _norm[(num_rows,)](
-        *(codes.view(torch.int32), scales, residual, update, scales_of(hidden.scales)),
+        *(values.view(torch.int32), scales, residual, update, scales_of(hidden.scales)),
         *(norm.weight, norm.eps, dim),
         NUM_BLOCKS=num_blocks(dim),
         PARTS=triton.next_power_of_2(num_blocks(dim)),
@@ -183,7 +183,7 @@ def fp8_norm(hidden: ResidualStream, norm: NormWeights) -> ScaledCodes:
         num_warps=count_warps(dim),
         **launch_options(residual, num_rows),
     )
-    return ScaledCodes(codes, scales)
+    return Fp8Tensor(values, scales)
 
 
 @triton.jit

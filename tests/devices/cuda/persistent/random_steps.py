@@ -138,8 +138,8 @@ class RandomStep:
 
 
 def make_fp8(values: Tensor) -> QuantizedWeight:
-    rounded = quantize_blocks(values)
-    return QuantizedWeight(8, pack_words(rounded.codes), rounded.scales, None, values.shape[1])
+    quantized = quantize_blocks(values)
+    return QuantizedWeight(8, pack_words(quantized.values), quantized.scales, None, values.shape[1])
 
 
 def make_int4(values: Tensor, group: int = 128) -> QuantizedWeight:

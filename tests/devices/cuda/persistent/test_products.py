@@ -39,9 +39,9 @@ def make_weight(
 ) -> QuantizedWeight:
     values = torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(seed))
     if bits == 8:
-        rounded = quantize_blocks(values)
-        scales = rounded.scales * (1 + torch.rand(rounded.scales.shape))  # of each line its own
-        return QuantizedWeight(8, pack_words(rounded.codes), scales, None, num_in)
+        quantized = quantize_blocks(values)
+        scales = quantized.scales * (1 + torch.rand(quantized.scales.shape))  # of each line its own
+        return QuantizedWeight(8, pack_words(quantized.values), scales, None, num_in)
     codes, scales = quantize_int4(values, 128)
     zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if has_zeros else None
     return QuantizedWeight(4, pack_words(codes), scales.bfloat16(), zeros, num_in)

@@ -138,7 +138,7 @@ def as_codes(caches: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Quantize keys and values, which lie as before; powers of two give rows different scales."""
     powers = -(torch.arange(caches.shape[:-1].numel()) * 7 % 4).view(caches.shape[:-1])
     rows = quantize(caches * 2.0 ** powers.unsqueeze(-1).to(caches.device))
-    layers = torch.stack((rows.codes, rows.codes), dim=2)
+    layers = torch.stack((rows.values, rows.values), dim=2)
     k, v = rows.exponents.transpose(2, 3).contiguous()
     return layers[:, :, 1], (k, v)
 

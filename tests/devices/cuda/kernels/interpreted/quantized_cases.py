@@ -32,7 +32,7 @@ from nanovllm.ops.quantized_weight import (
 from nanovllm.ops.torch_ops import TorchOps
 from tests.devices.cuda.kernels.interpreted.fused_cases import assert_close, make
 from tests.ops.expert_layers import Layer
-from tests.ops.quantized_products import quantize_blocks, quantize_rows, quantized_product
+from tests.ops.quantized_products import quantize_activations, quantize_blocks, quantized_product
 
 # Kinds: groups of so many inputs; with zero points; FP8 by output and by block.
 KINDS = ("int4-128", "int4-64", "int4-32-zeros", "int4-128-zeros", "fp8", "fp8-blocks")
@@ -135,7 +135,7 @@ def check_blocks(device: str) -> None:
     assert torch.equal(scales[:128], scales[:1].expand(128, 3))
     assert torch.equal(scales[128:], scales[128:129].expand(72, 3))
     # Of four bits of a number FP8 rounds off at most half of the last, or of the least there is.
-    weight = QuantizedWeight(8, pack_words(made.codes), scales, None, 300)
+    weight = QuantizedWeight(8, pack_words(made.values), scales, None, 300)
     error = (weight.dequantize(torch.float32) - values).abs()
     assert bool((error <= values.abs() / 16 + scales.max() / 512).all())
 
@@ -195,10 +195,10 @@ def check_quantized_rows(dtype: torch.dtype, device: str) -> None:
         x = make(5, num_in, dtype=dtype, device=device)
         x[1] = 0
         x[2] *= 1000
-        got, want = fp8_quantize(x, by_block), quantize_rows(x, by_block)
+        got, want = fp8_quantize(x, by_block), quantize_activations(x, by_block)
         assert torch.equal(got.scales[:5], want.scales)
-        wanted = pack_words(want.codes).view(torch.uint8)
-        assert torch.equal(got.codes[:5].view(torch.uint8), wanted)
+        wanted = pack_words(want.values).view(torch.uint8)
+        assert torch.equal(got.values[:5].view(torch.uint8), wanted)
 
 
 def check_normed_rows(dtype: torch.dtype, device: str) -> None:
@@ -216,7 +216,7 @@ def check_normed_rows(dtype: torch.dtype, device: str) -> None:
         assert torch.equal(residual, total)
         assert_close(got.scales, want.scales)
         # Squares are added in another order, which may round a number of the norm differently.
-        steps = got.codes.view(torch.uint8).int() - want.codes.view(torch.uint8).int()
+        steps = got.values.view(torch.uint8).int() - want.values.view(torch.uint8).int()
         assert int(steps.abs().max()) <= 1
         assert int(steps.count_nonzero()) <= steps.numel() // 50
 
