@@ -96,8 +96,8 @@ class LLM:
         requests = self._prepare(
             prompts, sampling_params, cache_salt, on_refusal, is_streaming=True
         )
-        job = RequestGroup(is_streaming=True)
-        with contextlib.closing(self.engine.stream(job, requests)) as steps:
+        group = RequestGroup(is_streaming=True)
+        with contextlib.closing(self.engine.stream(group, requests)) as steps:
             for step in steps:
                 yield from step.pieces
 
@@ -125,13 +125,13 @@ class LLM:
 
         pairs = enumerate(_with_params(prompts, sampling_params))
         indices: dict[int, int] = {}  # by seq_id
-        job = RequestGroup(is_streaming=True)
+        group = RequestGroup(is_streaming=True)
         # As many requests wait as run.
-        steps = self.engine.stream(job, take(2 * self.engine.config.max_num_seqs))
+        steps = self.engine.stream(group, take(2 * self.engine.config.max_num_seqs))
         with contextlib.closing(steps):
             for step in steps:
                 if step.finished:
-                    self.engine.extend(job, take(len(step.finished)))
+                    self.engine.extend(group, take(len(step.finished)))
                 for output in step.finished:
                     yield indices.pop(output.seq_id), output
 

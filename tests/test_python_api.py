@@ -143,7 +143,7 @@ def test_chat_continues_the_last_message_or_begins_none(llm: LLM) -> None:
     assert prompt(add_generation_prompt=False).endswith("What is 2 + 2?<|im_end|>\n")
     assert prompt(BEGUN, continue_final_message=True).endswith("assistant\nIt is")
     both = {"add_generation_prompt": True, "continue_final_message": True}
-    with pytest.raises(RequestError, match="is continued or answered"):
+    with pytest.raises(RequestError, match="exclude each other"):
         llm.chat(BEGUN, GREEDY, **both)
     # As vLLM's callers spell it, and as it was spelled here before.
     both["add_generation_prompt"] = False

@@ -1,4 +1,4 @@
-"""Paged KV allocation with a prefix cache: reference counts, an O(1) LRU free list, `check()`."""
+"""Allocate KV-cache blocks, with reference counts, an O(1) LRU free list and a prefix cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BlockKey(NamedTuple):
-    """A full block's chained hash and its own tokens."""
+    """Hash of a full block, chained to the hash of the block before, and the block's tokens."""
 
     hash: int
     tokens: bytes
@@ -25,9 +25,9 @@ class BlockKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """What a cached block holds, and the prefix it continues (the cache salt for the first block).
+    """Contents of a cached block and the prefix that precedes it (first block: the cache salt).
 
-    Compared by identity: a chain of Prefix objects is exact where the hash alone could collide.
+    Compared by identity: a chain of Prefix objects is exact, whereas hashes could collide.
     """
 
     key: BlockKey
@@ -35,7 +35,7 @@ class Prefix:
 
 
 class BlockManager:
-    """Owns every block. A block with no references stays cached until the free list reuses it."""
+    """Owns all blocks. A block without references stays cached until the free list reuses it."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool) -> None:
         self.num_blocks = num_blocks
@@ -52,7 +52,7 @@ class BlockManager:
         return len(self._free)
 
     def allocate(self, seq: Sequence, num_tokens: int) -> list[int] | None:
-        """Give `seq` the blocks it lacks to hold `num_tokens`; None when they are not free."""
+        """Extend `seq` to hold `num_tokens`; return the new blocks, or None if too few are free."""
         num_new = self.num_blocks_for(num_tokens) - len(seq.block_ids)
         if num_new > len(self._free):
             return None
@@ -62,9 +62,9 @@ class BlockManager:
         return block_ids
 
     def admit(self, seq: Sequence) -> int | None:
-        """Give `seq` its cached prefix and blocks for all its tokens.
+        """Assign to `seq` its cached prefix and new blocks for the rest of its tokens.
 
-        Returns None when it fits; otherwise how many blocks must be free before a retry can.
+        Returns None on success, else how many blocks must be free before a retry can succeed.
         """
         hits = self._match(seq) if self.enable_caching and seq.may_hit else []
         shared = self._shared_blocks(seq, hits)
@@ -85,33 +85,38 @@ class BlockManager:
         )
         self.allocate(seq, len(seq.token_ids))
         if shared is not None:
-            seq.num_computed = seq.num_prompt_tokens - 1  # see `tail_copy`
+            seq.num_computed = seq.num_prompt_tokens - 1  # see `copy_on_write`
         return None
 
-    def tail_copy(self, seq: Sequence) -> BlockCopy | None:
-        """What a sample that was just admitted needs of the first one's last block, if anything."""
+    def copy_on_write(self, seq: Sequence) -> BlockCopy | None:
+        """Return the copy of its leader's partly filled last prompt block that `seq` needs, if any.
+
+        The samples of one prompt share its full blocks, but each writes to a last block of its own.
+        """
         index, num_tokens = divmod(seq.num_computed, self.block_size)
         if seq.leader is None or num_tokens == 0:
             return None
         return BlockCopy(seq.leader.block_ids[index], seq.block_ids[index])
 
     def release(self, seq: Sequence) -> None:
+        """Drop the references of `seq` to its blocks."""
         # Reverse order: the tail of a prefix is evicted before its head.
         for block_id in reversed(seq.block_ids):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 self._free[block_id] = None
-                if self._prefixes[block_id] is None:  # nobody can hit it: reuse it first
+                if self._prefixes[block_id] is None:
+                    # An uncached block can never be hit, so it is reused first.
                     self._free.move_to_end(block_id, last=False)
         seq.block_ids = []
         seq.capacity = seq.num_computed = 0
         seq.next_full_len = sys.maxsize
 
     def register(self, seq: Sequence) -> None:
-        """Let others share the full blocks of `seq` whose tokens are known and scheduled.
+        """Add the full blocks of `seq` whose tokens are known and scheduled to the prefix cache.
 
-        Safe before the step has run: the device runs plans in order, so whoever is handed such a
-        block reads it in the same step (after the layer's writes) or in a later one.
+        Safe before the step has run: the device runs plans in order, so another sequence reads
+        such a block in the same step (after the layer has written it) or in a later one.
         """
         num_registered = seq.next_full_len // self.block_size - 1
         num_full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
@@ -120,20 +125,20 @@ class BlockManager:
             seq.prefix = self._insert(seq.block_ids[index], keys[index], seq.prefix)
         seq.next_full_len = (num_full + 1) * self.block_size
 
-    def forget_all(self) -> None:
-        """Let no sequence share the blocks that are cached now."""
+    def reset_prefix_cache(self) -> None:
+        """Remove every block from the prefix cache; sequences keep the blocks they hold."""
         for block_id in list(self.cached.values()):
-            self._forget(block_id)
+            self._uncache(block_id)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Recompute every invariant from the sequences that hold blocks."""
+        """Verify all invariants against the sequences that hold blocks."""
         ref_counts = [0] * self.num_blocks
         for seq in sequences:
             assert seq.capacity == len(seq.block_ids) * self.block_size
-            assert len(set(seq.block_ids)) == len(seq.block_ids), "a block twice in one sequence"
+            assert len(set(seq.block_ids)) == len(seq.block_ids), "a sequence holds a block twice"
             for block_id in seq.block_ids:
                 ref_counts[block_id] += 1
         assert ref_counts == self._ref_counts, "reference counts drifted"
@@ -144,9 +149,9 @@ class BlockManager:
         assert cached_ids == set(cached.values()), "the flags and the blocks disagree"
 
     def _shared_blocks(self, seq: Sequence, hits: list[int]) -> list[int] | None:
-        """The whole blocks of a prompt that a sample takes from the first one, if that can be."""
+        """Return the full prompt blocks that `seq` can share with its leader; None if it cannot."""
         leader, num_prompt_tokens = seq.leader, seq.num_prompt_tokens
-        # What an earlier step wrote can be copied; of this one nothing is there yet.
+        # The last block is copied before the step runs, so an earlier step must have written it.
         if leader is None or not leader.block_ids or leader.row_start < num_prompt_tokens:
             return None
         num_whole = (num_prompt_tokens - 1) // self.block_size
@@ -156,12 +161,12 @@ class BlockManager:
 
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
-        self._forget(block_id)
+        self._uncache(block_id)
         self._ref_counts[block_id] = 1
         return block_id
 
     def _match(self, seq: Sequence) -> list[int]:
-        """Return the blocks that hold the longest cached prefix; one token is left to compute."""
+        """Return the blocks of the longest cached prefix, leaving at least one token to compute."""
         hits: list[int] = []
         parent: Prefix | str | None = seq.request.cache_salt
         num_full = (len(seq.token_ids) - 1) // self.block_size
@@ -182,21 +187,22 @@ class BlockManager:
         return block_id if prefix.key.tokens == key.tokens and prefix.parent == parent else None
 
     def _insert(self, block_id: int, key: BlockKey, parent: Prefix | str | None) -> Prefix:
-        """Cache a block unless its prefix already is; return the prefix its successor continues."""
+        """Cache a block, unless its prefix is cached already; return the next block's parent."""
         known = self._find(key, parent)
         if known is not None:
             prefix = self._prefixes[known]
             assert prefix is not None
             return prefix
-        if key.hash in self.cached:  # a collision, or a child of an evicted parent: newest wins
-            self._forget(self.cached[key.hash])
+        if key.hash in self.cached:
+            # The newest block wins over a hash collision or a block whose parent was evicted.
+            self._uncache(self.cached[key.hash])
         prefix = Prefix(key, parent)
         self._prefixes[block_id] = prefix
         self.cached[key.hash] = block_id
         self.is_cached[block_id] = 1
         return prefix
 
-    def _forget(self, block_id: int) -> None:
+    def _uncache(self, block_id: int) -> None:
         prefix = self._prefixes[block_id]
         if prefix is not None:
             del self.cached[prefix.key.hash]
@@ -204,7 +210,7 @@ class BlockManager:
             self.is_cached[block_id] = 0
 
     def _keys(self, seq: Sequence, num_full: int) -> list[BlockKey]:
-        """Hash each full block once; may return more than `num_full`."""
+        """Return the keys of at least `num_full` blocks; each block is hashed only once."""
         keys, size = seq.block_keys, self.block_size
         if len(keys) < num_full:
             new_ids = seq.token_ids[len(keys) * size : num_full * size]
@@ -213,7 +219,7 @@ class BlockManager:
 
 
 def add_keys(keys: list[BlockKey], tokens: bytes, num_bytes: int, salt: str | None) -> None:
-    """Hash the full blocks of so many bytes that follow, each chained to the one before."""
+    """Append the keys of the full blocks in `tokens`, where a block takes `num_bytes`."""
     link = keys[-1].hash if keys else xxhash.xxh3_64_intdigest((salt or "").encode())
     for start in range(0, len(tokens) - num_bytes + 1, num_bytes):
         block = tokens[start : start + num_bytes]

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja programs that come with a model, run in Jinja's sandbox."""
+"""Render the Jinja chat template that ships with a model, in Jinja's sandbox."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from nanovllm.errors import RequestError
 from nanovllm.validation import require
 
-_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # appended to the message that the model continues
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # appended to the message that the model will continue
 # `{% generation %}` marks assistant messages for training; here it is just a scope.
 _GENERATION = re.compile(r"(\{%[-+]?\s*(?:end)?)generation\b")
 
 
 class ChatTemplate:
-    """A compiled template, which several threads may render at once.
-
-    A template that cannot be compiled or rendered raises RequestError.
-    """
+    """A compiled template; thread-safe. Errors in compiling or rendering raise RequestError."""
 
     def __init__(self, source: str) -> None:
         with _request_errors():
@@ -38,9 +35,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Render a conversation as `apply_chat_template` of transformers does."""
+        """Render a conversation as transformers' `apply_chat_template` does."""
         is_either = not (continue_final_message and variables.get("add_generation_prompt"))
-        expected = "left out with add_generation_prompt: a message is continued or answered"
+        expected = "False with add_generation_prompt: they exclude each other"
         require(is_either, "continue_final_message", expected, continue_final_message)
         defaults = {"documents": None, "add_generation_prompt": not continue_final_message}
         if continue_final_message:
@@ -57,7 +54,10 @@ class ChatTemplate:
 def choose_template(
     template: str | Mapping[str, str], asked: str | None = None, has_tools: bool = False
 ) -> str:
-    """Return the template asked for, by its name or as a text; else the model's for the purpose."""
+    """Return the requested template, given by name or source, or else the model's own.
+
+    A model may have a separate "tool_use" template for requests with tools.
+    """
     templates = {"default": template} if isinstance(template, str) else template
     if asked is not None:
         return templates.get(asked, asked)
@@ -69,7 +69,7 @@ def choose_template(
 def _before_mark(text: str) -> str:
     start = text.rfind(_MARK.strip())
     if start < 0:
-        message = "the chat template does not show the message to be continued"
+        message = "the chat template does not render the final message, so it cannot be continued"
         raise RequestError(message, param="messages")
     is_trimmed = not text.startswith(_MARK, start)
     return text[:start].rstrip() if is_trimmed else text[:start]
@@ -80,15 +80,15 @@ def _request_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a template is a program and may raise anything
-        line = getattr(error, "lineno", None)  # of a syntax error
-        what = "refused the messages" if line is None else f"cannot be read, line {line}"
+        line = getattr(error, "lineno", None)  # only syntax errors have a line number
+        what = "rejected the messages" if line is None else f"cannot be parsed, line {line}"
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         message = f"the chat template {what}: {kind}{error!s:.200}"
         raise RequestError(message, param="messages") from error
 
 
 def _sandbox() -> ImmutableSandboxedEnvironment:
-    """Return the environment in which transformers renders templates."""
+    """Return a Jinja environment with the extensions, filters and globals of transformers'."""
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols]
     )
@@ -99,20 +99,20 @@ def _sandbox() -> ImmutableSandboxedEnvironment:
 
 
 def _tool_schema(tool: Any) -> Any:
-    """Describe a function by its signature and docstring; a schema stays as it is."""
+    """Return the JSON schema of a tool; for a function, derive it from signature and docstring."""
     if isinstance(tool, Mapping):
         return tool
     from transformers.utils import get_json_schema
 
     try:
         return get_json_schema(tool)
-    except Exception as error:  # a docstring that says too little has an error type of its own
-        message = f"the tool {tool!r:.80} cannot be described: {error}"
+    except Exception as error:  # transformers raises error types of its own for bad docstrings
+        message = f"no JSON schema can be derived from the tool {tool!r:.80}: {error}"
         raise RequestError(message, param="tools") from error
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Write JSON without Jinja's HTML escapes."""
+    """Serialize to JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

@@ -1,4 +1,4 @@
-"""Conversations as callers pass them, and the prompts that chat templates make of them."""
+"""Validate conversations and turn them into prompts with the model's chat template."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Messages = Sequence[Message] | Sequence[Sequence[Message]]
 
-_CALL_KEYS = ("tool_calls", "function_call")  # beside which a message may have no content
+_CALL_KEYS = ("tool_calls", "function_call")  # a message with one of these may lack content
 
 
 class ChatOptions(TypedDict, total=False):
-    """How a conversation is formatted; None is the template's own choice."""
+    """Options that control how a conversation is formatted; None leaves it to the template."""
 
     tools: Sequence[Any] | None  # schemas, or functions with docstrings
-    add_generation_prompt: bool | None  # False: no new message begins
-    continue_final_message: bool | None  # the model goes on from where the last message ends
-    chat_template_kwargs: dict[str, Any] | None  # more options of the template
+    add_generation_prompt: bool | None  # False: do not start an assistant message
+    continue_final_message: bool | None  # the model continues the last message
+    chat_template_kwargs: dict[str, Any] | None  # further variables for the template
 
 
 def template_options(options: ChatOptions) -> dict[str, Any]:
-    """Options of a chat template; what a call gives by name overrides its chat_template_kwargs."""
+    """Merge the options of a call; named ones override those in `chat_template_kwargs`."""
     for name in options:
         if name not in ChatOptions.__annotations__:
             raise TypeError(f"chat got an unexpected keyword argument {name!r}")
@@ -41,7 +41,7 @@ def prompts_of(
     input_processor: InputProcessor, messages: Messages, **options: Any
 ) -> list[list[int]]:
     """Return one prompt of token ids per conversation."""
-    from nanovllm.engine.chat_template import (  # jinja2, only for chats
+    from nanovllm.engine.chat_template import (  # imports jinja2, which only chats need
         ChatTemplate,
         choose_template,
     )
@@ -69,7 +69,7 @@ def prompts_of(
 
 
 def as_conversations(messages: Messages) -> list[list[Message]]:
-    """One conversation or a list of them becomes a list; every content becomes a text."""
+    """Return a list of conversations, given one or several; every content becomes a string."""
     is_valid = isinstance(messages, (list, tuple)) and messages
     require(is_valid, "messages", "a list of at least one message", messages)
     if isinstance(messages[0], Mapping):
@@ -98,7 +98,7 @@ def _as_message(message: Any, name: str) -> Message:
 
 
 def _as_call(call: Any, name: str) -> Any:
-    """Parse a tool call's arguments, which OpenAI's API has as a text: templates write the JSON."""
+    """Parse the arguments of a tool call: OpenAI sends a JSON string, templates expect a dict."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -112,7 +112,7 @@ def _as_call(call: Any, name: str) -> Any:
 
 
 def text_of(content: Any, name: str = "content", types: Sequence[str] = ("text",)) -> str:
-    """A text, or text parts, one per line, as vLLM hands them to templates."""
+    """Return a message's content as text; text parts are joined with newlines, as in vLLM."""
     if isinstance(content, str):
         return content
     expected = 'a string or a list of text parts, {"type": "text", "text": "..."}'

@@ -1,4 +1,4 @@
-"""EngineCore: the loop. Launch the next step, collect the oldest, at any pipeline depth."""
+"""EngineCore, the main loop: launch the next step, collect the oldest, at any pipeline depth."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Executor, Pending, StepPlan, StepResult
 from nanovllm.errors import EngineError
 
-MAX_RECORDED = 1024  # steps, and ended sequences
+MAX_RECORDED = 1024  # step timings kept, and likewise ended sequences
 
 
 class EngineCore:
-    """Requests in, tokens out. Knows neither text nor tensors.
+    """Takes requests and returns tokens. Handles neither text nor tensors.
 
-    One thread at a time may use it; a step that an exception broke off ends it for good.
+    Not thread-safe: callers take turns. After an exception inside a step it cannot be used again.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class EngineCore:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
-        self.grammars: GrammarEngine | None = None  # until a request has one
+        self.grammars: GrammarEngine | None = None  # created by the first request with a grammar
         self._create_grammars = create_grammars
         self.executor = executor
         self.depth = depth
-        # A sequence that outgrew the whole pool could never be resumed, so it ends there.
+        # A sequence longer than the whole pool could never be resumed, so it ends at that length.
         pool_len = scheduler.blocks.num_blocks * scheduler.blocks.block_size
         self.max_len = min(max_model_len, pool_len)
         self._is_pool_short = pool_len < max_model_len
         self._sequences: dict[int, Sequence] = {}
-        # Each plan, its result and the time when it was submitted.
+        # Each plan, with its result and the time at which it was submitted.
         self._in_flight: deque[tuple[StepPlan, Pending[StepResult], float]] = deque()
         self._clock = clock
         self._last_result_time = 0.0
-        # The newest steps and ended sequences; a snapshot takes them.
+        # The newest steps and ended sequences, until a snapshot takes them.
         self.timings: deque[StepTiming] = deque(maxlen=MAX_RECORDED)
         self.ended: deque[SequenceEnd] = deque(maxlen=MAX_RECORDED)
         self._failure: str | None = None
@@ -65,12 +65,12 @@ class EngineCore:
         return bool(self._sequences)
 
     def check(self, request: Request) -> None:
-        """Raise RequestError for one that can never run; any thread may call this."""
+        """Raise RequestError if the request can never run. Safe in any thread."""
         self.raise_if_failed()
         check_length(request, self.max_len)
 
     def add(self, request: Request) -> None:
-        """Queue a request; raises, and keeps nothing, when it can never run."""
+        """Queue a request; raise RequestError, and keep no state, if it can never run."""
         self.check(request)
         seq = Sequence(request)
         if request.leader_id is not None:
@@ -84,7 +84,7 @@ class EngineCore:
         self.scheduler.add(seq)
 
     def step(self) -> EngineCoreOutputs:
-        """Launch the next step if any, then collect the oldest once the pipeline is full."""
+        """Launch the next step, if any; collect the oldest one if the pipeline is full."""
         self.raise_if_failed()
         try:
             begin = self._clock()
@@ -101,7 +101,7 @@ class EngineCore:
                 schedule, submit = scheduled - begin, now - scheduled
                 self.timings.append(StepTiming(begin, schedule, submit, 0.0, 0.0, now, 0.0))
         except BaseException as error:
-            # Not the error itself: its traceback holds the engine, which would hold itself.
+            # Keep only the text: the error's traceback refers to the engine, which makes a cycle.
             self._failure = repr(error)
             raise
         if not self._in_flight and self._sequences:
@@ -111,16 +111,16 @@ class EngineCore:
         return EngineCoreOutputs([], [], [])
 
     def finish(self, seq_id: int, reason: FinishReason) -> FinishedSequence | None:
-        """End a sequence now; None if it is over or was never there.
+        """End a sequence now; return None if it has ended already or is unknown.
 
-        Whatever a step in flight still samples for it is dropped.
+        Tokens that steps in flight still sample for it are dropped.
         """
         seq = self._sequences.get(seq_id)
         if seq is None:
             return None
         if self._failure is None:
             self.scheduler.finish(seq, reason)
-        else:  # its counts may be half-way through a step
+        else:  # the failed step may have left the scheduler's state inconsistent
             seq.finish_reason = seq.finish_reason or reason
         return self._leave(seq)
 
@@ -134,7 +134,7 @@ class EngineCore:
         submitted = self._clock()
         result = pending.result()
         result_time = self._clock()
-        device_begin = max(submit_time, self._last_result_time)  # it runs one step at a time
+        device_begin = max(submit_time, self._last_result_time)  # steps run one by one
         device = result_time - device_begin
         step = self._drop_in_flight() if result.is_lost else self._commit(plan, result, device)
         self.timings.append(
@@ -175,9 +175,9 @@ class EngineCore:
         )
 
     def _drop_in_flight(self) -> EngineCoreOutputs:
-        """Have all sequences recomputed, as the steps in flight build on one that was lost."""
+        """Recompute all sequences, because the steps in flight depend on a step that was lost."""
         for plan, pending, _ in self._in_flight:
-            if len(plan.masked_rows):  # such a step does not end before it is sampled
+            if len(plan.masked_rows):  # the step waits for bitmasks, so send some that allow all
                 ended = [None] * len(plan.masked_rows)
                 self.executor.sample(
                     self._get_grammars().masks(ended, self.executor.mask_memory)[0]
@@ -188,7 +188,7 @@ class EngineCore:
         return EngineCoreOutputs([], [], [])
 
     def _send_masks(self) -> None:
-        """Let the oldest step in flight be sampled: all tokens before it are known by now."""
+        """Sample the oldest step in flight: all tokens its grammars depend on are now known."""
         plan = self._in_flight[0][0]
         if len(plan.masked_rows):
             matchers = self.scheduler.matchers(plan)
@@ -225,7 +225,7 @@ class EngineCore:
             seq.start_time,
             seq.first_token_time,
             end_time,
-            list(seq.prompt_logprobs),  # a step in flight may still add to them
+            list(seq.prompt_logprobs),  # a copy, because a step in flight may still append
             seq.pooled,
             seq.error,
             POOL_TOO_SMALL if seq.is_cut_by_pool and seq.finish_reason == "length" else None,

@@ -1,4 +1,4 @@
-"""Text from tokens as they come: whole characters only, stop strings found across token borders."""
+"""Incremental detokenization: whole characters only, and stop strings that may span tokens."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Any, Protocol
 
 from nanovllm.sampling_params import SamplingParams
 
-MAX_WINDOW = 12  # tokens decoded again at each step, at most
-REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
+MAX_WINDOW = 12  # most tokens that are decoded again at each step
+REPLACEMENT = "\ufffd"  # decoders emit it for bytes that do not (yet) form a character
 
 
-class Decodes(Protocol):
-    """The one method of a transformers tokenizer that is needed here."""
+class Decoder(Protocol):
+    """The part of a transformers tokenizer that detokenization uses."""
 
     def decode(
         self, token_ids: list[int], skip_special_tokens: bool = ..., **options: Any
     ) -> str | list[str]: ...
 
 
-def decode(tokenizer: Decodes, token_ids: list[int], params: SamplingParams) -> str:
-    """Decode in one go."""
+def decode(tokenizer: Decoder, token_ids: list[int], params: SamplingParams) -> str:
+    """Decode all tokens in one call."""
     skip_special = params.skip_special_tokens
     text = tokenizer.decode(token_ids, skip_special, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
 
 
-def decode_whole(tokenizer: Decodes, token_ids: list[int], params: SamplingParams) -> str:
-    """Decode an answer that has no stop strings, as a stream would show it."""
+def decode_whole(tokenizer: Decoder, token_ids: list[int], params: SamplingParams) -> str:
+    """Decode a completion without stop strings into the same text as streaming would."""
     text = decode(tokenizer, token_ids, params)
     if REPLACEMENT not in text:
         return text
-    # Where tokens are bytes, one that makes no character would spoil all those beside it.
+    # With byte tokens, one invalid byte can turn its valid neighbors into replacements too.
     detokenizer = Detokenizer(tokenizer, params)
     for token_id in token_ids:
         detokenizer.push(token_id)
@@ -41,7 +41,7 @@ def decode_whole(tokenizer: Decodes, token_ids: list[int], params: SamplingParam
 
 
 def num_held(text: str, markers: Iterable[str]) -> int:
-    """Length of the longest suffix that begins one of the markers and must be held back."""
+    """Return the length of the longest suffix that could be the start of one of the markers."""
     longest = 0
     for marker in markers:
         start = max(len(text) - len(marker), 0)
@@ -53,28 +53,28 @@ def num_held(text: str, markers: Iterable[str]) -> int:
 
 
 class Detokenizer:
-    """The text of one sequence; `push` tokens, `take` what is safe to show.
+    """Detokenizes one sequence: `push` tokens, then `take` the text that is safe to show.
 
-    Decoding is not a sum over tokens: spaces and characters depend on neighbors. So each step
-    decodes a short window that starts at text already shown and takes what the window gained.
+    Tokens cannot be decoded one by one: spaces and characters depend on neighbors. So each step
+    decodes a short window that starts in the emitted text, and appends what the window gained.
     """
 
-    def __init__(self, tokenizer: Decodes, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Decoder, params: SamplingParams) -> None:
         self.text = ""
         self.num_tokens = 0
         self._tokenizer = tokenizer
         self._params = params
         self._stops: tuple[str, ...] = tuple(params.stop)
         self._window: list[int] = []
-        self._num_context = 0  # tokens at the start of the window, kept for what follows them
-        self._num_shown = 0  # characters of the window's text that are in self.text
+        self._num_context = 0  # leading tokens of the window that are only context for the rest
+        self._num_emitted = 0  # characters of the window's text that are in self.text
         self._num_taken = 0
         self.found_stop: str | None = None
         self._search_from = 0
-        self._min_end = 0  # a stop string must end past the text of min_tokens
+        self._min_end = 0  # a stop string must end after the text of the first min_tokens tokens
 
     def push(self, token_id: int) -> bool:
-        """Add a token; True when the text now ends at a stop string, which is cut off."""
+        """Add a token; return True if it completed a stop string, at which the text is cut off."""
         self.num_tokens += 1
         self._window.append(token_id)
         self._read(is_last=False)
@@ -84,14 +84,14 @@ class Detokenizer:
         return self._cut_at_stop()
 
     def finish(self) -> None:
-        """No token will follow: show incomplete bytes as they are."""
+        """Emit what was held back, incomplete characters included: no more tokens follow."""
         if self.found_stop is None:
             self._read(is_last=True)
             self._cut_at_stop()
         self._stops = ()
 
     def take(self) -> str:
-        """Return the text not taken yet, less what may prove to be the start of a stop string."""
+        """Return the text not taken yet, except a suffix that may be the start of a stop string."""
         end = len(self.text) - num_held(self.text, self._stops)
         piece = self.text[self._num_taken : end]
         self._num_taken = max(end, self._num_taken)
@@ -100,25 +100,28 @@ class Detokenizer:
     def _read(self, is_last: bool) -> None:
         text = decode(self._tokenizer, self._window, self._params)
         is_full = len(self._window) > MAX_WINDOW
-        # Full of bytes that never make a character: an incomplete one has at most 3.
+        # An incomplete character has at most 3 bytes; more than that in a full window are invalid.
         most = 0 if is_last else 3 if is_full else len(text)
-        num_unsettled = min(len(text) - len(text.rstrip(REPLACEMENT)), most)
-        piece = text[self._num_shown : len(text) - num_unsettled]
+        num_incomplete = min(len(text) - len(text.rstrip(REPLACEMENT)), most)
+        piece = text[self._num_emitted : len(text) - num_incomplete]
         self.text += piece
-        self._num_shown += len(piece)
-        if piece and not num_unsettled:  # the tokens just read are context enough
+        self._num_emitted += len(piece)
+        if piece and not num_incomplete:  # the tokens just emitted are enough context
             self._keep(self._window[self._num_context :], 0)
-        elif is_full and num_unsettled:  # special tokens may stand between a character's bytes
-            shown = [each for each in self._window if decode(self._tokenizer, [each], self._params)]
-            self._keep(shown[-9:], num_unsettled)  # of 3 replaced characters each has up to 3 bytes
-        elif is_full:  # tokens without text, such as special ones
+        elif is_full and num_incomplete:  # special tokens may separate the bytes of a character
+            visible = [
+                each for each in self._window if decode(self._tokenizer, [each], self._params)
+            ]
+            # Each of up to 3 replacement characters may stand for 3 bytes.
+            self._keep(visible[-9:], num_incomplete)
+        elif is_full:  # the new tokens have no text, like special tokens
             self._keep(self._window[: self._num_context], 0)
 
-    def _keep(self, window: list[int], num_unsettled: int) -> None:
+    def _keep(self, window: list[int], num_incomplete: int) -> None:
         self._window = window
         self._num_context = len(window)
         text = decode(self._tokenizer, window, self._params)
-        self._num_shown = len(text) - num_unsettled
+        self._num_emitted = len(text) - num_incomplete
 
     def _cut_at_stop(self) -> bool:
         longest = max(map(len, self._stops), default=0)
@@ -126,8 +129,8 @@ class Detokenizer:
         stops = [(start, stop) for start, stop in found if start >= 0]
         if stops:
             start, stop = min(stops, key=lambda found: (found[0], len(found[1])))
-            is_kept = self._params.include_stop_str_in_output
-            self.text = self.text[: start + len(stop) if is_kept else start]
+            is_included = self._params.include_stop_str_in_output
+            self.text = self.text[: start + len(stop) if is_included else start]
             self.found_stop = stop
             return True
         self._search_from = max(0, len(self.text) - longest + 1)

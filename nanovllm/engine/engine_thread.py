@@ -1,7 +1,7 @@
-"""The engine behind `LLM`: its core and the one thread that steps it for all callers.
+"""The engine behind `LLM`: an engine core, and the one thread that steps it for all callers.
 
-Callers put commands into a queue and wait for results in another. Python handles signals in the
-main thread alone, so Ctrl-C ends a caller's wait, and never strikes within a step.
+Callers put commands into a queue and wait for results in another. Python handles signals only in
+the main thread, so Ctrl-C interrupts a caller's wait but never a step.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
-CLOSED = "the engine is closed; make a new one"
+CLOSED = "the engine is closed; create a new one"
 FORKED = (
-    "this process was forked from the engine's, whose thread it does not have; make an engine "
-    "here, or give process pools the 'spawn' method"
+    "this process was forked from the engine's process and lacks the engine's thread; create an "
+    "engine here, or use the 'spawn' start method for process pools"
 )
 OWN_STEP = (
-    "an engine cannot be used from within its own step, by a logits processor for instance: the "
-    "step would wait for itself; make another engine for that"
+    "an engine cannot be called from within its own step, for example by a logits processor: the "
+    "step would wait for itself; create another engine for that"
 )
-MAX_UNREAD = 2  # steps of a stream that its reader has not taken before it asks for no more
-POLL_SECONDS = 0.1  # between a waiting caller's checks that the engine is not closed
-CLOSE_SECONDS = 5.0  # for the current step, before workers are killed
+MAX_UNREAD = 2  # unread steps at which a stream requests no further step
+POLL_SECONDS = 0.1  # interval at which a waiting caller checks whether the engine was closed
+CLOSE_SECONDS = 5.0  # grace period for the current step, before workers are killed
 
 T = TypeVar("T")
 
@@ -44,10 +44,11 @@ class RequestGroup:
     """The requests of one call of `generate` or `stream`."""
 
     def __init__(self, is_streaming: bool) -> None:
-        self.is_streaming = is_streaming  # gets every step, and waits for its reader
-        self.num_unfinished = 0  # requests whose outputs the caller has not taken; the caller's own
-        self.indices: dict[int, int] = {}  # by seq_id of unfinished requests: that of the prompt
-        self.steps: SimpleQueue[Any] = SimpleQueue()  # StepOutputs, or the error that ends the job
+        self.is_streaming = is_streaming  # receives every step, and pauses for a slow reader
+        # Requests whose outputs the caller has not taken; only the caller's thread touches it.
+        self.num_unfinished = 0
+        self.indices: dict[int, int] = {}  # prompt index, keyed by seq_id of unfinished requests
+        self.steps: SimpleQueue[Any] = SimpleQueue()  # StepOutputs, or the error that ended it
 
     @property
     def wants_step(self) -> bool:
@@ -55,10 +56,11 @@ class RequestGroup:
 
 
 class EngineThread:
-    """Any thread may call `prepare`, `stream`, `extend`, `call` and `close`.
+    """Runs an engine core in a thread, on behalf of callers in any thread.
 
-    Everything else is for the thread, or for a single caller while there are no jobs. A step runs
-    while a job wants one; otherwise the engine rests.
+    Any thread may call `prepare`, `stream`, `extend`, `call` and `close`. All other methods are for
+    the engine's thread, or for a single caller while there are no groups. The engine steps while
+    any group wants a step, and otherwise waits for commands.
     """
 
     def __init__(
@@ -72,71 +74,71 @@ class EngineThread:
         self.config, self.model_config = config, model_config
         self.input_processor, self.core, self.info = input_processor, core, info
         self.output_processor = OutputProcessor(input_processor.tokenizer)
-        self._jobs: dict[RequestGroup, None] = {}  # those with unfinished requests
-        self._owners: dict[int, RequestGroup] = {}  # by seq_id
-        self._unowned = RequestGroup(is_streaming=False)  # of requests whose outputs `step` returns
+        self._groups: dict[RequestGroup, None] = {}  # groups with unfinished requests, in order
+        self._owners: dict[int, RequestGroup] = {}  # keyed by seq_id
+        self._unowned = RequestGroup(is_streaming=False)  # requests whose outputs `step` returns
         self._is_closed = False
         self._process = os.getpid()
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Arrange for `close` first: an interrupt may follow."""
+        """Start the thread. Register `close` first, since an interrupt may follow."""
         self._thread.start()
 
     def prepare(
         self, prompt: str | list[int], params: SamplingParams, **options: Any
     ) -> RequestState:
-        """Check and tokenize a prompt, as `InputProcessor.process` does; nothing is queued yet."""
+        """Validate and tokenize a prompt, as `InputProcessor.process` does, without queueing it."""
         self.raise_if_closed()
         state = self.input_processor.process(prompt, params, **options)
         self.core.check(state.completions[0].request)
         return state
 
     def stream(
-        self, job: RequestGroup, requests: dict[int, RequestState]
+        self, group: RequestGroup, requests: dict[int, RequestState]
     ) -> Generator[StepOutput, None, None]:
-        """Yield steps with what they have for a job, until all its requests, by index, are over.
+        """Yield steps with the outputs for a group, until all its requests are finished.
 
-        Leaving early drops the rest.
+        `requests` is keyed by prompt index. Closing the generator early aborts the rest.
         """
-        cancel = partial(self._cancel, job)
+        cancel = partial(self._cancel, group)
         try:
-            self.extend(job, requests)
-            while job.num_unfinished:
-                step = self._wait(job.steps)
-                job.num_unfinished -= len(step.finished)
+            self.extend(group, requests)
+            while group.num_unfinished:
+                step = self._wait(group.steps)
+                group.num_unfinished -= len(step.finished)
                 yield step
-                if job.is_streaming:
-                    self._commands.put(_wake)  # there is room for another step
+                if group.is_streaming:
+                    self._commands.put(_wake)  # the group may want another step now
         finally:
             self._commands.put(cancel)
 
-    def extend(self, job: RequestGroup, requests: dict[int, RequestState]) -> None:
-        """Add requests to a job."""
-        job.num_unfinished += len(requests)
-        self._commands.put(partial(self._add, job, requests))
+    def extend(self, group: RequestGroup, requests: dict[int, RequestState]) -> None:
+        """Add requests to a group."""
+        group.num_unfinished += len(requests)
+        self._commands.put(partial(self._add, group, requests))
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function in the thread, between two steps, and return its result."""
+        """Run a function in the engine's thread, between two steps, and return its result."""
         results: SimpleQueue[T | BaseException] = SimpleQueue()
-        self._commands.put(partial(_answer, function, results))
+        self._commands.put(partial(_put_result, function, results))
         return self._wait(results)
 
     def close(self) -> None:
-        """End the thread and free the model, after the current step; a second call does nothing.
+        """End the thread after the current step and free the model; a second call does nothing.
 
-        The interpreter must not end before the thread: it would be cut off within a step.
+        The interpreter must not exit before the thread does, or it would kill it inside a step.
         """
-        if os.getpid() != self._process:  # a forked child has no part of the engine
+        if os.getpid() != self._process:  # a forked child must not close its parent's engine
             return
         self._is_closed = True
         self._commands.put(_wake)
         self._join(CLOSE_SECONDS)
         self.input_processor.close()
-        self.core.executor.close()  # workers that hang are killed, which ends the wait for them
+        self.core.executor.close()  # kills workers that hang, which unblocks the thread
         self._join(None)
-        while not self._commands.empty():  # commands and the engine refer to each other
+        while not self._commands.empty():  # break reference cycles of commands and the engine
             self._commands.get()
 
     def raise_if_closed(self) -> None:
@@ -151,21 +153,21 @@ class EngineThread:
         self.output_processor.add(state)
 
     def step(self) -> StepOutput:
-        """Run one step and return what is new of requests that no job owns.
+        """Run one step and return the new outputs of requests that belong to no group.
 
-        The outputs may stem from an earlier step that was in flight.
+        The outputs may come from an earlier step that was in flight.
         """
-        step, news = self._step(), []
+        step, steps = self._step(), []
         while not self._unowned.steps.empty():
-            news.append(self._unowned.steps.get())
-        pieces = [piece for each in news for piece in each.pieces]
-        return replace(step, pieces=pieces, finished=[o for each in news for o in each.finished])
+            steps.append(self._unowned.steps.get())
+        pieces = [piece for each in steps for piece in each.pieces]
+        return replace(step, pieces=pieces, finished=[o for each in steps for o in each.finished])
 
     def is_finished(self) -> bool:
         return not self.core.has_unfinished and self._unowned.steps.empty()
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
-        """End a request now, by seq_id or request_id; returns what it had, if it was running."""
+        """Abort a request, given its seq_id or request_id; return its partial output, if any."""
         aborted = []
         for seq_id in self.output_processor.seq_ids_of(request_id):
             found = (
@@ -173,26 +175,26 @@ class EngineThread:
             )
             aborted += [each for each in found if each is not None]
         step = self.output_processor.process(EngineCoreOutputs([], [], aborted), self.core.finish)
-        # Jobs receive the outputs of their requests; for others there is only the return value.
+        # Groups receive the outputs of their requests; the others' are only returned.
         finished = [output for output in step.finished if output.seq_id in self._owners]
         pieces = [piece for piece in step.pieces if piece.seq_id in self._owners]
         self._deliver(replace(step, finished=finished, pieces=pieces))
         return step.finished[0] if step.finished else None
 
     def abort_all(self) -> list[RequestOutput]:
-        """End every request now; returns what each had."""
+        """Abort every request; return their partial outputs."""
         outputs = [self.abort(seq_id) for seq_id in list(self.output_processor.states)]
         self._unowned = RequestGroup(is_streaming=False)
         return [output for output in outputs if output is not None]
 
     def drop(self, seq_id: int) -> None:
-        """End a request and discard its output."""
+        """Abort a request and discard its output."""
         for each in self.output_processor.unfinished(seq_id):
             self.core.finish(each, "abort")
         self.output_processor.forget(seq_id)
 
     def _wait(self, results: SimpleQueue[T | BaseException]) -> T:
-        """Wait for a result of the thread; raise it if it is an error."""
+        """Wait for a result from the engine's thread; raise it if it is an error."""
         if threading.current_thread() is self._thread:
             raise EngineError(OWN_STEP)
         while True:
@@ -208,18 +210,18 @@ class EngineThread:
             try:
                 raise result
             finally:
-                del result  # its traceback has this frame, which would hold it in turn
+                del result  # break the cycle: its traceback refers to this frame
         return result
 
     def _join(self, seconds: float | None) -> None:
-        # The collector may close an engine from its own thread.
+        # Garbage collection may call `close` in the engine's own thread.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(seconds)
 
     def _run(self) -> None:
         while not self._is_closed:
             try:
-                if self._commands.empty() and any(job.wants_step for job in self._jobs):
+                if self._commands.empty() and any(group.wants_step for group in self._groups):
                     self._step()
                 else:
                     self._commands.get()()
@@ -233,11 +235,11 @@ class EngineThread:
         return step
 
     def _deliver(self, step: StepOutput) -> None:
-        """Hand each result to the job that waits for it."""
+        """Pass each output to the group that its request belongs to."""
         pieces: dict[RequestGroup, list[StreamPiece]] = {
-            job: [] for job in (*self._jobs, self._unowned)
+            group: [] for group in (*self._groups, self._unowned)
         }
-        finished: dict[RequestGroup, list[RequestOutput]] = {job: [] for job in pieces}
+        finished: dict[RequestGroup, list[RequestOutput]] = {group: [] for group in pieces}
         for piece in step.pieces:
             owner = self._owners.get(piece.seq_id, self._unowned)
             pieces[owner].append(replace(piece, index=owner.indices.get(piece.seq_id, 0)))
@@ -245,46 +247,46 @@ class EngineThread:
             owner = self._owners.pop(output.seq_id, self._unowned)
             owner.indices.pop(output.seq_id, None)
             finished[owner].append(output)
-        for job in pieces:
-            if job.is_streaming or finished[job] or pieces[job]:
-                job.steps.put(replace(step, finished=finished[job], pieces=pieces[job]))
-            if not job.indices:
-                self._jobs.pop(job, None)
+        for group in pieces:
+            if group.is_streaming or finished[group] or pieces[group]:
+                group.steps.put(replace(step, finished=finished[group], pieces=pieces[group]))
+            if not group.indices:
+                self._groups.pop(group, None)
 
     def _fail(self, error: BaseException) -> None:
-        """Raise in every waiting caller: the error itself in one, since it has one traceback."""
+        """Fail all groups: one caller gets the error itself, whose traceback cannot be shared."""
         message = f"the engine failed: {error!r}"
-        for job in list(self._jobs):
-            self._cancel(job)
-            job.steps.put(error)
+        for group in list(self._groups):
+            self._cancel(group)
+            group.steps.put(error)
             error = EngineError(message)
 
-    def _add(self, job: RequestGroup, requests: dict[int, RequestState]) -> None:
-        self._jobs[job] = None
+    def _add(self, group: RequestGroup, requests: dict[int, RequestState]) -> None:
+        self._groups[group] = None
         try:
             for index, state in requests.items():
                 self.submit(state)
-                job.indices[state.seq_id] = index
-                self._owners[state.seq_id] = job
+                group.indices[state.seq_id] = index
+                self._owners[state.seq_id] = group
         except Exception as error:
-            self._cancel(job)
-            job.steps.put(error)
-        if not job.indices:
-            self._jobs.pop(job, None)
+            self._cancel(group)
+            group.steps.put(error)
+        if not group.indices:
+            self._groups.pop(group, None)
 
-    def _cancel(self, job: RequestGroup) -> None:
-        for seq_id in job.indices:
+    def _cancel(self, group: RequestGroup) -> None:
+        for seq_id in group.indices:
             self.drop(seq_id)
             del self._owners[seq_id]
-        job.indices.clear()
-        self._jobs.pop(job, None)
+        group.indices.clear()
+        self._groups.pop(group, None)
 
 
 def _wake() -> None:
-    """End a wait for commands: there may be something to do."""
+    """Do nothing; as a command, it makes the thread check its groups again."""
 
 
-def _answer(function: Callable[[], T], results: SimpleQueue[T | BaseException]) -> None:
+def _put_result(function: Callable[[], T], results: SimpleQueue[T | BaseException]) -> None:
     try:
         results.put(function())
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Structured output as the engine sees it; `structured/` implements it.
+"""The engine's interface to structured output, which `structured/` implements.
 
-A bitmask has a bit for each token: bit i % 32 of word i // 32 tells whether token i may come next.
+A bitmask has one bit per token: bit i % 32 of word i // 32 tells whether token i may come next.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import numpy as np
 import numpy.typing as npt
 
 Bitmasks = npt.NDArray[np.int32]
-Allocate = Callable[[int, int], Bitmasks]  # of rows and words
+Allocate = Callable[[int, int], Bitmasks]  # (num_rows, num_words) -> bitmasks
 
 
 class Grammar(Protocol):
-    """A compiled grammar; pickled, it is compiled again by the process that receives it."""
+    """A compiled grammar. The process that unpickles one compiles it again."""
 
     @property
     def text(self) -> str: ...
 
 
 class Matcher(Protocol):
-    """Follows the output of one sequence."""
+    """Tracks the position in a grammar that the output of one sequence has reached."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether its next bitmask can be computed without waiting for another thread."""
+        """Whether the next bitmask can be computed without waiting for another thread."""
 
     def finishes(self, token_id: int) -> bool:
-        """Follow a token that is no stop token; True when nothing can come after it."""
+        """Accept a token, not a stop token; return True if the grammar allows no more tokens."""
 
 
 class GrammarEngine(Protocol):
-    """Compiles grammars, in any thread, and computes bitmasks in the engine's thread."""
+    """Compiles grammars in any thread, and computes bitmasks in the engine's thread."""
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
         """Compile `structured_outputs`; raise GrammarError if it cannot be enforced."""
@@ -42,16 +42,16 @@ class GrammarEngine(Protocol):
     def is_compiled(self, asked: Mapping[str, Any]) -> bool: ...
 
     def matcher(self, grammar: Any, stop_token_ids: frozenset[int]) -> Matcher:
-        """Return a matcher, which is not ready while its grammar is being compiled."""
+        """Return a matcher; it is not ready while its grammar is being compiled."""
 
     def masks(self, matchers: Sequence[Any], allocate: Allocate) -> tuple[Bitmasks, list[int]]:
         """Return the next bitmask of each matcher, and the rows whose bitmask is not ready.
 
-        A matcher that is None belongs to a sequence that ended, and allows every token. The next
-        call may reuse the memory.
+        None in place of a matcher (its sequence has ended) allows every token. The next call may
+        reuse the memory.
         """
 
     def wait(self, matchers: list[Any]) -> None:
-        """Wait until one of the matchers is ready, but not for long."""
+        """Wait until one of the matchers is ready, or until a short timeout."""
 
     def close(self) -> None: ...

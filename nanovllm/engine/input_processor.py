@@ -1,6 +1,6 @@
-"""InputProcessor: from a prompt and its parameters to checked, tokenized requests.
+"""InputProcessor: validate and tokenize a prompt and its parameters into requests.
 
-Nothing here imports torch, so it can run in another process than the model.
+Nothing here imports torch, so it can run in a different process than the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Vocabulary:
 
 
 class InputProcessor:
-    """Any thread may call its methods."""
+    """Turns prompts into requests. Thread-safe."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class InputProcessor:
     ) -> None:
         self.tokenizer = vocabulary.tokenizer
         self._create_grammars = create_grammars
-        self._has_workers = has_workers  # in other processes, which cannot receive functions
+        self._has_workers = has_workers  # other processes, which cannot receive functions
         self._vocab_size = vocab_size
         self._eos_token_ids = vocabulary.eos_token_ids
-        self.grammars: GrammarEngine | None = None  # until a request has a grammar
+        self.grammars: GrammarEngine | None = None  # created by the first request with a grammar
         self._engine_seed = seed
         self._seq_ids = itertools.count()
         self._lock = threading.Lock()
-        self._tokenizing = threading.Lock()  # encoding may change a tokenizer's settings
+        self._tokenizing = threading.Lock()  # `encode` may change settings of the tokenizer
 
     def get_grammars(self) -> GrammarEngine:
-        """Create the grammar engine for the first request that has a grammar."""
+        """Return the grammar engine; the first call creates it."""
         with self._lock:
             if self.grammars is None:
                 assert self._create_grammars is not None
@@ -77,7 +77,7 @@ class InputProcessor:
         pooling: Pooling | None = None,
         request_id: str | None = None,
     ) -> RequestState:
-        """Check and tokenize a prompt."""
+        """Validate and tokenize a prompt; return one request for each of its `n` completions."""
         self._check_params(params)
         for name, text in (("cache_salt", cache_salt), ("request_id", request_id)):
             if text is not None:
@@ -99,12 +99,12 @@ class InputProcessor:
             stop_token_ids=self._stop_token_ids(params),
             grammar=grammar,
             bad_words=self._bad_words(params),
-            cache_salt=cache_salt or None,  # an empty one is none
+            cache_salt=cache_salt or None,  # an empty salt means no salt
             is_streaming=is_streaming or tokenizer is not None or params.logprobs is not None,
             pooling=pooling,
         )
         requests = [first]
-        if params.n > 1:  # the first completion has the prompt's own log-probabilities
+        if params.n > 1:  # only the first completion computes prompt logprobs
             other = replace(first, params=replace(params, prompt_logprobs=None), leader_id=seq_id)
             for index, seq_id in zip(range(1, params.n), self._seq_ids, strict=False):
                 seed = self._seed(params, seq_id, index)
@@ -130,7 +130,7 @@ class InputProcessor:
         return ids
 
     def token_ids_of(self, prompt: str | list[int], **options: Any) -> array[int]:
-        """Check a prompt and tokenize it, if it is a text. Safe in any thread."""
+        """Validate a prompt, and tokenize it if it is text. Safe in any thread."""
         require(isinstance(prompt, (str, list)), "prompt", "a string or token ids", prompt)
         if not isinstance(prompt, str):
             ids = prompt
@@ -165,22 +165,22 @@ class InputProcessor:
             require(high < self._vocab_size, name, expected, high)
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        if params.max_tokens == 0:  # nothing that is sampled counts
+        if params.max_tokens == 0:  # the sampled token is discarded, whatever it is
             return frozenset()
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         return eos.union(params.stop_token_ids)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each word, as it begins a text and as it follows other words.
+        """Return the tokens of each word, both at the start of a text and after a space.
 
-        Words with tokens that the model does not have are never said.
+        Words with tokens outside the model's vocabulary are skipped: it cannot generate them.
         """
         texts = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
         found = [tuple(self.encode(text, add_special_tokens=False)) for text in texts]
         return tuple(dict.fromkeys(word for word in found if word and max(word) < self._vocab_size))
 
     def _seed(self, params: SamplingParams, seq_id: int, index: int) -> int:
-        """Return a 64-bit seed: the request's own, or one derived from the engine's."""
+        """Return a 64-bit seed: from the request's seed if it has one, else from the engine's."""
         if params.seed is None:
             seed = xxhash.xxh3_64_intdigest(f"{self._engine_seed}/{seq_id}".encode())
         else:
@@ -189,16 +189,16 @@ class InputProcessor:
 
 
 def to_token_ids(ids: list[int], vocab_size: int) -> array[int]:
-    """Check ids without a loop over what may be many thousands, and lay them out side by side."""
+    """Validate token ids and pack them into an array, without a Python loop over valid ones."""
     try:
-        values = np.array(array("L", ids))  # several times as fast as a conversion with a sign
+        values = np.array(array("L", ids))  # several times as fast as via signed integers
         has_bool = any(isinstance(ids[i], bool) for i in np.flatnonzero(values <= 1))
         if not has_bool and values.max() < vocab_size:
             return array("i", values.astype(np.int32).tobytes())
     except (TypeError, OverflowError):
-        pass  # what is wrong is said below
+        pass  # the code below finds the invalid id
     is_integer = all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in ids)
-    require(is_integer, "prompt", "a text or integers, the ids of tokens", ids)
+    require(is_integer, "prompt", "a string or a list of token ids (integers)", ids)
     wrong = min(ids) if min(ids) < 0 else max(ids)
     raise RequestError(
         f"token id {wrong} is outside the model's vocabulary of {vocab_size}", param="prompt"

@@ -1,4 +1,4 @@
-"""Log-probabilities: packed as steps bring them, and by token id as outputs have them."""
+"""Logprobs: packed as bytes per token in the engine, unpacked to dicts by token id in outputs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from nanovllm.outputs import Logprob
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# An entry, of one position, is a rank and pairs of a token id and a logprob, each number 4 bytes.
-# The rank and the first pair are of its own token, the others of the most likely ones. There are as
-# many entries as tokens: as objects of Python they took longer than a step does on a device.
+# An entry describes one position: a rank, then pairs of a token id and a logprob, 4 bytes each.
+# The rank and the first pair belong to the token at that position, the other pairs to the top
+# tokens. Entries are bytes because Python objects for every token took longer than a GPU step.
 RANK_BYTES, PAIR_BYTES = 4, 8
 
 
 def pack_logprobs(
     ids: IntColumn | None, logprobs: npt.NDArray[np.float32] | None, ranks: IntColumn | None
 ) -> abc.Iterator[TokenLogprobs]:
-    """Yield an entry for each row of ids and logprobs [rows, 1 + the most likely]."""
+    """Yield an entry for each row of ids and logprobs, which are [rows, 1 + num_top]."""
     assert ids is not None
     assert logprobs is not None
     assert ranks is not None
@@ -36,12 +36,12 @@ def pack_logprobs(
 
 
 def entry_bytes(num_top: int | None) -> int:
-    """Size of an entry; a step's entries may be larger, as other requests ask for more."""
+    """Return the size of an entry; a step's may be larger if other requests ask for more."""
     return RANK_BYTES + PAIR_BYTES * (1 + (num_top or 0))
 
 
 def add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
-    """Give the sequences that ask the log-probabilities of their newest tokens."""
+    """Set the logprobs of the newest token on each sequence that asks for them."""
     asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
     entries = pack_logprobs(result.logprob_ids, result.logprobs, result.logprob_ranks)
     for seq, entry in zip(asking, entries, strict=True):
@@ -50,7 +50,7 @@ def add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
 
 
 def add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult) -> None:
-    """Give the sequences that ask those of the prompt tokens that this step read past."""
+    """Append the logprobs of prompt tokens that this step scored to the sequences that ask."""
     columns = result.prompt_logprob_ids, result.prompt_logprobs, result.prompt_logprob_ranks
     entries = pack_logprobs(*columns)
     spans = zip(rows, plan.starts.tolist(), plan.counts.tolist(), strict=True)
@@ -60,12 +60,12 @@ def add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult
             continue
         for position in range(start, start + num_scored(start, count, seq.num_prompt_tokens)):
             entry = next(entries)
-            if position == len(seq.prompt_logprobs):  # not so when it runs again after preemption
+            if position == len(seq.prompt_logprobs):  # else recomputed after preemption: known
                 seq.prompt_logprobs.append(entry[: entry_bytes(num_top)])
 
 
 class TokenTexts(dict[int, str | None]):
-    """The texts of the tokens that were asked for so far."""
+    """A cache of token texts, keyed by token id."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         super().__init__()
@@ -78,26 +78,26 @@ class TokenTexts(dict[int, str | None]):
 
 
 def text_within(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    """A token's text after others: SentencePiece drops the space with which a text begins."""
+    """Return a token's text in mid-sentence: SentencePiece drops the leading space of a text."""
     alone, twice = (str(tokenizer.decode([token_id] * count)) for count in (1, 2))
     return f" {alone}" if twice == f"{alone} {alone}" else alone
 
 
 class CompletionLogprobs(abc.Sequence[dict[int, Logprob]]):
-    """Those of every token of an answer, each made when it is looked at.
+    """The logprobs of a completion's tokens, as a sequence that creates its items on access.
 
-    Equal to a list of the same; pickled or copied, it becomes one.
+    It equals a list of the same items, and becomes one when pickled or copied.
     """
 
     def __init__(
         self, entries: abc.Iterable[TokenLogprobs], num_top: int, texts: TokenTexts
     ) -> None:
-        self._data, self._num_best, self._texts = b"".join(entries), num_top, texts
+        self._data, self._texts = b"".join(entries), texts
         self._width = entry_bytes(num_top)
 
     @property
     def cumulative(self) -> float:
-        """The sum of those of the answer's own tokens."""
+        """Sum of the logprobs of the completion's own tokens."""
         first, step = (RANK_BYTES + PAIR_BYTES) // 4 - 1, self._width // 4
         numbers = np.frombuffer(self._data, np.float32) if self._data else np.zeros(0, np.float32)
         return float(sum(numbers[first::step].tolist()))
@@ -131,7 +131,7 @@ class CompletionLogprobs(abc.Sequence[dict[int, Logprob]]):
 
 
 def as_dict(entry: TokenLogprobs, texts: TokenTexts) -> dict[int, Logprob]:
-    """Of a token and the most likely ones, which it may be one of: those have ranks from 1."""
+    """Unpack an entry: its token first, then the top tokens, ranked from 1; they may overlap."""
     numbers = np.frombuffer(entry, np.int32)
     ids = numbers[1::2].tolist()
     ranks = [int(numbers[0]), *range(1, len(ids))]

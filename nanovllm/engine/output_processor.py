@@ -1,6 +1,6 @@
-"""OutputProcessor: from the tokens of the engine core to text and finished outputs.
+"""OutputProcessor: turn the engine core's tokens into text and finished outputs.
 
-Nothing here imports torch, so it can run in another process than the model.
+Nothing here imports torch, so it can run in a different process than the model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ NOTHING_ALLOWED = (
     "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and "
     "logits_processors together leave none, or make logits that are not numbers, or "
 )
-NOTHING_FITS = (
-    "no token fits structured_outputs any more: the grammar took too much work to follow, or "
-)
+NOTHING_FITS = "no token matches structured_outputs: the grammar exceeded its work limit, or "
 BROKEN = (
     "the model's {} are not numbers (NaN or infinity); the weights may be damaged, or too large "
     "for the dtype: try dtype='float32'"
@@ -39,14 +37,14 @@ BROKEN = (
 
 @dataclass(slots=True, eq=False)
 class CompletionState:
-    """One of the completions of a request, in progress."""
+    """One completion of a request, in progress."""
 
     index: int
     request: Request
     detokenizer: Detokenizer | None
     new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all tokens that came
-    num_wanted: int | None = None  # tokens, once a stop string was found
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one entry per received token
+    num_kept: int | None = None  # number of tokens up to the stop string, once it was found
     finished: FinishedSequence | None = None
 
 
@@ -67,36 +65,35 @@ class RequestState:
 
 
 class OutputProcessor:
-    """For one thread at a time."""
+    """Tracks the requests in progress and builds their outputs. Not thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer
-        self._texts: TokenTexts | None = None  # until a request asks for logprobs
-        self.states: dict[int, RequestState] = {}  # by seq_id
-        self._completions: dict[
-            int, tuple[RequestState, CompletionState]
-        ] = {}  # by seq_id of the completion
+        self._texts: TokenTexts | None = None  # created by the first request with logprobs
+        self.states: dict[int, RequestState] = {}  # keyed by seq_id
+        # Keyed by the completion's own seq_id.
+        self._completions: dict[int, tuple[RequestState, CompletionState]] = {}
 
     def add(self, state: RequestState) -> None:
-        """Expect news of a prompt's completions."""
+        """Start tracking a request and its completions."""
         self.states[state.seq_id] = state
         for completion in state.completions:
             self._completions[completion.request.seq_id] = state, completion
 
     def forget(self, seq_id: int) -> None:
-        """Expect no more of a prompt."""
+        """Stop tracking a request; later outputs for it are ignored."""
         state = self.states.pop(seq_id, None)
         for completion in () if state is None else state.completions:
             self._completions.pop(completion.request.seq_id, None)
 
     def seq_ids_of(self, request_id: int | str) -> list[int]:
-        """The requests under way with this seq_id, or with this request_id of their callers."""
+        """Return the seq_ids that a seq_id, or a request_id chosen by a caller, refers to."""
         if not isinstance(request_id, str):
             return [request_id]
         return [i for i, state in self.states.items() if state.request_id == request_id]
 
     def unfinished(self, seq_id: int) -> list[int]:
-        """The completions of a prompt that are still on their way."""
+        """Return the seq_ids of a request's unfinished completions."""
         completions = self.states[seq_id].completions if seq_id in self.states else []
         return [each.request.seq_id for each in completions if each.finished is None]
 
@@ -107,14 +104,14 @@ class OutputProcessor:
     ) -> StepOutput:
         """Turn the outputs of a step into text; `finish` ends a sequence at a stop string.
 
-        If `finish` returns None, the finished sequence follows with a later step. Until the core
-        has handled it, more tokens may come for a sequence that was stopped or dropped here.
+        If `finish` returns None, a later step brings the finished sequence. Until the core has
+        handled it, more tokens may arrive for a sequence that was stopped or dropped here.
         """
         known = self._completions
         by_id = {each.seq_id: each for each in step.finished if each.seq_id in known}
         columns = step.seq_ids, step.token_ids, step.logprobs
         for seq_id, token_id, logprobs in zip(*columns, strict=True):
-            if seq_id not in known or known[seq_id][1].num_wanted is not None:
+            if seq_id not in known or known[seq_id][1].num_kept is not None:
                 continue
             _, completion = known[seq_id]
             if logprobs is not None:
@@ -122,7 +119,7 @@ class OutputProcessor:
             completion.new_token_ids.append(token_id)
             detokenizer = completion.detokenizer
             if detokenizer is not None and detokenizer.push(token_id):
-                completion.num_wanted = detokenizer.num_tokens
+                completion.num_kept = detokenizer.num_tokens
                 finished = by_id.get(seq_id) or finish(seq_id, "stop")
                 if finished is not None:
                     by_id[seq_id] = finished
@@ -147,8 +144,8 @@ class OutputProcessor:
     def finish(self, finished: FinishedSequence) -> RequestOutput | None:
         """Finish a completion; return the output if it was the last one of its request."""
         state, completion = self._completions.pop(finished.seq_id)
-        if completion.num_wanted is not None:
-            finished = finished.stopped_at(completion.num_wanted)
+        if completion.num_kept is not None:
+            finished = finished.stopped_at(completion.num_kept)
         completion.finished = finished
         if completion.detokenizer is not None:
             completion.detokenizer.finish()
@@ -209,7 +206,7 @@ class OutputProcessor:
     def _piece(
         self, state: RequestState, completion: CompletionState, outputs: dict[int, RequestOutput]
     ) -> StreamPiece:
-        """Take what is new in a streamed completion."""
+        """Return the new text and tokens of a streamed completion."""
         token_ids, completion.new_token_ids = completion.new_token_ids, []
         text = completion.detokenizer.take() if completion.detokenizer is not None else ""
         num_top, logprobs = completion.request.params.logprobs, None
@@ -234,6 +231,7 @@ class OutputProcessor:
 
 
 def why_broken(request: Request) -> str:
+    """Return the likely causes when a step produced no valid token or vector for a request."""
     if request.pooling is not None:
         return BROKEN.format("hidden states")
     why = BROKEN.format("logits")
@@ -243,7 +241,7 @@ def why_broken(request: Request) -> str:
 
 
 def _stop_reason(completion: CompletionState, finished: FinishedSequence) -> str | int | None:
-    """The stop string or stop token that ended a completion; None for the model's own end."""
+    """Return the stop string or token that ended a completion; None for EOS or a grammar's end."""
     if finished.finish_reason != "stop":
         return finished.stop_reason
     if completion.detokenizer is not None and completion.detokenizer.found_stop is not None:

@@ -1,11 +1,12 @@
-"""How many prompt tokens a step runs beside decode rows, so that no stream waits too long."""
+"""Limit the prompt tokens that a step runs beside decode rows, to bound inter-token latency."""
 
 from __future__ import annotations
 
-MIN_PROMPT_TOKENS = 64  # in every step: prompts make progress, whatever the target
-FIRST_SECONDS_PER_TOKEN = 80e-6  # before any step was measured
-MARGIN = 0.8  # of the target: steps of one size do not all take the same time
-MAX_RATIO, WEIGHT = 2.0, 0.25  # of a measured step, after the first: outliers change little
+MIN_PROMPT_TOKENS = 64  # allowed in every step, so that prompts always make progress
+FIRST_SECONDS_PER_TOKEN = 80e-6  # estimate before the first measurement
+MARGIN = 0.8  # fraction of the target to aim for, because equal steps vary in duration
+# After the first measurement, each one is clamped to this ratio and weighted: outliers matter less.
+MAX_RATIO, WEIGHT = 2.0, 0.25
 
 
 class PromptBudget:
@@ -17,15 +18,15 @@ class PromptBudget:
         self._is_measured = False
 
     def num_prompt_tokens(self, num_decode_rows: int) -> int:
-        """Prompt tokens that may run beside that many decode rows."""
+        """Return how many prompt tokens may run beside that many decode rows."""
         num_tokens = int(self._seconds / self._seconds_per_token)
         return max(MIN_PROMPT_TOKENS, _round_down(num_tokens) - num_decode_rows)
 
     def measured(self, num_prompt_tokens: int, num_decode_rows: int, seconds: float) -> None:
-        """Learn how long the device took for a step."""
+        """Update the estimate with the duration of a step on the device."""
         num_tokens = _round_up(num_prompt_tokens + num_decode_rows)
         expected = num_tokens * self._seconds_per_token
-        # Small steps take longer per token, and say nothing of larger ones unless they are slow.
+        # Small steps take longer per token, so they are ignored unless they exceed the target.
         if not num_prompt_tokens or max(2 * expected, seconds) < self._seconds:
             return
         ratio = seconds / expected
@@ -36,7 +37,7 @@ class PromptBudget:
 
 
 def _round_down(num_tokens: int) -> int:
-    """To a power of two or the middle between two: prefill graphs are padded to these sizes."""
+    """Round down to 2**k or 1.5 * 2**k: prefill graphs are padded to these sizes."""
     power = 1 << (max(num_tokens, 1).bit_length() - 1)
     return power + power // 2 if num_tokens >= power + power // 2 else power
 

@@ -1,4 +1,4 @@
-"""What callers may pass as prompts and parameters, brought into one form."""
+"""Normalize the prompts and parameters that callers may pass."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import require
 
-# One prompt: a text, token ids (a list, a tuple, an array), or a dict with "prompt" or
-# "prompt_token_ids" and perhaps a "cache_salt". Several: a list, a tuple or an array of them.
+# One prompt is a string, token ids (a list, tuple or array), or a dict with "prompt" or
+# "prompt_token_ids" and optionally "cache_salt". Several are a list, tuple or array of prompts.
 Prompts = Any
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 _CONTENT_KEYS = ("prompt", "prompt_token_ids")
 _PROMPT_FORM = (
-    "a string, token ids (a list, a tuple or an array of integers), or a dict with one of "
-    '"prompt" (a string) and "prompt_token_ids" (ids), and perhaps a "cache_salt"'
+    "a string, token ids (a list, tuple or array of integers), or a dict with either "
+    '"prompt" (a string) or "prompt_token_ids", and optionally "cache_salt"'
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt in the form that the engine takes."""
+    """One prompt in normalized form."""
 
     content: str | list[int]
     cache_salt: str | None = None
 
 
 def split_prompts(prompts: Prompts) -> list[Any]:
-    """Return one item per prompt; `as_prompt` reads them one by one, so that a bad one has a place.
+    """Return one item per prompt; `as_prompt` validates each, so that errors can name its index.
 
-    A text is one prompt, not its characters; a sequence of numbers is one prompt of ids.
+    A string or a sequence of numbers (token ids) is one prompt.
     """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     items = _from_array(prompts)
     is_valid = isinstance(items, (list, tuple))
-    require(is_valid, "prompts", f"{_PROMPT_FORM}; or several of them", prompts)
+    require(is_valid, "prompts", f"{_PROMPT_FORM}; or a list of such prompts", prompts)
     return [items] if items and isinstance(items[0], Number) else list(items)
 
 
 def as_prompt(prompt: Any, cache_salt: str | None = None) -> Prompt:
-    """Read one prompt; a `cache_salt` of its own comes before the call's."""
+    """Normalize one prompt; its own `cache_salt` overrides that of the call."""
     content = prompt
     if isinstance(prompt, Mapping):
         given = [key for key in _CONTENT_KEYS if prompt.get(key) is not None]
@@ -63,7 +63,7 @@ def as_prompt(prompt: Any, cache_salt: str | None = None) -> Prompt:
 
 
 def at_index(error: RequestError, name: str, index: int, count: int) -> RequestError:
-    """Say which one of several an error is about."""
+    """Return the error with the index of the prompt that it is about, if there are several."""
     return (
         error
         if count == 1
@@ -72,7 +72,7 @@ def at_index(error: RequestError, name: str, index: int, count: int) -> RequestE
 
 
 def as_params(params: Params, num_prompts: int) -> list[SamplingParams]:
-    """One SamplingParams serves every prompt; a list must match the prompts."""
+    """Return one SamplingParams per prompt, given one for all of them or a list of one each."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
@@ -85,5 +85,5 @@ def as_params(params: Params, num_prompts: int) -> list[SamplingParams]:
 
 
 def _from_array(value: Any) -> Any:
-    """Arrays of numpy, torch or the standard library become lists; all have this method."""
+    """Convert an array of numpy, torch or the standard library to a list; all have `tolist`."""
     return value.tolist() if hasattr(value, "tolist") else value

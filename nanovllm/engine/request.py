@@ -1,4 +1,4 @@
-"""What crosses the engine core's boundary: requests in, tokens and finished sequences out."""
+"""Inputs and outputs of the engine core: requests, new tokens and finished sequences."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from nanovllm.errors import PromptTooLongError
 from nanovllm.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-POOL_TOO_SMALL = "num_kvcache_blocks"  # stop_reason of a sequence for which the pool is too small
+POOL_TOO_SMALL = "num_kvcache_blocks"  # stop_reason of a sequence that filled the whole KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to continue, or to pool, checked and tokenized."""
+    """A validated, tokenized prompt, to be continued or pooled."""
 
     seq_id: int
-    token_ids: array[int]  # the prompt
+    token_ids: array[int]  # prompt tokens
     params: SamplingParams
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    grammar: Grammar | None = None  # of the answer
+    grammar: Grammar | None = None  # constrains the output
     cache_salt: str | None = None
-    is_streaming: bool = False  # wants every token as it comes, not only at the end
-    leader_id: int | None = None  # the request for the first sample of this prompt, added before
-    pooling: Pooling | None = None  # wants the prompt's hidden states, and no token
+    is_streaming: bool = False  # receives each token as soon as it is sampled
+    leader_id: int | None = None  # seq_id of this prompt's first sample, which is added before
+    pooling: Pooling | None = None  # pool the prompt's hidden states instead of generating
     arrival_time: float = field(default_factory=time.perf_counter)
 
 
 def check_length(request: Request, max_len: int) -> None:
-    """Raise PromptTooLongError for a prompt that can never run where sequences end at `max_len`."""
+    """Raise PromptTooLongError if the prompt cannot run with sequences of at most `max_len`."""
     num_tokens, most, why = len(request.token_ids), max_len, ""
     if request.pooling is None:
-        most, why = max_len - 1, " (one must be left to generate)"
+        most, why = max_len - 1, " (one must be left for the output)"
     if num_tokens > most:
         raise PromptTooLongError(
             f"the prompt has {num_tokens} tokens, but only {most} fit{why}; shorten it, or "
@@ -46,27 +46,27 @@ def check_length(request: Request, max_len: int) -> None:
         )
 
 
-TokenLogprobs = bytes  # of one position, as `engine/logprobs.py` lays them out
+TokenLogprobs = bytes  # an entry for one position; `engine/logprobs.py` defines the layout
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedSequence:
-    """A sequence is over: all that it generated, and why it ended."""
+    """The tokens of a sequence that has ended, and why it ended."""
 
     seq_id: int
     token_ids: list[int]
     finish_reason: FinishReason
     num_cached_tokens: int
-    start_time: float  # of its first step; 0.0 when there was none
-    first_token_time: float  # 0.0 when there was no token
+    start_time: float  # when its first step was scheduled; 0.0 if none was
+    first_token_time: float  # 0.0 if there was no token
     end_time: float
-    prompt_logprobs: list[TokenLogprobs]  # of every prompt token but the first, if asked for
+    prompt_logprobs: list[TokenLogprobs]  # one per prompt token after the first, if requested
     pooled: Vector | None = None
-    error: str | None = None  # of a processor of its own
-    stop_reason: str | None = None  # POOL_TOO_SMALL, if that is why
+    error: str | None = None  # why one of its logits processors failed
+    stop_reason: str | None = None  # None or POOL_TOO_SMALL
 
     def stopped_at(self, num_tokens: int) -> FinishedSequence:
-        """By a stop string, after so many tokens; the core may have gone on."""
+        """Return a copy that ends at a stop string; the core may have generated more tokens."""
         return replace(self, token_ids=self.token_ids[:num_tokens], finish_reason="stop")
 
 
@@ -74,43 +74,44 @@ class FinishedSequence:
 class EngineCoreOutputs:
     """The outputs of one call of `EngineCore.step`.
 
-    The columns hold the new tokens of streaming sequences, including the last one.
+    `seq_ids`, `token_ids` and `logprobs` hold the new tokens of streaming sequences, including
+    those that have just finished.
     """
 
     seq_ids: list[int]
     token_ids: list[int]
     finished: list[FinishedSequence]
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of each new token
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # one per new token
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
 
 
 class StepTiming(NamedTuple):
-    """Timing of one call of `EngineCore.step`, and the step whose result it collected, if any.
+    """Timing of one call of `EngineCore.step`, and of the step whose result it collected, if any.
 
-    Seconds of `time.perf_counter`; microseconds in a snapshot.
+    In seconds of `time.perf_counter`; snapshots convert them to microseconds.
     """
 
     begin: float
-    schedule: float  # durations of the parts of the call
-    submit: float  # with computing the masks of grammars
+    schedule: float  # durations of the phases of the call: this and the next three
+    submit: float  # includes computing the bitmasks
     wait: float
     commit: float
-    device_begin: float  # when the step could begin
-    device: float  # from then until its result was there
+    device_begin: float  # earliest time at which the device could start the step
+    device: float  # duration from `device_begin` to the arrival of the result
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
-    num_rows: int = 0  # 0 without a result
+    num_rows: int = 0  # 0 if no result was collected
 
 
 class SequenceEnd(NamedTuple):
-    """The times of a finished sequence, in microseconds of `time.perf_counter`."""
+    """Timestamps of a finished sequence, in microseconds of `time.perf_counter`."""
 
     seq_id: int
     reason: FinishReason
     num_new_tokens: int
-    start: int  # of its first step; 0 when there was none
-    first_token: int  # 0 when there was none
+    start: int  # when its first step was scheduled; 0 if none was
+    first_token: int  # 0 if there was no token
     end: int
     arrival: int
 

@@ -1,4 +1,4 @@
-"""Scheduling is counting: `schedule()` moves counts and makes a plan, `commit()` adds values."""
+"""The scheduler: `schedule()` advances counts and makes a plan, `commit()` fills in the tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from nanovllm.sampling_params import NO_TOKEN
 class Scheduler:
     """Owns every sequence that is waiting or running.
 
-    Plans commit in the order they were made. Blocks and slots are free for the next plan at once:
-    the device runs plans in order, so a step in flight has read them before they are reused.
+    Plans are committed in the order they were made. The next plan may reuse freed blocks and slots
+    at once: the device runs plans in order, so a step in flight reads them before that.
     """
 
     def __init__(
@@ -35,33 +35,40 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
-        self.num_cache_queries = self.num_cache_hits = 0  # prompt tokens looked up, and found
+        self.num_cache_queries = self.num_cache_hits = 0  # prompt tokens looked up and found
         self.blocks = blocks
         self.prompt_budget = prompt_budget  # None: prompts may take whole steps
         self.waiting = Waiting()
-        self.waiting_for_grammar: dict[int, Sequence] = {}  # wait for the mask of their next token
-        # By priority, oldest first; the last is preempted first.
+        # Sequences whose grammar is not compiled, or whose next bitmask is not computed yet.
+        self.waiting_for_grammar: dict[int, Sequence] = {}
+        # Ordered by priority, then by age; the last one is preempted first.
         self.running: dict[int, Sequence] = {}
         self._free_slots = list(reversed(range(max_num_seqs)))
-        self._released: list[int] = []
-        self._num_free_to_admit = 0  # the head of waiting failed to fit; no retry below this
-        self._read: list[Sequence] = []  # whose prompt the last plan ended, with followers
-        self._in_flight: deque[list[Sequence]] = deque()  # the rows of each uncommitted plan
+        self._released: list[int] = []  # slots freed since the last plan
+        # Free blocks that the first waiting sequence needs, if it did not fit.
+        self._num_free_to_admit = 0
+        # Sequences with followers whose prompt the last plan completed.
+        self._prefilled_leaders: list[Sequence] = []
+        self._in_flight: deque[list[Sequence]] = deque()  # rows of each uncommitted plan
 
     def add(self, seq: Sequence) -> None:
+        """Queue a sequence; a further sample of a prompt waits for its leader's prefill."""
         leader = seq.leader
         if leader is not None and leader.num_computed < leader.num_prompt_tokens:
             leader.followers[seq.seq_id] = seq
             return
-        self._let_wait(seq)
+        self._enqueue(seq)
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step: running sequences first, then as many waiting ones as fit."""
+        """Plan the next step: running sequences first, then as many waiting ones as fit.
+
+        Returns None if no sequence can run.
+        """
         draft = _Draft(self.max_num_batched_tokens)
-        while self._read:
-            self._let_followers_wait(self._read.pop())
+        while self._prefilled_leaders:
+            self._enqueue_followers(self._prefilled_leaders.pop())
         if self.waiting_for_grammar:
-            self._resume()
+            self._enqueue_ready()
         self._schedule_running(draft)
         self._admit_waiting(draft)
         if not draft.rows:
@@ -72,9 +79,9 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, seconds: float) -> list[Sequence]:
-        """Append the tokens that a step sampled in some seconds.
+        """Append the tokens that a step sampled; `seconds` is its duration on the device.
 
-        Returns the sequences that finished or that stream.
+        Returns the sequences that finished, and all streaming ones with new tokens.
         """
         if self.prompt_budget is not None:
             self.prompt_budget.measured(plan.num_prefill_tokens, plan.num_decode_tokens, seconds)
@@ -92,7 +99,7 @@ class Scheduler:
             sampled[index].error = error
         updated = self._end_pooled(rows, plan, result)
         for seq, token_ids in zip(sampled, result.tokens.tolist(), strict=True):
-            if seq.finish_reason is not None:  # it ended while this step was in flight
+            if seq.finish_reason is not None:  # the sequence ended while this step was in flight
                 continue
             if seq.is_dropped:
                 seq.is_dropped = False
@@ -106,15 +113,18 @@ class Scheduler:
         return updated
 
     def matchers(self, plan: StepPlan) -> list[Matcher | None]:
-        """Of the rows of the oldest plan in flight that need masks; None: it ended meanwhile."""
+        """Return the matchers of the masked rows of the oldest plan in flight.
+
+        None stands for a sequence that has ended in the meantime.
+        """
         rows = self._in_flight[0]
         masked = [rows[row] for row in plan.masked_rows.tolist()]
         return [None if seq.finish_reason is not None else seq.matcher for seq in masked]
 
     def wait_for_grammar(self, rows: list[int]) -> None:
-        """Do without the tokens of some rows of the oldest plan in flight: they have no mask yet.
+        """Discard the tokens of some rows of the oldest plan in flight: they have no bitmask yet.
 
-        Their sequences leave as if preempted, and wait for the mask first.
+        Their sequences stop running, as if preempted, and wait for their bitmasks.
         """
         for row in rows:
             seq = self._in_flight[0][row]
@@ -126,26 +136,26 @@ class Scheduler:
             self.waiting_for_grammar[seq.seq_id] = seq
 
     def drop_in_flight(self) -> None:
-        """Forget every plan in flight: preempt all that runs, to be recomputed from its tokens.
+        """Discard every plan in flight, and preempt all running sequences to be recomputed.
 
-        No cached block is kept, since steps that did not run may have been about to fill it.
+        The prefix cache is reset: it may list blocks that the discarded steps were to fill.
         """
         rows = {seq.seq_id: seq for rows in self._in_flight for seq in rows}
         self._in_flight.clear()
         for seq in reversed(list(self.running.values())):
             self._preempt(seq)
-        self.blocks.forget_all()
+        self.blocks.reset_prefix_cache()
         for seq in rows.values():
             if seq.finish_reason is None:
                 seq.num_tokens, seq.is_dropped = len(seq.token_ids), False
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a sequence from outside (abort, stop string); a no-op when it has ended already."""
+        """End a sequence early (abort, stop string); does nothing if it has ended already."""
         if seq.finish_reason is None:
             self._end(seq, reason)
 
     def check(self) -> None:
-        """Recompute the invariants of the scheduler and its block manager from scratch."""
+        """Verify the invariants of the scheduler and its block manager from scratch."""
         self.blocks.check(self.running.values())
         slots = [seq.slot for seq in self.running.values()]
         assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots)
@@ -160,12 +170,12 @@ class Scheduler:
         return self.running[next(reversed(self.running))]
 
     def _schedule_running(self, draft: _Draft) -> None:
-        # A row takes at least one token, so no more than the budget's worth need be looked at.
+        # Each row takes at least one token, so at most `budget` rows can be scheduled.
         rows = list(islice(self.running.values(), draft.budget))
         if self.prompt_budget is None:
             self._schedule_rows(rows, draft)
             return
-        # Decode rows first, whatever the priorities: they never wait for a prompt.
+        # Decode rows come first, regardless of priority, so that they never wait for a prefill.
         prompts = [seq for seq in rows if seq.num_tokens - seq.num_computed > 1]
         self._schedule_rows([seq for seq in rows if seq.num_tokens - seq.num_computed == 1], draft)
         if draft.num_decode_tokens:
@@ -179,7 +189,7 @@ class Scheduler:
                 return
             num_tokens = seq.num_tokens
             if seq.slot == NO_SLOT or num_tokens >= seq.max_len:
-                continue  # preempted by a row of this step, or its last token is in flight
+                continue  # preempted by an earlier row of this plan, or its last token is in flight
             if seq.is_serial and seq.num_pending:
                 continue
             end = min(num_tokens, seq.num_computed + draft.budget)
@@ -188,7 +198,10 @@ class Scheduler:
             self._add_row(draft, seq, end)
 
     def _grow(self, seq: Sequence, num_tokens: int, draft: _Draft) -> bool:
-        """Find `seq` its next blocks, preempting the last sequences if need be, even itself."""
+        """Allocate blocks for `seq`; if too few are free, preempt the last running sequences.
+
+        Returns False if `seq` itself was preempted.
+        """
         first_index = len(seq.block_ids)
         while (block_ids := self.blocks.allocate(seq, num_tokens)) is None:
             victim = self._last_running
@@ -199,14 +212,14 @@ class Scheduler:
             draft.block_updates.append(BlockUpdate(seq.slot, index, block_id))
         return True
 
-    def _let_followers_wait(self, leader: Sequence) -> None:
-        """Let the other samples of a prompt enter: there is something to share now, or never."""
+    def _enqueue_followers(self, leader: Sequence) -> None:
+        """Queue the other samples of a prompt: the leader's blocks are complete, or it ended."""
         for follower in reversed(leader.followers.values()):
-            self._let_wait(follower, is_first=True)
+            self._enqueue(follower, is_first=True)
         leader.followers = {}
 
-    def _let_wait(self, seq: Sequence, is_first: bool = False) -> None:
-        """For room, or first for its grammar, which another thread may still be compiling."""
+    def _enqueue(self, seq: Sequence, is_first: bool = False) -> None:
+        """Let a sequence wait to run, or first for its grammar if that is still being compiled."""
         if seq.matcher is not None and not seq.matcher.is_ready:
             self.waiting_for_grammar[seq.seq_id] = seq
             return
@@ -214,8 +227,8 @@ class Scheduler:
         if self.waiting.first() is seq:
             self._num_free_to_admit = 0
 
-    def _resume(self) -> None:
-        """Let waiting_for_grammar sequences wait for room whose masks are there."""
+    def _enqueue_ready(self) -> None:
+        """Move sequences whose next bitmask is ready from `waiting_for_grammar` to `waiting`."""
         for seq in list(self.waiting_for_grammar.values()):
             if not seq.is_dropped and seq.matcher is not None and seq.matcher.is_ready:
                 del self.waiting_for_grammar[seq.seq_id]
@@ -223,7 +236,7 @@ class Scheduler:
                 self._num_free_to_admit = 0
 
     def _preempt(self, seq: Sequence) -> None:
-        """Give up everything but the tokens; the sequence is recomputed when there is room."""
+        """Release everything but the tokens; the sequence is recomputed when there is room."""
         self._leave_running(seq)
         self.waiting.add(seq, is_first=True)
         self._num_free_to_admit = 0
@@ -234,7 +247,7 @@ class Scheduler:
             if self.blocks.num_free < self._num_free_to_admit:
                 return
             seq = self.waiting.first()
-            if seq.num_pending:  # preempted with its newest token still on the device
+            if seq.num_pending:  # preempted while the host does not know its newest token yet
                 return
             num_needed = self.blocks.admit(seq)
             self._num_free_to_admit = num_needed or 0
@@ -254,7 +267,7 @@ class Scheduler:
             seq.num_cached = seq.num_computed
             self.num_cache_queries += seq.num_prompt_tokens
             self.num_cache_hits += seq.num_cached
-        copy, seq.leader = self.blocks.tail_copy(seq), None
+        copy, seq.leader = self.blocks.copy_on_write(seq), None
         if copy is not None:
             draft.block_copies.append(copy)
         token_ids = np.array(seq.token_ids, np.int32)
@@ -271,12 +284,12 @@ class Scheduler:
                 seq.request.pooling,
             )
         )
-        # A prompt that is cut short takes the rest of the budget: no sequence enters behind it.
+        # A prompt that does not fit takes the rest of the budget, so none is admitted after it.
         self._add_row(draft, seq, min(seq.num_tokens, seq.num_computed + draft.budget))
         seq.row_start = 0
 
     def _add_row(self, draft: _Draft, seq: Sequence, end: int) -> None:
-        """Run `seq` up to `end`; reaching its last token brings the next, pending until commit."""
+        """Schedule `seq` up to `end`; if that is its last token, the next stays pending."""
         start = seq.num_computed
         is_last = end == seq.num_tokens
         draft.rows.append(seq)
@@ -295,12 +308,12 @@ class Scheduler:
         if end >= seq.next_full_len:
             self.blocks.register(seq)
         if seq.followers and end >= seq.num_prompt_tokens:
-            self._read.append(seq)
+            self._prefilled_leaders.append(seq)
 
     def _end_pooled(
         self, rows: list[Sequence], plan: StepPlan, result: StepResult
     ) -> list[Sequence]:
-        """Give the prompts that this step pooled to their end their vectors, which ends them."""
+        """Finish the sequences whose prompts this step pooled completely; return them."""
         if result.pooled is None:
             return []
         ends = (plan.starts + plan.counts).tolist()
@@ -318,7 +331,7 @@ class Scheduler:
         return ended
 
     def _append(self, seq: Sequence, token_id: int) -> None:
-        """Add a sampled token to its sequence, which may end by it."""
+        """Append a sampled token, and end the sequence if the token completes it."""
         if token_id == NO_TOKEN:
             self._end(seq, "error")
             return
@@ -337,14 +350,14 @@ class Scheduler:
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason
         if seq.followers:
-            self._let_followers_wait(seq)
+            self._enqueue_followers(seq)
         if seq.leader is not None and seq.seq_id in seq.leader.followers:
             del seq.leader.followers[seq.seq_id]
         elif seq.seq_id in self.waiting_for_grammar:
             del self.waiting_for_grammar[seq.seq_id]
         elif seq.slot == NO_SLOT:
             self.waiting.remove(seq)
-            self._num_free_to_admit = 0  # the head may have changed
+            self._num_free_to_admit = 0  # another sequence may now be the first
         else:
             self._leave_running(seq)
 
@@ -358,7 +371,7 @@ class Scheduler:
 
 @dataclass(slots=True)
 class _Draft:
-    """A plan while it is being made: plain lists, which are fastest to append to."""
+    """A plan under construction, in plain lists because they are fastest to append to."""
 
     budget: int
     num_decode_tokens: int = 0

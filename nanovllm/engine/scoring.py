@@ -1,4 +1,4 @@
-"""From what a prompt's own tokens bring to an embedding, or to how likely a continuation is."""
+"""Embeddings, and the logprobs of continuations: results computed from prompt tokens alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def embedding_of(output: RequestOutput, normalize: bool) -> EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """A prompt with a continuation behind it, which begins at token `start`."""
+    """A prompt followed by a continuation, which begins at token `start`."""
 
     start: int
     token_ids: list[int]
@@ -45,9 +45,9 @@ def continue_prompt(
     continuations: Sequence[Any],
     encode: Callable[..., array[int]],
 ) -> list[Continued]:
-    """Tokenize a prompt with each continuation.
+    """Tokenize a prompt together with each continuation.
 
-    Tokens may reach across the border: then the continuation begins with the first of them.
+    A token may span the end of the prompt; the continuation then begins with that token.
     """
     is_list = not isinstance(continuations, str)
     require(is_list, "continuations", "a list of texts or of token ids", continuations)
@@ -61,14 +61,14 @@ def continue_prompt(
             whole = ids + encode(continuation, add_special_tokens=False).tolist()
         pairs = enumerate(zip(ids, whole, strict=False))
         start = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(whole)))
-        name, expected = f"continuations[{index}]", "one that adds tokens behind the prompt's own"
+        name, expected = f"continuations[{index}]", "a continuation that adds tokens to the prompt"
         require(0 < start < len(whole), name, expected, item)
         continued.append(Continued(start, whole))
     return continued
 
 
 def score_of(output: RequestOutput, start: int) -> Score:
-    """Sum up what the prompt logprobs say of the tokens from `start` on."""
+    """Compute the score of the tokens from `start` on, given the prompt logprobs."""
     if output.finish_reason != "length":
         raise EngineError(output.error or "the score was aborted")
     assert output.prompt_logprobs is not None

@@ -1,4 +1,4 @@
-"""A sequence (its tokens, its counts, its blocks), and the queue of those that wait to run."""
+"""Sequence, the scheduling state of one completion, and the queue of waiting sequences."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ NO_SLOT = -1
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`num_computed` chases `num_tokens`; prefill, decode and recompute are the same chase.
+    """State of one sequence, owned and mutated by the scheduler.
 
-    `num_tokens` counts tokens that are sampled but not yet known to the host; `token_ids` holds
-    only the known ones. A prompt that is pooled counts its vector as one such token, which has no
-    place in the cache. The scheduler owns and mutates it.
+    Each step moves `num_computed` towards `num_tokens`; prefill, decode and recomputation differ
+    only in the distance. `num_tokens` includes tokens that are sampled but not yet known to the
+    host; `token_ids` holds the known ones. A pooled prompt counts its vector as one such token,
+    which takes no space in the KV cache.
     """
 
     request: Request
@@ -30,35 +31,35 @@ class Sequence:
     stop_token_ids: frozenset[int] = field(init=False)
     is_streaming: bool = field(init=False)
     priority: int = field(init=False)
-    may_hit: bool = field(init=False)  # whether cached blocks spare it the computation
-    is_serial: bool = field(init=False)  # runs only while the host knows all its tokens
-    token_ids: array[int] = field(init=False)  # numpy and hashes read it as it is
+    may_hit: bool = field(init=False)  # whether it may reuse cached blocks
+    is_serial: bool = field(init=False)  # runs only when the host knows all its tokens
+    token_ids: array[int] = field(init=False)  # an array, because it is hashed and copied as bytes
     num_prompt_tokens: int = field(init=False)
-    num_logits: int = field(init=False)  # of a row that reaches its last token
+    num_logits: int = field(init=False)  # logits rows needed when it reaches its last token
     num_tokens: int = field(init=False)
     max_len: int = field(init=False)
-    is_cut_by_pool: bool = False  # the KV cache holds fewer tokens than it may have
+    is_cut_by_pool: bool = False  # whether the size of the KV cache limits `max_len`
     num_cached: int = 0
     finish_reason: FinishReason | None = None
-    error: str | None = None  # of a processor of its own
-    start_time: float = 0.0  # of its first step
+    error: str | None = None  # why one of its logits processors failed
+    start_time: float = 0.0  # when its first step was scheduled
     first_token_time: float = 0.0
-    newest_logprobs: TokenLogprobs | None = None  # of its newest token, if it asks for them
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but its first token
-    matcher: Matcher | None = None  # of its grammar, as far as the known tokens go
-    is_dropped: bool = False  # what the step in flight samples for it
+    newest_logprobs: TokenLogprobs | None = None  # for its newest token, if requested
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token on
+    matcher: Matcher | None = None  # has accepted the known output tokens
+    is_dropped: bool = False  # whether to discard the token that the step in flight samples
     pooled: Vector | None = None
 
-    leader: Sequence | None = None  # the first sample of the prompt, whose blocks this one shares
-    followers: dict[int, Sequence] = field(default_factory=dict)  # wait until its prompt is read
+    leader: Sequence | None = None  # first sample of the prompt, whose blocks this one shares
+    followers: dict[int, Sequence] = field(default_factory=dict)  # samples waiting for its prefill
 
     slot: int = NO_SLOT
     num_computed: int = 0
-    row_start: int = 0  # the first position of its newest row; 0 for the row with which it enters
+    row_start: int = 0  # first position of its newest row; 0 for the row that admitted it
     block_ids: list[int] = field(default_factory=list)
     capacity: int = 0  # tokens that block_ids can hold
-    block_keys: list[BlockKey] = field(default_factory=list)  # of the full blocks hashed so far
-    prefix: Prefix | str | None = field(init=False)  # the last one registered or matched
+    block_keys: list[BlockKey] = field(default_factory=list)  # keys of full blocks hashed so far
+    prefix: Prefix | str | None = field(init=False)  # last prefix registered or matched
     next_full_len: int = 0  # number of computed tokens that completes the next block
 
     def __post_init__(self) -> None:
@@ -70,28 +71,29 @@ class Sequence:
         num_new = request.params.max_new_tokens if request.pooling is None else 1
         self.max_len = self.num_prompt_tokens + max(num_new, 1)
         self.num_logits = 1 if request.pooling is None else 0
-        # The cache has neither logits nor hidden states of the tokens that it spares.
+        # For tokens in cached blocks there are no logits and no hidden states.
         self.may_hit = request.params.prompt_logprobs is None and request.pooling != "mean"
         self.is_serial = bool(request.params.logits_processors)
         self.prefix = request.cache_salt
 
     @property
     def num_pending(self) -> int:
+        """Number of tokens that are sampled but not yet known to the host."""
         return self.num_tokens - len(self.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Without the one that is sampled, for want of a shorter way, where none is asked for."""
+        """Generated token ids; empty if `max_tokens == 0`, where one token is sampled anyway."""
         ids = self.token_ids[self.num_prompt_tokens :].tolist()
         return ids if self.request.params.max_tokens != 0 else []
 
 
 class Waiting:
-    """By priority, the lowest number first; among equals the preempted first, then as they came."""
+    """Queue ordered by priority, lowest number first; preempted sequences precede their equals."""
 
     def __init__(self) -> None:
-        self._queues: dict[int, OrderedDict[int, Sequence]] = {}  # by priority, none empty
-        self._priorities: list[int] = []  # the keys, in order
+        self._queues: dict[int, OrderedDict[int, Sequence]] = {}  # keyed by priority; never empty
+        self._priorities: list[int] = []  # sorted keys of `_queues`
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -102,7 +104,7 @@ class Waiting:
             yield from self._queues[priority].values()
 
     def add(self, seq: Sequence, is_first: bool = False) -> None:
-        """Put a sequence behind those of its priority, or before them."""
+        """Add a sequence after, or with `is_first` before, the others of its priority."""
         if seq.priority not in self._queues:
             self._queues[seq.priority] = OrderedDict()
             insort(self._priorities, seq.priority)

@@ -1,4 +1,4 @@
-"""The wire types between the engine core and its workers: columns per row, records per change."""
+"""Messages between the engine core and its workers: columns of rows, records of changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanovllm.sampling_params import SamplingParams
 
 IntColumn = npt.NDArray[np.int32]
 Vector = npt.NDArray[np.float32]
-Pooling = Literal["last", "mean"]  # of the hidden states of a prompt's tokens
+Pooling = Literal["last", "mean"]  # over the hidden states of the prompt tokens
 T = TypeVar("T")
 
 
@@ -26,7 +26,7 @@ class Pending(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A sequence enters a slot: everything the device must know of it, sent once per admission."""
+    """A sequence that enters a slot: all its state on the device, sent once per admission."""
 
     slot: int
     token_ids: IntColumn  # all known tokens, prompt and output
@@ -34,19 +34,19 @@ class NewRow:
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
-    stop_token_ids: frozenset[int]  # masked until params.min_tokens are out
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that must not follow one another
-    pooling: Pooling | None = None  # instead of sampling
+    stop_token_ids: frozenset[int]  # masked until params.min_tokens tokens are generated
+    bad_words: tuple[tuple[int, ...], ...] = ()  # forbidden sequences of token ids
+    pooling: Pooling | None = None  # pool hidden states instead of sampling
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is only sampled, by temperature, top_k, top_p and min_p."""
+        """Whether it needs no more than sampling with temperature, top_k, top_p and min_p."""
         return self.pooling is None and not self.bad_words and self.params.is_plain
 
 
 @dataclass(frozen=True, slots=True)
 class BlockUpdate:
-    """Entry `index` of a slot's block table becomes `block_id`."""
+    """A new entry in a slot's block table."""
 
     slot: int
     index: int
@@ -55,7 +55,7 @@ class BlockUpdate:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Block `target` gets the keys and values of block `source`."""
+    """A copy of the keys and values of block `source` to block `target`."""
 
     source: int
     target: int
@@ -65,19 +65,20 @@ class BlockCopy:
 class StepPlan:
     """One step: row i runs counts[i] positions, from starts[i], of the sequence in slots[i].
 
-    A token the host does not know yet is already in the slot's token table on the device.
+    Tokens that the host does not know yet are already in the device's InputBatch.
     """
 
     slots: IntColumn
     starts: IntColumn
     counts: IntColumn
-    num_logits: IntColumn  # last positions that reach the LM head: 1 to sample the next token
+    num_logits: IntColumn  # trailing positions that need logits: 1 to sample the next token, or 0
     new_rows: list[NewRow]
     block_updates: list[BlockUpdate]
     released: list[int]  # slots whose sequence left since the previous plan
-    num_decode_tokens: int  # rows that run one token past their prompt
-    masked_rows: IntColumn = field(default_factory=lambda: np.zeros(0, np.int32))  # see Executor
-    block_copies: list[BlockCopy] = field(default_factory=list)  # before the step runs
+    num_decode_tokens: int  # one per decode row
+    # Rows with a grammar: their sampling waits for the bitmasks given to `Executor.sample`.
+    masked_rows: IntColumn = field(default_factory=lambda: np.zeros(0, np.int32))
+    block_copies: list[BlockCopy] = field(default_factory=list)  # done before the step runs
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -86,61 +87,61 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the rows with num_logits > 0 sampled, in row order; what nobody asked for is None."""
+    """Results of the rows with num_logits > 0, in row order; None where nothing was requested."""
 
-    tokens: IntColumn  # [rows, tokens that each row gained]; NO_TOKEN: its logits are no numbers
-    # Of the rows that ask for logprobs, if any: the sampled token, then the most likely ones.
-    logprob_ids: IntColumn | None = None  # [rows, 1 + the most that a row asks for]
+    tokens: IntColumn  # [rows, new tokens per row]; NO_TOKEN if the logits had no valid token
+    # For the rows that ask for logprobs: first the sampled token, then the top tokens.
+    logprob_ids: IntColumn | None = None  # [rows, 1 + largest number of top logprobs]
     logprobs: npt.NDArray[np.float32] | None = None
-    logprob_ranks: IntColumn | None = None  # [rows], of the sampled token, from 1
-    # The same of every prompt token that `num_scored` counts.
+    logprob_ranks: IntColumn | None = None  # [rows]: rank of the sampled token, from 1
+    # The same for every prompt token that `num_scored` counts.
     prompt_logprob_ids: IntColumn | None = None
     prompt_logprobs: npt.NDArray[np.float32] | None = None
     prompt_logprob_ranks: IntColumn | None = None
-    # Of the rows that end a prompt whose hidden states are pooled: [rows, hidden_size].
+    # Vectors of the rows that complete a pooled prompt: [rows, hidden_size].
     pooled: Vector | None = None
-    # Rows whose logits processors failed, and how; they sampled NO_TOKEN.
+    # Errors of logits processors, keyed by row; these rows sampled NO_TOKEN.
     failures: dict[int, str] | None = None
-    # The device could not finish the step: this result and those of later steps in flight are void.
+    # The device could not finish the step: this result and later ones in flight are invalid.
     is_lost: bool = False
 
 
 def num_scored(start: int, count: int, num_prompt_tokens: int) -> int:
-    """Of a row that asks for prompt logprobs: how many of its positions foretell a prompt token.
+    """Return how many of a row's positions predict a prompt token, for prompt logprobs.
 
-    Those are its first ones; each foretells the token that follows it.
+    These are its first positions; each predicts the token after it.
     """
     return max(0, min(start + count, num_prompt_tokens - 1) - start)
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
-    """What starting the workers discovered."""
+    """Facts discovered while starting the workers."""
 
     num_blocks: int
-    depth: int  # the device's default
+    depth: int  # default pipeline depth of the device
     device: str  # "cpu" or "cuda"
     dtype: str
-    device_name: str = "unknown"  # what its maker calls it
+    device_name: str = "unknown"  # the vendor's product name
 
 
 class Executor(Protocol):
     """Runs plans in the order they are submitted."""
 
     def start(self) -> ExecutorInfo:
-        """Build the workers and say what they found."""
+        """Start the workers and load the model."""
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        """Launch a step without waiting for it; with masked rows it is not sampled yet."""
+        """Launch a step without waiting for it; if it has masked rows, `sample` completes it."""
 
     def sample(self, masks: IntColumn) -> None:
-        """Sample the plan submitted last, given a mask for each of its masked rows."""
+        """Sample the plan submitted last, given a bitmask for each of its masked rows."""
 
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
-        """Return memory for masks; `sample` has read it once the step's result is there."""
+        """Return memory for bitmasks; do not reuse it before the step's result has arrived."""
 
     def capture_one(self) -> bool:
-        """While idle: capture a graph that later requests may replay; False if none is missing."""
+        """Capture one graph for later steps, while idle; return False if none is missing."""
 
     def close(self) -> None:
         """Free everything; a second call does nothing."""

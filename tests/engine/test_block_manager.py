@@ -256,7 +256,7 @@ def test_the_child_of_an_evicted_parent_is_never_served() -> None:
     first = enter(blocks, make_seq(0, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
     head = first.block_ids[0]
     leave(blocks, first)
-    blocks._forget(head)
+    blocks._uncache(head)
     leave(blocks, enter(blocks, make_seq(1, [1, 2, 3, 4])))  # the head is cached anew
     assert num_hits(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
     again = enter(blocks, make_seq(2, [1, 2, 3, 4, 5, 6, 7, 8, 9]))

@@ -61,7 +61,7 @@ def assert_idle(llm: LLM) -> None:
     assert not scheduler.waiting
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
     assert not llm.engine.output_processor.states
-    assert not llm.engine._jobs
+    assert not llm.engine._groups
     assert not llm.engine._owners
 
 
@@ -161,7 +161,7 @@ def test_closing_ends_the_waits_of_other_threads(path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
     with ThreadPoolExecutor(2) as threads:
         futures = [threads.submit(generate, llm, [1, 2], params) for _ in range(2)]
-        while len(llm.engine._jobs) < 2:
+        while len(llm.engine._groups) < 2:
             time.sleep(0.001)
         llm.close()
         for future in futures:
@@ -177,7 +177,7 @@ def test_abort_all_ends_every_call(path: Path) -> None:
         pieces = [next(stream)]
         with ThreadPoolExecutor(1) as threads:
             future = threads.submit(llm.generate, [1, 2], params, use_tqdm=False)
-            while len(llm.engine._jobs) < 2:
+            while len(llm.engine._groups) < 2:
                 time.sleep(0.001)
             assert len(llm.abort_all()) == 3
             [output] = future.result(timeout=240)
@@ -271,7 +271,7 @@ def test_a_program_may_end_while_an_engine_steps(
     command = [sys.executable, "-c", source, str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
     assert (result.returncode, result.stderr) == (0, "")
-    closed = ("", "the engine is closed; make a new one\n")  # if it still gets to say so
+    closed = ("", "the engine is closed; create a new one\n")  # if it still gets to say so
     assert result.stdout in (closed if is_daemon else ("[4, 4, 4]\n",))
 
 

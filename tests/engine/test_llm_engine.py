@@ -81,7 +81,7 @@ def assert_idle(llm: LLM) -> None:
     assert not scheduler.waiting
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
     assert not llm.engine.output_processor.states
-    assert not llm.engine._jobs
+    assert not llm.engine._groups
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:

@@ -102,7 +102,7 @@ def test_other_things_are_no_prompt(prompt: Any) -> None:
     ids=lambda prompts: type(prompts).__name__,
 )
 def test_other_things_are_no_prompts(prompts: Any) -> None:
-    with pytest.raises(RequestError, match="or several of them"):
+    with pytest.raises(RequestError, match="or a list of such prompts"):
         split_prompts(prompts)
 
 
