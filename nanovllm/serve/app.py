@@ -1,4 +1,4 @@
-"""The HTTP application: which path is answered by whom."""
+"""The HTTP application: the routes and their handlers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _endpoint(service: Service, kind: type[ApiRecord], answer: Respond) -> Any:
     async def respond(request: Any) -> Response:
         service.check_queue()
         made = await answer(service, request)
-        service.check_queue()  # of those that came together, too many may have passed
+        service.check_queue()  # other requests may have been queued during the await
         timeout = service.options.request_timeout
         if getattr(request, "stream", None):
             return StreamResponse(made, timeout)
@@ -113,7 +113,7 @@ def _model_routes(app: FastAPI, service: Service) -> None:
             "id": name,
             "object": "model",
             "created": service.created,
-            # Under these names Anthropic's client looks for it.
+            # Anthropic's client reads the next three fields.
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(service.created, timezone.utc).isoformat(),
@@ -141,7 +141,7 @@ def _operating_routes(app: FastAPI, service: Service) -> None:
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> Response:
-        """Healthy as long as one engine answers; the body then says which ones do not."""
+        """Succeed while at least one engine is alive; the body lists the engines that are lost."""
         error = service.llm.error
         if error is not None:
             raise error
@@ -165,17 +165,17 @@ def _operating_routes(app: FastAPI, service: Service) -> None:
 def _watching_routes(app: FastAPI, service: Service) -> None:
     @app.get("/engine/events")
     async def engine_events(engine: int | None = None) -> Response:
-        """The state of an engine, then what changes in it, as server-sent events."""
+        """Stream snapshots of an engine's state as server-sent events."""
         return StreamResponse(EngineEvents(service.llm, engine), timeout=None)
 
     @app.get("/trace")
     async def trace(seconds: float = 3.0) -> Response:
-        """The steps of some seconds, for ui.perfetto.dev."""
+        """Record a trace of the next seconds; ui.perfetto.dev can open it."""
         return WholeResponse(record_trace(service.llm, seconds), timeout=None)
 
 
 def _page_routes(app: FastAPI) -> None:
-    """The page at `/`: plain files, sent as they are, that may load nothing from elsewhere."""
+    """Serve the page at `/`: static files that may not load anything from other origins."""
     files = {path.name: path for path in PAGE_FOLDER.iterdir()}
 
     @app.get("/", include_in_schema=False)
