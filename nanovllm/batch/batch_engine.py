@@ -13,10 +13,10 @@ from nanovllm.batch.progress_file import ROW_ID
 from nanovllm.batch.rows import Row
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
-from nanovllm.serve.answer import whole_body
 from nanovllm.serve.api_records import as_record
 from nanovllm.serve.app import ROUTES
 from nanovllm.serve.http_errors import openai_body
+from nanovllm.serve.http_responses import whole_body
 from nanovllm.serve.openai.chat_completions import OF_PROMPT
 from nanovllm.serve.server_options import ServerOptions, resolve
 from nanovllm.serve.service import Service

@@ -15,12 +15,11 @@ from starlette.types import ASGIApp
 from nanovllm import __version__
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.answer import EventStream, StreamResponse, WholeResponse, whole_body
 from nanovllm.serve.anthropic.messages import (
     CountRequest,
     MessagesRequest,
-    answer_message,
     count_tokens,
+    create_message,
 )
 from nanovllm.serve.api_records import (
     ApiRecord,
@@ -32,12 +31,13 @@ from nanovllm.serve.api_records import (
 )
 from nanovllm.serve.engine_events import EngineEvents, record_trace
 from nanovllm.serve.http_errors import add_error_handlers, json_response, message_of
+from nanovllm.serve.http_responses import EventStream, StreamResponse, WholeResponse, whole_body
 from nanovllm.serve.metrics import CONTENT_TYPE
 from nanovllm.serve.middleware import PAGE_PREFIX, Middleware
-from nanovllm.serve.openai.chat_completions import answer_chat
-from nanovllm.serve.openai.completions import answer_completion
-from nanovllm.serve.openai.embeddings import answer_embedding
-from nanovllm.serve.openai.responses import ResponsesRequest, answer_response
+from nanovllm.serve.openai.chat_completions import create_chat_completion
+from nanovllm.serve.openai.completions import create_completion
+from nanovllm.serve.openai.embeddings import create_embedding
+from nanovllm.serve.openai.responses import ResponsesRequest, create_response
 from nanovllm.serve.prepare_chat import detokenize, tokenize
 from nanovllm.serve.server_options import SAMPLING_NAMES
 from nanovllm.serve.service import Service
@@ -50,13 +50,13 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-Respond = Callable[[Service, Any], Awaitable[EventStream]]
-ROUTES: dict[str, tuple[type[ApiRecord], Respond]] = {
-    "/v1/chat/completions": (ChatRequest, answer_chat),
-    "/v1/completions": (CompletionRequest, answer_completion),
-    "/v1/embeddings": (EmbeddingRequest, answer_embedding),
-    "/v1/responses": (ResponsesRequest, answer_response),
-    "/v1/messages": (MessagesRequest, answer_message),
+CreateResponse = Callable[[Service, Any], Awaitable[EventStream]]
+ROUTES: dict[str, tuple[type[ApiRecord], CreateResponse]] = {
+    "/v1/chat/completions": (ChatRequest, create_chat_completion),
+    "/v1/completions": (CompletionRequest, create_completion),
+    "/v1/embeddings": (EmbeddingRequest, create_embedding),
+    "/v1/responses": (ResponsesRequest, create_response),
+    "/v1/messages": (MessagesRequest, create_message),
 }
 
 
@@ -64,8 +64,8 @@ def make_app(service: Service) -> ASGIApp:
     """Create the application; the middleware covers every route, the OpenAPI schema included."""
     app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
-    for path, (kind, answer) in ROUTES.items():
-        app.post(path)(_endpoint(service, kind, answer))
+    for path, (kind, create) in ROUTES.items():
+        app.post(path)(_endpoint(service, kind, create))
     _text_routes(app, service)
     _model_routes(app, service)
     _operating_routes(app, service)
@@ -77,15 +77,15 @@ def make_app(service: Service) -> ASGIApp:
     return CORSMiddleware(middleware, origins, allow_methods=["*"], allow_headers=["*"])
 
 
-def _endpoint(service: Service, kind: type[ApiRecord], answer: Respond) -> Any:
+def _endpoint(service: Service, kind: type[ApiRecord], create: CreateResponse) -> Any:
     async def respond(request: Any) -> Response:
         service.check_queue()
-        made = await answer(service, request)
+        stream = await create(service, request)
         service.check_queue()  # other requests may have been queued during the await
         timeout = service.options.request_timeout
         if getattr(request, "stream", None):
-            return StreamResponse(made, timeout)
-        return WholeResponse(whole_body(made), timeout)
+            return StreamResponse(stream, timeout)
+        return WholeResponse(whole_body(stream), timeout)
 
     respond.__annotations__["request"] = kind  # FastAPI parses the body as this
     return respond

@@ -138,7 +138,7 @@ class HttpLLM:
         queue: asyncio.Queue[StreamPiece | asyncio.Task[None]] = asyncio.Queue()
         loop = asyncio.new_event_loop()
         tasks = [
-            loop.create_task(self._answer(index, prompt, params, queue))
+            loop.create_task(self._complete(index, prompt, params, queue))
             for index, prompt in enumerate(prompts)
         ]
         for task in tasks:
@@ -160,7 +160,7 @@ class HttpLLM:
             loop.run_until_complete(_cancel_tasks())
             loop.close()
 
-    async def _answer(
+    async def _complete(
         self, index: int, prompt: Any, params: SamplingParams, queue: asyncio.Queue[Any]
     ) -> None:
         start, first_token_time, text, reason = time.perf_counter(), 0.0, "", "stop"

@@ -13,8 +13,8 @@ import anyio
 
 from nanovllm.engine.request import SequenceEnd, StepTiming
 from nanovllm.errors import EngineError, NanovllmError
-from nanovllm.serve.answer import Event, EventStream
 from nanovllm.serve.core_records import CoreStats, EngineState
+from nanovllm.serve.http_responses import Event, EventStream
 from nanovllm.serve.model import Model
 from nanovllm.validation import require
 

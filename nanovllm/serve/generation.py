@@ -11,7 +11,7 @@ from typing import Any
 from nanovllm.errors import GrammarError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.answer import Event, EventStream
+from nanovllm.serve.http_responses import Event, EventStream
 from nanovllm.serve.parsing.events import BlockEvent
 from nanovllm.serve.service import Service
 from nanovllm.validation import errors_about

@@ -81,7 +81,7 @@ def error_response(
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    async def answer(request: Request, error: Any) -> Response:
+    async def handle(request: Request, error: Any) -> Response:
         headers = None
         if isinstance(error, RequestValidationError):
             error = invalid(error.errors())
@@ -96,7 +96,7 @@ def add_error_handlers(app: FastAPI) -> None:
         return error_response(path.removeprefix(request.scope["root_path"]), error, headers)
 
     for kind in (RequestValidationError, HTTPException, NanovllmError, TimeoutError, Exception):
-        app.add_exception_handler(kind, answer)
+        app.add_exception_handler(kind, handle)
 
 
 def invalid(problems: Sequence[Any]) -> RequestError:

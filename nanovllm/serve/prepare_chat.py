@@ -74,7 +74,7 @@ async def prepare_chat(
         grammar_param = "tools"
     with errors_about("tools", GrammarError):
         given["structured_outputs"] = await asyncio.to_thread(
-            answer_constraint, service, request, prompt.tools, prompt.text, is_open
+            output_constraint, service, request, prompt.tools, prompt.text, is_open
         )
     hidden: Mapping[int, str] = {}
     if service.has_special_markers and request.skip_special_tokens is None:
@@ -102,10 +102,10 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
     elif special is None:
         special = True
     ids = await service.token_ids(text, param, add_special_tokens=bool(special)) if text else []
-    answer = {"count": len(ids), "max_model_len": service.llm.max_len, "tokens": ids}
+    body = {"count": len(ids), "max_model_len": service.llm.max_len, "tokens": ids}
     if request.return_token_strs:
-        answer["token_strs"] = service.tokenizer.convert_ids_to_tokens(ids)
-    return answer
+        body["token_strs"] = service.tokenizer.convert_ids_to_tokens(ids)
+    return body
 
 
 async def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
     return [tool for tool in tools if tool.name in names]
 
 
-def answer_constraint(
+def output_constraint(
     service: Service, request: ChatRequest, tools: list[Tool], prompt: str, is_open: bool
 ) -> Mapping[str, Any] | None:
     """Return the `structured_outputs` that enforce the tool calls or the requested format.

@@ -10,10 +10,10 @@ from uuid import uuid4
 from pydantic import Field
 
 from nanovllm.errors import NanovllmError, RequestError
-from nanovllm.serve.answer import Event
 from nanovllm.serve.api_records import ApiRecord, ChatRequest, Effort, Listed, as_record, nested
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import anthropic_body
+from nanovllm.serve.http_responses import Event
 from nanovllm.serve.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
 from nanovllm.serve.parsing.tools import is_json
 from nanovllm.serve.prepare_chat import prepare_chat, prompt_of
@@ -30,7 +30,7 @@ DELTAS = {
 SIGNATURE = "unsigned"  # clients send reasoning back with one, which is not looked at
 
 
-async def answer_message(service: Service, request: MessagesRequest) -> MessageResponse:
+async def create_message(service: Service, request: MessagesRequest) -> MessageResponse:
     return MessageResponse(service, await prepare_chat(service, request.chat()))
 
 

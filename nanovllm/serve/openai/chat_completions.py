@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from nanovllm.serve.answer import Event
 from nanovllm.serve.api_records import ChatRequest
 from nanovllm.serve.generation import GenerationJob, Update
+from nanovllm.serve.http_responses import Event
 from nanovllm.serve.openai.completions import OpenAIResponse
 from nanovllm.serve.openai.openai_logprobs import Entry, logprob_entries, prompt_logprobs_by_id
 from nanovllm.serve.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
@@ -18,7 +18,7 @@ from nanovllm.serve.service import Service
 OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
 
 
-async def answer_chat(service: Service, request: ChatRequest) -> ChatResponse:
+async def create_chat_completion(service: Service, request: ChatRequest) -> ChatResponse:
     return ChatResponse(service, await prepare_chat(service, request), request)
 
 

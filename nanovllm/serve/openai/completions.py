@@ -12,9 +12,9 @@ from uuid import uuid4
 from nanovllm.engine.logprobs import text_within
 from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.answer import Event
 from nanovllm.serve.api_records import CompletionRequest, SamplingFields, StreamOptions
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Logprobs, Update
+from nanovllm.serve.http_responses import Event
 from nanovllm.serve.openai.openai_logprobs import prompt_logprobs_by_id, token_bytes
 from nanovllm.serve.service import Service
 
@@ -22,7 +22,7 @@ DEFAULT_MAX_TOKENS = 16
 _Decoder = codecs.getincrementaldecoder("utf-8")
 
 
-async def answer_completion(service: Service, request: CompletionRequest) -> CompletionResponse:
+async def create_completion(service: Service, request: CompletionRequest) -> CompletionResponse:
     """Check everything that can be checked before the answer begins."""
     service.check_model(request.model)
     special = request.add_special_tokens

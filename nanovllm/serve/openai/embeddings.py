@@ -10,12 +10,12 @@ from functools import partial
 import numpy as np
 
 from nanovllm.outputs import EmbeddingOutput
-from nanovllm.serve.answer import Event, EventStream
 from nanovllm.serve.api_records import EmbeddingRequest
+from nanovllm.serve.http_responses import Event, EventStream
 from nanovllm.serve.service import Service
 
 
-async def answer_embedding(service: Service, request: EmbeddingRequest) -> EmbeddingResponse:
+async def create_embedding(service: Service, request: EmbeddingRequest) -> EmbeddingResponse:
     service.check_model(request.model)
     prompts = await service.all_token_ids(request.input, "input")
     service.check_num_sequences(len(prompts))

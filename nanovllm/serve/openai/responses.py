@@ -12,7 +12,6 @@ from pydantic import Field
 
 from nanovllm.engine.conversations import text_of
 from nanovllm.errors import NanovllmError, RequestError
-from nanovllm.serve.answer import Event
 from nanovllm.serve.api_records import (
     MAX_TOP_LOGPROBS,
     ChatRequest,
@@ -23,6 +22,7 @@ from nanovllm.serve.api_records import (
 )
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import message_of
+from nanovllm.serve.http_responses import Event
 from nanovllm.serve.openai.openai_logprobs import Entry, TokenLogprobs, covering, logprob_entries
 from nanovllm.serve.parsing.events import BlockDelta, BlockStart, BlockStop
 from nanovllm.serve.prepare_chat import prepare_chat
@@ -49,7 +49,7 @@ CONTENT = {
 }
 
 
-async def answer_response(service: Service, request: ResponsesRequest) -> ResponsesResponse:
+async def create_response(service: Service, request: ResponsesRequest) -> ResponsesResponse:
     job = await prepare_chat(service, request.chat(), "input")
     if request.has_logprobs:  # which tokens are whose shows only as they come
         job = replace(job, is_streaming=True)

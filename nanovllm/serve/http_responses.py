@@ -40,9 +40,9 @@ class EventStream:
         return name + b"data: " + to_json(event) + b"\n\n"
 
 
-async def whole_body(answer: EventStream) -> Event:
-    async with contextlib.aclosing(answer.events()) as events:
-        return answer.whole([event async for event in events])
+async def whole_body(stream: EventStream) -> Event:
+    async with contextlib.aclosing(stream.events()) as events:
+        return stream.whole([event async for event in events])
 
 
 class WholeResponse(Response):
@@ -64,38 +64,38 @@ class WholeResponse(Response):
 class StreamResponse(Response):
     """A streaming response; errors before the first event are raised."""
 
-    def __init__(self, answer: EventStream, timeout: float | None) -> None:
+    def __init__(self, stream: EventStream, timeout: float | None) -> None:
         super().__init__(media_type="text/event-stream")
-        self._answer, self._timeout = answer, timeout
+        self._stream, self._timeout = stream, timeout
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # proxies must not buffer events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with _while_connected(receive):
-            await self._stream(send)
+            await self._send_events(send)
 
-    async def _stream(self, send: Send) -> None:
-        answer, has_begun = self._answer, False
+    async def _send_events(self, send: Send) -> None:
+        stream, has_begun = self._stream, False
         try:
             with anyio.fail_after(self._timeout):
-                async with contextlib.aclosing(answer.events()) as events:
+                async with contextlib.aclosing(stream.events()) as events:
                     async for event in events:
                         if not has_begun:
                             start = {"status": 200, "headers": self.raw_headers}
                             await send({"type": "http.response.start", **start})
                             has_begun = True
-                        if answer.is_large:
-                            body = await asyncio.to_thread(answer.encode, event)
+                        if stream.is_large:
+                            body = await asyncio.to_thread(stream.encode, event)
                         else:
-                            body = answer.encode(event)
+                            body = stream.encode(event)
                         await _send_body(send, body)
         except (NanovllmError, TimeoutError) as error:
             if not has_begun:
                 raise
             reported = timeout_error() if isinstance(error, TimeoutError) else error
-            await _send_body(send, answer.encode(answer.error(reported)))
-        await _send_body(send, answer.end, is_last=True)
+            await _send_body(send, stream.encode(stream.error(reported)))
+        await _send_body(send, stream.end, is_last=True)
 
 
 @contextlib.asynccontextmanager
