@@ -1,4 +1,4 @@
-"""/v1/embeddings."""
+"""OpenAI's embeddings API: /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EmbeddingResponse(EventStream):
         self._service, self._request, self._prompts = service, request, prompts
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the whole answer."""
+        """Yield the response body as a single event."""
         llm, metrics = self._service.llm, self._service.metrics
         normalize = self._request.normalize is not False
         tasks = [
