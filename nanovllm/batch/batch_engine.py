@@ -1,4 +1,4 @@
-"""An engine that answers rows with the code of the HTTP API; an answer depends only on its row."""
+"""An engine that completes rows with the code of the HTTP API; outputs depend only on the row."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from nanovllm.batch.progress_file import ROW_ID
 from nanovllm.batch.rows import Row
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
-from nanovllm.serve.answer import whole_body
 from nanovllm.serve.api_records import as_record
 from nanovllm.serve.app import ROUTES
 from nanovllm.serve.http_errors import openai_body
+from nanovllm.serve.http_responses import whole_body
 from nanovllm.serve.openai.chat_completions import OF_PROMPT
 from nanovllm.serve.server_options import ServerOptions, resolve
 from nanovllm.serve.service import Service
 
-COMPLETION_FIELDS = ("add_special_tokens", "best_of", "echo")  # a chat has none of these
+COMPLETION_FIELDS = ("add_special_tokens", "best_of", "echo")  # not supported in chats
 BATCH_FIELDS = {"custom_id", "method", "url", "body"}
 REQUESTED = ("logprobs", "token_ids", *OF_PROMPT)
 PLAIN_FIELDS = ("text", "reasoning", "tool_calls", *REQUESTED, "finish_reason")
@@ -32,35 +32,35 @@ IDS = ("id", "call_id", "item_id")
 
 
 class RowError(Exception):
-    """Why a row has no answer."""
+    """The reason why a row has no response."""
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(code, message)  # both, so that it can be pickled
+        super().__init__(code, message)  # both arguments, so that it can be pickled
         self.code, self.message = code, message
 
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
-    """Everything that an engine needs to start, perhaps on another machine."""
+    """Everything that an engine needs to start, possibly on another machine."""
 
     config: EngineConfig
     server: ServerOptions
-    max_tokens: int | None = None  # default of rows that have none
-    is_raw: bool = False  # whether the text of a "prompt" is continued without the chat template
+    max_tokens: int | None = None  # default for rows that do not set it
+    is_raw: bool = False  # continue the text of a "prompt" without the chat template
 
     @property
     def num_at_once(self) -> int:
-        """Rows to hand to one engine: as many wait as run."""
+        """Number of rows sent to one engine at once: half of them run while the others wait."""
         return 2 * self.config.max_num_seqs * self.config.data_parallel_size
 
 
 class RowEngine:
-    """Raise RowError for an invalid row; any other error means that the engine failed."""
+    """Completes rows. RowError means an invalid row; any other error means a failed engine."""
 
     def __init__(self, options: RowOptions, llm: AsyncLLM | None = None) -> None:
         self.llm = llm or AsyncLLM(**asdict(options.config))
         server = options.server
-        if server.generation_config == "auto":  # only the model has it
+        if server.generation_config == "auto":  # known only after the model is found
             server = resolve(server, options.config.model, self.llm.generation_config)
         self._options, self._service = options, Service(self.llm, server)
         self._is_raw = options.is_raw or not self._service.chat_template
@@ -69,11 +69,11 @@ class RowEngine:
         self.llm.close()
 
     async def __call__(self, row: Row) -> dict[str, Any]:
-        """Return the output line of a row; raises RowError for a bad one."""
+        """Return the output line of a row; raise RowError if the row is invalid."""
         if row.error is not None:
             raise RowError("invalid_row", row.error)
         error: NanovllmError | None = None
-        for _ in self.llm.replicas:  # when one is lost, another one answers
+        for _ in self.llm.replicas:  # if a replica is lost, another one is tried
             try:
                 return await (self._batch_line(row) if row.is_batch else self._plain_line(row))
             except EngineError as failure:
@@ -90,13 +90,15 @@ class RowEngine:
     async def _batch_line(self, row: Row) -> dict[str, Any]:
         url, body = row.fields.get("url"), row.fields["body"]
         if unknown := row.fields.keys() - BATCH_FIELDS:
-            raise RowError("invalid_row", f"{min(unknown)!r} is no field of a batch")
+            raise RowError("invalid_row", f"{min(unknown)!r} is not a field of the batch format")
         if not isinstance(row.custom_id, str) or not isinstance(body, dict):
-            raise RowError("invalid_row", "custom_id must be a string, and body an object")
+            raise RowError("invalid_row", "custom_id must be a string and body a JSON object")
         if row.fields.get("method", "POST") != "POST" or url not in tuple(ROUTES):
-            raise RowError("invalid_url", f"url must be one of {', '.join(ROUTES)}, to POST to")
+            raise RowError(
+                "invalid_url", f"method must be POST, and url one of {', '.join(ROUTES)}"
+            )
         if body.get("stream"):
-            raise RowError("invalid_row", "a row of a batch is not streamed")
+            raise RowError("invalid_row", "stream is not supported in a batch; omit it")
         body = await self._respond(row.index, url, body)
         response = {"status_code": 200, "request_id": f"req_{row.index}", "body": body}
         row_id = f"{ROW_ID}{row.index}"
@@ -106,40 +108,40 @@ class RowEngine:
         fields, prompt = row.fields, row.fields.get("prompt")
         is_chat = fields.get("messages") is not None
         if is_chat == (prompt is not None):
-            raise RowError("invalid_row", "a row has a prompt, or messages, or a batch's body")
+            raise RowError("invalid_row", "a row needs prompt or messages, or custom_id and body")
         if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt):
-            raise RowError("invalid_row", "the prompt of a row is one text, or one list of ids")
+            raise RowError("invalid_row", "prompt must be one text or one list of token ids")
         if isinstance(prompt, str) and not self._is_raw:
             is_chat = True
             fields = {**fields, "messages": [{"role": "user", "content": prompt}]}
             if unfit := [name for name in COMPLETION_FIELDS if fields.get(name) is not None]:
-                raise RowError("invalid_row", f"{unfit[0]} needs --raw: the prompt is a chat")
+                raise RowError("invalid_row", f"{unfit[0]} needs --raw: prompts are sent as chats")
         url = "/v1/chat/completions" if is_chat else "/v1/completions"
         other = "prompt" if is_chat else "messages"
         names = ROUTES[url][0].model_fields.keys() - {"model", "stream", "stream_options", other}
         body = {name: value for name, value in fields.items() if name in names}
         body = await self._respond(row.index, url, body)
         of_prompt = {name: body[name] for name in OF_PROMPT if name in body}
-        answers = [_plain_answer(choice | of_prompt) for choice in body["choices"]]
-        answer = answers[0]
-        if len(answers) > 1:
-            found = [name for name in PLAIN_FIELDS if any(name in each for each in answers)]
-            answer = {name: [each.get(name) for each in answers] for name in found}
-        result = {"index": row.index, **answer, "usage": body["usage"]}
+        outputs = [_plain_output(choice | of_prompt) for choice in body["choices"]]
+        output = outputs[0]
+        if len(outputs) > 1:
+            found = [name for name in PLAIN_FIELDS if any(name in each for each in outputs)]
+            output = {name: [each.get(name) for each in outputs] for name in found}
+        result = {"index": row.index, **output, "usage": body["usage"]}
         taken = result.keys() | row.fields.keys()
         kept = {_free_name(k, taken) if k in result else k: v for k, v in row.fields.items()}
         return {**kept, **result}
 
     async def _respond(self, index: int, url: str, body: dict[str, Any]) -> dict[str, Any]:
-        kind, answer = ROUTES[url]
+        kind, create = ROUTES[url]
         seed, max_tokens = row_seed(self._options.config.seed, index), self._options.max_tokens
         defaults = {"seed": seed, "max_output_tokens": max_tokens}
         body = {name: value for name, value in body.items() if value is not None}
         if "max_completion_tokens" not in body:
             defaults["max_tokens"] = max_tokens
         defaults = {name: each for name, each in defaults.items() if name in kind.model_fields}
-        made = await answer(self._service, as_record(kind, {**defaults, **body}))
-        response: dict[str, Any] = _reproducible(await whole_body(made), index, {})
+        stream = await create(self._service, as_record(kind, {**defaults, **body}))
+        response: dict[str, Any] = _reproducible(await whole_body(stream), index, {})
         return response
 
 
@@ -148,12 +150,12 @@ def row_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _plain_answer(choice: dict[str, Any]) -> dict[str, Any]:
+def _plain_output(choice: dict[str, Any]) -> dict[str, Any]:
     message = choice.get("message", choice)
-    answer = {"text": message.get("content", message.get("text")) or ""}
-    answer |= {name: message[name] for name in ("reasoning", "tool_calls") if message.get(name)}
-    answer |= {name: choice[name] for name in REQUESTED if choice.get(name) is not None}
-    return {**answer, "finish_reason": choice["finish_reason"]}
+    output = {"text": message.get("content", message.get("text")) or ""}
+    output |= {name: message[name] for name in ("reasoning", "tool_calls") if message.get(name)}
+    output |= {name: choice[name] for name in REQUESTED if choice.get(name) is not None}
+    return {**output, "finish_reason": choice["finish_reason"]}
 
 
 def _free_name(name: str, taken: Set[str]) -> str:
@@ -163,7 +165,7 @@ def _free_name(name: str, taken: Set[str]) -> str:
 
 
 def _reproducible(value: Any, index: int, ids: dict[str, str], name: str = "") -> Any:
-    """Replace ids and times in a response, and leave out cache hits: all differ between runs."""
+    """Replace ids and times in a response, and omit cache hits: all of them differ between runs."""
     if callable(value):
         value = value()
     if isinstance(value, dict):

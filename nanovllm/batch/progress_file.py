@@ -1,7 +1,7 @@
-"""Progress of a batch job, kept in its output files: the job may be killed at any moment.
+"""Progress of a batch job, kept in its output files, so that it can be killed at any moment.
 
-A row counts as done when its whole line is in the output or among the errors. A line is one write
-at the end of a file, so a kill leaves at most one half line, at the end, which the next start cuts.
+A row is done when its complete line is in the output file or the error file. Each line is appended
+in one write, so a kill leaves at most one partial last line, which the next start removes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 from nanovllm.errors import ConfigError, NanovllmError
 
-ROW_ID = "batch_req_"  # and the index of a row in OpenAI's batch format
+ROW_ID = "batch_req_"  # prefix of a row's index in OpenAI's batch format
 
 
 class ProgressFile:
-    """The output, the errors, and the settings of a job; one process at a time may hold it."""
+    """The output, error and settings files of a job; only one process at a time can open them."""
 
     def __init__(
         self, output: Path, settings: dict[str, Any], num_rows: int, overwrite: bool
@@ -50,7 +50,7 @@ class ProgressFile:
         return sum(self.is_done)
 
     def write(self, index: int, line: dict[str, Any]) -> None:
-        """Append the line of a row; raises ValueError or RecursionError if JSON cannot hold it."""
+        """Append the line of a row; raise ValueError or RecursionError if it is not valid JSON."""
         self._append(self.output, index, line)
 
     def write_error(self, index: int, custom_id: Any, code: str, message: str) -> None:
@@ -59,7 +59,7 @@ class ProgressFile:
         self.num_errors += 1
 
     def close(self) -> None:
-        """Release the lock; what was written survives a failure of the machine."""
+        """Flush everything to disk, and release the lock."""
         while self._files:
             path, file = self._files.popitem()
             with file, _naming(path):
@@ -67,12 +67,12 @@ class ProgressFile:
 
     def _append(self, path: Path, index: int, line: dict[str, Any]) -> None:
         text = json.dumps(line, ensure_ascii=False, allow_nan=False, default=str)
-        # JSON has an escape for a lone surrogate, which UTF-8 cannot encode.
+        # UTF-8 cannot encode a lone surrogate, but JSON can escape it.
         data = text.encode("utf-8", "backslashreplace") + b"\n"
         file = self._file(path)
         with _naming(path):
             num_written = file.write(data)
-            if num_written != len(data):  # no other line may follow a half one
+            if num_written != len(data):  # no line may follow a partial one
                 file.truncate(os.fstat(file.fileno()).st_size - num_written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.is_done[index] = True
@@ -80,7 +80,7 @@ class ProgressFile:
     def _file(self, path: Path) -> io.FileIO:
         if path not in self._files:
             if path.exists() and not path.is_file():
-                raise ConfigError(f"cannot write {path}: a job needs a file, which it reads again")
+                raise ConfigError(f"cannot write {path}: a batch job needs a regular file")
             try:
                 self._files[path] = io.FileIO(path, "a")
             except OSError as error:
@@ -88,23 +88,23 @@ class ProgressFile:
         return self._files[path]
 
     def _lock(self) -> None:
-        """Lock the output; the lock ends with the process."""
+        """Lock the output file; the lock ends with the process."""
         try:
             fcntl.flock(self._file(self.output), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"another process is working on {self.output}") from error
 
     def _check(self, settings: dict[str, Any]) -> None:
-        """Continue only the job that was begun."""
-        again = "; give --overwrite to begin anew"
+        """Raise ConfigError unless the settings equal those of the job in the files."""
+        again = "; use --overwrite to start again"
         settings = json.loads(json.dumps(settings))  # tuples become lists
         if not self._settings_path.exists():
             if self.output.stat().st_size or self.errors.exists():
-                raise ConfigError(f"{self.output} is there already and not of a job{again}")
-            whole = self._settings_path.with_suffix(".tmp")
+                raise ConfigError(f"{self.output} exists and does not belong to a job{again}")
+            temporary = self._settings_path.with_suffix(".tmp")
             with _naming(self._settings_path):
-                whole.write_text(json.dumps(settings), encoding="utf-8")
-                whole.replace(self._settings_path)
+                temporary.write_text(json.dumps(settings), encoding="utf-8")
+                temporary.replace(self._settings_path)
             return
         try:
             before = dict(json.loads(self._settings_path.read_bytes()))
@@ -112,11 +112,11 @@ class ProgressFile:
             raise ConfigError(f"{self._settings_path} is damaged{again}") from error
         changed = [key for key in settings | before if settings.get(key) != before.get(key)]
         if changed:
-            names = " and another ".join(changed)
-            raise ConfigError(f"{self.output} was begun with another {names}{again}")
+            names = " and a different ".join(changed)
+            raise ConfigError(f"{self.output} was started with a different {names}{again}")
 
     def _read(self, path: Path) -> int:
-        """Note which rows are done, and return their number; a half line at the end is cut."""
+        """Mark the rows in a file as done, and return their number; drop a partial last line."""
         count = end = 0
         if not path.exists():
             return count
@@ -129,7 +129,8 @@ class ProgressFile:
                 try:
                     self.is_done[_row_index(line)] = True
                 except (ValueError, TypeError, LookupError, AttributeError) as error:
-                    raise ConfigError(f"{path}: line {count} is not of this job") from error
+                    text = f"{path}: line {count} does not belong to this job"
+                    raise ConfigError(text) from error
         return count
 
 
@@ -143,7 +144,7 @@ def _row_index(line: bytes) -> int:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name the file that could not be written, as when the disk is full."""
+    """Name the file in errors from writing it, for example when the disk is full."""
     try:
         yield
     except OSError as error:

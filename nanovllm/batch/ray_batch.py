@@ -1,4 +1,4 @@
-"""Rows of a job, answered by engines on a Ray cluster; those of a lost engine move to another."""
+"""Batch jobs on the engines of a Ray cluster; the rows of a lost engine move to another one."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from nanovllm.batch.rows import Row
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError
 
-MAX_TRIES = 6  # of a row whose engines are lost; more are no accident
+MAX_TRIES = 6  # a row whose engines are lost this often has probably caused it
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where engines go on a cluster."""
+    """How many engines to start on a cluster, and with which resources."""
 
     num_engines: int
-    each: dict[str, int]  # what Ray sets aside for one, in its own words
+    each: dict[str, int]  # Ray resources of one engine, as keyword arguments of ray.remote
 
 
 def find_room(config: EngineConfig, num_engines: int | None = None) -> Room:
-    """Plan as many engines as fit, or as many as are asked for.
+    """Plan `num_engines` engines or, by default, as many as fit on the cluster.
 
-    An engine takes a GPU for every rank. Without GPUs it takes the CPUs of the smallest machine, or
-    fewer if that many engines are asked for.
+    An engine takes one GPU per rank. Without GPUs it takes as many CPUs as the smallest machine
+    has, or fewer if more engines are requested.
     """
     resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     num_ranks = config.tensor_parallel_size * config.data_parallel_size
@@ -48,13 +48,14 @@ def find_room(config: EngineConfig, num_engines: int | None = None) -> Room:
     if not 1 <= wanted <= fitting:
         needs = ", ".join(f"{name}={count:g}" for name, count in each.items())
         raise ConfigError(
-            f"the Ray cluster has room for {fitting} engines with {needs} each, not for {wanted}"
+            f"{wanted} engines with {needs} each do not fit on the Ray cluster, which has room for "
+            f"{fitting}"
         )
     return Room(wanted, each)
 
 
 class RowActor:
-    """An engine in a process that Ray starts, and starts again when it dies."""
+    """A Ray actor with an engine; Ray restarts its process when it dies."""
 
     def __init__(self, options: RowOptions) -> None:
         self._options = options
@@ -63,10 +64,10 @@ class RowActor:
 
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def ready(self) -> None:
-        """Wait for an engine that works; Ray calls this again if the process dies meanwhile."""
+        """Wait for a working engine; Ray calls this again if the process dies meanwhile."""
         await self._working_engine()
 
-    async def answer(self, row: Row) -> dict[str, Any]:
+    async def process(self, row: Row) -> dict[str, Any]:
         engine = await self._working_engine()
         return await engine(row)
 
@@ -81,7 +82,7 @@ class RowActor:
 
 
 class RayEngine:
-    """To a job what one engine is: answers any row, by whichever engine has the least to do."""
+    """Several engines with the interface of one; a row goes to the engine with the fewest rows."""
 
     def __init__(self, options: RowOptions, room: Room) -> None:
         make: Any = ray.remote(
@@ -91,10 +92,10 @@ class RayEngine:
             scheduling_strategy="SPREAD",
         )
         self.actors = [make(RowActor).remote(options) for _ in range(room.num_engines)]
-        # A slot is the number of a row at an engine, and the number of the engine.
+        # A slot is (position among the rows of an engine, engine number).
         self.free: asyncio.PriorityQueue[tuple[int, int]] = asyncio.PriorityQueue()
-        self._waiting: dict[asyncio.Task[None], int] = {}  # for engines, by number, to be ready
-        self._error: Exception | None = None  # why there will be no more answers
+        self._waiting: dict[asyncio.Task[None], int] = {}  # tasks that wait for engine n to start
+        self._error: Exception | None = None  # why no further row can be completed
         for number in range(room.num_engines):
             for row in range(options.num_at_once):
                 self._free_when_ready((row, number))
@@ -103,26 +104,26 @@ class RayEngine:
         for _ in range(MAX_TRIES):
             slot = await self.free.get()
             if self._error is not None:
-                self.free.put_nowait(slot)  # for the next one who waits
+                self.free.put_nowait(slot)  # wakes the next waiter
                 raise self._error
             try:
-                line: dict[str, Any] = await self.actors[slot[1]].answer.remote(row)
-            except RayError as error:  # of the row, or the engine or its process or node is gone
+                line: dict[str, Any] = await self.actors[slot[1]].process.remote(row)
+            except RayError as error:  # the row failed, or its engine, process or node is lost
                 reason = error.cause if isinstance(error, RayTaskError) else error
                 if isinstance(error, RayTaskError) and not isinstance(reason, EngineError):
                     self.free.put_nowait(slot)
                     raise reason from None
                 if slot[1] not in self._waiting.values():
-                    logger.warning("an engine is lost, and its rows go to others: %s", reason)
+                    logger.warning("an engine was lost; its rows move to other engines: %s", reason)
                 self._free_when_ready(slot)
             else:
                 self.free.put_nowait(slot)
                 return line
-        text = f"{MAX_TRIES} engines were lost with row {row.index}, the last one because of"
-        raise EngineError(f"{text}: {reason}")
+        text = f"{MAX_TRIES} engines were lost while they processed row {row.index}"
+        raise EngineError(f"{text}; the last error: {reason}")
 
     def close(self) -> None:
-        """End the engines; rows that wait are never answered."""
+        """Stop the engines; waiting rows are never completed."""
         for task in self._waiting:
             task.cancel()
         for actor in self.actors:
@@ -136,6 +137,6 @@ class RayEngine:
     async def _wait(self, slot: tuple[int, int]) -> None:
         try:
             await self.actors[slot[1]].ready.remote()
-        except RayError as error:  # it cannot be started
+        except RayError as error:  # the engine cannot be started
             self._error = error.cause if isinstance(error, RayTaskError) else error
         self.free.put_nowait(slot)

@@ -1,4 +1,4 @@
-"""The rows of a batch job: a stream from a file, so that any number of them fits into memory."""
+"""The rows of a batch job, streamed from a file of any size."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ READ_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    index: int  # among those of the file
+    index: int  # index in the file
     fields: dict[str, Any]
-    error: str | None = None  # why it has no fields
+    error: str | None = None  # set if the row could not be parsed
 
     @property
     def is_batch(self) -> bool:
-        """Whether it is a row of OpenAI's batch format, and not a plain one."""
+        """Whether the row is in OpenAI's batch format instead of the plain one."""
         return "custom_id" in self.fields and "body" in self.fields
 
     @property
@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What one reading of the whole input finds out."""
+    """Facts about the whole input, from one pass over it."""
 
     digest: str
     num_rows: int
@@ -48,11 +48,11 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def scan(path: Path) -> Scan:
-    """Read everything once; raise ConfigError if two rows have the same id."""
+    """Read the whole input once; raise ConfigError if two rows have the same custom_id."""
     digest = hashlib.sha256()
     with _open(path) as file:
         if not file.seekable():
-            raise ConfigError(f"cannot read {path} twice, as a job must; write it to a file first")
+            raise ConfigError(f"{path} must be a regular file: a batch job reads its input twice")
         while data := file.read(READ_BYTES):
             digest.update(data)
     num_rows, hashes = 0, set()
@@ -66,7 +66,7 @@ def scan(path: Path) -> Scan:
 
 
 def windows(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Group rows, and put those whose prompts begin alike next to each other in each group."""
+    """Group rows; each group is sorted, so that rows with a common prefix are adjacent."""
     iterator = iter(rows)
     while window := list(islice(iterator, MAX_WINDOW_ROWS)):
         yield sorted(window, key=_prompt_text)
@@ -85,9 +85,9 @@ def _json_rows(path: Path) -> Iterator[Row]:
         for index, line in enumerate(lines):
             try:
                 fields = json.loads(line)
-                error = None if isinstance(fields, dict) else "it is not a JSON object"
+                error = None if isinstance(fields, dict) else "the row is not a JSON object"
             except (ValueError, RecursionError) as failure:
-                error = f"it is not valid JSON: {failure}"
+                error = f"the row is not valid JSON: {failure}"
             yield Row(index, {} if error else fields, error)
 
 
@@ -96,7 +96,7 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
         from pyarrow import ArrowInvalid
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise ConfigError("to read Parquet: pip install pyarrow") from error
+        raise ConfigError("reading Parquet needs pyarrow: pip install pyarrow") from error
     with _open(path) as file:
         try:
             for batch in ParquetFile(file).iter_batches(READ_BYTES // 1024):

@@ -1,4 +1,4 @@
-"""Run a job: rows are read, answered many at a time, and written as they finish."""
+"""Run a batch job: rows are read, processed concurrently, and written as they finish."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from nanovllm.batch.progress_file import ProgressFile
 from nanovllm.batch.rows import Row, read_rows, windows
 from nanovllm.errors import NanovllmError
 
-OnLine = Callable[[dict[str, Any] | None], None]  # what was written; None: an error
+OnLine = Callable[[dict[str, Any] | None], None]  # gets the written line; None for an error
 
 
 async def run_job(
     path: Path,
     progress_file: ProgressFile,
-    answer: Callable[[Row], Awaitable[dict[str, Any]]],
+    process: Callable[[Row], Awaitable[dict[str, Any]]],
     num_at_once: int,
     on_line: OnLine = lambda line: None,
 ) -> None:
-    """ApiResponse every row that is not done; an error that is not a row's own ends the job."""
+    """Process every row that is not done; any error except RowError ends the job."""
     queue: asyncio.Queue[Row | None] = asyncio.Queue(num_at_once)
 
     async def feed() -> None:
@@ -38,7 +38,7 @@ async def run_job(
     async def work() -> None:
         while (row := await queue.get()) is not None:
             try:
-                line = await answer(row)
+                line = await process(row)
                 _write(progress_file, row, line)
                 on_line(line)
             except RowError as error:
@@ -56,11 +56,11 @@ async def run_job(
     for task in done:
         task.result()
     if not all(progress_file.is_done):
-        raise NanovllmError(f"{path} changed while its rows were answered")
+        raise NanovllmError(f"{path} changed while the job was running")
 
 
 def _write(progress_file: ProgressFile, row: Row, line: dict[str, Any]) -> None:
     try:
         progress_file.write(row.index, line)
     except (ValueError, RecursionError) as error:  # NaN, or nested too deeply
-        raise RowError("invalid_row", f"it cannot be written as JSON: {error}") from error
+        raise RowError("invalid_row", f"the row cannot be written as JSON: {error}") from error

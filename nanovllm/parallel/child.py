@@ -1,6 +1,6 @@
-"""A child process of the engine: it exchanges records with its parent, and ends with it.
+"""A child process of the engine: it exchanges messages with its parent, and exits when it dies.
 
-Importing this file must stay quick: until it is done, nobody notices that the parent died.
+Importing this module must stay fast: until it is done, the death of the parent goes unnoticed.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from nanovllm.errors import NanovllmError, WorkerError
 
 
 class Kind(IntEnum):
-    """Kinds of messages to the engine; all messages to a child are tasks."""
+    """Kinds of messages from a child to the engine; all messages to a child are tasks."""
 
-    REPLY = 0  # the answer to a task, or an update
+    REPLY = 0  # the reply to a task, or an update
     LOG = 1
     ERROR = 2
-    HEARTBEAT = 3  # every second: how many seconds the current step has been running
+    HEARTBEAT = 3  # sent every second, with the duration of the current step in seconds
 
 
 Message = tuple[Kind, Any]
 
 
 class Link(Protocol):
-    """A child's end of what carries messages."""
+    """The child's end of a message connection."""
 
     def send(self, kind: Kind, record: object) -> None:
-        """Send a message to the engine; any thread may."""
+        """Send a message to the engine; safe to call from any thread."""
 
     def receive(self) -> Any:
-        """Wait for a task; None when there will be no more."""
+        """Wait for a task; return None when there will be no more."""
 
 
 class Channel:
-    """One end of a socket. Any thread may send, one receives; the other end's death ends both."""
+    """One end of a socket. Any thread may send, but only one may receive."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -58,7 +58,7 @@ class Channel:
         self.send_packed(pack((kind, record)))
 
     def send_packed(self, packed: bytes) -> None:
-        """Wait until the message is on its way; raises OSError when nobody is there."""
+        """Send a packed message; raise OSError if the other end is closed."""
         with self._sending:
             self.connection.send_bytes(packed)
 
@@ -71,7 +71,7 @@ class Channel:
 
 
 class QueueLink:
-    """A child's end where packed messages go through queues of its own process."""
+    """A link that exchanges packed messages through queues in the child's own process."""
 
     def __init__(self) -> None:
         self.inbox: SimpleQueue[bytes | None] = SimpleQueue()
@@ -91,15 +91,15 @@ def pack(record: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why children can do no more, as text: an exception would keep the frames it passed alive."""
+    """The failure of a child, as text: an exception would keep its frames alive."""
 
     message: str
     type_name: str = "WorkerError"
     traceback: str = ""
-    time: float = 0.0  # of an error: a death comes before the errors that it causes
+    time: float = 0.0  # time of a reported error; 0 for a death, which sorts before its effects
 
     def error(self) -> NanovllmError:
-        """Make what a caller gets: an error of ours as it was, any other with its traceback."""
+        """Return the exception to raise: the original type if it is ours, else a WorkerError."""
         kind: type[NanovllmError] | None = getattr(errors, self.type_name, None)
         if kind is None:
             return WorkerError(f"{self.message}\n{self.traceback}")
@@ -109,10 +109,10 @@ class Failure:
 
 
 class StepTimer:
-    """Times the steps that run, one in each thread, for the heartbeats."""
+    """Measures the duration of the current steps, at most one per thread, for the heartbeats."""
 
     def __init__(self) -> None:
-        self._starts: dict[int, float] = {}  # by thread
+        self._starts: dict[int, float] = {}  # keyed by thread id
 
     def __enter__(self) -> None:
         self._starts[threading.get_ident()] = time.monotonic()
@@ -121,7 +121,7 @@ class StepTimer:
         del self._starts[threading.get_ident()]
 
     def seconds(self) -> float:
-        """Return the seconds since the oldest step began."""
+        """Return the seconds since the oldest running step started; 0 if none is running."""
         now = time.monotonic()
         return now - min([now, *self._starts.values()])
 
@@ -130,8 +130,8 @@ Serve = Callable[[Link, StepTimer], None]
 
 
 def run_child(fd: int, parent_pid: int, log_level: int, serve: Serve) -> None:
-    """Serve the parent at the other end of a socket, and end."""
-    os.set_inheritable(fd, False)  # or a child of this process could hide its death
+    """Run `serve` with a connection to the parent, then exit the process."""
+    os.set_inheritable(fd, False)  # an inherited copy would keep the socket open after our death
     channel = Channel(Connection(fd))
     timer = StepTimer()
     args = channel, parent_pid, timer
@@ -143,10 +143,10 @@ def run_child(fd: int, parent_pid: int, log_level: int, serve: Serve) -> None:
 
 
 def _send_heartbeats(channel: Channel, parent_pid: int, timer: StepTimer) -> None:
-    """Send a heartbeat every second; end the process when the parent closes its end or dies."""
+    """Send a heartbeat every second; exit when the parent closes its end or dies."""
     poll = select.poll()
-    poll.register(channel.connection.fileno(), 0)  # only a hang-up
-    # A process forked from the parent may keep that end open, hence the check of the parent's id.
+    poll.register(channel.connection.fileno(), 0)  # report only a hang-up
+    # A process forked from the parent may keep its end open, so check the parent's pid as well.
     with suppress(OSError):
         while os.getppid() == parent_pid and not poll.poll(1000):
             channel.send(Kind.HEARTBEAT, timer.seconds())
@@ -155,24 +155,24 @@ def _send_heartbeats(channel: Channel, parent_pid: int, timer: StepTimer) -> Non
 
 @contextmanager
 def reporting(link: Link) -> Iterator[None]:
-    """Report an error to the parent and end the process: others may wait for it in vain."""
+    """Report an error to the parent and exit, so that no other process waits for this one."""
     try:
         yield
     except BaseException as error:
         try:
             report(link, error)
-        finally:  # whatever else fails, nobody may wait for it
+        finally:  # exit even if the report fails
             os._exit(1)
 
 
 def report(link: Link, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
-    # The clock is the same for all processes of a machine.
+    # The monotonic clock is shared by all processes of a machine.
     link.send(Kind.ERROR, Failure(str(error), type(error).__name__, text, time.monotonic()))
 
 
 def forward_logs(link: Link, level: int) -> None:
-    """Log where the parent does."""
+    """Send log records to the parent, which handles them."""
     logger = logging.getLogger("nanovllm")
     logger.setLevel(level)
     logger.addHandler(LinkHandler(link))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A worker process for every rank; each gets the same plans, and the first one answers."""
+"""An executor with one worker process per rank; all get the same plans, and rank 0 replies."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from nanovllm.parallel.worker_main import RendezvousInfo, WorkerTask, build_work
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Workers that were just started, and where they meet."""
+    """Workers that were just started, and their rendezvous info."""
 
     children: Children
     rendezvous: RendezvousInfo
-    store: object = None  # of their rendezvous, which lasts as long as it is held
+    store: object = None  # the rendezvous store; it exists as long as this reference
 
 
 def start_workers(config: EngineConfig) -> Workers:
@@ -57,13 +57,13 @@ def worker_name(rank: int, num_ranks: int) -> str:
 
 
 def log_level(rank: int) -> int:
-    """Ranks after the first would mostly repeat its messages."""
+    """Return the log level of a rank: ranks above 0 log only warnings, to avoid duplicates."""
     level = logging.getLogger("nanovllm").getEffectiveLevel()
     return level if rank == 0 else max(level, logging.WARNING)
 
 
 class MultiprocExecutor:
-    """Once a worker raised or died, every call raises the error that says so."""
+    """Runs steps in worker processes; after a worker fails, every call raises its error."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class MultiprocExecutor:
     ) -> None:
         self._config, self._model_config, self._checkpoint = config, model_config, checkpoint
         self._build_worker, self._start_workers = build_worker, start_workers
-        self._replies: SimpleQueue[tuple[int, Any] | Failure] = SimpleQueue()  # with their ranks
-        self.supervisor: Supervisor | None = None  # before the start
+        self._replies: SimpleQueue[tuple[int, Any] | Failure] = SimpleQueue()  # (rank, reply)
+        self.supervisor: Supervisor | None = None  # None before `start`
         self._workers: Workers | None = None
 
     def start(self) -> ExecutorInfo:
@@ -88,20 +88,20 @@ class MultiprocExecutor:
             replies.put,
             config.step_timeout,
         )
-        weakref.finalize(self, self.supervisor.close)  # when it is dropped, or Python exits
+        weakref.finalize(self, self.supervisor.close)  # at garbage collection, or when Python exits
         try:
             rendezvous, build = self._workers.rendezvous, self._build_worker
             self._send(WorkerTask(config, self._model_config, self._checkpoint, rendezvous, build))
             infos = dict(self._take_reply() for _ in range(config.tensor_parallel_size))
-        except BaseException:  # Ctrl-C while the model loads
+        except BaseException:  # including Ctrl-C while the model loads
             self.close()
             raise
         self.supervisor.is_armed = True
-        info: ExecutorInfo = infos[0]  # they agreed
+        info: ExecutorInfo = infos[0]  # the same on all ranks
         return info
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        """Launch a step; results are taken once each, in the order of their plans."""
+        """Launch a step; take each result once, in the order of the plans."""
         self._send(plan)
         return Pending(lambda: self._take_reply()[1])
 
@@ -112,21 +112,21 @@ class MultiprocExecutor:
         return np.empty((num_rows, num_words), np.int32)
 
     def capture_one(self) -> bool:
-        return False  # workers captured all of them at their start
+        return False  # workers capture all graphs when they start
 
     def close(self) -> None:
         if self.supervisor is not None:
             self.supervisor.close()
-        self._workers = None  # a traceback may keep this object, and must not keep the store
+        self._workers = None  # free the store even if a traceback keeps this object alive
 
     def _send(self, record: object) -> None:
-        """Send all workers the same."""
-        assert self.supervisor is not None, "used before its start"
+        """Send the same message to all workers."""
+        assert self.supervisor is not None, "used before start()"
         self.supervisor.send(record)
 
     def _take_reply(self) -> tuple[int, Any]:
         reply = self._replies.get()
         if isinstance(reply, Failure):
-            self._replies.put(reply)  # for whoever waits as well, or comes later
+            self._replies.put(reply)  # every other and later waiter gets it too
             raise reply.error()
         return reply

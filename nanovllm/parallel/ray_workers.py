@@ -1,6 +1,6 @@
-"""Workers on the machines of a Ray cluster, which starts them and carries the messages.
+"""Workers as actors of a Ray cluster, which starts them and transports the messages.
 
-They run the same loop as workers in child processes; queues take the place of sockets.
+They run the same loop as workers in child processes, with queues instead of sockets.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ from nanovllm.parallel.rendezvous import host_store
 from nanovllm.parallel.supervisor import STOP_SECONDS, reported_failure
 from nanovllm.parallel.worker_main import RendezvousInfo, serve
 
-WAIT_SECONDS = 30.0  # between messages about a cluster that is busy
+WAIT_SECONDS = 30.0  # between log messages while the cluster is busy
 HEARTBEAT_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 def connect(address: str | None = None) -> None:
-    """Join a cluster: the given one, that of $RAY_ADDRESS, the one that runs here, or a new one."""
+    """Join a Ray cluster: `address`, $RAY_ADDRESS, one running on this machine, or a new one."""
     if ray.is_initialized():
         return
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = "" if address is None else f" at {address!r}"
-        text = f"no Ray cluster can be reached{where}: {error}; `ray start --head` starts one"
+        text = f"cannot connect to a Ray cluster{where}: {error}; `ray start --head` starts one"
         raise ConfigError(text) from error
 
 
 def start_actors(config: EngineConfig) -> Workers:
-    """Start workers on the cluster, once it has free places for all of them."""
+    """Start workers on the cluster as soon as it has resources for all of them."""
     connect()
     num_ranks, found = config.tensor_parallel_size, ray.cluster_resources()
     kind = "GPU" if config.device != "cpu" and found.get("GPU", 0) >= 1 else "CPU"
     if found.get(kind, 0) < num_ranks:
         raise ConfigError(
-            f"tensor_parallel_size={num_ranks} needs as many {kind}s, and the Ray cluster has "
+            f"tensor_parallel_size={num_ranks} needs as many {kind}s, but the Ray cluster has only "
             f"{found.get(kind, 0):g}"
         )
     group = placement_group([{kind: 1}] * num_ranks, strategy="PACK")
     children = RankActors([worker_name(rank, num_ranks) for rank in range(num_ranks)], group)
     try:
         while not group.wait(WAIT_SECONDS):
-            logger.warning("waiting for %d free %ss of the Ray cluster", num_ranks, kind)
+            logger.warning("waiting for %d free %ss on the Ray cluster", num_ranks, kind)
         children.start(num_gpus=1 if kind == "GPU" else 0)
         host, port = ray.get(children.actors[0].meet.remote())
-    except BaseException as error:  # Ctrl-C, too
+    except BaseException as error:  # including Ctrl-C
         children.stop()
         if isinstance(error, RayError):
             raise WorkerError(f"{children.names[0]} is lost: {error}") from error
@@ -82,16 +82,16 @@ def start_actors(config: EngineConfig) -> Workers:
 class ActorLink(QueueLink):
     def send(self, kind: Kind, record: object) -> None:
         super().send(kind, record)
-        if kind is Kind.ERROR:  # after which the process ends
-            time.sleep(STOP_SECONDS)  # for Ray to take the message
+        if kind is Kind.ERROR:  # the process exits after this
+            time.sleep(STOP_SECONDS)  # let Ray fetch the message first
 
 
 class RankActor:
-    """A worker in a process that Ray started, and which ends with the engine's."""
+    """A worker in a process that Ray starts, and that ends with the engine's process."""
 
     def __init__(self, rank: int, level: int) -> None:
         self._link = ActorLink()
-        self._early: dict[int, bytes] = {}  # by number: messages that came before their turn
+        self._early: dict[int, bytes] = {}  # messages that arrived out of order, keyed by number
         self._num_in = 0
         self._timer = StepTimer()
         forward_logs(self._link, level)
@@ -99,13 +99,13 @@ class RankActor:
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
     def meet(self) -> tuple[str, int]:
-        """Let the ranks meet here, as long as this process is there."""
+        """Host the rendezvous store in this process, and return its address."""
         host = get_node_ip_address()
         self._store = host_store(host)
         return host, self._store.port
 
     def put(self, number: int, packed: bytes) -> None:
-        """Pass on a message; Ray may deliver a small one before a large one."""
+        """Queue a message in order: Ray may deliver a small message before a large one."""
         self._early[number] = packed
         while self._num_in in self._early:
             self._link.inbox.put(self._early.pop(self._num_in))
@@ -126,17 +126,17 @@ class RankActor:
 
 
 class RankActors:
-    """Workers as the supervisor's children; Ray itself detects one that is lost."""
+    """Worker actors as children of a supervisor; Ray itself detects lost ones."""
 
     heartbeat_timeout = math.inf
-    grace_seconds = 1.0  # for Ray to report the death that explains another worker's error
+    grace_seconds = 1.0  # wait for Ray to report the death that caused another worker's error
 
     def __init__(self, names: Sequence[str], group: Any) -> None:
         self.names = names
         self.actors: list[Any] = []
-        self._group = group  # the places that Ray keeps for them
+        self._group = group  # placement group with their resources
         self._num_sent = 0
-        self._awaited: dict[Any, int] = {}  # rank, by Ray's reference to its next message
+        self._awaited: dict[Any, int] = {}  # rank, keyed by the ObjectRef of its next message
 
     def start(self, num_gpus: int) -> None:
         actors = ray.remote(concurrency_groups={"out": 1})(RankActor)
@@ -158,7 +158,7 @@ class RankActors:
         return [self._receive(reference) for reference in ready]
 
     def stop(self) -> None:
-        if ray.is_initialized():  # not after the interpreter's end began
+        if ray.is_initialized():  # False while the interpreter shuts down
             for actor in self.actors:
                 ray.kill(actor)
             remove_placement_group(self._group)
@@ -167,7 +167,7 @@ class RankActors:
         pass
 
     def _take(self, rank: int) -> None:
-        """Ask for the next message of a worker."""
+        """Request the next message of a worker."""
         reference = self.actors[rank].take.options(concurrency_group="out").remote()
         self._awaited[reference] = rank
 
@@ -178,6 +178,6 @@ class RankActors:
         except RayError as error:
             return rank, Failure(f"{self.names[rank]} is lost: {error}")
         self._take(rank)
-        if kind is Kind.ERROR:  # machines have clocks of their own
+        if kind is Kind.ERROR:  # use our clock: those of other machines differ
             return rank, replace(reported_failure(self.names[rank], record), time=time.monotonic())
         return rank, (kind, record)

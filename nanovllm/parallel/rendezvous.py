@@ -1,4 +1,4 @@
-"""Where the ranks of a group meet, a table on a port that the system picks, and how they do."""
+"""Rendezvous of the ranks of a process group through a TCPStore on a free port."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from nanovllm.ops.tp_group import TPGroup
 
 HOST = "127.0.0.1"
 CONNECT_TIMEOUT = timedelta(minutes=1)
-TIMEOUT = timedelta(hours=1)  # for ranks that load slower than others: a dead one ends the wait
+TIMEOUT = timedelta(hours=1)  # for slowly loading ranks; the supervisor detects dead ones
 
 
 def host_store(host: str = HOST) -> dist.TCPStore:
-    """Serve a table for as long as the object lives; by default only this machine can reach it."""
+    """Host a store for as long as the object lives; by default only this machine can reach it."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     fd = listener.detach()
@@ -39,21 +39,21 @@ def connect(
     store: dist.Store,
     backend: str,
     timeout: timedelta,
-    address: str = HOST,  # of this machine, where other ranks reach it
+    address: str = HOST,  # address of this machine that other ranks can reach
 ) -> TPGroup:
-    """Join the group that meets at a store; nothing of it is global to the process."""
-    kinds: Any = dist  # torch's stubs know only some of what follows
+    """Join the process group of a store, without torch's global default group."""
+    kinds: Any = dist  # torch's stubs lack some of the following names
     if backend == "nccl":
         kind, options = kinds.ProcessGroupNCCL, kinds.ProcessGroupNCCL.Options()
     else:
         kind, options = kinds.ProcessGroupGloo, kinds.ProcessGroupGloo._Options()
-        # By itself it might choose another network.
+        # Gloo might choose another network interface by default.
         options._devices = [kind.create_device(hostname=address)]
     options._timeout = timeout
     return TPGroup(rank, size, kind(store, rank, size, options))
 
 
 def own_address(host: str, port: int) -> str:
-    """Return the address that this machine has in the network of a host."""
+    """Return the address of this machine on the network of a host."""
     with socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds()) as connection:
         return str(connection.getsockname()[0])

@@ -1,6 +1,6 @@
-"""Supervision of child processes: one thread reads their messages and detects deaths and hangs.
+"""Supervisor of child processes: a thread that reads their messages and detects crashes and hangs.
 
-The children are processes of this machine, actors of a Ray cluster, or, for debuggers, a thread.
+The children are processes of this machine, actors of a Ray cluster or, for debugging, a thread.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from nanovllm.parallel.child import (
     report,
 )
 
-# Not the user's script, which would run again in every child.
+# Child processes start from this code instead of the user's script, which would run again.
 _BOOT = (
     "import sys; num = int(sys.argv[1]); numbers = map(int, sys.argv[2:2 + num]); "
     "sys.path[:] = sys.argv[2 + num:]; from {} import main; main(*numbers)"
 )
-PACKAGES = Path(errors.__file__).resolve().parents[1]  # where ours is, should the path be relative
+PACKAGES = Path(errors.__file__).resolve().parents[1]  # our parent folder, if sys.path is relative
 FLAGS = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -W ...
-# Products for a number of rows that torch and oneDNN keep: each may take half a megabyte, and by
-# themselves they keep 1,024. docs/cpu.md
-KEPT_PRODUCTS = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+# Limits of torch's and oneDNN's caches of primitives: an entry may take half a megabyte, and the
+# default capacity is 1,024 (docs/cpu.md).
+CACHE_LIMITS = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 
-POLL_SECONDS = 0.25  # the longest wait for messages, and the most silence that one wait counts for
+POLL_SECONDS = 0.25  # maximum wait for messages, and maximum silence that one wait counts as
 HEARTBEAT_TIMEOUT = 4.5  # seconds without a message; a child sends a heartbeat every second
 GRACE_SECONDS = 0.2  # wait for the exit that caused another child's error
-STOP_SECONDS = 2.0  # from asking a process to end to killing it
-CLOSE_SECONDS = 5.0  # for a thread's current step; one that is paused for longer is left behind
+STOP_SECONDS = 2.0  # between SIGTERM and SIGKILL
+CLOSE_SECONDS = 5.0  # to finish a thread's current step; a thread that is paused longer is leaked
 
 
 CLOSED = Failure("the engine is closed; make a new one", "EngineError")
@@ -63,22 +63,22 @@ class Children(Protocol):
     grace_seconds: float
 
     def send(self, packed: bytes) -> None:
-        """Send every child the same message, without waiting."""
+        """Send the same message to every child without blocking."""
 
     def receive(self, seconds: float) -> list[tuple[int, Message | Failure]]:
-        """Wait for messages, each with the number of its child; a failure is a child's last."""
+        """Wait for messages; return them with the child's number. A failure is the last message."""
 
     def stop(self) -> None:
-        """End all children."""
+        """Stop all children."""
 
     def close(self) -> None:
-        """Free connections after the children ended and no thread receives; safe to repeat."""
+        """Close the connections, once the children ended and no thread receives. Idempotent."""
 
 
 class Supervisor:
-    """The first failure ends all children; it is kept, and every later `send` raises it.
+    """Supervises children: the first failure stops all of them, and every later `send` raises it.
 
-    `on_reply` and `on_failure`, which is called once, run in the supervisor's thread.
+    `on_reply` and `on_failure` run in the supervisor's thread; `on_failure` is called once.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Supervisor:
         step_timeout: float,
     ) -> None:
         self.failure: Failure | None = None
-        # Whether silence is a failure: not while a model is loaded, as imports may hold the GIL.
+        # Enables the heartbeat timeout. Off while a model loads, because imports may hold the GIL.
         self.is_armed = False
         self._children = children
         self._on_reply, self._on_failure = on_reply, on_failure
-        self._step_timeout = step_timeout  # seconds; 0: no checks
-        self._silence = [0.0] * len(children.names)  # seconds since the last message of each
+        self._step_timeout = step_timeout  # seconds; 0 disables the watchdog
+        self._silence = [0.0] * len(children.names)  # seconds since each child's last message
         self._owner = os.getpid()
-        self._lock = threading.RLock()  # the collector may close us in the midst of a failure
+        self._lock = threading.RLock()  # reentrant: garbage collection may call close() in _fail()
         self._thread = threading.Thread(target=self._run, name="nanovllm-supervisor", daemon=True)
         self._thread.start()
 
@@ -109,8 +109,8 @@ class Supervisor:
             raise self.failure.error()
 
     def close(self) -> None:
-        """End the children; a second call does nothing."""
-        if os.getpid() != self._owner:  # a forked child must not end what its parent uses
+        """Stop the children; a second call has no effect."""
+        if os.getpid() != self._owner:  # a forked process must not stop its parent's children
             return
         self._fail(CLOSED)
         if threading.current_thread() is not self._thread:
@@ -121,21 +121,21 @@ class Supervisor:
     def _run(self) -> None:
         try:
             failure = self._first_failure()
-        except Exception as error:  # or waiters would wait for ever
-            text = f"messages of the engine cannot be read: {error!r}"
+        except Exception as error:  # without a failure, waiters would wait forever
+            text = f"cannot read messages of the engine: {error!r}"
             failure = Failure(text, "EngineError", traceback.format_exc())
         self._fail(failure)
 
     def _first_failure(self) -> Failure:
-        """Handle messages until children fail; return the failure that explains the others."""
-        failures: dict[int, Failure] = {}  # by child, in the order of their arrival
+        """Handle messages until children fail; return the failure that caused the others."""
+        failures: dict[int, Failure] = {}  # keyed by child, in order of arrival
         deadline = math.inf
         while self.failure is None and len(failures) < len(self._silence):
             start = time.monotonic()
             if start >= deadline:
                 break
             events = self._children.receive(POLL_SECONDS)
-            # Time in which this process itself did not run counts as one wait.
+            # Time in which this process itself was suspended counts as one wait.
             waited = min(time.monotonic() - start, POLL_SECONDS)
             self._silence = [seconds + waited for seconds in self._silence]
             found = {number: self._handle(number, event) for number, event in events}
@@ -181,16 +181,16 @@ class Supervisor:
 
 
 def reported_failure(name: str, failure: Failure) -> Failure:
-    """Complete the failure that a child reported; an error that is not ours names the child."""
+    """Complete the message of a reported failure; foreign errors get the child's name."""
     if hasattr(errors, failure.type_name):
         return replace(failure, message=failure.message.strip() or failure.type_name)
-    # The whole message is in the traceback.
+    # Keep the first line: the whole message is in the traceback.
     parts = f"{name} failed", failure.type_name, failure.message.strip().partition("\n")[0]
     return replace(failure, message=": ".join(filter(None, parts)))
 
 
 def join_failures(failures: list[Failure]) -> Failure:
-    """Return the earliest; a death, which says little, with the first error that was reported."""
+    """Return the earliest failure; a death gets the first reported error added to its message."""
     first, *_ = sorted(failures, key=lambda failure: failure.time)
     reported = [failure.traceback for failure in failures if failure.traceback]
     if first.traceback or not reported:
@@ -205,7 +205,7 @@ class ChildProcess:
 
 
 class ChildProcesses:
-    """Processes of this machine that run `main(fd, parent_pid, *numbers)` of a module."""
+    """Processes on this machine that run `main(fd, parent_pid, *numbers)` of a module."""
 
     heartbeat_timeout, grace_seconds = HEARTBEAT_TIMEOUT, GRACE_SECONDS
 
@@ -223,7 +223,7 @@ class ChildProcesses:
             self.stop()
             self.close()
             raise
-        # A thread of its own: long prompts do not fit into the sockets' buffers.
+        # Sending has its own thread because long prompts exceed the sockets' buffers.
         threading.Thread(target=self._send_all, name="nanovllm-sender", daemon=True).start()
 
     @property
@@ -238,10 +238,10 @@ class ChildProcesses:
         return [(number, self._receive(number)) for number in numbers]
 
     def stop(self) -> None:
-        """End the processes, by force those that do not end when asked."""
-        for ask in (subprocess.Popen.terminate, subprocess.Popen.kill):
+        """Terminate the processes, and kill those that do not exit in time."""
+        for signal in (subprocess.Popen.terminate, subprocess.Popen.kill):
             for child in self._children:
-                ask(child.process)
+                signal(child.process)
             deadline = time.monotonic() + STOP_SECONDS
             for child in self._children:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -254,7 +254,7 @@ class ChildProcesses:
             child.channel.connection.close()
 
     def _send_all(self) -> None:
-        with contextlib.suppress(OSError):  # the supervisor finds out why
+        with contextlib.suppress(OSError):  # the supervisor detects the cause
             while (packed := self._outbox.get()) is not None:
                 for child in self._children:
                     child.channel.send_packed(packed)
@@ -284,14 +284,14 @@ def start_child(module: str, *numbers: int) -> ChildProcess:
             [*command, *arguments, *sys.path, str(PACKAGES)],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            env={**KEPT_PRODUCTS, **os.environ},
-            start_new_session=True,  # Ctrl-C at the terminal is for the parent alone
+            env={**CACHE_LIMITS, **os.environ},
+            start_new_session=True,  # only the parent receives Ctrl-C from the terminal
         )
     return ChildProcess(process, Channel(ours))
 
 
 class ChildThread:
-    """A thread of this process in the place of a child, where a debugger can pause it."""
+    """A thread of this process in place of a child process, so that a debugger can pause it."""
 
     heartbeat_timeout, grace_seconds = math.inf, 0.0
 
@@ -323,5 +323,5 @@ class ChildThread:
     def _run(self, serve: Serve) -> None:
         try:
             serve(self._link, StepTimer())
-        except BaseException as error:  # a debugger was told to quit, for instance
+        except BaseException as error:  # including a debugger's quit command
             report(self._link, error)

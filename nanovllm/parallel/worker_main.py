@@ -1,6 +1,6 @@
-"""A worker process: builds the worker of one rank, then runs plans until the engine is gone.
+"""A worker process: builds the worker of one rank, then runs plans until the engine exits.
 
-Importing this file must stay quick: until it is done, nobody notices that the engine died.
+Importing this module must stay fast: until it is done, the death of the engine goes unnoticed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousInfo:
-    """Where the workers of one engine are."""
+    """How the workers of one engine find each other, and which resources each has."""
 
     host: str
-    port: int  # on that host, where they meet
-    num_threads: int  # on a CPU, of each
-    has_one_device: bool = False  # each sees its own alone; otherwise all see those of all
+    port: int  # port of the rendezvous store on the host
+    num_threads: int  # CPU threads per worker
+    has_one_device: bool = False  # each worker sees only its own device, instead of all devices
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTask:
-    """All that the workers of one engine need to begin."""
+    """Everything that the workers of one engine need to start."""
 
     config: EngineConfig
     model_config: ModelConfig
@@ -47,25 +47,25 @@ def main(fd: int, parent_pid: int, log_level: int, rank: int) -> None:
 
 
 def serve(rank: int, link: Link, timer: StepTimer) -> None:
-    """Do what the engine at the other end asks for, until it is gone."""
+    """Run the plans that the engine sends until the link is closed."""
     task: WorkerTask | None = link.receive()
     if task is None:
         return
     worker = task.build_worker(task, rank)
     info = worker.start()
     gc.collect()
-    gc.freeze()  # a full collection would walk all that was imported, amid a step
+    gc.freeze()  # otherwise a full collection in a step would scan all imported modules
     link.send(Kind.REPLY, info)
 
     launched: SimpleQueue[Pending[StepResult]] = SimpleQueue()
     if rank == 0:
-        # A thread of its own, so that the next step is launched while this one is waited for.
-        threading.Thread(target=_answer, args=(launched, link, timer), daemon=True).start()
+        # A separate thread waits for results, so that the next step can be launched meanwhile.
+        threading.Thread(target=_send_results, args=(launched, link, timer), daemon=True).start()
     while (plan := link.receive()) is not None:
         with timer:
             pending = worker.submit(plan)
         if len(plan.masked_rows):
-            masks: IntColumn | None = link.receive()  # the bitmasks follow their plan
+            masks: IntColumn | None = link.receive()  # the bitmasks follow the plan
             if masks is None:
                 return
             worker.sample(masks)
@@ -73,7 +73,7 @@ def serve(rank: int, link: Link, timer: StepTimer) -> None:
             launched.put(pending)
 
 
-def _answer(launched: SimpleQueue[Pending[StepResult]], link: Link, timer: StepTimer) -> None:
+def _send_results(launched: SimpleQueue[Pending[StepResult]], link: Link, timer: StepTimer) -> None:
     with reporting(link):
         while True:
             pending = launched.get()
@@ -83,7 +83,7 @@ def _answer(launched: SimpleQueue[Pending[StepResult]], link: Link, timer: StepT
 
 
 def build_worker(task: WorkerTask, rank: int) -> Executor:
-    """Build the worker of one rank: its device, its group, its part of the model."""
+    """Build the worker of one rank: its device, process group and model shard."""
     from nanovllm.devices.choose import create_device
     from nanovllm.worker.worker import Worker
 

@@ -1,4 +1,4 @@
-"""nanovllm on a Ray cluster: needs `pip install "nanovllm[ray]"`, which nothing else imports."""
+"""nanovllm on a Ray cluster; needs `pip install "nanovllm[ray]"`. No other module imports this."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Predictor", "build_app"]
 
-_HOMES = {"Predictor": "nanovllm.ray.predictor", "build_app": "nanovllm.ray.ray_serve"}
+_MODULES = {"Predictor": "nanovllm.ray.predictor", "build_app": "nanovllm.ray.ray_serve"}
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first asked for: not all of them need all of Ray."""
-    if name not in _HOMES:
+    """Import a public name on first access: Predictor does not need Ray Serve."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

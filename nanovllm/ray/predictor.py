@@ -1,4 +1,4 @@
-"""A model for Ray Data: `Dataset.map_batches` makes an engine in each of its actors."""
+"""A model for Ray Data: `Dataset.map_batches` creates an engine in each of its actors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.serve.api_records import ChatRequest, CompletionRequest, as_record
 from nanovllm.serve.server_options import ServerOptions
 
-IDS = "prompt_token_ids"  # a column of these is not answered by another
+IDS = "prompt_token_ids"  # an input column of this name is kept instead of an output column
 PROMPTS = ("prompt", IDS, "messages")
 FIELDS = {*PROMPTS, *ChatRequest.model_fields, *CompletionRequest.model_fields}
-# Whose shape differs from row to row, and columns' may not.
+# Encoded as JSON, because their shape differs between rows and a column needs one type.
 AS_JSON = ("tool_calls", "logprobs", "token_ids", "prompt_logprobs", "prompt_token_ids")
-ANSWERS = ("text", "finish_reason", "usage", "reasoning", *AS_JSON)
+OUTPUTS = ("text", "finish_reason", "usage", "reasoning", *AS_JSON)
 TYPES = {
     "text": pa.string(),
     "finish_reason": pa.string(),
@@ -38,16 +38,17 @@ TYPES = {
 
 
 class Predictor:
-    """Answers the rows of a batch, all at once.
+    """Completes all rows of a batch concurrently.
 
     >>> rows = ray.data.read_parquet("questions.parquet")
     >>> options = {"model": "Qwen/Qwen3-8B", "sampling": {"max_tokens": 256}}
     >>> rows.map_batches(Predictor, fn_constructor_kwargs=options, num_gpus=1, concurrency=4)
 
-    A row has a column `prompt`, `prompt_token_ids` or `messages`, and may have fields of sampling
-    for which `sampling` is the default. It comes back with `text`, `finish_reason` and `usage`, or
-    with an `error`. What is sampled depends on the content of a row alone, wherever it is computed.
-    Other options are the fields of `nanovllm.config.EngineConfig`; more raise TypeError.
+    A row has a column `prompt`, `prompt_token_ids` or `messages`, and may have columns with
+    sampling fields, whose defaults are in `sampling`. It is returned with `text`, `finish_reason`
+    and `usage`, or with an `error`. Sampling depends only on the content of the row, not on where
+    it runs. Other options are the fields of `nanovllm.config.EngineConfig`; unknown ones raise
+    TypeError.
     """
 
     def __init__(
@@ -75,44 +76,44 @@ class Predictor:
         self._engine = RowEngine(RowOptions(config, server, is_raw=True))
 
     def __call__(self, batch: Any) -> pa.Table:
-        """Take a batch in any of Ray Data's formats."""
+        """Process a batch in any of Ray Data's formats."""
         table = _as_table(batch)
         try:
-            answers = asyncio.run(self._answer_all(table.to_pylist()))
+            outputs = asyncio.run(self._complete_all(table.to_pylist()))
         except EngineError as error:
-            # Ray starts an actor anew only when its process is gone; its batch is then done again.
+            # Ray restarts an actor, and retries its batch, only after the process has exited.
             print(f"the engine of this process is lost: {error}", file=sys.stderr, flush=True)
             os._exit(1)
-        return _with_answers(table, answers)
+        return _with_outputs(table, outputs)
 
-    async def _answer_all(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return await asyncio.gather(*map(self._answer, rows))
+    async def _complete_all(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return await asyncio.gather(*map(self._complete, rows))
 
-    async def _answer(self, columns: dict[str, Any]) -> dict[str, Any]:
+    async def _complete(self, columns: dict[str, Any]) -> dict[str, Any]:
         given = {name: _plain(value) for name, value in columns.items() if value is not None}
         asked = {name: value for name, value in given.items() if name in FIELDS}
         fields = {**self._sampling, **asked}
         try:
             if sum(name in fields for name in PROMPTS) != 1:
-                raise RowError("invalid_row", f"a row has one of {', '.join(PROMPTS)}")
+                raise RowError("invalid_row", f"a row needs exactly one of {', '.join(PROMPTS)}")
             if IDS in fields:
                 fields["prompt"] = fields.pop(IDS)
             line = await self._engine(Row(_number(given), fields))
         except RowError as error:
             return {"error": {"code": error.code, "message": error.message}}
-        # A field of the row that an answer has too stands under another name beside it.
+        # The engine renames an input field that collides with an output field to input_<name>.
         own = {name for name in fields if f"input_{name}" not in line} | columns.keys() & {IDS}
-        answer = {name: line[name] for name in ANSWERS if name in line and name not in own}
-        return answer | {name: json.dumps(answer[name]) for name in AS_JSON if name in answer}
+        output = {name: line[name] for name in OUTPUTS if name in line and name not in own}
+        return output | {name: json.dumps(output[name]) for name in AS_JSON if name in output}
 
 
 def _plain(value: Any) -> Any:
-    """A whole number where numpy made it a float, as it does in columns with gaps."""
+    """Convert integral floats to int: numpy stores integer columns with gaps as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _number(given: dict[str, Any]) -> int:
-    """What takes the place of an index, which a row of a distributed data set does not have."""
+    """Return a hash of the row as its index, since rows of a distributed dataset have none."""
     text = json.dumps(given, sort_keys=True, default=repr)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -126,21 +127,21 @@ def _as_table(batch: Any) -> pa.Table:
 
 
 def _as_array(column: Any) -> pa.Array:
-    """Arrow's form of a column of numpy, where a gap may be not-a-number."""
+    """Convert a numpy column to Arrow; NaN becomes null."""
     column = np.asarray(column)
     return pa.array(column if column.ndim == 1 else list(column), from_pandas=True)
 
 
-def _with_answers(table: pa.Table, answers: list[dict[str, Any]]) -> pa.Table:
-    names = [*TYPES, *sorted({name for answer in answers for name in answer} - TYPES.keys())]
-    taken = {*TYPES, *ANSWERS} - {IDS}  # the same in every batch
+def _with_outputs(table: pa.Table, outputs: list[dict[str, Any]]) -> pa.Table:
+    names = [*TYPES, *sorted({name for output in outputs for name in output} - TYPES.keys())]
+    taken = {*TYPES, *OUTPUTS} - {IDS}  # the same in every batch
     table = table.rename_columns(
         [f"input_{name}" if name in taken else name for name in table.column_names]
     )
     for name in names:
-        values = [answer.get(name) for answer in answers]
+        values = [output.get(name) for output in outputs]
         kind = TYPES.get(name)
-        if any(isinstance(value, list) for value in values):  # rows with n
+        if any(isinstance(value, list) for value in values):  # some row has n > 1
             kind = None
             values = [each if each is None or isinstance(each, list) else [each] for each in values]
         table = table.append_column(name, pa.array(values, kind))

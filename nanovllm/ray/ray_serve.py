@@ -1,7 +1,7 @@
-"""`build_app`: an application for Ray Serve with the routes and options of `nanovllm serve`.
+"""`build_app`: a Ray Serve application with the routes and options of `nanovllm serve`.
 
-Its ingress is that server without an engine: it reads requests, tokenizes prompts and sends each to
-one of the engines, which Serve starts, watches and scales.
+Its ingress is that server without an engine: it parses requests, tokenizes prompts and sends each
+to one of the engines, which Serve starts, monitors and scales.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from nanovllm.serve.core_records import EngineState
 from nanovllm.serve.service import Service
 
 HEALTH_SECONDS = 2.0  # between checks; Serve replaces an engine that fails three in a row
-DRAIN_SECONDS = 60.0  # for the answers of an engine that is no longer needed
-MAX_REQUESTS = 2**16  # at an ingress, which itself refuses those that would wait too long
-# By default Serve hands every token from thread to thread, through queues without an end. In one
-# loop there are none, and the tokens that a reader is late for are joined where they are made.
+DRAIN_SECONDS = 60.0  # to finish the requests of an engine that is scaled down
+MAX_REQUESTS = 2**16  # per ingress, which itself rejects requests when its queue is full
+# By default Serve passes every token between threads through unbounded queues. In one event loop
+# there are none, and tokens that a slow reader has not fetched are merged at their source.
 ONE_LOOP = {
     "env_vars": {
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     }
 }
-SERVES_OWN = (
+SERVE_OPTIONS = (
     "host", "port", "root_path", "ssl_certfile", "ssl_keyfile", "shutdown_timeout",
     "restart_engine", "in_process", "data_parallel_size", "config", "verbose", "threads",
     "log_level",
@@ -54,12 +54,12 @@ SERVES_OWN = (
 
 
 def build_app(options: str | Mapping[str, Any]) -> serve.Application:
-    """Make an application of a model, or of options by name, `model` among them.
+    """Build an application from a model name, or from a mapping of options that has `model`.
 
     >>> serve.run(build_app({"model": "Qwen/Qwen3-0.6B", "min_replicas": 1, "max_replicas": 4}))
 
-    Options are those of a file for `nanovllm serve --config`, Serve's options for autoscaling, and
-    `num_cpus` of an engine. Serve calls its builders with one argument, hence no keywords.
+    The options are those of a `nanovllm serve --config` file, Serve's autoscaling options, and
+    `num_cpus` per engine. They are one argument because Serve calls its builders with one.
     """
     named = {"model": options} if isinstance(options, str) else dict(options)
     num_cpus = float(named.pop("num_cpus", 1))
@@ -72,13 +72,14 @@ def build_app(options: str | Mapping[str, Any]) -> serve.Application:
             "num_gpus": _num_gpus(config),
             "runtime_env": ONE_LOOP,
         },
-        # Its own queue keeps an engine busy; what waits in the ingress can go to a new one.
+        # Twice as many requests as run keep an engine busy; those that wait in the ingress instead
+        # can still go to a new engine.
         max_ongoing_requests=2 * config.max_num_seqs,
         request_router_config=_routing(config),
         health_check_period_s=HEALTH_SECONDS,
         health_check_timeout_s=5 * HEALTH_SECONDS,
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
-        logging_config={"enable_access_log": False},  # the ingress has one
+        logging_config={"enable_access_log": False},  # the ingress logs requests
     )
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         max_ongoing_requests=MAX_REQUESTS, ray_actor_options={"runtime_env": ONE_LOOP}
@@ -87,10 +88,10 @@ def build_app(options: str | Mapping[str, Any]) -> serve.Application:
 
 
 class Engine:
-    """A replica: an AsyncLLM that other processes call."""
+    """Deployment of an engine: an AsyncLLM that is called from other processes."""
 
     async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]
-        """Load the model in another thread: in this one Serve may want to end the engine."""
+        """Load the model in a thread, so that Serve can stop the engine meanwhile."""
         self._llm = await asyncio.to_thread(AsyncLLM, **asdict(config))
 
     async def facts(self) -> EngineFacts:
@@ -123,35 +124,35 @@ class Engine:
         return EngineCounts(replica_id.unique_id, self._llm.stats)
 
     async def check_health(self) -> None:
-        """Raise what ended the engine's core, or that it hangs: Serve calls this."""
+        """Raise the error of an engine core that crashed or hangs; called by Serve."""
         if self._llm.error is not None:
             raise self._llm.error
 
     def __del__(self) -> None:
-        """Free the GPU's memory for the next engine: Serve calls this before the process ends."""
+        """Free the GPU memory for the next engine; Serve calls this before the process ends."""
         if hasattr(self, "_llm"):
             self._llm.close()
 
     def _end_if_failed(self) -> None:
-        """End the process rather than answer requests with errors until Serve has noticed.
+        """Exit the process instead of failing requests until Serve notices.
 
-        An engine that fails at once has the least to do, and would be sent every request.
+        An engine that fails immediately has the least load and would attract every request.
         """
         if self._llm.error is not None:
             os._exit(1)
 
 
 class Ingress:
-    """A replica: the HTTP application of `nanovllm serve`."""
+    """Deployment of the HTTP application of `nanovllm serve`."""
 
     def __init__(self, engines: DeploymentHandle, options: dict[str, Any]) -> None:
         self._engines, self._args = engines, _parse(options)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Make the application, once there is an engine; Serve calls this."""
+        """Build the application as soon as an engine is up; called by Serve."""
         facts: EngineFacts = await self._engines.facts.remote()
         config = facts.config
-        # The engine's files may be on another node.
+        # The engine's files may be on another node, so find them here as well.
         checkpoint = await asyncio.to_thread(
             find_checkpoint, config.model, revision=config.revision, need_weights=False
         )
@@ -164,17 +165,17 @@ class Ingress:
 
 
 def _parse(named: dict[str, Any]) -> Namespace:
-    refused = [name for name in named if name.replace("-", "_") in SERVES_OWN]
+    refused = [name for name in named if name.replace("-", "_") in SERVE_OPTIONS]
     if refused:
-        raise ConfigError(f"{refused[0]} is not an option here: that is for Ray Serve to do")
-    booleans = {"true": True, "false": False}  # `serve run` hands on texts
+        raise ConfigError(f"{refused[0]} is not supported here; Ray Serve is responsible for it")
+    booleans = {"true": True, "false": False}  # `serve run` passes strings
     options = {k: booleans.get(v, v) if isinstance(v, str) else v for k, v in named.items()}
-    complaint = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
+        with contextlib.redirect_stderr(stderr):
             return parse(["serve"], options)
     except SystemExit:
-        raise ConfigError(complaint.getvalue().strip().rsplit("\n", 1)[-1]) from None
+        raise ConfigError(stderr.getvalue().strip().rsplit("\n", 1)[-1]) from None
 
 
 def _autoscaling(scaling: dict[str, Any], config: EngineConfig) -> AutoscalingConfig:
@@ -185,10 +186,10 @@ def _autoscaling(scaling: dict[str, Any], config: EngineConfig) -> AutoscalingCo
 
 def _num_gpus(config: EngineConfig) -> int:
     if config.distributed_executor_backend == "ray":
-        return 0  # its workers ask for them
+        return 0  # the workers request the GPUs
     has_gpus = config.device != "cpu"
     if config.device == "auto":
-        connect()  # `serve run` asks for the application before it joins the cluster
+        connect()  # `serve run` builds the application before it joins the cluster
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     return config.tensor_parallel_size if has_gpus else 0
 

@@ -1,4 +1,4 @@
-"""The engines of a Ray Serve deployment, in the place of the AsyncLLM that a server has."""
+"""Client for the engines of a Ray Serve deployment; the server uses it in place of an AsyncLLM."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_records import CoreStats, EngineState
 
-LOOK_SECONDS = 2.0  # between looks at all engines
-WAIT_SECONDS = 10.0  # for their answers
+REFRESH_SECONDS = 2.0  # between refreshes of the counters of all engines
+WAIT_SECONDS = 10.0  # timeout of a refresh
 NO_ENGINE = EngineError("no engine is running; Ray Serve starts another one")
 
 logger = logging.getLogger(__name__)
@@ -32,17 +32,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A prompt for any engine, or no prompt for one of them; the router sees it too."""
+    """A call of an engine: a prompt for any engine, or an `engine_id`; the router reads both."""
 
     token_ids: list[int] = field(default_factory=list)
     params: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str | None = None
     is_streaming: bool = False
-    engine_id: str | None = None  # whose alone this is
+    engine_id: str | None = None  # if set, only this engine may handle the call
 
     @property
     def num_tokens(self) -> int:
-        """Those of the prompt, and what its answers may have."""
+        """Prompt tokens plus the estimated number of output tokens."""
         return len(self.token_ids) + self.params.n * min(self.params.max_new_tokens, GUESSED_TOKENS)
 
 
@@ -57,32 +57,32 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """What an engine has counted so far."""
+    """The counters of an engine."""
 
-    engine_id: str  # Serve's, of the replica
+    engine_id: str  # Serve's id of the replica
     stats: CoreStats
 
 
 @dataclass(slots=True)
 class RemoteEngine:
-    """An engine as the ingress knows it."""
+    """The latest state of an engine that the ingress has received."""
 
     number: int
     engine_id: str
     stats: CoreStats
     error: NanovllmError | None = None
-    num_restarts: int = 0  # Serve starts another engine, with another number
+    num_restarts: int = 0  # always 0: a replacement by Serve gets a new number
 
 
 class RemoteLLM:
-    """Sends each prompt to an engine; `follow` keeps the counts and the health of all of them."""
+    """Sends each prompt to an engine; `follow` refreshes the counters and health of all engines."""
 
     def __init__(self, engines: DeploymentHandle, found: ResolvedModel, max_len: int) -> None:
         self._engines = engines
         self.config, self.max_len = found.config, max_len
         self.input_processor = create_input_processor(found, is_remote=True)
         self.replicas: list[RemoteEngine] = []
-        self._numbers: dict[str, int] = {}  # by engine_id, of all that were ever seen
+        self._numbers: dict[str, int] = {}  # numbers of all engines ever seen, keyed by engine_id
         self.num_requests = 0
 
     @property
@@ -98,13 +98,13 @@ class RemoteLLM:
         cache_salt: str | None = None,
         is_streaming: bool = True,
     ) -> AsyncGenerator[StreamPiece, None]:
-        """Yield what an engine does; leaving the iterator early aborts the request there."""
+        """Yield the pieces of the completions; closing the iterator early aborts the request."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._answer("generate", Call(prompt, params, cache_salt, is_streaming))
+        return self._call("generate", Call(prompt, params, cache_salt, is_streaming))
 
     async def embed(self, prompt: list[int], *, normalize: bool = True) -> EmbeddingOutput:
         call = Call(prompt, SamplingParams(max_tokens=1))
-        async with contextlib.aclosing(self._answer("embed", call, normalize)) as outputs:
+        async with contextlib.aclosing(self._call("embed", call, normalize)) as outputs:
             return await anext(outputs)
 
     async def watch(self, engine: int = 0) -> AsyncGenerator[EngineState, None]:
@@ -118,23 +118,23 @@ class RemoteLLM:
                 yield state
 
     async def follow(self) -> None:
-        """Look at all engines, again and again."""
+        """Refresh the counters of all engines periodically."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(REFRESH_SECONDS)
             try:
                 await self.refresh()
-            except Exception:  # or counts and health would stay as they are for good
-                logger.exception("the engines could not be asked for their counts")
+            except Exception:  # keep the loop alive, or counters and health would go stale
+                logger.exception("cannot refresh the counters of the engines")
 
     async def refresh(self) -> None:
-        """Ask all engines for their counts; those that do not work have none."""
+        """Fetch the counters of all engines; engines that fail to reply are dropped."""
         found: list[EngineCounts | Exception] = []
         try:
             response = self._engines.broadcast("counts")
             found = await response.results_async(timeout_s=WAIT_SECONDS, return_exceptions=True)
-        except TimeoutError:  # one is slow: what was known stays
+        except TimeoutError:  # an engine is slow: keep the previous counters
             return
-        except (RayError, RayServeException):  # there is none
+        except (RayError, RayServeException):  # no engine is running
             pass
         counts = {each.engine_id: each.stats for each in found if isinstance(each, EngineCounts)}
         for engine_id in counts:
@@ -143,8 +143,8 @@ class RemoteLLM:
         lost = [replace(engine, error=NO_ENGINE) for engine in self.replicas]
         self.replicas = [RemoteEngine(*each, counts[each[1]]) for each in numbered] or lost
 
-    async def _answer(self, method: str, *arguments: Any) -> AsyncGenerator[Any, None]:
-        """Yield what a method yields for a prompt; a second engine tries what one never began."""
+    async def _call(self, method: str, *arguments: Any) -> AsyncGenerator[Any, None]:
+        """Yield the items of a remote method; retry once if an engine dies before the first."""
         self.num_requests += 1
         has_begun = False
         try:
@@ -163,8 +163,8 @@ class RemoteLLM:
 
     async def _items(self, method: str, *arguments: Any) -> AsyncGenerator[Any, None]:
         handle = self._engines.options(method_name=method, stream=True)
-        # Not in the context of the HTTP request: Serve takes all calls that are made in there for
-        # one, but the prompts of a request are sent each by itself.
+        # Use an empty context: Serve treats all calls in the context of one HTTP request as the
+        # same request, but each prompt of a request is a call of its own.
         response = Context().run(handle.remote, *arguments)
         is_over = False
         try:
@@ -183,4 +183,4 @@ class RemoteLLM:
 
 
 class EngineDied(EngineError):
-    """With its process; another engine may answer."""
+    """The process of an engine died; another engine may handle the request."""

@@ -1,4 +1,4 @@
-"""How Ray Serve chooses the replica for a request: by the blocks that its prompt begins with."""
+"""Prefix-aware request router for Ray Serve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanovllm.serve.routing import PrefixRouter
 
 
 class PrefixRequestRouter(RequestRouter):
-    """Serve makes one in each process that sends requests to engines, which is the ingress."""
+    """Routes calls by prefix; Serve creates one in each process that calls engines."""
 
     def initialize_state(self, **options: Any) -> None:
         self._prefixes: PrefixRouter[ReplicaID] = PrefixRouter((), **options)
@@ -21,18 +21,18 @@ class PrefixRequestRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Rank the chosen replica before the others, which get the request if that one is full."""
+        """Rank the chosen replica first; the others get the request if it is full."""
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # when all of them are full
+        pending_request.routing_context.should_backoff = True  # if all replicas are full
         request_id, call = pending_request.metadata.internal_request_id, _call_of(pending_request)
         named = [each for each in candidate_replicas if each.replica_id.unique_id == call.engine_id]
         if named:
             return [named]
-        self._prefixes.finished(request_id)  # what an earlier try had chosen
+        self._prefixes.finished(request_id)  # undo the choice of an earlier attempt
         chosen = self._prefixes.choose(call.token_ids, call.cache_salt)
         self._prefixes.started(request_id, chosen, call.num_tokens)
-        pending_request.future.add_done_callback(  # canceled before it was sent anywhere
+        pending_request.future.add_done_callback(  # it may be canceled before it is sent
             lambda future: self._prefixes.finished(request_id) if future.cancelled() else None
         )
         ranked = sorted(candidate_replicas, key=lambda each: each.replica_id != chosen)
@@ -41,7 +41,7 @@ class PrefixRequestRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Count the request where it went, which may be another replica than the one chosen."""
+        """Count the request for the replica that took it, which may not be the chosen one."""
         request_id = pending_request.metadata.internal_request_id
         self._prefixes.started(request_id, replica_id, _call_of(pending_request).num_tokens)
 
@@ -49,10 +49,10 @@ class PrefixRequestRouter(RequestRouter):
         self._prefixes.finished(internal_request_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        there, known = [each.replica_id for each in replicas], self._prefixes.loads
-        for replica_id in [each for each in known if each not in there]:
+        current, known = [each.replica_id for each in replicas], self._prefixes.loads
+        for replica_id in [each for each in known if each not in current]:
             self._prefixes.lost(replica_id)
-        for replica_id in [each for each in there if each not in known]:
+        for replica_id in [each for each in current if each not in known]:
             self._prefixes.joined(replica_id)
         super().update_replicas(replicas)
 
@@ -62,6 +62,6 @@ class PrefixRequestRouter(RequestRouter):
 
 
 def _call_of(pending_request: PendingRequest) -> Call:
-    """The call of a prompt; what has none goes to the least loaded."""
+    """Return the call of a request; an empty one, for the least loaded replica, if it has none."""
     first = next(iter(pending_request.args), None)
     return first if isinstance(first, Call) else Call()

@@ -1,4 +1,4 @@
-"""The fields of requests in OpenAI's API, with vLLM's additions; other APIs share some of them."""
+"""Request schemas of OpenAI's API with vLLM's extensions; the other APIs share some of them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ MAX_CHOICES = 128
 
 R = TypeVar("R", bound="ApiRecord")
 T = TypeVar("T")
-# One error is enough: a list of a million wrong items would take seconds to describe.
+# Report one error only: describing a million invalid items would take seconds.
 Listed = Annotated[list[T], Field(fail_fast=True)]
-# Each token of a completion is compared with all stop strings, and bad words are tokenized.
+# These are bounded because every output token is checked against all stop strings, and bad words
+# are tokenized.
 StopString = Annotated[str, Field(max_length=256)]
 StopStrings = Annotated[Listed[StopString], Field(max_length=64)]
 BadWord = Annotated[str, Field(max_length=64)]
@@ -29,7 +30,7 @@ TokenIds = Annotated[Listed[int], Field(max_length=1024)]
 
 
 class ApiRecord(BaseModel):
-    """Types are taken as they are sent; null counts as absent, and an unknown field is an error."""
+    """Base of all request schemas: no type coercion, null means absent, unknown fields raise."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -51,7 +52,7 @@ class ApiRecord(BaseModel):
 
 
 class IgnoredFields(ApiRecord):
-    """Fields that are accepted and ignored, since no answer depends on them."""
+    """Fields that are accepted and ignored because they do not affect the output."""
 
     store: Any = None
     metadata: Any = None
@@ -78,7 +79,12 @@ class ResponseFormat(ApiRecord):
     def _check_schema(self) -> ResponseFormat:
         has_schema = self.json_schema is not None and self.json_schema.schema_ is not None
         is_valid = has_schema if self.type == "json_schema" else self.json_schema is None
-        require(is_valid, "json_schema", "given, with a schema, for that type alone", self.type)
+        require(
+            is_valid,
+            "json_schema",
+            "given with a schema if, and only if, type is json_schema",
+            self.type,
+        )
         return self
 
     def structured(self) -> dict[str, Any] | None:
@@ -90,11 +96,11 @@ class ResponseFormat(ApiRecord):
 class StreamOptions(ApiRecord):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # of the lengths of pieces: there is none
+    include_obfuscation: bool | None = None  # ignored: chunk lengths are never obfuscated
 
 
 class SamplingFields(IgnoredFields):
-    """The fields of SamplingParams, and how its answer is sent."""
+    """Sampling parameters, and options for how the response is sent."""
 
     model: str | None = None
     temperature: float | None = Field(None, ge=0, le=2)
@@ -128,24 +134,24 @@ class SamplingFields(IgnoredFields):
     @model_validator(mode="after")
     def _check_combinations(self) -> SamplingFields:
         is_valid = self.stream or self.stream_options is None
-        require(is_valid, "stream_options", "left out without stream=true", self.stream_options)
+        require(is_valid, "stream_options", "omitted unless stream=true", self.stream_options)
         is_valid = self.response_format is None or self.structured_outputs is None
         given = self.structured_outputs
-        require(is_valid, "structured_outputs", "left out with response_format", given)
+        require(is_valid, "structured_outputs", "omitted when response_format is given", given)
         return self
 
     def sampling_params(self, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
-        """What is not in the request comes from the model's own defaults."""
+        """Return the sampling parameters; `defaults` apply to fields the request omits."""
         own = self.model_dump(include=_SAMPLING_NAMES, exclude_none=True)
         return SamplingParams(**{**defaults, **own, **given})
 
     @property
     def grammar_param(self) -> str:
-        """The field that `constraint` comes from."""
+        """Name of the request field that sets `constraint`."""
         return "structured_outputs" if self.response_format is None else "response_format"
 
     def constraint(self) -> dict[str, Any] | None:
-        """What the answer must be; None when it may be anything."""
+        """Return the structured-output constraint; None if the output is unconstrained."""
         if self.response_format is not None:
             return self.response_format.structured()
         return self.structured_outputs
@@ -155,14 +161,14 @@ _SAMPLING_NAMES = {*SamplingFields.model_fields}.intersection(SamplingParams.__d
 _SAMPLING_NAMES -= {"structured_outputs"}
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Each is tried in turn: ids, of which there may be thousands, before texts.
+# The types are tried in this order: token ids come before texts because there may be thousands.
 Texts = str | Listed[int] | Listed[str] | Listed[Listed[int]]
 
 
 class CalledFunction(ApiRecord):
     name: str
     arguments: str | dict[str, Any] = "{}"
-    parsed_arguments: Any = None  # added by a client
+    parsed_arguments: Any = None  # added by client libraries
 
 
 class ToolCall(ApiRecord):
@@ -174,7 +180,7 @@ class ToolCall(ApiRecord):
 
 class Message(ApiRecord):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Any = None  # a text, or a list of text parts
+    content: Any = None  # a string or a list of text parts
     name: str | None = None
     tool_calls: Listed[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -182,8 +188,8 @@ class Message(ApiRecord):
     reasoning_content: str | None = None
     annotations: Any = None
     cache_control: Any = None
-    parsed: Any = None  # added by a client, and so is the next
-    provider_specific_fields: Any = None
+    parsed: Any = None  # added by client libraries
+    provider_specific_fields: Any = None  # added by client libraries
 
 
 class NamedTool(ApiRecord):
@@ -205,7 +211,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 class ChatFields(ApiRecord):
-    """What the chat template is given."""
+    """Inputs of the chat template."""
 
     messages: Listed[Message] = Field(min_length=1)
     tools: Listed[dict[str, Any]] | None = None
@@ -226,7 +232,7 @@ class ChatRequest(ChatFields, SamplingFields):
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
         is_valid = self.logprobs or not self.top_logprobs
-        require(is_valid, "top_logprobs", "left out without logprobs=true", self.top_logprobs)
+        require(is_valid, "top_logprobs", "omitted unless logprobs=true", self.top_logprobs)
         return self
 
     @property
@@ -238,7 +244,7 @@ class ChatRequest(ChatFields, SamplingFields):
 
     @property
     def continued(self) -> str:
-        """What is written already of the message that the answer goes on from."""
+        """The text of the final message if the completion continues it, else an empty string."""
         return text_of(self.messages[-1].content or "") if self.continue_final_message else ""
 
     @property
@@ -269,7 +275,7 @@ class EmbeddingRequest(IgnoredFields):
 
 
 class TokenizeRequest(ChatFields):
-    """A text, or a conversation."""
+    """Tokenize either `prompt` or `messages`."""
 
     model: str | None = None
     messages: Listed[Message] = Field(default_factory=list)
@@ -280,7 +286,7 @@ class TokenizeRequest(ChatFields):
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeRequest:
         is_valid = (self.prompt is None) == bool(self.messages)
-        require(is_valid, "prompt", "given, or else messages", self.prompt)
+        require(is_valid, "prompt", "given if, and only if, messages is not", self.prompt)
         return self
 
 
@@ -290,7 +296,7 @@ class DetokenizeRequest(ApiRecord):
 
 
 def as_record(kind: type[R], fields: Mapping[str, Any]) -> R:
-    """Validate fields that came in another form than as the body of an HTTP request."""
+    """Validate fields that are not the body of an HTTP request."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -298,7 +304,7 @@ def as_record(kind: type[R], fields: Mapping[str, Any]) -> R:
 
 
 def nested(fields: Any, name: str) -> Any:
-    """Put the fields beside `type` into an object of their own, as only chats have them."""
+    """Move all fields except `type` into an object `name`, as the chat API nests them."""
     if not isinstance(fields, dict):
         return fields
     inner = {key: value for key, value in fields.items() if key != "type" and value is not None}

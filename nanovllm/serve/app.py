@@ -1,4 +1,4 @@
-"""The HTTP application: which path is answered by whom."""
+"""The HTTP application: the routes and their handlers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from starlette.types import ASGIApp
 from nanovllm import __version__
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.answer import EventStream, StreamResponse, WholeResponse, whole_body
 from nanovllm.serve.anthropic.messages import (
     CountRequest,
     MessagesRequest,
-    answer_message,
     count_tokens,
+    create_message,
 )
 from nanovllm.serve.api_records import (
     ApiRecord,
@@ -32,12 +31,13 @@ from nanovllm.serve.api_records import (
 )
 from nanovllm.serve.engine_events import EngineEvents, record_trace
 from nanovllm.serve.http_errors import add_error_handlers, json_response, message_of
+from nanovllm.serve.http_responses import EventStream, StreamResponse, WholeResponse, whole_body
 from nanovllm.serve.metrics import CONTENT_TYPE
 from nanovllm.serve.middleware import PAGE_PREFIX, Middleware
-from nanovllm.serve.openai.chat_completions import answer_chat
-from nanovllm.serve.openai.completions import answer_completion
-from nanovllm.serve.openai.embeddings import answer_embedding
-from nanovllm.serve.openai.responses import ResponsesRequest, answer_response
+from nanovllm.serve.openai.chat_completions import create_chat_completion
+from nanovllm.serve.openai.completions import create_completion
+from nanovllm.serve.openai.embeddings import create_embedding
+from nanovllm.serve.openai.responses import ResponsesRequest, create_response
 from nanovllm.serve.prepare_chat import detokenize, tokenize
 from nanovllm.serve.server_options import SAMPLING_NAMES
 from nanovllm.serve.service import Service
@@ -50,13 +50,13 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-Respond = Callable[[Service, Any], Awaitable[EventStream]]
-ROUTES: dict[str, tuple[type[ApiRecord], Respond]] = {
-    "/v1/chat/completions": (ChatRequest, answer_chat),
-    "/v1/completions": (CompletionRequest, answer_completion),
-    "/v1/embeddings": (EmbeddingRequest, answer_embedding),
-    "/v1/responses": (ResponsesRequest, answer_response),
-    "/v1/messages": (MessagesRequest, answer_message),
+CreateResponse = Callable[[Service, Any], Awaitable[EventStream]]
+ROUTES: dict[str, tuple[type[ApiRecord], CreateResponse]] = {
+    "/v1/chat/completions": (ChatRequest, create_chat_completion),
+    "/v1/completions": (CompletionRequest, create_completion),
+    "/v1/embeddings": (EmbeddingRequest, create_embedding),
+    "/v1/responses": (ResponsesRequest, create_response),
+    "/v1/messages": (MessagesRequest, create_message),
 }
 
 
@@ -64,8 +64,8 @@ def make_app(service: Service) -> ASGIApp:
     """Create the application; the middleware covers every route, the OpenAPI schema included."""
     app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
-    for path, (kind, answer) in ROUTES.items():
-        app.post(path)(_endpoint(service, kind, answer))
+    for path, (kind, create) in ROUTES.items():
+        app.post(path)(_endpoint(service, kind, create))
     _text_routes(app, service)
     _model_routes(app, service)
     _operating_routes(app, service)
@@ -77,15 +77,15 @@ def make_app(service: Service) -> ASGIApp:
     return CORSMiddleware(middleware, origins, allow_methods=["*"], allow_headers=["*"])
 
 
-def _endpoint(service: Service, kind: type[ApiRecord], answer: Respond) -> Any:
+def _endpoint(service: Service, kind: type[ApiRecord], create: CreateResponse) -> Any:
     async def respond(request: Any) -> Response:
         service.check_queue()
-        made = await answer(service, request)
-        service.check_queue()  # of those that came together, too many may have passed
+        stream = await create(service, request)
+        service.check_queue()  # other requests may have been queued during the await
         timeout = service.options.request_timeout
         if getattr(request, "stream", None):
-            return StreamResponse(made, timeout)
-        return WholeResponse(whole_body(made), timeout)
+            return StreamResponse(stream, timeout)
+        return WholeResponse(whole_body(stream), timeout)
 
     respond.__annotations__["request"] = kind  # FastAPI parses the body as this
     return respond
@@ -113,7 +113,7 @@ def _model_routes(app: FastAPI, service: Service) -> None:
             "id": name,
             "object": "model",
             "created": service.created,
-            # Under these names Anthropic's client looks for it.
+            # Anthropic's client reads the next three fields.
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(service.created, timezone.utc).isoformat(),
@@ -141,7 +141,7 @@ def _operating_routes(app: FastAPI, service: Service) -> None:
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> Response:
-        """Healthy as long as one engine answers; the body then says which ones do not."""
+        """Succeed while at least one engine is alive; the body lists the engines that are lost."""
         error = service.llm.error
         if error is not None:
             raise error
@@ -165,17 +165,17 @@ def _operating_routes(app: FastAPI, service: Service) -> None:
 def _watching_routes(app: FastAPI, service: Service) -> None:
     @app.get("/engine/events")
     async def engine_events(engine: int | None = None) -> Response:
-        """The state of an engine, then what changes in it, as server-sent events."""
+        """Stream snapshots of an engine's state as server-sent events."""
         return StreamResponse(EngineEvents(service.llm, engine), timeout=None)
 
     @app.get("/trace")
     async def trace(seconds: float = 3.0) -> Response:
-        """The steps of some seconds, for ui.perfetto.dev."""
+        """Record a trace of the next seconds; ui.perfetto.dev can open it."""
         return WholeResponse(record_trace(service.llm, seconds), timeout=None)
 
 
 def _page_routes(app: FastAPI) -> None:
-    """The page at `/`: plain files, sent as they are, that may load nothing from elsewhere."""
+    """Serve the page at `/`: static files that may not load anything from other origins."""
     files = {path.name: path for path in PAGE_FOLDER.iterdir()}
 
     @app.get("/", include_in_schema=False)

@@ -1,4 +1,4 @@
-"""A client for any server with OpenAI's API, and a model behind one."""
+"""A client for OpenAI-compatible servers, and a model served by one."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class OpenAIClient:
         with contextlib.suppress(ValueError):  # a bad port or IPv6 address
             scheme = urlsplit(url).scheme if urlsplit(url).port != 0 else ""
         if scheme not in ("http", "https"):
-            raise ConfigError(f"the URL must be as in http://127.0.0.1:8000, got {url!r}")
+            raise ConfigError(f"the URL must look like http://127.0.0.1:8000, got {url!r}")
         self.url = url
         self._root = url.rstrip("/").removesuffix("/v1")
-        # No connection stays open, so that one event loop after another may use the client.
+        # No connection is kept alive, so that several event loops can use the client in turn.
         self._http = httpx.AsyncClient(
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
             limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=0),
@@ -46,13 +46,13 @@ class OpenAIClient:
         )
 
     async def get(self, path: str, timeout: float = 60.0) -> Any:
-        """Return the JSON body of a path; one outside of /v1 begins with a slash."""
+        """GET a path and return its JSON body; a path that starts with a slash is not under /v1."""
         async with self._response("GET", path, timeout=timeout) as response:
             body = await response.aread()
         try:
             return json.loads(body)
         except ValueError as error:
-            raise EngineError(f"{self.url} answers {path} with something else than JSON") from error
+            raise EngineError(f"{self.url} returned invalid JSON for {path}") from error
 
     async def model(self) -> str:
         """Return the id of the server's first model."""
@@ -60,12 +60,12 @@ class OpenAIClient:
         try:
             return str(listing["data"][0]["id"])
         except (LookupError, TypeError) as error:
-            raise EngineError(f"{self.url} does not say which models it has") from error
+            raise EngineError(f"{self.url} does not list its models") from error
 
     async def stream(self, prompt: Any, **fields: Any) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of an answer to messages, a text or token ids.
+        """Yield the events of a completion; the prompt is a list of messages, a text or token ids.
 
-        Raises if the stream ends before it is complete.
+        Raise EngineError if the stream ends before the completion does.
         """
         is_chat = any(isinstance(each, dict) for each in prompt)
         path, name = ("chat/completions", "messages") if is_chat else ("completions", "prompt")
@@ -82,7 +82,7 @@ class OpenAIClient:
                 is_complete |= any(choice.get("finish_reason") for choice in event["choices"])
                 yield event
         if not is_complete:
-            raise EngineError(f"{self.url} broke off its answer: no event says that it is complete")
+            raise EngineError(f"{self.url} ended the stream without a finish_reason")
 
     @contextlib.asynccontextmanager
     async def _response(
@@ -104,25 +104,27 @@ class OpenAIClient:
                     error = _error((await response.aread()).decode(errors="replace"))
                     is_long = error.get("code") == "context_length_exceeded"
                     kind = PromptTooLongError if is_long else RequestError
-                    raise kind(f"the server answered {response.status_code}: {error['message']}")
+                    raise kind(f"the server returned {response.status_code}: {error['message']}")
                 yield response
         except httpx.ConnectError as failure:
-            raise EngineError(f"no server answers at {self.url}: {failure}") from failure
+            raise EngineError(f"cannot connect to {self.url}: {failure}") from failure
         except httpx.HTTPError as failure:
-            raise EngineError(f"{self.url} broke off its answer: {failure!r}") from failure
+            raise EngineError(
+                f"{self.url} sent an invalid or incomplete response: {failure!r}"
+            ) from failure
 
 
 class HttpLLM:
-    """A model behind a URL, with the few methods of an LLM that commands use.
+    """A model served at a URL, with the methods of LLM that the commands use.
 
-    All prompts of a call are sent at once; what comes for any of them is yielded.
+    All prompts of a call are sent at once; their pieces are yielded as they arrive.
     """
 
     def __init__(self, client: OpenAIClient, model: str) -> None:
         self._client, self._model = client, model
 
     def apply_chat_template(self, messages: list[Any]) -> list[Any]:
-        """Leave that to the server: a prompt is a conversation."""
+        """Return the messages unchanged: the server applies the template."""
         return messages
 
     def stream(
@@ -132,11 +134,11 @@ class HttpLLM:
         *,
         on_refusal: Callable[[int, RequestError], None] | None = None,
     ) -> Generator[StreamPiece, None, None]:
-        """As `LLM.stream` does; a prompt is a text, or the messages of a chat."""
+        """Stream completions as `LLM.stream` does; a prompt is a text or a list of messages."""
         queue: asyncio.Queue[StreamPiece | asyncio.Task[None]] = asyncio.Queue()
         loop = asyncio.new_event_loop()
         tasks = [
-            loop.create_task(self._answer(index, prompt, params, queue))
+            loop.create_task(self._complete(index, prompt, params, queue))
             for index, prompt in enumerate(prompts)
         ]
         for task in tasks:
@@ -158,7 +160,7 @@ class HttpLLM:
             loop.run_until_complete(_cancel_tasks())
             loop.close()
 
-    async def _answer(
+    async def _complete(
         self, index: int, prompt: Any, params: SamplingParams, queue: asyncio.Queue[Any]
     ) -> None:
         start, first_token_time, text, reason = time.perf_counter(), 0.0, "", "stop"
@@ -175,7 +177,7 @@ class HttpLLM:
                         first_token_time = first_token_time or time.perf_counter() - start
                         queue.put_nowait(StreamPiece(index, new, [], None, index=index))
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        # Servers count tokens without naming them.
+        # Servers report the number of tokens but not their ids.
         prompt_ids = [0] * (usage.get("prompt_tokens") or 0)
         ids = [0] * (usage.get("completion_tokens") or 0)
         times = first_token_time, time.perf_counter() - start
@@ -190,19 +192,19 @@ def _event(data: str) -> dict[str, Any]:
         has_failed = bool(event.get("error"))
         event["choices"] = [dict(choice) for choice in event.get("choices") or ()]
     except (ValueError, TypeError, AttributeError) as error:
-        text = f"the server sent an event that is not OpenAI's: {data[:200]}"
+        text = f"the server sent an event that is not in OpenAI's format: {data[:200]}"
         raise EngineError(text) from error
     if has_failed:
-        raise RequestError(f"the server ended its answer: {_error(data)['message']}")
+        raise RequestError(f"the server ended the stream with an error: {_error(data)['message']}")
     return dict(event)
 
 
 def _error(text: str) -> dict[str, Any]:
-    """Return the error in a body of OpenAI's format; any other text is its message."""
+    """Parse an error body in OpenAI's format; text in another format becomes the message."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         error = json.loads(text)["error"]
         return {**error, "message": str(error["message"])}
-    return {"message": text.strip() or "nothing more"}
+    return {"message": text.strip() or "(empty body)"}
 
 
 async def _cancel_tasks() -> None:
@@ -213,7 +215,7 @@ async def _cancel_tasks() -> None:
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:
-    """The sampling fields of a request: those that are set, as servers differ in the rest."""
+    """Return the sampling fields of a request; fields at their defaults are left to the server."""
     default = SamplingParams()
     values = {field.name: getattr(params, field.name) for field in fields(params)}
     schema = values.pop("structured_outputs")  # from --json-schema

@@ -1,4 +1,4 @@
-"""An engine core in a process of its own: requests come in and steps go out over a socket."""
+"""An engine core in a child process: it receives requests and sends step results over a socket."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from nanovllm.serve.core_records import (
 )
 from nanovllm.worker.host_memory import give_back
 
-IDLE_SECONDS = 1.0  # between updates while there is nothing to do
-SECONDS_BETWEEN = 0.1  # snapshots, at least
-MAX_QUEUE = 64  # sequences of the queue in a snapshot
+IDLE_SECONDS = 1.0  # between updates while the core is idle
+SNAPSHOT_SECONDS = 0.1  # minimum time between snapshots
+MAX_QUEUE = 64  # waiting sequences included in a snapshot
 
 Command = Add | Finish | Watch
 Send = Callable[[CoreUpdate], None]
@@ -50,7 +50,7 @@ def main(fd: int, parent_pid: int, log_level: int, replica: int) -> None:
 
 
 def serve(link: Link, timer: StepTimer, replica: int = 0) -> None:
-    """Start a core and handle commands until the other end of the link is gone."""
+    """Start a core and handle commands until the link is closed."""
     config: EngineConfig | None = link.receive()
     if config is None:
         return
@@ -76,7 +76,7 @@ def _receive_all(link: Link, inbox: SimpleQueue[Command | None]) -> None:
 
 
 class CoreLoop:
-    """Handles commands between steps, and steps while there is something to do."""
+    """The main loop: handles commands between steps, and steps while requests are unfinished."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class CoreLoop:
         while not self._is_over:
             is_idle = not self.core.has_unfinished and not finished
             try:
-                seconds = IDLE_SECONDS if self._observer is None else SECONDS_BETWEEN
+                seconds = IDLE_SECONDS if self._observer is None else SNAPSHOT_SECONDS
                 command = self.inbox.get(block=is_idle, timeout=seconds)
             except Empty:
                 if is_idle:
@@ -129,7 +129,7 @@ class CoreLoop:
         return finished
 
     def _add(self, requests: list[Request]) -> list[FinishedSequence]:
-        """Queue requests; return those that can never run as finished sequences."""
+        """Queue requests; return those that can never run as sequences finished with an error."""
         refused = []
         for request in requests:
             try:
@@ -143,7 +143,7 @@ class CoreLoop:
         return refused
 
     def _rest(self) -> None:
-        """After work: capture missing graphs until a command comes, then give back memory, once."""
+        """Use idle time to capture missing graphs and then, once, to return free host memory."""
         while not self._is_at_rest and self.inbox.empty():
             if not self.core.executor.capture_one():
                 give_back()
@@ -174,31 +174,31 @@ class CoreLoop:
 
 
 class Observer:
-    """Decides when a snapshot is due; the core has one only while a client is subscribed."""
+    """Decides when a snapshot is due; exists only while a client is subscribed."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._stats: CoreStats | None = None  # of the last snapshot
-        self._earliest = 0.0  # when the next one may be taken
+        self._stats: CoreStats | None = None  # as of the last snapshot
+        self._earliest = 0.0  # earliest time of the next snapshot
         core.timings.clear()
         core.ended.clear()
 
     def restart(self) -> None:
-        """Take the next snapshot even if nothing changes: another client has subscribed."""
+        """Force the next snapshot, even if nothing changed: another client has subscribed."""
         self._stats = None
 
     def snapshot(self, stats: CoreStats) -> EngineState | None:
-        """Return the state, unless it is unchanged or the last snapshot was just taken."""
+        """Return a snapshot; None if nothing changed or the last one is too recent."""
         core, now = self._core, time.perf_counter()
         is_changed = stats != self._stats or core.timings or core.ended
         if not is_changed or now < self._earliest:
             return None
-        self._stats, self._earliest = stats, now + SECONDS_BETWEEN
+        self._stats, self._earliest = stats, now + SNAPSHOT_SECONDS
         return take_snapshot(core, stats, now)
 
 
 def take_snapshot(core: EngineCore, stats: CoreStats, now: float) -> EngineState:
-    """Return the state of a core, and move its recorded steps and ended sequences into it."""
+    """Return the state of a core; its recorded steps and ended sequences move into the snapshot."""
     scheduler = core.scheduler
     waiting = list(islice(scheduler.waiting, MAX_QUEUE))
     postponed = list(islice(scheduler.waiting_for_grammar.values(), MAX_QUEUE))

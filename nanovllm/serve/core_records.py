@@ -1,4 +1,4 @@
-"""Records that cross between AsyncLLM and an engine core in a child process, beside requests."""
+"""Records exchanged between AsyncLLM and an engine core in a child process."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from nanovllm.engine.request import (
 )
 from nanovllm.engine.step import ExecutorInfo
 
-# A waiting sequence that ran before is preempted; a postponed one waits for a mask of its grammar.
+# "preempted": waiting, but has run before. "postponed": waiting for its grammar's bitmask.
 SequenceStatus = Literal["running", "waiting", "preempted", "postponed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Requests that came together; the samples of a prompt do."""
+    """Add requests, which may be the samples of one prompt."""
 
     requests: list[Request]
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """End some sequences; an update will have their finished."""
+    """Finish some sequences; a later update reports them as finished."""
 
     seq_ids: list[int]
     reason: FinishReason
@@ -35,7 +35,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Send snapshots of the engine's state from now on, or no more."""
+    """Start or stop sending snapshots of the engine's state."""
 
     is_on: bool
 
@@ -43,20 +43,20 @@ class Watch:
 @dataclass(frozen=True, slots=True)
 class CoreReady:
     info: ExecutorInfo
-    max_len: int  # where sequences end
+    max_len: int  # maximum sequence length in tokens
 
 
 @dataclass(frozen=True, slots=True)
 class CoreStats:
-    """The state of a scheduler after a step; what is counted, since the core began."""
+    """State of the scheduler after a step; the counters cover the time since the core started."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
-    num_free_blocks: int = 0  # those that only the prefix cache holds are free
+    num_free_blocks: int = 0  # including blocks held only by the prefix cache
     num_preemptions: int = 0
-    num_cache_queries: int = 0  # prompt tokens that were looked up
-    num_cache_hits: int = 0
+    num_cache_queries: int = 0  # prompt tokens looked up in the prefix cache
+    num_cache_hits: int = 0  # prompt tokens found in the prefix cache
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
 
@@ -70,25 +70,25 @@ class SequenceState(NamedTuple):
     seq_id: int
     status: SequenceStatus
     num_prompt_tokens: int
-    max_len: int  # where it ends, prompt included
+    max_len: int  # maximum length in tokens, prompt included
     num_cached: int  # prompt tokens found in the prefix cache
     num_computed: int
-    num_tokens: int  # prompt and answer, as far as the host knows them
-    arrival: int
+    num_tokens: int  # prompt and output tokens known to the host
+    arrival: int  # microseconds
     block_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """A snapshot of an engine. Times are microseconds of the clock of `time.perf_counter`."""
+    """A snapshot of an engine. Times are microseconds on the clock of `time.perf_counter`."""
 
     num_blocks: int
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    sequences: list[SequenceState]  # all that run, and those in `queue`
-    queue: list[int]  # the first ones that wait; `stats` counts all
-    cached: bytes  # for each block 1 if it holds a prefix that others may share, in use or not
+    sequences: list[SequenceState]  # all running sequences, and those in `queue`
+    queue: list[int]  # seq_ids at the head of the waiting queue; `stats` counts all of them
+    cached: bytes  # one byte per block: 1 if it is in the prefix cache, in use or not
     steps: list[StepTiming]  # since the last snapshot
     ended: list[SequenceEnd]  # since the last snapshot
     stats: CoreStats
@@ -97,8 +97,8 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class CoreUpdate:
-    """The result of a step, or an empty one every second while the core is idle."""
+    """The outputs of a step; empty ones are sent every second while the core is idle."""
 
     step: EngineCoreOutputs
     stats: CoreStats
-    state: EngineState | None = None  # while a client is subscribed
+    state: EngineState | None = None  # set only while a client is subscribed

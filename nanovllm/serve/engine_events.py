@@ -1,4 +1,4 @@
-"""The engine's state as a stream of events, and a record of its steps that Perfetto opens."""
+"""The engine's state as a stream of events, and traces of its steps for Perfetto."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import anyio
 
 from nanovllm.engine.request import SequenceEnd, StepTiming
 from nanovllm.errors import EngineError, NanovllmError
-from nanovllm.serve.answer import Event, EventStream
 from nanovllm.serve.core_records import CoreStats, EngineState
+from nanovllm.serve.http_responses import Event, EventStream
 from nanovllm.serve.model import Model
 from nanovllm.validation import require
 
@@ -24,11 +24,11 @@ NAMES = {HOST: "host", DEVICE: "device", REQUESTS: "requests"}
 
 
 class EngineEvents(EventStream):
-    """Snapshots for as long as the client reads; of any engine that answers."""
+    """Snapshots of one engine, sent until the client disconnects; by default the first live one."""
 
     def __init__(self, llm: Model, engine: int | None = None) -> None:
         numbers = [replica.number for replica in llm.replicas]
-        if not numbers:  # a cluster has none for a while
+        if not numbers:  # a Ray cluster may have no engine for a while
             raise EngineError("no engine is running")
         if engine is None:
             living = (replica.number for replica in llm.replicas if replica.error is None)
@@ -44,7 +44,7 @@ class EngineEvents(EventStream):
 
 
 def as_event(state: EngineState) -> Event:
-    """Rows stay rows: lists in the order of their records' fields."""
+    """Convert a snapshot to JSON; sequences, steps and ended sequences become lists of values."""
     event = _fields(state)
     cached = base64.b64encode(state.cached).decode()
     return {"kind": "state", **event, "cached": cached, "stats": _fields(state.stats)}
@@ -55,13 +55,13 @@ def _fields(record: EngineState | CoreStats) -> dict[str, Any]:
 
 
 async def record_trace(llm: Model, seconds: float) -> Event:
-    """The steps and sequences of some seconds, from now on, of all engines."""
+    """Record the steps and sequences of all engines for the given number of seconds."""
     expected = f"more than 0 and at most {MAX_TRACE_SECONDS:g}"
     require(0 < seconds <= MAX_TRACE_SECONDS, "seconds", expected, seconds)
     traces = [Trace(replica.number) for replica in llm.replicas]
 
     async def record(trace: Trace) -> None:
-        """Add what an engine does; one of several may be lost before or meanwhile."""
+        """Record one engine; ignore its failure as long as another engine is alive."""
         try:
             async with contextlib.aclosing(llm.watch(trace.engine)) as states:
                 async for state in states:
@@ -73,21 +73,21 @@ async def record_trace(llm: Model, seconds: float) -> Event:
     with anyio.move_on_after(seconds):
         await asyncio.gather(*map(record, traces))
     events = [event for trace in traces for event in trace.events(is_alone=len(traces) == 1)]
-    # Requests may be older than the record, and Perfetto drops what comes before 0.
+    # A request may have arrived before the trace began, and Perfetto drops negative timestamps.
     begin = min((event["ts"] for event in events if "ts" in event), default=0)
     shifted = [event | {"ts": event["ts"] - begin} if "ts" in event else event for event in events]
     return {"displayTimeUnit": "ms", "traceEvents": shifted}
 
 
 class Trace:
-    """Collects snapshots; `events` are in the format of ui.perfetto.dev and chrome://tracing."""
+    """Collects snapshots; `events` returns them in the Trace Event format of Perfetto."""
 
     def __init__(self, engine: int = 0) -> None:
         self.engine = engine
         self._end = 0
         self._steps: list[StepTiming] = []
         self._ended: list[SequenceEnd] = []
-        self._running: dict[int, int] = {}  # when the unfinished ones were first seen to run
+        self._running: dict[int, int] = {}  # first time seen running, by unfinished seq_id
 
     def add(self, state: EngineState) -> None:
         for seq in state.sequences:
@@ -100,7 +100,7 @@ class Trace:
             self._running.pop(end.seq_id, None)
 
     def events(self, is_alone: bool = True) -> Iterator[Event]:
-        """Yield all that was seen, with the times of the engine's clock."""
+        """Yield all trace events; timestamps are on the engine's clock."""
         for part, name in NAMES.items():
             args = {"name": name if is_alone else f"engine {self.engine}: {name}"}
             yield {"ph": "M", "pid": self._pid(part), "name": "process_name", "args": args}
@@ -120,7 +120,7 @@ class Trace:
             begin += duration
         counts = {
             "prompt tokens": step.num_prefill_tokens,
-            "answer tokens": step.num_decode_tokens,
+            "output tokens": step.num_decode_tokens,
         }
         if step.num_rows:
             event = self._span(DEVICE, 1, _step_name(step), step.device_begin, step.device)

@@ -1,4 +1,4 @@
-"""The answers to the prompts of one request, as they come: every API's are made of these."""
+"""Generation for one HTTP request: a stream of updates that every API renders in its format."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from typing import Any
 from nanovllm.errors import GrammarError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.answer import Event, EventStream
+from nanovllm.serve.http_responses import Event, EventStream
 from nanovllm.serve.parsing.events import BlockEvent
 from nanovllm.serve.service import Service
 from nanovllm.validation import errors_about
 
 Logprobs = Sequence[dict[int, Logprob]]
-MAX_AHEAD = 16  # pieces of one request that wait to be written
+MAX_AHEAD = 16  # pieces of one request that are queued for its client
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """Prompts that are answered together: choice i is sample i % n of prompt i // n."""
+    """The prompts of one request; choice i is sample i % n of prompt i // n."""
 
     prompts: Sequence[list[int]]
-    params: Sequence[SamplingParams]  # of each prompt
+    params: Sequence[SamplingParams]  # one per prompt
     cache_salt: str | None = None
     is_streaming: bool = False
-    grammar_param: str = "structured_outputs"  # the field of the request that has the grammar
-    new_parser: Callable[[], Callable[[Update], None]] | None = None  # of a chat, for each choice
+    grammar_param: str = "structured_outputs"  # request field named in errors of the grammar
+    new_parser: Callable[[], Callable[[Update], None]] | None = None  # for chats: one per choice
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params[0].n
 
 
-@dataclass(slots=True)  # not frozen: there is one for every token, and chats add `events`
+@dataclass(slots=True)  # not frozen: one is made for every token, and chats set `events`
 class Update:
-    """New output of one choice; fields from `finish_reason` on are set in its last update."""
+    """New output of one choice; only its last update sets `finish_reason` and later fields."""
 
     choice: int
     text: str = ""
     token_ids: Sequence[int] = ()
     logprobs: Logprobs | None = None
-    events: Sequence[BlockEvent] = ()  # of a chat: its text, parsed
+    events: Sequence[BlockEvent] = ()  # for chats: the parsed text
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
-    num_cached_tokens: int = 0  # of the prompt; 0 for all but its first sample
+    num_cached_tokens: int = 0  # prompt tokens; counted once, for the first sample
     num_reasoning_tokens: int = 0
 
 
@@ -97,16 +97,16 @@ class ApiResponse(EventStream):
             yield event
 
     def render(self, update: Update) -> Iterable[Event]:
-        """Return the events of an update; none where there is nothing new."""
+        """Return the events of an update; none if there is nothing new."""
         raise NotImplementedError
 
     def last_events(self) -> Iterable[Event]:
-        """Return the events that follow those of the last update."""
+        """Return the events that follow the last update."""
         return ()
 
 
 async def generate(service: Service, job: GenerationJob) -> AsyncGenerator[Update, None]:
-    """ApiResponse all prompts at once; leaving the iterator aborts what is left."""
+    """Run all prompts of a job concurrently; closing the iterator aborts unfinished ones."""
     num_samples = job.params[0].n
     with service.counted(job.num_choices), errors_about(job.grammar_param, GrammarError):
         async with contextlib.aclosing(_pieces(service, job)) as pieces:
@@ -120,11 +120,11 @@ async def generate(service: Service, job: GenerationJob) -> AsyncGenerator[Updat
 
 
 def _last_update(
-    job: GenerationJob, prompt: int, answer: RequestOutput, output: CompletionOutput
+    job: GenerationJob, prompt: int, request_output: RequestOutput, output: CompletionOutput
 ) -> Update:
     params = job.params[prompt]
-    if answer.error is not None:
-        raise RequestError(answer.error, status=400 if params.can_exclude_tokens else 500)
+    if request_output.error is not None:
+        raise RequestError(request_output.error, status=400 if params.can_exclude_tokens else 500)
     update = Update(prompt * params.n + output.index)
     if not job.is_streaming:
         update = Update(update.choice, output.text, output.token_ids, output.logprobs)
@@ -132,15 +132,15 @@ def _last_update(
         update,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
-        prompt_logprobs=answer.prompt_logprobs,
-        num_cached_tokens=answer.num_cached_tokens if output.index == 0 else 0,
+        prompt_logprobs=request_output.prompt_logprobs,
+        num_cached_tokens=request_output.num_cached_tokens if output.index == 0 else 0,
     )
 
 
 async def _pieces(
     service: Service, job: GenerationJob
 ) -> AsyncGenerator[tuple[int, StreamPiece], None]:
-    """Yield pieces of all prompts, each with the number of its prompt."""
+    """Yield pieces of all prompts, each with the index of its prompt."""
     streams = [
         service.metrics.observed(
             service.llm.generate(
@@ -160,13 +160,13 @@ async def _pieces(
     num_open = len(tasks)
     try:
         while num_open:
-            number, news = await queue.get()
-            if isinstance(news, Exception):
-                raise news
-            if news is None:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
                 num_open -= 1
             else:
-                yield number, news
+                yield index, item
     finally:
         for task in tasks:
             task.cancel()
@@ -174,16 +174,16 @@ async def _pieces(
 
 
 async def _pump(
-    number: int,
+    index: int,
     pieces: AsyncGenerator[StreamPiece, None],
     queue: asyncio.Queue[tuple[int, StreamPiece | Exception | None]],
 ) -> None:
-    """Hand on all pieces, then None, or the error that ended them."""
+    """Queue all pieces, then None or the error that ended the stream."""
     end: Exception | None = None
     try:
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
-                await queue.put((number, piece))
-    except Exception as error:  # whatever it is, the reader raises it
+                await queue.put((index, piece))
+    except Exception as error:  # re-raised by the reader of the queue
         end = error
-    await queue.put((number, end))
+    await queue.put((index, end))

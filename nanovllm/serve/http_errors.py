@@ -1,4 +1,4 @@
-"""Errors as HTTP responses: a status, and a body in the form of the API that was called."""
+"""Errors as HTTP responses: a status code, and a body in the format of the called API."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def anthropic_body(error: NanovllmError) -> dict[str, Any]:
 
 
 def message_of(error: NanovllmError) -> str:
-    """The message; the traceback below it, in errors of an engine, is for the log alone."""
+    """Return the message of an error without the traceback that engine errors carry."""
     return str(error).partition("\n")[0] if error.status >= 500 else str(error)
 
 
 def timeout_error() -> RequestError:
-    return RequestError("the answer took longer than this server allows", status=504)
+    return RequestError("the request exceeded this server's --request-timeout", status=504)
 
 
 def to_json(body: Any) -> bytes:
-    """Encode a body; values that are functions, as large ones may be, are computed only here.
+    """Encode a body as UTF-8; values that are functions are called here, to defer large ones.
 
-    Halves of surrogate pairs, which a request may hold, have no encoding.
+    Unpaired surrogates, which a request may contain, are replaced.
     """
     text = json.dumps(
         body, ensure_ascii=False, separators=(",", ":"), default=lambda value: value()
@@ -81,7 +81,7 @@ def error_response(
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    async def answer(request: Request, error: Any) -> Response:
+    async def handle(request: Request, error: Any) -> Response:
         headers = None
         if isinstance(error, RequestValidationError):
             error = invalid(error.errors())
@@ -91,32 +91,32 @@ def add_error_handlers(app: FastAPI) -> None:
         elif isinstance(error, TimeoutError):
             error = timeout_error()
         elif not isinstance(error, NanovllmError):  # a bug; uvicorn logs the traceback
-            error = NanovllmError("an internal error")
+            error = NanovllmError("internal server error")
         path: str = request.scope["path"]
         return error_response(path.removeprefix(request.scope["root_path"]), error, headers)
 
     for kind in (RequestValidationError, HTTPException, NanovllmError, TimeoutError, Exception):
-        app.add_exception_handler(kind, answer)
+        app.add_exception_handler(kind, handle)
 
 
 def invalid(problems: Sequence[Any]) -> RequestError:
-    """Name the field and what is wrong with it; of several fields, the first."""
+    """Convert pydantic's errors to one that names the first invalid field and the problem."""
     first = problems[0]
     param, cause = _place(first), first.get("ctx", {}).get("error")
     if first["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {cause}")
-    if isinstance(cause, RequestError):  # raised by a record; its message begins with its field
+    if isinstance(cause, RequestError):  # from a validator; the message starts with the field
         place = f"{param}." if param else ""
         return RequestError(f"{place}{cause}", param=f"{place}{cause.param}", code=cause.code)
     if not param:
         return RequestError('the body must be a JSON object, sent as "application/json"')
-    # A field that may be of several types has a problem with each of them.
+    # A field that accepts several types has one error per type.
     messages = dict.fromkeys(each["msg"] for each in problems if _place(each) == param)
     return RequestError(f"{param}: {', or: '.join(messages)}", param=param)
 
 
 def _place(problem: Any) -> str:
-    """Where it is in the request, without the names of the types that were tried."""
+    """Return the path of the field in the request, without the names of the tried types."""
     place = ""
     for part in problem["loc"]:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""Run a server: from the sockets to the last answer."""
+"""The HTTP server: sockets, TLS, logging of throughput, and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from nanovllm.serve.server_options import ServerOptions
 from nanovllm.serve.service import Service
 
 LISTEN_BACKLOG = 2048
-LAST_SECONDS = 5  # to tell those who wait that their answers end here
-CANCEL_SECONDS = 2  # after that, for what no longer has a connection
-RECEIVE_SECONDS = 60  # for the headers and the body of a request
-LOG_SECONDS = 10.0  # between lines of throughput
+LAST_SECONDS = 5  # to send an error to clients whose requests are cut off by the shutdown
+CANCEL_SECONDS = 2  # to cancel handlers after their connections are closed
+RECEIVE_SECONDS = 60  # to receive the headers and the body of a request
+LOG_SECONDS = 10.0  # between log lines of throughput
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 logger = logging.getLogger(__name__)
 
 
 class Connection(H11Protocol):
-    """Closes itself when a request does not arrive within RECEIVE_SECONDS."""
+    """An HTTP connection that closes if a request does not arrive within RECEIVE_SECONDS."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -53,7 +53,7 @@ class Connection(H11Protocol):
             self._deadline.cancel()
 
     def _watch(self) -> None:
-        """Run the timer while a request is incomplete; uvicorn closes idle connections itself."""
+        """Run the timer while a request is incomplete; uvicorn closes idle connections."""
         is_incomplete = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if is_incomplete and self._deadline is None:
             self._deadline = self.loop.call_later(RECEIVE_SECONDS, self.transport.abort)
@@ -63,15 +63,15 @@ class Connection(H11Protocol):
 
 
 class ThroughputLog:
-    """Logs throughput every ten seconds while an engine is busy, in vLLM's words."""
+    """Logs throughput every LOG_SECONDS while an engine is busy, in vLLM's format."""
 
     def __init__(self, llm: Model, now: float) -> None:
         self._llm = llm
-        self._last: dict[int, CoreStats] = {}  # by the number of the engine
+        self._last: dict[int, CoreStats] = {}  # keyed by replica number
         self._last_time = now
 
     def tick(self, now: float) -> None:
-        """Log a line for each busy engine if it is time; call this often."""
+        """Log a line for each busy engine if one is due; call this often."""
         seconds = now - self._last_time
         if seconds < LOG_SECONDS:
             return
@@ -79,7 +79,7 @@ class ThroughputLog:
         for replica in self._llm.replicas:
             stats, before = replica.stats, self._last.get(replica.number, CoreStats())
             self._last[replica.number] = stats
-            if stats.num_prefill_tokens < before.num_prefill_tokens:  # another process took over
+            if stats.num_prefill_tokens < before.num_prefill_tokens:  # the core was restarted
                 before = CoreStats()
             num_prompt = stats.num_prefill_tokens - before.num_prefill_tokens
             num_generated = stats.num_decode_tokens - before.num_decode_tokens
@@ -99,7 +99,11 @@ class ThroughputLog:
 
 
 class Server(uvicorn.Server):
-    """The first signal lets answers end, within bounds; the second one ends them with an error."""
+    """A uvicorn server with graceful shutdown.
+
+    After the first signal, requests may finish within `shutdown_timeout`. A second signal ends
+    them with an error.
+    """
 
     def __init__(self, config: uvicorn.Config, llm: OwnedModel, shutdown_timeout: float) -> None:
         super().__init__(config)
@@ -113,7 +117,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     def _log_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Without file descriptors asyncio fails to accept thousands of times a second: log one."""
+        """Log accept errors once per second: without file descriptors there are thousands."""
         error, now = context.get("exception"), time.monotonic()
         if not isinstance(error, OSError) or error.errno not in OUT_OF_RESOURCES:
             loop.default_exception_handler(context)
@@ -127,8 +131,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for replica in self._llm.replicas:
-            replica.subscribers.end()  # who watches has nothing to wait for
-        ending = asyncio.create_task(self._end_answers())
+            replica.subscribers.end()  # event streams would otherwise never finish
+        ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)
         ending.cancel()
 
@@ -137,22 +141,22 @@ class Server(uvicorn.Server):
         self._is_urgent = self.should_exit
         self.should_exit = True
 
-    async def _end_answers(self) -> None:
-        """Once there is no more time, tell whoever still waits for an answer."""
+    async def _end_requests(self) -> None:
+        """Wait for the shutdown timeout, then fail the unfinished requests."""
         end = time.monotonic() + self._shutdown_timeout
         while time.monotonic() < end and not self._is_urgent:
             await asyncio.sleep(0.1)
         await asyncio.to_thread(self._llm.close, EngineError("the server is shutting down"))
         await asyncio.sleep(LAST_SECONDS)
         for connection in list(self.server_state.connections):
-            connection.transport.abort()  # of who neither reads an answer nor ends a request
+            connection.transport.abort()  # its client neither reads nor completes its request
 
 
 def make_server(llm: OwnedModel, options: ServerOptions) -> Server:
     config = uvicorn.Config(
         make_app(Service(llm, options)),
-        # h11: httptools, where it is installed, loses the body of a request that offers HTTP/2, as
-        # Java's clients do, and sends chunks to clients of HTTP/1.0.
+        # h11, because httptools loses the body of a request that offers HTTP/2, as Java's clients
+        # do, and sends chunked responses to HTTP/1.0 clients.
         http=Connection,
         lifespan="off",
         log_config=None,
@@ -168,7 +172,7 @@ def make_server(llm: OwnedModel, options: ServerOptions) -> Server:
 
 
 def check_certificate(keyfile: str | None, certfile: str | None) -> None:
-    """Refuse files that TLS cannot be served with, before a model is loaded for nothing."""
+    """Raise ConfigError for unusable TLS files, before the model is loaded."""
     if certfile is None:
         if keyfile is not None:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")
@@ -185,7 +189,7 @@ def is_loopback(listener: socket.socket) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take the port before a model is loaded for nothing."""
+    """Bind the port; called before the model is loaded, so that errors appear early."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server(

@@ -1,4 +1,4 @@
-"""What Prometheus reads, under vLLM's names: the engine's counts, and histograms of requests."""
+"""Prometheus metrics under vLLM's names: engine counters, and histograms of requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanovllm.outputs import RequestOutput, StreamPiece
 from nanovllm.serve.model import Model, OneEngine
 
 LABELS = ("model_name",)
-ENGINE_LABELS = (*LABELS, "engine")  # the number of a replica
+ENGINE_LABELS = (*LABELS, "engine")  # "engine" is the replica number
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # fmt: off
 SECONDS = (
@@ -29,30 +29,30 @@ TOKENS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000,
 )
 HISTOGRAMS = {
-    "time_to_first_token_seconds": ("From a request's arrival to its first token", SECONDS),
-    "inter_token_latency_seconds": ("Between the tokens of an answer", SECONDS),
-    "e2e_request_latency_seconds": ("From a request's arrival to its last token", SECONDS),
-    "request_queue_time_seconds": ("From a request's arrival to its first step", SECONDS),
-    "request_prefill_time_seconds": ("From a request's first step to its first token", SECONDS),
-    "request_decode_time_seconds": ("From a request's first token to its last", SECONDS),
-    "request_prompt_tokens": ("Tokens of a prompt", TOKENS),
-    "request_generation_tokens": ("Tokens of an answer", TOKENS),
+    "time_to_first_token_seconds": ("Time from arrival to the first token", SECONDS),
+    "inter_token_latency_seconds": ("Time between output tokens", SECONDS),
+    "e2e_request_latency_seconds": ("Time from arrival to the last token", SECONDS),
+    "request_queue_time_seconds": ("Time from arrival to the first step", SECONDS),
+    "request_prefill_time_seconds": ("Time from the first step to the first token", SECONDS),
+    "request_decode_time_seconds": ("Time from the first token to the last", SECONDS),
+    "request_prompt_tokens": ("Number of prompt tokens of a request", TOKENS),
+    "request_generation_tokens": ("Number of output tokens of a request", TOKENS),
 }
 ENGINE_METRICS = {
-    "num_requests_running": (GaugeMetricFamily, "Sequences that run"),
-    "num_requests_waiting": (GaugeMetricFamily, "Sequences that wait"),
-    "kv_cache_usage_perc": (GaugeMetricFamily, "Shard of the KV cache in use, from 0 to 1"),
-    "engine_up": (GaugeMetricFamily, "1 while the engine answers, else 0"),
-    "prefix_cache_queries": (CounterMetricFamily, "Prompt tokens looked up"),
-    "prefix_cache_hits": (CounterMetricFamily, "Prompt tokens found in the cache"),
-    "num_preemptions": (CounterMetricFamily, "Sequences that made way for others"),
-    "engine_restarts": (CounterMetricFamily, "Engines started in place of others"),
+    "num_requests_running": (GaugeMetricFamily, "Number of running sequences"),
+    "num_requests_waiting": (GaugeMetricFamily, "Number of waiting sequences"),
+    "kv_cache_usage_perc": (GaugeMetricFamily, "Fraction of KV-cache blocks in use, from 0 to 1"),
+    "engine_up": (GaugeMetricFamily, "1 while the engine is healthy, else 0"),
+    "prefix_cache_queries": (CounterMetricFamily, "Prompt tokens looked up in the prefix cache"),
+    "prefix_cache_hits": (CounterMetricFamily, "Prompt tokens found in the prefix cache"),
+    "num_preemptions": (CounterMetricFamily, "Number of preemptions"),
+    "engine_restarts": (CounterMetricFamily, "Number of engine restarts"),
 }
 # fmt: on
 
 
 class Metrics:
-    """Observes requests; what the engine counts itself is read when Prometheus asks."""
+    """Observes requests; the engines' own counters are read at every scrape."""
 
     def __init__(self, llm: Model, prefix: str, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -64,15 +64,15 @@ class Metrics:
             for name, (text, buckets) in HISTOGRAMS.items()
         }
         labels = (*LABELS, "finished_reason")
-        text = "Requests that ended, by the reason"
+        text = "Number of finished sequences by finish reason"
         self._ended = Counter(prefix + "request_success", text, labels, registry=self._registry)
-        for reason in get_args(FinishReason):  # a rate needs a value from before the first one
+        for reason in get_args(FinishReason):  # rate() needs a zero before the first increment
             self._ended.labels(model_name, reason)
         self._tokens = {
             name: Counter(prefix + name, text, LABELS, registry=self._registry).labels(model_name)
             for name, text in (
-                ("prompt_tokens", "Tokens of all prompts"),
-                ("generation_tokens", "Tokens of all answers"),
+                ("prompt_tokens", "Total number of prompt tokens"),
+                ("generation_tokens", "Total number of output tokens"),
             )
         }
         self._registry.register(self)
@@ -81,7 +81,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def embedded(self, num_prompt_tokens: int, num_prompts: int) -> None:
-        """Count prompts that nothing was generated for."""
+        """Count the prompts of an embedding request."""
         self._tokens["prompt_tokens"].inc(num_prompt_tokens)
         self.ended("stop", num_prompts)
 
@@ -90,7 +90,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def failures(self, num_sequences: int) -> Iterator[None]:
-        """Count sequences that are aborted or lost in here."""
+        """Count sequences that are aborted or fail inside the `with` statement."""
         try:
             yield
         except (GeneratorExit, asyncio.CancelledError):
@@ -103,8 +103,8 @@ class Metrics:
     async def observed(
         self, pieces: AsyncGenerator[StreamPiece, None], num_samples: int = 1
     ) -> AsyncGenerator[StreamPiece, None]:
-        """Hand on the pieces of a request, and note when they came and how they ended."""
-        last: dict[int, float] = {}  # when tokens came, by sample
+        """Yield the pieces of a request unchanged, and observe their times and finish reason."""
+        last: dict[int, float] = {}  # time of the latest tokens, keyed by sample
         num_counted = 0
         async with contextlib.aclosing(pieces):
             with contextlib.ExitStack() as until_over:
@@ -149,7 +149,7 @@ class Metrics:
             self.ended(each.finish_reason, 1)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the engines; prometheus-client calls this for `text`."""
+        """Yield the metrics of the engines; called by prometheus-client from `text`."""
         values = {replica.number: _values(replica) for replica in self._llm.replicas}
         for name, (family, text) in ENGINE_METRICS.items():
             metric = family(self._prefix + name, text, labels=ENGINE_LABELS)
@@ -162,7 +162,7 @@ class Metrics:
         config = asdict(self._llm.config)
         names = ("enable_prefix_caching", "gpu_memory_utilization", "kv_cache_dtype")
         labels = (*ENGINE_LABELS, "block_size", "num_gpu_blocks", *names)
-        text = "How the KV cache is set up"
+        text = "Configuration of the KV cache"
         metric = GaugeMetricFamily(self._prefix + "cache_config_info", text, labels=labels)
         for replica in self._llm.replicas:
             sizes = config["kvcache_block_size"], replica.stats.num_blocks

@@ -1,4 +1,4 @@
-"""What stands before every route: a proxy's path, keys, the size of bodies, ids of requests."""
+"""ASGI middleware of all routes: root path, authentication, body limits, request ids, logging."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanovllm.errors import RequestError
 from nanovllm.serve.http_errors import error_response
 from nanovllm.serve.server_options import ServerOptions
 
-MAX_VALUES = 500_000  # of a body: a million numbers take a second to read, a long text does not
+MAX_VALUES = 500_000  # in a body: parsing a million numbers takes a second, a long text does not
 OPEN_PATHS = ("/health", "/ping")
 PAGE_PREFIX = "/page/"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Middleware:
-    """Wraps an application; a request that may not pass is answered here."""
+    """Wraps an ASGI application; rejected requests get their error response here."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app = app
@@ -54,9 +54,9 @@ class Middleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                answer_headers = MutableHeaders(scope=message)
+                response_headers = MutableHeaders(scope=message)
                 for name in ("X-Request-Id", "Request-Id"):  # OpenAI's and Anthropic's
-                    answer_headers[name] = request_id
+                    response_headers[name] = request_id
             await send(message)
 
         refusal = self._refusal(path, headers)
@@ -70,30 +70,30 @@ class Middleware:
             self._num_open -= 1
             seconds = time.perf_counter() - start
             line = "%s %s %s %s: %s after %.3f s"
-            outcome = status or "the client hung up"
+            outcome = status or "client disconnected"
             if not is_page(path):
                 logger.info(
                     line, _client(scope), request_id, scope["method"], quote(path), outcome, seconds
                 )
 
     def _refusal(self, path: str, headers: Headers) -> RequestError | None:
-        """Why a request is not served, before its body is read."""
+        """Return the error if a request must be rejected before its body is read."""
         if path in OPEN_PATHS:
             return None
         if self._limit is not None and self._num_open >= self._limit:
-            text = f"{self._limit} requests are under way already; try again later"
+            text = f"{self._limit} requests are already in progress; try again later"
             return RequestError(text, status=503)
         host = headers.get("host")
         if self._is_local and host is not None and not _LOCAL_HOST.fullmatch(host):
-            # A page of another site may have its name resolve to this machine (DNS rebinding).
+            # Another site's host name may resolve to this machine (DNS rebinding).
             text = "the Host header must be localhost or a loopback address unless --api-key is set"
             return RequestError(text, status=403)
         if not is_page(path) and not self._has_key(headers):
-            return RequestError("a valid API key is needed", status=401, code="invalid_api_key")
+            return RequestError("a valid API key is required", status=401, code="invalid_api_key")
         return None
 
     def _has_key(self, headers: Headers) -> bool:
-        """Compare with every key, in the same time whatever is given."""
+        """Compare with every key in constant time."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         given = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]
@@ -119,12 +119,12 @@ class Middleware:
 
 
 def is_page(path: str) -> bool:
-    """Whether a path is the page's, which asks for the key itself."""
+    """Return whether a path belongs to the page, which loads without a key and then asks for it."""
     return path == "/" or path.startswith(PAGE_PREFIX)
 
 
 def _below(root: str, path: str) -> str:
-    """Hide where a proxy shows the server; some hand that part of the path on, some do not."""
+    """Strip the root path; some proxies forward it and some strip it themselves."""
     return path.removeprefix(root) if f"{path}/".startswith(f"{root}/") else path
 
 

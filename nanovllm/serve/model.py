@@ -1,4 +1,4 @@
-"""What a server asks of the model that it serves."""
+"""Interfaces of the model that a server serves."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from nanovllm.serve.replica import Replica
 
 
 class OneEngine(Protocol):
-    """One of the engines that answer together."""
+    """One replica of the model."""
 
-    number: int  # it alone has this one, though there may be fewer engines
+    number: int  # unique, but not necessarily consecutive
     stats: CoreStats
-    error: NanovllmError | None  # why it cannot answer now
-    num_restarts: int  # how often another one took its place
+    error: NanovllmError | None  # set while the engine is unavailable
+    num_restarts: int
 
 
 class Model(Protocol):
-    """An AsyncLLM, or what stands for several of them."""
+    """A served model: an AsyncLLM, or a RemoteLLM on a Ray cluster."""
 
     config: EngineConfig
     input_processor: InputProcessor
@@ -35,15 +35,15 @@ class Model(Protocol):
 
     @property
     def max_len(self) -> int:
-        """Where sequences end."""
+        """Maximum sequence length in tokens."""
 
     @property
     def error(self) -> NanovllmError | None:
-        """Why no engine can answer now."""
+        """The error if no engine is available, else None."""
 
     @property
     def num_requests(self) -> int:
-        """Those that are under way."""
+        """Number of requests in progress."""
 
     def generate(
         self,
@@ -53,13 +53,13 @@ class Model(Protocol):
         cache_salt: str | None = None,
         is_streaming: bool = True,
     ) -> AsyncGenerator[StreamPiece, None]:
-        """Yield an answer as it comes."""
+        """Yield the pieces of the completions as they are generated."""
 
     async def embed(self, prompt: Any, *, normalize: bool = True) -> EmbeddingOutput:
         """Return the embedding of a prompt."""
 
     def watch(self, engine: int = 0) -> AsyncGenerator[EngineState, None]:
-        """Yield the state of the replica with that number, then what changes."""
+        """Yield snapshots of the replica with that number."""
 
 
 class OwnedModel(Model, Protocol):
@@ -68,4 +68,4 @@ class OwnedModel(Model, Protocol):
     replicas: list[Replica]
 
     def close(self, reason: NanovllmError | None = None) -> None:
-        """End the engines; requests in progress fail with the reason."""
+        """Stop the engines; requests in progress fail with the reason."""

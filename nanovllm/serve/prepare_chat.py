@@ -1,4 +1,4 @@
-"""A conversation to answer: its prompt, and how the text of its answer is read."""
+"""Preparation of a chat: render and tokenize its prompt, and set up parsing of the output."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ from nanovllm.structured.forms import enforced_json
 from nanovllm.structured.limits import run_bounded
 from nanovllm.validation import errors_about, require, require_text
 
-# Variables that a request sets elsewhere, or not at all.
+# Template variables that chat_template_kwargs may not set.
 RESERVED = (
     *("self", "conversation", "messages", "tools"),
     *("chat_template", "add_generation_prompt", "continue_final_message"),
 )
-UNWRITTEN = {"annotations", "cache_control", "parsed", "provider_specific_fields"}  # of a message
+# Fields of a message that the template does not receive.
+UNWRITTEN = {"annotations", "cache_control", "parsed", "provider_specific_fields"}
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     text: str
     token_ids: list[int]
-    tools: list[Tool]  # that the model may call
+    tools: list[Tool]  # the tools that the model may call
 
 
 async def prompt_of(service: Service, request: ChatRequest, param: str = "messages") -> ChatPrompt:
-    """Check a conversation, write it as the model's template does, and tokenize it."""
+    """Validate a conversation, render it with the chat template, and tokenize it."""
     service.check_model(request.model)
     tools = callable_tools(service, request)
     text = await render(service, request, tools and request.tools, param)
@@ -59,7 +60,7 @@ async def prompt_of(service: Service, request: ChatRequest, param: str = "messag
 async def prepare_chat(
     service: Service, request: ChatRequest, param: str = "messages"
 ) -> GenerationJob:
-    """Check everything that can be checked before the answer begins; `param` has the prompt."""
+    """Validate a chat request completely; errors about its prompt name the field `param`."""
     service.check_num_sequences(1, request.n or 1)
     prompt = await prompt_of(service, request, param)
     length = service.max_tokens(len(prompt.token_ids), request.most_tokens, None, param)
@@ -73,7 +74,7 @@ async def prepare_chat(
         grammar_param = "tools"
     with errors_about("tools", GrammarError):
         given["structured_outputs"] = await asyncio.to_thread(
-            answer_constraint, service, request, prompt.tools, prompt.text, is_open
+            output_constraint, service, request, prompt.tools, prompt.text, is_open
         )
     hidden: Mapping[int, str] = {}
     if service.has_special_markers and request.skip_special_tokens is None:
@@ -101,10 +102,10 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
     elif special is None:
         special = True
     ids = await service.token_ids(text, param, add_special_tokens=bool(special)) if text else []
-    answer = {"count": len(ids), "max_model_len": service.llm.max_len, "tokens": ids}
+    body = {"count": len(ids), "max_model_len": service.llm.max_len, "tokens": ids}
     if request.return_token_strs:
-        answer["token_strs"] = service.tokenizer.convert_ids_to_tokens(ids)
-    return answer
+        body["token_strs"] = service.tokenizer.convert_ids_to_tokens(ids)
+    return body
 
 
 async def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
@@ -116,7 +117,7 @@ async def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, 
 async def render(
     service: Service, chat: ChatFields, tools: Sequence[Any] | None, param: str = "messages"
 ) -> str:
-    """Write a conversation as the model's template does, in another thread: it takes a while."""
+    """Render a conversation with the chat template, in a thread because it is slow."""
     variables = _variables(chat)
     with errors_about(param):
         text = await asyncio.to_thread(_render, service, chat, tools, variables)
@@ -128,7 +129,9 @@ def _render(
     service: Service, chat: ChatFields, tools: Sequence[Any] | None, variables: dict[str, Any]
 ) -> str:
     if not service.chat_template:
-        raise RequestError("this model has no chat template; use completions, or --chat-template")
+        raise RequestError(
+            "this model has no chat template; use /v1/completions or set --chat-template"
+        )
     source = choose_template(service.chat_template, has_tools=bool(tools))
     has_developer = "developer" in service.template_text
     messages = [_as_template_message(message, has_developer) for message in chat.messages]
@@ -141,7 +144,7 @@ def _render(
 
 
 def _variables(chat: ChatFields) -> dict[str, Any]:
-    """What else the template may ask for."""
+    """Return the extra template variables of a request."""
     param, variables = "chat_template_kwargs", dict(chat.chat_template_kwargs or {})
     reserved = [name for name in variables if name in RESERVED]
     require(not reserved, param, f"without {', '.join(RESERVED)}", reserved)
@@ -166,7 +169,7 @@ def _as_template_message(message: Message, has_developer: bool) -> dict[str, Any
 
 
 class ChoiceParser:
-    """Parses the text of one choice, and counts its tokens up to the end of reasoning."""
+    """Parses the text of one choice, and counts its reasoning tokens."""
 
     def __init__(
         self, parser: OutputParser, hidden: Mapping[int, str], reasoning_end_id: int | None
@@ -178,7 +181,7 @@ class ChoiceParser:
         self._num_reasoning_tokens = 0
 
     def parse(self, update: Update) -> None:
-        """Add events to an update; the parser may hold back text."""
+        """Set the events of an update; the parser may hold back text."""
         ids, is_over = update.token_ids, update.finish_reason is not None
         if self._is_reasoning:
             self._is_reasoning = self._end_id not in ids
@@ -195,15 +198,15 @@ class ChoiceParser:
 
 
 class VisibleText:
-    """Removes the text of hidden tokens, whose ids may come before their text.
+    """Removes the text of hidden tokens; a token's id may arrive before its text.
 
-    The same text written with other tokens may be taken for a hidden token.
+    The same text produced by other tokens may be mistaken for a hidden token.
     """
 
     def __init__(self, hidden: Mapping[int, str]) -> None:
         self._hidden = hidden
-        self._due: deque[str] = deque()  # texts of hidden tokens that are yet to come
-        self._held = ""  # may be the beginning of such a text
+        self._due: deque[str] = deque()  # texts of hidden tokens that have not arrived yet
+        self._held = ""  # held back: may be the start of such a text
 
     def feed(self, text: str, token_ids: Sequence[int], has_more: bool) -> str:
         if not self._hidden:
@@ -220,7 +223,7 @@ class VisibleText:
 
 
 def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
-    """Check the tools of a request; return those that may be called."""
+    """Validate the tools of a request; return those that the model may call."""
     choice = request.tool_choice or ("auto" if request.tools else "none")
     if choice == "none":
         return []
@@ -228,9 +231,8 @@ def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
         raise RequestError("tool_choice needs tools", param="tool_choice")
     if service.formats.tools is None or "tools" not in service.template_text:
         raise RequestError(
-            "this model's chat template does not show tools to the model, or writes calls in a "
-            "format that is not known here; see --chat-template and --tool-call-parser, or leave "
-            "out tools",
+            "this model's chat template does not show tools to the model, or its tool-call format "
+            "is unknown; set --chat-template or --tool-call-parser, or omit tools",
             param="tools",
         )
     tools = read_tools(request.tools)
@@ -240,29 +242,30 @@ def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
     names = [each.function["name"] for each in chosen]
     for name in names:
         if all(tool.name != name for tool in tools):
-            raise RequestError(f"tool_choice names {name!r}, which is no tool", param="tool_choice")
+            message = f"tool_choice names {name!r}, which is not in tools"
+            raise RequestError(message, param="tool_choice")
     return [tool for tool in tools if tool.name in names]
 
 
-def answer_constraint(
+def output_constraint(
     service: Service, request: ChatRequest, tools: list[Tool], prompt: str, is_open: bool
 ) -> Mapping[str, Any] | None:
-    """What the answer must be, as `structured_outputs` has it: the calls, or what was asked for.
+    """Return the `structured_outputs` that enforce the tool calls or the requested format.
 
-    An answer that `is_open` begins inside reasoning. Takes a while: not for the event loop.
+    `is_open` means that the output begins inside reasoning. Slow: run this in a thread.
     """
     reasoning = service.formats.reasoning
     if reasoning is not None and prompt.rstrip().endswith(reasoning.end):
-        reasoning = None  # the prompt has ended it
+        reasoning = None  # the prompt already ends it
     asked = request.constraint()
     must_call = request.must_call
     is_parallel = request.parallel_tool_calls is not False
-    if isinstance(request.tool_choice, NamedTool):  # one call, as elsewhere, unless told otherwise
+    if isinstance(request.tool_choice, NamedTool):  # one call by default, as in other servers
         is_parallel = request.parallel_tool_calls is True
     is_held = must_call or isinstance(request.tool_choice, AllowedTools) or not is_parallel
     if tools and (is_held or any(tool.is_strict for tool in tools)):
         if asked is not None:
-            message = "an answer cannot be held to a format and to calls of tools at once"
+            message = "a response format and enforced tool calls cannot be combined; omit one"
             raise RequestError(message, param="tools")
         has_reasoning = reasoning is not None
         rules = CallRules(must_call, is_parallel, has_reasoning, service.special_ids, enforced_json)

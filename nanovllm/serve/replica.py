@@ -1,4 +1,4 @@
-"""Client of one engine core, which runs in a child process, or in a thread for debugging."""
+"""Client for one engine core in a child process, or in a thread for debugging."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from nanovllm.serve.core_records import (
 )
 from nanovllm.serve.subscribers import Subscribers
 
-SOON_SECONDS = 10.0  # a core that fails earlier may never do better
-MAX_FAILURES = 6  # of that kind in a row
+SOON_SECONDS = 10.0  # a core that lives longer resets the count of failures
+MAX_FAILURES = 6  # consecutive early failures after which no new core is started
 
 
 class Replica:
-    """One of the engines that answer together.
+    """One of several engines that share the requests.
 
-    `on_step` and `on_failure`, which is called once, run in the supervisor's thread.
+    `on_step` and `on_failure` run in the supervisor's thread; `on_failure` is called once.
     """
 
     def __init__(
@@ -42,22 +42,22 @@ class Replica:
         number: int,
         on_step: Callable[[Replica, EngineCoreOutputs], None],
         on_failure: Callable[[Replica, NanovllmError], None],
-        serve: Serve | None = None,  # in a thread of this process; None: in a child process
+        serve: Serve | None = None,  # run this in a thread; None: start a child process
     ) -> None:
         self.number = number
         self.stats = CoreStats()
-        self.error: NanovllmError | None = None  # why it cannot answer, for now or for good
-        self.max_len = 0  # where its sequences end, once it is ready
-        self.num_restarts = 0  # cores that took the place of others
+        self.error: NanovllmError | None = None  # set while the core is unavailable
+        self.max_len = 0  # maximum sequence length in tokens, set once the core is ready
+        self.num_restarts = 0
         self.subscribers = Subscribers(lambda is_on: self._send(Watch(is_on)))
         self.found: Future[ResolvedModel] = Future()
         self._ready: Future[CoreReady] = Future()
         self._ready_time: float | None = None
-        self._num_failures = 0  # of cores before this one that failed soon
+        self._num_failures = 0  # consecutive early failures of previous cores
         self._on_step, self._on_failure = on_step, on_failure
-        self._added: list[Request] = []  # not sent yet
+        self._added: list[Request] = []  # requests that have not been sent yet
         self._num_added_tokens = 0
-        # For two steps: the second is planned while the first one runs.
+        # Enough for two steps: the second is scheduled while the first one runs.
         self._enough_tokens = 2 * config.max_num_batched_tokens
         self._adding = threading.Lock()
         is_alone = config.data_parallel_size == 1
@@ -68,7 +68,7 @@ class Replica:
         else:
             level = logging.getLogger("nanovllm").getEffectiveLevel()
             children = ChildProcesses("nanovllm.serve.core_process", [self.name], [[level, number]])
-            # Workers of several ranks have their own watchdog, which names the one that hangs.
+            # With tensor parallelism the workers' own watchdog fires first and names the rank.
             timeout = config.step_timeout and config.step_timeout + 5.0
         self.pid = children.pids[0]
         self._supervisor = Supervisor(children, self._receive, self._fail, timeout)
@@ -84,7 +84,7 @@ class Replica:
         return ready
 
     def add(self, requests: list[Request]) -> None:
-        """Take requests, which `flush` sends; enough to keep the core busy go at once, together."""
+        """Queue requests for `flush`; send them at once when they suffice to keep the core busy."""
         with self._adding:
             self._added += requests
             self._num_added_tokens += sum(len(each.token_ids) for each in requests)
@@ -96,23 +96,23 @@ class Replica:
             self._send_added()
 
     def finish(self, finish: Finish) -> None:
-        self.flush()  # the core must know of them first
+        self.flush()  # the core must receive the requests before their finish
         self._send(finish)
 
     def fail(self, error: NanovllmError) -> None:
-        """Note why it cannot answer; nothing runs there any more."""
+        """Record the error of the core, and that nothing runs on it any more."""
         self.error = error
         self.stats = replace(
             self.stats, num_running=0, num_waiting=0, num_free_blocks=self.stats.num_blocks
         )
 
     def take_place_of(self, lost: Replica) -> None:
-        """Go on with the counts of a replica that failed; its error stays until this one runs."""
+        """Inherit the counters of a failed replica, and its error until this one is ready."""
         self.stats, self.error, self.max_len = lost.stats, lost.error, lost.max_len
         self.num_restarts, self._num_failures = lost.num_restarts, lost._num_failures
 
     def restart_delay(self) -> float | None:
-        """Seconds to wait now that it failed; None when there is no point in another core."""
+        """Return the delay in seconds before a restart; None after too many early failures."""
         lasted = 0.0 if self._ready_time is None else time.monotonic() - self._ready_time
         self._num_failures = 1 if lasted > SOON_SECONDS else self._num_failures + 1
         if self._num_failures >= MAX_FAILURES:
@@ -120,7 +120,7 @@ class Replica:
         return 2.0 ** (self._num_failures - 1) - 1
 
     def close(self) -> None:
-        """End the core; a second call does nothing."""
+        """Stop the core; a second call has no effect."""
         self._supervisor.close()
 
     def _send_added(self) -> None:

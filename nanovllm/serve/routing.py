@@ -1,4 +1,4 @@
-"""Which of several engines a request goes to: where its prefix is cached, or the least loaded."""
+"""Prefix-aware routing: prefer the replica that caches a prompt's prefix, else the least loaded."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from typing import Generic, TypeVar
 from nanovllm.engine.block_manager import BlockKey, add_keys
 from nanovllm.errors import EngineError
 
-# A replica keeps its prefixes as long as it has at most so many times the tokens of the least
-# loaded one, and so many requests like the new one beside.
+# A replica is eligible for a cached prefix while its load is at most MAX_RATIO times the least
+# load plus MAX_EXTRA requests of the new one's length.
 MAX_RATIO, MAX_EXTRA = 1.5, 6
-SIMILAR = 2  # requests like the new one: those with no more beside the least have as little to do
+SIMILAR = 2  # loads that differ by at most this many requests of that length count as equal
 
 
-R = TypeVar("R", bound=Hashable)  # what identifies a replica
+R = TypeVar("R", bound=Hashable)  # identifies a replica
 
 
 class PrefixRouter(Generic[R]):
-    """Guesses what each replica has cached by what it was sent. Its owner sees to the locking."""
+    """Estimates each replica's prefix cache from the prompts sent to it. Not thread-safe."""
 
     def __init__(self, replicas: Iterable[R], block_size: int, max_blocks: int = 2**16) -> None:
         self.block_size = block_size
-        self.max_blocks = max_blocks  # that are remembered of each: what its cache has room for
+        self.max_blocks = max_blocks  # blocks remembered per replica: the capacity of its cache
         self._replicas = {replica: ReplicaLoad() for replica in replicas}
-        self._requests: dict[Hashable, tuple[R, int]] = {}  # where each runs, and its tokens
+        self._requests: dict[Hashable, tuple[R, int]] = {}  # replica and tokens of each request
 
     @property
     def loads(self) -> dict[R, int]:
-        """The tokens under way at each replica that is there."""
+        """Tokens in progress, keyed by replica."""
         return {replica: each.load for replica, each in self._replicas.items()}
 
     def choose(self, token_ids: Sequence[int], salt: str | None = None) -> R:
-        """Return the replica with the longest known prefix, unless others have far less to do."""
+        """Return the replica with the longest cached prefix, unless its load is far higher."""
         if not self._replicas:
-            raise EngineError("no replica is left to answer")
+            raise EngineError("no replica is available")
         hashes = self._hashes(token_ids, salt)
         least = min(replica.load for replica in self._replicas.values())
         most = MAX_RATIO * least + MAX_EXTRA * len(token_ids)
@@ -45,7 +45,7 @@ class PrefixRouter(Generic[R]):
         def rank(replica: R) -> tuple[bool, int, int, int]:
             load = self._replicas[replica].load
             num_known = self._replicas[replica].num_known(hashes)
-            # Where loads are similar, who remembers least takes it: prefixes spread.
+            # Among similar loads, prefer the replica with the fewest blocks to spread prefixes.
             extra = max(load - least - SIMILAR * len(token_ids), 0)
             return load > most, -num_known, extra, len(self._replicas[replica].blocks)
 
@@ -54,25 +54,25 @@ class PrefixRouter(Generic[R]):
         return chosen
 
     def started(self, request_id: Hashable, replica: R, num_tokens: int) -> None:
-        """Count a request where it went: its prompt and, as far as can be guessed, its answer."""
+        """Add a request to a replica's load: its prompt and the estimated output tokens."""
         self.finished(request_id)
         if replica in self._replicas:
             self._requests[request_id] = replica, num_tokens
             self._replicas[replica].load += num_tokens
 
     def finished(self, request_id: Hashable) -> None:
-        """Count a request off, if it is counted: those of a lost replica are not."""
+        """Remove a request from the load; no effect if its replica was lost."""
         if request_id in self._requests:
             replica, num_tokens = self._requests.pop(request_id)
             self._replicas[replica].load -= num_tokens
 
     def lost(self, replica: R) -> None:
-        """Send nothing more there, and forget what it had."""
+        """Remove a replica with its load and its known prefixes."""
         self._replicas.pop(replica, None)
         self._requests = {i: each for i, each in self._requests.items() if each[0] != replica}
 
     def joined(self, replica: R) -> None:
-        """A new one is there, or another one in the place of one that was lost: it has nothing."""
+        """Add a new or restarted replica, whose cache is empty."""
         self._replicas[replica] = ReplicaLoad()
 
     def _hashes(self, token_ids: Sequence[int], salt: str | None) -> list[int]:
@@ -84,11 +84,11 @@ class PrefixRouter(Generic[R]):
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    load: int = 0  # tokens under way
-    blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)  # hashes, newest last
+    load: int = 0  # tokens in progress
+    blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)  # block hashes, LRU order
 
     def num_known(self, hashes: list[int]) -> int:
-        """How many leading blocks it has."""
+        """Return how many leading blocks the replica has."""
         return next((i for i, each in enumerate(hashes) if each not in self.blocks), len(hashes))
 
     def remember(self, hashes: list[int], max_blocks: int) -> None:

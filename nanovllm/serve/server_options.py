@@ -1,4 +1,4 @@
-"""Options of a server, beside those of its engine, and the files that they name."""
+"""Options of the server (those of its engine are in EngineConfig), and the files they name."""
 
 from __future__ import annotations
 
@@ -19,46 +19,50 @@ SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """The first six are also those of batch jobs."""
+    """Options of the server; batch jobs share the first six."""
 
     served_model_name: tuple[str, ...] = option((), "names of the model", unset="MODEL")
     chat_template: str | None = option(None, "Jinja file, or its text", unset="the model's")
     generation_config: str = option(
-        "auto", "defaults for sampling: auto (the model's), vllm (none), or a folder with them"
+        "auto",
+        "source of sampling defaults: auto (the model), vllm (none), or a folder with a "
+        "generation_config.json",
     )
     override_generation_config: Mapping[str, Any] | None = option(
-        None, "JSON object with defaults for sampling that replace those", parse=json.loads
+        None, "JSON object of sampling defaults that take precedence", parse=json.loads
     )
     tool_call_parser: str | None = option(None, "syntax of tool calls", unset="the template's")
     reasoning_parser: str | None = option(None, "syntax of reasoning", unset="the template's")
-    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 for all", env="NANOVLLM_HOST")
-    port: int = option(8000, "port to listen at; 0 for any free one", env="NANOVLLM_PORT")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all", env="NANOVLLM_HOST")
+    port: int = option(8000, "port to listen on; 0 for any free one", env="NANOVLLM_PORT")
     api_key: tuple[str, ...] = option(
-        (), "keys, one of which clients must send", env="NANOVLLM_API_KEY"
+        (), "API keys; clients must send one of them", env="NANOVLLM_API_KEY"
     )
-    allowed_origins: tuple[str, ...] = option((), "sites whose pages may call this; * for all")
-    root_path: str = option("", "path under which a proxy shows this server", unset="/")
-    ssl_keyfile: str | None = option(None, "key of the certificate")
+    allowed_origins: tuple[str, ...] = option((), "origins allowed by CORS; * for all")
+    root_path: str = option("", "path prefix of this server behind a proxy", unset="/")
+    ssl_keyfile: str | None = option(None, "private key of the certificate")
     ssl_certfile: str | None = option(None, "certificate for HTTPS", unset="none: HTTP")
-    max_body_bytes: int = option(32 * 2**20, "largest body of a request; larger ones get a 413")
-    max_queued_requests: int = option(2048, "most requests that wait; more get a 429")
-    limit_concurrency: int | None = option(None, "most requests at once; more get a 503")
-    request_timeout: float | None = option(None, "seconds for a whole answer")
-    shutdown_timeout: float = option(10.0, "seconds for answers in progress when SIGTERM comes")
+    max_body_bytes: int = option(
+        32 * 2**20, "maximum size of a request body; larger ones get a 413"
+    )
+    max_queued_requests: int = option(2048, "maximum number of waiting requests; more get a 429")
+    limit_concurrency: int | None = option(None, "maximum number of open requests; more get a 503")
+    request_timeout: float | None = option(None, "maximum duration of a request in seconds")
+    shutdown_timeout: float = option(10.0, "seconds that requests have to finish after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] | None = option(
-        None, "info has requests and throughput", unset="info at a terminal, else warning"
+        None, "info logs requests and throughput", unset="info at a terminal, else warning"
     )
     restart_engine: bool = option(False, "start a new engine when its process dies or hangs")
     in_process: bool = option(False, "run the engine in this process, where breakpoint() works")
-    metrics_prefix: str = option("vllm:", "begins the names of metrics")
-    # Found when the server starts.
-    is_local: bool = False  # refuse requests whose Host is not this machine
+    metrics_prefix: str = option("vllm:", "prefix of metric names")
+    # The next two are set when the server starts.
+    is_local: bool = False  # reject requests whose Host header is not this machine
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_types(self)
         check_choices(self)
-        self._require("api_key", all(self.api_key), "keys that are not empty")
+        self._require("api_key", all(self.api_key), "non-empty keys")
         for name in ("max_body_bytes", "max_queued_requests", "limit_concurrency"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "at least 1")
@@ -80,13 +84,13 @@ class ServerOptions:
 def resolve(
     options: ServerOptions, model: str, generation_config: Mapping[str, Any]
 ) -> ServerOptions:
-    """Read the files that options name, and fill in what depends on the model."""
+    """Read the files named by the options, and fill in defaults that depend on the model."""
     defaults = read_sampling_defaults(options.generation_config, generation_config)
     root_path = options.root_path.strip("/")
     return replace(
         options,
         served_model_name=options.served_model_name or (model,),
-        # One by one, or a JSON list of them as in vLLM.
+        # Accept separate values, or one JSON list as in vLLM.
         allowed_origins=tuple(re.findall(r'[^\s,"\[\]]+', " ".join(options.allowed_origins))),
         root_path=f"/{root_path}" if root_path else "",
         chat_template=read_chat_template(options.chat_template),
@@ -95,7 +99,7 @@ def resolve(
 
 
 def read_chat_template(given: str | None) -> str | None:
-    """Return the text of a template that is given as such, or as the name of a file."""
+    """Return the text of a template, which is given as text or as a file name."""
     if given is None:
         return None
     from nanovllm.engine.chat_template import ChatTemplate
@@ -109,7 +113,7 @@ def read_chat_template(given: str | None) -> str | None:
 
 
 def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults for sampling of a generation_config.json: the model's, or another."""
+    """Return the sampling defaults of a generation_config.json: the model's, or another one."""
     if where == "vllm":
         return {}
     if where != "auto":
@@ -124,7 +128,7 @@ def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str,
         SamplingParams(**defaults)
     except ConfigError as error:
         raise ConfigError(
-            f"generation_config.json: {error}; --generation-config vllm does without it"
+            f"generation_config.json: {error}; --generation-config vllm ignores the file"
         ) from error
     return defaults
 

@@ -1,4 +1,4 @@
-"""What all routes share: the model, how its text is read, and who may use it now."""
+"""State shared by all routes: the model, its output formats, and admission of requests."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from nanovllm.validation import errors_about, require
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_PROMPTS = 2048  # of one request
-# Clients know the error by these words of OpenAI's and, for Anthropic's API, "prompt is too long".
+MAX_PROMPTS = 2048  # per request
+# Clients match OpenAI's wording of this error and, for Anthropic's API, "prompt is too long".
 TOO_LONG = "the prompt is too long: this model's maximum context length is {} tokens"
 
 
@@ -40,13 +40,13 @@ class Service:
         tokens = self.tokenizer.added_tokens_decoder
         self.special_ids = {each.content: i for i, each in tokens.items() if each.special}
         ids, reasoning = {each.content: i for i, each in tokens.items()}, self.formats.reasoning
-        # Of the marker that ends reasoning, if that is one token.
+        # Token id of the marker that ends reasoning; None if it is not a single token.
         self.reasoning_end_id = None if reasoning is None else ids.get(reasoning.end)
         markup = self.formats.markup()
         self.hidden_tokens = {i: text for text, i in self.special_ids.items() if text not in markup}
         self.has_special_markers = len(self.hidden_tokens) < len(self.special_ids)
-        self.num_sequences = 0  # under way: the samples of all prompts
-        self._longest_token = max(map(len, self.tokenizer.get_vocab()))  # in characters
+        self.num_sequences = 0  # sequences in progress: the samples of all prompts
+        self._longest_token = max(map(len, self.tokenizer.get_vocab()))  # characters
 
     @property
     def model_name(self) -> str:
@@ -65,16 +65,16 @@ class Service:
             raise RequestError(message, param="model", code="model_not_found", status=404)
 
     def check_queue(self) -> None:
-        """Refuse a request when too many wait already."""
+        """Reject a request with status 429 if too many are already waiting."""
         most = self.options.max_queued_requests
         num_sequences = max(self.num_sequences, self.llm.num_requests)
         num_waiting = sum(replica.stats.num_waiting for replica in self.llm.replicas)
         if num_waiting >= most or num_sequences >= self._max_sequences:
-            message = f"{most} requests are waiting already; try again later"
+            message = f"{most} requests are already waiting; try again later"
             raise RequestError(message, code="queue_full", status=429)
 
     def check_num_sequences(self, num_prompts: int, n: int = 1) -> None:
-        """Refuse a request that could never run and wait as a whole."""
+        """Reject a request with more sequences than can run and wait at once."""
         most = self._max_sequences
         if num_prompts * n > most:
             raise RequestError(
@@ -85,7 +85,7 @@ class Service:
 
     @contextlib.contextmanager
     def counted(self, num_sequences: int) -> Iterator[None]:
-        """Count sequences that are under way."""
+        """Count sequences as in progress inside the `with` statement."""
         self.num_sequences += num_sequences
         try:
             yield
@@ -94,19 +94,19 @@ class Service:
 
     @property
     def _max_sequences(self) -> int:
-        """Those that may run and wait at once."""
-        num_places = self.llm.config.max_num_seqs * len(self.llm.replicas)
-        return num_places + self.options.max_queued_requests
+        """Maximum number of sequences that run and wait at once."""
+        max_running = self.llm.config.max_num_seqs * len(self.llm.replicas)
+        return max_running + self.options.max_queued_requests
 
     async def token_ids(
         self, prompt: str | list[int], param: str = "prompt", **options: Any
     ) -> list[int]:
-        """Check a prompt, and tokenize a text in another thread: a long one takes a while."""
+        """Validate a prompt; text is tokenized in a thread, as a long one blocks the event loop."""
         token_ids_of, max_len = self.llm.input_processor.token_ids_of, self.llm.max_len
         with errors_about(param):
             if isinstance(prompt, list):
                 return token_ids_of(prompt).tolist()
-            if len(prompt) > max_len * self._longest_token:  # tokenizing it would delay all others
+            if len(prompt) > max_len * self._longest_token:  # reject it without tokenizing
                 raise PromptTooLongError(
                     f"{TOO_LONG.format(max_len)}, which cannot hold the prompt's {len(prompt)} "
                     "characters"
@@ -114,7 +114,7 @@ class Service:
             return (await asyncio.to_thread(token_ids_of, prompt, **options)).tolist()
 
     async def all_token_ids(self, prompts: Any, param: str, **options: Any) -> Sequence[list[int]]:
-        """Tokenize one prompt or several of them, texts or token ids."""
+        """Tokenize one or several prompts, each a text or a list of token ids."""
         items = prompts if isinstance(prompts, list) else [prompts]
         if items and isinstance(items[0], int):
             items = [items]
@@ -129,19 +129,19 @@ class Service:
         return token_ids
 
     def check_length(self, num_prompt: int, num_completion: int, param: str) -> None:
-        """Refuse a prompt that does not fit, alone or with the completion that it asks for."""
+        """Raise PromptTooLongError if a prompt and its completion exceed the context length."""
         max_len = self.llm.max_len
         if num_prompt + num_completion > max_len:
             raise PromptTooLongError(
-                f"{TOO_LONG.format(max_len)}, but the prompt has {num_prompt} tokens and asks for "
-                f"{num_completion} more; shorten the prompt or ask for fewer tokens",
+                f"{TOO_LONG.format(max_len)}, but the prompt has {num_prompt} tokens and requests "
+                f"{num_completion} more; shorten the prompt or request fewer tokens",
                 param=param,
             )
 
     def max_tokens(
         self, num_prompt: int, asked: int | None, default: int | None, param: str
     ) -> int:
-        """How many tokens a completion may have; refuse more than there is room for."""
+        """Return the limit of output tokens; raise if more are requested than there is room for."""
         self.check_length(num_prompt, 1 if asked is None else asked, param)
         room = self.llm.max_len - num_prompt
         return asked if asked is not None else room if default is None else min(default, room)

@@ -1,4 +1,4 @@
-"""Readers in event loops: each receives its unread items, independent of slower readers."""
+"""Queues for readers in event loops: a slow reader does not delay the others."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from typing import Any, Generic, TypeVar
 from nanovllm.errors import NanovllmError
 from nanovllm.serve.core_records import EngineState
 
-MAX_UNREAD = 4096  # steps and ended sequences
+MAX_UNREAD = 4096  # steps, and ended sequences, kept for a slow reader
 T = TypeVar("T")
 
 
 class Unread(Generic[T]):
-    """Items for one reader; used in its event loop alone, but for `call`."""
+    """Unread items of one reader; only `call` may be used outside the reader's event loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.items: list[T] = []
         self._is_over = False
         self._error: NanovllmError | None = None
-        self._has_news = asyncio.Event()
+        self._has_items = asyncio.Event()
 
     async def take(self) -> list[T]:
-        """Wait for items and return them; empty once the stream ended, raises if it failed."""
-        await self._has_news.wait()
+        """Wait for items and return them; empty if the stream ended. Raise if it failed."""
+        await self._has_items.wait()
         if self._error is not None:
             raise copy_error(self._error)
         if not self._is_over:
-            self._has_news.clear()
+            self._has_items.clear()
         items, self.items = self.items, []
         return items
 
     def push(self, item: T) -> None:
         self.items.append(item)
-        self._has_news.set()
+        self._has_items.set()
 
     def end(self, error: NanovllmError | None = None) -> None:
         self._is_over, self._error = True, error
-        self._has_news.set()
+        self._has_items.set()
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Schedule a call in the reader's loop; a closed loop has no reader."""
+        """Schedule a call in the reader's loop; no effect if that loop is closed."""
         try:
             self.loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
@@ -53,7 +53,7 @@ class Unread(Generic[T]):
 
 
 def copy_error(error: NanovllmError) -> NanovllmError:
-    """Copy an error, so that each waiter raises one with its own traceback."""
+    """Copy an error, so that each waiter raises its own instance with its own traceback."""
     copy = type(error)(*error.args)
     copy.__cause__ = error.__cause__
     return copy
@@ -62,7 +62,7 @@ def copy_error(error: NanovllmError) -> NanovllmError:
 class Subscribers:
     """Subscribers to the state of an engine; any thread may push.
 
-    `watch` makes the core begin or stop sending snapshots.
+    `watch` is called to make the core start or stop sending snapshots.
     """
 
     def __init__(self, watch: Callable[[bool], None]) -> None:
@@ -71,7 +71,7 @@ class Subscribers:
         self._lock = threading.Lock()
 
     async def subscribe(self) -> AsyncGenerator[EngineState, None]:
-        """Yield snapshots until they are closed; raise what ended the engine."""
+        """Yield snapshots until `end` is called; raise the error passed to it, if any."""
         unread: Unread[EngineState] = Unread()
         with self._lock:
             self._subscribers[unread] = None
@@ -90,7 +90,7 @@ class Subscribers:
             unread.call(_push_state, unread, state)
 
     def end(self, error: NanovllmError | None = None) -> None:
-        """End all subscriptions, with an error if there is one."""
+        """End all subscriptions, optionally with an error."""
         for unread in self._all():
             unread.call(unread.end, error)
 
@@ -100,7 +100,7 @@ class Subscribers:
 
 
 def _push_state(unread: Unread[EngineState], state: EngineState) -> None:
-    """Replace an unread snapshot, and keep its steps and ended sequences."""
+    """Replace an unread snapshot, but keep its steps and ended sequences."""
     for before in unread.items:
         steps = [*before.steps, *state.steps][-MAX_UNREAD:]
         ended = [*before.ended, *state.ended][-MAX_UNREAD:]

@@ -92,7 +92,7 @@ def test_rows_of_every_kind(model: Path, tmp_path: Path) -> None:
     }
     code, shown = batch(model, path, output, "--max-tokens", "7")
     assert code == 2
-    assert "begun with another max_tokens; give --overwrite" in shown
+    assert "started with a different max_tokens; use --overwrite" in shown
     code, _ = batch(model, path, output, "--max-tokens", "6", "--max-num-seqs", "8")
     assert code == 1
     assert by_id(output) == lines

@@ -76,8 +76,8 @@ def test_rows_are_answered_once(tmp_path: Path) -> None:
     assert sorted(line["index"] for line in lines) == list(range(100))
     assert all(line["kept"] == line["index"] for line in lines)
     errors = {line["index"]: line["error"] for line in read_lines(progress_file.errors)}
-    assert errors[100]["message"] == "it is not a JSON object"
-    assert errors[101]["message"].startswith("it is not valid JSON")
+    assert errors[100]["message"] == "the row is not a JSON object"
+    assert errors[101]["message"].startswith("the row is not valid JSON")
     before = progress_file.output.read_bytes(), progress_file.errors.read_bytes()
     again = run(path, tmp_path / "out.jsonl", answer=None)  # nothing is left to answer
     assert (again.output.read_bytes(), again.errors.read_bytes()) == before
@@ -112,7 +112,7 @@ def test_only_the_job_that_was_begun_goes_on(tmp_path: Path) -> None:
     path, output = write_rows(tmp_path / "in.jsonl", plain_rows(5)), tmp_path / "out.jsonl"
     run(path, output)
     write_rows(path, plain_rows(6))
-    with pytest.raises(ConfigError, match="begun with another input"):
+    with pytest.raises(ConfigError, match="started with a different input"):
         run(path, output)
     assert len(read_lines(run(path, output, overwrite=True).output)) == 6
     stranger = tmp_path / "notes.jsonl"
@@ -127,7 +127,7 @@ def test_lines_of_another_job_are_noticed(tmp_path: Path) -> None:
     run(path, output)
     with output.open("a") as file:
         file.write('{"index": 5}\n')
-    with pytest.raises(ConfigError, match="line 6 is not of this job"):
+    with pytest.raises(ConfigError, match="line 6 does not belong to this job"):
         run(path, output)
 
 
@@ -195,7 +195,7 @@ def test_what_answers_depend_on_may_not_change(tmp_path: Path, capsys: Any) -> N
     command = ["batch", str(path), "-o", str(tmp_path / "out.jsonl"), *files]
     assert main(command) == main([*command, "--max-num-seqs", "8"]) == 0
     assert main([*command, "--served-model-name", "other"]) == 2
-    assert "begun with another served_model_name" in capsys.readouterr().err
+    assert "started with a different served_model_name" in capsys.readouterr().err
     template.write_text("{{ messages[0] }}")
     defaults.write_text('{"temperature": 0.7}')
     assert main(command) == 2

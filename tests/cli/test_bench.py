@@ -104,7 +104,7 @@ def test_a_load_from_a_file_counts_errors(
     assert bench(fake, "--prompts", str(file)) == 1
     words = " ".join(capsys.readouterr().out.split())
     assert "num requests 3 num failed 1 " in words
-    assert "errors the server answered 400: " in words
+    assert "errors the server returned 400: " in words
 
 
 def test_files_without_prompts_are_refused(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_the_built_in_model_has_a_temperature_that_makes_sense() -> None:
         (["--override-generation-config", "[1]"], "must be a JSON object with some of temperature"),
         (["--override-generation-config", '{"heat": 1}'], "with some of temperature, top_p, "),
         (["--override-generation-config", '{"top_p": 2}'], "top_p must be in (0, 1]; "),
-        (["--api-key", "secret", ""], "api_key must be keys that are not empty"),
+        (["--api-key", "secret", ""], "api_key must be non-empty keys"),
         (["--request-timeout", "0"], "request_timeout must be above 0 seconds, got 0"),
         (["--request-timeout", "nan"], "request_timeout must be above 0 seconds, got nan"),
         (["--shutdown-timeout", "inf"], "shutdown_timeout must be 0 or more seconds, got inf"),

@@ -302,7 +302,7 @@ def test_a_fault_of_the_front_fails_whoever_waits(
         await until_running(llm, 2)
         monkeypatch.setattr(llm.output_processor, "process", None)
         for task in tasks:
-            with pytest.raises(EngineError, match="cannot be read"):
+            with pytest.raises(EngineError, match="cannot read messages"):
                 await asyncio.wait_for(task, SECONDS)
         llm.close()
 

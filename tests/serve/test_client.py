@@ -43,13 +43,13 @@ def test_answers_come_whole_from_either_url(fake: Running, path: str) -> None:
 
 
 def test_what_the_server_refuses_is_said(fake: Running) -> None:
-    with pytest.raises(RequestError, match="401: a valid API key is needed"):
+    with pytest.raises(RequestError, match="401: a valid API key is required"):
         asyncio.run(OpenAIClient(fake.url).model())
     with pytest.raises(RequestError, match=r"404: .*the model 'other' does not exist"):
         asyncio.run(answer(OpenAIClient(fake.url, "secret"), model="other"))
     with pytest.raises(PromptTooLongError, match="400: the prompt is too long"):
         asyncio.run(answer(OpenAIClient(fake.url, "secret"), max_tokens=10**6))
-    with pytest.raises(ConfigError, match="the URL must be as in"):
+    with pytest.raises(ConfigError, match="the URL must look like"):
         asyncio.run(OpenAIClient("localhost:8000").model())
 
 
@@ -101,11 +101,11 @@ def sending(sent: bytes) -> Iterator[OpenAIClient]:
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        (b"SSH-2.0-OpenSSH\r\n", "broke off"),
-        (HEAD + b"content-length: many\r\n\r\n", "broke off"),
-        (HEAD + b"content-length: 7\r\n\r\n<html/>", "something else than JSON"),
-        (HEAD + b"content-length: 2\r\n\r\n[]", "does not say which models"),
-        (HEAD + b'content-length: 12\r\n\r\n{"data": []}', "does not say which models"),
+        (b"SSH-2.0-OpenSSH\r\n", "invalid or incomplete response"),
+        (HEAD + b"content-length: many\r\n\r\n", "invalid or incomplete response"),
+        (HEAD + b"content-length: 7\r\n\r\n<html/>", "returned invalid JSON"),
+        (HEAD + b"content-length: 2\r\n\r\n[]", "does not list its models"),
+        (HEAD + b'content-length: 12\r\n\r\n{"data": []}', "does not list its models"),
     ],
 )
 def test_servers_that_are_no_servers_of_models(sent: bytes, message: str) -> None:
@@ -116,14 +116,14 @@ def test_servers_that_are_no_servers_of_models(sent: bytes, message: str) -> Non
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        (CHUNKED + chunk(said("Hel")), "broke off"),
-        (CHUNKED + chunk(said("Hel")) + b"?\r\n", "broke off"),
-        (CHUNKED + chunk(said("Hel")) + b"0\r\n\r\n", "no event says that it is complete"),
-        (HEAD + b"\r\n" + said("Hel") + b"\n\n", "no event says that it is complete"),
-        (HEAD + b"\r\n<html></html>", "no event says that it is complete"),
-        (CHUNKED + chunk(b"data: {oops"), "not OpenAI's: {oops"),
-        (CHUNKED + chunk(b"data: [1]"), r"not OpenAI's: \[1\]"),
-        (CHUNKED + chunk(b'data: {"choices": [1]}'), "not OpenAI's"),
+        (CHUNKED + chunk(said("Hel")), "invalid or incomplete response"),
+        (CHUNKED + chunk(said("Hel")) + b"?\r\n", "invalid or incomplete response"),
+        (CHUNKED + chunk(said("Hel")) + b"0\r\n\r\n", "without a finish_reason"),
+        (HEAD + b"\r\n" + said("Hel") + b"\n\n", "without a finish_reason"),
+        (HEAD + b"\r\n<html></html>", "without a finish_reason"),
+        (CHUNKED + chunk(b"data: {oops"), "not in OpenAI's format: {oops"),
+        (CHUNKED + chunk(b"data: [1]"), r"not in OpenAI's format: \[1\]"),
+        (CHUNKED + chunk(b'data: {"choices": [1]}'), "not in OpenAI's format"),
     ],
 )
 def test_half_a_stream_is_no_answer(sent: bytes, message: str) -> None:
@@ -156,22 +156,25 @@ def test_a_server_that_is_silent_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("url", ["http://localhost:99999", "http://[::1"])
 def test_a_url_that_is_none_is_said(url: str) -> None:
-    with pytest.raises(ConfigError, match="the URL must be as in"):
+    with pytest.raises(ConfigError, match="the URL must look like"):
         asyncio.run(OpenAIClient(url).model())
 
 
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        (b"", "broke off"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n{", "broke off"),
-        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n20\r\n{", "broke off"),
+        (b"", "invalid or incomplete response"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n{", "invalid or incomplete response"),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n20\r\n{",
+            "invalid or incomplete response",
+        ),
     ],
 )
 def test_an_answer_that_breaks_off_is_no_answer(sent: bytes, message: str) -> None:
     with sending(sent) as client, pytest.raises(EngineError, match=message):
         asyncio.run(client.model())
-    with pytest.raises(EngineError, match="no server answers"):
+    with pytest.raises(EngineError, match="cannot connect"):
         asyncio.run(client.model())
 
 

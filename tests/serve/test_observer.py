@@ -22,7 +22,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve import core_process
 from nanovllm.serve.core_process import (
     IDLE_SECONDS,
-    SECONDS_BETWEEN,
+    SNAPSHOT_SECONDS,
     Command,
     CoreLoop,
     Observer,
@@ -102,9 +102,9 @@ def test_snapshots_are_thinned_and_stop_when_nothing_changes(
     core.add(request(0))
     core.step()
     assert watching.snapshot(stats_of(core)) is None
-    now += 2 * SECONDS_BETWEEN
+    now += 2 * SNAPSHOT_SECONDS
     assert watching.snapshot(stats_of(core)) is not None
-    now += 2 * SECONDS_BETWEEN
+    now += 2 * SNAPSHOT_SECONDS
     assert watching.snapshot(stats_of(core)) is None
     watching.restart()
     assert watching.snapshot(stats_of(core)) is not None

@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens, as Anthropic has them."""
+"""Anthropic's API: /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from uuid import uuid4
 from pydantic import Field
 
 from nanovllm.errors import NanovllmError, RequestError
-from nanovllm.serve.answer import Event
 from nanovllm.serve.api_records import ApiRecord, ChatRequest, Effort, Listed, as_record, nested
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import anthropic_body
+from nanovllm.serve.http_responses import Event
 from nanovllm.serve.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
 from nanovllm.serve.parsing.tools import is_json
 from nanovllm.serve.prepare_chat import prepare_chat, prompt_of
@@ -21,16 +21,16 @@ from nanovllm.serve.service import Service
 
 SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "stream"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
-# By kind of block: the field of a delta, and the delta's type.
+# By kind of content block: the field of a delta, and the delta's type.
 DELTAS = {
     "text": ("text", "text_delta"),
     "reasoning": ("thinking", "thinking_delta"),
     "tool_call": ("partial_json", "input_json_delta"),
 }
-SIGNATURE = "unsigned"  # clients send reasoning back with one, which is not looked at
+SIGNATURE = "unsigned"  # required by clients; ignored when they send reasoning back
 
 
-async def answer_message(service: Service, request: MessagesRequest) -> MessageResponse:
+async def create_message(service: Service, request: MessagesRequest) -> MessageResponse:
     return MessageResponse(service, await prepare_chat(service, request.chat()))
 
 
@@ -44,7 +44,7 @@ class MessageResponse(ApiResponse):
 
     def __init__(self, service: Service, job: GenerationJob) -> None:
         super().__init__(service, job)
-        self._content: list[Event] = []  # the blocks so far
+        self._content: list[Event] = []  # the content blocks so far
         self._has_begun = self._has_calls = False
         self._message: Event = {
             "id": f"msg_{uuid4().hex}",
@@ -79,7 +79,7 @@ class MessageResponse(ApiResponse):
         return anthropic_body(error)
 
     def _render(self, event: BlockEvent) -> Iterator[Event]:
-        """Write an event in Anthropic's form, and add it to the whole message."""
+        """Convert an event to Anthropic's format, and add it to the whole message."""
         index = event.index
         match event:
             case BlockStart():
@@ -95,7 +95,7 @@ class MessageResponse(ApiResponse):
             case BlockStop(kind=kind):
                 block = self._content[-1]
                 if kind == "tool_call":
-                    arguments = block.pop("partial_json", "")  # invalid where it was cut off
+                    arguments = block.pop("partial_json", "")  # invalid JSON if it was cut off
                     block["input"] = json.loads(arguments) if is_json(arguments) else {}
                 elif kind == "reasoning":
                     block["signature"] = SIGNATURE
@@ -138,7 +138,7 @@ class CustomTool(ApiRecord):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: Any = None
-    eager_input_streaming: bool | None = None  # arguments are streamed as they come anyway
+    eager_input_streaming: bool | None = None  # ignored: arguments are always streamed
 
     def as_function(self) -> dict[str, Any]:
         own = self.model_dump(exclude_none=True, include={"name", "description", "strict"})
@@ -168,7 +168,7 @@ class OutputConfig(ApiRecord):
 
 
 class CountRequest(ApiRecord):
-    """What the prompt is made of."""
+    """The fields of a request that determine its prompt."""
 
     messages: Listed[Turn] = Field(min_length=1)
     model: str | None = None
@@ -215,14 +215,14 @@ class MessagesRequest(CountRequest):
     thread: Any = None
 
     def _sampling(self) -> dict[str, Any]:
-        if self.thread is not None:  # clients that are told so by this code go on without
-            message = "thread is not supported by this server: send all messages"
+        if self.thread is not None:  # clients that receive this code retry without a thread
+            message = "thread is not supported by this server; send all messages"
             raise RequestError(message, param="thread", code="thread_unsupported_request")
         return {"stop": self.stop_sequences, **self.model_dump(include=SAMPLING)}
 
 
 def _is_begun(last: Turn) -> bool:
-    """An answer whose first words are given is continued."""
+    """Return whether the last turn is the beginning of the completion, to be continued."""
     blocks = _blocks(last.content)
     return last.role == "assistant" and bool(blocks) and blocks[-1].get("type") == "text"
 
@@ -238,14 +238,14 @@ def _blocks(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _messages(role: str, content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a chat: first those of the results of tools, then what else there is."""
-    texts, thoughts, calls, results = [], [], [], []
+    """Convert a turn to chat messages: first the tool results, then everything else."""
+    texts, reasoning, calls, results = [], [], [], []
     for block in _blocks(content):
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
             case {"type": "thinking", "thinking": str(text)} if role == "assistant":
-                thoughts.append(text)
+                reasoning.append(text)
             case {"type": "tool_use", "id": str(call_id), "name": str(name)} if role == "assistant":
                 function = {"name": name, "arguments": block.get("input") or {}}
                 calls.append({"type": "function", "id": call_id, "function": function})
@@ -253,13 +253,13 @@ def _messages(role: str, content: str | list[dict[str, Any]]) -> list[dict[str, 
                 [result] = _messages("tool", block.get("content") or "")
                 results.append({**result, "tool_call_id": call_id})
             case _:
-                why = f"messages: this block is not supported in {role} messages: {block!r:.80}"
-                raise RequestError(why, param="messages")
+                problem = f"this content block is not supported in {role} messages"
+                raise RequestError(f"messages: {problem}: {block!r:.80}", param="messages")
     if results and not texts:
         return results
     message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
-    if thoughts:
-        message["reasoning"] = "\n".join(thoughts)
+    if reasoning:
+        message["reasoning"] = "\n".join(reasoning)
     if calls:
         message["tool_calls"] = calls
     return [*results, message]

@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""OpenAI's chat API: /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from nanovllm.serve.answer import Event
 from nanovllm.serve.api_records import ChatRequest
 from nanovllm.serve.generation import GenerationJob, Update
+from nanovllm.serve.http_responses import Event
 from nanovllm.serve.openai.completions import OpenAIResponse
 from nanovllm.serve.openai.openai_logprobs import Entry, logprob_entries, prompt_logprobs_by_id
 from nanovllm.serve.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
@@ -18,7 +18,7 @@ from nanovllm.serve.service import Service
 OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
 
 
-async def answer_chat(service: Service, request: ChatRequest) -> ChatResponse:
+async def create_chat_completion(service: Service, request: ChatRequest) -> ChatResponse:
     return ChatResponse(service, await prepare_chat(service, request), request)
 
 
@@ -31,7 +31,7 @@ class ChatResponse(OpenAIResponse):
         self._num_calls = [0] * job.num_choices
 
     def chunk(self, update: Update) -> Event:
-        fields = self._of_prompt(update)
+        fields = self._prompt_fields(update)
         choice = self._choice(update)
         news = (choice["delta"], choice["logprobs"], choice.get("token_ids"), update.finish_reason)
         return {"choices": [choice], **fields} if any(news) else {}
@@ -41,14 +41,14 @@ class ChatResponse(OpenAIResponse):
         body["choices"] = list(map(_whole, body["choices"]))
         return body | {name: event[name] for event in events for name in OF_PROMPT if name in event}
 
-    def _of_prompt(self, update: Update) -> Event:
-        """What was asked for of the prompt: beside the choices, which all have the same."""
-        facts: Event = {}
+    def _prompt_fields(self, update: Update) -> Event:
+        """Return the requested fields of the prompt, which all choices share."""
+        fields: Event = {}
         if self.request.return_token_ids and not any(self.is_begun):
-            facts["prompt_token_ids"] = list(self.job.prompts[0])
+            fields["prompt_token_ids"] = list(self.job.prompts[0])
         if self.request.prompt_logprobs is not None and update.finish_reason is not None:
-            facts["prompt_logprobs"] = partial(prompt_logprobs_by_id, update.prompt_logprobs)
-        return facts
+            fields["prompt_logprobs"] = partial(prompt_logprobs_by_id, update.prompt_logprobs)
+        return fields
 
     def _choice(self, update: Update) -> dict[str, Any]:
         index, reason = update.choice, update.finish_reason
@@ -72,7 +72,7 @@ class ChatResponse(OpenAIResponse):
         return choice
 
     def _delta(self, choice: int, events: Sequence[BlockEvent]) -> dict[str, Any]:
-        """Render events as a message, or a part of one."""
+        """Render events as the delta of a message."""
         delta: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
         for event in events:
@@ -99,14 +99,14 @@ class ChatResponse(OpenAIResponse):
 
 
 def _is_cut(update: Update) -> bool:
-    """Whether a stop string came within a call, which therefore cannot be followed."""
+    """Return whether a stop string ended the output inside a tool call."""
     is_stop_string = isinstance(update.stop_reason, str)
     cut = (each for each in update.events[-1:] if isinstance(each, BlockStop))
     return is_stop_string and any(each.kind == "tool_call" and not each.is_complete for each in cut)
 
 
 def _whole(choice: dict[str, Any]) -> dict[str, Any]:
-    """A choice that came in one piece, as a message."""
+    """Convert a choice whose delta is complete to one with a message."""
     message = {"refusal": None, **choice.pop("delta")}
     for call in message.get("tool_calls", ()):
         del call["index"]

@@ -1,4 +1,4 @@
-"""/v1/completions: texts or token ids go on."""
+"""OpenAI's completions API: /v1/completions continues texts or token ids."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from uuid import uuid4
 from nanovllm.engine.logprobs import text_within
 from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.answer import Event
 from nanovllm.serve.api_records import CompletionRequest, SamplingFields, StreamOptions
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Logprobs, Update
+from nanovllm.serve.http_responses import Event
 from nanovllm.serve.openai.openai_logprobs import prompt_logprobs_by_id, token_bytes
 from nanovllm.serve.service import Service
 
@@ -22,8 +22,8 @@ DEFAULT_MAX_TOKENS = 16
 _Decoder = codecs.getincrementaldecoder("utf-8")
 
 
-async def answer_completion(service: Service, request: CompletionRequest) -> CompletionResponse:
-    """Check everything that can be checked before the answer begins."""
+async def create_completion(service: Service, request: CompletionRequest) -> CompletionResponse:
+    """Validate a request completely before generation starts."""
     service.check_model(request.model)
     special = request.add_special_tokens
     options = {} if special is None else {"add_special_tokens": special}
@@ -34,7 +34,7 @@ async def answer_completion(service: Service, request: CompletionRequest) -> Com
     asked = (request.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
     lengths = [service.max_tokens(len(prompt), *asked) for prompt in prompts]
     params = [_params(service, request, length) for length in lengths]
-    # The log-probabilities of a prompt come with the end of its answer, so an echo of them too.
+    # Prompt logprobs are known only with the final output, so nothing is streamed before it.
     is_streaming = bool(request.stream) and params[0].prompt_logprobs is None
     job = GenerationJob(prompts, params, request.cache_salt, is_streaming, request.grammar_param)
     return CompletionResponse(service, job, request)
@@ -54,7 +54,7 @@ def _params(service: Service, request: CompletionRequest, max_tokens: int) -> Sa
 
 
 class OpenAIResponse(ApiResponse):
-    """A chat or completion: chunks with choices and, if asked for, usage; then [DONE]."""
+    """A chat or completion stream: chunks with choices, usage if requested, then [DONE]."""
 
     end = b"data: [DONE]\n\n"
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
@@ -72,7 +72,7 @@ class OpenAIResponse(ApiResponse):
         }
 
     def chunk(self, update: Update) -> Event:
-        """Return the fields of a chunk, `choices` among them; none where there is nothing new."""
+        """Return the fields of a chunk, including `choices`; empty if there is nothing new."""
         raise NotImplementedError
 
     def render(self, update: Update) -> Iterator[Event]:
@@ -100,7 +100,7 @@ class CompletionResponse(OpenAIResponse):
 
     def __init__(self, service: Service, job: GenerationJob, request: CompletionRequest) -> None:
         super().__init__(service, job, request)
-        self._offsets = [0] * job.num_choices  # whole characters of each choice so far
+        self._offsets = [0] * job.num_choices  # characters of each choice so far
         num_decoders = 0 if request.logprobs is None else job.num_choices
         self._decoders = [_Decoder("replace") for _ in range(num_decoders)]
 
@@ -135,7 +135,7 @@ class CompletionResponse(OpenAIResponse):
         return choice
 
     def _echo(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
-        """The text of the prompt, and the space that an answer's first token has after others."""
+        """Return the prompt's text and the space that the first output token loses on its own."""
         tokenizer = self.service.tokenizer
         echo = str(tokenizer.decode(prompt, skip_special_tokens=False))
         if not token_ids:
@@ -151,9 +151,9 @@ class CompletionResponse(OpenAIResponse):
         token_ids: Sequence[int],
         logprobs: Logprobs,
     ) -> dict[str, list[Any]]:
-        """A column for each thing that is known of a token, the echoed ones first."""
+        """Return the logprobs as one list per field; echoed prompt tokens come first."""
         tokenizer = self.service.tokenizer
-        texts, numbers, best, offsets = [], [], [], []
+        texts, token_logprobs, top_logprobs, offsets = [], [], [], []
         ids = [*(prompt if prompt_logprobs else ()), *token_ids]
         for token_id, entry in zip(ids, [*prompt_logprobs, *logprobs], strict=True):
             own = entry[token_id] if entry else None
@@ -161,22 +161,22 @@ class CompletionResponse(OpenAIResponse):
             if text is None:
                 text = str(tokenizer.decode([token_id]))
             texts.append(text)
-            numbers.append(own.logprob if own else None)
-            best.append(partial(_best, entry) if entry else None)
+            token_logprobs.append(own.logprob if own else None)
+            top_logprobs.append(partial(_logprobs_by_text, entry) if entry else None)
             offsets.append(self._offsets[choice])
             added = self._decoders[choice].decode(token_bytes(tokenizer, token_id, text))
             self._offsets[choice] += len(added)
         return {
             "tokens": texts,
-            "token_logprobs": numbers,
-            "top_logprobs": best,
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs,
             "text_offset": offsets,
         }
 
 
-def _best(entry: dict[int, Logprob]) -> dict[str, float]:
-    """The most likely tokens and the one that was taken, by text; of equal texts the likelier."""
-    best: dict[str, float] = {}
+def _logprobs_by_text(entry: dict[int, Logprob]) -> dict[str, float]:
+    """Return the top logprobs and the sampled token's, keyed by text; the likeliest text wins."""
+    logprobs: dict[str, float] = {}
     for logprob in sorted(entry.values(), key=lambda each: each.rank):
-        best.setdefault(logprob.decoded_token or "", logprob.logprob)
-    return best
+        logprobs.setdefault(logprob.decoded_token or "", logprob.logprob)
+    return logprobs

@@ -1,4 +1,4 @@
-"""/v1/embeddings."""
+"""OpenAI's embeddings API: /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from functools import partial
 import numpy as np
 
 from nanovllm.outputs import EmbeddingOutput
-from nanovllm.serve.answer import Event, EventStream
 from nanovllm.serve.api_records import EmbeddingRequest
+from nanovllm.serve.http_responses import Event, EventStream
 from nanovllm.serve.service import Service
 
 
-async def answer_embedding(service: Service, request: EmbeddingRequest) -> EmbeddingResponse:
+async def create_embedding(service: Service, request: EmbeddingRequest) -> EmbeddingResponse:
     service.check_model(request.model)
     prompts = await service.all_token_ids(request.input, "input")
     service.check_num_sequences(len(prompts))
@@ -31,7 +31,7 @@ class EmbeddingResponse(EventStream):
         self._service, self._request, self._prompts = service, request, prompts
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the whole answer."""
+        """Yield the response body as a single event."""
         llm, metrics = self._service.llm, self._service.metrics
         normalize = self._request.normalize is not False
         tasks = [

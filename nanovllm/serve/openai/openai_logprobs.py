@@ -1,4 +1,4 @@
-"""Log-probabilities in the forms of the APIs, computed while a body is encoded."""
+"""Logprobs in the formats of OpenAI's APIs; they are computed lazily, during JSON encoding."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nanovllm.outputs import Logprob
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TokenLogprobs = tuple[int, dict[int, Logprob]]  # a sampled token, and its logprob and top logprobs
+TokenLogprobs = tuple[int, dict[int, Logprob]]  # sampled token id, and logprobs keyed by token id
 Entry = Callable[[], dict[str, Any]]
 
-_FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte
-_PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))  # in GPT-2's way, as they are
+_FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's byte fallback
+_PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))  # GPT-2 maps these to themselves
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTED)
 _BYTE_LEVEL = {
     **{chr(byte): byte for byte in _PRINTED},
@@ -28,7 +28,7 @@ _BYTE_LEVEL = {
 def logprob_entries(
     tokenizer: PreTrainedTokenizerBase, tokens: Iterable[TokenLogprobs], num_top: int
 ) -> list[Entry]:
-    """The logprobs of tokens as chats and responses have them."""
+    """Return the logprobs of tokens in the format of chats and responses."""
 
     def entry(token_id: int, known: dict[int, Logprob]) -> dict[str, Any]:
         top = [
@@ -66,7 +66,7 @@ def prompt_logprobs_by_id(
 def covering(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[TokenLogprobs], text: str
 ) -> Sequence[TokenLogprobs]:
-    """The last tokens, as many as make up a text; those of a marker before it are left out."""
+    """Return the last tokens that make up a text; this excludes a marker's tokens before it."""
     num_bytes, start = len(text.encode("utf-8", "replace")), len(tokens)
     while start > 0 and num_bytes > 0:
         start -= 1
@@ -76,7 +76,7 @@ def covering(
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, text: str) -> bytes:
-    """What a token adds to a text; its own text shows parts of characters as replaced."""
+    """Return the bytes of a token; its text alone has U+FFFD for incomplete characters."""
     if REPLACEMENT in text:
         (written,) = tokenizer.convert_ids_to_tokens([token_id])
         if found := _FALLBACK.fullmatch(written):

@@ -1,4 +1,4 @@
-"""/v1/responses, without memory: what an answer depends on is in its request."""
+"""OpenAI's Responses API: /v1/responses, stateless: the request contains the whole input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pydantic import Field
 
 from nanovllm.engine.conversations import text_of
 from nanovllm.errors import NanovllmError, RequestError
-from nanovllm.serve.answer import Event
 from nanovllm.serve.api_records import (
     MAX_TOP_LOGPROBS,
     ChatRequest,
@@ -23,6 +22,7 @@ from nanovllm.serve.api_records import (
 )
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import message_of
+from nanovllm.serve.http_responses import Event
 from nanovllm.serve.openai.openai_logprobs import Entry, TokenLogprobs, covering, logprob_entries
 from nanovllm.serve.parsing.events import BlockDelta, BlockStart, BlockStop
 from nanovllm.serve.prepare_chat import prepare_chat
@@ -36,12 +36,13 @@ INCLUDED_LOGPROBS = "message.output_text.logprobs"
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_TYPES = ("input_text", "output_text", "text")
 REASONING_TYPES = ("reasoning_text", "summary_text")
-# By kind of block: the prefix of an item's id and its first fields, and the name of its content.
+# By kind of content block: the prefix of an item's id, and its initial fields.
 ITEMS: dict[str, tuple[str, Event]] = {
     "text": ("msg_", {"type": "message", "role": "assistant", "content": []}),
     "reasoning": ("rs_", {"type": "reasoning", "summary": [], "content": []}),
     "tool_call": ("fc_", {"type": "function_call", "arguments": ""}),
 }
+# By kind of content block: the type of its content.
 CONTENT = {
     "text": "output_text",
     "reasoning": "reasoning_text",
@@ -49,9 +50,9 @@ CONTENT = {
 }
 
 
-async def answer_response(service: Service, request: ResponsesRequest) -> ResponsesResponse:
+async def create_response(service: Service, request: ResponsesRequest) -> ResponsesResponse:
     job = await prepare_chat(service, request.chat(), "input")
-    if request.has_logprobs:  # which tokens are whose shows only as they come
+    if request.has_logprobs:  # only streaming shows which content block a token belongs to
         job = replace(job, is_streaming=True)
     return ResponsesResponse(service, job, request)
 
@@ -62,10 +63,10 @@ class ResponsesResponse(ApiResponse):
     def __init__(self, service: Service, job: GenerationJob, request: ResponsesRequest) -> None:
         super().__init__(service, job)
         self._output: list[Event] = []  # the finished items
-        self._tokens: list[TokenLogprobs] = []  # whose text has not come yet
+        self._tokens: list[TokenLogprobs] = []  # tokens whose text has not been emitted yet
         self._num_events = 0
-        self._num_best = request.top_logprobs or 0
-        self.is_large = request.has_logprobs  # the last events repeat those of all tokens
+        self._num_top = request.top_logprobs or 0
+        self.is_large = request.has_logprobs  # the last events repeat the logprobs of all tokens
         params = job.params[0]
         self._response: Event = {
             "id": f"resp_{uuid4().hex}",
@@ -87,7 +88,7 @@ class ResponsesResponse(ApiResponse):
             "text": {"format": request.text.get("format") or {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
-            "top_logprobs": self._num_best,
+            "top_logprobs": self._num_top,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -107,8 +108,8 @@ class ResponsesResponse(ApiResponse):
         return response
 
     def error(self, error: NanovllmError) -> Event:
-        told = {"code": error.code or "server_error", "message": message_of(error)}
-        self._response |= {"status": "failed", "error": told}
+        body = {"code": error.code or "server_error", "message": message_of(error)}
+        self._response |= {"status": "failed", "error": body}
         return self._event("response.failed", response=self._snapshot())
 
     def _event(self, name: str, **fields: Any) -> Event:
@@ -122,7 +123,7 @@ class ResponsesResponse(ApiResponse):
     def _render(self, update: Update) -> Iterator[Event]:
         if update.logprobs:
             self._tokens += zip(update.token_ids, update.logprobs, strict=True)
-        # The newest tokens end where the last piece of text does.
+        # The newest tokens belong to the last start or delta of this update.
         pieces = [each for each in update.events if not isinstance(each, BlockStop)]
         for event in update.events:
             tokens: Sequence[TokenLogprobs] = self._tokens if event in pieces[-1:] else ()
@@ -130,7 +131,7 @@ class ResponsesResponse(ApiResponse):
                 case BlockStart():
                     yield from self._start(event)
                 case BlockDelta(text=text):
-                    yield self._grow(text, tokens)
+                    yield self._delta(text, tokens)
                 case BlockStop(is_complete=is_complete):
                     yield from self._stop(is_complete)
         if update.events:
@@ -138,7 +139,7 @@ class ResponsesResponse(ApiResponse):
 
     def _start(self, block: BlockStart) -> Iterator[Event]:
         self._kind, self._text = block.kind, ""
-        self._logprobs: list[TokenLogprobs] = []  # of the text, if asked for
+        self._logprobs: list[TokenLogprobs] = []  # of the block's text, if requested
         prefix, fields = ITEMS[block.kind]
         self._item = {"id": prefix + uuid4().hex, "status": "in_progress", **fields}
         self._place = {"item_id": self._item["id"], "output_index": block.index}
@@ -149,7 +150,7 @@ class ResponsesResponse(ApiResponse):
             self._place["content_index"] = 0
             yield self._event("response.content_part.added", **self._place, part=self._part())
 
-    def _grow(self, text: str, tokens: Sequence[TokenLogprobs]) -> Event:
+    def _delta(self, text: str, tokens: Sequence[TokenLogprobs]) -> Event:
         if not self._text:
             tokens = covering(self.service.tokenizer, tokens, text)
         self._text += text
@@ -181,11 +182,11 @@ class ResponsesResponse(ApiResponse):
         return part
 
     def _entries(self, tokens: Sequence[TokenLogprobs]) -> list[Entry]:
-        return logprob_entries(self.service.tokenizer, tokens, self._num_best)
+        return logprob_entries(self.service.tokenizer, tokens, self._num_top)
 
     def _finish(self, reason: str) -> Event:
         usage = self.usage
-        # Writing to the cache is something that OpenAI charges for; here nothing is.
+        # OpenAI bills cache writes; this server has none to report.
         cached = {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0}
         status = "completed" if reason == "stop" else "incomplete"
         self._response |= {
@@ -204,7 +205,7 @@ class ResponsesResponse(ApiResponse):
 
 
 class ResponsesRequest(IgnoredFields):
-    """Fields that chats have too are checked as those of a chat."""
+    """A request of the Responses API; `chat` validates the fields it shares with chats."""
 
     input: str | Listed[dict[str, Any]]
     model: str | None = None
@@ -212,7 +213,7 @@ class ResponsesRequest(IgnoredFields):
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = None  # vLLM's addition; rows of a batch need one
+    seed: int | None = None  # vLLM's extension; set for the rows of batch jobs
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Listed[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -222,7 +223,7 @@ class ResponsesRequest(IgnoredFields):
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     stream: bool | None = None
-    stream_options: dict[Literal["include_obfuscation"], bool] | None = None  # there is none
+    stream_options: dict[Literal["include_obfuscation"], bool] | None = None  # ignored
 
     @property
     def has_logprobs(self) -> bool:
@@ -248,7 +249,7 @@ class ResponsesRequest(IgnoredFields):
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
-    """As chats have it."""
+    """Convert a tool choice to the chat format."""
     if not isinstance(choice, dict):
         return choice
     if isinstance(choice.get("tools"), list):
@@ -257,7 +258,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
 
 
 def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Reasoning, text and calls of one answer come as items, and become one message."""
+    """Convert input items to chat messages; consecutive items of the assistant are merged."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Content-block events: what the parser emits and every API renders, in the order of the text."""
+"""Content-block events: emitted by the parser in text order, and rendered by every API."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ Kind = Literal["text", "reasoning", "tool_call"]
 
 @dataclass(frozen=True, slots=True)
 class BlockStart:
-    index: int  # of the block in its completion; the previous block has stopped
+    index: int  # index of the content block in its completion; the previous one has stopped
     kind: Kind
     call_id: str = ""
-    name: str = ""  # of the called tool
+    name: str = ""  # name of the called tool
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDelta:
-    """A piece of a block; all pieces of a complete call together are a JSON object."""
+    """A piece of a content block; the pieces of a complete tool call form a JSON object."""
 
     index: int
     kind: Kind
@@ -27,7 +27,7 @@ class BlockDelta:
 
 @dataclass(frozen=True, slots=True)
 class BlockStop:
-    """The end of a block; an incomplete one was cut off, or is a call whose JSON is invalid."""
+    """The end of a content block; it is incomplete if it was cut off or its JSON is invalid."""
 
     index: int
     kind: Kind

@@ -1,4 +1,4 @@
-"""How models write tool calls and reasoning: a description for each format."""
+"""Formats in which models write tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from nanovllm.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One way to write calls: `begin call (separator call)* end`.
+    """The syntax of tool calls: `begin call (separator call)* end`.
 
     A call is either a JSON object with a name and arguments, or `call_begin name after_name
-    arguments call_end`. Texts stand here as the chat template writes them. The parser takes any
-    white space, or none, between their words; the word `*` is any letters and digits.
+    arguments call_end`. The markers are written as in the chat template. The parser accepts any
+    whitespace, or none, between their words; the word `*` matches any letters and digits.
     """
 
     begin: str = ""
     call_begin: str = ""
-    after_name: str | None = None  # None: the call is an object, which holds the name
+    after_name: str | None = None  # None: the call is a JSON object that contains the name
     arguments: Literal["json", "tags"] = "json"
     call_end: str = ""
     separator: str = ""
     end: str = ""
-    is_shared: bool = True  # between one begin and end are all calls, not each in its own
-    arguments_key: str = "arguments"  # in the object
+    is_shared: bool = True  # one begin and end enclose all calls, instead of each call
+    arguments_key: str = "arguments"  # key of the arguments in the JSON object
 
     @property
     def opening(self) -> str:
-        """The word that every call, or all of them, must begin with."""
+        """The first word of every call or, if begin and end are shared, of all calls."""
         return [*self.begin.split(), *self.call_begin.split(), "{"][0]
 
     @property
@@ -48,15 +48,15 @@ class Frame:
 @dataclass(frozen=True, slots=True)
 class Format:
     name: str
-    signs: tuple[str, ...]  # all stand in a chat template that uses this format
+    signs: tuple[str, ...]  # a chat template that contains all of these uses this format
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat(Format):
-    frames: tuple[Frame, ...]  # all are understood; a grammar enforces the first
+    frames: tuple[Frame, ...]  # the parser accepts all of them; a grammar enforces the first
 
     def as_written_by(self, chat_template: str) -> ToolFormat:
-        """Put frames first that the chat template writes."""
+        """Move the frames that the chat template uses to the front."""
 
         def is_foreign(frame: Frame) -> bool:
             return not all(word in chat_template for word in (frame.after_name or "").split())
@@ -66,15 +66,15 @@ class ToolFormat(Format):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat(Format):
-    """Reasoning at the beginning of an answer. Newlines next to either marker are layout."""
+    """Reasoning at the start of a completion. Newlines next to the markers are dropped."""
 
     begin: str = "<think>"
     end: str = "</think>"
 
     def is_open(self, prompt: str, continued: str = "") -> bool:
-        """Tell whether an answer begins inside reasoning.
+        """Return whether a completion begins inside reasoning.
 
-        It follows the prompt, or goes on from a message at the prompt's end.
+        `continued` is the text of the final message if the completion continues it.
         """
         if continued.lstrip().startswith(self.begin):
             return self.end not in continued
@@ -87,7 +87,7 @@ class Formats:
     reasoning: ReasoningFormat | None
 
     def markup(self) -> str:
-        """All that marks a call or reasoning."""
+        """Return all markers of tool calls and reasoning, one per line."""
         frames = self.tools.frames if self.tools is not None else ()
         texts = [getattr(frame, field.name) for frame in frames for field in fields(frame)]
         if self.reasoning is not None:
@@ -119,7 +119,7 @@ UNFENCED = replace(
     separator="",
 )
 
-# The first whose signs are all in a chat template is chosen.
+# The first format whose signs all occur in the chat template is chosen.
 TOOL_FORMATS = (
     ToolFormat(
         "qwen3_coder",
@@ -153,7 +153,7 @@ REASONING_FORMATS = (
 def choose_formats(
     chat_template: str, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> Formats:
-    """Choose each format by its name, or else by what the chat template writes."""
+    """Choose each format by name or, without a name, by the signs in the chat template."""
     tools = _choose(TOOL_FORMATS, tool_parser, chat_template)
     reasoning = _choose(REASONING_FORMATS, reasoning_parser, chat_template)
     return Formats(tools and tools.as_written_by(chat_template), reasoning)
@@ -165,5 +165,5 @@ def _choose(formats: tuple[T, ...], name: str | None, chat_template: str) -> T |
         return next(signed, None)
     by_name = {each.name: each for each in formats}
     if name not in by_name:
-        raise ConfigError(f"there is no parser named {name!r}; there are: {', '.join(by_name)}")
+        raise ConfigError(f"unknown parser {name!r}; choose one of: {', '.join(by_name)}")
     return by_name[name]

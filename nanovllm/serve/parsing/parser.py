@@ -1,8 +1,8 @@
-"""The parser: a model's text in, events out, the same ones however the text is cut.
+"""Incremental parser from model text to content-block events, independent of chunk boundaries.
 
-Text that is no call comes out as content, to the letter. A call begins when its tool's name and
-the beginning of its arguments are known; until then its text is held back, and becomes content
-where they turn out wrong. Content next to a call that is nothing but white space is layout.
+Text outside tool calls becomes content, unchanged. A call starts when the tool's name and the
+start of its arguments are known; until then its text is held back, and becomes content if they
+are invalid. Content next to a call that is only whitespace is dropped.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ CALL_KEYS = {"name", *ARGUMENT_KEYS, "id", "type"}
 IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
 OUTSIDE_STRING = re.compile(r"[\w\s:,.+'-]+")
 KEY_STOPS = (">", "\n")
-# A tag that was left out ends a value too, where the next one begins a line.
+# If the closing tag is missing, the next tag at the start of a line ends the value.
 VALUE_STOPS = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")
 
 
 def new_call_id() -> str:
-    """Nine letters or digits, as Mistral's templates insist."""
+    """Return nine letters or digits, as Mistral's templates require."""
     return uuid4().hex[:9]
 
 
 class OutputParser:
-    """Reads one answer: `feed` each piece of its text, then `finish`."""
+    """Parses one completion: `feed` each piece of its text, then `finish`."""
 
     def __init__(
         self,
@@ -43,11 +43,9 @@ class OutputParser:
         reasoning_format: ReasoningFormat | None = None,
         starts_in_reasoning: bool = False,
         new_id: Callable[[], str] = new_call_id,
-        has_content: bool = True,
+        has_content: bool = True,  # False: drop text outside calls, such as a call that was cut off
     ) -> None:
-        """Without content, which an answer held to calls has none of, a call that was cut off
-        before its arguments is dropped."""
-        # A longer name first, as it may begin with a shorter one.
+        # Longer names come first because a shorter one may be their prefix.
         self._tools = {tool.name: tool for tool in sorted(tools, key=lambda each: -len(each.name))}
         self._frames = tool_format.frames if tool_format and tools else ()
         self._openings = tuple(dict.fromkeys(frame.opening for frame in self._frames))
@@ -55,12 +53,12 @@ class OutputParser:
         self._starts_in_reasoning = starts_in_reasoning
         self._has_content = has_content
         self._new_id = new_id
-        self.has_reasoning = False  # known by the end of the text
+        self.has_reasoning = False  # final once the text has ended
         self._has_calls = False
-        self._blank: str | None = ""  # white space that content has begun with; None: it goes on
-        self._newlines = ""  # of reasoning, held back as they may be its last
+        self._blank: str | None = ""  # leading whitespace of content; None after other content
+        self._newlines = ""  # newlines of reasoning, held back because they may be its last
         self._num_blocks = 0
-        self._open: Kind | None = None  # kind of the block that has not stopped yet
+        self._open: Kind | None = None  # kind of the content block that has not stopped yet
         self._texts: list[str] = []  # pieces of the open block since the last event
         self._events: list[BlockEvent] = []
         self._reader = Reader()
@@ -76,7 +74,7 @@ class OutputParser:
         """Return the last events; a completion that was cut off has an incomplete last block."""
         self._reader.close()
         for _ in self._coroutine:
-            raise AssertionError("nothing waits for text when it is over")
+            raise AssertionError("the coroutine waits for text after its end")
         self._stop(is_complete)
         return self._take()
 
@@ -147,7 +145,7 @@ class OutputParser:
         self._delta("text", text)
 
     def _read_calls(self, opening: str) -> Waits[None]:
-        """Read calls where one may begin, or else the text up to what should not stand there."""
+        """Read tool calls at an opening; if there is none, emit the text up to the mismatch."""
         reader = self._reader
         start = reader.pos
         furthest = start + len(opening)
@@ -157,7 +155,7 @@ class OutputParser:
                 return
             furthest = max(furthest, reader.pos)
         reader.pos = furthest
-        # What should not stand there may be an opening, whose beginning was taken for something.
+        # The mismatch may be inside another opening whose first characters were already consumed.
         reader.pos -= num_held(reader.since(start)[len(opening) :], self._openings)
         self._emit_content(reader.since(start))
 
@@ -177,7 +175,7 @@ class OutputParser:
         return True
 
     def _read_call(self, frame: Frame) -> Waits[bool]:
-        """Read a call up to the end of its arguments; False when there is none."""
+        """Read a call up to the end of its arguments; return False if there is none."""
         reader = self._reader
         if not (yield from reader.accept_all(frame.call_begin)):
             return False
@@ -196,7 +194,7 @@ class OutputParser:
         return is_call
 
     def _read_object(self) -> Waits[bool]:
-        """Read a call that is a JSON object; its arguments stream where the name comes first."""
+        """Read a call that is a JSON object; its arguments are streamed if the name is first."""
         reader, start = self._reader, self._reader.pos
         name = ""
         if (yield from reader.accept_all('{ "name" : "')):
@@ -220,7 +218,7 @@ class OutputParser:
         return (yield from self._read_json(pieces.append)) and self._emit_object("".join(pieces))
 
     def _emit_object(self, text: str) -> bool:
-        """Emit a whole call; its arguments may be missing, or a text that holds JSON."""
+        """Emit a complete call; its arguments may be missing, or a string that contains JSON."""
         call = json.loads(text)
         name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
         if not isinstance(arguments, str):
@@ -234,7 +232,7 @@ class OutputParser:
         return True
 
     def _read_rest_of_object(self) -> Waits[None]:
-        """Read what follows the arguments, such as an id, as far as it is right."""
+        """Read what follows the arguments, such as an id, as far as it is valid."""
         reader = self._reader
         end = reader.pos
         has_more = yield from reader.accept_all(",")
@@ -252,7 +250,7 @@ class OutputParser:
         return True
 
     def _read_json(self, sink: Callable[[str], None], before: str = "") -> Waits[bool]:
-        """Read an object, or the rest of one, up to where it closes; False if that is no JSON."""
+        """Read a JSON object, or the rest of one, to its end; return False if it is invalid."""
         reader = self._reader
         pieces = [before]
         depth, in_string, is_escaped = len(before[:1]), False, False
@@ -262,7 +260,7 @@ class OutputParser:
                 if not in_string and char not in '"{}[]':
                     break
                 reader.pos += 1
-                # Models write newlines into strings as they are; JSON has them escaped.
+                # Models write raw newlines in strings, which JSON requires to be escaped.
                 piece = json.dumps(char)[1:-1] if char < " " else char
                 if is_escaped:
                     is_escaped = False
@@ -279,7 +277,7 @@ class OutputParser:
         return False
 
     def _read_tags(self, tool: Tool, call_end: str) -> Waits[None]:
-        """Read `<parameter=key>value</parameter>` up to the end, and write JSON meanwhile."""
+        """Read all `<parameter=key>value</parameter>`, and emit them as a JSON object."""
         self._begin_call(tool.name)
         emit = partial(self._delta, "tool_call")
         emit("{")
@@ -308,7 +306,7 @@ class OutputParser:
         return ""
 
     def _read_value(self, types: frozenset[str], emit: Callable[[str], None]) -> Waits[bool]:
-        """Read a value up to its closing tag; False when that does not come."""
+        """Read a value up to its closing tag; return False if the tag is missing."""
         reader = self._reader
         yield from reader.accept("\n")
         if types <= {"string"}:

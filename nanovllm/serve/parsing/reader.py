@@ -1,6 +1,6 @@
-"""Text that arrives in pieces, read by coroutines that wait where it has not come yet.
+"""A reader of text that arrives in pieces; coroutines wait where more text is needed.
 
-What a coroutine decides depends on the text alone and never on where it was cut.
+Their decisions depend only on the text, never on how it was split into pieces.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Waits = Generator[None, None, T]  # yields for more text, and returns a T
 
 class Reader:
     def __init__(self) -> None:
-        self.pos = 0  # counted from the beginning of all text
+        self.pos = 0  # offset from the start of the whole text
         self._text = ""
-        self._start = 0  # of self._text
-        self._settled = 0
+        self._start = 0  # offset of self._text in the whole text
+        self._settled = 0  # text before this offset is no longer needed
         self._is_over = False
 
     def push(self, piece: str) -> None:
@@ -31,28 +31,28 @@ class Reader:
         self._is_over = True
 
     def settle(self) -> None:
-        """Promise that nothing before this place is read again."""
+        """Allow the text before the current position to be dropped."""
         self._settled = self.pos
 
     def since(self, pos: int) -> str:
         return self._text[pos - self._start : self.pos - self._start]
 
     def more(self) -> Waits[bool]:
-        """Wait for more text; False when there is none."""
+        """Wait for more text; return False at the end."""
         if self._is_over:
             return False
         yield
         return True
 
     def peek(self) -> Waits[str]:
-        """Return the next character; nothing at the end."""
+        """Return the next character; an empty string at the end."""
         while self.pos - self._start == len(self._text):
             if not (yield from self.more()):
                 return ""
         return self._text[self.pos - self._start]
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """Take what is here of a run of characters, which may go on in the next piece."""
+        """Consume the available part of a match, which may continue in the next piece."""
         found = pattern.match(self._text, self.pos - self._start)
         if found is None:
             return ""
@@ -64,7 +64,7 @@ class Reader:
             self.pos += 1
 
     def accept(self, word: str, or_cut: bool = False) -> Waits[bool]:
-        """Take a word if it comes next; with `or_cut` also one cut short by the end of all text."""
+        """Consume a word if it is next; with `or_cut` the end of the text may cut it short."""
         while True:
             start = self.pos - self._start
             rest = self._text[start : start + len(word)]
@@ -84,7 +84,7 @@ class Reader:
         return ""
 
     def accept_all(self, words: str, or_cut: bool = False) -> Waits[bool]:
-        """Take all words, with any white space before each, or none; `*` is letters and digits."""
+        """Consume all words, with optional whitespace before each; `*` is letters and digits."""
         start = self.pos
         for word in words.split():
             yield from self.skip(str.isspace)
@@ -96,7 +96,7 @@ class Reader:
         return True
 
     def until(self, stops: Sequence[str], sink: Callable[[str], None]) -> Waits[str]:
-        """Hand text to the sink up to a stop, which is returned; nothing at the end."""
+        """Pass text to the sink up to a stop, which is returned; an empty string at the end."""
         pattern = re.compile("|".join(map(re.escape, stops)) or "(?!)")
         while True:
             start = self.pos - self._start

@@ -1,4 +1,4 @@
-"""Grammars, in llguidance's dialect of Lark, that make a model call tools as it should."""
+"""Grammars in llguidance's Lark dialect that enforce valid tool calls."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from nanovllm.errors import RequestError
 from nanovllm.serve.parsing.formats import Frame, ToolFormat
 from nanovllm.serve.parsing.tools import Schema, Tool, listed
 
-NOTES = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema"}
-# What is enforced where arguments stand in tags: of all of them, and of one that is a string.
+ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema"}
+# Schema keywords that can be enforced when arguments are written in tags: those of the object
+# with all arguments, and those of a string argument.
 DEFINITIONS = {"$defs", "definitions"}
-OBJECT_KEYS = NOTES | DEFINITIONS | {"type", "properties", "required", "additionalProperties"}
-STRING_KEYS = NOTES | {"type", "enum", "const", "anyOf"}
+OBJECT_KEYS = ANNOTATIONS | DEFINITIONS | {"type", "properties", "required", "additionalProperties"}
+STRING_KEYS = ANNOTATIONS | {"type", "enum", "const", "anyOf"}
 COMMON_RULES = r"""
 TEXT: /(?s:.*)/
 UNTAGGED: TEXT & ~/(?s:.*)\n(<parameter=|<\/function>)(?s:.*)/
@@ -27,17 +28,17 @@ any_parameter: "<parameter=" /[^>\n]+/ ">\n" untagged "\n"
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """What a grammar enforces."""
+    """The constraints that a grammar enforces."""
 
-    must_call: bool  # calls and nothing else, by their schemas; or else text, and strict schemas
-    is_parallel: bool = True  # several calls, not only one
-    has_reasoning: bool = False  # comes before, and newlines may follow it
-    special_ids: Mapping[str, int] = field(default_factory=dict)  # of all special tokens
-    rewrite: Callable[[dict[str, Any]], Schema] = dict  # makes schemas ones that can be enforced
+    must_call: bool  # only calls, with all schemas enforced; else text too, and strict schemas only
+    is_parallel: bool = True  # allow several calls instead of one
+    has_reasoning: bool = False  # the output follows reasoning, so newlines may precede it
+    special_ids: Mapping[str, int] = field(default_factory=dict)  # ids of all special tokens
+    rewrite: Callable[[dict[str, Any]], Schema] = dict  # converts schemas to enforceable ones
 
 
 def tool_grammar(tool_format: ToolFormat, tools: Sequence[Tool], rules: CallRules) -> str:
-    """Return a grammar of answers that call these tools."""
+    """Return a grammar for completions that call these tools."""
     writer = _Writer(tools, rules)
     gap = r"/\n{0,2}/ " if rules.has_reasoning else ""
     lines = [f"start: {gap}answer", *writer.answer(tool_format.frames)]
@@ -58,7 +59,7 @@ class _Writer:
     rules: CallRules
 
     def literal(self, text: str) -> str:
-        """Write text as strings, and its markers that are special tokens by their ids."""
+        """Return text as grammar literals; special tokens in it are referenced by their ids."""
         ids = self.rules.special_ids
         parts = re.split("|".join(f"({re.escape(marker)})" for marker in ids) or "(?!)", text)
         return " ".join(
@@ -108,7 +109,7 @@ class _Writer:
         yield f"call{number}: {' | '.join(calls)}"
 
     def tags(self, tool: Tool, schema: Mapping[str, Any]) -> str:
-        """Write the parameters of a tool in their order, each in its tags."""
+        """Return a rule for the parameters of a tool in their order, each in its tags."""
         _allow_only(OBJECT_KEYS, schema, tool)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         is_readable = (
@@ -117,7 +118,7 @@ class _Writer:
             and all(isinstance(each, Mapping) for each in properties.values())
             and all(name in properties for name in required)
         )
-        message = f"tool {tool.name!r}: properties must be schemas, required ones among them"
+        message = f"tool {tool.name!r}: properties must be schemas and include all of required"
         if not is_readable:
             raise RequestError(message, param="tools")
         definitions = {key: schema[key] for key in DEFINITIONS & set(schema)}
@@ -142,7 +143,7 @@ class _Writer:
 
 
 def _allow_only(keys: set[str], schema: Any, tool: Tool) -> None:
-    """Refuse what tags cannot enforce: text in them may be any."""
+    """Raise RequestError for schema keywords that cannot be enforced in tags."""
     options = [schema, *(each for each in listed(schema, "anyOf") if isinstance(each, Mapping))]
     for key in (key for each in options for key in each if key not in keys):
         message = (

@@ -1,4 +1,4 @@
-"""The tools of a request, and what the text of an argument means by their schemas."""
+"""The tools of a request, and conversion of their arguments to JSON by schema."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanovllm.validation import require
 Schema = Mapping[str, Any]
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
-MAX_DEPTH = 16  # of schemas within schemas, or referred to by them
+MAX_DEPTH = 16  # maximum nesting of schemas, references included
 JSON_TYPES: dict[type, tuple[str, ...]] = {
     type(None): ("null",),
     bool: ("boolean",),
@@ -33,24 +33,24 @@ class Tool:
     is_strict: bool = False
 
     def types(self, parameter: str) -> frozenset[str]:
-        """Return the JSON types that the schema allows; none when it does not say."""
+        """Return the JSON types that the schema allows; empty if it does not specify any."""
         properties = self.parameters.get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
         return frozenset(_types(schema, self.parameters, set()))
 
 
 def read_tools(entries: Sequence[Any]) -> list[Tool]:
-    """Read a request's `tools`, in the form of the OpenAI API."""
+    """Parse the `tools` of a request in the format of OpenAI's API."""
     tools: dict[str, Tool] = {}
     for i, entry in enumerate(entries):
         tool = _read_tool(entry, f"tools[{i}]")
-        require(tool.name not in tools, f"tools[{i}]", "named unlike other tools", tool.name)
+        require(tool.name not in tools, f"tools[{i}]", "a tool with a unique name", tool.name)
         tools[tool.name] = tool
     return list(tools.values())
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Write an argument as JSON: as a value of another type if it is one, else as a string."""
+    """Return an argument as JSON: a non-string value if `types` allows it, else a string."""
     stripped = text.strip()
     value = PYTHON_CONSTANTS.get(stripped, stripped)
     parsed = json.loads(value) if is_json(value) else ""
@@ -67,7 +67,7 @@ def is_json(text: str) -> bool:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 def _read_tool(entry: Any, param: str) -> Tool:
@@ -85,7 +85,7 @@ def _read_tool(entry: Any, param: str) -> Tool:
 
 
 def _types(schema: Any, root: Schema, followed: set[str], depth: int = 0) -> Iterator[str]:
-    """Follow each reference once: a schema may refer to itself in many places."""
+    """Yield the types of a schema; each reference is followed once, as schemas may be recursive."""
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return
     yield from [schema["type"]] if isinstance(schema.get("type"), str) else listed(schema, "type")

@@ -133,7 +133,7 @@ def test_what_cannot_be_is_refused(options: RowOptions, tmp_path: Path) -> None:
     from nanovllm.batch.ray_batch import RayEngine, Room, find_room
 
     assert find_room(options.config) == Room(3, {"num_cpus": 1})
-    with pytest.raises(ConfigError, match="room for 3 engines with num_cpus=1 each, not for 4"):
+    with pytest.raises(ConfigError, match=r"4 engines with num_cpus=1 each .* room for 3"):
         find_room(options.config, 4)
     path = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}])
     broken = RowOptions(EngineConfig(str(tmp_path), device="cpu"), options.server)
@@ -158,5 +158,5 @@ def test_an_engine_has_a_gpu_for_every_rank(monkeypatch: pytest.MonkeyPatch) -> 
     assert find_room(EngineConfig("m"), 5) == Room(5, {"num_gpus": 1})
     assert find_room(EngineConfig("m", device="cpu")) == Room(4, {"num_cpus": 4})
     assert find_room(EngineConfig("m", device="cpu"), 8) == Room(8, {"num_cpus": 2})
-    with pytest.raises(ConfigError, match="room for 0 engines with num_gpus=16"):
+    with pytest.raises(ConfigError, match=r"num_gpus=16 each do not fit .* room for 0"):
         find_room(EngineConfig("m", tensor_parallel_size=16))

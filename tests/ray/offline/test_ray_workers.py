@@ -110,5 +110,5 @@ def wait_for_failure(executor: MultiprocExecutor) -> None:
 
 def test_a_cluster_that_is_too_small(checkpoint_root: Path) -> None:
     path = checkpoint(checkpoint_root, "qwen3-tied").path
-    with pytest.raises(ConfigError, match="needs as many CPUs, and the Ray cluster has 3"):
+    with pytest.raises(ConfigError, match="needs as many CPUs, but the Ray cluster has only 3"):
         generate(path, **{**RAY, "tensor_parallel_size": 4})

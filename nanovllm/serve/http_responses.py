@@ -1,4 +1,4 @@
-"""How answers are sent: as one body or as events, while the client is there to read them."""
+"""HTTP responses, sent as one JSON body or as server-sent events; a disconnect cancels them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Event = dict[str, Any]
 class EventStream:
     """Server-sent events in the form of one API, by default OpenAI's."""
 
-    end = b""  # of every stream
-    has_names = False  # each event is sent with its type as its name
-    is_large = False  # events may take long to encode: not on the event loop
+    end = b""  # last bytes of every stream
+    has_names = False  # send each event's type as the SSE event name
+    is_large = False  # encode events in a thread: they would block the event loop
 
     def events(self) -> AsyncGenerator[Event, None]:
         raise NotImplementedError
 
     def whole(self, events: list[Event]) -> Event:
-        """Make one body of all events."""
+        """Combine all events into one response body."""
         return events[-1]
 
     def error(self, error: NanovllmError) -> Event:
-        """Return the event that ends a stream that has begun."""
+        """Return the event that reports an error in a stream that has already started."""
         return openai_body(error)
 
     def encode(self, event: Event) -> bytes:
@@ -40,13 +40,13 @@ class EventStream:
         return name + b"data: " + to_json(event) + b"\n\n"
 
 
-async def whole_body(answer: EventStream) -> Event:
-    async with contextlib.aclosing(answer.events()) as events:
-        return answer.whole([event async for event in events])
+async def whole_body(stream: EventStream) -> Event:
+    async with contextlib.aclosing(stream.events()) as events:
+        return stream.whole([event async for event in events])
 
 
 class WholeResponse(Response):
-    """A response that is sent whole; errors raise before anything is sent."""
+    """A non-streaming JSON response; errors are raised before anything is sent."""
 
     def __init__(self, body: Awaitable[Event], timeout: float | None) -> None:
         super().__init__(media_type="application/json")
@@ -56,51 +56,51 @@ class WholeResponse(Response):
         async with _while_connected(receive):
             with anyio.fail_after(self._timeout):
                 body = await self._body
-            # A body may have megabytes, which take seconds to encode.
+            # A body of several megabytes takes seconds to encode.
             data = await asyncio.to_thread(to_json, body)
             await Response(data, media_type=self.media_type)(scope, receive, send)
 
 
 class StreamResponse(Response):
-    """Sends events as they come; whatever is wrong before the first one raises."""
+    """A streaming response; errors before the first event are raised."""
 
-    def __init__(self, answer: EventStream, timeout: float | None) -> None:
+    def __init__(self, stream: EventStream, timeout: float | None) -> None:
         super().__init__(media_type="text/event-stream")
-        self._answer, self._timeout = answer, timeout
+        self._stream, self._timeout = stream, timeout
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
-        self.headers["x-accel-buffering"] = "no"  # told to proxies: pass events on at once
+        self.headers["x-accel-buffering"] = "no"  # proxies must not buffer events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with _while_connected(receive):
-            await self._stream(send)
+            await self._send_events(send)
 
-    async def _stream(self, send: Send) -> None:
-        answer, has_begun = self._answer, False
+    async def _send_events(self, send: Send) -> None:
+        stream, has_begun = self._stream, False
         try:
             with anyio.fail_after(self._timeout):
-                async with contextlib.aclosing(answer.events()) as events:
+                async with contextlib.aclosing(stream.events()) as events:
                     async for event in events:
                         if not has_begun:
                             start = {"status": 200, "headers": self.raw_headers}
                             await send({"type": "http.response.start", **start})
                             has_begun = True
-                        if answer.is_large:
-                            body = await asyncio.to_thread(answer.encode, event)
+                        if stream.is_large:
+                            body = await asyncio.to_thread(stream.encode, event)
                         else:
-                            body = answer.encode(event)
+                            body = stream.encode(event)
                         await _send_body(send, body)
         except (NanovllmError, TimeoutError) as error:
             if not has_begun:
                 raise
-            told = timeout_error() if isinstance(error, TimeoutError) else error
-            await _send_body(send, answer.encode(answer.error(told)))
-        await _send_body(send, answer.end, is_last=True)
+            reported = timeout_error() if isinstance(error, TimeoutError) else error
+            await _send_body(send, stream.encode(stream.error(reported)))
+        await _send_body(send, stream.end, is_last=True)
 
 
 @contextlib.asynccontextmanager
 async def _while_connected(receive: Receive) -> AsyncGenerator[None, None]:
-    """Run what is inside until it is done or the client hangs up."""
+    """Cancel the body of the `with` statement if the client disconnects."""
 
     async def watch(scope: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":
