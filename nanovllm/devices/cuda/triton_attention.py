@@ -1,4 +1,4 @@
-"""Attention on CUDA: Triton kernels straight over the paged cache."""
+"""Attention on CUDA: Triton kernels that read the paged KV cache directly."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class TritonPlan:
     block_table: Tensor
     decode: QueryRows | None
     prefill: QueryRows | None
-    shared: SharedRows | None = None  # of the rows of one token
-    max_context: int | None = None  # of these; None: what the table has room for
+    shared: SharedRows | None = None  # shared prefixes of the decode rows
+    max_context: int | None = None  # longest decode context; None: as much as the table holds
 
 
 class TritonAttention:
@@ -47,7 +47,7 @@ class TritonAttention:
         self.is_hopper = is_hopper
 
     def plan(self, rows: BatchRows) -> TritonPlan:
-        """Split the rows by kind and send their columns in one copy."""
+        """Separate decode from prefill rows, and send their columns to the device in one copy."""
         starts = np.cumsum(rows.counts) - rows.counts
         columns = np.stack((rows.slots, starts, rows.starts + rows.counts, rows.counts))
         is_single = rows.counts == 1
@@ -64,11 +64,11 @@ class TritonAttention:
     def chunk_plan(
         self, block_table: Tensor, singles: Tensor, prompts: Tensor, max_query_len: int
     ) -> TritonPlan:
-        """Plan rows of one token and rows of any number, from device tensors alone.
+        """Plan rows of one token and rows of any number of tokens, from device tensors alone.
 
-        singles [3, rows] has each one's slot, token and context length, 0 being padding, for which
-        zeros are written; prompts [4, rows] slot, first token, context length, and number of
-        tokens, which may be 0.
+        `singles` [3, rows] holds slot, token index and context length; context length 0 is padding,
+        whose output is zeros. `prompts` [4, rows] holds slot, first token index, context length and
+        number of tokens, which may be 0.
         """
         decode = prefill = None
         if singles.shape[1]:
@@ -85,7 +85,7 @@ class TritonAttention:
         if cache.k_exponents is not None and cache.v_exponents is not None:
             exponents = cache.k_exponents, cache.v_exponents
         paged = PagedCache(cache.k, cache.v, plan.block_table, exponents)
-        if plan.decode is not None:  # first: rows that are padding may write to a prompt's token
+        if plan.decode is not None:  # before prefill, which overwrites what padding rows wrote
             self._decode(q, paged, plan, spec, out)
         if plan.prefill is not None:
             self._prefill(q, paged, plan.prefill, spec, out)
@@ -115,7 +115,11 @@ class TritonAttention:
     def _decode(
         self, q: Tensor, cache: PagedCache, plan: TritonPlan, spec: AttentionSpec, out: Tensor
     ) -> None:
-        """Split by what contexts may be, not are, so that eager steps use kernels of graphs."""
+        """Attend for decode rows.
+
+        The key splits depend on the longest possible context, not the actual one, so that eager
+        steps use the same kernels as graphs.
+        """
         rows, shared = plan.decode, plan.shared
         assert rows is not None
         max_context = plan.max_context or cache.max_context
