@@ -101,7 +101,7 @@ class TritonAttention:
             config = TMA_CONFIG
         else:
             num_q_rows = rows.max_query_len * group
-            config = prefill_config(head_dim, q.dtype, num_q_rows, cache.has_codes)
+            config = prefill_config(head_dim, q.dtype, num_q_rows, cache.is_fp8)
             max_keys = cache.max_context
             if spec.window is not None:
                 max_keys = min(max_keys, spec.window + rows.max_query_len)
@@ -127,11 +127,11 @@ class TritonAttention:
         num_rows, num_kv_heads, head_dim = len(rows.slots), *cache.k.shape[2:]
         num_splits = choose_splits(num_rows, num_kv_heads, max_keys, self.num_processors)
         is_large = self.is_hopper and suits_large_tiles(num_rows, num_kv_heads, num_splits)
-        config = decode_config(head_dim, q.dtype, is_large, cache.has_codes)
+        config = decode_config(head_dim, q.dtype, is_large, cache.is_fp8)
         part = None
         if shared is not None and spec.window is None:
             num_q_rows = min(num_rows * q.shape[1] // num_kv_heads, MAX_SMALL)
-            tiles = prefill_config(head_dim, q.dtype, num_q_rows, cache.has_codes)
+            tiles = prefill_config(head_dim, q.dtype, num_q_rows, cache.is_fp8)
             parts = attend_shared(q, cache, shared.groups, shared.members, spec.scale, tiles)
             part = SharedPart(shared.lens, parts)
         paged_attention(q, cache, rows, out, spec.scale, spec.window, config, num_splits, part)

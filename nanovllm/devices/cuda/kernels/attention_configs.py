@@ -40,11 +40,11 @@ TMA_CONFIG = AttentionConfig(128, 64, num_warps=8, num_stages=2, max_registers=1
 
 
 def decode_config(
-    head_dim: int, dtype: torch.dtype, has_large_tiles: bool = False, has_codes: bool = False
+    head_dim: int, dtype: torch.dtype, has_large_tiles: bool = False, is_fp8: bool = False
 ) -> AttentionConfig:
     """Return the config for decode rows; `has_large_tiles` is the result of `suits_large_tiles`."""
     is_wide = head_dim > 128
-    if dtype != torch.float32 and not is_wide and (has_codes or has_large_tiles):
+    if dtype != torch.float32 and not is_wide and (is_fp8 or has_large_tiles):
         tile, num_warps, num_stages = 64, 4, 3
     elif dtype == torch.float32:  # without tensor cores, small tiles save registers
         tile, num_warps, num_stages = 16, 4, 3
@@ -54,11 +54,11 @@ def decode_config(
 
 
 def prefill_config(
-    head_dim: int, dtype: torch.dtype, num_q_rows: int, has_codes: bool = False
+    head_dim: int, dtype: torch.dtype, num_q_rows: int, is_fp8: bool = False
 ) -> AttentionConfig:
     """Return the config for up to `num_q_rows` queries times query heads per kv head."""
     is_wide = head_dim > 128
-    if has_codes and dtype != torch.float32 and not is_wide:
+    if is_fp8 and dtype != torch.float32 and not is_wide:
         if num_q_rows <= MAX_FEW:
             return AttentionConfig(q_rows=32, tile=64, num_warps=4, num_stages=3)
         return AttentionConfig(q_rows=128, tile=64, num_warps=4, num_stages=2)
@@ -83,7 +83,7 @@ def suits_tma(q: Tensor, cache: PagedCache, max_query_len: int, window: int | No
     is_whole = cache.k.shape[1] % TMA_CONFIG.tile == 0  # each tile lies within one block
     num_q_rows = max_query_len * group
     is_long = len(q) * group > MAX_SMALL and num_q_rows >= TMA_CONFIG.q_rows >= group
-    is_plain = window is None and not cache.has_codes
+    is_plain = window is None and not cache.is_fp8
     return is_whole and is_long and head_dim in (64, 128) and is_plain and q.itemsize == 2
 
 

@@ -39,13 +39,13 @@ class PagedCache:
     exponents: tuple[Tensor, Tensor] | tuple[()] = ()  # FP8 scales of k and v, as in LayerCache
 
     @property
-    def has_codes(self) -> bool:
+    def is_fp8(self) -> bool:
         return len(self.exponents) > 0
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """Keys and values; in FP8, as pairs of values, followed by exponents in words of four."""
-        if not self.has_codes:
+        if not self.is_fp8:
             return self.k, self.v
         words = (part.flatten().view(torch.int32) for part in self.exponents)
         return self.k.view(torch.int16), self.v.view(torch.int16), *words
