@@ -49,7 +49,7 @@ class Bucket(NamedTuple):
     """The capacity of a graph, or the size of a step."""
 
     num_tokens: int
-    num_singles: int  # rows of one token
+    num_decodes: int  # decode rows: rows of one token
     num_prompts: int  # rows of more than one token
     num_rows: int
     longest: int  # most tokens of one row
@@ -59,15 +59,15 @@ class Bucket(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Words of each part: 2 per token, 3 per single row, 4 per prompt, 3 per sampled row."""
-        widths = self.num_tokens, self.num_singles, self.num_prompts, self.num_rows
+        """Words of each part: 2 per token, 3 per decode row, 4 per prompt, 3 per sampled row."""
+        widths = self.num_tokens, self.num_decodes, self.num_prompts, self.num_rows
         return tuple(height * width for height, width in zip(HEIGHTS, widths, strict=True))
 
 
 def needed_size(plan: StepPlan) -> Bucket:
-    num_rows, num_singles = len(plan.counts), int((plan.counts == 1).sum())
+    num_rows, num_decodes = len(plan.counts), int((plan.counts == 1).sum())
     num_tokens, longest = int(plan.counts.sum()), int(plan.counts.max())
-    return Bucket(num_tokens, num_singles, num_rows - num_singles, num_rows, longest)
+    return Bucket(num_tokens, num_decodes, num_rows - num_decodes, num_rows, longest)
 
 
 def count_many_tokens(config: ModelConfig) -> int:
@@ -192,27 +192,27 @@ class PrefillGraphs:
 def chunk_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.int32]:
     """Lay out a plan as `Bucket.lengths` describes; `padding` is a slot that no sequence has.
 
-    Padding among the single rows writes zeros to a prompt's token, which that prompt's attention
+    Padding among the decode rows writes zeros to a prompt's token, which that prompt's attention
     overwrites later, or to the last token: without prompts, that token is padding too.
     """
     laid_out = np.zeros(sum(size.lengths), np.int32)
-    tokens, singles, prompts, sampled = (
+    tokens, decodes, prompts, sampled = (
         laid_out[end - length : end].reshape(height, -1)
         for length, end, height in zip(size.lengths, accumulate(size.lengths), HEIGHTS, strict=True)
     )
-    tokens[0] = singles[0] = sampled[0] = padding
+    tokens[0] = decodes[0] = sampled[0] = padding
     slots, starts, counts = plan.slots, plan.starts, plan.counts
     ends = counts.cumsum()
     firsts, num_tokens = ends - counts, int(ends[-1])
     tokens[0, :num_tokens] = np.repeat(slots, counts)
     tokens[1, :num_tokens] = np.repeat(starts - firsts, counts) + np.arange(num_tokens)
-    is_single = counts == 1
-    longer = np.array((slots, firsts, starts + counts, counts))[:, ~is_single]
+    is_decode = counts == 1
+    longer = np.array((slots, firsts, starts + counts, counts))[:, ~is_decode]
     prompts[:, : longer.shape[1]] = longer
     last = np.array((slots, ends - 1, starts + counts))
-    if size.num_singles:
-        singles[1] = longer[1, 0] if longer.size else size.num_tokens - 1
-        singles[:, : len(counts) - longer.shape[1]] = last[:, is_single]
+    if size.num_decodes:
+        decodes[1] = longer[1, 0] if longer.size else size.num_tokens - 1
+        decodes[:, : len(counts) - longer.shape[1]] = last[:, is_decode]
     last = last[:, plan.num_logits > 0]
     sampled[:, : last.shape[1]] = last
     return laid_out

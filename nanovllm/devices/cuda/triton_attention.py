@@ -50,29 +50,29 @@ class TritonAttention:
         """Separate decode from prefill rows, and send their columns to the device in one copy."""
         starts = np.cumsum(rows.counts) - rows.counts
         columns = np.stack((rows.slots, starts, rows.starts + rows.counts, rows.counts))
-        is_single = rows.counts == 1
-        num_single = int(is_single.sum())
-        order = np.argsort(~is_single, kind="stable")
+        is_decode = rows.counts == 1
+        num_decodes = int(is_decode.sum())
+        order = np.argsort(~is_decode, kind="stable")
         sent = self.device.upload(columns.astype(np.int32)[:, order])
-        singles, prompts = sent[:3, :num_single], sent[:, num_single:]
-        return self.chunk_plan(rows.block_table, singles, prompts, int(rows.counts.max(initial=0)))
+        decodes, prompts = sent[:3, :num_decodes], sent[:, num_decodes:]
+        return self.chunk_plan(rows.block_table, decodes, prompts, int(rows.counts.max(initial=0)))
 
     def decode_plan(self, rows: DecodeRows) -> TritonPlan:
-        single = QueryRows(rows.slots, rows.context_lens, order=rows.order)
-        return TritonPlan(rows.block_table, single, None, rows.shared, rows.max_context)
+        decode = QueryRows(rows.slots, rows.context_lens, order=rows.order)
+        return TritonPlan(rows.block_table, decode, None, rows.shared, rows.max_context)
 
     def chunk_plan(
-        self, block_table: Tensor, singles: Tensor, prompts: Tensor, max_query_len: int
+        self, block_table: Tensor, decodes: Tensor, prompts: Tensor, max_query_len: int
     ) -> TritonPlan:
-        """Plan rows of one token and rows of any number of tokens, from device tensors alone.
+        """Plan decode rows and rows of any number of tokens, from device tensors alone.
 
-        `singles` [3, rows] holds slot, token index and context length; context length 0 is padding,
+        `decodes` [3, rows] holds slot, token index and context length; context length 0 is padding,
         whose output is zeros. `prompts` [4, rows] holds slot, first token index, context length and
         number of tokens, which may be 0.
         """
         decode = prefill = None
-        if singles.shape[1]:
-            slots, tokens, context_lens = singles
+        if decodes.shape[1]:
+            slots, tokens, context_lens = decodes
             decode = QueryRows(slots, context_lens, tokens)
         if prompts.shape[1]:
             slots, query_starts, context_lens, query_lens = prompts
