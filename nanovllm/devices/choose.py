@@ -1,4 +1,4 @@
-"""Choose the device of each rank, and check that there is one."""
+"""Choose the device of each rank, and check that it exists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_cuda(device: str) -> bool:
 
 
 def create_device(config: EngineConfig, group: TPGroup = ALONE) -> Device:
-    """Return what a rank runs on: this process's current GPU, or its share of the CPU's memory."""
+    """Return the device of a rank: the current GPU of this process, or the CPU."""
     if is_cuda(config.device):
         check_c_compiler()
         from nanovllm.devices.cuda.device import CudaDevice  # needs triton
@@ -30,13 +30,13 @@ def create_device(config: EngineConfig, group: TPGroup = ALONE) -> Device:
         return CudaDevice(config, group)
     if config.device == "cuda":
         raise ConfigError(
-            "device='cuda' needs a CUDA device that torch sees, and triton; use 'auto' or 'cpu'"
+            "device='cuda' needs triton and a CUDA device that torch can use; use 'auto' or 'cpu'"
         )
     return CpuDevice(config, group)
 
 
 def check_device(config: EngineConfig) -> Device | None:
-    """Return what one rank runs on; None where only the processes of ranks may touch a device."""
+    """Return the device of one rank; None if only the ranks' own processes may touch a device."""
     num_ranks = config.tensor_parallel_size
     if config.distributed_executor_backend == "ray":
         if find_spec("ray") is None:
@@ -44,19 +44,19 @@ def check_device(config: EngineConfig) -> Device | None:
                 "distributed_executor_backend='ray' needs Ray: pip install 'nanovllm[ray]'"
             )
         return None
-    if num_ranks == 1 or not is_cuda(config.device):  # on a CPU, ranks share the cores
+    if num_ranks == 1 or not is_cuda(config.device):  # on the CPU, ranks share the cores
         return create_device(config, TPGroup(0, num_ranks))
     if num_ranks > num_devices():
         raise ConfigError(
-            f"tensor_parallel_size={num_ranks} needs as many CUDA devices, and {num_devices()} "
-            "can be seen; lower it, or set device='cpu'"
+            f"tensor_parallel_size={num_ranks} needs {num_ranks} CUDA devices, but only "
+            f"{num_devices()} are visible; lower it, or set device='cpu'"
         )
     check_c_compiler()
     return None
 
 
 def claim_device(device: str, rank: int) -> str:
-    """Make this process work on the rank's own device; return the backend of its collectives."""
+    """Make the rank's device current in this process; return the backend for its collectives."""
     if is_cuda(device):
         use_device(rank)
         return "nccl"
@@ -64,11 +64,14 @@ def claim_device(device: str, rank: int) -> str:
 
 
 def take_share(config: EngineConfig, replica: int) -> None:
-    """Leave the rest to the other engines; for a process that has not used a device yet."""
+    """Restrict this process to its replica's GPUs, or to its share of the CPU threads.
+
+    Must be called before the process uses a device.
+    """
     num_replicas = config.data_parallel_size
     if num_replicas == 1:
         return
-    # Counted by NVML: CUDA is not started yet, and reads the variable when it is.
+    # NVML counts the devices: CUDA is not initialized yet, and reads the variable when it is.
     is_local = config.distributed_executor_backend != "ray"
     if is_local and config.device != "cpu" and (num_gpus := num_devices()):
         _show_devices(replica, num_replicas, config.tensor_parallel_size, num_gpus)
@@ -77,11 +80,11 @@ def take_share(config: EngineConfig, replica: int) -> None:
 
 
 def _show_devices(replica: int, num_replicas: int, num_ranks: int, num_gpus: int) -> None:
-    """Let this process and its children see the GPUs of its engine alone."""
+    """Hide the other replicas' GPUs from this process and its children."""
     if num_replicas * num_ranks > num_gpus:
         raise ConfigError(
-            f"data_parallel_size={num_replicas} needs {num_replicas * num_ranks} CUDA devices, "
-            f"{num_ranks} for each engine, and {num_gpus} can be seen; lower it, or set "
+            f"data_parallel_size={num_replicas} needs {num_replicas * num_ranks} CUDA devices "
+            f"({num_ranks} per replica), but only {num_gpus} are visible; lower it, or set "
             "device='cpu'"
         )
     names = os.environ.get(VISIBLE, "").split(",")
@@ -90,6 +93,7 @@ def _show_devices(replica: int, num_replicas: int, num_ranks: int, num_gpus: int
     os.environ[VISIBLE] = ",".join(names[replica * num_ranks : (replica + 1) * num_ranks])
     if num_devices() != num_ranks:
         raise ConfigError(
-            "GPUs cannot be hidden from an engine here, because torch starts CUDA to count them "
-            f"(no NVML); run a server for each engine instead, with its own {VISIBLE}"
+            "GPUs cannot be hidden from a replica on this machine, because torch initializes CUDA "
+            "to count them (no NVML); run one server per replica instead, each with its own "
+            f"{VISIBLE}"
         )

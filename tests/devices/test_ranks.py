@@ -18,7 +18,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     for device in ("auto", "cuda"):
         config = EngineConfig("none", device=device, tensor_parallel_size=2)
         assert choose.check_device(config) is None
-        with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 .* 2 can be seen"):
+        with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 .* 2 are visible"):
             choose.check_device(replace(config, tensor_parallel_size=3))
     config = EngineConfig("none", device="cpu", tensor_parallel_size=3)
     assert choose.check_device(config) is not None

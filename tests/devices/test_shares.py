@@ -46,7 +46,7 @@ def test_each_engine_sees_the_next_gpus() -> None:
 @pytest.mark.usefixtures("gpus")
 def test_too_few_gpus_are_refused_by_every_engine() -> None:
     for replica in range(3):
-        with pytest.raises(ConfigError, match=r"=3 needs 6 CUDA devices, 2 for each .* 4 can be"):
+        with pytest.raises(ConfigError, match=r"=3 needs 6 CUDA devices \(2 per .* 4 are visible"):
             share_of(replica, data_parallel_size=3, tensor_parallel_size=2)
 
 

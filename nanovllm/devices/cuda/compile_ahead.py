@@ -1,7 +1,7 @@
-"""Compile the kernels of some work in several processes at once, before the work is done.
+"""Compile the kernels of some work in parallel processes, before the work runs.
 
-The work is run with every launch left out. What would be launched is sent to processes that compile
-it into Triton's cache on disk, and what launches it too, where the first launch finds both.
+The work runs once with every launch suppressed. Each kernel it would launch is sent to a process
+that compiles it, and its launcher, into Triton's cache on disk; the first launch finds both there.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ _BOOT = (
     "import sys; sys.path[:] = sys.argv[1:]; "
     "from nanovllm.devices.cuda.compile_ahead import serve; serve()"
 )
-_PACKAGES = Path(__file__).resolve().parents[3]  # where ours is, should the path be relative
+_PACKAGES = Path(__file__).resolve().parents[3]  # holds nanovllm, even if sys.path is relative
 
-Kernels = SimpleQueue["str | None"]  # lines of JSON; None: the end
+Kernels = SimpleQueue["str | None"]  # lines of JSON; None marks the end
 
 
 def is_first_use() -> bool:
-    """Whether no kernel was launched in this process yet.
+    """Whether this process has not launched any kernel yet.
 
-    Later, some would be found compiled and be launched, on what the others have not computed.
+    Kernels that are already compiled would be launched, on inputs that the suppressed kernels have
+    not computed.
     """
-    norm = elementwise._rms_norm  # which every model uses
+    norm = elementwise._rms_norm  # used by every model
     return isinstance(norm, JITFunction) and not norm.device_caches
 
 
 def stamp_path(*facts: object) -> Path:
-    """A file in Triton's cache that tells that everything for such work is compiled."""
+    """Return the file in Triton's cache whose existence means that all kernels are compiled."""
     sources = sorted(_PACKAGES.glob("nanovllm/*/cuda/**/*.py"))
     times = [path.stat().st_mtime_ns for path in sources]
     digest = hashlib.sha256(repr((triton.__version__, times, facts)).encode()).hexdigest()
@@ -57,7 +58,7 @@ def stamp_path(*facts: object) -> Path:
 
 
 def compile_ahead(work: Callable[[], object], num_processes: int) -> None:
-    """Compile what `work` would launch; its results are garbage, so it must not depend on them."""
+    """Compile the kernels `work` would launch; it must not depend on results, which are garbage."""
     kernels: Kernels = SimpleQueue()
     processes: list[subprocess.Popen[str]] = []
     with ThreadPoolExecutor(num_processes) as pool:
@@ -76,11 +77,11 @@ def compile_ahead(work: Callable[[], object], num_processes: int) -> None:
 
 
 def serve() -> None:
-    """Compile what standard input asks for, in a process of its own."""
+    """Compile the kernels named on standard input; the main loop of a compiler process."""
     is_here = torch.cuda.is_available()
     for line in sys.stdin:
         kernel = compile_kernel(*json.loads(line))
-        if is_here:  # Triton has a C compiler build a function for every signature
+        if is_here:  # builds the launcher: a C function for every signature
             driver.active.launcher_cls(kernel.src, kernel.metadata)
         print(flush=True)
 
@@ -88,10 +89,10 @@ def serve() -> None:
 def compile_kernel(
     module: str, name: str, key: str, target: list[Any], specialization: str
 ) -> CompiledKernel:
-    """Compile a kernel for a device that need not be here, from what Triton tells its hooks.
+    """Compile a kernel from the arguments of Triton's hook; the target device may be absent.
 
-    This is `JITFunction.preload`, which needs the device. The key under which Triton caches what it
-    compiles depends on which keys it computed before, so it comes from where the launch will be.
+    `JITFunction.preload` does the same but needs the device. Triton's cache key depends on the keys
+    computed earlier in the process, so the key comes from the process that will launch the kernel.
     """
     kernel, asked = getattr(importlib.import_module(module), name), json.loads(specialization)
     kernel.hash = key
@@ -113,14 +114,14 @@ def _start_process() -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C at the terminal is for the engine alone
+        start_new_session=True,  # Ctrl-C at the terminal reaches only the engine
     )
 
 
 def _feed(process: subprocess.Popen[str], kernels: Kernels) -> None:
-    """Have a process compile one kernel after the other; if it fails, the others go on.
+    """Send kernels to a process one by one; if it dies, the other processes continue.
 
-    A kernel that does not compile is compiled again at its first launch, which tells why.
+    A kernel that fails to compile is compiled again at its first launch, which reports the error.
     """
     with suppress(BrokenPipeError), process:
         assert process.stdin is not None
@@ -133,9 +134,9 @@ def _feed(process: subprocess.Popen[str], kernels: Kernels) -> None:
 
 
 def _collect(work: Callable[[], object], kernels: Kernels) -> None:
-    """Run `work` in this thread without its launches, and note each kernel once.
+    """Run `work` in this thread with its launches suppressed, and queue each kernel once.
 
-    Triton has one set of hooks for a process, so ours leaves other threads' launches alone.
+    Triton's hooks are process-wide, so ours ignores launches from other threads.
     """
     device = driver.active.get_current_target()
     target = [device.backend, device.arch, device.warp_size]
@@ -149,7 +150,7 @@ def _collect(work: Callable[[], object], kernels: Kernels) -> None:
             seen.add(specialization)
             key = fn.jit_function.cache_key
             kernels.put(json.dumps([fn.module, fn.name, key, target, specialization]))
-        return True  # do not compile, and hence do not launch
+        return True  # skips the compilation and hence the launch
 
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = note
@@ -170,5 +171,5 @@ def _constant(value: Any) -> Any:
 
 
 def _tuples(value: Any) -> Any:
-    """JSON has no tuples, and Triton no lists."""
+    """Turn lists from JSON back into tuples, as Triton expects."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Graphs of decode steps, which read all they need from the tables, for some numbers of rows."""
+"""CUDA graphs of decode steps, one per bucket of rows; their inputs come from the InputBatch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
 
 FIRST_SIZES = 8, 4, 2, 1  # rows
-# These have graphs of their own for short contexts, whose attention is not split.
+# Batches of these sizes also have a graph for short contexts, which does not split attention.
 SHORT_SIZES = range(24, 81)
 
 Replay = Callable[[], None]
@@ -35,9 +35,9 @@ GraphKey = tuple[int, int]  # rows, longest context
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Every size up to 16, then steps of an eighth of the power of two below; always max_rows.
+    """Return every size up to 16, then steps of 1/8 of the power of two below; always max_rows.
 
-    Those between 208 and 256 are left out: the libraries' products of 256 rows take no longer.
+    Sizes between 208 and 256 are left out: the libraries' products of 256 rows are as fast.
     """
     sizes, size = [], 1
     while size < max_rows:
@@ -49,15 +49,15 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """A decode step of one batch size; its logits are overwritten by the next replay."""
+    """The graphs of one bucket; the next replay overwrites the logits."""
 
     run_layers: Replay
-    run_persistent: Replay | None  # the same as one kernel
-    logits: Tensor  # [batch size, vocab_size]; other sizes' graphs use the same memory
+    run_persistent: Replay | None  # the same step as one kernel
+    logits: Tensor  # [batch size, vocab_size]; all buckets share this memory
 
 
 class DecodeGraphs:
-    """Captures the graphs of each size when it is first asked for, and replays them."""
+    """Captures the graphs of each bucket on first use, and replays them."""
 
     def __init__(self, eager: EagerForward, device: CudaDevice) -> None:
         attention, persistent = eager.attention, device.persistent
@@ -67,7 +67,7 @@ class DecodeGraphs:
         num_slots, max_blocks = tables.num_slots, tables.block_table.shape[1]
         self.max_context = max_blocks * tables.block_size
         self.sizes = graph_sizes(num_slots)
-        self.padding = num_slots  # the tables' last row
+        self.padding = num_slots  # slot of padding rows: the last row of the tables
         self._host_slots = np.full(num_slots, self.padding, np.int32)
         self._slots = device.upload(self._host_slots)
         self._input_ids, self._context_lens, self._order = torch.zeros(
@@ -79,14 +79,14 @@ class DecodeGraphs:
         if persistent is not None and not persistent.suits(eager.caches):
             persistent = None
         self.persistent = persistent
-        # The persistent kernel is off beyond it, or for good once it gave up.
+        # Longer contexts do not use the persistent kernel; 0 disables it.
         self.max_persistent_context = 0 if persistent is None else persistent.max_context
         self.graphs: dict[GraphKey, DecodeGraph] = {}
         self.shared_graphs: dict[int, DecodeGraph] = {}  # by size
         self.can_share = isinstance(attention, TritonAttention)
         self.prefixes = SharedPrefixes(device, num_slots, max_blocks, tables.block_size)
 
-    # Ways to run a step; None: it does not suit.
+    # Ways to run a step; each returns None if it does not support the plan.
 
     def run_persistent(self, plan: StepPlan) -> StepLogits | None:
         is_one = self.persistent is not None and len(plan.slots) in self.persistent.rows
@@ -97,14 +97,14 @@ class DecodeGraphs:
         return None if replay is None else self._replay(replay, plan, key)
 
     def run_shared(self, plan: StepPlan) -> StepLogits | None:
-        """Rows that begin with the same blocks read their keys once."""
+        """Run rows that begin with the same blocks, reading the shared keys once."""
         if len(plan.slots) < MIN_ROWS or not self.can_share:
             return None
         size = self.size_of(len(plan.slots))
         is_captured = size in self.shared_graphs or not self.device.config.is_for_streams
         if not is_captured or not self.prefixes.find(plan.slots):
             return None
-        self.send_slots(plan.slots)  # first: a graph that is not captured yet runs with them
+        self.send_slots(plan.slots)  # before the graph: its capture may run the step
         graph = self.shared_graph(size)
         graph.run_layers()
         return self._step_logits(graph.logits[: len(plan.slots)], None)
@@ -118,10 +118,13 @@ class DecodeGraphs:
         replay()
         return self._step_logits(self.graphs[key].logits[: len(plan.slots)], key)
 
-    # Captures.
+    # Capture.
 
     def run_every_size(self) -> Iterator[StepLogits]:
-        """Launch the kernels of every size, the largest first: all share memory. Yield logits."""
+        """Launch the kernels of every bucket and yield their logits.
+
+        The largest comes first, since all buckets share its memory.
+        """
         for size in reversed(self.sizes):
             for max_context in {self.max_context, self.bound_of(size, 1)}:
                 logits = self._run_layers(size, max_context)
@@ -132,7 +135,7 @@ class DecodeGraphs:
                 self._run_layers(size, self.max_context, self.prefixes.rows(size))
 
     def first_keys(self) -> list[GraphKey]:
-        """The largest size, whose memory the others use, and some that are used most."""
+        """Return the largest bucket, whose memory the others share, and the most used ones."""
         sizes = self.sizes[-1], *(size for size in FIRST_SIZES if size in self.sizes)
         return [(size, self.max_context) for size in sizes]
 
@@ -152,24 +155,27 @@ class DecodeGraphs:
 
     def graph(self, key: GraphKey) -> DecodeGraph:
         if key not in self.graphs:
-            with self.padded():  # a sequence that left may have lost its blocks
+            with self.padded():  # the current slots may hold sequences whose blocks were freed
                 self.graphs[key] = self._capture(*key)
         return self.graphs[key]
 
     def shared_graph(self, size: int) -> DecodeGraph:
-        """Safe to capture in the middle of a step, which then runs twice: it is idempotent."""
+        """Return the shared-prefix graph of a bucket; capture it on first use.
+
+        Capturing in the middle of a step may run the step twice, which is safe: it is idempotent.
+        """
         if size not in self.shared_graphs:
             shared = self.prefixes.rows(size)
             self.shared_graphs[size] = self._capture(size, self.max_context, shared)
         return self.shared_graphs[size]
 
     def whole_step(self, key: GraphKey) -> StepLogits:
-        """All rows of a graph, also those that are padding."""
+        """Return the logits of all rows of a graph, including padding."""
         return self._step_logits(self.graph(key).logits, key)
 
     @contextmanager
     def padded(self) -> Iterator[None]:
-        """Let all rows be padding meanwhile."""
+        """Turn all rows into padding inside the context."""
         slots = self._host_slots
         self.send_slots(slots[:0])
         yield
@@ -183,7 +189,7 @@ class DecodeGraphs:
         return self.sizes[bisect_left(self.sizes, num_rows)]
 
     def bound_of(self, size: int, longest: int) -> int:
-        """The longest context that the graph for a batch is captured for."""
+        """Return the longest context that the graph for a batch supports."""
         is_short = size in SHORT_SIZES and longest <= SHORT_CONTEXT
         return min(SHORT_CONTEXT, self.max_context) if is_short else self.max_context
 
@@ -196,7 +202,7 @@ class DecodeGraphs:
         if self.persistent is not None and size in self.persistent.rows:
             run = partial(self._run_persistent, self.persistent, logits)
             run_persistent, _ = self.device.capture(run)
-        # No two sizes' logits are wanted at a time: given up here, their memory serves the next.
+        # Only one bucket's logits are in use at a time, so the next capture may reuse the memory.
         return DecodeGraph(run_layers, run_persistent, self.device.weak_ref(logits))
 
     def _step_logits(self, logits: Tensor, key: GraphKey | None) -> StepLogits:
@@ -204,7 +210,7 @@ class DecodeGraphs:
         return StepLogits(logits, self._slots[rows], self._context_lens[rows], key)
 
     def send_slots(self, slots: IntColumn) -> None:
-        """Tell the device which slots run, if that changed."""
+        """Copy the slots of the step to the device if they changed."""
         host = np.full_like(self._host_slots, self.padding)
         host[: len(slots)] = slots
         if not np.array_equal(host, self._host_slots):
@@ -222,7 +228,7 @@ class DecodeGraphs:
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))
 
     def _run_persistent(self, step: PersistentStep, logits: Tensor) -> Tensor:
-        """Run the rows as one kernel, which reads the tables itself."""
+        """Run the step as one kernel, which reads the tables itself."""
         tables, rows = self.tables, slice(len(logits))
         state = tables.lengths, tables.tokens, tables.block_table
         step.run(self._slots[rows], *state, self.eager.caches, logits, self._context_lens[rows])

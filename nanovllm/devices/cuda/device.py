@@ -1,4 +1,4 @@
-"""One CUDA device: Triton's kernels, graphs of them, asynchronous copies, KV sizing."""
+"""One CUDA device: Triton kernels, CUDA graphs, asynchronous copies, sizing of the KV cache."""
 
 from __future__ import annotations
 
@@ -48,29 +48,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KERNEL_OPTIONS = (  # which kernels there are depends on
+KERNEL_OPTIONS = (  # options that determine which kernels are compiled
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_model_len",
     "kvcache_block_size",
     "attention_backend",
     "enforce_eager",
-    "model",  # whose weights may be quantized
+    "model",  # its weights may be quantized
     "quantization",
     "kv_cache_dtype",
 )
-MIN_PROCESSES, MAX_PROCESSES = 4, 12  # that compile; each takes a while to import what it needs
-DRIVER_BYTES = 1 << 29  # memory of graphs beside logits and activations
+MIN_PROCESSES, MAX_PROCESSES = 4, 12  # compiler processes; each needs seconds for its imports
+DRIVER_BYTES = 1 << 29  # memory of the graphs in addition to logits and activations
 
 
 class CudaDevice:
-    """All work is queued on one stream, in order: that is what makes reuse of blocks safe."""
+    """Queues all work on one stream, in order, which makes the reuse of KV-cache blocks safe."""
 
     depth = 1
     name = "cuda"
     token_logprobs = staticmethod(logprobs.token_logprobs)
     keep_allowed = staticmethod(masks.keep_allowed)
-    persistent: PersistentStep | None = None  # once a model is loaded
+    persistent: PersistentStep | None = None  # set once a model is loaded
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
         self.config, self.group = config, group
@@ -82,7 +82,7 @@ class CudaDevice:
         self._step_bytes = self._graph_bytes = 0
 
     def in_order(self) -> AbstractContextManager[object]:
-        """Make the device and its stream current, whatever the calling thread works with."""
+        """Make the device and its stream current in the calling thread."""
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
 
@@ -97,12 +97,12 @@ class CudaDevice:
     def check_fp8(self, head_dim: int) -> None:
         if head_dim <= 16:
             raise ConfigError(
-                f"kv_cache_dtype='fp8' is not there on GPUs for heads of {head_dim}; leave it out"
+                f"kv_cache_dtype='fp8' needs head_dim > 16 on GPUs, got {head_dim}; leave it out"
             )
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         if (major, minor) < (8, 9):
             raise ConfigError(
-                "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or later, and "
+                "kv_cache_dtype='fp8' needs a GPU with compute capability 8.9 or later, but "
                 f"{self.device_name} has {major}.{minor}; leave it out"
             )
 
@@ -150,24 +150,24 @@ class CudaDevice:
 
     def release(self) -> None:
         torch.cuda.synchronize(self.torch_device)
-        torch._C._cuda_clearCublasWorkspaces()  # one per stream, and the capture stream is gone
+        torch._C._cuda_clearCublasWorkspaces()  # includes that of the capture stream, now unused
         torch.cuda.empty_cache()
 
     def fill(self, target: Tensor, rows: Tensor) -> None:
         with self.in_order():
             pinned = self.pinned(target)
-            # A copy straight from the file's pages would be staged by one thread of the driver.
+            # The driver would stage a copy from the mapped file with a single thread.
             pinned.copy_(rows)
             target.copy_(pinned, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-            copied.synchronize()  # the pinned buffer must not be reused before
+            copied.synchronize()  # the pinned buffer must not be reused earlier
 
     def upload(self, array: np.ndarray) -> Tensor:
         return self._pin(array).to(self.torch_device, non_blocking=True)
 
     def send(self, array: np.ndarray, target: Tensor) -> None:
-        """Copy an array to the beginning of a tensor, without waiting."""
+        """Copy an array to the beginning of a tensor, asynchronously."""
         target[: len(array)].copy_(self._pin(array), non_blocking=True)
 
     def host_memory(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
@@ -179,11 +179,14 @@ class CudaDevice:
         return torch.from_numpy(array).is_pinned()
 
     def readable(self, array: np.ndarray) -> Tensor:
-        """Pinned memory as it is: a kernel reads it once, in the time that a copy would take."""
+        """Return a tensor that kernels can read: pinned memory itself, else a copy on the device.
+
+        A kernel reads the pinned memory once, which takes no longer than a copy would.
+        """
         return torch.from_numpy(array) if self.is_pinned(array) else self.upload(array)
 
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
-        """What is not on the device is memory of the host that queued work will have written."""
+        """Copy tensors to the host; those on the host already are pinned outputs of queued work."""
         pinned = [self.pinned(t) if t.is_cuda else t for t in tensors]
         for target, tensor in zip(pinned, tensors, strict=True):
             if target is not tensor:
@@ -199,31 +202,31 @@ class CudaDevice:
         return Pending(wait)
 
     def pinned(self, like: Tensor) -> Tensor:
-        """Return memory of the host that the device can write to."""
+        """Return pinned host memory, which the device can write to."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def _pin(self, array: np.ndarray) -> Tensor:
-        """Copy an array to memory that is not reused before the copies from it are done."""
+        """Copy an array to pinned memory, which is not reused before copies from it complete."""
         source = torch.from_numpy(np.ascontiguousarray(array))
         pinned = self.pinned(source)
-        # Not by torch: its threads would take a large array apart, and spin for milliseconds after.
+        # numpy copies, because torch's threads would spin for milliseconds after a large copy.
         pinned.numpy()[...] = source.numpy()
         return pinned
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Capture work that uses fixed buffers; return what repeats it, and its output.
+        """Capture work that uses fixed buffers; return its replay function and its output.
 
-        It runs once before, unless the start loaded every kernel. All graphs share a pool: memory
-        that the output gives up when it goes out of use serves the graphs that are captured later.
-        The pool lasts as long as any of its graphs.
+        The work runs once before, unless every kernel was loaded at startup. All graphs share one
+        memory pool: once an output is freed, graphs captured later reuse its memory. The pool lives
+        as long as any of its graphs.
         """
         if not self.config.is_for_streams:
             run()
         torch.cuda.synchronize(self.torch_device)
         graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph, which empties the allocator's caches before each of many captures.
+        # torch.cuda.graph would empty the allocator's cache before each of the many captures.
         with torch.cuda.stream(self._capture_stream):
-            # Other threads may use the device meanwhile: an error is theirs only if they capture.
+            # thread_local: other threads may use the device during the capture.
             graph.capture_begin(self._graph_pool, capture_error_mode="thread_local")
             try:
                 output = run()
@@ -232,11 +235,11 @@ class CudaDevice:
         return graph.replay, output
 
     def weak_ref(self, tensor: Tensor) -> Tensor:
-        """Return the same memory as a tensor that does not keep it from being handed out again."""
+        """Return a tensor over the same memory that does not keep it from being reused."""
         assert tensor.is_contiguous()
         memory = {
             "shape": tuple(tensor.shape),
-            "typestr": f"<i{tensor.itemsize}",  # the interface has no bfloat16
+            "typestr": f"<i{tensor.itemsize}",  # integers: the interface has no bfloat16
             "data": (tensor.data_ptr(), False),
             "version": 2,
         }
@@ -272,9 +275,9 @@ class CudaDevice:
         return not self.config.enforce_eager and self.config.attention_backend != "sdpa"
 
     def compile_ahead(self, model: DecoderModel, largest_step: Callable[[], EagerForward]) -> None:
-        """Compile the kernels of all steps at once, if that is not done yet and pays.
+        """Compile the kernels of all steps in parallel, unless they are already compiled.
 
-        It does not with few cores, or in a group, whose ranks would compile the same.
+        It does not pay with few cores, nor in a group, whose ranks would compile the same kernels.
         """
         num_processes = min(MAX_PROCESSES, os.cpu_count() or 1)
         if num_processes < MIN_PROCESSES or not self.group.is_alone or not is_first_use():
@@ -289,12 +292,12 @@ class CudaDevice:
         stamp.touch()
 
     def run_every_step(self, eager: EagerForward) -> None:
-        """Launch every kernel that steps may have."""
+        """Launch every kernel that a step may use."""
         if self.uses_graphs:
             self.steps(eager).run_every_size()
 
     def profile(self, largest_step: Callable[[], object]) -> None:
-        """Measure what the largest step takes of memory."""
+        """Measure the peak memory of the largest step."""
         device = self.torch_device
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -317,15 +320,15 @@ class CudaDevice:
 
     @property
     def _max_tokens(self) -> int:
-        """Of a step."""
+        """The most tokens that a step may have."""
         config = self.config
         return min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
 
     def _count_graph_bytes(self, model: DecoderModel) -> int:
-        """Keep the KV cache from taking what graphs need: logits, and a share of a step's memory.
+        """Estimate the memory of the graphs: the logits, and a share of the largest step's memory.
 
-        All graphs share the logits of the largest; a group's exist three times while they are
-        put side by side.
+        All graphs share the logits of the largest. In a group the logits exist three times while
+        the ranks' parts are concatenated.
         """
         num_rows = self.config.max_num_seqs * (1 if self.group.is_alone else 3)
         num_bytes = num_rows * model.config.vocab_size * model.dtype.itemsize + DRIVER_BYTES

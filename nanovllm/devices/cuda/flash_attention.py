@@ -1,4 +1,4 @@
-"""Attention on CUDA by the flash-attn 2 package, which is optional: used if asked for."""
+"""Attention on CUDA with the optional flash-attn 2 package (`attention_backend='flash_attn'`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_SIZE = 256  # flash-attn 2 reads paged caches whose block size is a multip
 
 
 def load_flash_attention(device: Device, block_size: int, dtype: torch.dtype) -> FlashAttention:
-    """Check that the package can serve this engine."""
+    """Return the backend after checking that the package supports this engine."""
     if dtype == torch.float32:
         raise ConfigError(
             "attention_backend='flash_attn' computes in float16 and bfloat16 only, but the model "
@@ -34,7 +34,7 @@ def load_flash_attention(device: Device, block_size: int, dtype: torch.dtype) ->
     except ImportError as error:
         raise ConfigError(
             "attention_backend='flash_attn' needs the package flash-attn, version 2, built for "
-            f"this torch, which cannot be imported ({error}); try `pip install flash-attn "
+            f"this torch, but it cannot be imported ({error}); try `pip install flash-attn "
             "--no-build-isolation`, or use attention_backend='auto'"
         ) from error
     return FlashAttention(device, block_size, flash_attn_varlen_func, flash_attn_with_kvcache)
@@ -42,7 +42,7 @@ def load_flash_attention(device: Device, block_size: int, dtype: torch.dtype) ->
 
 @dataclass(frozen=True, slots=True)
 class FlashDecode:
-    """Rows of one token each; row i is token i."""
+    """Plan for decode rows only; row i is token i."""
 
     block_table: Tensor  # [rows, max_blocks]
     context_lens: Tensor
@@ -50,7 +50,7 @@ class FlashDecode:
 
 @dataclass(frozen=True, slots=True)
 class FlashMixed:
-    """Rows of any number of tokens."""
+    """Plan for rows with any number of tokens."""
 
     block_table: Tensor  # [rows, max_blocks]
     cu_seqlens_q: Tensor  # [rows + 1]
@@ -60,7 +60,7 @@ class FlashMixed:
 
 
 class FlashAttention:
-    """`attend_varlen` and `attend_cached` are the package's functions for the two kinds of plan."""
+    """Attention by flash-attn: `attend_cached` for decode rows, `attend_varlen` for mixed rows."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class FlashAttention:
         self.attend_cached = attend_cached
 
     def plan(self, rows: BatchRows) -> FlashDecode | FlashMixed:
-        """Send the rows' columns in one copy."""
+        """Copy the rows' columns to the device in one transfer."""
         ends = rows.starts + rows.counts
         max_context = int(ends.max(initial=1))
         if (rows.counts == 1).all():
@@ -99,9 +99,9 @@ class FlashAttention:
     def attend(
         self, q: Tensor, cache: LayerCache, plan: FlashDecode | FlashMixed, spec: AttentionSpec
     ) -> Tensor:
-        if len(q) == 0:  # the package refuses
+        if len(q) == 0:  # flash-attn rejects empty inputs
             return torch.empty_like(q)
-        before = -1 if spec.window is None else spec.window - 1  # keys before a query's own
+        before = -1 if spec.window is None else spec.window - 1  # keys left of the query's own
         options = {"softmax_scale": spec.scale, "causal": True, "window_size": (before, 0)}
         if isinstance(plan, FlashDecode):
             output = self.attend_cached(
@@ -126,6 +126,6 @@ class FlashAttention:
         )
 
     def _row_tables(self, block_table: Tensor, slots: Tensor, max_context: int) -> Tensor:
-        """Gather the rows' tables; the package splits long contexts by their width."""
+        """Gather the rows' block tables, no wider than needed: flash-attn splits keys by width."""
         width = -(-max_context // self.block_size)
         return block_table[:, :width].index_select(0, slots)

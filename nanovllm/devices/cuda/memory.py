@@ -1,4 +1,4 @@
-"""Which GPUs there are, and what of their memory a KV cache may take."""
+"""Detect the GPUs, and compute how much of their memory the KV cache may use."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ GIB = 1 << 30
 
 
 def has_cuda() -> bool:
-    """Whether there is an NVIDIA device and what compiles kernels for it."""
+    """Whether there is an NVIDIA device, and Triton to compile kernels for it."""
     is_nvidia = torch.cuda.is_available() and torch.version.hip is None
     return is_nvidia and importlib.util.find_spec("triton") is not None
 
 
 def check_c_compiler() -> None:
-    """Raise ConfigError where Triton could not build the launchers of its kernels."""
+    """Raise ConfigError if Triton has no C compiler to build its kernel launchers."""
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(map(shutil.which, compilers)):
         raise ConfigError(
@@ -35,26 +35,26 @@ def num_devices() -> int:
 
 
 def use_device(index: int) -> None:
-    """Make a GPU the one that devices made later work on."""
+    """Make a GPU current; devices created later use it."""
     torch.cuda.set_device(index)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryAccount:
-    """How the memory of a device is divided, and what remains for the KV cache."""
+    """The division of a device's memory (in bytes), and what remains for the KV cache."""
 
     total: int
     utilization: float
     held: int  # by weights and other processes
-    step: int  # the largest step
-    graphs: int
+    step: int  # activations of the largest step
+    graphs: int  # CUDA graphs
 
     @property
     def room(self) -> int:
         return int(self.total * self.utilization) - self.held - self.step - self.graphs
 
     def grant(self, wanted: int) -> int:
-        """Return as many of the `wanted` bytes as there are; none at all is an error."""
+        """Return as many of the `wanted` bytes as are available; raise ConfigError if none are."""
         if self.room <= 0:
             raise ConfigError(
                 f"no GPU memory is left for the KV cache: {self}; raise "
@@ -63,7 +63,10 @@ class MemoryAccount:
         return min(wanted, self.room)
 
     def check(self, num_bytes: int) -> None:
-        """Refuse a KV cache that was asked for by number, whatever the share, and does not fit."""
+        """Raise ConfigError if an explicit `num_kvcache_blocks` exceeds the device's memory.
+
+        `gpu_memory_utilization` has no effect here.
+        """
         whole = replace(self, utilization=1.0)
         if num_bytes > whole.room:
             raise ConfigError(

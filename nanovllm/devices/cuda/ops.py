@@ -1,4 +1,4 @@
-"""Ops on CUDA: Triton where it beats the libraries, cuBLAS for products with many rows."""
+"""Ops on CUDA: Triton where it beats the libraries, cuBLAS for products of many rows."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ from nanovllm.ops.interface import (
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
 from nanovllm.ops.torch_ops import ComposedLinear, TorchOps
 
-ADD_ROWS = 1024  # from here on a product adds the residual itself, which saves the norm a pass
-# Up to here activations are not quantized for FP8 by output, which would gain little.
+ADD_ROWS = 1024  # from here on the product adds the residual itself, which saves the norm a pass
+# Up to here, activations stay unquantized for FP8 weights with a scale per output: the gain would
+# be small.
 MAX_EXACT_ROWS = 16
-# Up to here they are not for FP8 by block; its values are then dequantized in registers.
+# The same limit for FP8 weights with block scales, which are then dequantized in registers.
 MAX_FP8_ROWS = 64
-# Beyond, int4 is dequantized first: written and read again, nine times the bytes that it has.
+# With more rows, int4 weights are dequantized in memory first, which moves nine times their bytes.
 MAX_INT4_ROWS = 1024
-MAX_PAIR_TOKENS = 4  # with more, so many share an expert that sorting them pays
+MAX_PAIR_TOKENS = 4  # with more tokens, enough of them share an expert for sorting to pay
 
 
 class TritonOps:
@@ -78,14 +79,14 @@ class TritonOps:
 
 @dataclass(slots=True)
 class CudaLinear:
-    """One row runs in one fused kernel, a few in another, more through the library's products."""
+    """A linear layer: a fused kernel for one row, another for a few, libraries for many rows."""
 
     ops: TritonOps
     weight: CudaWeight
     bias: Tensor | None
     activation: Activation | None
     library: LibraryWeight | None = None  # for products of many rows in FP8
-    counters: Tensor | None = None  # of `few_rows_linear`, for a quantized weight
+    counters: Tensor | None = None  # for `few_rows_linear`, if the weight is quantized
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias, activation = self.weight, self.bias, self.activation
@@ -130,7 +131,7 @@ class CudaLinear:
         return num_rows <= (MAX_FP8_ROWS if self.weight.bits == 8 else MAX_INT4_ROWS)
 
     def _split_config(self, num_rows: int) -> FewRowsConfig | None:
-        """How inputs are split for partial sums, which the next norm adds up."""
+        """Return the split-K config of a product whose partial sums the next norm adds up."""
         if isinstance(self.weight, Tensor):
             num_splits = choose_splits(num_rows, self.weight)
             return few_rows_config(self.weight, num_rows, num_splits) if num_splits > 1 else None
@@ -138,7 +139,7 @@ class CudaLinear:
         return few_rows_config(self.weight, num_rows) if is_split else None
 
     def _library_of(self, x: Tensor) -> LibraryWeight | None:
-        """The weight for rows that are quantized to FP8, if these are."""
+        """Return the FP8 library weight if these rows are to be quantized to FP8."""
         if self.library is None or x.dtype != torch.bfloat16:
             return None
         most = MAX_FP8_ROWS if self.library.stored.has_blocks else MAX_EXACT_ROWS
@@ -156,7 +157,7 @@ def pack_quantized(
 
 @dataclass(frozen=True, slots=True)
 class CudaExperts:
-    """Tokens read their experts each for itself while they are few, together when they are more."""
+    """Routed experts: few tokens each read their own experts, more tokens are grouped by expert."""
 
     ops: TritonOps
     gate_up: CudaWeight

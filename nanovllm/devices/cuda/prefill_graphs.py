@@ -1,7 +1,7 @@
-"""Steps with prompts in them, on CUDA: a few graphs per number of tokens, padded up to it.
+"""CUDA graphs of steps with prefill rows: a few buckets per number of tokens; steps are padded.
 
-Launching a layer's kernels one by one takes the host longer than a few thousand tokens take the
-device, so the first token of a short prompt, and every answer that runs beside it, would wait.
+Launching a layer's kernels one by one takes the host longer than the device needs for a few
+thousand tokens. The first token of a short prompt, and all decode rows of the step, would wait.
 """
 
 from __future__ import annotations
@@ -29,59 +29,58 @@ from nanovllm.worker.forward import EagerForward, StepLogits
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
 
-MAX_TOKENS = 4096  # more keep the device busy for longer than the host takes
-MAX_ROWS = 256  # each one's logits are computed, used or not
-MAX_PROMPTS = 16  # rows of more than one token
-# Many short prompts have graphs of their own. Attention has as many programs as if every prompt
-# were as long as one may be, and programs without queries take time too: so none may be long.
-MANY_PROMPTS, MANY_LEN = 64, 512  # how many, and the tokens of each
-MIN_MANY_TOKENS, MAX_MANY_TOKENS = 1024, 8192  # of these prompts together
+MAX_TOKENS = 4096  # with more tokens the device takes longer than the host's launches
+MAX_ROWS = 256  # the logits of every row are computed, even of padding
+MAX_PROMPTS = 16  # prefill rows: rows of more than one token
+# Many short prompts have their own buckets. The attention grid is sized as if every prompt had the
+# maximum length, and CTAs without queries take time too, so that maximum must be small.
+MANY_PROMPTS, MANY_LEN = 64, 512  # prompts of such a bucket, and the tokens of each
+MIN_MANY_TOKENS, MAX_MANY_TOKENS = 1024, 8192  # total tokens of such a bucket
 LAYER_PRODUCTS = 3 << 36  # multiplications that take about as long as the launches of a layer
-MAX_ALONE = 4  # prompts that have graphs of their own if no answers run beside them
-MAX_ALONE_TOKENS = 1024  # of these prompts together
-MAX_CHANGES = 16384  # of the tables, that a graph writes before it runs a step
-# Answers beside prompts in a step that no graph has room for: how many there are decides on the
-# kernel that attends for them.
+MAX_ALONE = 4  # prompts in the buckets for steps without decode rows
+MAX_ALONE_TOKENS = 1024  # total tokens of these buckets
+MAX_CHANGES = 16384  # words of the tables that a graph writes before it runs a step
+# Decode rows in a step that is too large for any graph: their number selects the attention kernel.
 FEW_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
-HEIGHTS = 2, 3, 4, 3  # of the columns: see Bucket.lengths
+HEIGHTS = 2, 3, 4, 3  # rows of each part of the columns: see Bucket.lengths
 
 
 class Bucket(NamedTuple):
-    """What a graph has room for, or a plan needs."""
+    """The capacity of a graph, or the size of a step."""
 
     num_tokens: int
-    num_singles: int  # rows of one token
-    num_prompts: int  # rows of more
+    num_decodes: int  # decode rows: rows of one token
+    num_prompts: int  # rows of more than one token
     num_rows: int
-    longest: int  # tokens of one row
+    longest: int  # most tokens of one row
 
     def fits(self, needed: Bucket) -> bool:
         return all(map(operator.le, needed, self))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of the columns: two per token, three per single token, four per prompt, three sampled."""
-        widths = self.num_tokens, self.num_singles, self.num_prompts, self.num_rows
+        """Words of each part: 2 per token, 3 per decode row, 4 per prompt, 3 per sampled row."""
+        widths = self.num_tokens, self.num_decodes, self.num_prompts, self.num_rows
         return tuple(height * width for height, width in zip(HEIGHTS, widths, strict=True))
 
 
 def needed_size(plan: StepPlan) -> Bucket:
-    num_rows, num_singles = len(plan.counts), int((plan.counts == 1).sum())
+    num_rows, num_decodes = len(plan.counts), int((plan.counts == 1).sum())
     num_tokens, longest = int(plan.counts.sum()), int(plan.counts.max())
-    return Bucket(num_tokens, num_singles, num_rows - num_singles, num_rows, longest)
+    return Bucket(num_tokens, num_decodes, num_rows - num_decodes, num_rows, longest)
 
 
 def count_many_tokens(config: ModelConfig) -> int:
-    """Of many prompts in one graph, at most: with more the device takes longer than the host.
+    """Return the most tokens of a bucket for many prompts; with more, the host is not the limit.
 
-    The head counts as a part of every layer.
+    The LM head's weights are spread evenly over the layers.
     """
     num_weights = config.num_weights_per_token // config.num_layers
     return min(LAYER_PRODUCTS // num_weights, MAX_MANY_TOKENS)
 
 
 def bucket_sizes(max_tokens: int, max_rows: int, max_many_tokens: int) -> list[Bucket]:
-    """Powers of two and the middle between them, up to what the largest step of a kind needs."""
+    """Return buckets at powers of two and halfway between, up to the largest step of each kind."""
     sizes, num_tokens = [], 16
     if max_rows <= MAX_PROMPTS:
         max_many_tokens = 0
@@ -102,7 +101,7 @@ def bucket_sizes(max_tokens: int, max_rows: int, max_many_tokens: int) -> list[B
 
 
 class PrefillGraphs:
-    """Replays steps that fit a size."""
+    """Captures a graph per bucket, and replays the steps that fit one."""
 
     def __init__(
         self,
@@ -118,14 +117,15 @@ class PrefillGraphs:
         self.sizes = sizes
         num_words = max(sum(size.lengths) for size in self.sizes) + 1 + 2 * MAX_CHANGES
         self._columns = torch.zeros(num_words, dtype=torch.int32, device=device.torch_device)
-        # Zeros, which name a token and a place even while kernels are compiled and not launched.
-        most, place = self.sizes[-1].num_tokens, device.torch_device
-        self._input_ids = torch.zeros(most, dtype=torch.int32, device=place)
-        self._places = torch.zeros(2, most, dtype=torch.int64, device=place)  # positions, offsets
+        # Zeros are a valid token and position while kernels are compiled without being launched.
+        most, where = self.sizes[-1].num_tokens, device.torch_device
+        self._input_ids = torch.zeros(most, dtype=torch.int32, device=where)
+        # Row 0: positions; row 1: slot_mapping.
+        self._token_columns = torch.zeros(2, most, dtype=torch.int64, device=where)
         self._graphs: dict[Bucket, tuple[Callable[[], None], Tensor]] = {}
 
     def run_every_size(self) -> None:
-        """Launch every kernel that a step with prompts has, also one that is too large for us."""
+        """Launch every kernel of steps with prompts, including steps too large for any graph."""
         for size in reversed(self.sizes):
             self._run_model(size)
         most = self.sizes[-1]
@@ -135,10 +135,10 @@ class PrefillGraphs:
                     self._run_model(Bucket(num_tokens, num_rows, 1, num_rows, num_tokens))
 
     def graph(self, size: Bucket) -> tuple[Callable[[], None], Tensor]:
-        """Return the graph of a size and its logits; it is captured when it is first asked for.
+        """Return the replay function of a bucket and its logits; capture the graph on first use.
 
-        Capture runs what the columns say: a step, which may run twice, or, before any sequence is
-        there, zeros, which harm none.
+        Capturing runs the step that the columns describe. That is safe: a step may run twice, and
+        before the first one all columns are zero.
         """
         if size not in self._graphs:
             replay, logits = self.device.capture(partial(self._run_model, size))
@@ -146,7 +146,7 @@ class PrefillGraphs:
         return self._graphs[size]
 
     def __call__(self, plan: StepPlan) -> StepLogits | None:
-        """Run a step, or return None if it is too large."""
+        """Run a step, or return None if it fits no bucket."""
         needed = needed_size(plan)
         size = next((size for size in self.sizes if size.fits(needed)), None)
         if size is None:
@@ -169,15 +169,15 @@ class PrefillGraphs:
 
     def _run_model(self, size: Bucket) -> Tensor:
         eager, tables, end = self.eager, self.eager.tables, sum(size.lengths)
-        # Behind the columns are the changes that `InputBatch.update` would make.
+        # The columns are followed by the changes that `InputBatch.update` would make.
         changes = self._columns[end + 1 :][: 2 * MAX_CHANGES].view(-1, 2)
         write_words(tables.words, changes, self._columns[end : end + 1])
         parts = self._split(size)
-        slots, places = parts[0].view(2, -1)
-        positions, slot_mapping = self._places[:, : size.num_tokens]
+        slots, token_positions = parts[0].view(2, -1)
+        positions, slot_mapping = self._token_columns[:, : size.num_tokens]
         inputs = self._input_ids[: size.num_tokens], positions, slot_mapping
         state = tables.tokens, tables.block_table, tables.block_size
-        gather_tokens(slots, places, *state, inputs)
+        gather_tokens(slots, token_positions, *state, inputs)
         plan = self.attention.chunk_plan(
             tables.block_table, parts[1].view(3, -1), parts[2].view(4, -1), size.longest
         )
@@ -190,29 +190,29 @@ class PrefillGraphs:
 
 
 def chunk_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.int32]:
-    """Lay a plan out as `Bucket.lengths` says; padding is the slot that no sequence has.
+    """Lay out a plan as `Bucket.lengths` describes; `padding` is a slot that no sequence has.
 
-    Single rows that are padding write zeros to a prompt's token, before its own attention does, or
-    to the last one: without prompts there are as many tokens as rows, so it is padding too.
+    Padding among the decode rows writes zeros to a prompt's token, which that prompt's attention
+    overwrites later, or to the last token: without prompts, that token is padding too.
     """
     laid_out = np.zeros(sum(size.lengths), np.int32)
-    tokens, singles, prompts, sampled = (
+    tokens, decodes, prompts, sampled = (
         laid_out[end - length : end].reshape(height, -1)
         for length, end, height in zip(size.lengths, accumulate(size.lengths), HEIGHTS, strict=True)
     )
-    tokens[0] = singles[0] = sampled[0] = padding
+    tokens[0] = decodes[0] = sampled[0] = padding
     slots, starts, counts = plan.slots, plan.starts, plan.counts
     ends = counts.cumsum()
     firsts, num_tokens = ends - counts, int(ends[-1])
     tokens[0, :num_tokens] = np.repeat(slots, counts)
     tokens[1, :num_tokens] = np.repeat(starts - firsts, counts) + np.arange(num_tokens)
-    is_single = counts == 1
-    longer = np.array((slots, firsts, starts + counts, counts))[:, ~is_single]
+    is_decode = counts == 1
+    longer = np.array((slots, firsts, starts + counts, counts))[:, ~is_decode]
     prompts[:, : longer.shape[1]] = longer
     last = np.array((slots, ends - 1, starts + counts))
-    if size.num_singles:
-        singles[1] = longer[1, 0] if longer.size else size.num_tokens - 1
-        singles[:, : len(counts) - longer.shape[1]] = last[:, is_single]
+    if size.num_decodes:
+        decodes[1] = longer[1, 0] if longer.size else size.num_tokens - 1
+        decodes[:, : len(counts) - longer.shape[1]] = last[:, is_decode]
     last = last[:, plan.num_logits > 0]
     sampled[:, : last.shape[1]] = last
     return laid_out

@@ -1,7 +1,7 @@
-"""Which rows of a decode step begin with the same blocks, so that these keys are read once for all.
+"""Find decode rows that begin with the same blocks, so that their shared keys are read only once.
 
-Sequences share a block if they were admitted with it, from the prefix cache. Rows are grouped by
-their first block; a group shares the blocks that all its rows have in common.
+Sequences share the blocks that they got from the prefix cache when admitted. Rows are grouped by
+their first block; a group shares the leading blocks that all its rows have in common.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from nanovllm.engine.step import IntColumn, NewRow
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
 
-NUM_GROUPS = 4  # the largest ones
-MIN_ROWS = 32  # of a batch that has a graph for it
-MIN_SAVED = 1 << 15  # keys that need not be read: less does not pay for another kernel a layer
+NUM_GROUPS = 4  # only the largest groups are used
+MIN_ROWS = 32  # smaller batches have no graph for shared prefixes
+MIN_SAVED = 1 << 15  # saved key reads; fewer do not pay for an extra kernel per layer
 NO_BLOCK = -1
 
 
 class SharedPrefixes:
-    """Keeps the blocks that each slot's sequence was admitted with, and tables for the kernels."""
+    """Tracks the blocks each slot's sequence was admitted with, and holds the kernels' tables."""
 
     def __init__(
         self, device: CudaDevice, num_slots: int, max_blocks: int, block_size: int
@@ -32,7 +32,7 @@ class SharedPrefixes:
         self.device = device
         self.block_size = block_size
         self._blocks = np.full((num_slots, max_blocks), NO_BLOCK, np.int32)
-        self._slots: IntColumn | None = None  # of the latest batch that was looked at
+        self._slots: IntColumn | None = None  # slots of the last batch examined
         self._is_worth_it = False
         self._tables = torch.zeros(
             4 * NUM_GROUPS + 2 * num_slots, dtype=torch.int32, device=device.torch_device
@@ -46,7 +46,7 @@ class SharedPrefixes:
             self._slots = None
 
     def find(self, slots: IntColumn) -> bool:
-        """Whether it pays to run these slots by `rows`, which then says what they share."""
+        """Whether sharing pays for these slots; if so, fill the tables that `rows` returns."""
         if self._slots is None or not np.array_equal(slots, self._slots):
             self._slots = slots
             groups, members, lens = find_groups(self._blocks, slots, self.block_size)
@@ -59,12 +59,12 @@ class SharedPrefixes:
         return self._is_worth_it
 
     def clear(self) -> None:
-        """Forget the latest batch: a graph for fewer rows is about to be captured."""
+        """Forget the last batch, because a graph for fewer rows is about to be captured."""
         self._slots = None
         self._tables.zero_()
 
     def rows(self, size: int) -> SharedRows:
-        """What a graph of some batch size reads."""
+        """Return the tables that a graph of this batch size reads."""
         groups, tables = self._tables[: 4 * NUM_GROUPS], self._tables[4 * NUM_GROUPS :]
         members, lens = tables.view(2, -1)[:, :size]
         return SharedRows(groups.view(4, NUM_GROUPS), members, lens)
@@ -73,9 +73,9 @@ class SharedPrefixes:
 def find_groups(
     blocks: IntColumn, slots: IntColumn, block_size: int
 ) -> tuple[IntColumn, IntColumn, IntColumn]:
-    """Group the rows in some slots that begin alike; blocks [slots, max_blocks] are the slots'.
+    """Group rows that begin with the same blocks; `blocks` [slots, max_blocks] is indexed by slot.
 
-    Returns what SharedRows holds: groups, members, and how many keys each row shares.
+    Return the columns of SharedRows: groups, members, and how many keys each row shares.
     """
     groups = np.zeros((4, NUM_GROUPS), np.int32)
     members, lens = np.zeros((2, len(slots)), np.int32)

@@ -1,4 +1,4 @@
-"""How steps run on CUDA, each the first way that suits it.
+"""Run steps on CUDA; each step takes the first way that supports it.
 
 | the step has                | ways to run the model, in this order                             |
 |-----------------------------|------------------------------------------------------------------|
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What is captured, the simplest first; a batch is served by the first that has all it asks for.
+# Sampling kernels that are captured, simplest first; a batch uses the first that covers its needs.
 CAPTURED_SAMPLING = (
     Sampling.GREEDY,
     Sampling.NOISE,
@@ -47,14 +47,14 @@ CAPTURED_SAMPLING = (
     Sampling.NOISE | Sampling.MIN_P | Sampling.TOP,
 )
 
-SamplerKey = tuple[GraphKey, Sampling, bool]  # whose logits, and whether a bitmask comes first
+SamplerKey = tuple[GraphKey, Sampling, bool]  # graph of the logits, sampling, applies a bitmask
 
 
 class CudaSteps:
-    """Captures graphs before the first request where streams have a target, else on first use.
+    """Captures and replays graphs: ahead of requests for a latency target, else on first use.
 
-    There are two graphs of each sampler, which take turns and write to host memory of their own: a
-    step begins before the host has read the tokens of the one before.
+    Each sampler has two graphs, which alternate and write to separate host buffers: a step begins
+    before the host has read the tokens of the previous one.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class CudaSteps:
         self.captures_ahead = device.config.is_for_streams
         self.decode = DecodeGraphs(eager, device)
         self.sampler = device.sampler(eager.tables, eager.model.config.vocab_size)
-        # Sampled by graphs. Not in their pool: while it is copied, the next step may run.
+        # Output of the sampler graphs, outside their pool: the next step may run during its copy.
         num_slots = eager.tables.num_slots
         self._tokens = torch.zeros(num_slots, dtype=torch.int32, device=device.torch_device)
         self._masks: Tensor | None = None  # pinned host memory, read by the graphs
@@ -77,7 +77,7 @@ class CudaSteps:
             decode = self.decode
             return decode.run_persistent(plan) or decode.run_shared(plan) or decode.run_layers(plan)
         logits = (self.prefill and self.prefill(plan)) or self.eager(plan)
-        self.note(plan)  # last: the device has work meanwhile
+        self.note(plan)  # after the launch, so that the device is busy meanwhile
         return logits
 
     def sample(self, logits: StepLogits, plan: StepPlan) -> Sampled:
@@ -85,14 +85,14 @@ class CudaSteps:
         return self.sampler(logits, plan) if key is None else self._replay(key, len(plan.slots))
 
     def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
-        """Sample what masks allow by one graph; None, and nothing done, if there is none for it."""
+        """Apply bitmasks and sample with one graph; do nothing and return None if there is none."""
         key = self._sampler_of(logits, plan, masks)
         return None if key is None else self._replay(key, len(plan.slots))
 
     def _sampler_of(
         self, logits: StepLogits, plan: StepPlan, masks: IntColumn | None
     ) -> SamplerKey | None:
-        """Return the graph that samples a step; None if there is none, nor may be captured."""
+        """Return the key of the graph that samples a step; None if kernels must be launched."""
         asked = self.eager.tables.sampling(plan)
         sampling = next((each for each in CAPTURED_SAMPLING if asked in each), None)
         if logits.graph is None or sampling is None:
@@ -105,7 +105,7 @@ class CudaSteps:
         return key if key in self._samplers or not self.captures_ahead else None
 
     def _can_read(self, masks: IntColumn) -> bool:
-        """Whether graphs find masks there, which mostly are where they were before."""
+        """Whether graphs can read these bitmasks; if their address changed, drop the old graphs."""
         if self._masks is None or self._masks.data_ptr() != masks.ctypes.data:
             if not self.device.is_pinned(masks):
                 return False
@@ -118,27 +118,27 @@ class CudaSteps:
             self._capture_sampler(key)
         replay, host = next(self._samplers[key])
         replay()
-        is_alone = self.sampler.group.is_alone  # else another rank's tokens come after sampling
+        is_alone = self.sampler.group.is_alone  # in a group, rank 0 broadcasts the tokens later
         return Sampled(self._tokens[:num_rows], host[:num_rows] if is_alone else None)
 
     def note(self, plan: StepPlan) -> None:
-        """Learn which sequences enter with a plan, also with one that runs elsewhere."""
+        """Record the sequences admitted by a plan, however its step runs."""
         self.decode.prefixes.enter(plan.new_rows)
 
     def has_lost_step(self) -> bool:
-        """Whether the persistent kernel gave up; it is not used again then."""
+        """Whether the persistent kernel timed out; if so, disable it."""
         persistent = self.decode.persistent
         if persistent is None or not persistent.gave_up():
             return False
         logger.warning(
-            "A decode step gave up waiting for the rest of the device: its sequences are "
-            "recomputed, and sequences alone run layer by layer from now on"
+            "The persistent decode kernel timed out waiting for its other CTAs: the sequences of "
+            "the step are recomputed, and decode steps run layer by layer from now on"
         )
         self.decode.max_persistent_context = 0
         return True
 
     def run_every_size(self) -> None:
-        """Launch every kernel that a step may have."""
+        """Launch every kernel that a step may use."""
         model = self.eager.model
         with one_of_each_layer(model.model, model.config):
             self._run_every_size()
@@ -149,21 +149,21 @@ class CudaSteps:
             if len(logits) == len(self._tokens):
                 shape = len(logits), -(-logits.shape[1] // 32)
                 masks = self.device.readable(self.device.host_memory(shape))
-                keep_allowed(logits, None, masks)  # as after a step with prompts
+                keep_allowed(logits, None, masks)  # variant used after a step with prompts
                 keep_allowed(logits, None, masks, step.slots, self.decode.padding)
                 token_logprobs(logits, self._tokens, 1)
             for sampling in CAPTURED_SAMPLING:
-                self.sampler.sample(step, sampling)  # as after a step with prompts
+                self.sampler.sample(step, sampling)  # variant used after a step with prompts
                 self.sampler.sample(step, sampling, None, host)
         if self.prefill is not None:
             self.prefill.run_every_size()
 
     def capture_all(self) -> None:
-        """Load every kernel, then capture every graph that plain requests replay.
+        """Load every kernel, then capture every graph that ordinary requests replay.
 
-        The largest graph comes first, since all of them share its memory.
-        `capture_one` adds those for bitmasks and shared prefixes while the engine is idle. Ranks of
-        a group have no such moment in common, so theirs are captured here.
+        The largest graph comes first, since all of them share its memory. `capture_one` adds the
+        graphs for bitmasks and shared prefixes while the engine is idle. The ranks of a group are
+        not idle at the same moment, so their graphs are all captured here.
         """
         logger.info("Capturing CUDA graphs, so that no request waits for one")
         self.run_every_size()
@@ -177,14 +177,14 @@ class CudaSteps:
             pass
 
     def capture_first(self) -> None:
-        """Capture the graphs that are used most; others follow when a step first needs them."""
+        """Capture the most used graphs; the others are captured when a step first needs them."""
         for key in self.decode.first_keys():
             self.decode.graph(key)
         if self.prefill is not None:
             self.prefill.graph(self.prefill.sizes[-1])
 
     def capture_one(self) -> bool:
-        """Capture one of the graphs that few requests replay; False if none is left to capture."""
+        """Capture one of the rarely used graphs; return False if none is left to capture."""
         if not self.captures_ahead:
             return False
         if self.decode.capture_one_shared():
@@ -197,14 +197,14 @@ class CudaSteps:
         return True
 
     def _capture_sampler(self, key: SamplerKey) -> None:
-        """Takes no memory of the graphs' pool, which would be that of the logits."""
+        """Capture a sampler; it must not allocate from the graph pool, which holds the logits."""
         graph, sampling, is_masked = key
         step = self.decode.whole_step(graph)
         tokens = self._tokens[: len(step.values)]
         hosts = [self.device.pinned(tokens) for _ in range(2)]
         masks = self._masks if is_masked else None
         samples = [partial(self._sample, step, masks, sampling, tokens, host) for host in hosts]
-        with self.decode.padded():  # sampling would advance sequences
+        with self.decode.padded():  # sampling advances the sequences in the slots
             replays = [self.device.capture(sample)[0] for sample in samples]
         self._samplers[key] = cycle(zip(replays, hosts, strict=True))
 
@@ -223,7 +223,7 @@ class CudaSteps:
 
 @contextmanager
 def one_of_each_layer(body: DecoderBody, config: ModelConfig) -> Iterator[None]:
-    """Let a model run its last layer and one of each kind: the others launch the same kernels."""
+    """Reduce a model to its last layer and one layer of each kind; others use the same kernels."""
     layers, ropes = body.layers, body.ropes
     kinds = [
         (config.layers[i], _kind_of(layer), i + 1 == config.num_layers)
@@ -239,7 +239,7 @@ def one_of_each_layer(body: DecoderBody, config: ModelConfig) -> Iterator[None]:
 
 
 def _kind_of(layer: nn.Module) -> object:
-    """What a layer consists of, and how its weights are packed: some may stay quantized."""
+    """Describe a layer's modules and how its weights are packed; some may be quantized."""
     packed = [getattr(module, "packed", None) for module in layer.modules()]
     return repr(layer), [_described(each) for each in packed]
 

@@ -1,4 +1,4 @@
-"""Attention on CUDA: Triton kernels straight over the paged cache."""
+"""Attention on CUDA: Triton kernels that read the paged KV cache directly."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class TritonPlan:
     block_table: Tensor
     decode: QueryRows | None
     prefill: QueryRows | None
-    shared: SharedRows | None = None  # of the rows of one token
-    max_context: int | None = None  # of these; None: what the table has room for
+    shared: SharedRows | None = None  # shared prefixes of the decode rows
+    max_context: int | None = None  # longest decode context; None: as much as the table holds
 
 
 class TritonAttention:
@@ -47,32 +47,32 @@ class TritonAttention:
         self.is_hopper = is_hopper
 
     def plan(self, rows: BatchRows) -> TritonPlan:
-        """Split the rows by kind and send their columns in one copy."""
+        """Separate decode from prefill rows, and send their columns to the device in one copy."""
         starts = np.cumsum(rows.counts) - rows.counts
         columns = np.stack((rows.slots, starts, rows.starts + rows.counts, rows.counts))
-        is_single = rows.counts == 1
-        num_single = int(is_single.sum())
-        order = np.argsort(~is_single, kind="stable")
+        is_decode = rows.counts == 1
+        num_decodes = int(is_decode.sum())
+        order = np.argsort(~is_decode, kind="stable")
         sent = self.device.upload(columns.astype(np.int32)[:, order])
-        singles, prompts = sent[:3, :num_single], sent[:, num_single:]
-        return self.chunk_plan(rows.block_table, singles, prompts, int(rows.counts.max(initial=0)))
+        decodes, prompts = sent[:3, :num_decodes], sent[:, num_decodes:]
+        return self.chunk_plan(rows.block_table, decodes, prompts, int(rows.counts.max(initial=0)))
 
     def decode_plan(self, rows: DecodeRows) -> TritonPlan:
-        single = QueryRows(rows.slots, rows.context_lens, order=rows.order)
-        return TritonPlan(rows.block_table, single, None, rows.shared, rows.max_context)
+        decode = QueryRows(rows.slots, rows.context_lens, order=rows.order)
+        return TritonPlan(rows.block_table, decode, None, rows.shared, rows.max_context)
 
     def chunk_plan(
-        self, block_table: Tensor, singles: Tensor, prompts: Tensor, max_query_len: int
+        self, block_table: Tensor, decodes: Tensor, prompts: Tensor, max_query_len: int
     ) -> TritonPlan:
-        """Plan rows of one token and rows of any number, from device tensors alone.
+        """Plan decode rows and rows of any number of tokens, from device tensors alone.
 
-        singles [3, rows] has each one's slot, token and context length, 0 being padding, for which
-        zeros are written; prompts [4, rows] slot, first token, context length, and number of
-        tokens, which may be 0.
+        `decodes` [3, rows] holds slot, token index and context length; context length 0 is padding,
+        whose output is zeros. `prompts` [4, rows] holds slot, first token index, context length and
+        number of tokens, which may be 0.
         """
         decode = prefill = None
-        if singles.shape[1]:
-            slots, tokens, context_lens = singles
+        if decodes.shape[1]:
+            slots, tokens, context_lens = decodes
             decode = QueryRows(slots, context_lens, tokens)
         if prompts.shape[1]:
             slots, query_starts, context_lens, query_lens = prompts
@@ -85,7 +85,7 @@ class TritonAttention:
         if cache.k_exponents is not None and cache.v_exponents is not None:
             exponents = cache.k_exponents, cache.v_exponents
         paged = PagedCache(cache.k, cache.v, plan.block_table, exponents)
-        if plan.decode is not None:  # first: rows that are padding may write to a prompt's token
+        if plan.decode is not None:  # before prefill, which overwrites what padding rows wrote
             self._decode(q, paged, plan, spec, out)
         if plan.prefill is not None:
             self._prefill(q, paged, plan.prefill, spec, out)
@@ -101,7 +101,7 @@ class TritonAttention:
             config = TMA_CONFIG
         else:
             num_q_rows = rows.max_query_len * group
-            config = prefill_config(head_dim, q.dtype, num_q_rows, cache.has_codes)
+            config = prefill_config(head_dim, q.dtype, num_q_rows, cache.is_fp8)
             max_keys = cache.max_context
             if spec.window is not None:
                 max_keys = min(max_keys, spec.window + rows.max_query_len)
@@ -115,7 +115,11 @@ class TritonAttention:
     def _decode(
         self, q: Tensor, cache: PagedCache, plan: TritonPlan, spec: AttentionSpec, out: Tensor
     ) -> None:
-        """Split by what contexts may be, not are, so that eager steps use kernels of graphs."""
+        """Attend for decode rows.
+
+        The key splits depend on the longest possible context, not the actual one, so that eager
+        steps use the same kernels as graphs.
+        """
         rows, shared = plan.decode, plan.shared
         assert rows is not None
         max_context = plan.max_context or cache.max_context
@@ -123,11 +127,11 @@ class TritonAttention:
         num_rows, num_kv_heads, head_dim = len(rows.slots), *cache.k.shape[2:]
         num_splits = choose_splits(num_rows, num_kv_heads, max_keys, self.num_processors)
         is_large = self.is_hopper and suits_large_tiles(num_rows, num_kv_heads, num_splits)
-        config = decode_config(head_dim, q.dtype, is_large, cache.has_codes)
+        config = decode_config(head_dim, q.dtype, is_large, cache.is_fp8)
         part = None
         if shared is not None and spec.window is None:
             num_q_rows = min(num_rows * q.shape[1] // num_kv_heads, MAX_SMALL)
-            tiles = prefill_config(head_dim, q.dtype, num_q_rows, cache.has_codes)
+            tiles = prefill_config(head_dim, q.dtype, num_q_rows, cache.is_fp8)
             parts = attend_shared(q, cache, shared.groups, shared.members, spec.scale, tiles)
             part = SharedPart(shared.lens, parts)
         paged_attention(q, cache, rows, out, spec.scale, spec.window, config, num_splits, part)

@@ -1,4 +1,4 @@
-"""Sampling on CUDA without the host: kernels read the parameters by slot and advance the tables."""
+"""Sampling on CUDA without host work: kernels read parameters by slot and advance the tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TritonSampler:
         out: Tensor | None = None,
         host: Tensor | None = None,
     ) -> Tensor:
-        """Return tokens; `host`, only for a worker alone, gets them as well."""
+        """Return the sampled tokens; also write them to `host` (only without a group)."""
         if out is None:
             out = torch.empty(len(logits.values), dtype=torch.int32, device=logits.values.device)
         state = self.tables.tokens, self.tables.lengths

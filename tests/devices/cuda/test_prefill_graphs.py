@@ -54,7 +54,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @dataclass(frozen=True)
 class ChunkRows:
     block_table: Tensor
-    singles: Tensor
+    decodes: Tensor
     prompts: Tensor
     max_query_len: int
 
@@ -63,19 +63,19 @@ class ReferenceChunks(SdpaAttention):
     """The attention kernels' reference over the rows of a chunk, padding and all."""
 
     def chunk_plan(
-        self, block_table: Tensor, singles: Tensor, prompts: Tensor, max_query_len: int
+        self, block_table: Tensor, decodes: Tensor, prompts: Tensor, max_query_len: int
     ) -> ChunkRows:
-        return ChunkRows(block_table, singles, prompts, max_query_len)
+        return ChunkRows(block_table, decodes, prompts, max_query_len)
 
     def decode_plan(self, rows: DecodeRows) -> ChunkRows:
         tokens = torch.arange(len(rows.slots), dtype=torch.int32)
-        singles = torch.stack((rows.slots, tokens, rows.context_lens))
-        return ChunkRows(rows.block_table, singles, torch.zeros((4, 0), dtype=torch.int32), 1)
+        decodes = torch.stack((rows.slots, tokens, rows.context_lens))
+        return ChunkRows(rows.block_table, decodes, torch.zeros((4, 0), dtype=torch.int32), 1)
 
     def attend(self, q: Tensor, cache: LayerCache, plan: Any, spec: AttentionSpec) -> Tensor:
         if not isinstance(plan, ChunkRows):
             return super().attend(q, cache, plan, spec)
-        slots, tokens, context_lens = plan.singles
+        slots, tokens, context_lens = plan.decodes
         columns = torch.stack((slots, tokens, context_lens, torch.ones_like(tokens)))
         out = torch.full_like(q, torch.nan)  # what padding leaves there must not matter
         for rows in (columns, plan.prompts):
@@ -101,15 +101,15 @@ def make_plan(rows: list[tuple[int, int, int, int]]) -> StepPlan:
 def test_columns() -> None:
     """Slots 2, 7 and 4 run one token, three and two; the second of them needs no logits."""
     plan = make_plan([(2, 40, 1, 1), (7, 10, 3, 0), (4, 0, 2, 1)])
-    size = Bucket(num_tokens=8, num_singles=5, num_prompts=4, num_rows=5, longest=8)
-    tokens, singles, prompts, sampled = np.split(
+    size = Bucket(num_tokens=8, num_decodes=5, num_prompts=4, num_rows=5, longest=8)
+    tokens, decodes, prompts, sampled = np.split(
         chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1]
     )
     assert tokens.reshape(2, 8).tolist() == [
         [2, 7, 7, 7, 4, 4, 9, 9],
         [40, 10, 11, 12, 0, 1, 0, 0],
     ]
-    assert singles.reshape(3, 5).tolist() == [[2, 9, 9, 9, 9], [0, 1, 1, 1, 1], [41, 0, 0, 0, 0]]
+    assert decodes.reshape(3, 5).tolist() == [[2, 9, 9, 9, 9], [0, 1, 1, 1, 1], [41, 0, 0, 0, 0]]
     rest = [0] * 2
     assert prompts.reshape(4, 4).tolist() == [
         [7, 4, *rest],
@@ -122,7 +122,7 @@ def test_columns() -> None:
 
 def test_columns_of_prompts_alone() -> None:
     plan = make_plan([(7, 10, 3, 0), (4, 0, 2, 1)])
-    size = Bucket(num_tokens=6, num_singles=0, num_prompts=3, num_rows=2, longest=6)
+    size = Bucket(num_tokens=6, num_decodes=0, num_prompts=3, num_rows=2, longest=6)
     parts = np.split(chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
     assert parts[0].reshape(2, 6).tolist() == [[7, 7, 7, 4, 4, 9], [10, 11, 12, 0, 1, 0]]
     assert parts[1].size == 0
@@ -132,7 +132,7 @@ def test_columns_of_prompts_alone() -> None:
 def test_columns_without_prompts() -> None:
     """Not a decode step: slot 2's token is not its last one."""
     plan = make_plan([(2, 40, 1, 0), (4, 8, 1, 1)])
-    size = Bucket(num_tokens=4, num_singles=4, num_prompts=1, num_rows=4, longest=4)
+    size = Bucket(num_tokens=4, num_decodes=4, num_prompts=1, num_rows=4, longest=4)
     parts = np.split(chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
     assert parts[1].reshape(3, 4).tolist() == [[2, 4, 9, 9], [0, 1, 3, 3], [41, 9, 0, 0]]
 
@@ -147,7 +147,7 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
     fitting = [size for size in sizes if size.fits(largest)]
     assert {size.num_tokens for size in fitting} == {sizes[-1].num_tokens}
     is_alone = largest.num_tokens > 1 and sizes[-1].num_tokens <= MAX_ALONE_TOKENS
-    assert [size.num_singles > 0 for size in fitting] == [False, True][not is_alone :]
+    assert [size.num_decodes > 0 for size in fitting] == [False, True][not is_alone :]
     assert all(size.num_rows <= max_rows for size in sizes)
 
 

@@ -1,4 +1,4 @@
-"""Tiles and splits for the attention kernel: what measured fastest."""
+"""Tile sizes and key splits of the attention kernel, chosen by measurement."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from torch import Tensor
 
 from nanovllm.devices.cuda.kernels.attention_tiles import PagedCache
 
-MIN_Q_ROWS = 16  # tl.dot takes no fewer
+MIN_Q_ROWS = 16  # the minimum of tl.dot
 MAX_SPLITS = 32
-DECODE_PROGRAMS = 5  # that a multiprocessor should get
-MIN_DECODE_SPLIT = 64  # keys that are worth a program of their own
-LARGE_TILE_PAIRS = range(192, 385)  # of row and kv head, whose contexts are read in large tiles
-SHORT_CONTEXT = 512  # keys, up to which a second split gains less than joining both costs
-PREFILL_PROGRAMS = 2
-MIN_PREFILL_SPLIT = 256
-MIN_PREFILL_SPLITS = 4  # fewer gain less than joining them costs
-# Rows of tiles for which small tiles are best, because they occupy more of the device.
+DECODE_PROGRAMS = 5  # wanted CTAs per multiprocessor
+MIN_DECODE_SPLIT = 64  # fewest keys that are worth a CTA
+LARGE_TILE_PAIRS = range(192, 385)  # pairs of (row, kv head) for which large tiles are faster
+SHORT_CONTEXT = 512  # up to this many keys, a second split gains less than joining both costs
+PREFILL_PROGRAMS = 2  # wanted CTAs per multiprocessor
+MIN_PREFILL_SPLIT = 256  # fewest keys that are worth a CTA
+MIN_PREFILL_SPLITS = 4  # fewer splits gain less than joining them costs
+# Up to this many query rows, small tiles are best, because more CTAs occupy the device.
 MAX_SMALL = 2048
-MAX_FEW = 1024  # the same where keys are codes, which every program widens for itself
+MAX_FEW = 1024  # the same limit for FP8 keys, which every CTA has to upcast
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    q_rows: int  # queries times query heads per kv head in one program
+    q_rows: int  # queries times query heads per kv head in one CTA
     tile: int  # keys per step of the loop
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # per thread; fewer let more programs run side by side
-    pairs: int = 16  # of row and kv head that run side by side, so that L2 serves their keys
+    max_registers: int | None = None  # per thread; fewer let more CTAs run concurrently
+    pairs: int = 16  # pairs of (row, kv head) that run concurrently, so that L2 serves their keys
     min_split: int = MIN_PREFILL_SPLIT
-    has_tma: bool = False  # whether the copy engine of Hopper fetches keys
+    has_tma: bool = False  # whether keys are loaded by TMA (Hopper)
 
 
 TMA_CONFIG = AttentionConfig(128, 64, num_warps=8, num_stages=2, max_registers=128, has_tma=True)
 
 
 def decode_config(
-    head_dim: int, dtype: torch.dtype, has_large_tiles: bool = False, has_codes: bool = False
+    head_dim: int, dtype: torch.dtype, has_large_tiles: bool = False, is_fp8: bool = False
 ) -> AttentionConfig:
-    """For rows of one query; `has_large_tiles` is what `suits_large_tiles` said."""
+    """Return the config for decode rows; `has_large_tiles` is the result of `suits_large_tiles`."""
     is_wide = head_dim > 128
-    if dtype != torch.float32 and not is_wide and (has_codes or has_large_tiles):
+    if dtype != torch.float32 and not is_wide and (is_fp8 or has_large_tiles):
         tile, num_warps, num_stages = 64, 4, 3
     elif dtype == torch.float32:  # without tensor cores, small tiles save registers
         tile, num_warps, num_stages = 16, 4, 3
@@ -54,11 +54,11 @@ def decode_config(
 
 
 def prefill_config(
-    head_dim: int, dtype: torch.dtype, num_q_rows: int, has_codes: bool = False
+    head_dim: int, dtype: torch.dtype, num_q_rows: int, is_fp8: bool = False
 ) -> AttentionConfig:
-    """For up to that many queries times heads per kv head."""
+    """Return the config for up to `num_q_rows` queries times query heads per kv head."""
     is_wide = head_dim > 128
-    if has_codes and dtype != torch.float32 and not is_wide:
+    if is_fp8 and dtype != torch.float32 and not is_wide:
         if num_q_rows <= MAX_FEW:
             return AttentionConfig(q_rows=32, tile=64, num_warps=4, num_stages=3)
         return AttentionConfig(q_rows=128, tile=64, num_warps=4, num_stages=2)
@@ -72,25 +72,25 @@ def prefill_config(
 
 
 def with_more_stages(config: AttentionConfig) -> AttentionConfig:
-    """On Hopper, which has the memory: a program alone on its processor waits less for keys."""
+    """Use more pipeline stages, on Hopper: a CTA alone on its SM then waits less for keys."""
     is_small = (config.q_rows, config.tile, config.num_warps) == (64, 64, 4)
     return replace(config, num_stages=4) if is_small else config
 
 
 def suits_tma(q: Tensor, cache: PagedCache, max_query_len: int, window: int | None) -> bool:
-    """Whether TMA_CONFIG serves these tensors, and there are enough queries for it."""
+    """Whether TMA_CONFIG supports these tensors, and there are enough queries for it."""
     group, head_dim = q.shape[1] // cache.k.shape[2], q.shape[2]
-    is_whole = cache.k.shape[1] % TMA_CONFIG.tile == 0  # a tile lies in one block
+    is_whole = cache.k.shape[1] % TMA_CONFIG.tile == 0  # each tile lies within one block
     num_q_rows = max_query_len * group
     is_long = len(q) * group > MAX_SMALL and num_q_rows >= TMA_CONFIG.q_rows >= group
-    is_plain = window is None and not cache.has_codes
+    is_plain = window is None and not cache.is_fp8
     return is_whole and is_long and head_dim in (64, 128) and is_plain and q.itemsize == 2
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: int) -> int:
-    """Into how many programs to split a decode row's context to fill the device: a power of two.
+    """Return the number of key splits of a decode row that fills the device: a power of two.
 
-    Where whole contexts nearly fill it, two splits still end more evenly than one.
+    If unsplit contexts nearly fill it, two splits still balance the load better than one.
     """
     num_pairs = max(1, num_rows * num_kv_heads)
     if num_pairs >= num_sms and max_context <= SHORT_CONTEXT:
@@ -102,14 +102,14 @@ def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: i
 
 
 def suits_large_tiles(num_rows: int, num_kv_heads: int, num_splits: int) -> bool:
-    """On Hopper: where two splits of each context nearly fill the device, two in a processor."""
+    """Whether two splits of each context nearly fill a Hopper GPU, with two CTAs on each SM."""
     return num_splits == 2 and num_rows * num_kv_heads in LARGE_TILE_PAIRS
 
 
 def choose_prefill_splits(
     num_q_rows: int, num_kv_heads: int, config: AttentionConfig, max_context: int, num_sms: int
 ) -> int:
-    """Into how many programs to split the keys of a kv head's few queries: a power of two."""
+    """Return the number of key splits for a prefill of few queries: a power of two."""
     num_programs = triton.cdiv(num_q_rows, config.q_rows) * num_kv_heads
     wanted = PREFILL_PROGRAMS * num_sms // num_programs
     most = min(wanted, triton.cdiv(max_context, config.min_split))

@@ -1,10 +1,10 @@
-"""Tiles of keys and values of a paged cache, and the softmax that takes them in.
+"""Tiles of keys and values of a paged KV cache, and the online softmax over them.
 
-The query heads that share a kv head are rows of one tile, so each key is read once for them all:
+The query heads that share a kv head are rows of one tile, so each key is read once for all of them:
 a row of a tile is one query of one head. Keys outside a sequence's context or window are never
-used: their blocks may hold anything, or be gone.
+used: their blocks may hold anything, or may have been freed.
 
-Where keys are split over programs, each has a part of a row: the sum of its weighted values, the
+If the keys are split over CTAs, each computes a part of a row: the sum of its weighted values, the
 largest score, which the weights are relative to, and the sum of the weights.
 """
 
@@ -31,36 +31,36 @@ from nanovllm.devices.cuda.kernels.fp8_rows import (
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """A layer's keys and values, and the blocks of every slot."""
+    """The keys and values of a layer, and the block table of all slots."""
 
-    k: Tensor  # [num_blocks, block_size, kv_heads, head_dim]; stride(0) is free
-    v: Tensor  # likewise
+    k: Tensor  # [num_blocks, block_size, kv_heads, head_dim]; stride(0) may be anything
+    v: Tensor  # same layout as k
     block_table: Tensor  # [num_slots, max_blocks]; unused entries may hold anything
-    exponents: tuple[Tensor, Tensor] | tuple[()] = ()  # of keys and values, as in LayerCache
+    exponents: tuple[Tensor, Tensor] | tuple[()] = ()  # FP8 scales of k and v, as in LayerCache
 
     @property
-    def has_codes(self) -> bool:
+    def is_fp8(self) -> bool:
         return len(self.exponents) > 0
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """Keys and values; with exponents, which are words of four, they are pairs of codes."""
-        if not self.has_codes:
+        """Keys and values; in FP8, as pairs of values, followed by exponents in words of four."""
+        if not self.is_fp8:
             return self.k, self.v
         words = (part.flatten().view(torch.int32) for part in self.exponents)
         return self.k.view(torch.int16), self.v.view(torch.int16), *words
 
     @property
     def max_context(self) -> int:
-        """What a slot has room for in the table."""
+        """The longest context that the block table holds for a slot."""
         return self.block_table.shape[1] * self.k.shape[1]
 
 
-Parts = tuple[Tensor, Tensor, Tensor]  # sums of values [parts, head_dim], maxima, sums of weights
+Parts = tuple[Tensor, Tensor, Tensor]  # weighted values [parts, head_dim], maxima, weight sums
 
 
 def allocate_parts(q: Tensor, num_rows: int, num_splits: int) -> Parts:
-    """Return room for the parts of some rows' heads, which are those of q."""
+    """Allocate the parts of `num_rows` rows with the heads of `q`."""
     num_heads, head_dim = q.shape[1:]
     num_parts = num_rows * num_heads * num_splits
     values = torch.empty(num_parts, head_dim, device=q.device, dtype=torch.float32)
@@ -69,7 +69,7 @@ def allocate_parts(q: Tensor, num_rows: int, num_splits: int) -> Parts:
 
 @triton.jit
 def head_dims(HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The numbers of a head, and beyond them up to a power of two."""
+    """Return the indices of a head's dimensions, padded to a power of two."""
     return tl.arange(0, triton.next_power_of_2(HEAD_DIM))
 
 
@@ -94,26 +94,26 @@ def attend_keys(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     HAS_MANY: tl.constexpr,
 ):
-    """Take a span of one head's keys, which may be many, into the softmax of some queries.
+    """Update the softmax of some queries with a span of one head's keys.
 
-    The softmax is the sums of values, the maxima and the sums of weights of rows. The span is from
-    where to where, and the first key that is there: the first tile may begin before it. Every row
-    sees the keys of seen_by_all, from the first to before the end, and each one those of seen, from
-    the first to the last: only tiles that reach beyond need a mask.
+    `softmax` holds the weighted values, the maxima and the weight sums of the rows. `span` is
+    (begin, end, first valid key); the first tile may begin before the first valid key. All rows
+    attend to the keys [begin, end) of `seen_by_all`, and each row to the keys from the first to the
+    last (inclusive) of `seen`: only tiles that reach beyond `seen_by_all` need a mask.
     """
     HAS_CODES: tl.constexpr = len(caches) > 2
-    WIDTH: tl.constexpr = HEAD_DIM // 2 if HAS_CODES else HEAD_DIM  # codes are read as pairs
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if HAS_CODES else HEAD_DIM  # FP8 is read in pairs
     column = kv_head * WIDTH
     heads = caches[0] + column, caches[1] + column
     exponents = ()
-    if HAS_CODES:  # the sums of even columns and of odd ones are kept apart
+    if HAS_CODES:  # even and odd columns are accumulated separately
         word = kv_head * (BLOCK_SIZE // 4)
         exponents = caches[2] + word, caches[3] + word  # type: ignore[assignment]
         q_tile, scale = as_multiplied(q_tile, scale)
         softmax = split(softmax[0]), softmax[1], softmax[2]
     lo, hi, first = span
     whole = lo
-    if HAS_MANY and WINDOW is None:  # the tiles whose keys are all there come first
+    if HAS_MANY and WINDOW is None:  # tiles that contain only valid keys come first
         whole = tl.maximum(tl.minimum(tl.cdiv(hi, TILE), length // TILE) * TILE, lo)
         softmax, block_ids = _attend_tiles(
             *(softmax, q_tile, heads, exponents, blocks, block_ids, length, (lo, whole, first)),
@@ -148,9 +148,9 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     ARE_WHOLE: tl.constexpr,
 ):
-    """Take tiles of keys into the softmax; return it, and the blocks of the tile that follows.
+    """Update the softmax with tiles of keys; return it, and the block ids of the next tile.
 
-    Block ids are loaded a step ahead: a load that waits for another would end the pipelining.
+    Block ids are loaded one iteration ahead: a load that depends on another is not pipelined.
     """
     lo, hi, first = span
     acc, row_max, row_sum = softmax
@@ -202,22 +202,22 @@ def attend_keys_by_tma(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Take all keys of the head at a column into the softmax; scores are a tile ahead.
+    """Update the softmax with all keys of the head at `column`, loaded by TMA.
 
-    The copy engine computes the addresses, so registers are left to compute the scores of one tile
-    while the softmax of the tile before it runs. The queries' positions are from lowest to highest.
+    TMA computes the addresses, which leaves registers to compute the scores of one tile during the
+    softmax of the previous tile. The queries' positions range from `lowest` to `highest`.
     """
     acc, row_max, row_sum = softmax
     offsets = tl.arange(0, TILE)
     cache_row = tl.load(blocks) * block_stride
     scores = tl.dot(q_tile, k_rows.load([cache_row, column]).T)
     block_id = tl.load(blocks + TILE // BLOCK_SIZE, mask=highest >= TILE, other=0)
-    # All but the last tile of a context are whole; that one's values may be anything.
+    # All tiles but the last of a context are full; the last may contain arbitrary values.
     whole = tl.minimum(tl.cdiv(highest + 1, TILE), length // TILE) * TILE
     for tile_start in tl.range(0, whole, TILE):
         if tile_start + TILE > lowest + 1:
             scores = _hide_later(scores, tile_start + offsets, positions)
-        later = tile_start + 2 * TILE  # its block's id: a load that waits for another is slow
+        later = tile_start + 2 * TILE  # prefetches its block id: dependent loads are slow
         later_id = tl.load(blocks + later // BLOCK_SIZE, mask=later <= highest, other=0)
         weights, alpha, row_max, row_sum = _weigh(scores, row_max, row_sum, scale)
         v = v_rows.load([cache_row, column])
@@ -236,7 +236,7 @@ def attend_keys_by_tma(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _hide_later(scores, keys, positions):  # type: ignore[no-untyped-def]
-    """Hide keys from the queries before them."""
+    """Mask the scores of keys that come after the query."""
     return tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
 
 
@@ -258,9 +258,9 @@ def _load_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weigh(scores, row_max, row_sum, scale):  # type: ignore[no-untyped-def]
-    """Return a tile's weights, the factor for what came before, and the new maximum and sum."""
+    """Return a tile's weights, the rescaling factor of earlier tiles, the new maximum and sum."""
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-    # A row that has seen nothing yet: -inf minus -inf would be NaN.
+    # For a row without any key yet, -inf minus -inf would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * scale - shift[:, None])
     alpha = tl.exp2(row_max - shift)
@@ -269,7 +269,7 @@ def _weigh(scores, row_max, row_sum, scale):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def window_start(position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first key that a query at a position sees."""
+    """Return the first key that a query at `position` attends to."""
     return position * 0 if WINDOW is None else tl.maximum(position - WINDOW + 1, 0)
 
 
@@ -277,8 +277,8 @@ def window_start(position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def
 def find_blocks(  # type: ignore[no-untyped-def]
     blocks, tile_start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ):
-    """The block of every key of a tile, or as a scalar the one that holds them all."""
-    if BLOCK_SIZE % TILE == 0 or TILE % BLOCK_SIZE == 0:  # scalars, which take one load each
+    """Return the block id of every key of a tile, or one scalar if a single block holds them."""
+    if BLOCK_SIZE % TILE == 0 or TILE % BLOCK_SIZE == 0:  # one scalar load per block
         first = tile_start // BLOCK_SIZE
         ids = tl.load(blocks + first, mask=tile_start < end, other=0)
         for i in tl.static_range(1, TILE // BLOCK_SIZE):
@@ -295,7 +295,7 @@ def find_blocks(  # type: ignore[no-untyped-def]
 def find_split(  # type: ignore[no-untyped-def]
     first, end, SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr
 ):
-    """Return the range of keys in [first, end) that this program reads."""
+    """Return the range of keys in [first, end) that this CTA reads."""
     lo, hi = first // TILE * TILE, end
     if SPLITS > 1:
         size = split_size(hi - lo, SPLITS, TILE, MIN_SPLIT)
@@ -308,7 +308,7 @@ def find_split(  # type: ignore[no-untyped-def]
 def split_size(  # type: ignore[no-untyped-def]
     num_keys, SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr
 ):
-    """Keys per split, in whole tiles."""
+    """Return the number of keys per split, a multiple of the tile size."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, SPLITS), TILE) * TILE, MIN_SPLIT)
 
 
@@ -324,7 +324,7 @@ def store_parts(parts, indices, dims, softmax, is_row, HEAD_DIM: tl.constexpr): 
 
 @triton.jit
 def load_parts(parts, indices, dims, is_used, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load some parts; what is not used is a part without keys."""
+    """Load some parts; unused ones load as parts without keys."""
     values, maxima, sums = parts
     is_real = is_used[:, None] & (dims < HEAD_DIM)[None, :]
     acc = tl.load(values + indices[:, None] * HEAD_DIM + dims[None, :], mask=is_real, other=0.0)
@@ -344,11 +344,11 @@ def join_splits(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
 ):
-    """Return the weighted mean of a row's values over its keys, from first to end; none: zeros."""
+    """Return the weighted mean of a row's values over its keys [first, end); zeros if empty."""
     lo = first // TILE * TILE
     size = split_size(end - lo, SPLITS, TILE, MIN_SPLIT)
     splits = tl.arange(0, SPLITS)
-    is_used = lo + splits * size < end  # those that got no keys stored nothing
+    is_used = lo + splits * size < end  # splits without keys stored nothing
     acc, maxima, sums = load_parts(parts, row * SPLITS + splits, dims, is_used, HEAD_DIM)
     highest = tl.max(maxima, 0)
     weights = tl.exp2(maxima - tl.where(highest == float("-inf"), 0.0, highest))

@@ -1,9 +1,9 @@
-"""Quantized weights in Triton: tiles of words, and their values in a type that is multiplied.
+"""Dequantization in Triton: loads tiles of packed words, and converts them for multiplication.
 
-`quantized_weight.py` has the layout. FP8 and int4 differ in how many values a word has, 4 or 8. The
-values at one place of all words of a block are a tile of neighboring inputs, and those of the next
-place lie beside them: an operand of tensor cores is made of words without an exchange between
-threads.
+`quantized_weight.py` describes the layout. A word packs 4 FP8 or 8 int4 values. A *place* is the
+position of a value within its word. The values at one place in all words of a quant block are
+neighboring inputs, followed by those at the next place, so threads convert words to tensor-core
+operands without exchanging data.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from nanovllm.ops.quantized_weight import QuantizedWeight, num_blocks
 
 CudaWeight = Tensor | QuantizedWeight
 
-BLOCK_OUT = 32  # rows of a program that dequantizes
+BLOCK_OUT = 32  # rows that one CTA dequantizes
 
 
 def weight_arguments(weight: CudaWeight) -> tuple[Any, ...]:
-    """The weight as kernels take it: its tensor, and its scales and zero points, if any."""
+    """Return a weight as kernel arguments: its tensor, and its scales and zero points, if any."""
     if isinstance(weight, Tensor):
         return weight, None
     return weight.qweight, (weight.scales, weight.zero_points)
 
 
 def weight_sizes(weight: CudaWeight) -> dict[str, int]:
-    """What kernels know of a weight when they are compiled.
+    """Return the compile-time sizes of a weight.
 
-    NUM_WORDS are those of a row, LANES those of a block, GROUP the inputs that share a scale (0:
-    all of a row). A dense weight has one value in a word, no LANES and no scale.
+    NUM_WORDS is the number of words per row, LANES of words per quant block, and GROUP of inputs
+    that share a scale (0: the whole row). A dense weight has one value per word, LANES 0, GROUP -1.
     """
     num_in = weight.shape[-1]
     if isinstance(weight, Tensor):
@@ -44,9 +44,9 @@ def weight_sizes(weight: CudaWeight) -> dict[str, int]:
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the weight [out, in] in a dtype of 16 bits, with the values that loading would give.
+    """Return the weight [out, in] in a 16-bit dtype, equal to one dequantized when it is loaded.
 
-    For products of many rows that have no kernel of their own.
+    Used for products of many rows that have no quantized kernel.
     """
     num_out, num_in = weight.shape
     y = torch.empty(num_out, num_in, device=weight.qweight.device, dtype=dtype)
@@ -71,7 +71,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
-    """The grid is (blocks of inputs, outputs)."""
+    """Dequantize one quant block of BLOCK_OUT rows; the grid is (quant blocks, outputs)."""
     PLACES: tl.constexpr = 128 // LANES
     PARTS: tl.constexpr = 128 // GROUP if GROUP > 0 else 1
     NUM_GROUPS: tl.constexpr = NUM_WORDS // LANES * PARTS if GROUP > 0 else 1
@@ -95,9 +95,9 @@ def _dequantize(  # type: ignore[no-untyped-def]
         tl.store(places, values.to(y.dtype.element_ty), mask=mask)
 
 
-# Two words, $4 and $5, give a pair of numbers for each place. Their bytes go to the upper ones of
-# two halves, then sign, exponent and fraction to where bfloat16 has them: its exponents are larger
-# by 120. Below the bytes are others, which are masked.
+# Two words, $4 and $5, give a pair of bfloat16 values for each place. The two bytes go to the upper
+# bytes of the halves; then sign, exponent and fraction move to their bfloat16 positions, and the
+# multiplication by 2**120 corrects the exponent bias. The masks clear the lower bytes.
 _FP8_PLACE = """
 prmt.b32 a, $4, $5, {bytes};
 and.b32 b, a, 0x7F007F00;
@@ -124,7 +124,10 @@ cvt.rn.f16x2.e4m3x2 $3, high;
 
 
 def _int4_places(bits: str) -> str:
-    """Of two words, $8 and $9, the lower halves have a pair for four places, and the upper ones."""
+    """Return assembly that unpacks words $8 and $9 to a pair of 16-bit values for each place.
+
+    The low halves of both words hold places 0 to 3, the high halves places 4 to 7.
+    """
     lines = ["prmt.b32 a, $8, $9, 0x5410;", "prmt.b32 b, $8, $9, 0x7632;"]
     for place in range(4):
         for half, first in (("a", 0), ("b", 4)):
@@ -139,21 +142,22 @@ _INT4_TO_FLOAT16 = tl.constexpr(_int4_places("0x64006400"))
 
 @triton.jit
 def load_tile(words, rows, is_row, word, NUM_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load some words of rows of a weight, or values of a dense one."""
+    """Load some words of rows of a weight, or some values of a dense weight."""
     mask = is_row[:, None] & (word < NUM_WORDS)[None, :]
     places = words + rows.to(tl.int64)[:, None] * NUM_WORDS + word[None, :]
     return tl.load(places, mask=mask, other=0)
 
 
-# The interpreter runs no assembly.
+# Triton's interpreter cannot run inline assembly.
 IS_INTERPRETED = tl.constexpr(not isinstance(load_tile, JITFunction))
 
 
 @triton.jit
 def as_operands(tile, PLACES: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the codes of words by place in a type of 16 bits; those of 4 bits are raised.
+    """Return the values of words by place, in a 16-bit dtype; int4 values are raised.
 
-    A raised code is a number of 128 (bfloat16) or 1024 (float16) more, whose last bits it is.
+    A raised int4 value has 128 (bfloat16) or 1024 (float16) added to it; its four bits are the last
+    bits of that number's fraction.
     """
     if PLACES == 4:
         return _fp8_operands(tile, dtype)
@@ -163,7 +167,7 @@ def as_operands(tile, PLACES: tl.constexpr, dtype: tl.constexpr):  # type: ignor
 
 @triton.jit
 def join_places(codes, FIRST: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Lay the codes of some places side by side: a thread that has them all moves none."""
+    """Concatenate the values of some places; no data moves, since one thread holds all of them."""
     if COUNT == 8:
         return _beside(_four_beside(codes, 0), _four_beside(codes, 4))
     elif COUNT == 4:
@@ -193,7 +197,7 @@ def raised_by(dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def as_floats(tile, place: tl.constexpr, PLACES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the codes of one place of words in float32."""
+    """Return the quantized values at one place of words, in float32."""
     if PLACES == 4:
         code = ((tile >> (8 * place)) & 255).to(tl.uint8)
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Fused element-wise kernels for CUDA; torch_ops.py says what each one computes."""
+"""Fused element-wise kernels for CUDA; torch_ops.py defines what each one computes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_
 
 
 def rms_norm(hidden: ResidualStream, norm: NormWeights) -> Tensor:
-    """Return the norm of residual + update; the residual becomes that sum."""
+    """Return the norm of residual + update; store the sum in the residual."""
     residual, update = hidden.residual, hidden.update
     num_rows, dim = residual.shape
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(dim)
-    # Few rows are a matter of latency, many of bandwidth, which wants 16 bytes in each access.
+    # Few rows are bound by latency, many by bandwidth, which needs 16-byte accesses.
     per_thread = 4 if num_rows <= MAX_ROWS else 8
     _rms_norm[(num_rows,)](
         out,
@@ -54,7 +54,7 @@ def rms_norm(hidden: ResidualStream, norm: NormWeights) -> Tensor:
 
 
 def count_splits(update: Tensor | None) -> int:
-    """How many partial sums an update has; 0: there is none."""
+    """Return the number of partial sums of an update; 0 if there is no update."""
     if update is None:
         return 0
     return len(update) if update.dim() == 3 else 1
@@ -65,7 +65,7 @@ def scales_of(scales: SumScales | None) -> tuple[Tensor, Tensor] | None:
 
 
 def gate(gate_up: Tensor, activation: Activation, scales: SumScales | None = None) -> Tensor:
-    """See Ops.gate; sums of codes are first multiplied by their scales."""
+    """Implement Ops.gate; unscaled FP8 products are first multiplied by `scales`."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, size, device=gate_up.device, dtype=gate_up.dtype)
     block = 1024
@@ -90,7 +90,7 @@ def rope_write(
     cache: LayerCache,
     slot_mapping: Tensor,
 ) -> None:
-    """See Ops.rope_write; a cache offset below 0 is padding: nothing is written."""
+    """Implement Ops.rope_write; tokens with a negative slot_mapping are padding, not written."""
     num_tokens, num_heads, head_dim = qkv.shape
     block_size, num_kv_heads = cache.k.shape[1:3]
     _rope_write[(num_tokens, 2)](
@@ -135,9 +135,10 @@ def _rms_norm(  # type: ignore[no-untyped-def]
 def add_and_norm(  # type: ignore[no-untyped-def]
     residual, update, scales, weight, eps, i, dim, NUM_SPLITS: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """Add the update to the row of a program, store that, and return its norm.
+    """Add the update to the residual row of this CTA, store the sum, and return its norm.
 
-    `i` are all columns in any order and shape. NUM_SPLITS counts the partial sums of the update.
+    `i` holds all column indices, in any order and shape. NUM_SPLITS counts the partial sums of the
+    update.
     """
     base = tl.program_id(0).to(tl.int64) * dim
     mask = i < dim
@@ -190,7 +191,7 @@ def _gate(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both activations are the number times a sigmoid."""
+    """Apply SiLU or GELU (tanh): both are the input times a sigmoid."""
     exponent = gate
     if ACTIVATION == "gelu_tanh":
         exponent = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate)
@@ -212,7 +213,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     HADAMARD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The grid is (tokens, 2): 0 rotates the queries, 1 the keys and stores keys and values."""
+    """Apply rope; the grid is (tokens, 2): queries, and keys, which are stored with the values."""
     token = tl.program_id(0).to(tl.int64)
     base = token * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     half: tl.constexpr = HEAD_DIM // 2
@@ -284,7 +285,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rotate(x, mask, norm, INDEX: tl.constexpr, cos, sin, i, half: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return both halves of some heads, normalized if there is a norm, and rotated."""
+    """Return both halves of some heads, normalized if there is a norm, then rotated."""
     dtype = x.dtype.element_ty
     first = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x + half, mask=mask, other=0.0).to(tl.float32)

@@ -1,7 +1,7 @@
-"""Mixtures of experts on CUDA: pairs (token, expert) sorted by expert, multiplied in tiles.
+"""Mixtures of experts on CUDA: (token, expert) pairs are sorted by expert and multiplied in tiles.
 
-A tile is some pairs of one expert. How many there are is known on the device alone, so the grids
-have the most there can be, and programs without a tile end at once.
+A tile holds pairs of one expert. Only the device knows the number of tiles, so the grids are sized
+for the maximum, and CTAs without a tile exit immediately.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from nanovllm.ops.quantized_weight import QuantizedWeight
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
     block_rows: int  # pairs in a tile
-    block_out: int  # outputs of one program
+    block_out: int  # outputs of one CTA
     block_in: int  # inputs per step of the loop
     num_warps: int
     num_stages: int
 
 
-# By the rows that an expert has on average: most fit into one tile, so that each is read once.
+# Keyed by the average rows per expert: most experts fit into one tile, and are read only once.
 CONFIGS = (
     (8, GroupedConfig(16, 64, 64, 4, 8)),
     (20, GroupedConfig(32, 64, 64, 4, 8)),
     (48, GroupedConfig(64, 128, 64, 4, 4)),
     (math.inf, GroupedConfig(128, 128, 64, 8, 4)),
 )
-# For quantized weights, in steps of 128 inputs.
+# Configs for quantized weights, whose loop advances by 128 inputs.
 QUANTIZED_CONFIGS = (
     (8, GroupedConfig(16, 64, 128, 4, 5)),
     (20, GroupedConfig(32, 128, 128, 8, 4)),
@@ -55,7 +55,7 @@ QUANTIZED_CONFIGS = (
 def grouped_config(
     rows_per_expert: int, x: Tensor, weight: QuantizedWeight | None = None
 ) -> GroupedConfig:
-    """For experts of x's dtype, or for those quantized as `weight` is."""
+    """Return the config for dense experts in x's dtype, or for quantized experts like `weight`."""
     if weight is None and x.dtype == torch.float32:  # no tensor cores
         return GroupedConfig(16 if rows_per_expert <= 8 else 64, 64, 32, 4, 2)
     configs = CONFIGS if weight is None else QUANTIZED_CONFIGS
@@ -75,8 +75,8 @@ def run_grouped(
 ) -> Tensor:
     """Return the weighted sum of each token's experts; all tensors are contiguous.
 
-    A quantized weight has the rows of all experts, one expert's after another's; a dense one is
-    [experts, outputs, inputs].
+    A quantized weight concatenates the rows of all experts; a dense one is [experts, outputs,
+    inputs].
     """
     num_tokens, top_k, num_experts = len(x), routing.top_k, logits.shape[1]
     hidden, size = x.shape[1], down.shape[-1]
@@ -127,10 +127,10 @@ def _multiply(
     config: GroupedConfig,
     is_gated: bool,
 ) -> None:
-    """Multiply every pair with its expert.
+    """Multiply every pair by its expert's weight.
 
-    Gated: from the rows of tokens to those of pairs, sorted by expert; else from these to the rows
-    of pairs as they were.
+    The gated product reads rows of tokens and writes pairs sorted by expert; the other one reads
+    sorted pairs and writes them in their original order.
     """
     num_out, num_in = y.shape[-1], x.shape[-1]
     num_rows = 2 * num_out if is_gated else num_out
@@ -171,7 +171,7 @@ def _sort(  # type: ignore[no-untyped-def]
     EXPERTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Sort pairs by expert, and write each tile's expert, first pair and end in that order.
+    """Sort pairs by expert, and write each tile's expert, first pair and end in sorted order.
 
     There are at most as many tiles as pairs.
     """
@@ -186,7 +186,7 @@ def _sort(  # type: ignore[no-untyped-def]
 
     tile_ends = tl.cumsum((count + BLOCK_ROWS - 1) // BLOCK_ROWS, 1)
     is_before = tile_ends <= i[:, None]
-    expert = tl.sum(is_before.to(tl.int32), 1)  # at least num_experts where there is no such tile
+    expert = tl.sum(is_before.to(tl.int32), 1)  # at least num_experts if the tile does not exist
     first_tile = tl.max(tl.where(is_before, tile_ends, 0), 1)
     start = tl.sum(tl.where(is_before, count, 0), 1)
     end = start + tl.sum(tl.where(experts == expert[:, None], count, 0), 1)
@@ -218,7 +218,7 @@ def _grouped(  # type: ignore[no-untyped-def]
     IS_EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The grid is (outputs, tiles)."""
+    """Multiply one tile of pairs by rows of its expert; the grid is (outputs, tiles)."""
     wait_for_inputs(OVERLAP)
     tile = tiles + 3 * tl.program_id(1)
     expert, begin, end = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)

@@ -1,7 +1,7 @@
-"""Mixtures of experts on CUDA, for few tokens: every pair (token, expert) reads its own weights.
+"""Mixtures of experts on CUDA, for few tokens: every (token, expert) pair reads its own weights.
 
-More tokens share them: experts_grouped.py. Neither knows on the host what was chosen, so grids are
-as large as any choice needs. Quantized weights are multiplied as in linear_one_row.py.
+With more tokens, experts_grouped.py reads each expert once. The host does not know which experts
+are chosen, so the grids fit any choice. Quantized weights are multiplied as in linear_one_row.py.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.ops.interface import Routing
 from nanovllm.ops.quantized_weight import QuantizedWeight
 
-GATE_UP_BLOCK = 2  # outputs of a program, of dense weights
-DOWN_ELEMENTS = 4096  # of a dense weight that a program loads at a time
-QUANTIZED_BLOCK = 8  # outputs of a program, of quantized weights
-MAX_QUANTIZED_IN = 4096  # inputs in a tile
+GATE_UP_BLOCK = 2  # outputs per CTA, for dense weights
+DOWN_ELEMENTS = 4096  # elements of a dense weight that a CTA loads at a time
+QUANTIZED_BLOCK = 8  # outputs per CTA, for quantized weights
+MAX_QUANTIZED_IN = 4096  # inputs per tile
 TOGETHER = tl.constexpr(4)  # experts of a token whose weights are loaded before the first is used
 
 
@@ -43,11 +43,12 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids and weights [tokens, top_k] of each token's experts, and the ranks of the pairs.
 
-    A rank counts the pairs that have the same expert, in any order; they are added to counts.
+    A rank is a pair's index among the pairs of the same expert, in any order. `counts`, if given,
+    is incremented by the pairs of each expert; without it the ranks are not written.
     """
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, routing.top_k, device=logits.device, dtype=torch.int32)
-    ranks = torch.empty_like(ids)  # not behind ids: every alignment would be another kernel
+    ranks = torch.empty_like(ids)  # its own tensor: a new alignment would compile another kernel
     weights = torch.empty(ids.shape, device=logits.device, dtype=torch.float32)
     _route[(num_tokens,)](
         *(ids, weights, logits, ranks, counts, num_experts),
@@ -55,7 +56,7 @@ def route(
         TOP_K_BLOCK=triton.next_power_of_2(routing.top_k),
         IS_NORMALIZED=routing.is_normalized,
         BLOCK=triton.next_power_of_2(num_experts),
-        num_warps=1,  # a choice is too little work to share
+        num_warps=1,  # one token's choice is too little work for more
         **launch_options(logits, num_tokens),
     )
     return ids, weights, ranks
@@ -66,8 +67,8 @@ def run_pairs(
 ) -> Tensor:
     """Return the weighted sum of each token's experts; all tensors are contiguous.
 
-    A quantized weight has the rows of all experts, one expert's after another's; a dense one is
-    [experts, outputs, inputs].
+    A quantized weight concatenates the rows of all experts; a dense one is [experts, outputs,
+    inputs].
     """
     num_tokens, top_k = ids.shape
     hidden, size = x.shape[1], down.shape[-1]
@@ -105,7 +106,7 @@ def _run_dense(
     down: Tensor,
     options: dict[str, Any],
 ) -> None:
-    """Tiles of all experts of a token are added up at once, which is faster than one by one."""
+    """Run dense experts; adding up all experts of a token at once is faster than one by one."""
     num_tokens, top_k = ids.shape
     _, hidden, size = down.shape
     _dense_gate_up[(triton.cdiv(size, GATE_UP_BLOCK), len(y))](
@@ -117,7 +118,7 @@ def _run_dense(
         **options,
     )
     top_k_block = triton.next_power_of_2(top_k)
-    block_in = min(max(size & -size, 64), 128)  # wastes no lane
+    block_in = min(max(size & -size, 64), 128)  # divides the size if possible
     block_out = max(DOWN_ELEMENTS // (top_k_block * block_in), 1)
     _dense_down[(triton.cdiv(hidden, block_out), num_tokens)](
         *(out, y, down, ids, weights, hidden),
@@ -161,7 +162,7 @@ def _route(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _choose(logits, num_experts, choices, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the experts of a token, by logit, then by index."""
+    """Return the top experts of a token by logit; ties go to the lower index."""
     keys = _load_keys(logits, num_experts, BLOCK)
     experts = choices * 0
     for choice in tl.static_range(TOP_K):
@@ -174,9 +175,9 @@ def _choose(logits, num_experts, choices, TOP_K: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _load_keys(logits, num_experts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return integers ordered like the logits, then like the experts, the first one highest.
+    """Return distinct integers ordered like the logits; among ties the first expert is highest.
 
-    No two are equal. NaN is like a large number.
+    NaN sorts like a large number.
     """
     experts = tl.arange(0, BLOCK)
     values = tl.load(logits + experts, mask=experts < num_experts, other=0.0, cache_modifier=".cg")
@@ -184,7 +185,7 @@ def _load_keys(logits, num_experts, BLOCK: tl.constexpr):  # type: ignore[no-unt
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     if values.dtype == tl.float32:
         keys = (keys.to(tl.int64) << 32) + (BLOCK - 1 - experts)
-    else:  # the last bits of what had 16 are all the same
+    else:  # 16-bit logits leave the low bits free for the index
         tl.static_assert(BLOCK <= 8192)
         keys = (keys & -BLOCK) + (BLOCK - 1 - experts)
     return _drop(keys, experts >= num_experts)
@@ -205,7 +206,7 @@ def _weigh(  # type: ignore[no-untyped-def]
     IS_NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the shares of the chosen experts in the softmax, rounded like the logits."""
+    """Return the softmax probabilities of the chosen experts, rounded to the logits' dtype."""
     i = tl.arange(0, BLOCK)
     every = tl.load(logits + i, mask=i < num_experts, other=-float("inf"), cache_modifier=".cg")
     chosen = tl.load(logits + experts, mask=is_choice, other=-float("inf"), cache_modifier=".cg")
@@ -399,7 +400,7 @@ def _load_together(  # type: ignore[no-untyped-def]
     NUM_WORDS: tl.constexpr,
     TOP_K: tl.constexpr,
 ):
-    """Load some words of the weights of a token's experts from the `first` on."""
+    """Load some words of the weights of TOGETHER experts of a token, beginning with `first`."""
     ids, first_pair, num_out = experts
     tiles = ()
     for choice in tl.static_range(first, first + TOGETHER):

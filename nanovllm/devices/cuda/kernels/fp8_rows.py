@@ -1,9 +1,9 @@
-"""Rows of e4m3 codes in Triton; `ops/fp8.py` says what they are.
+"""FP8 (e4m3) rows of the KV cache in Triton; `ops/fp8.py` defines the format.
 
-A kernel multiplies codes, which float16 holds exactly, in the queries' float16 or float32. The
-scales of keys then multiply the scores; those of values are added to them as exponents, so that
-the weights of a softmax come out scaled, and their sum is taken with the scales divided out again.
-Weights are never rounded to fewer bits than float16 has.
+A kernel multiplies unscaled FP8 values, which float16 holds exactly, in float16 or float32. The
+scales of keys then multiply the scores. The exponents of values are added to the scores, so that
+the softmax weights come out scaled; the sum of weights divides these scales out again. Weights are
+never rounded to fewer bits than float16 has.
 """
 
 from __future__ import annotations
@@ -22,53 +22,54 @@ NOT_FINITE = tl.constexpr(fp8.NOT_FINITE)
 INFINITY_BITS = tl.constexpr(fp8.INFINITY_BITS)
 ROUND_UP = tl.constexpr(fp8.ROUND_UP)
 CODE_EXPONENT = tl.constexpr(fp8.CODE_EXPONENT)
-LEAST_OF_DOT = tl.constexpr(16)  # rows and columns
-# Of the largest weight: float16 ends at 2**16, and what is far smaller should have all its bits.
+LEAST_OF_DOT = tl.constexpr(16)  # the minimum rows and columns of tl.dot
+# Exponent of the largest softmax weight: it stays below float16's limit of 2**16, and much smaller
+# weights keep all their bits.
 WEIGHT_EXPONENT = tl.constexpr(14)
 
 
 @triton.jit
 def power_of_two(exponents):  # type: ignore[no-untyped-def]
-    """The float32 that has some exponents (int32), and no fraction."""
+    """Return float32 powers of two with the given biased exponents (int32)."""
     return (exponents << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def magnitude(x):  # type: ignore[no-untyped-def]
-    """The bits of |x| (float32), which are ordered as what they stand for; NaN is the largest."""
+    """Return the bits of |x| (float32), which sort like |x|; NaN counts as infinity."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.minimum(bits, INFINITY_BITS)
 
 
 @triton.jit
 def row_exponents(largest):  # type: ignore[no-untyped-def]
-    """The exponents of rows by the magnitude of their largest numbers, if they are finite."""
+    """Return the scale exponents of rows from the magnitudes of their largest (finite) values."""
     exponents = ((largest + ROUND_UP) >> 23) - CODE_EXPONENT
     return tl.minimum(tl.maximum(exponents, MIN_EXPONENT), MAX_EXPONENT)
 
 
 @triton.jit
 def padded_range(count: tl.constexpr, least: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers up to a power of two that is not below `count` nor, if that is one, `least`."""
+    """Return a range of at least `count` and `least` numbers; its size is a power of two."""
     size: tl.constexpr = triton.next_power_of_2(count)
     return tl.arange(0, size if size > least else least)
 
 
 @triton.jit
 def spread_matrix(COLUMNS: tl.constexpr, SIZE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Hadamard matrices, of which each mixes SIZE of the columns of half a head."""
+    """Return a block-diagonal Hadamard matrix; each block mixes SIZE columns of half a head."""
     columns = tl.arange(0, COLUMNS)
     common = (columns[:, None] & columns[None, :]) % SIZE
     common ^= common >> 4
     common ^= common >> 2
-    common ^= common >> 1  # odd where an odd number of bits is set
+    common ^= common >> 1  # bit 0 is the parity
     is_group = columns[:, None] // SIZE == columns[None, :] // SIZE
     return tl.where(is_group, 1.0 - 2.0 * (common & 1), 0.0).to(dtype)
 
 
 @triton.jit
 def hadamard_transform(first, second, matrix, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Spread rows, given as two halves [rows, columns], in float32."""
+    """Apply the Hadamard transform to rows, given as two halves [rows, columns], in float32."""
     first = tl.dot(first, matrix, input_precision="ieee") * SCALE
     second = tl.dot(second, matrix, input_precision="ieee") * SCALE
     return first + second, first - second
@@ -76,7 +77,7 @@ def hadamard_transform(first, second, matrix, SCALE: tl.constexpr):  # type: ign
 
 @triton.jit
 def quantize(first, second, places, is_row):  # type: ignore[no-untyped-def]
-    """Return the codes of both halves of some rows, whose exponents are stored."""
+    """Quantize rows given as two halves; store their scale exponents, and return the FP8 bits."""
     first, second = first.to(tl.float32), second.to(tl.float32)
     largest = tl.max(tl.maximum(magnitude(first), magnitude(second)), 1)
     exponents = row_exponents(largest)
@@ -88,11 +89,11 @@ def quantize(first, second, places, is_row):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def to_codes(x, largest, exponents):  # type: ignore[no-untyped-def]
-    """Round rows [rows, dims] of float32 to the bits of codes."""
+    """Quantize float32 rows [rows, dims] to the bits of FP8 values."""
     scaled = x * power_of_two(254 - exponents)[:, None]
     size = tl.minimum(tl.abs(scaled), LARGEST)
     bits = size.to(tl.int32, bitcast=True)
-    # To three bits of fraction, of two codes the even one; below 2**-6 to multiples of 2**-9.
+    # Round to three bits of fraction, ties to even; below 2**-6 to multiples of 2**-9.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
     tiny = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     codes = tl.where(bits < 0x3C800000, tiny, normal)
@@ -102,14 +103,15 @@ def to_codes(x, largest, exponents):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def as_multiplied(q_tile, scale):  # type: ignore[no-untyped-def]
-    """Return queries in a type that codes are multiplied in, as `split`, and their scores' scale.
+    """Return queries in a dtype that FP8 values are multiplied in, `split`, and the scores' scale.
 
-    A power of two brings those of 16 bits into the range of float16, which has the more digits.
+    A power of two scales 16-bit queries into the range of float16, which is more precise than
+    bfloat16.
     """
     if q_tile.dtype != tl.float32:
         wide = q_tile.to(tl.float32)
         largest = magnitude(wide)
-        largest = tl.where(largest >= INFINITY_BITS, 0, largest)  # of a row that is broken anyway
+        largest = tl.where(largest >= INFINITY_BITS, 0, largest)  # such rows are invalid anyway
         exponent = row_exponents(tl.max(tl.max(largest, 1), 0))
         q_tile = (wide * power_of_two(254 - exponent)).to(tl.float16)
         scale *= power_of_two(exponent)
@@ -118,7 +120,7 @@ def as_multiplied(q_tile, scale):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def split(x):  # type: ignore[no-untyped-def]
-    """Return the columns with even numbers, and the odd ones."""
+    """Return the even columns and the odd columns."""
     return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
 
 
@@ -129,17 +131,17 @@ def join(even, odd):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def widen_pairs(pairs, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Widen codes that are loaded two by two (int16), to those of even columns and of odd ones.
+    """Upcast FP8 values that were loaded in pairs (int16); return even columns and odd columns.
 
-    Tensor cores take columns whose elements are of 16 bits as they lie in shared memory; single
-    codes would be gathered byte by byte.
+    Tensor cores read columns of 16-bit elements directly from shared memory; single FP8 values
+    would be gathered byte by byte.
     """
     if IS_INTERPRETED:
         even = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         odd = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
-        # Two pairs are a word: its bytes 0 and 2, then 1 and 3. Left to the compiler, each byte is
-        # shifted and masked by itself.
+        # Two pairs form a word: bytes 0 and 2 are even columns, 1 and 3 odd ones. The compiler
+        # would shift and mask each byte separately.
         even, odd = tl.inline_asm_elementwise(
             """{
             .reg .b32 bytes; .reg .b16 low, high;
@@ -161,10 +163,10 @@ def widen_pairs(pairs, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 def load_exponents(  # type: ignore[no-untyped-def]
     exponents, rows, tile_start, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Load those of a tile of keys, and of their values; what is not a key may have any.
+    """Load the exponents of a tile of keys and values; positions beyond the keys load anything.
 
-    `exponents` are words of four, whose first is the head's in block 0; a block has so many `rows`
-    before its own. Narrower loads would not be pipelined.
+    `exponents` points to words of four, at the head's first word in block 0. `rows` is the number
+    of (block, head) rows before each key's block. Narrower loads would not be pipelined.
     """
     words = tile_start // 4 + tl.arange(0, TILE // 4)
     offsets = words % (BLOCK_SIZE // 4)
@@ -183,14 +185,14 @@ def _unpack(words, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scale_scores(scores, exponents, scale):  # type: ignore[no-untyped-def]
-    """Turn products with codes into exponents of weights: of what multiplies the values' codes."""
+    """Turn products of queries and FP8 keys into base-2 exponents of the weights of FP8 values."""
     key_scale = power_of_two(exponents[0]) * scale
     return scores * key_scale[None, :] + (exponents[1] - 127).to(tl.float32)[None, :]
 
 
 @triton.jit
 def weigh_codes(scores, exponents, row_max, row_sum):  # type: ignore[no-untyped-def]
-    """Like `weigh`, for what `scale_scores` returned."""
+    """Do the same as `_weigh` in attention_tiles.py, for the results of `scale_scores`."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     top = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - (top - WEIGHT_EXPONENT)[:, None])
@@ -201,7 +203,7 @@ def weigh_codes(scores, exponents, row_max, row_sum):  # type: ignore[no-untyped
 
 @triton.jit
 def multiply_keys(queries, pairs):  # type: ignore[no-untyped-def]
-    """The products of queries, which `as_multiplied` returned, with keys as pairs of codes."""
+    """Return the products of queries from `as_multiplied` with keys in pairs of FP8 values."""
     even, odd = widen_pairs(pairs, queries[0].dtype)
     scores = tl.dot(queries[0], even.T, input_precision="ieee")
     return tl.dot(queries[1], odd.T, scores, input_precision="ieee")
@@ -209,7 +211,7 @@ def multiply_keys(queries, pairs):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_values(acc, weights, pairs, alpha, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the sums of values, which are `split`, with those of a tile added."""
+    """Add a tile's weighted values to the accumulators, which are `split` into even and odd."""
     weights = weights.to(dtype)
     even, odd = widen_pairs(pairs, dtype)
     even_sum = tl.dot(weights, even, acc[0] * alpha[:, None], input_precision="ieee")

@@ -1,12 +1,12 @@
-"""Projections of a few rows on CUDA, where reading the weight is what takes the time.
+"""Projections of a few rows on CUDA, bound by the time to read the weight.
 
-A program has some rows of the weight, some rows of x and a part of the inputs (split-K, where one
-part would make too few programs to fill the device). Partial sums are added up by the norm that
-follows or, for a quantized weight, by the last program of a tile to arrive.
+A CTA computes some rows of the weight times some rows of x over a part of the inputs (split-K, if
+unsplit inputs give too few CTAs to fill the device). The partial sums are added up by the norm that
+follows or, for a quantized weight, by the last CTA to finish a tile.
 
-A quantized weight is read once and dequantized to operands of tensor cores, but every program reads
-x: with 64 rows and 128 outputs in a program, 128 inputs of x are 16 KB, those of the weight 16 KB
-in FP8 and 8 KB in int4. So tiles are as high as registers allow.
+A quantized weight is read once and dequantized to tensor-core operands, but every CTA reads x: with
+64 rows and 128 outputs per CTA, 128 inputs of x are 16 KB, and those of the weight are 16 KB in FP8
+and 8 KB in int4. So tiles have as many outputs as registers allow.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from nanovllm.devices.cuda.kernels.pdl import launch_options, prefetch, wait_for
 from nanovllm.ops.interface import Activation
 from nanovllm.ops.quantized_weight import BLOCK, QuantizedWeight
 
-DENSE_BLOCK_OUT = 64  # rows of a dense weight in a program: what a tensor core instruction takes
-NUM_PROGRAMS = 128  # that fill a device, for dense weights
-MAX_SPLITS = 4  # of the inputs of a dense weight
-# A finished product is faster than cuBLAS up to these rows of x and bytes of the weight.
+DENSE_BLOCK_OUT = 64  # rows of a dense weight per CTA: the M of a tensor-core instruction
+NUM_PROGRAMS = 128  # CTAs that fill the device, for dense weights
+MAX_SPLITS = 4  # splits of the inputs of a dense weight
+# A complete product is faster than cuBLAS up to this many rows of x and bytes of the weight.
 MAX_ROWS, MAX_BYTES = 64, 32 << 20
-# Partial sums, which the norm adds up, are faster up to MAX_ROWS, and for a small weight to more.
+# Partial sums for the next norm are faster up to MAX_ROWS; for a small weight up to more rows.
 MAX_SPLIT_ROWS, MAX_SPLIT_BYTES = 256, 6 << 20
 MAX_QUANTIZED_SPLITS = 8
-MAX_PROGRAMS = 384  # for which the inputs of a quantized weight are split
+MAX_PROGRAMS = 384  # with this many tiles or more, a quantized weight's inputs are not split
 
 
 @dataclass(frozen=True, slots=True)
 class FewRowsConfig:
-    block_out: int  # rows of the weight in one program
-    block_rows: int  # of x
+    block_out: int  # rows of the weight per CTA
+    block_rows: int  # rows of x per CTA
     block_in: int  # inputs per step of the loop
     num_warps: int
     num_stages: int
-    num_splits: int  # parts of the inputs
+    num_splits: int  # splits of the inputs
 
 
 def has_few_rows(num_rows: int, weight: Tensor) -> bool:
-    """Whether this kernel beats cuBLAS, which starts more slowly but reads faster."""
+    """Whether this kernel beats cuBLAS, which starts more slowly but reads the weight faster."""
     return num_rows <= MAX_ROWS and weight.nbytes <= MAX_BYTES
 
 
 def choose_splits(num_rows: int, weight: Tensor) -> int:
-    """Into how many parts to split the inputs to fill the device: a power of two; 1: do not."""
+    """Return the number of splits of the inputs that fills the device: a power of two."""
     is_small = num_rows <= MAX_SPLIT_ROWS and weight.nbytes <= MAX_SPLIT_BYTES
     if num_rows == 1 or not (is_small or num_rows <= MAX_ROWS):
         return 1
@@ -68,10 +68,10 @@ def choose_splits(num_rows: int, weight: Tensor) -> int:
 
 
 def few_rows_config(weight: CudaWeight, num_rows: int, num_splits: int = 1) -> FewRowsConfig:
-    """Splits are those of a dense weight; a quantized one chooses its own."""
+    """Return the config of a product; `num_splits` applies only to a dense weight."""
     if isinstance(weight, QuantizedWeight):
         return _quantized_config(weight, num_rows)
-    # Of 65 to 128 rows two programs have 64 each, since one for all occupies half of the device.
+    # 65 to 128 rows are divided between two CTAs: one CTA for all would leave half the SMs idle.
     block_rows = 128 if num_rows > 128 else min(max(16, triton.next_power_of_2(num_rows)), 64)
     block_in = 128 // weight.itemsize  # a cache line
     stage_bytes = (DENSE_BLOCK_OUT + block_rows) * weight.itemsize * block_in
@@ -81,7 +81,7 @@ def few_rows_config(weight: CudaWeight, num_rows: int, num_splits: int = 1) -> F
 
 
 def _quantized_config(weight: QuantizedWeight, num_rows: int) -> FewRowsConfig:
-    """By Qwen3-8B's shapes on an H200; so many splits that some hundred programs share the work."""
+    """Return a config tuned for Qwen3-8B's shapes on an H200: a few hundred CTAs share the work."""
     num_out, num_in = weight.shape
     is_int4, block_rows = weight.bits == 4, max(16, triton.next_power_of_2(num_rows))
     if block_rows == 16:
@@ -100,13 +100,13 @@ def _quantized_config(weight: QuantizedWeight, num_rows: int) -> FewRowsConfig:
 
 
 def make_counters(device: torch.device) -> Tensor:
-    """As many as there may be tiles whose inputs are split."""
+    """Return zeroed counters, one for each tile that may have split inputs."""
     return torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
 
 
 def few_rows_linear(
     x: Tensor,  # [rows, in], contiguous
-    weight: CudaWeight,  # [out, in], contiguous; gated: gate, then up
+    weight: CudaWeight,  # [out, in], contiguous; with an activation: gate rows, then up rows
     bias: Tensor | None,
     activation: Activation | None,
     arrived: Tensor | None = None,
@@ -114,8 +114,8 @@ def few_rows_linear(
 ) -> Tensor:
     """Project x to [rows, out], or to partial sums: float32 [splits, rows, out].
 
-    `arrived`, from make_counters, is where programs count each other: the sums are then finished.
-    They are zeros before and after.
+    With the counters `arrived` (from make_counters), the last CTA of each tile adds up its partial
+    sums. The counters are zero before and after.
     """
     num_rows, num_in = x.shape
     config = config or few_rows_config(weight, num_rows)
@@ -153,7 +153,7 @@ def few_rows_linear(
     return y
 
 
-@triton.jit(do_not_specialize=("num_rows",))  # one kernel serves all batches up to BLOCK_ROWS
+@triton.jit(do_not_specialize=("num_rows",))  # one kernel for all batches up to BLOCK_ROWS
 def _few_rows(  # type: ignore[no-untyped-def]
     y,
     x,
@@ -176,7 +176,10 @@ def _few_rows(  # type: ignore[no-untyped-def]
     IS_EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The grid is (rows, outputs, splits): programs of the same outputs run at the same time."""
+    """Multiply one tile.
+
+    The grid is (rows, outputs, splits), so that CTAs of the same outputs run concurrently.
+    """
     CACHE_LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
     if COUNT > 0:
         split_words = COUNT
@@ -207,7 +210,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_parts(sums, parts):  # type: ignore[no-untyped-def]
-    """Leave sums to the last of a tile's programs, which gets all of them; tell whether it is."""
+    """Store this CTA's partial sums; the last CTA of the tile returns their total and True."""
     SIZE: tl.constexpr = sums.shape[0] * sums.shape[1]
     places = tl.arange(0, sums.shape[0])[:, None] * sums.shape[1]
     places += tl.arange(0, sums.shape[1])[None, :]
@@ -215,12 +218,12 @@ def add_parts(sums, parts):  # type: ignore[no-untyped-def]
     num_splits = tl.num_programs(2)
     first = parts[0] + tile.to(tl.int64) * num_splits * SIZE
     tl.store(first + tl.program_id(2) * SIZE + places, sums)
-    tl.debug_barrier()  # all threads' stores come before the count
+    tl.debug_barrier()  # orders all threads' stores before the increment
     count = tl.atomic_add(parts[1] + tile, 1, sem="acq_rel", scope="gpu")
     is_last = count == num_splits - 1
     if is_last:
         tl.store(parts[1] + tile, 0)
         sums = tl.zeros_like(sums)
-        for split in tl.range(0, num_splits):  # in a fixed order, whichever program is last
+        for split in tl.range(0, num_splits):  # in a fixed order, whichever CTA is last
             sums += tl.load(first + split * SIZE + places, cache_modifier=".cg")
     return sums, is_last

@@ -1,11 +1,11 @@
-"""Products of many rows with weights in FP8 on CUDA: activations are quantized to FP8 as well.
+"""Products of many rows with FP8 weights on CUDA: activations are quantized to FP8 as well.
 
-A row has one scale, or one for every 128 inputs where the weight has. Its values lie in the order
-of the weight's, which is one that a product may have its inputs in.
+A row has one scale, or one per 128 inputs if the weight has block scales. Its values are stored in
+the same permuted order of inputs as the weight's, which does not change the product.
 
-With one scale a row, up to some hundred rows, the library multiplies codes, and whatever reads the
-sums multiplies them by both scales: the library's product that does so itself splits no inputs, and
-takes up to twice as long.
+With one scale per row and up to a few hundred rows, the library multiplies unscaled values, and the
+consumer of the product applies both scales: the library's own scaled product does not use split-K,
+and takes up to twice as long.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from nanovllm.ops.quantized_weight import FP8_WORDS, QuantizedWeight, num_blocks
 
 LARGEST = tl.constexpr(LARGEST_FP8)
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
-WORDS = tl.constexpr(FP8_WORDS)  # of a block
-MAX_SUM_ROWS = 256  # whose sums are scaled afterwards; of 512 and more the library does so as fast
-MULTIPLE = 16  # of inputs, outputs and, with blocks, rows, which the library's product needs
+WORDS = tl.constexpr(FP8_WORDS)  # words per quant block
+# Products of up to this many rows are scaled afterwards; from 512 rows on the library is as fast.
+MAX_SUM_ROWS = 256
+MULTIPLE = 16  # required by the library for inputs, outputs and, with block scales, rows
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryWeight:
-    """A weight as the library's product takes it."""
+    """A weight in the format of the library's product."""
 
-    stored: QuantizedWeight  # its scales are those of outputs, or [outputs / 128, blocks]
-    one: Tensor  # float32: the scale of codes whose sums are scaled afterwards
+    stored: QuantizedWeight  # with a scale per output, or scales [outputs / 128, blocks]
+    one: Tensor  # float32 1.0, passed as the scale if products are scaled afterwards
 
 
 def library_weight(weight: QuantizedWeight) -> LibraryWeight | None:
-    """The weight as the library's product takes it, if there is one for it."""
+    """Return the weight in the format of the library's product; None if it is not supported."""
     num_out, num_in = weight.shape
     capability = torch.cuda.get_device_capability(weight.qweight.device)
     one = torch.ones((), device=weight.qweight.device)
     if not weight.has_blocks:
         is_known = num_out % MULTIPLE == 0 and capability >= (9, 0)
         return LibraryWeight(weight, one) if is_known else None
-    # The library reads scales of inputs four blocks at a time.
+    # The library reads the scales of four quant blocks at a time.
     is_whole = num_out % 128 == num_blocks(num_in) % 4 == 0
     if not is_whole or capability != (9, 0) or _cuda_version() < (12, 9):
         return None
@@ -71,9 +72,9 @@ def fp8_after_norm(
     bias: Tensor | None,
     activation: Activation | None,
 ) -> Tensor:
-    """Like fp8_many_rows, of the norm of residual + update; the residual becomes that sum.
+    """Project the norm of residual + update, like fp8_many_rows; store the sum in the residual.
 
-    The weight has no blocks.
+    The weight must not have block scales.
     """
     rows = fp8_norm(hidden, norm)
     return _project(rows, weight, bias, activation, hidden.residual.dtype)
@@ -82,7 +83,7 @@ def fp8_after_norm(
 def fp8_add_to(
     residual: Tensor, x: Tensor, weight: LibraryWeight, bias: Tensor | None
 ) -> ResidualStream:
-    """Like fp8_many_rows, as an update of the residual, which the next norm may have to scale."""
+    """Return the product as an update of the residual; the next norm may have to scale it."""
     y, scales = _multiply(fp8_quantize(x, weight.stored.has_blocks), weight, bias, x.dtype)
     return ResidualStream(residual, y[: len(x)], scales)
 
@@ -105,7 +106,7 @@ def _project(
 def _multiply(
     rows: Fp8Tensor, weight: LibraryWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, SumScales | None]:
-    """The product or, with scales, sums of codes that are yet to be multiplied by them."""
+    """Return the product, and the scales that it is yet to be multiplied by, if any."""
     stored, one = weight.stored, weight.one
     is_scaled = stored.has_blocks or len(rows.values) > MAX_SUM_ROWS
     y: Tensor = torch._scaled_mm(
@@ -131,7 +132,7 @@ def _cuda_version() -> tuple[int, ...]:
 
 
 def scale_sums(sums: Tensor, scales: SumScales, bias: Tensor | None) -> None:
-    """Multiply sums of codes [rows, out] by their scales in place, and add the bias."""
+    """Multiply an unscaled product [rows, out] by its scales in place, and add the bias."""
     num_rows, num_out = sums.shape
     block = 1024
     _scale_sums[(num_rows, triton.cdiv(num_out, block))](
@@ -143,10 +144,10 @@ def scale_sums(sums: Tensor, scales: SumScales, bias: Tensor | None) -> None:
 
 
 def fp8_quantize(x: Tensor, by_block: bool) -> Fp8Tensor:
-    """Quantize rows by their largest numbers; values lie as `pack_words` has them.
+    """Quantize rows by their largest values; the values have the order of `pack_words`.
 
-    With blocks, rows are padded to a multiple of 16, which hold anything, and their scales lie
-    block by block, as the library wants them.
+    With `by_block`, the rows are padded to a multiple of 16 with arbitrary values, and the scales
+    are stored block by block, as the library requires.
     """
     num_rows, num_in = x.shape
     num_scales = num_blocks(num_in) if by_block else 1
@@ -169,7 +170,7 @@ def fp8_quantize(x: Tensor, by_block: bool) -> Fp8Tensor:
 
 
 def fp8_norm(hidden: ResidualStream, norm: NormWeights) -> Fp8Tensor:
-    """The rows of the norm, each with a scale; see rms_norm and fp8_quantize."""
+    """Return the rows of the norm, quantized with one scale each; see rms_norm and fp8_quantize."""
     residual, update = hidden.residual, hidden.update
     num_rows, dim = residual.shape
     values = torch.empty(num_rows, num_blocks(dim) * 128, device=residual.device, dtype=FP8)
@@ -196,7 +197,7 @@ def _scale_sums(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The grid is (rows, outputs)."""
+    """Scale a block of one row in place; the grid is (rows, outputs)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_out
@@ -210,7 +211,7 @@ def _scale_sums(  # type: ignore[no-untyped-def]
 
 
 def count_warps(num_in: int) -> int:
-    """So many that a thread has four words of codes, or more in long rows."""
+    """Return the number of warps that gives each thread four words, or more in long rows."""
     return min(max(triton.next_power_of_2(num_blocks(num_in)) * FP8_WORDS // 128, 1), 16)
 
 
@@ -226,7 +227,7 @@ def _quantize(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program has one row."""
+    """Quantize one row per CTA."""
     row = tl.program_id(0).to(tl.int64)
     i = _inputs_of_words(PARTS)
     wait_for_inputs(OVERLAP)
@@ -257,7 +258,7 @@ def _norm(  # type: ignore[no-untyped-def]
     NUM_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program has one row."""
+    """Add, normalize and quantize one row per CTA."""
     i = _inputs_of_words(PARTS)
     normed = add_and_norm(residual, update, update_scales, weight, eps, i, dim, NUM_SPLITS, OVERLAP)
     values = normed.to(tl.float32)
@@ -269,9 +270,9 @@ def _norm(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _inputs_of_words(PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The inputs [places, blocks, words] whose codes are in the places of words: see pack_words.
+    """Return the index of the input at each place of each word [places, blocks, words].
 
-    Those of a thread lie side by side, and it has all places of its words.
+    See pack_words for the layout. A thread holds all places of its words, which are neighbors.
     """
     place, part = tl.arange(0, 4)[:, None, None], tl.arange(0, PARTS)[None, :, None]
     return part * 128 + place * WORDS + tl.arange(0, WORDS)[None, None, :]
@@ -284,7 +285,7 @@ def _scale_of(largest):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_codes(words, row, values, scale, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round values [places, blocks, words] to codes, and store them as the words of a row."""
+    """Quantize values [places, blocks, words] to FP8, and store them as the words of a row."""
     inverse = tl.div_rn(1.0, scale)
     scaled = tl.clamp(values * inverse, -LARGEST, LARGEST)
     bits = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)

@@ -1,10 +1,10 @@
-"""Projections of one row on CUDA, where reading the weight once is what takes the time.
+"""Projections of one row on CUDA, bound by the time to read the weight once.
 
-The RMSNorm before the projection and the gate after it are fused with it: a program scales its
-outputs by the norm once it has seen the whole row. Each tile of the weight is loaded while the one
-before it is used. A quantized weight is dequantized in registers, and scales are applied to the
-sums of groups; preparing the row for that takes long, so as many programs as fill the device share
-the tiles, and each prepares the row once.
+The RMSNorm before the projection and the gate after it are fused with it: a CTA scales its outputs
+by the norm once it has read the whole row. Each tile of the weight is loaded while the previous one
+is used. A quantized weight is dequantized in registers, and scales are applied to the sums of
+groups. Preparing the row for that takes long, so just enough CTAs to fill the device share the
+tiles, and each prepares the row once.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.ops.interface import Activation, NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import QuantizedWeight
 
-# Four bits anywhere in the lowest 20 of a word are a float32 that need not be converted: their
-# integer times 2**(4 * n - 149). What they are multiplied by is made as much larger.
-RAISE = tl.constexpr(100)  # inputs by 2**100: up to 2**27 they stay finite
-LOWER = tl.constexpr(2.0**49)  # by which sums come back
+# Int4 value n among the lowest 20 bits of a word, masked, is a subnormal float32 that needs no
+# conversion: the integer times 2**(4 * n - 149). The inputs are scaled up to compensate.
+RAISE = tl.constexpr(100)  # inputs are scaled by up to 2**100: inputs up to 2**27 stay finite
+LOWER = tl.constexpr(2.0**49)  # scales the sums back
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class OneRowConfig:
     block_out: int  # rows of the weight in a tile
     block_in: int  # inputs in a tile
     num_warps: int
-    programs: int | None  # for each processor; None: every tile has one
+    programs: int | None  # CTAs per SM; None: one CTA per tile
 
 
 def one_row_linear(
@@ -52,7 +52,7 @@ def one_row_linear(
     activation: Activation | None,
     config: OneRowConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Project residual + update [1, in], normed if asked for; return also that sum."""
+    """Project residual + update [1, in], normalized if `norm` is given; also return that sum."""
     residual, update = hidden.residual, hidden.update
     num_rows, num_in = weight.shape
     assert residual.shape == (1, num_in), residual.shape
@@ -100,7 +100,7 @@ def one_row_config(weight: CudaWeight, has_norm: bool, is_gated: bool) -> OneRow
 
 
 def _quantized_config(weight: QuantizedWeight, has_norm: bool) -> OneRowConfig:
-    """A norm needs the whole row at once; the rest is by Qwen3-8B's shapes on an H200."""
+    """Return the config; a norm needs the whole row, the rest is tuned for Qwen3-8B on an H200."""
     num_rows, num_in = weight.shape
     block_in = max(128, triton.next_power_of_2(num_in))
     block_in = block_in if has_norm else min(block_in, 4096)
@@ -132,9 +132,9 @@ def _one_row(  # type: ignore[no-untyped-def]
     HAS_ONE_TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The source is where the sum goes, the residual and the update."""
+    """Compute outputs of one row; `source` is (the sum to store, the residual, the update)."""
     CHUNKS: tl.constexpr = (NUM_WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
-    # A gated tile has rows of gate, then of up; of a dense weight each has a tile of its own.
+    # A gated tile has gate rows, then up rows; with a dense weight, each kind has its own tile.
     HAS_UP: tl.constexpr = HAS_ONE_TILE and ACTIVATION is not None
     GATED: tl.constexpr = ACTIVATION is not None and not HAS_ONE_TILE
     lanes = tl.arange(0, BLOCK_WORDS)
@@ -144,7 +144,7 @@ def _one_row(  # type: ignore[no-untyped-def]
     if HAS_UP:
         up_weight = weight + num_out * NUM_WORDS
         up_tile = load_tile(up_weight, rows, is_row, lanes, NUM_WORDS)
-    wait_for_inputs(OVERLAP)  # the weight does not depend on the kernels before this one
+    wait_for_inputs(OVERLAP)  # after loading the weight, which no kernel writes
     total_squares = 0.0
     if CHUNKS == 1:
         inputs, squares = load_inputs(source, norms, lanes, NUM_IN, LANES)
@@ -181,7 +181,7 @@ def _one_row(  # type: ignore[no-untyped-def]
             *(tile, inputs, totals, stored, rows, is_row, chunk * BLOCK_WORDS),
             *(NUM_WORDS, LANES, GROUP),
         )
-        if not HAS_ONE_TILE:  # noqa: SIM102, which is decided when the kernel is compiled
+        if not HAS_ONE_TILE:  # noqa: SIM102 - this condition is known at compile time
             if chunk == CHUNKS - 1:
                 sums *= row_scale(stored, rows, is_row, GROUP)
                 sums *= _norm_scale(norms, total_squares, NUM_IN)
@@ -220,7 +220,7 @@ def _norm_scale(norms, total_squares, NUM_IN: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def row_scale(stored, rows, is_row, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scale of each row of a quantized weight whose groups have none."""
+    """Return the scale of each row of a weight without groups (GROUP 0); else 1."""
     if GROUP == 0:
         return tl.load(stored[0] + rows, mask=is_row, other=0.0)
     else:
@@ -235,7 +235,7 @@ def _store(y, sums, tile, num_out, BLOCK_OUT: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def load_inputs(source, norms, word, NUM_IN: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The inputs of words by place, times the norm's weight, and the sums of their squares."""
+    """Return the inputs of words by place, times the norm's weight, and the sums of squares."""
     if LANES == 0:
         values, squares = _input(source, norms, word, NUM_IN)
         return (values,), squares
@@ -254,7 +254,7 @@ def load_inputs(source, norms, word, NUM_IN: tl.constexpr, LANES: tl.constexpr):
 def _input(source, norms, i, NUM_IN: tl.constexpr):  # type: ignore[no-untyped-def]
     is_in = i < NUM_IN
     values = tl.load(source[1] + i, mask=is_in, other=0.0).to(tl.float32)
-    if source[2] is not None:  # the first program stores the sum
+    if source[2] is not None:  # the first CTA stores the sum
         values += tl.load(source[2] + i, mask=is_in, other=0.0)
         rounded = values.to(source[0].dtype.element_ty)
         tl.store(source[0] + i, rounded, mask=is_in & (tl.program_id(0) + 0 * i == 0))
@@ -267,7 +267,7 @@ def _input(source, norms, i, NUM_IN: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def prepare_inputs(v, LANES: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Raise the inputs of int4 values by place; return also their sums by group."""
+    """Scale up the inputs of int4 values by place (see RAISE); also return their sums by group."""
     if LANES != 16:
         return v, ()
     else:
@@ -295,7 +295,7 @@ def add_products(  # type: ignore[no-untyped-def]
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Sum the products of words, from the first named, with inputs as they are prepared."""
+    """Return the sums of the products of words, beginning at `first_word`, with prepared inputs."""
     BLOCKS: tl.constexpr = tile.shape[1] // LANES if LANES > 0 else 0
     if LANES == 0:
         sums = tl.sum(tile.to(tl.float32) * inputs[0][None, :], 1)
@@ -325,7 +325,7 @@ def add_products(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _by_group(products, totals, stored, rows, is_row, group, NUM_GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum products up by group, take off those with zero points, and scale."""
+    """Sum products by group, subtract the products of the zero points, and scale."""
     LANES: tl.constexpr = products.shape[1] // group.shape[0]
     sums = tl.sum(products.reshape(products.shape[0], group.shape[0], LANES), 2)
     mask = is_row[:, None] & (group < NUM_GROUPS)[None, :]
@@ -341,14 +341,14 @@ def _by_group(products, totals, stored, rows, is_row, group, NUM_GROUPS: tl.cons
 
 @triton.jit
 def _int4_values(tile, n: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the integers in bits 4 * n of words, as tiny floats."""
+    """Return the int4 values at place n of words, as subnormal floats (see RAISE)."""
     codes = tile & (15 << (4 * n)) if n < 5 else (tile >> 12) & (15 << (4 * n - 12))
     return codes.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _fp8_to_floats(tile):  # type: ignore[no-untyped-def]
-    """Return the FP8 values of words by place."""
+    """Return the FP8 values of words by place, in float32."""
     if IS_INTERPRETED:
         values = ()
         for place in tl.static_range(4):

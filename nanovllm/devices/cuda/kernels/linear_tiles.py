@@ -1,7 +1,7 @@
-"""Products in tiles: the rows of the weight that a tile has, its sums, and where they go.
+"""Products in tiles: select a tile's rows of the weight, multiply them, and store the sums.
 
-The weight is the left operand of tensor cores: its rows, of which there are many, fill them however
-few rows x has. A gated tile has rows of gate, then the same rows of up.
+The weight is the left operand of the tensor cores: its many rows fill them, however few rows x has.
+A gated tile has rows of gate, then the same rows of up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanovllm.devices.cuda.kernels.elementwise import activate
 
 
 def shared_bytes(device: torch.device) -> int:
-    """The shared memory that one program may take."""
+    """Return the shared memory that one CTA may use."""
     if device.type != "cuda":
         return 1 << 16
     properties: Any = torch.cuda.get_device_properties(device)
@@ -25,7 +25,7 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def fit_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
-    """So many stages of a loop as are wanted, or as shared memory holds."""
+    """Return the wanted number of pipeline stages, or as many as fit into shared memory."""
     return max(1, min(num_stages, shared_bytes(device) // stage_bytes))
 
 
@@ -37,7 +37,7 @@ def num_processors(device: torch.device) -> int:
 
 @triton.jit
 def tile_rows(tile, num_out, BLOCK_OUT: tl.constexpr, IS_GATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The rows of the weight that a tile has, and which of them there are."""
+    """Return the weight rows of a tile, and a mask of those that exist."""
     if IS_GATED:
         both = tl.arange(0, 2 * BLOCK_OUT)
         out = tile * BLOCK_OUT + both % BLOCK_OUT
@@ -65,9 +65,9 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     BLOCK_IN: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):
-    """The products of rows of a weight with rows of x, over its words from `first` to `end`.
+    """Return the products of weight rows with rows of x, over the words from `first` to `end`.
 
-    Of a dense weight these are COUNT, which the compiler must know for the loop to be fast.
+    For a dense weight this is COUNT words, which must be a constant for the loop to be fast.
     """
     if LANES == 0:
         return _multiply_dense(
@@ -127,14 +127,15 @@ def _multiply_quantized(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):
-    """Scales multiply the sums of groups; scaled values would go through shared memory.
+    """Multiply a quantized weight; scales are applied to the sums of groups.
 
-    They are loaded a block ahead: the loop would wait for them, as only what is loaded in words or
-    more is pipelined.
+    Scaled values would have to go through shared memory. Scales are loaded one quant block ahead,
+    because loads narrower than a word are not pipelined, and the loop would wait for them.
     """
     PLACES: tl.constexpr = 128 // LANES
-    PARTS: tl.constexpr = 128 // GROUP if GROUP > 0 else 1  # of a block
-    # Sums of groups are waited for: once, if their places are joined. Others go on by themselves.
+    PARTS: tl.constexpr = 128 // GROUP if GROUP > 0 else 1  # groups per quant block
+    # The loop waits for the sums of each group: only once if its places are joined into one
+    # product. Without groups it does not wait, so nothing is joined.
     JOINED: tl.constexpr = PLACES // PARTS if GROUP > 0 else 1
     NUM_GROUPS: tl.constexpr = NUM_WORDS // LANES * PARTS if GROUP > 0 else 1
     dtype: tl.constexpr = x_start.dtype.element_ty
@@ -156,7 +157,7 @@ def _multiply_quantized(  # type: ignore[no-untyped-def]
                 stored, s_start, is_out, after, NUM_GROUPS, PARTS, dtype
             )
         values = as_operands(tile, PLACES, dtype)
-        if PLACES == 8:  # zero points are subtracted from raised int4 values
+        if PLACES == 8:  # raised int4 values: subtract the offset and the zero point
             lowered = ()
             for n in tl.static_range(PLACES):
                 lowered += (values[n] + less[n * PARTS // PLACES],)  # type: ignore[assignment]
@@ -185,8 +186,8 @@ def _load_groups(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """The scales of the groups of a block, and what raised int4 values are lowered by."""
-    is_there = is_out & (group < NUM_GROUPS)  # after the last block there is none
+    """Return the scales of a quant block's groups, and addends that lower raised int4 values."""
+    is_there = is_out & (group < NUM_GROUPS)  # false beyond the last quant block
     scales, less = (), ()
     for part in tl.static_range(PARTS):
         places = s_start + group + part
@@ -202,9 +203,9 @@ def _load_groups(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_bias(sums, bias, rows, is_row, is_added):  # type: ignore[no-untyped-def]
-    """Add the bias of some rows of the weight to sums [rows of the weight, rows of x]."""
+    """Add the bias of some weight rows to sums [weight rows, rows of x], if `is_added`."""
     if bias is not None:
-        mask = is_row & (is_added | (rows < 0))  # a mask has the shape of what it masks
+        mask = is_row & (is_added | (rows < 0))  # rows are never negative: this gives the shape
         sums += tl.load(bias + rows, mask=mask, other=0.0).to(tl.float32)[:, None]
     return sums
 
@@ -213,7 +214,7 @@ def add_bias(sums, bias, rows, is_row, is_added):  # type: ignore[no-untyped-def
 def store_tile(  # type: ignore[no-untyped-def]
     y, sums, tile, targets, is_target, num_out, BLOCK_OUT: tl.constexpr, ACTIVATION: tl.constexpr
 ):
-    """Apply the gate, if any, and store sums as a tile's outputs of rows of y [rows, num_out]."""
+    """Apply the gate, if any, and store the sums as a tile's outputs in y [rows, num_out]."""
     if ACTIVATION is not None:
         gate, up = tl.split(sums.reshape(2, BLOCK_OUT, sums.shape[1]).permute(1, 2, 0))
         sums = activate(gate, ACTIVATION) * up

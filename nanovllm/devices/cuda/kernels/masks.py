@@ -1,4 +1,4 @@
-"""Masks of tokens on CUDA: one pass that writes only what is not allowed."""
+"""Grammar bitmasks on CUDA: one pass that writes only the logits of disallowed tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # tokens of a program
+BLOCK = 4096  # tokens per CTA
 
 
 def keep_allowed(
@@ -16,9 +16,9 @@ def keep_allowed(
     slots: Tensor | None = None,
     padding: int = 0,
 ) -> None:
-    """Do what torch_sampling.keep_allowed does; rows whose slot is `padding` have no mask."""
+    """Implement torch_sampling.keep_allowed; rows whose slot is `padding` are not masked."""
     vocab_size = logits.shape[1]
-    assert logits.stride(1) == 1, "the logits of a row must be neighbors"
+    assert logits.stride(1) == 1, "the logits of a row must be contiguous"
     num_rows = len(words) if slots is None else len(slots)
     _keep_allowed_kernel[num_rows, triton.cdiv(vocab_size, BLOCK)](
         *(logits, logits.stride(0), rows, words, words.stride(0), slots, padding, vocab_size, BLOCK)

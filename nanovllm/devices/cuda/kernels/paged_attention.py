@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: one kernel for decode rows, prompts and shared prefixes."""
+"""Attention over a paged KV cache: one kernel for decode, prefill and shared prefixes."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from nanovllm.devices.cuda.kernels.attention_tiles import (
 )
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 
-LOG2_E = 1.4426950408889634  # the softmax runs in base 2, which the hardware has an instruction for
-# They may begin anywhere in an upload: a kernel for every alignment would be compiled anew.
+LOG2_E = 1.4426950408889634  # the softmax uses base 2, for which the hardware has an instruction
+# These may begin anywhere in an upload; specializing on alignment would compile more kernels.
 COLUMNS = "slots", "context_lens", "query_starts", "query_lens", "order", "members", "shared_lens"
 
 
 @dataclass(frozen=True, slots=True)
 class QueryRows:
-    """The rows that attend; all columns are [rows] on the device."""
+    """The rows of a batch that attend; all columns are [rows] on the device."""
 
     slots: Tensor
-    context_lens: Tensor  # keys that a row's last query attends to; 0 is padding
-    query_starts: Tensor | None = None  # each row's first token in the batch; None: row i's is i
+    context_lens: Tensor  # number of keys that the last query attends to; 0 is padding
+    query_starts: Tensor | None = None  # first token of each row in the batch; None: token i
     query_lens: Tensor | None = None  # queries, the last tokens of the context; None: one each
     max_query_len: int = 1
-    order: Tensor | None = None  # to start rows of one query in, the longest first is best
+    order: Tensor | None = None  # start order of decode rows; longest context first is best
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPart:
-    """What `attend_shared` found, which rows of one query are to begin with."""
+    """The result of `attend_shared`, from which the softmax of decode rows continues."""
 
-    lens: Tensor  # [rows], the keys that are in it, fewer than there are
+    lens: Tensor  # [rows], the number of shared keys, less than the context length
     parts: Parts
 
 
 def paged_attention(
-    q: Tensor,  # [tokens, heads, head_dim]; stride(0) is free
+    q: Tensor,  # [tokens, heads, head_dim]; stride(0) may be anything
     cache: PagedCache,
     rows: QueryRows,
     out: Tensor,  # [tokens, heads, head_dim], contiguous
@@ -62,9 +62,9 @@ def paged_attention(
     num_splits: int = 1,  # a power of two
     shared: SharedPart | None = None,
 ) -> None:
-    """Attend causally from the last tokens of each row's context; without one, write zeros.
+    """Attend causally from the last tokens of each row's context; write zeros if it is empty.
 
-    Rows with `query_lens` write nothing for padding.
+    With `query_lens`, nothing is written for padding.
     """
     assert shared is None or (window is None and rows.query_starts is None)
     assert out.shape == q.shape
@@ -93,14 +93,14 @@ def paged_attention(
 
 
 def attend_shared(
-    q: Tensor,  # [rows, heads, head_dim]; stride(0) is free
+    q: Tensor,  # [rows, heads, head_dim]; stride(0) may be anything
     cache: PagedCache,
-    groups: Tensor,  # [4, groups]: a member's slot, shared keys, index of its first member, members
-    members: Tensor,  # the rows of each group
+    groups: Tensor,  # [4, groups]: a member's slot, num shared keys, first member, num members
+    members: Tensor,  # rows of each group, concatenated
     scale: float,
     config: AttentionConfig,
 ) -> Parts:
-    """Attend from rows of one query to the keys that they share, which are read once for all."""
+    """Attend from decode rows to the keys that they share, which are read once per group."""
     assert groups.is_contiguous()
     slots, context_lens, first_members, num_members = groups.unbind()
     rows = QueryRows(slots, context_lens, first_members, num_members, len(q))
@@ -152,7 +152,7 @@ def _launch(
 
 
 def _check_layout(q: Tensor, cache: PagedCache) -> None:
-    """Check what the kernel takes for granted."""
+    """Check the kernel's assumptions about shapes and strides."""
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = cache.k.shape[1:3]
     assert num_heads % num_kv_heads == 0
@@ -167,12 +167,12 @@ def _check_layout(q: Tensor, cache: PagedCache) -> None:
 
 
 def _tile_rows(config: AttentionConfig, group: int) -> int:
-    """Rows of a program's tile: some queries of every head of a group."""
+    """Return the rows of a CTA's tile: some queries of every query head of a kv head."""
     return max(config.q_rows, triton.next_power_of_2(group))
 
 
 def _describe(cache: Tensor, config: AttentionConfig) -> TensorDescriptor | None:
-    """Describe a cache as rows, one for each token that its blocks and what lies between hold."""
+    """Describe a cache to TMA as a matrix of token rows, including those between its blocks."""
     if not config.has_tma:
         return None
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
@@ -215,7 +215,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     MIN_SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some queries of one row over one split of their keys, for the heads of one kv head."""
+    """Attend from some queries of one row to one key split, for the heads of one kv head."""
     most_queries: tl.constexpr = Q_ROWS // GROUP
     if query_lens is None:
         row, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
@@ -225,18 +225,18 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     else:
         row, kv_head, skipped = _find_queries(most_queries, KV_HEADS, PAIRS)
         num_queries = tl.load(query_lens + row)
-    if not OVERLAP:  # noqa: SIM102 - one is known when compiling, the other is not
+    if not OVERLAP:  # noqa: SIM102 - this condition is known at compile time
         if skipped >= num_queries:
             return
     length = tl.load(context_lens + row)
-    lowest = length - num_queries + skipped if members is None else length - 1  # its first query
+    lowest = length - num_queries + skipped if members is None else length - 1  # first query
     highest = tl.minimum(lowest + most_queries, length) - 1
     first = window_start(lowest, WINDOW) if shared_lens is None else tl.load(shared_lens + row)
     lo, hi = find_split(first, highest + 1, SPLITS, TILE, MIN_SPLIT)
     token = (row if query_starts is None else tl.load(query_starts + row)).to(tl.int64) + skipped
     blocks = block_table + tl.load(slots + row).to(tl.int64) * table_stride
     block_ids = find_blocks(blocks, lo, length, BLOCK_SIZE, TILE)
-    wait_for_inputs(OVERLAP)  # before any early return: every program must wait
+    wait_for_inputs(OVERLAP)  # before any early return: every CTA must wait
     if skipped >= num_queries:
         return
     if SPLITS > 1:  # noqa: SIM102
@@ -283,12 +283,12 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         tokens = token + queries
     if parts is None:
         acc, _, row_sum = softmax
-        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # padding, or no context: zeros
+        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # padding and empty contexts give zeros
         values = (acc / row_sum[:, None]).to(out.dtype.element_ty)
         out_rows = tokens * (KV_HEADS * GROUP) + heads
         tl.store(out + out_rows[:, None] * HEAD_DIM + dims[None, :], values, mask=is_real)
     else:
-        # Rows of one query may be far apart in a large batch: their parts are stored by row.
+        # Decode rows may be far apart in a large batch, so their parts are indexed by row.
         part_rows = (tokens if query_lens is not None else row) * (KV_HEADS * GROUP) + heads
         store_parts(parts, part_rows * SPLITS + tl.program_id(2), dims, softmax, is_row, HEAD_DIM)
 
@@ -311,7 +311,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     ROWS_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Join the splits of one head of a row or, with query_lens, of a token that is a query."""
+    """Join the splits of one head of a row or, with query_lens, of a token."""
     index, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     token = index
     if query_lens is None:
@@ -327,7 +327,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
         lengths = tl.load(context_lens + rows, mask=rows < num_rows, other=0)
         is_row = (queries >= 0) & (queries < counts)
         length = tl.sum(tl.where(is_row, lengths, 0), 0)
-        # The first query of the program that had this one, which split its keys.
+        # The first query of this token's tile, which determines how its keys were split.
         lowest = lengths - counts + queries // QUERIES * QUERIES
         lowest = tl.sum(tl.where(is_row, lowest, 0), 0)
         wait_for_inputs(OVERLAP)
@@ -345,9 +345,10 @@ def _join_kernel(  # type: ignore[no-untyped-def]
 def _find_queries(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """Return a program's row and kv head, and how many of the row's queries come before its own.
+    """Return this CTA's row and kv head, and how many of the row's queries precede its own.
 
-    PAIRS pairs of row and head at a time, so that L2 serves their keys; the longest tiles first.
+    CTAs process PAIRS pairs of (row, kv head) at a time, so that L2 serves their keys, and begin
+    with the tiles that have the most keys.
     """
     num_pairs, num_tiles = tl.num_programs(0), tl.num_programs(1)
     index = tl.program_id(1) * num_pairs + tl.program_id(0)

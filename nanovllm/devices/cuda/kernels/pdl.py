@@ -1,11 +1,11 @@
-"""Programmatic dependent launch (PDL): a kernel starts while the one before it still runs.
+"""Programmatic dependent launch (PDL): a kernel starts while the previous one still runs.
 
 Every kernel that takes OVERLAP calls `wait_for_inputs` once. Before that call it may read
 
 - weights, which no kernel writes;
-- what was written two or more kernels ahead: the kernel before this one let it start only after
-  its own wait, when everything ahead of that kernel had ended. The inputs of a step (positions,
-  cache offsets) are such: the embedding, a kernel without PDL, comes between them and the layers.
+- outputs of kernels at least two launches earlier: the previous kernel allowed this one to start
+  only after its own wait, when all earlier kernels had finished. The inputs of a step (positions,
+  slot_mapping) qualify: the embedding, a kernel without PDL, runs between them and the layers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_ROWS = 256  # with more, kernels take so long that starting early gains nothing
+MAX_ROWS = 256  # with more rows, kernels take so long that starting early gains nothing
 
 
 def launch_options(x: Tensor, num_rows: int) -> dict[str, Any]:
-    """Keyword arguments to launch a kernel that takes OVERLAP; only Hopper and later have PDL."""
+    """Return launch arguments for a kernel that takes OVERLAP; PDL needs Hopper or later."""
     is_few = x.is_cuda and num_rows <= MAX_ROWS
     if not is_few or torch.cuda.get_device_capability(x.device) < (9, 0):
         return {"OVERLAP": False}
@@ -30,10 +30,10 @@ def launch_options(x: Tensor, num_rows: int) -> dict[str, Any]:
 
 @triton.jit
 def wait_for_inputs(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait until the kernel before this one has ended, then let the one after it start.
+    """Wait until the previous kernel has finished, then allow the next kernel to start.
 
-    Started before the wait, the next kernel's programs would be placed while two kernels occupy
-    the processors, which is uneven, and they cannot move afterwards.
+    If the next kernel started before the wait, its CTAs would be placed while two kernels occupy
+    the SMs. That placement is uneven, and CTAs cannot move afterwards.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -42,7 +42,7 @@ def wait_for_inputs(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def prefetch(pointers):  # type: ignore[no-untyped-def]
-    """Start to load the cache lines of some addresses into L2."""
+    """Prefetch the cache lines of some addresses into L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

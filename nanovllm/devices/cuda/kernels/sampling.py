@@ -1,7 +1,7 @@
-"""Sampling on CUDA: one token per row, drawn as the largest logit after noise was added to it.
+"""Sampling on CUDA: one token per row, the argmax of logits plus noise (the Gumbel-max trick).
 
-The noise is a pure function of (seed, position, vocabulary id), so that neither the rest of the
-batch, nor graphs, nor preemption, nor the way a row is split over programs can change a token.
+The noise is a pure function of (seed, position, token id). A token therefore does not depend on the
+rest of the batch, on CUDA graphs, on preemption, or on how a row is split over CTAs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a row is shared out: `num_splits` programs over `num_tiles` tiles of `block` ids each."""
+    """How a row is split: `num_splits` CTAs, each with `num_tiles` tiles of `block` ids."""
 
     block: int
     num_tiles: int
@@ -50,16 +50,16 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class SamplingWorkspace:
-    """What the kernels of one call tell each other; one entry, or several, per row."""
+    """Intermediate results that the kernels of one call pass to each other."""
 
-    scores: Tensor  # float32 [rows, splits]: the best of each split
-    ids: Tensor  # int32 [rows, splits]
-    peaks: Tensor  # float32 [rows, splits]: largest logits
-    group_peaks: Tensor  # float32 [rows, groups]
-    pivots: Tensor  # float32 [rows]: candidates are the logits from here upwards
+    scores: Tensor  # float32 [rows, splits]: the best score of each split
+    ids: Tensor  # int32 [rows, splits]: the token ids of these scores
+    peaks: Tensor  # float32 [rows, splits]: the largest logit of each split
+    group_peaks: Tensor  # float32 [rows, groups]: the largest logit of each group
+    pivots: Tensor  # float32 [rows]: candidates are the logits >= pivot
     candidates: Tensor  # float32 [rows, CAPACITY]
-    num_candidates: Tensor  # int32 [rows]: also those beyond CAPACITY
-    masses: Tensor  # int64 [rows, splits]
+    num_candidates: Tensor  # int32 [rows]: may exceed CAPACITY
+    masses: Tensor  # int64 [rows, splits]: see `_mass`
     floors: Tensor  # float32 [rows]: smallest logit that top_k and top_p keep
 
 
@@ -96,15 +96,15 @@ def sample_tokens(
     lengths: Tensor | None = None,
     host: Tensor | None = None,
 ) -> None:
-    """Write the id of each row's largest logit, after noise, to out [rows].
+    """Write the id of each row's largest logit, after noise, to `out` [rows].
 
-    `columns` has the parameters of slots, context_lens are positions. `asked` may name more than
-    the rows ask for: their tokens are the same. With `tokens` and `lengths` it also does what
-    `advance` does. `host` [rows] is pinned memory that is to have the same as out.
+    `columns` holds the parameters by slot, and `context_lens` the positions. `asked` may include
+    more than the rows need, which does not change their tokens. With `tokens` and `lengths`, the
+    tables advance as in `advance`. `host` [rows] is pinned memory that receives a copy of `out`.
     """
     num_rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1, "the logits of a row must be neighbors"
-    assert num_rows <= len(workspace.floors), "the workspace was made for fewer rows"
+    assert logits.stride(1) == 1, "the logits of a row must be contiguous"
+    assert num_rows <= len(workspace.floors), "the workspace is too small for these rows"
     if num_rows == 0:
         return
     split = split_vocabulary(num_rows, vocab_size)
@@ -137,7 +137,7 @@ def sample_tokens(
 
 
 def split_vocabulary(num_rows: int, vocab_size: int) -> Split:
-    """Occupy the whole device with one row, and give programs longer work where rows are many."""
+    """Split one row over the whole device, and give each CTA more work if there are many rows."""
     block = MIN_BLOCK if num_rows <= 16 else 2 * MIN_BLOCK
     num_tiles = triton.cdiv(vocab_size, block)
     tiles_each = triton.cdiv(num_tiles, max(1, 2048 // num_rows))
@@ -145,7 +145,7 @@ def split_vocabulary(num_rows: int, vocab_size: int) -> Split:
 
 
 def advance(out: Tensor, slots: Tensor, tokens: Tensor, lengths: Tensor) -> None:
-    """Append each row's token to its slot's; the last slot belongs to padding and stays."""
+    """Append each row's token to its slot's tokens; the last slot is padding and unchanged."""
     num_rows = len(out)
     if num_rows:
         _advance_kernel[(triton.cdiv(num_rows, 256),)](
@@ -175,7 +175,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     IS_NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the best score of a split: logit + temperature * noise. Greedy rows are at 0."""
+    """Find the best score of a split: logit + temperature * noise (0 for greedy rows)."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     slot = tl.load(slots + row)
@@ -194,11 +194,11 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         ids = tile * BLOCK + lanes
         value = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf"))
         score = value.to(tl.float32)
-        score = tl.where(score == score, score, float("inf"))  # NaN
+        score = tl.where(score == score, score, float("inf"))  # NaN becomes inf
         if peaks is not None or floors is not None:
             is_kept = (score >= floor) & (score - peak >= reach) | (score == float("inf"))
             score = tl.where(is_kept, score, -float("inf"))
-            # Most tiles hold nothing that is kept, and noise is what costs time.
+            # Most tiles keep no token, and the noise is expensive.
             is_drawn = tl.max(score, 0) > -float("inf")
         else:
             is_drawn = True
@@ -230,7 +230,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     MAX_SPLITS: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
 ):
-    """Find a row's best score among its splits, and append the token to its slot's, if asked to."""
+    """Find the best of a row's splits; append its token to the slot if `tokens` is given."""
     row = tl.program_id(0)
     splits = tl.arange(0, SPLITS_BLOCK)
     offsets = row.to(tl.int64) * MAX_SPLITS + splits
@@ -262,27 +262,27 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
 def _append(token, slot, is_row, tokens, lengths, stride, num_slots, width):  # type: ignore[no-untyped-def]
     length = tl.load(lengths + slot, mask=is_row, other=0)
     has_room = is_row & (slot < num_slots - 1) & (length < width)
-    known = tl.maximum(token, 0)  # NO_TOKEN has no embedding
+    known = tl.maximum(token, 0)  # NO_TOKEN is negative and has no embedding
     tl.store(tokens + slot.to(tl.int64) * stride + length, known, mask=has_room)
     tl.store(lengths + slot, length + 1, mask=has_room)
 
 
 @triton.jit
 def _reach(temperature, min_p):  # type: ignore[no-untyped-def]
-    """How far below the best logit min_p keeps tokens, as a negative number."""
+    """Return how far below the best logit min_p keeps tokens, as a negative number."""
     return tl.where(min_p > 0.0, temperature * tl.log(tl.maximum(min_p, 1.2e-38)), -float("inf"))
 
 
 @triton.jit
 def _row_key(seed, position):  # type: ignore[no-untyped-def]
-    """64 bits that stand for a seed and a position; different seeds never share them."""
+    """Return a 64-bit key of a seed and a position; different seeds never collide."""
     seed_key = _mix(seed.to(tl.uint64) + STEP)
     return _mix(seed_key + position.to(tl.uint64) * STEP)
 
 
 @triton.jit
 def _mix(bits):  # type: ignore[no-untyped-def]
-    """The finalizer of splitmix64, a bijection."""
+    """Apply the finalizer of splitmix64, a bijection."""
     bits = (bits ^ (bits >> 30)) * MIX_FIRST
     bits = (bits ^ (bits >> 27)) * MIX_SECOND
     return bits ^ (bits >> 31)
@@ -290,7 +290,7 @@ def _mix(bits):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _noise(ids, key):  # type: ignore[no-untyped-def]
-    """32 random bits per id; the halves of the key enter at different depths."""
+    """Return 32 random bits per id; the two halves of the key enter at different rounds."""
     bits = ids.to(tl.uint32) * ID_FACTOR + key.to(tl.uint32)
     bits ^= bits >> 16
     bits = bits * FIRST_FACTOR + (key >> 32).to(tl.uint32)
@@ -301,9 +301,9 @@ def _noise(ids, key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _log_exponential(bits, IS_NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """log2(-log2(1 - u)) for a uniform u strictly between 0 and 1."""
+    """Return log2(-log2(1 - u)) for a uniform u strictly between 0 and 1."""
     uniform = tl.minimum(bits.to(tl.float32) * (2.0**-32) + 2.0**-33, LARGEST_UNIFORM)
-    # Winners have a small u, where 1 - u would round most of it away.
+    # Winning tokens have a small u, most of which 1 - u would round away.
     series = LOG2_E / 2 + uniform * (LOG2_E / 3 + uniform * (LOG2_E / 4))
     series = uniform * (LOG2_E + uniform * series)
     exponential = tl.where(uniform < 0.0625, series, -_log2(1 - uniform, IS_NATIVE))
@@ -312,7 +312,7 @@ def _log_exponential(bits, IS_NATIVE: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def _log2(x, IS_NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
-    # One instruction instead of thirty, exact enough for noise; the interpreter has no assembly.
+    # One instruction instead of thirty, precise enough for noise. The interpreter cannot run it.
     if IS_NATIVE:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

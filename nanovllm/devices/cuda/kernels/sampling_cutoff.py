@@ -1,7 +1,8 @@
-"""Where top_k, then top_p on what is left, cut each row: an exact floor for its logits, no sort.
+"""Apply top_k, then top_p on the rest, by an exact floor for each row's logits, without sorting.
 
-The cut is first sought among the largest few thousand logits of a row, gathered in one pass; a row
-whose cut is not among them is searched whole. Either search settles the floor's bits from the top.
+The floor is first searched among the largest few thousand logits of a row, gathered in one pass. If
+it is not among them, the whole row is searched. Both searches determine the floor bit by bit,
+beginning with the most significant.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ if TYPE_CHECKING:
     from nanovllm.ops.torch_sampling import SamplingColumns
 
 GROUP_SIZE = 32  # neighboring ids whose largest logit helps to choose the candidates
-COLUMNS = ("slots", "context_lens")  # which may begin anywhere in an upload
-CAPACITY = 4096  # candidates of a row
-ROW_BLOCK = 8192  # logits at a time of a row that is searched whole
-NUM_WANTED = 2048  # of them: what is left is room for ties and for groups that hold several
+COLUMNS = ("slots", "context_lens")  # these may begin anywhere in an upload
+CAPACITY = 4096  # most candidates of a row
+ROW_BLOCK = 8192  # logits per iteration when a whole row is searched
+NUM_WANTED = 2048  # wanted candidates; the rest is room for ties and groups that hold several
 # Bits of a float32 that can differ between two logits.
 KEY_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
-# A token's mass in integers: sums do not depend on their order, and 2**20 tokens fit into 63 bits.
+# Token masses are integers: sums do not depend on their order, and 2**20 tokens fit into 63 bits.
 MASS_ONE = tl.constexpr(float(2**42))
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def find_peaks(logits: Tensor, workspace: SamplingWorkspace, split: Split, groups: bool) -> None:
-    """Note the largest logit of every split of every row and, if asked for, of every group."""
+    """Store the largest logit of every split of every row and, if `groups`, of every group."""
     num_rows, vocab_size = logits.shape
     _peaks_kernel[(num_rows, split.num_splits)](
         workspace.peaks,
@@ -54,7 +55,7 @@ def find_floors(
     workspace: SamplingWorkspace,
     split: Split,
 ) -> None:
-    """Note each row's smallest kept logit, after find_peaks; -inf where nothing is cut."""
+    """Store each row's smallest kept logit, after find_peaks; -inf if nothing is cut."""
     num_rows, vocab_size = logits.shape
     parameters = (slots, columns.temperature, columns.top_k, columns.top_p)
     num_groups = triton.cdiv(vocab_size, GROUP_SIZE)
@@ -142,7 +143,7 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
     MAX_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Choose a logit that at least num_wanted groups reach, and so at least as many tokens."""
+    """Choose a pivot that at least num_wanted groups reach, and thus at least as many tokens."""
     row = tl.program_id(0)
     tl.store(num_candidates + row, 0)
     row_temperature, k, p = _cuts(tl.load(slots + row), temperature, top_k, top_p, vocab_size)
@@ -154,7 +155,7 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
             other=-float("inf"),
         )
         weights = (groups < num_groups).to(tl.int32)
-        # The upper half of the bits is enough: candidates need not be exact in number.
+        # The upper half of the bits is enough: the number of candidates need not be exact.
         key = _descend(_to_key(peaks), weights, None, num_wanted, False, 16, BLOCK)
         pivot = tl.where(num_wanted > 0, _from_key(key, 16), -float("inf"))
         tl.store(pivots + row, tl.maximum(pivot, _lowest(tl.max(peaks, 0), row_temperature)))
@@ -181,7 +182,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     SPLITS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Collect the logits from the pivot upwards, in any order, and sum the mass of all."""
+    """Collect the logits >= pivot, in any order, and sum the mass of all tokens."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     row_temperature, k, p = _cuts(tl.load(slots + row), temperature, top_k, top_p, vocab_size)
@@ -259,9 +260,9 @@ def _floor_kernel(  # type: ignore[no-untyped-def]
 def _search(  # type: ignore[no-untyped-def]
     keys, weights, whole, k, p, total, KEY_BITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The floor of a row whose cut is among some keys or, without keys, anywhere in the row.
+    """Return the floor of a row, searched among some keys or, without keys, in the whole row.
 
-    The weights of keys are 1, and their mass.
+    `weights` are the counts (1 for each key) and the masses of the keys.
     """
     key = tl.zeros((), tl.uint32)
     if k > 0:
@@ -274,14 +275,14 @@ def _search(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def row_peak(peaks, num_splits, SPLITS_BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest logit of a row, from those of its splits."""
+    """Return the largest logit of a row, from the peaks of its splits."""
     splits = tl.arange(0, SPLITS_BLOCK)
     return tl.max(tl.load(peaks + splits, mask=splits < num_splits, other=-float("inf")), 0)
 
 
 @triton.jit
 def _cuts(slot, temperature, top_k, top_p, vocab_size):  # type: ignore[no-untyped-def]
-    """Temperature, top_k and top_p of a row; k is 0 and p is 1 where they change nothing."""
+    """Return temperature, top_k and top_p of a row; k is 0 and p is 1 if they have no effect."""
     row_temperature = tl.load(temperature + slot)
     k = tl.load(top_k + slot)
     p = tl.load(top_p + slot)
@@ -296,21 +297,21 @@ def _load_logits(logits, ids, vocab_size):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _lowest(peak, temperature):  # type: ignore[no-untyped-def]
-    """Below this logit, as masked tokens are, probabilities vanish in float32."""
+    """Return the logit below which probabilities vanish in float32; masked tokens are below it."""
     return peak - 87.3 * temperature
 
 
 @triton.jit
 def _mass(value, peak, temperature):  # type: ignore[no-untyped-def]
-    """A token's probability over that of the row's best, as an integer."""
-    # The bound keeps 0 * inf out of it where the temperature is next to nothing.
+    """Return a token's probability relative to the row's best token, as an integer."""
+    # The bound avoids 0 * inf if the temperature is tiny.
     weight = tl.exp2((value - peak) * tl.minimum(1.0 / temperature * LOG2_E, 1e30))
     return (weight * MASS_ONE).to(tl.int64)
 
 
 @triton.jit
 def _limit(p, total):  # type: ignore[no-untyped-def]
-    """The mass that tokens must reach together to be all that top_p keeps; never nothing."""
+    """Return the total mass that the tokens kept by top_p must reach; at least 1."""
     exact = p.to(tl.float64) * total.to(tl.float64)
     limit = exact.to(tl.int64)
     limit += (limit.to(tl.float64) < exact).to(tl.int64)
@@ -319,14 +320,14 @@ def _limit(p, total):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _to_key(value):  # type: ignore[no-untyped-def]
-    """Unsigned integers in the order of the floats."""
+    """Return unsigned integers that sort like the floats."""
     bits = value.to(tl.uint32, bitcast=True)
     return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def _from_key(key, KEY_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The float whose key begins with these bits; the others are 0 in it."""
+    """Return the float whose key begins with these KEY_BITS bits; its other bits are 0."""
     inverted = (key | ((1 << (32 - KEY_BITS)) - 1)) ^ 0xFFFFFFFF
     bits = tl.where(key >= 0x80000000, key ^ 0x80000000, inverted)
     return bits.to(tl.float32, bitcast=True)
@@ -342,7 +343,7 @@ def _descend(  # type: ignore[no-untyped-def]
     KEY_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest key from which upwards the weights reach the target, bit by bit."""
+    """Return the largest key such that the weights of keys >= it reach the target, bit by bit."""
     key = tl.zeros((), tl.uint32)
     digit = tl.full((), 1 << 31, tl.uint32)
     for _ in range(KEY_BITS):
@@ -357,7 +358,7 @@ def _descend(  # type: ignore[no-untyped-def]
 def _sum_from(  # type: ignore[no-untyped-def]
     key, keys, weights, whole, IS_COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sum weights from a key upwards; without keys, count or weigh all tokens of a row."""
+    """Sum the weights of keys >= `key`; without keys, sum counts or masses of the whole row."""
     if keys is not None:
         return tl.sum(tl.where(keys >= key, weights, 0), 0)
     else:

@@ -1,4 +1,4 @@
-"""What a step runs, read from the tables of slots: tokens, positions and places in the cache."""
+"""Gather the inputs of a step from the InputBatch tables: tokens, positions and slot_mapping."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def gather_decode(
     block_size: int,
     columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Read from the tables what a decode step of these slots runs; a length of 0 is padding.
+    """Gather the inputs of a decode step of these slots; a length of 0 is padding.
 
-    The columns are the rows' tokens, positions, cache offsets and context lengths, and the rows
-    themselves from the longest to the shortest.
+    `columns` are the outputs: tokens, positions, slot_mapping and context lengths of the rows, and
+    the row indices from the longest context to the shortest.
     """
     num_rows = len(slots)
     block = min(triton.next_power_of_2(num_rows), 128)
@@ -41,10 +41,10 @@ def gather_tokens(
     block_size: int,
     columns: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Look up the tokens at some positions, and where in the cache their keys go.
+    """Look up the tokens at some positions, and their slot_mapping.
 
-    Slots and positions are int32; the last slot of the tables stands for padding: token 0, whose
-    keys go nowhere (-1). The columns are the tokens, the positions in int64, and the cache offsets.
+    Slots and positions are int32. The last slot of the tables is padding: token 0, with a
+    slot_mapping of -1. `columns` are the outputs: tokens, positions (int64) and slot_mapping.
     """
     num_tokens, block = len(slots), 256
     _gather[(triton.cdiv(num_tokens, block),)](
@@ -57,9 +57,9 @@ def gather_tokens(
 
 
 def write_words(words: Tensor, pairs: Tensor, count: Tensor) -> None:
-    """Set words[offset] = value for the first pairs [pairs, 2] of both, as many as count [1] says.
+    """Set words[offset] = value for the first `count` [1] of the (offset, value) `pairs` [n, 2].
 
-    All are int32.
+    All tensors are int32.
     """
     block = 1024
     _write_words[(triton.cdiv(len(pairs), block),)](words, pairs, count, len(pairs), BLOCK=block)
@@ -81,7 +81,7 @@ def _gather(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Rows of some positions or, without these, of the last ones of slots."""
+    """Gather tokens at given positions or, without `positions`, the last token of each slot."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_rows
@@ -106,7 +106,7 @@ def _gather(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rank(slots, lengths, row, length, num_rows, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where each row stands among all, from the longest to the shortest."""
+    """Return the rank of each row among all rows, from the longest to the shortest."""
     CHUNK: tl.constexpr = BLOCK if BLOCK < 32 else 32
     rank = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, num_rows, CHUNK):
@@ -119,7 +119,7 @@ def _rank(slots, lengths, row, length, num_rows, BLOCK: tl.constexpr):  # type: 
     return rank
 
 
-@triton.jit(do_not_specialize_on_alignment=("pairs", "count"))  # they lie anywhere in an upload
+@triton.jit(do_not_specialize_on_alignment=("pairs", "count"))  # they begin anywhere in an upload
 def _write_words(words, pairs, count, num_pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_pair = i < tl.minimum(tl.load(count), num_pairs)

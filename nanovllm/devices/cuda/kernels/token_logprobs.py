@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens on CUDA: one pass over the logits finds nearly all they need."""
+"""Logprobs of tokens on CUDA: one pass over the logits does nearly all of the work."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # logits of a program
-GROUP_SIZE = 32  # neighboring ids of which the largest logit is noted
+BLOCK = 4096  # logits per CTA
+GROUP_SIZE = 32  # neighboring ids whose largest logit is recorded
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what torch_sampling.token_logprobs does."""
+    """Return the same as torch_sampling.token_logprobs."""
     num_rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1, "the logits of a row must be neighbors"
+    assert logits.stride(1) == 1, "the logits of a row must be contiguous"
     num_blocks, num_groups = triton.cdiv(vocab_size, BLOCK), triton.cdiv(vocab_size, GROUP_SIZE)
     maxima, sums, counts = logits.new_empty(3, num_rows, num_blocks, dtype=torch.float32)
     peaks = logits.new_empty(num_rows, num_groups, dtype=torch.float32)
@@ -33,9 +33,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor
 
 
 def _best_ids(logits: Tensor, peaks: Tensor, num_top: int) -> Tensor:
-    """Return the ids of each row's largest logits, the largest first.
+    """Return the ids of each row's `num_top` largest logits, the largest first.
 
-    They are all in as many groups, those with the largest logits.
+    All of them are in the `num_top` groups with the largest peaks.
     """
     num_rows, vocab_size = logits.shape
     if peaks.shape[1] <= num_top:
@@ -62,8 +62,11 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
     GROUP_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of a block of a row: the largest logit, the sum of what softmax makes of all relative to it,
-    how many are larger than the row's token's, and the largest of every group."""
+    """Summarize one block of a row.
+
+    Store the largest logit, the sum of exp(logit - largest), the number of logits larger than that
+    of the row's token, and the largest logit of every group.
+    """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * stride
     own = tl.load(logits + tl.load(tokens + row)).to(tl.float32)

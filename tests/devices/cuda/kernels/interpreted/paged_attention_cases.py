@@ -174,7 +174,7 @@ def run_shared(case: Case, step: Step) -> None:
     config = case.config or prefill_config(case.head_dim, case.dtype, num_q_rows, case.is_fp8)
     parts = attend_shared(step.q, step.cache, groups, members, step.scale, config)
     rows = QueryRows(step.slots, step.context_lens)
-    config = decode_config(case.head_dim, case.dtype, has_codes=case.is_fp8)
+    config = decode_config(case.head_dim, case.dtype, is_fp8=case.is_fp8)
     shared = SharedPart(lens, parts)
     paged_attention(
         step.q, step.cache, rows, step.out, step.scale, None, config, case.num_splits, shared
@@ -190,7 +190,7 @@ def run(case: Case, step: Step, kind: str) -> None:
         longest_first = step.context_lens.argsort(descending=True).int()
         order = longest_first if case.is_ordered else None
         rows = QueryRows(step.slots, step.context_lens, step.query_starts, order=order)
-        config = decode_config(case.head_dim, case.dtype, has_codes=case.is_fp8)
+        config = decode_config(case.head_dim, case.dtype, is_fp8=case.is_fp8)
     else:
         lens = step.context_lens, step.query_starts, step.query_lens
         rows = QueryRows(step.slots, *lens, longest)
