@@ -110,7 +110,7 @@ def test_a_grammar_that_never_finishes_compiling_is_refused(
     threads = threading.active_count()
     with pytest.raises(GrammarError, match="too long to compile"):
         grammars.compile(intersected(30))
-    assert threading.active_count() == threads  # a process was killed; no thread keeps running
+    assert threading.active_count() <= threads  # a process was killed; no thread keeps running
 
 
 def test_python_code_that_never_returns_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
