@@ -1,12 +1,12 @@
 """A small, readable and fast LLM inference engine.
 
 examples:
-  nanovllm chat                                      talk to the default model
-  nanovllm generate "Why is the sky blue?"           answer a question
-  nanovllm serve --port 8000                         answer requests over HTTP
-  nanovllm batch questions.jsonl -o answers.jsonl    answer a file of any size
+  nanovllm chat                                      chat with the default model
+  nanovllm generate "Why is the sky blue?"           complete a prompt
+  nanovllm serve --port 8000                         serve requests over HTTP
+  nanovllm batch questions.jsonl -o answers.jsonl    process a file of any size
   nanovllm bench latency                             measure this machine
-  nanovllm models                                    list what can be loaded
+  nanovllm models                                    list the supported models
 
 `nanovllm COMMAND --help` explains every option.
 """
@@ -26,16 +26,16 @@ from nanovllm.cli.start import configure_logging
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 for a failure, 2 for wrong usage."""
+    """Run a command; return its exit code: 0, or 1 after a failure, or 2 for wrong usage."""
     arguments = dashed(sys.argv[1:] if argv is None else argv) or ["--help"]
     return exit_code(lambda: run(parse(arguments)), "nanovllm")
 
 
 def parse(arguments: Sequence[str], options: Mapping[str, Any] | None = None) -> Namespace:
-    """Parse a command line; what it leaves out may be in `options` or a --config file."""
+    """Parse a command line; `options` or a --config file supply what it leaves out."""
     parser = build_parser()
     args, unknown = parser.parse_known_args(arguments)
-    if unknown:  # by the parser of the command, whose name then begins the error
+    if unknown:  # the command's own parser puts the command's name into the error
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options is None and getattr(args, "config", None):
         options = serve.read_config(args.config)

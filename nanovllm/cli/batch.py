@@ -1,10 +1,10 @@
-"""Answer every row of a JSONL or Parquet file: OpenAI's batch format, or rows with a "prompt" or
-"messages", fields of sampling, and whatever else should come back with the answer. A "prompt" is
-put to a model with a chat template as a user's message; with --raw it is continued. Rows that
-cannot be answered go to OUTPUT.errors.jsonl. Stopped or killed, it goes on when it is started
-again: no row is lost or answered twice. Engine options are those of `nanovllm serve`.
+"""Process every row of a JSONL or Parquet file. Rows have OpenAI's batch format, or a "prompt" or
+"messages", sampling parameters, and any other fields, which are copied to the output. If the model
+has a chat template, a "prompt" is sent as a user message; with --raw it is continued as text. Rows
+that fail go to OUTPUT.errors.jsonl. A job that was stopped or killed resumes when the same command
+is started again: no row is lost or processed twice. Engine options are those of `nanovllm serve`.
 
-The exit status is 0 if every row was answered, 1 if some rows failed and 2 if all of them did.
+The exit status is 0 if every row succeeded, 1 if some rows failed and 2 if all of them did.
 
 examples:
   nanovllm batch questions.jsonl -o answers.jsonl
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from nanovllm.batch.progress_file import ProgressFile
     from nanovllm.batch.ray_batch import RayEngine
 
-SECONDS_BETWEEN_LINES = 30.0  # of progress in a log file
-# Settings that answers depend on; other options may change between one start and the next.
+SECONDS_BETWEEN_LINES = 30.0  # progress lines, when stderr is not a terminal
+# Settings that affect the output; other options may change when a job is resumed.
 SETTINGS = (
     *("revision", "dtype", "load_format", "max_model_len", "seed", "max_tokens", "raw"),
     *("quantization", "kv_cache_dtype", "tool_call_parser", "reasoning_parser"),
@@ -41,19 +41,19 @@ SETTINGS = (
 
 
 def add_parser(commands: Commands) -> None:
-    about, usage = "answer a file of any size", "nanovllm batch [MODEL] INPUT -o OUTPUT [options]"
+    about, usage = "process a file of any size", "nanovllm batch [MODEL] INPUT -o OUTPUT [options]"
     parser = add_command(commands, "batch", about, usage, __doc__ or "")
     add = parser.add_argument
     add_model_argument(parser)
     add("input", type=Path, metavar="INPUT", help="a .jsonl or .parquet file")
-    add("-o", "--output", type=Path, required=True, help="a .jsonl file, in any order of rows")
-    text = "of answers to rows that do not say (default: as the API has it)"
+    add("-o", "--output", type=Path, required=True, help="a .jsonl file; rows are in any order")
+    text = "output tokens of rows that do not set it (default: the API's default)"
     add("--max-tokens", type=at_least(1), metavar="N", help=text)
-    text = 'continue the text of "prompt" rows, without the chat template'
+    text = 'continue the text of "prompt" rows instead of applying the chat template'
     add("--raw", action="store_true", help=text)
-    add("--overwrite", action="store_true", help="begin anew whatever there is of the output")
+    add("--overwrite", action="store_true", help="start over, replacing existing output")
     add = parser.add_argument_group("cluster").add_argument
-    text = "answer rows with engines on a Ray cluster: the one that runs here, or the one at this"
+    text = "run engines on a Ray cluster: the one on this machine, or the one at this"
     text += " address; 'local' starts one on this machine"
     add("--ray", nargs="?", const="auto", metavar="ADDRESS", help=text)
     text = "engines on the cluster, each with a GPU for every rank (default: as many as fit)"
@@ -70,16 +70,16 @@ def run(args: argparse.Namespace) -> int:
     if args.ray_replicas is not None and args.ray is None:
         raise ConfigError("--ray-replicas needs --ray")
     if args.threads is not None and args.ray is not None:
-        raise ConfigError("--threads is for this machine; leave it out with --ray")
+        raise ConfigError("--threads applies to this machine only; leave it out with --ray")
     config = engine_config(args)
     set_child_threads(args.threads, config)
-    server = server_options(args, config.model, {})  # reads files: an engine may be elsewhere
+    server = server_options(args, config.model, {})  # reads files here: engines may run elsewhere
     found = scan(args.input)
     for path in (Path(f"{args.output}{suffix}") for suffix in ("", ".errors.jsonl", ".job.json")):
         if path.exists() and path.samefile(args.input):
-            raise ConfigError(f"{path} is the input; answers need a file of their own")
+            raise ConfigError(f"{path} is the input; choose another file for the output")
     settings = {name: getattr(args, name) for name in SETTINGS}
-    # Files count by their content, not by their path.
+    # Files are compared by content, not by path.
     settings |= {"model": config.model, "input": found.digest}
     settings["chat_template"] = server.chat_template
     if args.generation_config not in ("auto", "vllm"):
@@ -88,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
     progress_file = ProgressFile(args.output, settings, found.num_rows, args.overwrite)
     try:
         if progress_file.num_done < found.num_rows:
-            asyncio.run(_answer_all(args, options, progress_file))
+            asyncio.run(_process_rows(args, options, progress_file))
     except (KeyboardInterrupt, NanovllmError):
-        print("The same command again goes on from here.", file=sys.stderr)
+        print("Run the same command again to resume.", file=sys.stderr)
         raise
     finally:
         progress_file.close()
@@ -101,10 +101,10 @@ def run(args: argparse.Namespace) -> int:
     return 0 if not num_errors else 1 if num_errors < num_rows else 2
 
 
-async def _answer_all(
+async def _process_rows(
     args: argparse.Namespace, options: RowOptions, progress_file: ProgressFile
 ) -> None:
-    """Answer the rows that are left, with a bar that shows the rate and the time left."""
+    """Process the remaining rows, with a progress bar that shows the rate and the time left."""
     from tqdm import tqdm
 
     from nanovllm.batch.batch_engine import RowEngine
@@ -148,7 +148,7 @@ def _ray_engine(args: argparse.Namespace, options: RowOptions) -> tuple[RayEngin
     except ModuleNotFoundError as error:
         raise ConfigError(f"--ray needs Ray ({error}): pip install 'nanovllm[ray]'") from error
     if options.config.distributed_executor_backend == "ray":
-        raise ConfigError("--ray gives each engine a machine; leave --distributed-executor-backend")
+        raise ConfigError("--ray places engines itself; leave out --distributed-executor-backend")
     connect(args.ray)
     room = find_room(options.config, args.ray_replicas)
     return RayEngine(options, room), room.num_engines

@@ -1,8 +1,8 @@
 """Measure `LLM.generate` with random prompts, by batch size.
 
-Reported are the time to the first token and of a decode step, and the throughput, as medians of
-some runs after a warm-up. Weights are random, so that only the config of a model is read;
---load-format auto loads the real ones.
+Reports the time to first token, the time of a decode step and the throughput, as medians over
+several runs after a warm-up. Weights are random, so only the model's config is read;
+--load-format auto loads the real weights.
 
 examples:
   nanovllm bench latency --batch 1 64
@@ -32,13 +32,13 @@ COUNT = options.at_least(1)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    batch: tuple[int, ...] = option((1, 8), "prompts at once", parse=COUNT, alias="--batch-size")
-    input_len: int = option(128, "tokens of a prompt", parse=COUNT, alias="--prompt-len")
+    batch: tuple[int, ...] = option((1, 8), "prompts per batch", parse=COUNT, alias="--batch-size")
+    input_len: int = option(128, "tokens per prompt", parse=COUNT, alias="--prompt-len")
     output_len: int = option(
         128, "tokens to generate", parse=options.at_least(2), alias="--new-tokens"
     )
-    repeats: int = option(3, "timed runs, after one to warm up", parse=COUNT)
-    json: str | None = option(None, "file to append a line of JSON to for each batch size")
+    repeats: int = option(3, "timed runs, after one warm-up run", parse=COUNT)
+    json: str | None = option(None, "file to which a JSON line is appended for each batch size")
 
 
 def add_parser(names: options.Commands) -> None:
@@ -71,12 +71,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(llm: LLM, batch: int, sizes: Sizes) -> dict[str, float]:
-    """Return the medians of some runs; the first one warms up and does not count."""
+    """Return the medians of `repeats` runs, which follow one warm-up run."""
     last_id = min(10_000, llm.engine.model_config.vocab_size)
     params = SamplingParams(max_tokens=sizes.output_len, ignore_eos=True)
     runs = []
     for _ in range(sizes.repeats + 1):
-        # New prompts: the prefix cache holds those of the runs before.
+        # Use new prompts: the prefix cache holds those of earlier runs.
         prompts = [random.choices(range(last_id), k=sizes.input_len) for _ in range(batch)]
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)

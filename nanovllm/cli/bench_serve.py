@@ -1,7 +1,7 @@
-"""Send requests to a server with OpenAI's API, and measure what its clients wait for.
+"""Send requests to an OpenAI-compatible server, and measure the latency of its clients.
 
-Requests come at random times (a Poisson process) with --rate, else as soon as one of --concurrency
-(16 by default) ends. Answers are streamed.
+With --rate, requests arrive at random times (a Poisson process); otherwise --concurrency requests
+(16 by default) are kept in flight. Responses are streamed.
 
 examples:
   nanovllm bench serve --concurrency 64 --num-requests 512
@@ -34,32 +34,34 @@ COUNT, RATE = options.at_least(1), options.positive
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The requests of a load and their arrival times."""
+    """Options that determine the requests and their arrival times."""
 
-    model: str | None = option(None, "name to ask for", unset="the server's first")
-    rate: float | None = option(None, "requests a second", parse=RATE, alias="--request-rate")
-    concurrency: int | None = option(None, "most in flight", parse=COUNT, alias="--max-concurrency")
-    num_requests: int | None = option(
-        None, "how many to send", parse=COUNT, alias="--num-prompts", unset="all --prompts, or 64"
+    model: str | None = option(None, "model name to request", unset="the server's first")
+    rate: float | None = option(None, "requests per second", parse=RATE, alias="--request-rate")
+    concurrency: int | None = option(
+        None, "maximum in flight", parse=COUNT, alias="--max-concurrency"
     )
-    max_tokens: int = option(128, "tokens of an answer", parse=COUNT)
-    prompt_words: int = option(256, "words of a random prompt", parse=COUNT)
-    shared_words: int = option(0, "words with which all random prompts begin")
+    num_requests: int | None = option(
+        None, "number to send", parse=COUNT, alias="--num-prompts", unset="all --prompts, or 64"
+    )
+    max_tokens: int = option(128, "maximum output tokens", parse=COUNT)
+    prompt_words: int = option(256, "words per random prompt", parse=COUNT)
+    shared_words: int = option(0, "words that all random prompts share as a prefix")
     prompts: str | None = option(None, 'JSON lines with "messages" or "prompt"', unset="random")
-    seed: int = option(0, "seed of random prompts and times")
-    goodput_first_token_ms: float = option(math.inf, "longest time to the first token in goodput")
-    goodput_inter_token_ms: float = option(math.inf, "longest mean time between tokens in goodput")
-    goodput_end_to_end_ms: float = option(math.inf, "longest time of a whole answer in goodput")
-    json: str | None = option(None, "file to append the result and every request to")
+    seed: int = option(0, "seed of random prompts and arrival times")
+    goodput_first_token_ms: float = option(math.inf, "goodput: maximum time to first token")
+    goodput_inter_token_ms: float = option(math.inf, "goodput: maximum mean time between tokens")
+    goodput_end_to_end_ms: float = option(math.inf, "goodput: maximum time of a whole request")
+    json: str | None = option(None, "file to which the result and every request are appended")
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One request: seconds from when it was sent."""
+    """Measurements of one request, in seconds since it was sent."""
 
-    sent: float  # since the load began
+    sent: float  # seconds since the benchmark began
     first_token: float = 0.0
-    gaps: tuple[float, ...] = ()  # between the pieces of its answer
+    gaps: tuple[float, ...] = ()  # between the pieces of its output
     seconds: float = 0.0
     num_prompt_tokens: int = 0
     num_tokens: int = 0
@@ -73,7 +75,7 @@ class Measured:
 
 
 def add_parser(names: options.Commands) -> None:
-    about, usage = "measure a server with OpenAI's API", "nanovllm bench serve [options]"
+    about, usage = "measure an OpenAI-compatible server", "nanovllm bench serve [options]"
     parser = options.add_command(names, "serve", about, usage, __doc__)
     options.add_server_options(parser, url="http://127.0.0.1:8000")
     options.add_options(parser, "load", Load)
@@ -83,12 +85,12 @@ def add_parser(names: options.Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     load = Load(**options.fields_in(args, Load))
     options.append_json(load.json)
-    client = OpenAIClient(args.url, args.api_key, max_connections=None)  # the load decides
+    client = OpenAIClient(args.url, args.api_key, max_connections=None)  # limited by the load
     model = load.model or asyncio.run(client.model())
     done: list[Measured] = []
     try:
         asyncio.run(send_all(client, model, make_prompts(load), load, done))
-    finally:  # after Ctrl-C, the requests that have ended
+    finally:  # after Ctrl-C, report the requests that have finished
         result = summary(done, load)
         for name, value in result.items():
             print(f"{name.replace('_', ' '):<30}{shown(value)}")
@@ -98,12 +100,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_prompts(load: Load) -> list[Any]:
-    """Read a prompt from each line of a file, or make texts that share their first words only."""
+    """Read one prompt per line of a file, or make random texts that share only a prefix."""
     if load.prompts is not None:
         rows = [row.fields for row in read_rows(Path(load.prompts))]
         prompts = [row.get("messages") or row.get("prompt") for row in rows]
         if not prompts or None in prompts:
-            raise ConfigError(f"{load.prompts} needs rows with messages or a prompt, and no others")
+            raise ConfigError(f"every row of {load.prompts} needs messages or a prompt")
         return [prompts[i % len(prompts)] for i in range(load.num_requests or len(prompts))]
     words, rng = WORDS.split(), random.Random(load.seed)
     shared = rng.choices(words, k=min(load.shared_words, load.prompt_words))
@@ -116,7 +118,7 @@ def make_prompts(load: Load) -> list[Any]:
 async def send_all(
     client: OpenAIClient, model: str, prompts: Sequence[Any], load: Load, done: list[Measured]
 ) -> None:
-    """Send every prompt once, at random times or as soon as there is room."""
+    """Send every prompt once: at random times, or when a request slot is free."""
     from tqdm import tqdm
 
     room = asyncio.Semaphore(load.concurrency or (16 if load.rate is None else len(prompts)))
@@ -155,20 +157,20 @@ async def measure(
     except NanovllmError as error:
         return Measured(begin - origin, error=str(error))
     if not times:
-        return Measured(begin - origin, error="no text came")
+        return Measured(begin - origin, error="the response has no text")
     gaps = tuple(after - before for before, after in pairwise(times))
     counts = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or len(times)
     return Measured(begin - origin, times[0] - begin, gaps, time.perf_counter() - begin, *counts)
 
 
 def has_text(choice: dict[str, Any]) -> bool:
-    """Whether a part of a stream has anything beside the role of its message."""
+    """Return whether a choice of a stream chunk has anything besides the message's role."""
     delta = choice.get("delta") or {"text": choice.get("text")}
     return any(value for name, value in delta.items() if name != "role")
 
 
 def summary(measured: Sequence[Measured], load: Load) -> dict[str, Any]:
-    """Rates over the whole time, and percentiles in milliseconds."""
+    """Return rates over the whole run, and latency percentiles in milliseconds."""
     good = [one for one in measured if one.error is None]
     seconds = max((one.sent + one.seconds for one in measured), default=0.0) or 1e-9
     return {

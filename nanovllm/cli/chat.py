@@ -1,18 +1,19 @@
-"""Talk to a model. It remembers the conversation, and its prefix cache remembers the work: later
-turns compute only what is new. Piped input is one turn per line, and only answers are printed.
+"""Chat with a model. The conversation is kept, and the prefix cache avoids computing it again: each
+turn computes only its new tokens. With piped input, every line is a turn, and only the model's
+replies are printed.
 
-while it runs:
-  /system TEXT      give the model other instructions; without a text show them
-  /set NAME VALUE   change a sampling parameter, as in /set temperature 0.8; alone show them
+commands:
+  /system TEXT      replace the system prompt; without TEXT, show it
+  /set NAME VALUE   change a sampling parameter, as in /set temperature 0.8; alone, show them all
   /save FILE        write the conversation to a file
-  /load FILE        go on with one that was saved
-  /retry            answer the last question again
+  /load FILE        continue a saved conversation
+  /retry            generate the last reply again
   /reset            forget the conversation
-  /stats            show what it took so far
-  /help             show this
+  /stats            show token counts and speed so far
+  /help             show this help
   /bye              leave, like /exit, exit or Ctrl-D
-  \"\"\"               begins and ends a message of several lines
-  Ctrl-C            stop an answer, drop a message of several lines, or else leave
+  \"\"\"               begin and end a message of several lines
+  Ctrl-C            stop a reply or discard a message of several lines; otherwise leave
 
 examples:
   nanovllm chat Qwen/Qwen3-0.6B --system "You answer in one sentence." --max-tokens 2048
@@ -45,27 +46,27 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 QUOTES = '"""'
-MORE = "... "  # the prompt between quotes
+MORE = "... "  # the input prompt inside triple quotes
 FAREWELLS = ("/exit", "/bye", "/quit", "exit", "quit")
-# A chat shows the text of one answer, and mappings, functions and schemas do not fit on a line.
+# /set does not offer these: a chat shows one text only, and the others do not fit on a line.
 HIDDEN = {
     *("n", "logprobs", "prompt_logprobs"),
     *("logit_bias", "logits_processors", "structured_outputs"),
 }
 PARAMETERS = [field.name for field in fields(SamplingParams) if field.name not in HIDDEN]
-WORDS = {"none": "null", "on": "true", "off": "false"}  # and JSON's own
+WORDS = {"none": "null", "on": "true", "off": "false"}  # besides JSON's own words
 
-ReadLine = Callable[[str], str | None]  # shows a prompt; returns None at the end of the input
+ReadLine = Callable[[str], str | None]  # shows an input prompt; returns None at end of input
 
 
 def add_parser(commands: options.Commands) -> None:
     usage = "nanovllm chat [MODEL] [options]"
-    parser = options.add_command(commands, "chat", "talk to a model", usage, __doc__ or "")
+    parser = options.add_command(commands, "chat", "chat with a model", usage, __doc__ or "")
     options.add_model_argument(parser)
-    text = "instructions the model is given first (default: its own)"
+    text = "the system prompt (default: that of the chat template)"
     parser.add_argument("--system", "--system-prompt", metavar="TEXT", help=text)
     options.add_server_options(parser)
-    # Short steps: after Ctrl-C the engine ends its step before it takes the next question.
+    # Keep steps short: after Ctrl-C, the engine finishes its step before the next message.
     options.add_engine_options(parser, max_num_batched_tokens=1024)
     options.add_sampling_options(parser, max_tokens=512, temperature=0.3)
     parser.set_defaults(run=run, parser=parser)
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     params = options.sampling_params(args)
     with open_model(args) as llm:
         if not has_chat_template(llm):
-            raise RequestError("this model has no chat template; use nanovllm generate")
+            raise RequestError("this model has no chat template; use nanovllm generate instead")
         conversation = Conversation(llm, params, args.system)
         if sys.stdin.isatty() and sys.stdout.isatty():
             talk(conversation)
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def talk(conversation: Conversation) -> None:
-    """Chat at a terminal, with line editing and a history."""
+    """Chat at a terminal, with line editing and input history."""
     from prompt_toolkit import PromptSession
 
     session: PromptSession[str] = PromptSession()
@@ -101,12 +102,12 @@ def talk(conversation: Conversation) -> None:
                 raise
             return None
 
-    print("Type a message. /help lists commands; Ctrl-C stops an answer, Ctrl-D leaves.")
+    print("Type a message. /help lists commands; Ctrl-C stops a reply, Ctrl-D leaves.")
     converse(conversation, read_line, is_interactive=True)
 
 
 def converse(conversation: Conversation, read_line: ReadLine, is_interactive: bool = False) -> None:
-    """Answer messages and run commands until the input ends or the user leaves."""
+    """Reply to messages and run commands until the input ends or the user leaves."""
     while (line := read_line("> ")) is not None and line.strip().lower() not in FAREWELLS:
         try:
             _handle(line.strip(), conversation, read_line)
@@ -120,7 +121,7 @@ def converse(conversation: Conversation, read_line: ReadLine, is_interactive: bo
 
 
 def _handle(text: str, conversation: Conversation, read_line: ReadLine) -> None:
-    """Run a command or answer a message; triple quotes enclose a message of several lines."""
+    """Run a command or reply to a message; triple quotes enclose a message of several lines."""
     if text.startswith("/"):
         run_command(text, conversation)
         return
@@ -130,18 +131,18 @@ def _handle(text: str, conversation: Conversation, read_line: ReadLine) -> None:
             text += "\n" + line.rstrip()
         text = text.removesuffix(QUOTES).strip("\n")
     if text:
-        _answer(conversation, functools.partial(conversation.ask, text))
+        _reply(conversation, functools.partial(conversation.ask, text))
 
 
-def _answer(
+def _reply(
     conversation: Conversation, ask: Callable[[Callable[[str], None]], RequestOutput]
 ) -> None:
-    """Print an answer, and why it is empty or cut."""
+    """Print a reply, and the reason if it is empty or cut off."""
     with TextView() as view:
         output = ask(view.write)
     print()
     if conversation.num_dropped:
-        text = f"[the context is full: the oldest {conversation.num_dropped} messages are dropped]"
+        text = f"[the context is full: dropped the oldest {conversation.num_dropped} messages]"
         print(text, file=sys.stderr)
     if output.error is not None or not output.text.strip():
         print(why_empty(output), file=sys.stderr)
@@ -149,7 +150,7 @@ def _answer(
         count, most = len(output.token_ids), conversation.params.max_new_tokens
         why = f"max_tokens is {most}; /set max_tokens {2 * most} allows more"
         why = "the context is full" if count < most else why
-        print(f"[cut after {count} tokens: {why}]", file=sys.stderr)
+        print(f"[cut off after {count} tokens: {why}]", file=sys.stderr)
 
 
 def run_command(line: str, conversation: Conversation) -> None:
@@ -158,17 +159,17 @@ def run_command(line: str, conversation: Conversation) -> None:
     try:
         if name not in _COMMANDS:
             text = "there is no such command; /help lists them"
-            raise RequestError(f'{text} (between """ a message may begin with a slash)')
-        answer = _COMMANDS[name](conversation, argument.strip())
+            raise RequestError(f'{text} (inside """ a message may begin with a slash)')
+        message = _COMMANDS[name](conversation, argument.strip())
     except (NanovllmError, OSError, ValueError, RecursionError) as error:
-        answer = f"{name}: {error}"
-    if answer:
-        print(answer, file=sys.stderr)
+        message = f"{name}: {error}"
+    if message:
+        print(message, file=sys.stderr)
 
 
 def _system(conversation: Conversation, text: str) -> str | None:
     if not text:
-        return conversation.system or "No instructions beside the model's own."
+        return conversation.system or "No system prompt besides the chat template's own."
     conversation.instruct(text)
     return None
 
@@ -179,13 +180,15 @@ def _set(conversation: Conversation, text: str) -> str | None:
     if not text:
         return "\n".join(f"{name:<19} {getattr(params, name)!r}" for name in PARAMETERS)
     if name not in PARAMETERS:
-        raise RequestError(f"there is no parameter {name}; there are {', '.join(PARAMETERS)}.")
+        raise RequestError(
+            f"there is no parameter {name}; the parameters are {', '.join(PARAMETERS)}"
+        )
     conversation.params = replace(params, **{name: _value(name, value.strip())})
     return None
 
 
 def _value(name: str, text: str) -> Any:
-    """Convert what was typed; SamplingParams checks its type."""
+    """Parse a typed value; SamplingParams checks its type."""
     if name in ("stop", "bad_words"):
         return text or None
     if name.endswith("ids") and text.lower() != "none":
@@ -211,7 +214,7 @@ _COMMANDS: dict[str, Callable[[Conversation, str], str | None]] = {
     "/set": _set,
     "/save": _save,
     "/load": _load,
-    "/retry": lambda conversation, _: _answer(conversation, conversation.retry),
+    "/retry": lambda conversation, _: _reply(conversation, conversation.retry),
     "/reset": lambda conversation, _: conversation.reset(),
     "/stats": lambda conversation, _: conversation.stats.summary(),
     "/help": lambda *_: __doc__,
@@ -219,7 +222,7 @@ _COMMANDS: dict[str, Callable[[Conversation, str], str | None]] = {
 
 
 class Conversation:
-    """The messages so far; `ask` adds a question and its answer."""
+    """The messages so far; `ask` adds a user message and the model's reply."""
 
     def __init__(
         self, llm: LLM | HttpLLM, params: SamplingParams, system: str | None = None
@@ -227,7 +230,7 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         self.params = params
         self.stats: RunStats = RunStats()
-        self.num_dropped = 0  # messages that the last question left no room for
+        self.num_dropped = 0  # messages dropped to make room for the last one
         self._llm = llm
         if system is not None:
             self.instruct(system)
@@ -238,24 +241,24 @@ class Conversation:
         return self.messages[0]["content"] if is_first else None
 
     def instruct(self, system: str) -> None:
-        """Change the instructions, as if they had been there from the start."""
+        """Replace the system prompt, as if it had been there from the start."""
         self.messages[: self.system is not None] = [_message("system", system)]
 
     def reset(self) -> None:
-        """Forget everything but the instructions."""
+        """Forget everything but the system prompt."""
         self.messages = self.messages[: self.system is not None]
 
     def ask(self, question: str, show: Callable[[str], None]) -> RequestOutput:
-        """Stream an answer to `show`.
+        """Stream the reply to a question to `show`.
 
-        The oldest turns are dropped when the context has no room for them. An interrupted answer
-        is remembered as far as it came; a question without any answer is forgotten.
+        The oldest turns are dropped when the context has no room for them. The partial text of an
+        interrupted reply is kept; a question without any reply is forgotten.
         """
         messages = [*self.messages, _message("user", question)]
         self.num_dropped = 0
         while True:
             try:
-                return self._answer(messages, show)
+                return self._generate(messages, show)
             except PromptTooLongError:
                 shorter = _without_oldest_turn(messages)
                 if shorter is None:
@@ -264,10 +267,10 @@ class Conversation:
                 messages = shorter
 
     def retry(self, show: Callable[[str], None]) -> RequestOutput:
-        """Answer the last question again; the last answer stays if there is no other."""
+        """Generate the last reply again; if there is no new one, the old one stays."""
         before = self.messages
         if [message["role"] for message in before[-2:]] != ["user", "assistant"]:
-            raise RequestError("there is no answer to try again")
+            raise RequestError("there is no reply to generate again")
         self.messages = shorter = before[:-2]
         try:
             return self.ask(before[-2]["content"], show)
@@ -275,26 +278,28 @@ class Conversation:
             if self.messages is shorter:
                 self.messages = before
 
-    def _answer(self, messages: list[dict[str, Any]], show: Callable[[str], None]) -> RequestOutput:
+    def _generate(
+        self, messages: list[dict[str, Any]], show: Callable[[str], None]
+    ) -> RequestOutput:
         [prompt] = self._llm.apply_chat_template([messages])
         if not self._has_room(prompt) and _without_oldest_turn(messages) is not None:
-            raise PromptTooLongError("the context has no room for an answer")
-        answer, output = "", None
+            raise PromptTooLongError("the context has no room for a reply")
+        reply, output = "", None
         pieces = self._llm.stream([prompt], self.params)
         try:
             with contextlib.closing(pieces):
                 for piece in self.stats.count(pieces):
-                    answer += piece.text
+                    reply += piece.text
                     show(piece.text)
                     output = piece.output
         finally:
-            if answer or output is not None:
-                self.messages = [*messages, _message("assistant", answer)]
+            if reply or output is not None:
+                self.messages = [*messages, _message("assistant", reply)]
         assert output is not None, "the last piece of a stream has an output"
         return output
 
     def _has_room(self, prompt: Sequence[Any]) -> bool:
-        """Whether an answer of some length fits behind the prompt; a server checks that itself."""
+        """Return whether a reply of useful length fits after the prompt; a server checks itself."""
         if isinstance(self._llm, HttpLLM):
             return True
         max_len = self._llm.engine.core.max_len
@@ -302,7 +307,7 @@ class Conversation:
 
 
 def _without_oldest_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Drop the user's first message and what follows it up to the next; None if none does."""
+    """Drop the first user message and its replies; return None if it is the only one."""
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     return None if len(users) < 2 else messages[: users[0]] + messages[users[1] :]
 

@@ -1,4 +1,4 @@
-"""How a program ends: one clear line on stderr and an exit code instead of a traceback."""
+"""End a program with an exit code and one line on stderr instead of a traceback."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from nanovllm.errors import ConfigError, NanovllmError
 
 
 def exit_code(run: Callable[[], int], program: str | None = None) -> int:
-    """Run a program; 2 for options that cannot work, 1 for other failures, 130 after Ctrl-C.
+    """Run a program; return 2 for invalid options, 1 for other failures, 130 after Ctrl-C.
 
-    Errors begin with `program`, the command as typed; left out, it is the script's name.
+    Errors begin with `program`, the command as typed; by default it is the script's name.
     """
     program = program or Path(sys.argv[0]).name
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # characters that its encoding does not have
+        if isinstance(stream, io.TextIOWrapper):  # for characters that its encoding lacks
             stream.reconfigure(errors="replace" if stream.isatty() else "backslashreplace")
     try:
         try:
@@ -35,9 +35,9 @@ def exit_code(run: Callable[[], int], program: str | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EPIPE) or error.filename is not None:
             raise
-        # Python flushes stdout once more at exit, so give it somewhere to go.
+        # Python flushes stdout once more at exit; point it at /dev/null, where that succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno != errno.EPIPE:  # a reader that has gone needs no message
+        if error.errno != errno.EPIPE:  # no message if the reader closed the pipe
             print_error(program, f"cannot write to stdout: {error.strerror}")
         return 1
 

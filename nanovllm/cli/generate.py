@@ -1,10 +1,11 @@
-"""Answer each prompt; a model without a chat template continues it, as does --raw. All prompts run
-as one continuously batched job; answers come in the order of the prompts, as they are written.
-Text goes to stdout, everything else to stderr.
+"""Generate a completion for each prompt. The chat template is applied if the model has one and
+--raw is not given; otherwise the text is continued. All prompts run as one continuously batched
+job; completions are streamed in the order of the prompts. Text goes to stdout, everything else to
+stderr.
 
 examples:
   nanovllm generate "Why is the sky blue?" "Name three primary colors."
-  nanovllm generate "Summarise this:" < report.txt
+  nanovllm generate "Summarize this:" < report.txt
   nanovllm generate Qwen/Qwen3-0.6B --system "You are a poet." "Write about the sea."
   nanovllm generate --json-schema person.json --max-tokens 256 "Invent a person."
   nanovllm generate --lines --json --keep-going < questions.txt > answers.jsonl
@@ -36,24 +37,25 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: options.Commands) -> None:
-    about, usage = "answer prompts as one batch", "nanovllm generate [MODEL] [PROMPT ...] [options]"
+    about = "complete prompts as one batch"
+    usage = "nanovllm generate [MODEL] [PROMPT ...] [options]"
     parser = options.add_command(commands, "generate", about, usage, __doc__ or "")
     add = parser.add_argument
-    text = "a text; - is stdin. Piped text is appended to every prompt, or is the prompt if there"
-    text += " is no other. The first of several is the model if it names one"
+    text = "text; - reads stdin. Piped text is appended to every prompt, or is the prompt if there"
+    text += " is no other. The first of several is taken as the model if it names one"
     add("prompts", nargs="*", metavar="PROMPT", help=text)
-    add("--file", metavar="PATH", help="one more prompt, from a file (default: none)")
-    text = "take each line of the file or of stdin on its own (default: the whole text is one)"
+    add("--file", metavar="PATH", help="read one more prompt from a file (default: none)")
+    text = "treat each line of the file or of stdin as a prompt (default: the whole text is one)"
     add("--lines", action="store_true", help=text)
-    text = "instructions the model is given with every prompt (default: its own)"
+    text = "the system prompt (default: that of the chat template)"
     add("--system", "--system-prompt", metavar="TEXT", help=text)
-    text = "continue the text, without the chat template (default: where the model has none)"
+    text = "continue the text without the chat template (default: only if the model has none)"
     add("--raw", action="store_true", help=text)
-    text = "answer the others when a prompt cannot be (default: none is answered)"
+    text = "if a prompt is refused, run the others (default: run none)"
     add("--keep-going", action="store_true", help=text)
     text = "write a JSON object per line: prompt, text, token_ids, finish_reason; or prompt, error"
     add("--json", action="store_true", help=text)
-    text = "a file with a JSON schema that every answer fits (default: none)"
+    text = "a file with a JSON schema that every completion must match (default: none)"
     add("--json-schema", metavar="PATH", help=text)
     options.add_server_options(parser)
     options.add_engine_options(parser)
@@ -66,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json_schema is not None:
         params = replace(params, structured_outputs={"json": options.read_text(args.json_schema)})
     if args.raw and args.system is not None:
-        raise ConfigError("--system is part of a chat, which --raw does without; leave one out")
+        raise ConfigError("--system is part of a chat, and --raw turns the chat off; leave one out")
     if args.model is None and len(args.prompts) + (args.file is not None) > 1:
-        from nanovllm.checkpoint.find import is_model_name  # brings numpy
+        from nanovllm.checkpoint.find import is_model_name  # imports numpy
 
         if is_model_name(args.prompts[0]):
             args.model_tag = args.prompts.pop(0)
@@ -83,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
             inputs = list(llm.apply_chat_template(chats))
         pieces = _stream(llm, inputs, params, args.keep_going)
-        if args.json:  # a server counts tokens without naming them
+        if args.json:  # a server reports no token ids
             outputs = _print_json(pieces, prompts, has_ids=not isinstance(llm, HttpLLM))
         else:
             outputs = _print_text(pieces, prompts)
@@ -94,12 +96,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_prompts(arguments: list[str], file: str | None, by_lines: bool) -> list[str]:
-    """Return the prompts in their order: arguments, then the file, or else stdin.
+    """Return the prompts in order: the arguments, then the file or, without any, stdin.
 
     An argument "-" stands for stdin. Without one, and without a file, piped text is appended to
-    every argument; by lines, every argument is combined with every line.
+    every argument; with `by_lines`, every argument is combined with every line.
     """
-    # Arguments that are not UTF-8 arrive with surrogates, which no tokenizer takes.
+    # Arguments that are not UTF-8 contain surrogates, which no tokenizer accepts.
     prompts = [os.fsencode(argument).decode(errors="replace") for argument in arguments]
     if not all(prompt.strip() for prompt in prompts):
         raise ConfigError("no prompt: an argument is empty")
@@ -119,20 +121,20 @@ def read_prompts(arguments: list[str], file: str | None, by_lines: bool) -> list
 
 
 def _split(text: str, source: str, by_lines: bool) -> list[str]:
-    """Return one prompt for all the text, or one for each line that is not blank."""
+    """Return the whole text as one prompt, or one prompt per line that is not blank."""
     if not text.strip():
         raise ConfigError(f"no prompt: {source} is empty")
     return [line for line in text.split("\n") if line.strip()] if by_lines else [text]
 
 
 def _is_piped() -> bool:
-    """Whether stdin is a pipe or a file; an inherited stdin of another kind may never end."""
+    """Return whether stdin is a pipe or a file; any other inherited stdin may never end."""
     mode = 0 if sys.stdin is None else os.fstat(0).st_mode
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def _read(file: str | int) -> str:
-    """Read a text to its end; line ends become newlines, and the last ones go."""
+    """Read a whole text; normalize line ends, and strip trailing newlines."""
     try:
         with open(file, encoding="utf-8-sig", errors="replace", closefd=file != 0) as lines:
             return lines.read().rstrip("\n")
@@ -144,12 +146,12 @@ def _read(file: str | int) -> str:
 def _stream(
     llm: LLM | HttpLLM, inputs: list[Any], params: SamplingParams, keep_going: bool
 ) -> Iterator[StreamPiece]:
-    """Stream all answers; a refused prompt raises, or has one piece with an error."""
+    """Stream all completions; a refused prompt raises, or yields one piece with an error."""
     refused: list[StreamPiece] = []
 
     def on_refusal(index: int, error: RequestError) -> None:
         if not keep_going:
-            hint = " (--keep-going answers the other prompts)" if len(inputs) > 1 else ""
+            hint = " (--keep-going runs the other prompts)" if len(inputs) > 1 else ""
             raise RequestError(_numbered(index + 1, len(inputs), f"{error}{hint}")) from error
         output = RequestOutput(index, None, [], "", [], "error", 0, 0.0, 0.0, error=str(error))
         refused.append(StreamPiece(index, "", [], output, index=index))

@@ -1,6 +1,6 @@
-"""List the supported architectures, each with some models of its kind on the Hugging Face hub, and
-the short names of those that have one. A model of the same architecture that is not named here
-loads as well: config.json says which it is, under "architectures".
+"""List the supported architectures, each with example models on the Hugging Face Hub and their
+short names, if any. Other models of these architectures load as well; the "architectures" field of
+a model's config.json names its architecture.
 
 examples:
   nanovllm models
@@ -16,7 +16,7 @@ from nanovllm.cli.options import Commands, add_command
 
 
 def add_parser(commands: Commands) -> None:
-    about, usage = "list what can be loaded", "nanovllm models [options]"
+    about, usage = "list the supported models", "nanovllm models [options]"
     parser = add_command(commands, "models", about, usage, __doc__ or "")
     text = "write one JSON object per line: architecture, examples, short_names"
     parser.add_argument("--json", action="store_true", help=text)
@@ -24,7 +24,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # These bring numpy and torch, which --help does without.
+    # These import numpy and torch, which --help does not need.
     from nanovllm.checkpoint.hub import ALIASES
     from nanovllm.models.registry import FAMILIES
 

@@ -1,4 +1,4 @@
-"""The options that commands share, generated from the fields of the records that they fill."""
+"""Options that commands share, generated from the fields of the dataclasses that they fill."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from nanovllm.validation import choices_of
 Commands: TypeAlias = "argparse._SubParsersAction[ArgumentParser]"
 Names: TypeAlias = Iterable[str] | None
 
-# Examples keep their lines, and the longest option still has its explanation beside it.
+# Preserve the line breaks of examples; the longest option still has its help on the same line.
 HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=31)
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 NO_FLAGS = ("skip_tokenizer_init", "depth")
-SEVERAL_REQUESTS = ("seed", "data_parallel_size")  # only of serve and batch
+SEVERAL_REQUESTS = ("seed", "data_parallel_size")  # flags of serve and batch only
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
 
 
 def add_options(
     parser: ArgumentParser, title: str, record: type, names: Names = None, **defaults: Any
 ) -> None:
-    """Add a flag for each field of a record, or some; `defaults` replace the fields' own."""
+    """Add a flag for each field of a record, or for `names`; `defaults` override the fields'."""
     add, hints = parser.add_argument_group(title).add_argument, get_type_hints(record)
     for field in fields(record):
         if "help" in field.metadata and (names is None or field.name in names):
@@ -43,7 +43,7 @@ def add_options(
 
 
 def default_text(field: Field[Any], default: Any) -> str:
-    """Return what --help and docs/reference.md show as the default."""
+    """Return the default as --help and docs/reference.md show it."""
     unset = field.metadata.get("unset", "none")
     texts = {"None": unset, "()": unset, "": unset, "True": "on", "False": "off"}
     texts[str(WHOLE_CONTEXT)] = "the model's own"
@@ -72,7 +72,7 @@ def _add_option(add: Callable[..., Any], field: Field[Any], hint: Any, default: 
 
 
 def dashed(argv: Sequence[str]) -> list[str]:
-    """Spell options with dashes: --max_tokens=8 becomes --max-tokens=8; values stay as they are."""
+    """Spell option names with dashes: --max_tokens=a_b becomes --max-tokens=a_b."""
     arguments = list(argv)
     end = arguments.index("--") if "--" in arguments else len(arguments)
     for position, argument in enumerate(arguments[:end]):
@@ -83,7 +83,7 @@ def dashed(argv: Sequence[str]) -> list[str]:
 
 
 def at_least(limit: int) -> Callable[[str], int]:
-    """An argparse type: integers from `limit` on."""
+    """Return an argparse type that accepts integers of at least `limit`."""
 
     def integer(text: str) -> int:
         if int(text) < limit:
@@ -94,7 +94,7 @@ def at_least(limit: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """An argparse type: numbers above 0."""
+    """Parse a finite number above 0; an argparse type."""
     if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
     return float(text)
@@ -103,7 +103,7 @@ def positive(text: str) -> float:
 def add_command(
     commands: Commands, name: str, about: str, usage: str, doc: str | None
 ) -> ArgumentParser:
-    """Add the parser of a command, whose help is a docstring; its examples come last."""
+    """Add the parser of a command; its help is a docstring, with the examples last."""
     description, mark, examples = (doc or "").partition("examples:")
     texts: Any = {"help": about, "usage": usage, "epilog": mark + examples}
     texts |= {"description": description, "formatter_class": HELP_FORMAT}
@@ -117,14 +117,14 @@ def add_model_argument(parser: ArgumentParser) -> None:
 def add_engine_options(
     parser: ArgumentParser, default_model: str = "smollm2", **defaults: Any
 ) -> None:
-    """Add the options of EngineConfig, and what concerns the process that it runs in."""
+    """Add the options of EngineConfig, and those of the process in which the engine runs."""
     parser.set_defaults(model_tag=None, default_model=default_model)
     add = parser.add_argument
-    text = "log what the engine does, and a server's requests (default: at a terminal)"
+    text = "log engine activity and server requests (default: on at a terminal)"
     add("-v", "--verbose", action=BooleanOptionalAction, help=text)
     text = "a folder, a .gguf file, a hub id (org/name or org/name/file.gguf), smollm2 or qwen3"
     add("--model", help=f"{text} (default: {default_model})")
-    text = "CPU threads to compute with (default: torch's choice, one per core)"
+    text = "CPU threads for computation (default: torch's choice, one per core)"
     add("--threads", type=at_least(1), metavar="N", help=text)
     names = {field.name for field in fields(EngineConfig)}.difference(NO_FLAGS, SEVERAL_REQUESTS)
     add_options(parser, "engine", EngineConfig, names, **defaults)
@@ -135,21 +135,21 @@ def add_engine_options(
 
 
 def add_server_options(parser: ArgumentParser, url: str | None = None) -> None:
-    """Which server to ask, and how to get in; without a default for it the engine runs here."""
+    """Add --url and --api-key; without a default `url`, the model runs in this process."""
     add = parser.add_argument_group("server").add_argument
-    text = "%(default)s" if url else "none: the model runs here"
-    add("--url", "--base-url", default=url, help=f"a server with OpenAI's API (default: {text})")
-    add("--api-key", metavar="KEY", help="that the server asks for (default: none)")
+    text = "%(default)s" if url else "none: the model runs in this process"
+    add("--url", "--base-url", default=url, help=f"an OpenAI-compatible server (default: {text})")
+    add("--api-key", metavar="KEY", help="the API key that the server requires (default: none)")
 
 
 def add_sampling_options(parser: ArgumentParser, **defaults: Any) -> None:
     add_options(parser, "sampling", SamplingParams, SAMPLING, **defaults)
-    text = "end an answer before this text; may be given more than once (default: none)"
+    text = "end the output before this text; may be given more than once (default: none)"
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
 
 
 def append_json(path: str | None, *results: dict[str, Any]) -> None:
-    """Append lines to a file, if there is one; without results, check that it can be written."""
+    """Append JSON lines to a file, if given; without results, check that it is writable."""
     if path is not None:
         try:
             with open(path, "a", encoding="utf-8") as file:
@@ -159,29 +159,29 @@ def append_json(path: str | None, *results: dict[str, Any]) -> None:
 
 
 def model_of(args: Namespace) -> str:
-    """Return the model that MODEL or --model names, or else the command's default."""
+    """Return the model given as MODEL or --model, or else the command's default."""
     if args.model_tag is not None and args.model is not None:
         raise ConfigError(f"give the model once, not as {args.model_tag} and {args.model}")
     return str(args.model_tag or args.model or args.default_model)
 
 
 def engine_config(args: Namespace) -> EngineConfig:
-    """Check the engine options before anything slow is started."""
+    """Return the engine options, checked before anything slow starts."""
     _check_foreign_flags(args)
     options = fields_in(args, EngineConfig) | {"model": model_of(args)}
-    if "temperature" in args:  # a command whose --seed is that of sampling
+    if "temperature" in args:  # the command's --seed is a sampling parameter
         options.pop("seed")
     return EngineConfig(**options)
 
 
 def check_no_engine_options(args: Namespace) -> None:
-    """Refuse options of an engine: with a URL it runs elsewhere."""
+    """Refuse engine options: with --url, the engine is a remote one."""
     _check_foreign_flags(args)
     names = fields_in(args, EngineConfig).keys() - {"model", "seed"}
     for name in sorted([*names, "threads"]):
         if getattr(args, name) != args.parser.get_default(name):
             flag = _flag(name)
-            raise ConfigError(f"{flag} is for an engine here, and --url asks another")
+            raise ConfigError(f"{flag} has no effect on the server at --url; leave one of them out")
 
 
 def sampling_params(args: Namespace) -> SamplingParams:
@@ -195,7 +195,7 @@ def fields_in(args: Namespace, record: type) -> dict[str, Any]:
 
 
 def _check_foreign_flags(args: argparse.Namespace) -> None:
-    """Print a line for each flag of vLLM that has no effect here; refuse unsupported ones."""
+    """Print a line for each vLLM flag that has no effect here; refuse unsupported ones."""
     for note in ignored_notes({name: getattr(args, _flag(name)) for name in VLLM_OPTIONS}, _flag):
         print(note, file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""Generated text on a terminal or in a pipe, and the statistics of a run."""
+"""Print generated text to a terminal or a pipe, and collect the statistics of a run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 REFRESHES_PER_SECOND = 20
 MAX_HEADING = 200
-# Generated text must not control the terminal: control characters go, tabs become spaces.
+# Generated text must not control the terminal: drop control characters, expand tabs.
 _CONTROLS: dict[int, str | None] = dict.fromkeys((*range(32), *range(127, 160)))
 _CONTROLS |= {ord("\t"): "    ", ord("\n"): "\n"}
 
 
 class RunStats:
-    """Statistics over the streamed pieces and the finished outputs of a run."""
+    """Statistics of the streamed pieces and finished outputs of a run."""
 
     def __init__(self) -> None:
         self.outputs: list[RequestOutput] = []
@@ -30,7 +30,7 @@ class RunStats:
         self._num_pieces = 0
 
     def count(self, pieces: Iterable[StreamPiece]) -> Iterator[StreamPiece]:
-        """Yield the pieces, and count them and the time until the last one."""
+        """Yield the pieces; count them and measure the time spent waiting for them."""
         last = time.perf_counter()
         for piece in pieces:
             now = time.perf_counter()
@@ -41,7 +41,7 @@ class RunStats:
             yield piece
 
     def status(self, num_prompts: int) -> str:
-        rate = self._num_pieces / max(self.seconds, 1e-9)  # a piece is a token, most often
+        rate = self._num_pieces / max(self.seconds, 1e-9)  # most pieces are one token
         return f"{len(self.outputs)}/{num_prompts} {rate:,.0f} tok/s"
 
     def summary(self) -> str:
@@ -65,8 +65,8 @@ class RunStats:
 class TextView:
     """Prints text as it is generated.
 
-    On a terminal lines are wrapped at words: complete lines scroll, and the last line is redrawn,
-    with a progress bar below it if there are `stats`.
+    On a terminal, lines wrap at words: complete lines scroll, and the last line is redrawn, with a
+    progress bar below it if `stats` are given.
     """
 
     def __init__(self, stats: RunStats | None = None, num_prompts: int = 0) -> None:
@@ -101,7 +101,7 @@ class TextView:
 
         console = self._live.console
         text = self._open_line + printable(text)
-        # Wrapping drops spaces at the end of a line, which may separate two words.
+        # Wrapping drops trailing spaces, but they may separate this word from the next piece.
         body = text.rstrip(" ")
         *lines, open_line = Text(body).wrap(console, console.width)
         for line in lines:
@@ -129,9 +129,9 @@ def print_in_order(
     stats: RunStats,
     has_headings: bool = True,
 ) -> list[RequestOutput]:
-    """Print every answer under its prompt; returns the outputs in the order of the prompts.
+    """Print every completion under its prompt; return the outputs in the order of the prompts.
 
-    Failed prompts without any text are left out.
+    Prompts that failed without any text are not printed.
     """
     outputs: list[RequestOutput] = []
     shown: set[int] = set()
@@ -151,7 +151,7 @@ def print_in_order(
 
 
 def in_order(pieces: Iterable[StreamPiece]) -> Iterator[StreamPiece]:
-    """Yield the pieces of the first unfinished prompt as they come; those of later ones wait."""
+    """Yield pieces in the order of their prompts; buffer those of later prompts."""
     current, waiting = 0, defaultdict(list)
     for piece in pieces:
         waiting[piece.index].append(piece)
@@ -164,8 +164,8 @@ def in_order(pieces: Iterable[StreamPiece]) -> Iterator[StreamPiece]:
 
 
 def why_empty(output: RequestOutput) -> str:
-    """Explain an answer without text."""
+    """Explain why an output has no text."""
     if output.error is not None:
         return output.error
-    end = "ended its answer" if output.finish_reason == "stop" else "stopped"
+    end = "ended its output" if output.finish_reason == "stop" else "stopped"
     return f"no text: the model {end} after {len(output.token_ids)} blank or special tokens"

@@ -1,7 +1,7 @@
-"""Answer requests over HTTP, many at once.
+"""Serve a model over HTTP to many clients at once.
 
-The APIs are OpenAI's (chat completions, completions, responses, embeddings) and Anthropic's
-messages. Flags have the names that they have in vLLM.
+The server implements OpenAI's API (chat completions, completions, responses, embeddings) and
+Anthropic's messages. Flags have the same names as in vLLM.
 
 examples:
   nanovllm serve
@@ -28,18 +28,18 @@ from nanovllm.errors import ConfigError
 from nanovllm.serve.server_options import ServerOptions, read_text, resolve
 
 # Server options that `nanovllm batch` accepts too.
-ANSWERS = (
+REQUEST_OPTIONS = (
     *("served_model_name", "chat_template", "generation_config", "override_generation_config"),
     *("tool_call_parser", "reasoning_parser"),
 )
 
 
 def add_parser(commands: Commands) -> None:
-    about, usage = "answer requests over HTTP", "nanovllm serve [MODEL] [options]"
+    about, usage = "serve a model over HTTP", "nanovllm serve [MODEL] [options]"
     parser = add_command(commands, "serve", about, usage, __doc__)
     shared.add_model_argument(parser)
     add_model_options(parser, target_inter_token_ms=SERVING_TARGET_MS)
-    names = {field.name for field in fields(ServerOptions)}.difference(ANSWERS)
+    names = {field.name for field in fields(ServerOptions)}.difference(REQUEST_OPTIONS)
     add_options(parser, "server", ServerOptions, names)
     model = os.environ.get("NANOVLLM_MODEL") or "smollm2"
     parser.set_defaults(run=run, parser=parser, default_model=model)
@@ -47,11 +47,11 @@ def add_parser(commands: Commands) -> None:
 
 def add_model_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Add the options that `serve` and `batch` share."""
-    text = "a YAML file with options; those given here come first (default: none)"
+    text = "a YAML file with options; the command line overrides it (default: none)"
     parser.add_argument("--config", metavar="FILE", help=text)
     shared.add_engine_options(parser, max_model_len=WHOLE_CONTEXT, **defaults)
     add_options(parser, "engines", EngineConfig, shared.SEVERAL_REQUESTS)
-    add_options(parser, "requests", ServerOptions, ANSWERS)
+    add_options(parser, "requests", ServerOptions, REQUEST_OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,23 +95,23 @@ def read_config(path: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(options, dict) or "config" in options:
-        raise ConfigError(f"{path} must map options to values, and name no other config")
+        raise ConfigError(f"{path} must map options to values, and must not set config")
     return options
 
 
 def set_options(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> None:
-    """Make options, by their names in a file, the defaults of a command; null is none."""
+    """Set the options of a config file as the defaults of a command; null leaves them unset."""
     for name, value in options.items():
         if value is None:
             continue
         action = parser._option_string_actions.get(f"--{str(name).replace('_', '-')}")
         is_switch = action is not None and action.nargs == 0
         if action is None or isinstance(value, bool) != is_switch:
-            parser.error(f"there is no option {name}: {value}")
+            parser.error(f"the config file has an invalid option {name}: {value}")
         if isinstance(value, dict):
             value = json.dumps(value)
         elif action.nargs == "+":
             value = [str(each) for each in (value if isinstance(value, list) else [value])]
         elif not is_switch:
-            value = str(value)  # the parser reads it as it does one of the command line
+            value = str(value)  # parsed like a value of the command line
         parser.set_defaults(**{"default_model" if name == "model" else action.dest: value})

@@ -1,4 +1,4 @@
-"""The first steps of every command: set up logging, load the model."""
+"""Start a command: configure logging and load the model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from nanovllm.serve.client import HttpLLM, OpenAIClient
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-INTERRUPTED = 130  # the exit code
+INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 def configure_logging(is_verbose: bool, level: str | None = None, is_server: bool = False) -> None:
-    """Show warnings on stderr; at a terminal or if `is_verbose`, also what the engine is doing.
+    """Log warnings to stderr; at a terminal or if `is_verbose`, log engine activity too.
 
-    A `level` overrides both. The lines of a server have a time and a level.
+    A `level` overrides both. A server's log lines have a timestamp and a level.
     """
     handler = logging.StreamHandler()
     line = "%(asctime)s %(levelname)s %(message)s" if is_server else "%(levelname)s: %(message)s"
@@ -38,10 +38,10 @@ def configure_logging(is_verbose: bool, level: str | None = None, is_server: boo
 
 @contextlib.contextmanager
 def open_model(args: argparse.Namespace) -> Iterator[LLM | HttpLLM]:
-    """The model that a command asks: one behind a URL, or one that is loaded here."""
+    """Yield the model that a command uses: one on a server, or one loaded in this process."""
     if args.url is None:
         if args.api_key is not None:
-            raise ConfigError("--api-key is for a server, and there is no --url; leave it out")
+            raise ConfigError("--api-key is for a server; add --url or leave it out")
         with load_llm(engine_config(args), args.threads) as llm:
             yield llm
         return
@@ -51,7 +51,7 @@ def open_model(args: argparse.Namespace) -> Iterator[LLM | HttpLLM]:
 
 
 def has_chat_template(llm: LLM | HttpLLM) -> bool:
-    """Whether the model can chat; a server is assumed to."""
+    """Return whether the model has a chat template; a server is assumed to have one."""
     if isinstance(llm, HttpLLM):
         return True
     tokenizer = llm.engine.input_processor.tokenizer
@@ -60,9 +60,9 @@ def has_chat_template(llm: LLM | HttpLLM) -> bool:
 
 @contextlib.contextmanager
 def load_llm(config: EngineConfig, num_threads: int | None = None) -> Iterator[LLM]:
-    """Start an engine, and close it; torch is imported here and not before.
+    """Start an engine and close it at the end; torch is imported only here.
 
-    After Ctrl-C the program ends at once: closing would wait for the step that runs.
+    After Ctrl-C the program exits immediately: closing would wait for the current step.
     """
     _check_threads(num_threads, config)
     if sys.stderr.isatty():
@@ -86,7 +86,7 @@ def load_llm(config: EngineConfig, num_threads: int | None = None) -> Iterator[L
 
 
 def set_child_threads(num_threads: int | None, config: EngineConfig) -> None:
-    """Set the CPU threads of engines that are started as child processes."""
+    """Set the number of CPU threads of engines that run in child processes."""
     _check_threads(num_threads, config)
     if num_threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
@@ -94,4 +94,4 @@ def set_child_threads(num_threads: int | None, config: EngineConfig) -> None:
 
 def _check_threads(num_threads: int | None, config: EngineConfig) -> None:
     if num_threads is not None and config.tensor_parallel_size > 1:
-        raise ConfigError("--threads is for one process; several share the cores among them")
+        raise ConfigError("--threads is for one process; tensor-parallel ranks divide the cores")

@@ -1,6 +1,6 @@
-"""Record the steps of a `nanovllm serve` for some seconds: on the host (schedule, submit, wait,
-commit), on the device, and every request as a span. Open the file at https://ui.perfetto.dev or
-chrome://tracing.
+"""Record the engine steps of a running `nanovllm serve` for a few seconds: host phases (schedule,
+submit, wait, commit), device time, and every request as a span. Open the file at
+https://ui.perfetto.dev or chrome://tracing.
 
 examples:
   nanovllm trace --seconds 5 --out trace.json
@@ -21,14 +21,14 @@ from nanovllm.serve.client import OpenAIClient
 
 
 def add_parser(commands: Commands) -> None:
-    about, usage = "record what a server's engine does", "nanovllm trace [options]"
+    about, usage = "record a trace of a server's engine", "nanovllm trace [options]"
     parser = add_command(commands, "trace", about, usage, __doc__ or "")
     add = parser.add_argument
     add_server_options(parser, url="http://127.0.0.1:8000")
-    text = "to record (default: %(default)s)"
+    text = "duration in seconds (default: %(default)s)"
     add("--seconds", type=positive, default=3.0, metavar="X", help=text)
-    add("--out", default="trace.json", metavar="FILE", help="to write (default: %(default)s)")
-    add("-v", "--verbose", action="store_true", help="tell more (default: at a terminal)")
+    add("--out", default="trace.json", metavar="FILE", help="output file (default: %(default)s)")
+    add("-v", "--verbose", action="store_true", help="log more (default: at a terminal)")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -40,5 +40,5 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"cannot write {args.out}: {error.strerror}") from error
     num_steps = sum(event["name"] == "submit" for event in trace["traceEvents"])
-    print(f"{args.out} has {num_steps} steps; open it at https://ui.perfetto.dev", file=sys.stderr)
+    print(f"{args.out}: {num_steps} steps; open it at https://ui.perfetto.dev", file=sys.stderr)
     return 0

@@ -1,7 +1,7 @@
-"""Grammars: which answers a request allows, compiled and followed token by token by llguidance.
+"""Compile grammars and compute token bitmasks with llguidance.
 
-llguidance is imported when a request needs it. A mask has a bit for each token: bit i % 32 of word
-i // 32 says whether token i may come next.
+llguidance is imported by the first request that needs it. A bitmask has one bit per token: bit
+i % 32 of word i // 32 tells whether token i may come next.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_CACHED = 32  # compiled grammars kept for later requests
-NUM_TRIED = 4  # tokens that a new grammar must be able to follow
-SLOW_MASK = 0.005  # CPU seconds of one bitmask; from then on other threads compute its grammar's
+NUM_TRIED = 4  # tokens matched as a trial when a grammar is compiled
+SLOW_MASK = 0.005  # CPU seconds; a grammar with a slower bitmask moves to other threads
 MAX_STEP = 0.01  # CPU seconds that a step spends on bitmasks; other threads compute the rest
-# Of work, each with what it takes: a grammar that needs more is refused, or ends its answer.
+# Limits of llguidance, with their approximate cost. A grammar that exceeds them at compile time is
+# refused; one that exceeds them later ends its sequence with an error.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # 20 ms to compile
     "max_grammar_size": 100_000,
@@ -45,18 +46,18 @@ LIMITS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class GuidanceGrammar:
-    """A grammar in llguidance's own form, and what comes of compiling it."""
+    """A grammar in llguidance's format, with its compiled form unless it was unpickled."""
 
     text: str
     compiled: Compiled | None = field(repr=False, compare=False, default=None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GuidanceGrammar, (self.text,)  # another process compiles it for itself
+        return GuidanceGrammar, (self.text,)  # the receiving process compiles it again
 
 
 @dataclass(slots=True)
 class Compiled:
-    """A compiled grammar: a matcher in its initial state, to be copied, and its first bitmask."""
+    """A compiled grammar: a matcher in its initial state, from which others are copied."""
 
     start: LLMatcher
     first_mask: Bitmasks
@@ -64,15 +65,15 @@ class Compiled:
 
 
 class GuidanceMatcher:
-    """Follows the output of one sequence. Its next bitmask may be computed in another thread."""
+    """Tracks the output of one sequence; its next bitmask may be computed in another thread."""
 
     compiled: Compiled
     inner: LLMatcher
 
     def __init__(self, stop_token_ids: frozenset[int]) -> None:
         self.stop_token_ids = stop_token_ids
-        self.mask: Bitmasks | None = None  # computed ahead
-        self.job: Future[None] | None = None  # computes it
+        self.mask: Bitmasks | None = None  # the next bitmask, if computed ahead
+        self.job: Future[None] | None = None  # the job that computes `mask`
 
     def begin(self, compiled: Compiled) -> None:
         self.compiled, self.inner = compiled, compiled.start.deep_copy()
@@ -83,7 +84,7 @@ class GuidanceMatcher:
         return self.job is None or self.job.done()
 
     def finishes(self, token_id: int) -> bool:
-        """Follow a token that is no stop token; True when nothing can come after it."""
+        """Consume a token other than a stop token; return True if the output is complete."""
         self.mask = self.job = None
         self.inner.consume_token(token_id)
         return self.inner.is_stopped() and not self.inner.is_error()
@@ -94,25 +95,24 @@ class Tools:
     tokenizer: LLTokenizer
     eos_token_ids: frozenset[int]
     limits: LLParserLimits
-    described: Mapping[str, Any]  # how another process makes the tokenizer
+    described: Mapping[str, Any]  # from which another process builds the tokenizer
 
 
 class GuidanceEngine:
-    """Compiles grammars, in any thread, and computes bitmasks, for that of the engine."""
+    """Compiles grammars in any thread, and computes bitmasks for the engine's thread."""
 
     def __init__(self, load: Callable[[], Vocabulary], vocab_size: int) -> None:
         self._load, self._vocab_size = load, vocab_size  # loading a tokenizer takes seconds
         self._num_words = -(-vocab_size // 32)
         self._lock = threading.Lock()
-        self._cache: OrderedDict[str, GuidanceGrammar] = (
-            OrderedDict()
-        )  # by request as JSON, and by text
-        self._threads = ThreadPoolExecutor(2, "nanovllm-grammars")  # for what may take long
+        # Each grammar is cached twice: keyed by the request as JSON, and by its llguidance text.
+        self._cache: OrderedDict[str, GuidanceGrammar] = OrderedDict()
+        self._threads = ThreadPoolExecutor(2, "nanovllm-grammars")  # for slow grammars
         self._tools: Tools | None = None
-        self._memory: Bitmasks | None = None  # of bitmasks; graphs read it where it is
+        self._memory: Bitmasks | None = None  # persistent buffer; CUDA graphs read it in place
 
     def compile(self, asked: Mapping[str, Any]) -> GuidanceGrammar:
-        """Compile what a request asks for; raises GrammarError if it cannot be enforced whole."""
+        """Compile `structured_outputs`; raise GrammarError if it cannot be fully enforced."""
         key = _key(asked)
         grammar = self._cached(key)
         if grammar is None:
@@ -127,7 +127,7 @@ class GuidanceEngine:
         return self._cached(_key(asked)) is not None
 
     def matcher(self, grammar: GuidanceGrammar, stop_token_ids: frozenset[int]) -> GuidanceMatcher:
-        """Return a matcher, which is not ready at once if its grammar has to be compiled first."""
+        """Return a matcher; it is not ready while its grammar is still being compiled."""
         matcher = GuidanceMatcher(stop_token_ids)
         if grammar.compiled is not None:
             matcher.begin(grammar.compiled)
@@ -138,14 +138,14 @@ class GuidanceEngine:
     def masks(
         self, matchers: Sequence[GuidanceMatcher | None], allocate: Allocate
     ) -> tuple[Bitmasks, list[int]]:
-        """Return the next bitmask of each matcher, and which rows are late and mean nothing yet.
+        """Return the next bitmask of each matcher, and the late rows, whose bitmask is not ready.
 
-        A matcher that is None belongs to a sequence that ended, and allows every token. The next
-        call may reuse the memory.
+        None stands for a sequence that has finished: its row allows every token. The next call
+        overwrites the returned memory.
         """
         masks, late = self._memory_for(len(matchers), allocate), []
         eos, address = self._get_tools().eos_token_ids, masks.ctypes.data
-        now = time.thread_time()  # busy neighbors make no grammar slow
+        now = time.thread_time()  # CPU time, so that a busy machine makes no grammar slow
         end = now + MAX_STEP
         for row, matcher in enumerate(matchers):
             if matcher is None:
@@ -164,7 +164,7 @@ class GuidanceEngine:
         return masks, late
 
     def wait(self, matchers: list[GuidanceMatcher]) -> None:
-        """Wait for one of the matchers, but not for long."""
+        """Wait until one of the matchers is ready, for at most 0.1 seconds."""
         jobs = [matcher.job for matcher in matchers if matcher.job is not None]
         wait(jobs, 0.1, FIRST_COMPLETED)
 
@@ -172,7 +172,7 @@ class GuidanceEngine:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin_later(self, matcher: GuidanceMatcher, text: str) -> None:
-        matcher.mask = np.zeros(self._num_words, np.int32)  # a failure ends the sequence
+        matcher.mask = np.zeros(self._num_words, np.int32)  # ends the sequence if compiling fails
         compiled = self._compiled(text).compiled
         assert compiled is not None
         matcher.begin(compiled)
@@ -185,7 +185,7 @@ class GuidanceEngine:
     def _compiled(self, text: str) -> GuidanceGrammar:
         grammar = self._cached(text)
         if grammar is None:
-            self._get_tools()  # loading a tokenizer takes a while, and is not a part of compiling
+            self._get_tools()  # loads the tokenizer, outside the time limit of compiling
             grammar = self._remember(text, GuidanceGrammar(text, run_bounded(self._compile, text)))
         return grammar
 
@@ -220,13 +220,13 @@ class GuidanceEngine:
         return Compiled(matcher, first_mask)
 
     def _first_masks(self, matcher: LLMatcher) -> Iterator[Bitmasks]:
-        """Follow an answer for some tokens, whichever they are: some grammars fail only there."""
+        """Match a few arbitrary tokens: some grammars fail only after the first one."""
         for _ in range(NUM_TRIED):
             mask = np.zeros(self._num_words, np.int32)
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if matcher.is_error():
                 reason = matcher.get_error()
-                raise refusal(f"no answer fits, or it is too much work to follow: {reason}")
+                raise refusal(f"no output matches it, or matching takes too much work: {reason}")
             yield mask
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
             bits[list(self._get_tools().eos_token_ids)] = 0
@@ -242,7 +242,7 @@ class GuidanceEngine:
     def _make_tools(self) -> Tools:
         vocabulary = self._load()
         if vocabulary.tokenizer is None:
-            raise GrammarError("needs a tokenizer, not skip_tokenizer_init=True")
+            raise GrammarError("needs a tokenizer; leave out skip_tokenizer_init=True")
         try:
             from llguidance import LLParserLimits, LLTokenizer
         except ImportError as error:
@@ -259,7 +259,7 @@ class GuidanceEngine:
 
 
 def _key(asked: Mapping[str, Any]) -> str:
-    """Return the request as JSON; empty if it is nested too deeply, which is refused later."""
+    """Return the request as JSON; empty if it is nested too deeply, which the compiler refuses."""
     try:
         return json.dumps(asked)
     except RecursionError:
@@ -267,34 +267,36 @@ def _key(asked: Mapping[str, Any]) -> str:
 
 
 def compute_mask(matcher: GuidanceMatcher, mask: Bitmasks, address: int) -> None:
-    """Write the next bitmask to its address (numpy takes microseconds to tell it).
+    """Write the next bitmask to `address`, which the caller knows (numpy looks it up slowly).
 
-    A bitmask without any token ends the sequence with an error.
+    A bitmask that allows no token ends the sequence with an error.
     """
     try:
         matcher.inner.unsafe_compute_mask_ptr(address, mask.nbytes)
-    except Exception:  # llguidance panicked; this must not end the engine
-        logger.exception("a grammar failed")
+    except Exception:  # a panic in llguidance must not end the engine
+        logger.exception("llguidance failed to compute a bitmask")
         mask[:] = 0
     if matcher.inner.is_error():
         mask[:] = 0
 
 
 def allow_stops(matcher: GuidanceMatcher, mask: Bitmasks, eos: frozenset[int]) -> None:
-    """Allow the sequence's own stop tokens where the output may end; the model's, if ignored,
-    only where it must."""
+    """Allow the sequence's stop tokens where the output may end.
+
+    EOS tokens that the sequence ignores stay allowed only where nothing else is.
+    """
     stops = matcher.stop_token_ids
     if stops == eos or not mask.any():
         return
-    if not matcher.inner.is_accepting():  # then the model's are not allowed anyway
+    if not matcher.inner.is_accepting():  # EOS is not allowed here anyway
         for token_id in stops:
             allow(mask, token_id, False)
         return
-    given = mask.copy()
+    before = mask.copy()
     for token_id in eos | stops:
         allow(mask, token_id, token_id in stops)
     if not mask.any():
-        mask[:] = given
+        mask[:] = before
 
 
 def allow(mask: Bitmasks, token_id: int, is_allowed: bool) -> None:
@@ -306,10 +308,10 @@ def allow(mask: Bitmasks, token_id: int, is_allowed: bool) -> None:
 
 
 def refusal(reason: str) -> GrammarError:
-    if "coerce_one_of" in reason:  # an option of llguidance's, which is not offered
-        reason = "the options of 'oneOf' are not plainly disjoint"
+    if "coerce_one_of" in reason:  # names an llguidance option that requests cannot set
+        reason = "the options of 'oneOf' are not provably disjoint"
     if reason.startswith("circular references"):
         reason = "a '$ref' in 'oneOf' or beside other keywords leads back to itself; try 'anyOf'"
     if reason.startswith("regex parse error"):
-        reason = f"a 'pattern' is no regular expression: {reason}"
+        reason = f"a 'pattern' is not a regular expression: {reason}"
     return GrammarError(f"cannot be enforced: {reason.strip()}")

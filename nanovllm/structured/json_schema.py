@@ -1,7 +1,7 @@
-"""Prepares JSON schemas for llguidance, whose own compiler enforces them.
+"""Prepare JSON schemas for llguidance, whose own compiler enforces them.
 
-Annotations are dropped, and the rest is written in a form that llguidance reads as the standard
-does. What it would ignore or misread is refused by name.
+Annotations are dropped, and the rest is rewritten so that llguidance interprets it as the standard
+does. Keywords that it would ignore or misread are refused by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nanovllm.errors import GrammarError
 
 Schema = dict[str, Any] | bool
 
-EXACT = 2**53  # llguidance reads numbers as float64, which hold integers exactly up to here
+EXACT = 2**53  # llguidance parses numbers as float64, which is exact for integers up to here
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 KEPT = ("type", "required", "const", "enum", "pattern", "multipleOf", *COUNTS, *BOUNDS)
@@ -25,15 +25,15 @@ KEYWORDS = frozenset((*KEPT, *MAPS, *LISTS, "additionalProperties", "items", "$r
 COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "const", "enum")
 SHAPES: dict[str, Any] = {"required": list, "format": str, "pattern": str}
 SHAPES |= dict.fromkeys(COUNTS, int) | dict.fromkeys(MAPS, dict) | dict.fromkeys(LISTS, list)
-# Keywords that are not enforced, with the values that demand nothing.
+# Keywords that are not enforced, with the values that are accepted as they require nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("if", "contains", "$dynamicRef", "$recursiveRef", "disallow", "extends"), ()),
     **dict.fromkeys(("not", "uniqueItems", "divisibleBy"), (False,)),
     **dict.fromkeys(("propertyNames", "unevaluatedItems", "unevaluatedProperties"), (True, {})),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
 }
-# Formats as llguidance enforces them; where it lacks one, a special case stands for it. Dates and
-# times are without what validators reject: year 0, leap days and leap seconds.
+# Formats as llguidance enforces them; a format that it lacks is replaced by a narrower pattern.
+# Dates and times exclude what some validators reject: year 0, leap days and leap seconds.
 DATE, TIME = "[1-9].{3}-(?:02-(?:[01].|2[0-8])|(?:0[13-9]|1[0-2])-..)", ".{6}[0-5]"
 URIS = ("uri", "iri", "uri-reference", "iri-reference", "uri-template")
 FORMATS = {
@@ -47,30 +47,30 @@ FORMATS = {
     "relative-json-pointer": {"pattern": "^[0-9]#?$"},
     "regex": {"pattern": "^[A-Za-z0-9_ -]*$"},
 }
-# The tokens of a regular expression (escapes, sets, special groups, other characters), and those
-# that llguidance lacks or that validators read differently.
+# Tokens of a regular expression (escapes, sets, special groups, other characters), and those that
+# llguidance does not support or that validators interpret differently.
 REGEX_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(\?(?:P?<?[=!]|P<|.)|.", re.DOTALL)
 REFUSED_TOKEN = re.compile(
     r"(?s)\\[DWbBAZzGpPXRkhHQEcNKC1-9]|\[\^.*\\[dw]|\[.*(\\[DWbpP]|(?<!\\)\[|&&|--|~~)|\(\?(?!:|P<)"
 )
-# Control characters that JSON can write only as \uXXXX, which answers do not have.
+# Control characters that JSON can only write as \uXXXX, which the output never contains.
 UNWRITABLE = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")
 
 
 def enforceable(schema: Schema) -> dict[str, Any]:
-    """Return a schema that llguidance enforces whole, or raise GrammarError."""
+    """Return the schema in a form that llguidance fully enforces, or raise GrammarError."""
     preparation, parts, pointers = _Preparation(schema), {}, [""]
     names, contained = preparation.names, preparation.contained
     for pointer in pointers:
         part = preparation.find(pointer)
         parts[names[pointer]] = preparation.schema(part, "#" + pointer, names[pointer])
-        pointers += [*names][len(pointers) :]  # those that came up meanwhile
-    left: set[str | None] = {*contained}
-    while left != (rest := {name for name in left if contained[name] & left}):
-        left = rest
+        pointers += [*names][len(pointers) :]  # pointers that this part referred to
+    cyclic: set[str | None] = {*contained}
+    while cyclic != (rest := {name for name in cyclic if contained[name] & cyclic}):
+        cyclic = rest
     for pointer in pointers:
-        if names[pointer] in left:  # it contains itself
-            raise refused("$ref", "#" + pointer, "no text of finite length fits")
+        if names[pointer] in cyclic:  # every value contains itself
+            raise refused("$ref", "#" + pointer, "no finite text matches")
     return {"$ref": "#/$defs/0", "$defs": parts}
 
 
@@ -81,7 +81,7 @@ def refused(keyword: str, path: str, reason: str) -> GrammarError:
 class _Preparation:
     def __init__(self, root: Schema) -> None:
         self.root = root
-        self.names = {"": "0"}  # of the parts that are referred to, by JSON pointer
+        self.names = {"": "0"}  # of the referenced parts, keyed by JSON pointer
         self.contained: dict[str | None, set[str]] = {}  # parts that every value of a part contains
         head = root if isinstance(root, dict) else {}
         draft = re.search(r"draft-0([3-7])|draft/2019", str(head.get("$schema")))
@@ -90,34 +90,34 @@ class _Preparation:
         self.root_id = str(head.get(self.id_key, "")).rstrip("#")
 
     def schema(self, schema: Any, path: str, part: str | None) -> Schema:
-        """Prepare a schema; `part` is the part, if any, whose every value contains one of it."""
+        """Prepare a schema; `part`, if any, is the part whose values all contain a value of it."""
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
             raise refused(path.rsplit("/", 1)[-1], path, f"{schema!r:.40} is not a schema")
         if "$ref" in schema and self.draft < 8:
-            schema = {"$ref": schema["$ref"]}  # older drafts ignore its siblings
+            schema = {"$ref": schema["$ref"]}  # older drafts ignore the siblings of $ref
         for key, value in schema.items():
             self._check(key, value, path)
-        if isinstance(schema.get("items"), list):  # as older drafts have it
+        if isinstance(schema.get("items"), list):  # the tuple form of older drafts
             rest = schema.get("additionalItems", True)
             schema = {**schema, "prefixItems": schema["items"], "items": rest}
-        # llguidance reads keywords apart that stand before and after those that combine schemas.
+        # Combining keywords come last: llguidance treats keywords before and after them separately.
         keys = sorted((key for key in schema if key in KEYWORDS), key=COMBINING.__contains__)
         out = {key: self._value(key, schema, path, part) for key in keys}
-        if (name := schema.get("format")) in FORMATS:  # formats of no standard are annotations
+        if (name := schema.get("format")) in FORMATS:  # nonstandard formats are annotations
             out["allOf"] = [*out.get("allOf", ()), FORMATS[name]]
         if out.get("type") != "integer" and {*BOUNDS[2:]} & {*out}:
             _limit_digits(out)
         return out
 
     def _check(self, key: str, value: Any, path: str) -> None:
-        """Refuse what is not enforced, and values that cannot be read."""
+        """Refuse keywords that are not enforced, and malformed values."""
         if (
             value not in REFUSED.get(key, (value,))
             or not isinstance(value, SHAPES.get(key, object))
             or (key in (*BOUNDS, "multipleOf") and not _is_exact(value))
-            or (key == "minProperties" and value > 1)  # the same name may come twice
+            or (key == "minProperties" and value > 1)  # the same name may occur twice
             or (key == "multipleOf" and (value <= 0 or value * 1024 % 1))  # floats are inexact
             or (key in (*MAPS, "const", "enum", "required") and not _is_writable(key, value))
             or (key == "prefixItems" and self.draft < 10)
@@ -144,7 +144,7 @@ class _Preparation:
             where = f"{path}/{key}/{str(name).replace('~', '~0').replace('/', '~1')}"
             out = self.schema(schema, where, part if name in needed or key == "allOf" else None)
             if key == "oneOf" and isinstance(out, dict) and "$ref" in out:
-                out = {"minLength": 0, **out}  # with a sibling, llguidance resolves the reference
+                out = {"minLength": 0, **out}  # llguidance resolves a $ref that has a sibling
             return out
 
         if key in MAPS:
@@ -166,14 +166,15 @@ class _Preparation:
             try:
                 found = found[int(key) if isinstance(found, list) else key]
             except (KeyError, IndexError, ValueError, TypeError) as error:
-                raise refused("$ref", "#" + pointer, "there is nothing there") from error
+                raise refused("$ref", "#" + pointer, "the path does not exist") from error
         return found
 
 
 def _limit_digits(out: dict[str, Any]) -> None:
-    """Keep floats away from bounds that they must not reach: of many digits, they are read as one.
+    """Limit the digits of floats: with too many of them, a float rounds to its exclusive bound.
 
-    A bound next to zero moves, as llguidance would take 5 for a number between 5 and 5.5.
+    The bound on the side of zero becomes inclusive and moves by one digit, because llguidance
+    would otherwise accept 5 as a number between 5 and 5.5.
     """
     num_digits = max(0, min(9, 15 - len(str(int(max(abs(out.get(key, 0)) for key in BOUNDS))))))
     out.setdefault("multipleOf", float(f"1e-{num_digits}"))
@@ -188,7 +189,7 @@ def _is_exact(value: Any) -> bool:
 
 
 def _is_writable(key: str, value: Any) -> bool:
-    """Whether answers can have the names, texts and numbers in a value."""
+    """Return whether the output can contain the names, texts and numbers in a value."""
     text, numbers = json.dumps([*value] if key in MAPS else value), list[str]()
     json.loads(text, parse_int=numbers.append, parse_float=numbers.append)
     return not UNWRITABLE.search(text) and all(_is_exact(float(number)) for number in numbers)

@@ -1,4 +1,4 @@
-"""Limits on the grammars of requests: their size, and the time and stack of compiling them."""
+"""Limits on the grammars of requests: their size, and the time and stack used to compile them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ MAX_RULES = 1_000
 MAX_REFERENCES = 1_000
 MAX_DEPTH = 100  # of JSON; llguidance limits how deep grammars and regular expressions nest
 MAX_SECONDS = 5.0
-START_SECONDS = 5.0  # of a process
-MAX_THREADS = 8  # that compile at a time, those out of time included
-STACK_SIZE = 256 * 2**20  # virtual: llguidance takes 10 kB or more for each step of a chain
+START_SECONDS = 5.0  # added to MAX_SECONDS for a process to start
+MAX_THREADS = 8  # compiling at a time, including those that timed out but still run
+STACK_SIZE = 256 * 2**20  # virtual memory; llguidance uses 10 kB or more per link of a chain
 TOO_SLOW = "cannot be enforced: it takes too long to compile; simplify the grammar or schema"
-TOO_MANY = "too many grammars are being compiled; try later"
-# Intersections of many expressions, and large multiples, may take hours and all memory.
+TOO_MANY = "too many grammars are being compiled; try again later"
+# Intersections of many expressions, and large multiples, can take hours and exhaust memory.
 _RISKY = re.compile(r"pattern|&")
 _MAX_RISKY = 8
 _LARGE_MULTIPLE = re.compile(r"multipleOf\W+[\d.]{0,20}(?:\d{5}|[eE])")
 _TRIAL = """
 import json, signal, sys, threading
-signal.alarm(10)  # end even if the parent has died
+signal.alarm(10)  # exit even if the parent has died
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 def compile():
@@ -47,22 +47,22 @@ threading.Thread(target=compile).start()
 """
 
 _RULE = re.compile(r'^[ \t]*[?!]?\w[^:"\n/]*:', re.MULTILINE)
-_starting = threading.Lock()  # the size of new stacks is a setting of the whole process
+_starting = threading.Lock()  # the stack size of new threads is a process-wide setting
 _slots = threading.BoundedSemaphore(MAX_THREADS)
 _trials = threading.BoundedSemaphore(2)
 
 
 def check_text(text: str) -> None:
-    """Raise GrammarError for a grammar, or another text to compile, that is too large."""
+    """Raise GrammarError if a grammar or other text to compile is too large."""
     _check("characters", len(text), MAX_CHARS)
     _check("rules", len(_RULE.findall(text)), MAX_RULES)
     _check("references", text.count('"$ref"'), MAX_REFERENCES)
-    if "%json" in text and "\\u" in text:  # could hide keywords from the checks below
-        raise GrammarError("%json must not have \\u escapes")
+    if "%json" in text and "\\u" in text:  # escapes could hide keywords from `is_risky`
+        raise GrammarError("%json must not contain \\u escapes")
 
 
 def check_schema(schema: Any) -> None:
-    """Raise GrammarError for a JSON schema that is too large or nested too deeply."""
+    """Raise GrammarError if a JSON schema is too large or nested too deeply."""
     level, depth = [schema], 0
     while level := [each for part in level for each in _children(part)]:
         depth += 1
@@ -75,7 +75,7 @@ def is_risky(text: str) -> bool:
 
 
 def try_compiling(text: str, tokenizer: Mapping[str, Any]) -> None:
-    """Compile what may take very long in a process first: unlike a thread it can be killed."""
+    """Compile a risky grammar in a child process first: unlike a thread, it can be killed."""
     given = json.dumps({**tokenizer, "grammar": text, "stack_size": STACK_SIZE}).encode()
     command, seconds = [sys.executable, "-c", _TRIAL], START_SECONDS + MAX_SECONDS
     if not _trials.acquire(timeout=MAX_SECONDS):
@@ -114,7 +114,7 @@ def run_bounded(function: Callable[..., T], *args: Any) -> T:
     try:
         return outcome.result(MAX_SECONDS)
     except FutureTimeoutError as error:
-        # Python code ends at its next line; a call into llguidance keeps its slot until it returns.
+        # Python code ends at its next line; a call into llguidance holds its slot until it returns.
         ident = ctypes.c_ulong(thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
         raise GrammarError(TOO_SLOW) from error
@@ -126,4 +126,4 @@ def _children(value: Any) -> list[Any]:
 
 def _check(what: str, number: int, limit: int, reason: str = "") -> None:
     if number > limit:
-        raise GrammarError(f"{reason}there are {number:,} {what}, at most {limit:,} are allowed")
+        raise GrammarError(f"{reason}it has {number:,} {what}, more than the limit of {limit:,}")

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def pipe() -> Iterator[Callable[[str], None]]:
-    """Put a text behind stdin, as a shell does."""
+    """Return a function that pipes a text into stdin, as a shell does."""
     before = os.dup(0)
 
     def put(text: str) -> None:
@@ -27,7 +27,7 @@ def pipe() -> Iterator[Callable[[str], None]]:
 
 @pytest.fixture
 def nothing(pipe: Callable[[str], None]) -> None:
-    """Nothing is piped in, whatever the tests were started with."""
+    """Make stdin empty, whatever the tests were started with."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -1,4 +1,4 @@
-"""A model that answers every prompt with the same pieces, at once."""
+"""A fake model that generates the same pieces for every prompt, immediately."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class FakeLLM:
-    """Refuses texts with "bad" in them, the template those with "odd"; "broken" ones fail."""
+    """Refuses prompts with "bad"; its template refuses "odd" ones, and "broken" ones fail later."""
 
     def __init__(self, *texts: str, has_template: bool = True, finish_reason: str = "stop") -> None:
         self.texts = texts
         self.finish_reason = finish_reason
-        self.num_closed = 0  # streams that ended or were left
-        self.conversations: list[Any] = []  # that went through the template
+        self.num_closed = 0  # streams that ended or were closed early
+        self.conversations: list[Any] = []  # inputs of the chat template
         self.prompts: list[Any] = []
         self.params: SamplingParams | None = None
         tokenizer = SimpleNamespace(chat_template="a template" if has_template else None)

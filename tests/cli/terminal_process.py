@@ -1,4 +1,4 @@
-"""Run a Python program behind a real terminal: type, press Ctrl-C, read what it shows."""
+"""Run a Python program in a real terminal: type, press Ctrl-C, read the screen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Opening the terminal as a session's leader makes it the one whose Ctrl-C reaches us.
+# A session leader that opens a terminal makes it the controlling one, so Ctrl-C sends SIGINT.
 _LAUNCH = """
 import os, sys
 os.open(os.ttyname(0), os.O_RDWR)
@@ -28,22 +28,23 @@ _ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 
 
 def quiet_environment() -> dict[str, str]:
-    """One thread and no network: the same on a busy machine as on an idle one."""
+    """Return an environment with one thread and no network, for reproducible runs."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
-    return environment | {"PROMPT_TOOLKIT_NO_CPR": "1"}  # nobody answers cursor position requests
+    return environment | {"PROMPT_TOOLKIT_NO_CPR": "1"}  # the pty sends no cursor positions
 
 
 def heed_ctrl_c() -> None:
-    """A shell starts what runs in the background with Ctrl-C ignored, for all its children too."""
+    """Restore SIGINT, which shells ignore for background jobs and all their children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_program(
     *arguments: str, stdin: str = "", timeout: float = 480.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python program without a terminal to its end.
+    """Run a Python program to its end, without a terminal.
 
-    That it compiles kernels, which the first one after a change says, is left out of its stderr.
+    The message about compiling kernels, printed by the first run after a change, is removed from
+    stderr.
     """
     result = subprocess.run(
         [sys.executable, *arguments],
@@ -78,16 +79,16 @@ class TerminalProcess:
 
     @property
     def text(self) -> str:
-        """What was shown, without escape sequences."""
+        """The text shown so far, without escape sequences."""
         return _ESCAPE.sub("", self.output).replace("\r\n", "\n")
 
     @property
     def num_prompts(self) -> int:
-        """How many times prompt_toolkit has begun to read a line."""
+        """The number of times prompt_toolkit has begun to read a line."""
         return self.output.count("\x1b[?2004h")
 
     def cpu_seconds(self) -> float:
-        """Time that the running program has spent on a processor."""
+        """Return the CPU time that the running program has used."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -117,7 +118,7 @@ class TerminalProcess:
         assert ready, f"silent for a minute: {self.text!r}"
         try:
             data = os.read(self._master, 65536)
-        except OSError:  # how Linux says that nobody holds the other end any more
+        except OSError:  # on Linux: the other end is closed
             return False
         self.output += data.decode(errors="replace")
         return bool(data)

@@ -55,7 +55,7 @@ def bench(server: Running, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize("rate", ["nan", "0"])
-def test_a_load_without_a_rate_is_refused(
+def test_invalid_rates_are_refused(
     fake: Running, rate: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -80,7 +80,7 @@ def test_a_load_is_measured(
     assert draw(waits(result["requests"])).count("<polyline") == 3
 
 
-def test_an_interrupt_shows_the_requests_that_have_ended(
+def test_an_interrupt_reports_the_finished_requests(
     fake: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def interrupted(
@@ -115,7 +115,7 @@ def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
             make_prompts(Load(prompts=str(path)))
 
 
-def test_a_summary_counts_what_keeps_the_limits() -> None:
+def test_goodput_counts_requests_within_the_limits() -> None:
     result = summary(MEASURED, Load(goodput_first_token_ms=200.0))
     assert result["seconds"] == 2.0
     assert result["tokens_per_second"] == 20
@@ -137,7 +137,7 @@ def test_the_distributions_are_drawn() -> None:
     svg = ElementTree.fromstring(draw(waits(requests)))
     lines = [each.get("points", "").split() for each in svg.iter() if "polyline" in each.tag]
     assert [len(points) for points in lines] == [2, 4, 2]
-    assert lines[0][-1].split(",")[1] == lines[1][-1].split(",")[1] == "34.0"  # all of them
+    assert lines[0][-1].split(",")[1] == lines[1][-1].split(",")[1] == "34.0"  # 100%
 
 
 def test_random_prompts_share_their_beginning_and_nothing_else() -> None:

@@ -1,4 +1,4 @@
-"""`nanovllm chat` around a model that is not there: turns, commands, what is remembered."""
+"""`nanovllm chat` with a fake model: turns, commands and the history."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ask(conversation: Conversation, question: str) -> str:
 
 
 def say(conversation: Conversation, lines: str) -> None:
-    """Put lines into a chat, as a pipe does."""
+    """Send lines to a chat, as a pipe does."""
     file = io.StringIO(lines)
     converse(conversation, lambda prompt: next(file, None))
 
@@ -44,7 +44,7 @@ def roles(conversation: Conversation) -> list[str]:
     return [message["role"] for message in conversation.messages]
 
 
-def test_a_stopped_answer_stays_in_the_history() -> None:
+def test_a_stopped_reply_stays_in_the_history() -> None:
     llm, shown = FakeLLM("one", " two", " three"), []
     conversation = new_conversation(llm)
 
@@ -60,7 +60,7 @@ def test_a_stopped_answer_stays_in_the_history() -> None:
     assert llm.num_closed == 1
 
 
-def test_a_question_that_was_stopped_before_its_answer_is_forgotten() -> None:
+def test_a_question_stopped_before_its_reply_is_forgotten() -> None:
     conversation = new_conversation(FakeLLM("one"))
     conversation.stats.count = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
@@ -85,7 +85,7 @@ def test_a_question_that_does_not_fit_leaves_no_trace(question: str) -> None:
 
 
 def questions(text: str) -> list[str]:
-    """What is asked when these lines are typed."""
+    """Return the questions that a chat receives when these lines are typed."""
     conversation = new_conversation(FakeLLM("yes"))
     say(conversation, text)
     return [each["content"] for each in conversation.messages if each["role"] == "user"]
@@ -111,7 +111,7 @@ def test_farewells(farewell: str) -> None:
 def test_system_changes_the_instructions(capsys: pytest.CaptureFixture[str]) -> None:
     conversation = new_conversation(FakeLLM("yes"))
     run_command("/system", conversation)
-    assert capsys.readouterr().err == "No instructions beside the model's own.\n"
+    assert capsys.readouterr().err == "No system prompt besides the chat template's own.\n"
     ask(conversation, "Well?")
     run_command("/system Be brief.", conversation)
     run_command("/system Be very brief.", conversation)
@@ -149,9 +149,15 @@ def test_set_changes_the_parameters(line: str, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("/set heat 1", "/set: there is no parameter heat; there are temperature, "),
-        ("/set n 2", "/set: there is no parameter n; there are "),  # one answer is shown
-        ("/set logprobs 2", "/set: there is no parameter logprobs; there are temperature, "),
+        ("/set heat 1", "/set: there is no parameter heat; the parameters are temperature, "),
+        (
+            "/set n 2",
+            "/set: there is no parameter n; the parameters are ",
+        ),  # a chat shows one reply
+        (
+            "/set logprobs 2",
+            "/set: there is no parameter logprobs; the parameters are temperature, ",
+        ),
         ("/set temperature hot", "/set: temperature must be of type float, got 'hot'"),
         ("/set temperature", "/set: temperature must be of type float, got ''"),
         ("/set max_tokens 0", "/set: max_tokens must be at least 1, or 0 with"),
@@ -161,10 +167,10 @@ def test_set_changes_the_parameters(line: str, changes: dict[str, Any]) -> None:
         ("/load", "/load: "),
         ("/load /no/such/file", "/load: [Errno 2] No such file or directory: '/no/such/file'"),
         ("/save /no/such/folder/file", "/save: [Errno 2] No such file or directory: "),
-        ("/retry", "/retry: there is no answer to try again"),
+        ("/retry", "/retry: there is no reply to generate again"),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_commands_report_errors(
     line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     conversation = new_conversation(FakeLLM("yes"))
@@ -174,7 +180,7 @@ def test_what_cannot_be_done_is_said(
     assert conversation.params == before
 
 
-def test_set_and_help_show_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_set_and_help_list_parameters_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
     conversation = new_conversation(FakeLLM("yes"))
     run_command("/set", conversation)
     shown = capsys.readouterr().err
@@ -200,7 +206,7 @@ def test_a_conversation_is_saved_and_loaded(
     )
 
 
-def test_what_cannot_be_saved_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_save_reports_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     conversation, path = new_conversation(FakeLLM("half: \ud800")), tmp_path / "chat.json"
     run_command(f"/save {path}\0b", conversation)
     assert "embedded null byte" in capsys.readouterr().err
@@ -212,7 +218,7 @@ def test_what_cannot_be_saved_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 class SmallContext(FakeLLM):
-    """Prompts are all contents of a conversation; a token is a character."""
+    """A model whose prompts join all messages, with one token per character."""
 
     def __init__(self, max_len: int, is_refusing: bool) -> None:
         super().__init__("yes")
@@ -238,26 +244,26 @@ def test_the_oldest_turns_make_room(is_refusing: bool, capsys: pytest.CaptureFix
     kept = [message["content"][:1] for message in conversation.messages]
     assert kept[:1] + kept[-2:] == ["S", "f", "y"]
     assert "b" not in kept
-    assert "[the context is full: the oldest 2 messages are dropped]" in capsys.readouterr().err
+    assert "[the context is full: dropped the oldest 2 messages]" in capsys.readouterr().err
     before = conversation.messages
     with pytest.raises(PromptTooLongError):
         ask(conversation, "z" * 60)
     assert conversation.messages == before
 
 
-def test_an_answer_that_was_cut_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reply_that_is_cut_off_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     llm = FakeLLM("one", finish_reason="length")
     conversation = new_conversation(llm)
     conversation.params = SamplingParams(max_tokens=1)
     say(conversation, "Well?")
-    expected = "[cut after 1 tokens: max_tokens is 1; /set max_tokens 2 allows more]\n"
+    expected = "[cut off after 1 tokens: max_tokens is 1; /set max_tokens 2 allows more]\n"
     assert capsys.readouterr().err == expected
     conversation.params = SamplingParams(max_tokens=65)
     say(conversation, "Well?")
-    assert capsys.readouterr().err == "[cut after 1 tokens: the context is full]\n"
+    assert capsys.readouterr().err == "[cut off after 1 tokens: the context is full]\n"
 
 
-def test_retry_answers_the_last_question_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_retry_generates_the_last_reply_again(capsys: pytest.CaptureFixture[str]) -> None:
     llm = FakeLLM("yes")
     conversation = new_conversation(llm)
     say(conversation, "One?\nTwo?\n/retry\n")
@@ -269,7 +275,7 @@ def test_retry_answers_the_last_question_again(capsys: pytest.CaptureFixture[str
     with pytest.raises(KeyboardInterrupt):
         conversation.retry(lambda text: None)
     assert conversation.messages == before
-    with pytest.raises(RequestError, match="no answer to try again"):
+    with pytest.raises(RequestError, match="no reply to generate again"):
         new_conversation(llm).retry(lambda text: None)
 
 
@@ -288,7 +294,7 @@ def test_files_without_a_conversation(
     assert roles(conversation) == ["user", "assistant"]
 
 
-def test_stats_count_all_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_count_all_replies(capsys: pytest.CaptureFixture[str]) -> None:
     conversation = new_conversation(FakeLLM("one", "two"))
     ask(conversation, "Well?")
     ask(conversation, "And?")
@@ -300,7 +306,7 @@ def test_stats_count_all_answers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def typed(keys: str) -> list[str]:
-    """Return the questions of a chat at a terminal in which these keys are pressed."""
+    """Return the questions that a chat at a terminal receives when these keys are pressed."""
     conversation = new_conversation(FakeLLM("yes"))
     with create_pipe_input() as keyboard, create_app_session(keyboard, DummyOutput()):
         keyboard.send_text(keys)
@@ -322,11 +328,11 @@ def test_lines_can_be_edited() -> None:
     assert typed(f"oe{left}n\r{LEAVE}") == ["one"]
 
 
-def test_an_interrupt_drops_a_message_of_several_lines_or_leaves() -> None:
+def test_an_interrupt_discards_a_message_of_several_lines_or_leaves() -> None:
     assert typed('"""half\r\x03"""whole"""\r\x03never\r') == ["whole"]
 
 
-def test_an_interrupt_stops_an_answer_and_not_the_chat(
+def test_an_interrupt_stops_a_reply_and_not_the_chat(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Slow(Conversation):

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, pipes and a real terminal."""
+"""The command line as users see it: real processes, pipes and a real terminal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"nanovllm {__version__}\n"
 
 
-def test_help_teaches_without_loading_torch() -> None:
+def test_help_has_examples_and_does_not_load_torch() -> None:
     script = """
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = sys.modules["numpy"] = None
@@ -141,7 +141,7 @@ def test_underscores_are_dashes_in_names_only() -> None:
     assert dashed(given) == ["a_b", "--max-tokens", "c_d", "--stop=e_f", "-x_y", "--", "--g_h"]
 
 
-def test_generate_answers_every_line_of_stdin_as_json(
+def test_generate_writes_json_for_every_line_of_stdin(
     pipe: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = ["The capital of France is", "2, 4, 6, 8,"]
@@ -186,8 +186,8 @@ def test_models_lists_every_architecture_and_short_name(
 
 
 @pytest.mark.slow
-def test_chat_in_a_pipe_prints_answers_only() -> None:
-    """A conversation remembers, and /reset makes it forget; the same question, the same answer."""
+def test_chat_in_a_pipe_prints_replies_only() -> None:
+    """A chat keeps its history until /reset: then the same question has the same reply."""
     question = "What is the capital of France? Answer in one word."
     lines = [question, "And of Italy?", "/reset", question, "/exit", "Never asked."]
     result = nanovllm("chat", "--temperature", "0", "--max-tokens", "8", stdin="\n".join(lines))
@@ -207,7 +207,7 @@ def chat() -> Iterator[TerminalProcess]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_the_answer_and_not_the_chat(chat: TerminalProcess) -> None:
+def test_ctrl_c_stops_the_reply_and_not_the_chat(chat: TerminalProcess) -> None:
     for number, question in enumerate(["Tell me a story.", "Tell me another one."], start=1):
         chat.wait_for(lambda _, n=number: chat.num_prompts == n)  # type: ignore[misc]
         chat.send(question + "\r")
@@ -231,7 +231,7 @@ def test_ctrl_c_in_a_long_prompt_ends_generate_at_once(tmp_path: Path) -> None:
     try:
         process.wait_for(lambda text: "KV cache" in text)
         before = process.cpu_seconds()
-        while process.cpu_seconds() < before + 0.5:  # it reads the prompt
+        while process.cpu_seconds() < before + 0.5:  # wait until the prefill is running
             time.sleep(0.01)
         before, ended = process.cpu_seconds(), resource.getrusage(resource.RUSAGE_CHILDREN)
         process.send("\x03")

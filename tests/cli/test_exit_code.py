@@ -1,4 +1,4 @@
-"""How programs end: exit codes, and one line of error where there is something to say."""
+"""Exit codes of programs, and their one-line error messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.exit(exit_code(lambda: print("an \\xe9 answer", flush="flush" in sys.argv) o
 
 
 def run_shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the shell's command with $RUN for a program that prints one line."""
+    """Run a shell command in which $RUN is a program that prints one line."""
     variables = {"RUN": PRINT, "PYTHON": sys.executable, **environment}
     return subprocess.run(
         ["bash", "-c", command],
@@ -56,14 +56,14 @@ def test_ctrl_c_ends_a_program_without_a_traceback(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "\n"
 
 
-def test_our_own_faults_keep_their_traceback() -> None:
+def test_bugs_keep_their_traceback() -> None:
     with pytest.raises(FileNotFoundError):
         exit_code(lambda: os.stat("/no/such/file").st_size)
     with pytest.raises(ZeroDivisionError):
         exit_code(lambda: 1 // 0)
 
 
-def test_a_reader_that_leaves_is_no_error_message() -> None:
+def test_a_closed_pipe_prints_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-c", PRINT]
@@ -74,13 +74,13 @@ def test_a_reader_that_leaves_is_no_error_message() -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 @pytest.mark.parametrize("argument", ["flush", "buffer"])
-def test_a_full_disk_is_said(argument: str) -> None:
+def test_a_full_disk_is_reported(argument: str) -> None:
     result = run_shell(f'"$PYTHON" -c "$RUN" {argument} > /dev/full')
     assert result.returncode == 1
     assert result.stderr == "prog: error: cannot write to stdout: No space left on device\n"
 
 
-def test_what_cannot_be_encoded_is_escaped() -> None:
+def test_unencodable_characters_are_escaped() -> None:
     result = run_shell('"$PYTHON" -c "$RUN"', PYTHONIOENCODING="ascii")
     assert (result.returncode, result.stdout, result.stderr) == (0, "an \\xe9 answer\n", "")
 

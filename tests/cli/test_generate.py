@@ -1,4 +1,4 @@
-"""`nanovllm generate` around a model that is not there: what is asked, shown, refused."""
+"""`nanovllm generate` with a fake model: prompts, output and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(monkeypatch: pytest.MonkeyPatch, llm: FakeLLM, *arguments: str) -> int:
     return main(["generate", *arguments])
 
 
-def test_instruct_models_are_asked_through_their_template(
+def test_instruct_models_use_their_template(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     llm = FakeLLM("Rayleigh", " scattering.")
@@ -39,7 +39,7 @@ def test_instruct_models_are_asked_through_their_template(
     [
         (["Qwen/Qwen3-0.6B", "Why?"], "Qwen/Qwen3-0.6B", ["Why?"]),
         (["SmolLM2", "Why?", "How?"], "SmolLM2", ["Why?", "How?"]),
-        (["smollm2"], "smollm2", ["smollm2"]),  # the only one is a prompt
+        (["smollm2"], "smollm2", ["smollm2"]),  # a single argument is a prompt
         (["Why?", "smollm2"], "smollm2", ["Why?", "smollm2"]),
         (["--model", "m.gguf", "qwen3", "Why?"], "m.gguf", ["qwen3", "Why?"]),
     ],
@@ -84,13 +84,13 @@ def test_a_system_prompt_needs_a_template(
     assert "--system needs a chat template, and this model has none" in capsys.readouterr().err
 
 
-def test_an_empty_answer_says_why(
+def test_an_empty_output_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, FakeLLM(""), "Why?") == 0
     output = capsys.readouterr()
     assert output.out == "\n"
-    assert output.err.startswith("prompt 1: no text: the model ended its answer after 1 blank")
+    assert output.err.startswith("prompt 1: no text: the model ended its output after 1 blank")
 
 
 def test_a_refused_prompt_is_named_before_anything_runs(
@@ -100,10 +100,10 @@ def test_a_refused_prompt_is_named_before_anything_runs(
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("nanovllm generate: error: prompt 2: t")
-    assert output.err.endswith(" (--keep-going answers the other prompts)\n")
+    assert output.err.endswith(" (--keep-going runs the other prompts)\n")
 
 
-def test_keep_going_answers_the_others(
+def test_keep_going_runs_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = ["bad", "first", "bad", "bad", "second", "bad"]
@@ -146,7 +146,7 @@ def test_one_refused_prompt_alone(
     assert capsys.readouterr().err == "nanovllm generate: error: too long\n"
 
 
-def test_an_answer_that_breaks_off_is_a_failure(
+def test_an_output_that_ends_with_an_error_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, FakeLLM("so"), "a", "a broken one") == 1

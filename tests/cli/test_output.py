@@ -1,4 +1,4 @@
-"""Generated text on a terminal and in a pipe: its order, its lines, and the statistics."""
+"""Generated text on a terminal and in a pipe: order, line wrapping and statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 
 
 def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """A terminal of 80 columns that shows what is written once, without redrawing."""
+    """Return an 80-column terminal that shows text once, without redrawing."""
     monkeypatch.setenv("TERM", "dumb")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
@@ -80,7 +80,7 @@ def test_a_bar_is_below_the_text_while_it_grows() -> None:
     assert process.text.index("one two") < process.text.index("The end.")
 
 
-def test_a_pipe_gets_text_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_receives_text_as_it_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     shown = []
@@ -105,7 +105,7 @@ def test_pieces_come_in_the_order_of_the_prompts() -> None:
     assert [each.text for each in in_order(given)] == ["a1", "a2", "b", "b2", "c"]
 
 
-def test_failed_prompts_without_text_are_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_prompts_without_text_are_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     failed = RequestOutput(0, None, [], "", [], "error", 0, 0.0, 0.0, error="too long")
     given = [StreamPiece(0, "", [], failed, index=index) for index in (2, 0)]
     given += [piece(3, "four", is_last=True), piece(1, "two", is_last=True)]

@@ -67,12 +67,12 @@ def test_files_are_one_prompt_or_one_for_each_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing")
-def test_other_than_pipes_and_files_are_not_waited_for() -> None:
+def test_other_kinds_of_stdin_are_not_read() -> None:
     assert read_prompts(["a"], None, by_lines=False) == ["a"]
 
 
 @pytest.mark.usefixtures("nothing")
-def test_lines_need_something_that_has_them() -> None:
+def test_lines_need_a_file_or_stdin() -> None:
     with pytest.raises(ConfigError, match="--lines needs --file PATH or text on stdin"):
         read_prompts(["a"], None, by_lines=True)
 

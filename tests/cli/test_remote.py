@@ -1,4 +1,4 @@
-"""Commands that ask a server: chat, generate, trace."""
+"""Commands that use a server: chat, generate, trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def options(server: Running) -> list[str]:
     return ["--url", server.url, "--api-key", "secret"]
 
 
-def test_generate_asks_all_prompts_of_a_server(
+def test_generate_sends_all_prompts_to_a_server(
     fake: Running, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del fake.llm.asked[:]
@@ -38,7 +38,7 @@ def test_generate_asks_all_prompts_of_a_server(
     assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 7, 128)
 
 
-def test_a_schema_is_sent_as_every_server_reads_it(fake: Running, tmp_path: Path) -> None:
+def test_a_schema_is_sent_in_the_standard_form(fake: Running, tmp_path: Path) -> None:
     path = tmp_path / "schema.json"
     path.write_text('{"type": "object"}')
     assert main(["generate", *options(fake), "--json-schema", str(path), "x"]) == 0
@@ -50,7 +50,7 @@ def test_generate_raw_continues_a_text(fake: Running, capsys: pytest.CaptureFixt
     assert "Hello, you!" in capsys.readouterr().out
 
 
-def test_chat_remembers_what_was_said(
+def test_chat_sends_the_history(
     fake: Running, capsys: pytest.CaptureFixture[str], pipe: Callable[[str], None]
 ) -> None:
     pipe("first\nsecond\n")
@@ -63,11 +63,11 @@ def test_chat_remembers_what_was_said(
 @pytest.mark.parametrize(
     "arguments", [["--device", "cpu"], ["--threads", "1"], ["--no-prefix-caching"]]
 )
-def test_options_of_an_engine_do_not_fit_a_url(
+def test_engine_options_are_refused_with_a_url(
     fake: Running, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert main(["generate", *options(fake), *arguments, "x"]) == 2
-    assert "--url asks another" in capsys.readouterr().err
+    assert "has no effect on the server at --url" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["generate", "x"], ["chat"]])
@@ -78,7 +78,9 @@ def test_a_key_without_a_server_is_refused(
     assert "--api-key is for a server" in capsys.readouterr().err
 
 
-def test_wrong_keys_and_servers_are_said(fake: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_keys_and_missing_servers_are_reported(
+    fake: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["generate", "--url", fake.url, "x"]) == 1
     assert "401" in capsys.readouterr().err
     assert main(["trace", "--url", "http://127.0.0.1:9"]) == 1

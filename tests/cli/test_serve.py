@@ -1,4 +1,4 @@
-"""`nanovllm serve`: vLLM's flags, YAML files, and how a server ends."""
+"""`nanovllm serve`: vLLM's flags, YAML files, and shutdown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config_of(*arguments: str) -> Any:
     return engine_config(parse(["serve", *arguments]))
 
 
-def test_flags_have_the_names_of_vllms() -> None:
+def test_flags_have_the_same_names_as_in_vllm() -> None:
     config = config_of(
         *(
             "org/name",
@@ -89,7 +89,7 @@ def test_without_a_model_the_built_in_one_is_served() -> None:
     assert (config.model, config.max_model_len) == ("smollm2", WHOLE_CONTEXT)
 
 
-def test_a_file_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_config_file(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(
         "model: org/name\nmax_num_seqs: 9\nenable-prefix-caching: false\nenforce-eager: true\n"
@@ -108,7 +108,7 @@ def test_a_file_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
     assert (engine_config(args).model, engine_config(args).max_model_len) == ("org/name", 8000)
 
 
-def test_a_file_may_say_what_is_off_or_none(tmp_path: Path) -> None:
+def test_a_config_file_may_set_false_and_null(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(
         "model: org/name\nenforce-eager: false\nrestart_engine: false\nverbose: false\n"
@@ -126,7 +126,7 @@ def test_a_file_may_say_what_is_off_or_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("model: [a", "is not YAML"), ("config: other.yaml", "name no other config"), ("- a", "map")],
+    [("model: [a", "is not YAML"), ("config: other.yaml", "must not set config"), ("- a", "map")],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "server.yaml"
@@ -157,14 +157,14 @@ def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> N
         (["no-model", "--chat-template", "{% if"], "--chat-template: the chat template cannot be"),
     ],
 )
-def test_what_cannot_be_is_refused_at_once(arguments: list[str], message: str) -> None:
+def test_invalid_arguments_are_refused_at_once(arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "nanovllm", "serve", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert result.returncode == 2
     assert message in result.stderr
 
 
-def test_sampling_defaults_come_from_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_sampling_defaults_come_from_the_given_source(tmp_path: Path) -> None:
     of_model = {"temperature": 0.6, "top_k": 20, "eos_token_id": 5, "top_p": None}
     assert read_sampling_defaults("auto", of_model) == {"temperature": 0.6, "top_k": 20}
     assert read_sampling_defaults("vllm", of_model) == {}
@@ -172,7 +172,7 @@ def test_sampling_defaults_come_from_where_they_are_asked_for(tmp_path: Path) ->
     assert read_sampling_defaults(str(tmp_path), of_model) == {"min_p": 0.1}
 
 
-def test_sampling_defaults_that_no_request_could_have(tmp_path: Path) -> None:
+def test_invalid_sampling_defaults_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"generation_config\.json: top_p must be .*, got 0; "):
         read_sampling_defaults("auto", {"top_p": 0})
     with pytest.raises(ConfigError, match=r"generation_config\.json: temperature must be"):
@@ -200,8 +200,8 @@ def test_overrides_replace_sampling_defaults(tmp_path: Path) -> None:
     assert server_options(args, "m", {}).sampling_defaults == own
 
 
-def test_the_built_in_model_has_a_temperature_that_makes_sense() -> None:
-    """At 1.0, the default of the API, a model of this size writes gibberish."""
+def test_the_built_in_model_has_a_sensible_temperature() -> None:
+    """At 1.0, the API's default, a model of this size generates gibberish."""
     built_in = find_checkpoint("smollm2", need_weights=False)
     assert read_sampling_defaults("auto", built_in.generation_config) == {"temperature": 0.3}
     by_path = find_checkpoint(str(built_in.path), need_weights=False)
@@ -237,7 +237,7 @@ def test_options_that_cannot_work_are_refused(
         (["--ssl-certfile", __file__, "--ssl-keyfile", __file__], f"{__file__} with {__file__}: "),
     ],
 )
-def test_certificates_are_read_before_a_model_is(
+def test_certificates_are_read_before_the_model(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "/no/such/model", "--port", "0", *arguments]) == 2
@@ -261,14 +261,14 @@ def test_the_environment_has_defaults(
     assert "argument --port: invalid int value: 'http'" in capsys.readouterr().err
 
 
-def test_origins_may_be_a_list_as_vllm_takes_them() -> None:
+def test_origins_may_be_a_list_as_in_vllm() -> None:
     for given in (["https://a", "*"], ['["https://a", "*"]']):
         args = parse(["serve", "--allowed-origins", *given])
         assert server_options(args, "m", {}).allowed_origins == ("https://a", "*")
 
 
 class ServeProcess:
-    """The command in a process of its own."""
+    """The command, running in a child process."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class ServeProcess:
         program: Sequence[str] = ("-m", "nanovllm", "serve"),
         verify: ssl.SSLContext | bool = True,
     ) -> None:
-        self.verify = verify  # of the certificate
+        self.verify = verify  # how clients verify the certificate
         command = [sys.executable, *program, *arguments, "--port", "0"]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
@@ -303,7 +303,7 @@ class ServeProcess:
                     for line in response.iter_lines():
                         into.append(line)
             except httpx.RemoteProtocolError:
-                into.append("broken off")
+                into.append("connection lost")
 
         thread = threading.Thread(target=read)
         thread.start()
@@ -335,7 +335,7 @@ def test_a_breakpoint_under_in_process_reads_the_terminal(tmp_path: Path) -> Non
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        answer = server.stream(lines, prompt="x", max_tokens=3, ignore_eos=True)
+        response = server.stream(lines, prompt="x", max_tokens=3, ignore_eos=True)
         process.stdin.write("p 6 * 7, core.has_unfinished\n")
         process.stdin.flush()
         shown = ""
@@ -346,7 +346,7 @@ def test_a_breakpoint_under_in_process_reads_the_terminal(tmp_path: Path) -> Non
         assert not any(line.startswith("data: ") for line in lines)
         process.stdin.write("c\n")
         process.stdin.flush()
-        answer.join()
+        response.join()
         assert lines[-2:] == ["data: [DONE]", ""]
     finally:
         process.send_signal(signal.SIGTERM)
@@ -356,10 +356,10 @@ def test_a_breakpoint_under_in_process_reads_the_terminal(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_signals", "num_engines"), [(2, 1), (1, 2)])
-def test_a_signal_lets_answers_end_and_another_does_not(
+def test_the_first_signal_lets_responses_finish_and_the_second_does_not(
     tmp_path: Path, num_signals: int, num_engines: int
 ) -> None:
-    """The second server speaks HTTPS, too."""
+    """The case with two engines also uses HTTPS."""
     verify: ssl.SSLContext | bool = True
     tls: list[str] = []
     if num_engines == 2 and shutil.which("openssl") is not None:
@@ -403,7 +403,7 @@ def test_a_signal_lets_answers_end_and_another_does_not(
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """A key and a certificate for 127.0.0.1."""
+    """Create a key and a certificate for 127.0.0.1."""
     key, certificate = folder / "key.pem", folder / "cert.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
@@ -412,11 +412,11 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 
 def wait_until_refused(server: ServeProcess) -> None:
-    """Wait until no new connection is taken."""
+    """Wait until new connections are refused."""
     while True:
         try:
             httpx.get(f"{server.url}/health", timeout=1, verify=server.verify)
         except httpx.ConnectError:
             return
-        except httpx.TransportError:  # it was late, or ended meanwhile
+        except httpx.TransportError:  # the server was slow, or shut down during the request
             continue

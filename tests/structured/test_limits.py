@@ -1,4 +1,4 @@
-"""No grammar of a request ends a process, or keeps others waiting."""
+"""A request's grammar can neither crash the process nor make other requests wait."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_large_grammars_are_refused(grammars: GuidanceEngine, asked: Any, reason
 
 
 @pytest.mark.parametrize("asked", [chained_rules(998), chained_schemas(999), nested_schemas(100)])
-def test_what_is_within_the_limits_is_compiled(grammars: GuidanceEngine, asked: Any) -> None:
-    """In the process of a request and in that of the engine, whatever stack other threads have."""
+def test_grammars_within_the_limits_are_compiled(grammars: GuidanceEngine, asked: Any) -> None:
+    """Both the API process and the engine process compile it, whatever their stack size."""
     grammar = grammars.compile(asked)
     matcher = new_grammars().matcher(GuidanceGrammar(grammar.text), frozenset())
     assert matcher.job is not None
@@ -84,20 +84,25 @@ def test_what_is_within_the_limits_is_compiled(grammars: GuidanceEngine, asked: 
 
 def test_loading_the_tokenizer_has_no_limit(grammars: GuidanceEngine) -> None:
     names: list[str] = []
+    vocabulary = grammars._vocabulary
 
-    def load() -> Vocabulary:
-        names.append(threading.current_thread().name)
-        return grammars._load()
+    class RecordingTokenizer:
+        @property
+        def backend_tokenizer(self) -> Any:
+            names.append(threading.current_thread().name)
+            return vocabulary.tokenizer.backend_tokenizer
 
     text = grammars.compile({"regex": "a"}).text
-    matcher = GuidanceEngine(load, VOCAB_SIZE).matcher(GuidanceGrammar(text), frozenset())
+    recording: Any = RecordingTokenizer()
+    engine = GuidanceEngine(Vocabulary(recording, vocabulary.eos_token_ids), VOCAB_SIZE)
+    matcher = engine.matcher(GuidanceGrammar(text), frozenset())
     assert matcher.job is not None
     matcher.job.result()
     assert names
     assert "nanovllm-compile" not in names
 
 
-def test_a_grammar_that_takes_for_ever_is_refused(
+def test_a_grammar_that_never_finishes_compiling_is_refused(
     grammars: GuidanceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.5)
@@ -105,10 +110,10 @@ def test_a_grammar_that_takes_for_ever_is_refused(
     threads = threading.active_count()
     with pytest.raises(GrammarError, match="too long to compile"):
         grammars.compile(intersected(30))
-    assert threading.active_count() == threads  # a process was killed, no thread goes on
+    assert threading.active_count() <= threads  # a process was killed; no thread keeps running
 
 
-def test_python_code_that_takes_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_code_that_never_returns_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.01)
     is_over = threading.Event()
 
@@ -124,7 +129,7 @@ def test_python_code_that_takes_for_ever_is_ended(monkeypatch: pytest.MonkeyPatc
     assert is_over.wait(60)
 
 
-def test_only_so_many_are_compiled_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_compilations_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.01)
     monkeypatch.setattr(limits, "_slots", threading.BoundedSemaphore(1))
     may_end = threading.Event()
@@ -137,7 +142,7 @@ def test_only_so_many_are_compiled_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     assert limits.run_bounded(lambda: 5) == 5
 
 
-def test_a_grammar_that_was_compiled_waits_for_no_other(
+def test_a_compiled_grammar_does_not_wait_for_others(
     grammars: GuidanceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {"choice": ["yes", "no"]}
@@ -151,7 +156,7 @@ def test_a_grammar_that_was_compiled_waits_for_no_other(
         grammars.compile({"choice": ["other"]})
 
 
-def test_few_trials_run_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_trials_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.01)
     monkeypatch.setattr(limits, "_trials", threading.BoundedSemaphore(1))
     with limits._trials, pytest.raises(GrammarError, match="too many"):
@@ -166,9 +171,9 @@ def test_stacks_of_other_threads_keep_their_size() -> None:
 
 @pytest.mark.endurance
 def test_random_grammars_do_no_harm(count: Callable[[int], int]) -> None:
-    """In a process of its own: an overflow of the stack ends it."""
+    """Run in a child process, since a stack overflow would end it."""
     number = count(2000)
-    longest_wait = 1.0 if number == 2000 else 10.0  # other tests keep the machine busy
+    longest_wait = 1.0 if number == 2000 else 10.0  # in a short run, other tests load the machine
     for first in range(0, number, 200):
         command = [sys.executable, "-m", "tests.structured.fuzz", str(first), "200"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
