@@ -34,7 +34,7 @@ ONLY_IN = {
         "cli/start.py",
         "parallel/supervisor.py",
         "devices/cuda/memory.py",  # CC, which Triton reads too
-        "devices/choose.py",
+        "devices/replica_share.py",
     ),
     "os.getenv": ("config.py",),
 }
@@ -44,7 +44,7 @@ ALLOWED_CHANGES = {
     # What --threads sets for the engines that are child processes.
     "cli/start.py": "os.environ['OMP_NUM_THREADS']",
     # The one way to hide GPUs from all threads and children of a process.
-    "devices/choose.py": "os.environ[VISIBLE]",
+    "devices/replica_share.py": "os.environ[VISIBLE]",
 }
 MUTATORS = re.compile(
     "append|add|update|setdefault|pop|popitem|clear|extend|insert|remove|discard"

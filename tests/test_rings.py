@@ -19,6 +19,7 @@ FLOORS = [
     *("devices", "structured", "parallel", "llm", "serve", "async_llm", "batch", "cli", "ray"),
 ]
 OUTER = ("devices", "structured", "parallel", "serve", "batch", "cli", "ray")
+OPEN = {"nanovllm.devices.choose", "nanovllm.devices.replica_share"}
 LEVELS = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 
 

@@ -28,8 +28,8 @@ from nanovllm.devices.cuda.kernels.experts_grouped import run_grouped
 from nanovllm.devices.cuda.kernels.experts_pairs import route, run_pairs
 from nanovllm.devices.cuda.ops import TritonOps
 from nanovllm.ops.interface import Ops, PackedExperts, Routing
+from nanovllm.ops.torch_experts import route as reference_route
 from nanovllm.ops.torch_ops import TorchOps
-from nanovllm.ops.torch_ops import route as reference_route
 
 DTYPE = torch.bfloat16
 TOKENS = [1, 2, 4, 8, 16, 64, 256, 512, 4096]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -183,9 +182,6 @@ def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
         raise UnsupportedModelError(
             f"rope_parameters for some layers ({', '.join(by_type)}) are not supported here"
         )
-    trained = config.get("original_max_position_embeddings") or scaling.get(
-        "original_max_position_embeddings"
-    )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
     turned = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
@@ -196,45 +192,9 @@ def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
         )
     if kind == "default":
         return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, kind, factor=field(scaling, "factor"))
-    if kind == "factors":
-        return RopeConfig(theta, kind, factors=tuple(field(scaling, "factors")))
-    max_position = field(config, "max_position_embeddings")
-    if kind == "dynamic":
-        return RopeConfig(theta, kind, field(scaling, "factor"), original_max_position=max_position)
-    if kind == "yarn":
-        return _read_yarn(theta, scaling, int(trained or max_position), max_position)
-    return RopeConfig(
-        theta,
-        kind,
-        factor=field(scaling, "factor"),
-        low_freq_factor=field(scaling, "low_freq_factor"),
-        high_freq_factor=field(scaling, "high_freq_factor"),
-        original_max_position=int(trained or max_position),
-    )
+    from nanovllm.models.rope_scaling import read_scaled_rope
 
-
-def _read_yarn(
-    theta: float, scaling: Mapping[str, Any], trained: int, max_position: int
-) -> RopeConfig:
-    factor = scaling.get("factor") or max_position / trained
-    attention_factor = scaling.get("attention_factor")
-    if attention_factor is None:
-        over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        scales = (over, under) if over and under else (1.0, 0.0)
-        above, below = (0.1 * scale * math.log(max(factor, 1.0)) + 1.0 for scale in scales)
-        attention_factor = above / below
-    return RopeConfig(
-        theta,
-        "yarn",
-        factor=factor,
-        original_max_position=trained,
-        beta_fast=scaling.get("beta_fast") or 32.0,
-        beta_slow=scaling.get("beta_slow") or 1.0,
-        is_truncated=scaling.get("truncate", True),
-        attention_factor=attention_factor,
-    )
+    return read_scaled_rope(kind, theta, scaling, config)
 
 
 def field(config: Mapping[str, Any], name: str) -> Any:

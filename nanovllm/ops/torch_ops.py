@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +84,8 @@ class TorchOps:
         return compose_linear(self, weight, bias, activation, self.product_dtype)
 
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
+        from nanovllm.ops.torch_experts import compose_experts
+
         return compose_experts(self, gate_up, down, routing, self.product_dtype)
 
 
@@ -108,23 +109,6 @@ class ComposedLinear:
         return self(normed), residual
 
 
-@dataclass(frozen=True, slots=True)
-class ComposedExperts:
-    """Experts, with the operations around them run one by one."""
-
-    ops: Ops
-    run: Callable[[Tensor, Tensor], Tensor]
-
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        return self.run(x, logits)
-
-    def after_norm(
-        self, hidden: ResidualStream, norm: NormWeights, router: PackedLinear
-    ) -> tuple[Tensor, Tensor]:
-        normed, residual = self.ops.norm(hidden, norm)
-        return self.run(normed, router(normed)), residual
-
-
 def compose_linear(
     ops: Ops,
     weight: Weight,
@@ -141,36 +125,6 @@ def compose_linear(
         return F.linear(x, weight.dequantize(x.dtype), bias)
 
     return ComposedLinear(ops, run, activation)
-
-
-def compose_experts(
-    ops: Ops,
-    gate_up: Weight,
-    down: Weight,
-    routing: Routing,
-    product_dtype: torch.dtype | None = None,
-) -> ComposedExperts:
-    """Return the reference experts; each one that is chosen runs once, over all its tokens."""
-
-    def run(x: Tensor, logits: Tensor) -> Tensor:
-        num_experts = logits.shape[1]
-
-        def run_one(expert: int, rows: Tensor) -> Tensor:
-            own_gate_up, own_down = (
-                _of_expert(weight, expert, num_experts, x.dtype) for weight in (gate_up, down)
-            )
-            return run_expert(rows, own_gate_up, own_down, product_dtype)
-
-        return run_each_expert(x, logits, num_experts, routing, run_one, product_dtype)
-
-    return ComposedExperts(ops, run)
-
-
-def _of_expert(weight: Weight, expert: int, num_experts: int, dtype: torch.dtype) -> Tensor:
-    if isinstance(weight, Tensor):
-        return weight[expert]
-    assert isinstance(weight, QuantizedWeight)
-    return weight.part(expert, num_experts).dequantize(dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
@@ -217,41 +171,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated.to(x.dtype)
-
-
-def run_expert(
-    x: Tensor, gate_up: Tensor, down: Tensor, product_dtype: torch.dtype | None
-) -> Tensor:
-    gate, up = linear(x, gate_up, None, product_dtype).chunk(2, dim=-1)
-    return linear(F.silu(gate) * up, down, None, product_dtype)
-
-
-def run_each_expert(
-    x: Tensor,
-    logits: Tensor,
-    num_experts: int,
-    routing: Routing,
-    run: Callable[[int, Tensor], Tensor],
-    product_dtype: torch.dtype | None,
-) -> Tensor:
-    """Run each expert over all its tokens, and return each token's weighted sum of outputs."""
-    ids, weights = route(logits, routing)  # [tokens, top_k]
-    order = ids.flatten().argsort(stable=True)  # pairs (token, choice), sorted by expert
-    counts = ids.flatten().bincount(minlength=num_experts).tolist()
-    y = x.new_empty(len(order), x.shape[1])
-    for expert, pairs in enumerate(order.split(counts)):
-        if len(pairs) > 0:
-            y[pairs] = run(expert, x[pairs // routing.top_k])
-    y = y.view(*ids.shape, x.shape[1])
-    weights, y = upcast(weights.unsqueeze(1), y, dtype=product_dtype)
-    return torch.bmm(weights, y).squeeze(1).to(x.dtype)
-
-
-def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Return the ids of each token's experts, best first, and their weights."""
-    # Unlike topk, a stable sort defines which of two equal logits comes first.
-    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
-    weights = logits.float().softmax(-1).gather(1, ids)
-    if routing.is_normalized:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return ids, weights.to(logits.dtype)

@@ -11,7 +11,7 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 
 from nanovllm.config import EngineConfig
-from nanovllm.devices.choose import take_share
+from nanovllm.devices.replica_share import take_share
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.request import (
     EngineCoreOutputs,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.devices import choose
-from nanovllm.devices.choose import take_share
+from nanovllm.devices import replica_share
+from nanovllm.devices.replica_share import take_share
 from nanovllm.errors import ConfigError
 
 
@@ -21,8 +21,8 @@ def num_visible() -> int:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "num_devices", num_visible)
-    monkeypatch.setattr(choose, "is_cuda", lambda device: device != "cpu")
+    monkeypatch.setattr(replica_share, "num_devices", num_visible)
+    monkeypatch.setattr(replica_share, "is_cuda", lambda device: device != "cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
@@ -52,7 +52,7 @@ def test_too_few_gpus_are_refused_by_every_engine() -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_gpus_that_cannot_be_hidden_are_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "num_devices", lambda: 4)
+    monkeypatch.setattr(replica_share, "num_devices", lambda: 4)
     with pytest.raises(ConfigError, match="cannot be hidden"):
         share_of(0, data_parallel_size=2)
 

@@ -9,7 +9,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from nanovllm.ops.interface import Routing
-from nanovllm.ops.torch_ops import TorchOps, route
+from nanovllm.ops.torch_experts import route
+from nanovllm.ops.torch_ops import TorchOps
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3", "qwen3-normalized"])

@@ -13,7 +13,8 @@ from nanovllm.devices.cpu.blocks import Pairs
 from nanovllm.devices.cpu.kernels import experts
 from nanovllm.ops.interface import Routing
 from nanovllm.ops.quantized_weight import PanelWeight
-from nanovllm.ops.torch_ops import linear, run_each_expert
+from nanovllm.ops.torch_experts import run_each_expert
+from nanovllm.ops.torch_ops import linear
 
 if TYPE_CHECKING:
     from nanovllm.devices.cpu.ops import NumbaOps

@@ -24,13 +24,7 @@ from nanovllm.ops.interface import (
     Routing,
 )
 from nanovllm.ops.quantized_weight import Panels, PanelWeight, QuantizedWeight, Weight
-from nanovllm.ops.torch_ops import (
-    ComposedExperts,
-    ComposedLinear,
-    compose_experts,
-    compose_linear,
-    linear,
-)
+from nanovllm.ops.torch_ops import ComposedLinear, compose_linear, linear
 
 if TYPE_CHECKING:
     from nanovllm.devices.cpu.blocks import BlockKernels
@@ -165,6 +159,9 @@ class NumbaOps:
         return lambda x: linear(x, weight, bias, self.product_dtype)
 
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
+        from nanovllm.devices.cpu.mixture import NumbaExperts
+        from nanovllm.ops.torch_experts import ComposedExperts, compose_experts
+
         if isinstance(gate_up, PanelWeight) and isinstance(down, PanelWeight):
             num_experts = gate_up.num_experts
             self.blocks.compile(gate_up, down)
@@ -172,8 +169,6 @@ class NumbaOps:
             gate_up, down, num_experts = gate_up.contiguous(), down.contiguous(), len(down)
         else:
             return compose_experts(self, gate_up, down, routing)
-        from nanovllm.devices.cpu.mixture import NumbaExperts
-
         most = max(self.max_expert_rows * num_experts // routing.top_k, self.max_linear_rows)
         return ComposedExperts(self, NumbaExperts(self, gate_up, down, routing, num_experts, most))
 

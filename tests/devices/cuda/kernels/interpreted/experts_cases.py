@@ -15,8 +15,8 @@ from nanovllm.devices.cuda.kernels.experts_grouped import grouped_config
 from nanovllm.devices.cuda.kernels.experts_pairs import route
 from nanovllm.devices.cuda.ops import TritonOps
 from nanovllm.ops.interface import NormWeights, ResidualStream, Routing
+from nanovllm.ops.torch_experts import route as reference_route
 from nanovllm.ops.torch_ops import TorchOps
-from nanovllm.ops.torch_ops import route as reference_route
 from tests.ops.expert_layers import LAYERS, Layer
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -1,0 +1,57 @@
+"""Read the parameters of rope scaling from config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.config import RopeConfig
+from nanovllm.models.config_json import field
+
+
+def read_scaled_rope(
+    kind: Any, theta: float, scaling: Mapping[str, Any], config: Mapping[str, Any]
+) -> RopeConfig:
+    """Read a rope config of a kind other than "default"."""
+    if kind == "linear":
+        return RopeConfig(theta, kind, factor=field(scaling, "factor"))
+    if kind == "factors":
+        return RopeConfig(theta, kind, factors=tuple(field(scaling, "factors")))
+    name = "original_max_position_embeddings"
+    trained = config.get(name) or scaling.get(name)
+    max_position = field(config, "max_position_embeddings")
+    if kind == "dynamic":
+        return RopeConfig(theta, kind, field(scaling, "factor"), original_max_position=max_position)
+    if kind == "yarn":
+        return _read_yarn(theta, scaling, int(trained or max_position), max_position)
+    return RopeConfig(
+        theta,
+        kind,
+        factor=field(scaling, "factor"),
+        low_freq_factor=field(scaling, "low_freq_factor"),
+        high_freq_factor=field(scaling, "high_freq_factor"),
+        original_max_position=int(trained or max_position),
+    )
+
+
+def _read_yarn(
+    theta: float, scaling: Mapping[str, Any], trained: int, max_position: int
+) -> RopeConfig:
+    factor = scaling.get("factor") or max_position / trained
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        scales = (over, under) if over and under else (1.0, 0.0)
+        above, below = (0.1 * scale * math.log(max(factor, 1.0)) + 1.0 for scale in scales)
+        attention_factor = above / below
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor=factor,
+        original_max_position=trained,
+        beta_fast=scaling.get("beta_fast") or 32.0,
+        beta_slow=scaling.get("beta_slow") or 1.0,
+        is_truncated=scaling.get("truncate", True),
+        attention_factor=attention_factor,
+    )
