@@ -54,12 +54,9 @@ def test_imports_point_downwards() -> None:
 
 
 def test_only_devices_name_their_kernels() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        if path.relative_to(PACKAGE).parts[0] != "devices":
-            inner = [
-                each for each in imported_modules(path) if each.startswith("nanovllm.devices.")
-            ]
-            assert set(inner) <= {"nanovllm.devices.choose"}, path
+    for path, floor in sources():
+        inner = {each for each in imported_modules(path) if each.startswith("nanovllm.devices.")}
+        assert floor == "devices" or inner <= OPEN, path
 
 
 def test_the_core_runs_alone(tiny: Callable[[str], TinyCheckpoint], tmp_path: Path) -> None:
