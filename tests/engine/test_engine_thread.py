@@ -271,7 +271,7 @@ def test_a_program_may_end_while_an_engine_steps(
     command = [sys.executable, "-c", source, str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
     assert (result.returncode, result.stderr) == (0, "")
-    closed = ("", "the engine is closed; make a new one\n")  # if it still gets to say so
+    closed = ("", "the engine is closed; create a new one\n")  # if it still gets to say so
     assert result.stdout in (closed if is_daemon else ("[4, 4, 4]\n",))
 
 
