@@ -165,7 +165,7 @@ def test_the_same_memory_holds_more_tokens(
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of"),
         (
             {"kv_cache_dtype": "fp8", "attention_backend": "flash_attn"},
-            "flash_attn' does not read kv_cache_dtype='fp8'",
+            "flash_attn' does not support kv_cache_dtype='fp8'",
         ),
     ],
 )

@@ -89,7 +89,7 @@ def test_other_types_of_numbers_are_refused() -> None:
 
 def test_block_size_is_an_alias() -> None:
     assert engine_config("x", {"block_size": 32}).kvcache_block_size == 32
-    with pytest.raises(TypeError, match="block_size is another name of kvcache_block_size"):
+    with pytest.raises(TypeError, match="block_size is another name for kvcache_block_size"):
         engine_config("x", {"block_size": 32, "kvcache_block_size": 32})
 
 
@@ -99,10 +99,10 @@ def test_options_that_only_vllm_needs(caplog: pytest.LogCaptureFixture) -> None:
     assert engine_config("x", {**given, **harmless, "seed": 3}) == EngineConfig("x", seed=3)
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        "trust_remote_code changes nothing: code from a repository is never run",
-        "swap_space changes nothing: there is no swap space",
-        "pipeline_parallel_size 1 changes nothing",
-        "cpu_offload_gb 0 changes nothing",
+        "trust_remote_code has no effect: code from a repository is never run",
+        "swap_space has no effect: there is no swap space",
+        "pipeline_parallel_size 1 has no effect",
+        "cpu_offload_gb 0 has no effect",
     ]
     with pytest.raises(ConfigError, match="pipeline_parallel_size 2 is not supported"):
         engine_config("x", {"pipeline_parallel_size": 2})

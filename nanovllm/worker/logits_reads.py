@@ -1,7 +1,6 @@
-"""What is read of hidden states: the logprobs of prompt tokens, and vectors pooled of prompts.
+"""Compute prompt logprobs and pooled vectors from hidden states.
 
-Logprobs are those of the model's own logits, before anything edits them or a temperature scales
-them.
+Logprobs come from the model's own logits, before any edit or temperature.
 """
 
 from __future__ import annotations
@@ -19,29 +18,30 @@ from nanovllm.ops.interface import ResidualStream
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.logits_edits import Asked
 
-POSITIONS_AT_A_TIME = 256  # of a prompt: a long one's logits would not fit into memory
-TOKENS_AT_A_TIME = 1024  # whose states are upcast to float32
+POSITIONS_AT_A_TIME = 256  # chunk size: the logits of a long prompt would not fit into memory
+TOKENS_AT_A_TIME = 1024  # chunk size for upcasting hidden states to float32
 
-Scores = tuple[Tensor, Tensor, Tensor]  # ids, log-probabilities and ranks, as in StepResult
+Scores = tuple[Tensor, Tensor, Tensor]  # ids, logprobs and ranks, as in StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Some positions of a row: those that predict prompt tokens, or whose states are pooled."""
+    """Positions of a row that predict prompt tokens, or whose hidden states are pooled."""
 
     asked: Asked
     slot: int
     start: int
     count: int
-    first_token: int  # in the batch
+    first_token: int  # index of the first position in the batch
 
     @property
     def is_end(self) -> bool:
-        """Whether it ends the prompt."""
+        """Whether the span reaches the end of the prompt."""
         return self.start + self.count == self.asked.row.num_prompt_tokens
 
 
 def scored_spans(plan: StepPlan, asked: Mapping[int, Asked]) -> list[Span]:
+    """Return the positions of a plan that predict prompt tokens with requested logprobs."""
     spans = []
     for span in _spans(plan, asked):
         row = span.asked.row
@@ -52,7 +52,7 @@ def scored_spans(plan: StepPlan, asked: Mapping[int, Asked]) -> list[Span]:
 
 
 def score_prompts(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Scores:
-    """Score prompt tokens by the hidden states of all tokens of a step."""
+    """Return the logprobs of prompt tokens, given the hidden states of a step's tokens."""
     device = eager.tables.device
     upload = device.upload
 
@@ -75,6 +75,7 @@ def score_prompts(eager: EagerForward, hidden: ResidualStream, spans: list[Span]
 
 
 def pooled_spans(plan: StepPlan, asked: Mapping[int, Asked]) -> list[Span]:
+    """Return the positions of a plan whose hidden states are pooled."""
     spans = []
     for span in _spans(plan, asked):
         if span.asked.row.pooling == "mean":
@@ -87,9 +88,9 @@ def pooled_spans(plan: StepPlan, asked: Mapping[int, Asked]) -> list[Span]:
 
 
 def pool(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Tensor | None:
-    """Return the vectors of the prompts that end, [prompts, hidden_size], if any do.
+    """Return the vectors of the prompts that end in this step, [prompts, hidden_size], if any.
 
-    The sums of those that go on stay on the device.
+    The partial sums of the other prompts stay on the device.
     """
     totals = _add_up(eager, hidden, spans)
     for index, span in enumerate(spans):
@@ -107,7 +108,7 @@ def pool(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Tens
 
 
 def _add_up(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Tensor:
-    """Return the sum of each span's states in float32, [spans, hidden_size]."""
+    """Return the sum of each span's hidden states in float32, [spans, hidden_size]."""
     counts = np.array([span.count for span in spans])
     tokens = np.concatenate([np.arange(span.count) + span.first_token for span in spans])
     firsts = np.cumsum(counts) - counts
@@ -123,7 +124,7 @@ def _add_up(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> T
 
 
 def _spans(plan: StepPlan, asked: Mapping[int, Asked]) -> Iterator[Span]:
-    """Yield all positions of the rows that ask for anything."""
+    """Yield the span of each row that has an entry in `asked`."""
     columns = plan.slots, plan.starts, plan.counts, np.cumsum(plan.counts) - plan.counts
     for slot, start, count, first in zip(*(c.tolist() for c in columns), strict=True):
         if slot in asked:

@@ -357,4 +357,4 @@ def test_code_from_a_hub_is_never_run(
     (folder / "own.py").write_text("raise AssertionError")
     with LLM(folder, trust_remote_code=True, skip_tokenizer_init=True, device="cpu") as llm:
         assert llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)
-    assert "trust_remote_code changes nothing: code from a repository is never run" in caplog.text
+    assert "trust_remote_code has no effect: code from a repository is never run" in caplog.text

@@ -108,7 +108,7 @@ def test_another_core_answers(llm: AsyncLLM) -> None:
             await asyncio.sleep(0.01)
         os.kill(pid, signal.SIGSTOP)
         for task in waiting:
-            with pytest.raises(EngineError, match="it is started anew"):
+            with pytest.raises(EngineError, match="it is being restarted"):
                 await asyncio.wait_for(task, 60)
         assert server.http.get("/health").status_code == 503
         assert server.post("/v1/completions", prompt="x").status_code == 503

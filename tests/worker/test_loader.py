@@ -224,7 +224,7 @@ def test_a_tensor_without_a_place_is_named(
     llama: TinyCheckpoint, tmp_path: Path, name: str
 ) -> None:
     path = make_folder(tmp_path / "m", llama, read_tensors(llama) | {name: torch.ones(4)})
-    with pytest.raises(CheckpointError, match=f"'{name}' has no place"):
+    with pytest.raises(CheckpointError, match=f"'{name}' is not part of the model"):
         run(path)
 
 
@@ -262,8 +262,8 @@ def test_many_problems_are_counted(llama: TinyCheckpoint, tmp_path: Path) -> Non
     with pytest.raises(CheckpointError) as error:
         run(make_folder(tmp_path / "m", llama, kept | {"a": torch.ones(1), "b": torch.ones(1)}))
     problems = str(error.value).split("; ")
-    assert "'a' has no place" in problems[0]
-    assert "'b' has no place" in problems[1]
+    assert "'a' is not part of the model" in problems[0]
+    assert "'b' is not part of the model" in problems[1]
     assert all("layers.1." in problem and "missing" in problem for problem in problems[2:5])
     assert problems[5:] == [f"and {len(tensors) - len(kept) - 3} more"]
 
@@ -356,7 +356,7 @@ def test_what_is_special_is_loaded_as_strictly(
     with pytest.raises(CheckpointError, match=f"'{re.escape(name)}' has shape"):
         run(make_folder(tmp_path / "short", checkpoint, short))
     extra = re.sub(r"layers\.\d", "layers.2", name)
-    with pytest.raises(CheckpointError, match=f"'{re.escape(extra)}' has no place"):
+    with pytest.raises(CheckpointError, match=f"'{re.escape(extra)}' is not part of the model"):
         run(make_folder(tmp_path / "extra", checkpoint, tensors | {extra: tensors[name].clone()}))
 
 
@@ -656,7 +656,7 @@ def test_ranks_name_what_is_odd(llama: TinyCheckpoint, tmp_path: Path) -> None:
     ):
         run(path)
     path = make_folder(tmp_path / "extra", llama, tensors | {"extra": torch.ones(4)})
-    with engines_of(2), pytest.raises(CheckpointError, match="'extra' has no place"):
+    with engines_of(2), pytest.raises(CheckpointError, match="'extra' is not part of the model"):
         run(path)
     del tensors[NORM]
     path = make_folder(tmp_path / "missing", llama, tensors)

@@ -170,7 +170,7 @@ def test_without_a_kernel_all_is_widened(
     with caplog.at_level(logging.INFO, "nanovllm"):
         run(path, dtype="float16")
     assert not kept
-    assert caplog.text.count("are dequantized to float16: no kernel here reads them") == 1
+    assert caplog.text.count("are dequantized to float16: no kernel here supports them") == 1
 
 
 def test_a_projection_that_is_half_quantized_is_widened(
