@@ -204,7 +204,7 @@ def test_reasoning_is_folded_and_tool_calls_are_shown(tabs: Tabs) -> None:
         page.click("#open-settings")
         page.fill("[name=tools]", "no json")
         page.click("#settings [value=save]")
-        assert "no JSON" in page.locator("#settings .error").inner_text()
+        assert "not valid JSON" in page.locator("#settings .error").inner_text()
         page.fill("[name=tools]", json.dumps([tool]))
         page.fill("[name=system]", "Be brief.")
         page.fill("[name=temperature]", "0.5")
@@ -229,7 +229,7 @@ def test_a_key_is_asked_for(tabs: Tabs) -> None:
         page = tabs.open(server.url, waits=False)
         page.get_by_label("API key").fill("wrong")
         page.keyboard.press("Enter")
-        page.wait_for_selector("text=does not know this key")
+        page.wait_for_selector("text=The server rejected this key")
         page.get_by_label("API key").fill("secret")
         page.keyboard.press("Enter")
         page.wait_for_selector(LIVE)
@@ -361,7 +361,7 @@ def test_the_queue_and_the_steps_show_what_the_stream_says(tabs: Tabs) -> None:
         page.focus("#steps")
         for step in reversed(steps[-5:]):
             page.keyboard.press("ArrowLeft")
-            text = f"{step.num_prefill_tokens} prompt and {step.num_decode_tokens} answer tokens"
+            text = f"{step.num_prefill_tokens} prompt and {step.num_decode_tokens} output tokens"
             assert page.locator("#step-detail").inner_text().startswith(text)
 
 
