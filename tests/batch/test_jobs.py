@@ -117,7 +117,7 @@ def test_only_the_job_that_was_begun_goes_on(tmp_path: Path) -> None:
     assert len(read_lines(run(path, output, overwrite=True).output)) == 6
     stranger = tmp_path / "notes.jsonl"
     stranger.write_text("something else\n")
-    with pytest.raises(ConfigError, match="not of a job"):
+    with pytest.raises(ConfigError, match="does not belong to a job"):
         run(path, stranger)
     assert stranger.read_text() == "something else\n"
 
@@ -146,7 +146,7 @@ def test_settings_that_cannot_be_read_are_said_so(tmp_path: Path, text: str) -> 
     path, output = write_rows(tmp_path / "in.jsonl", plain_rows(5)), tmp_path / "out.jsonl"
     run(path, output)
     Path(f"{output}.job.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match="is damaged; give --overwrite"):
+    with pytest.raises(ConfigError, match="is damaged; use --overwrite"):
         run(path, output)
     assert len(read_lines(run(path, output, overwrite=True).output)) == 5
 
@@ -199,7 +199,7 @@ def test_what_answers_depend_on_may_not_change(tmp_path: Path, capsys: Any) -> N
     template.write_text("{{ messages[0] }}")
     defaults.write_text('{"temperature": 0.7}')
     assert main(command) == 2
-    assert "another generation_config and another chat_template" in capsys.readouterr().err
+    assert "a different generation_config and a different chat_template" in capsys.readouterr().err
 
 
 class EchoEngine:

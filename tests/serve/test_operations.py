@@ -207,7 +207,7 @@ def test_large_answers_are_encoded_off_the_event_loop(
         return call
 
     for where, name in (
-        (completions, "_best"),
+        (completions, "_logprobs_by_text"),
         (logprobs, "_logprob"),
         (embeddings, "_encoded"),
     ):

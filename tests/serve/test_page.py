@@ -204,7 +204,7 @@ def test_watchers_do_not_hold_up_a_server_that_ends() -> None:
             target=lambda: httpx.get(f"{server.url}/engine/events", timeout=60)
         )
         thread.start()
-        while not llm.subscribers._viewers:
+        while not llm.subscribers._subscribers:
             time.sleep(0.01)
     thread.join(60)
     assert time.monotonic() - begin < 300
