@@ -1,4 +1,4 @@
-"""Rows as data sets have them: nulls, values that are not JSON's, and fields of any type."""
+"""Unusual rows of datasets: nulls, values that are not JSON, and fields of any type."""
 
 from __future__ import annotations
 
