@@ -21,7 +21,7 @@ R = TypeVar("R", bound=Hashable)  # identifies a replica
 
 
 class PrefixRouter(Generic[R]):
-    """Estimates each replica's prefix cache from the prompts sent to it. Not thread-safe."""
+    """Chooses replicas by load and by the prompts sent to them before. Not thread-safe."""
 
     def __init__(self, replicas: Iterable[R], block_size: int, max_blocks: int = 2**16) -> None:
         self.block_size = block_size

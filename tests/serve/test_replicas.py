@@ -1,4 +1,4 @@
-"""Several engines behind one AsyncLLM: where requests go, and what happens when one dies."""
+"""Several engines behind one AsyncLLM: routing, and the death of an engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def llm(path: Path) -> Iterator[AsyncLLM]:
 
 
 def shared_prefixes() -> list[list[int]]:
-    """64 prompts, in any order, of 8 beginnings of four blocks."""
+    """Return 64 prompts in random order, with 8 different prefixes of four blocks."""
     rng = random.Random(0)
     beginnings = [rng.choices(range(256), k=64) for _ in range(8)]
     prompts = [[*beginnings[i % 8], *rng.choices(range(256), k=9)] for i in range(64)]

@@ -1,4 +1,4 @@
-"""A core that failed is replaced: callers are told, later ones are served, and there is an end."""
+"""A failed core is restarted: waiters get an error, later requests succeed, retries are bounded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = SamplingParams(max_tokens=900, ignore_eos=True)
 
 
 class IdleProcesses:
-    """Children that are never started."""
+    """Child processes that are never started."""
 
     pids = (1,)
 
@@ -45,7 +45,7 @@ class IdleSupervisor:
 
 @pytest.fixture
 def make_replica(monkeypatch: pytest.MonkeyPatch) -> Callable[[float | None], Replica]:
-    """Make a replica that was ready some seconds ago, or never."""
+    """Return a replica that became ready some seconds ago, or never."""
     monkeypatch.setattr(replica, "ChildProcesses", IdleProcesses)
     monkeypatch.setattr(replica, "Supervisor", IdleSupervisor)
 
@@ -97,7 +97,7 @@ async def answer(llm: AsyncLLM, params: SamplingParams) -> list[int]:
 
 @pytest.mark.slow
 def test_another_core_answers(llm: AsyncLLM) -> None:
-    """Of a core that hangs: the next test replaces one that was killed."""
+    """This core hangs; the next test kills one."""
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     wanted = asyncio.run(answer(llm, params))
     pid = llm.replicas[0].pid
