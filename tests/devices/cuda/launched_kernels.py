@@ -86,8 +86,8 @@ def check(path: Path, **options: Any) -> None:
             ]
             params = [SamplingParams(ignore_eos=True, **kind) for kind in kinds]
             llm.generate(prompts, params, use_tqdm=False)
-        for num_answers in (1, 3, 9):
-            run_beside_answers(llm, num_answers)
+        for num_decodes in (1, 3, 9):
+            run_beside_decode_rows(llm, num_decodes)
     assert len(launches.own) > 20
     assert sorted(name for name, _ in launches.own - launches.ahead) == []
 
@@ -96,15 +96,15 @@ def zeros(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_zeros(*x.shape[:-1], len(weight))
 
 
-def run_beside_answers(llm: LLM, num_answers: int) -> None:
+def run_beside_decode_rows(llm: LLM, num_decodes: int) -> None:
     """Start some decode rows, then admit more prompts at once than any graph has room for."""
     params = SamplingParams(ignore_eos=True, max_tokens=4)
-    for _ in range(num_answers):
+    for _ in range(num_decodes):
         llm.add_request([1] * 5, params)
     for _ in range(2):
         llm.engine.step()
     for index in range(11):
-        prompt = [num_answers, index] * 250  # unique, or it would be in the prefix cache
+        prompt = [num_decodes, index] * 250  # unique, or it would be in the prefix cache
         llm.add_request(prompt, params)
     while not llm.engine.is_finished():
         llm.engine.step()
