@@ -275,7 +275,7 @@ def _dense_down(  # type: ignore[no-untyped-def]
     pairs = token * TOP_K + choices
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = (is_choice[:, None] & (outs < num_out)[None, :])[:, :, None]
-    # The previous kernel waited for the choice of experts, so weights can be loaded before the wait.
+    # The previous kernel already waited for the choice of experts, so load weights before waiting.
     expert = tl.load(ids + pairs, mask=is_choice, other=0, cache_modifier=".cg").to(tl.int64)
     w_start = weight + ((expert[:, None] * num_out + outs[None, :]) * NUM_IN)[:, :, None]
     lanes = tl.arange(0, BLOCK_IN)
@@ -357,7 +357,7 @@ def _quantized_down(  # type: ignore[no-untyped-def]
     first_pair = token * TOP_K
     outs, is_out = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, False)
     lanes = tl.arange(0, BLOCK_WORDS)
-    # The previous kernel waited for the choice of experts, so weights can be loaded before the wait.
+    # The previous kernel already waited for the choice of experts, so load weights before waiting.
     experts = (ids, first_pair, num_out)
     tiles = _load_together(words, experts, outs, is_out, 0, lanes, NUM_WORDS, TOP_K)
     wait_for_inputs(OVERLAP)
