@@ -82,11 +82,11 @@ class DecodeGraphs:
         # Longer contexts do not use the persistent kernel; 0 disables it.
         self.max_persistent_context = 0 if persistent is None else persistent.max_context
         self.graphs: dict[GraphKey, DecodeGraph] = {}
-        self.shared_graphs: dict[int, DecodeGraph] = {}  # by size
+        self.shared_graphs: dict[int, DecodeGraph] = {}  # keyed by size
         self.can_share = isinstance(attention, TritonAttention)
         self.prefixes = SharedPrefixes(device, num_slots, max_blocks, tables.block_size)
 
-    # Ways to run a step; each returns None if it does not support the plan.
+    # Ways to run a step; the first two return None if they do not support the plan.
 
     def run_persistent(self, plan: StepPlan) -> StepLogits | None:
         is_one = self.persistent is not None and len(plan.slots) in self.persistent.rows

@@ -59,7 +59,7 @@ KERNEL_OPTIONS = (  # options that determine which kernels are compiled
     "quantization",
     "kv_cache_dtype",
 )
-MIN_PROCESSES, MAX_PROCESSES = 4, 12  # compiler processes; each needs seconds for its imports
+MIN_PROCESSES, MAX_PROCESSES = 4, 12  # compiler processes; their imports take a while
 DRIVER_BYTES = 1 << 29  # memory of the graphs in addition to logits and activations
 
 

@@ -123,7 +123,7 @@ cvt.rn.f16x2.e4m3x2 $3, high;
 }""")
 
 
-def _int4_places(bits: str) -> str:
+def _int4_unpacking(bits: str) -> str:
     """Return assembly that unpacks words $8 and $9 to a pair of 16-bit values for each place.
 
     The low halves of both words hold places 0 to 3, the high halves places 4 to 7.
@@ -136,8 +136,8 @@ def _int4_places(bits: str) -> str:
     return "{.reg .b32 a, b;" + "\n".join(lines) + "}"
 
 
-_INT4_TO_BFLOAT16 = tl.constexpr(_int4_places("0x43004300"))
-_INT4_TO_FLOAT16 = tl.constexpr(_int4_places("0x64006400"))
+_INT4_TO_BFLOAT16 = tl.constexpr(_int4_unpacking("0x43004300"))
+_INT4_TO_FLOAT16 = tl.constexpr(_int4_unpacking("0x64006400"))
 
 
 @triton.jit
