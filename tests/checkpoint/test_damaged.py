@@ -188,7 +188,7 @@ def test_odd_generation_configs(
 ) -> None:
     folder = shutil.copytree(tiny("llama").path, tmp_path / "m")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    with pytest.raises(CheckpointError, match="eos_token_id must be a number or several"):
+    with pytest.raises(CheckpointError, match="eos_token_id must be an integer or a list"):
         load(folder)
 
 
@@ -205,5 +205,5 @@ def test_ids_beyond_any_vocabulary(tmp_path: Path) -> None:
     tree["model"]["vocab"]["a"] = 4 * 10**8
     for separator in (":", ": ", ":  ", ":\n"):
         file.write_text(json.dumps(tree, separators=(",", separator)))
-        with pytest.raises(CheckpointError, match="has a token 400000000"):
+        with pytest.raises(CheckpointError, match="has a token id 400000000"):
             load_tokenizer(checkpoint)

@@ -156,7 +156,7 @@ def test_eos_token_ids(
 
 @pytest.mark.parametrize("ids", ["2", [1, "2"], [[1]], 2.5])
 def test_eos_token_ids_are_numbers(ids: object) -> None:
-    with pytest.raises(CheckpointError, match="eos_token_id must be a number or several"):
+    with pytest.raises(CheckpointError, match="eos_token_id must be an integer or a list"):
         eos_token_ids(Checkpoint(Path(), {"eos_token_id": ids}, {}, (), "none"))
 
 

@@ -300,7 +300,7 @@ def test_sentencepiece_merges_agree_with_transformers(tmp_path: Path) -> None:
         ({"pre": "tekken"}, UnsupportedModelError, "pre-tokenizer 'tekken'; supported.*qwen2"),
         ({}, UnsupportedModelError, "pre-tokenizer None"),
         ({"model": "bert", "pre": "gpt-2"}, UnsupportedModelError, "tokenizer model 'bert'"),
-        ({"pre": "gpt-2", "eos_token_id": 999}, CheckpointError, "eos token 999 is outside 273"),
+        ({"pre": "gpt-2", "eos_token_id": 999}, CheckpointError, "eos token id 999 is outside 273"),
         ({"pre": "gpt-2", "merges": ["h x"]}, CheckpointError, "Token `hx` out of vocabulary"),
         ({"pre": "gpt-2", "merges": ["hello"]}, CheckpointError, "Token `` out of vocabulary"),
     ],
