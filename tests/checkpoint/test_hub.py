@@ -71,8 +71,8 @@ START = """
 import json, sys
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import NanovllmError
-from nanovllm.devices.cpu import device as cpu
-cpu.available_memory = cpu.total_memory = lambda: 8 << 30
+from nanovllm.worker import torch_device
+torch_device.available_memory = torch_device.total_memory = lambda: 8 << 30
 for options in json.loads(sys.argv[1]):
     try:
         LLM(**options)
