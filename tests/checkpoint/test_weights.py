@@ -1,4 +1,4 @@
-"""Stored tensors: their pieces make up the whole, whatever the format, dtype or offset."""
+"""Stored tensors: their pieces form the whole tensor, for any format, dtype and offset."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_pieces_make_up_the_tensor(
     assert stored.keys() == TENSORS.keys()
     for key, tensor in TENSORS.items():
         assert (stored[key].shape, stored[key].file) == (tuple(tensor.shape), tmp_path / name)
-        for _ in range(2):  # what was let go is there again
+        for _ in range(2):  # released pages can be read again
             pieces = [rows.clone() for rows in stored[key].read()]
             assert torch.equal(torch.cat(pieces), tensor)
             assert pieces[0].dtype == tensor.dtype

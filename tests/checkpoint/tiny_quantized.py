@@ -1,4 +1,4 @@
-"""Quantized weights written by reference formulas, beside the numbers that they stand for."""
+"""Quantized weights written by reference formulas, with their dequantized values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Array = npt.NDArray[Any]
-# Which output is in each place of an AWQ word, from its lowest bits on.
+# The output at each position of an AWQ word, from the lowest bits on.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -28,7 +28,7 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Kind:
-    """A format, with what config.json says of it."""
+    """A format, with its quantization_config."""
 
     make: Callable[..., Quantized]
     config: dict[str, Any]
@@ -39,7 +39,7 @@ class Kind:
 
 
 def pack_words(numbers: Array, bits: int) -> Tensor:
-    """Pack the last dimension, eight numbers of 4 bits to a word, the first in the lowest bits."""
+    """Pack the last dimension into 32-bit words, the first integer in the lowest bits."""
     count = 32 // bits
     padded = np.pad(numbers.astype(np.uint32), ((0, 0), (0, -numbers.shape[1] % count)))
     words = np.zeros((len(padded), padded.shape[1] // count), np.uint32)
@@ -54,7 +54,7 @@ def pack_awq(numbers: Array) -> Tensor:
 
 
 def edge_scales(scales: Tensor, rng: np.random.Generator) -> Tensor:
-    """Put zeros, negative, smallest and largest numbers among the scales."""
+    """Put zeros, negative, smallest and largest values among the scales."""
     limits = torch.finfo(scales.dtype)
     edges = torch.tensor([0.0, -1.0, limits.smallest_normal, limits.smallest_normal / 8, 6e4])
     flat = scales.flatten()
@@ -105,7 +105,7 @@ def fp8_scaled(
 
 @dataclass(frozen=True)
 class Groups:
-    """Whole numbers from 0 on, by output and input; zero points and scales by output and group."""
+    """Unsigned integers by output and input; zero points and scales by output and group."""
 
     codes: Array
     zeros: Array
@@ -114,7 +114,7 @@ class Groups:
 
     @property
     def values(self) -> Tensor:
-        """(code - zero) * scale: small whole numbers times a float of 16 bits, which is exact."""
+        """Return (value - zero) * scale: small integers times a 16-bit float, which is exact."""
         numbers = self.codes.astype(np.int64) - self.zeros.astype(np.int64)[:, self.group_of]
         return torch.from_numpy(numbers).float() * self.scales.float()[:, self.group_of]
 
@@ -203,7 +203,7 @@ def gptq(
         ones = sum(offset << bits * place for place in range(32 // bits))
         qzeros = pack_words(groups.zeros.T, bits) - ones
     else:
-        stored_zeros = (groups.zeros - offset) % (1 << bits)  # the first format stores one less
+        stored_zeros = (groups.zeros - offset) % (1 << bits)  # version 1 stores one less
         qzeros = pack_words(stored_zeros.T, bits)
     parts = {
         "qweight": pack_words(groups.codes, bits).t().contiguous(),
@@ -259,7 +259,7 @@ def gptq_kind(
 
 @dataclass(frozen=True)
 class Twins:
-    """A quantized checkpoint, and the plain one that has the same numbers."""
+    """A quantized checkpoint, and the dense one with the same values."""
 
     quantized: Path
     plain: Path
@@ -269,7 +269,7 @@ PROJECTION = re.compile(r"model\.layers\..*(?<!\.gate)\.weight|lm_head\.weight")
 
 
 def write_twins(folder: Path, source: Path, kind: Kind, ignored: Mapping[str, list[str]]) -> Twins:
-    """Quantize every projection of a checkpoint that no pattern leaves out."""
+    """Quantize every projection of a checkpoint that no pattern excludes."""
     config = json.loads((source / "config.json").read_text())
     patterns = [entry.removeprefix("re:") for entries in ignored.values() for entry in entries]
     stored: dict[str, Tensor] = {}
