@@ -1,10 +1,10 @@
-"""What it costs an engine to be watched: CPU time of its loop, with and without a watcher.
+"""Measure what a subscriber costs the engine: CPU time of its loop, with and without one.
 
     python -m benchmarks.engine.watching_cost [--rows 64] [--step-ms 5]
 
-The device does nothing, so that all time is the host's: scheduling, and snapshots, packed for the
-socket. The least of some rounds counts. Steps of `--step-ms` are what a device
-would take; the bar is 2% of them.
+The device does nothing, so only host time is measured: scheduling, and snapshots serialized for the
+socket. The minimum over several rounds counts. `--step-ms` is the assumed duration of a step on a
+device; the target is 2% of it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def main() -> None:
         alone, watched = map(min, zip(*pairs, strict=True))
         share = (watched - alone) / (args.step_ms / 1000)
         print(
-            f"{num_rows:5d} rows: {alone * 1e6:7.1f} us a step alone, {watched * 1e6:7.1f} watched:"
+            f"{num_rows:5d} rows: {alone * 1e6:7.1f} us per step, {watched * 1e6:7.1f} subscribed:"
             f" {share:.2%} of {args.step_ms:g} ms"
         )
 
 
 def seconds(num_rows: int, step_ms: float, is_watched: bool) -> float:
-    """CPU seconds of a step of steady decode."""
+    """Return the CPU seconds of a steady decode step."""
     core = decoding_core(num_rows)
     steps_between = round(SECONDS_BETWEEN / (step_ms / 1000))
     for _ in range(5):

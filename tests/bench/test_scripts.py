@@ -18,7 +18,7 @@ import bench
 from benchmarks.engine import first_minute, startup
 from benchmarks.engine.first_minute import Run
 from benchmarks.engine.startup import PHASES
-from benchmarks.engine.trace import report, summarise
+from benchmarks.engine.trace import report, summarize
 from nanovllm.cli import build_parser
 from nanovllm.cli.options import dashed
 from nanovllm.errors import ConfigError
@@ -163,7 +163,7 @@ def test_busy_time_and_gaps() -> None:
         {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 170.0, "dur": 30.0},
         {"ph": "i", "cat": "kernel", "name": "mark", "ts": 900.0},
     ]
-    summary = summarise(events)
+    summary = summarize(events)
     assert (summary.window, summary.busy, summary.gaps) == (100.0, 90.0, {"copy": 10.0})
     assert summary.kernels == {"gemm": [40.0, 30.0], "small": [10.0], "copy": [20.0]}
     lines = [line.split() for line in report(summary, num_steps=2).splitlines()]
@@ -171,4 +171,4 @@ def test_busy_time_and_gaps() -> None:
     assert lines[3] == ["5.0", "10.0%", "before", "copy"]
     assert lines[4] == ["35.0", "70.0%", "1.0", "gemm"]
     with pytest.raises(ConfigError, match="no GPU activity"):
-        summarise([])
+        summarize([])

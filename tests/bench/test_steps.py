@@ -65,7 +65,7 @@ def test_latency_beside_its_floor(measure: Any, capsys: pytest.CaptureFixture[st
         assert "torch" in record["versions"]
     output = capsys.readouterr().out
     assert "floor at 1 TB/s, 1 TFLOP/s" in output
-    assert output.count("of what is possible") == 2
+    assert output.count("of the floor's speed") == 2
 
 
 def test_prefix(measure: Any) -> None:
@@ -80,7 +80,7 @@ def test_samples_without_a_floor(measure: Any, capsys: pytest.CaptureFixture[str
     assert record["floor"] is None
     output = capsys.readouterr().out
     assert "floor unknown" in output
-    assert "of what is possible" not in output
+    assert "of the floor's speed" not in output
 
 
 @pytest.mark.parametrize("depth", [0, 1])
