@@ -23,7 +23,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.structured_cost import made_up
+from benchmarks.engine.structured_cost import synthetic_tokenizer
 from benchmarks.models import model_path
 from benchmarks.workloads import Workload, mixed
 from nanovllm import LLM, SamplingParams
@@ -66,7 +66,7 @@ def write_model(config_file: str, folder: Path) -> int:
     """Write a checkpoint of a config and a synthetic vocabulary; return the vocabulary size."""
     shutil.copy(config_file, folder / "config.json")
     vocab_size = int(json.loads(Path(config_file).read_text())["vocab_size"])
-    made_up(vocab_size).save(str(folder / "tokenizer.json"))
+    synthetic_tokenizer(vocab_size).save(str(folder / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     return vocab_size

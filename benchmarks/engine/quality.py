@@ -6,9 +6,9 @@
 The model is a GGUF file; "dequantized" is the same model in float32, from which the FP8 checkpoints
 are made. They quantize the projections that `quantization="fp8"` quantizes, or "all". The text is
 prose from this project's documentation, or the beginning of --text. Each token but the first is
-predicted from all tokens before it, whose keys and values come from the cache. "fp8 KV, not spread"
-quantizes keys directly, without the Hadamard transform that spreads their outliers. The script
-fails if a case loses more than CASES allows.
+predicted from all tokens before it, whose keys and values come from the cache. "fp8 KV, no
+Hadamard" quantizes keys directly, without the Hadamard transform that spreads their outliers. The
+script fails if a case loses more than CASES allows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_TOKENS = 2200  # tokens of the text that are used
 CASES: dict[str, tuple[str, float]] = {
     "as stored": ("dequantized", 0.001),
     "fp8 KV": ("as stored", 0.005),
-    "fp8 KV, not spread": ("as stored", math.inf),
+    "fp8 KV, no Hadamard": ("as stored", math.inf),
     "fp8 weights": ("dequantized", 0.01),
     "fp8 by output": ("dequantized", 0.01),
     "fp8 by output, all": ("dequantized", math.inf),
@@ -99,7 +99,7 @@ def _needed(name: str) -> list[str]:
 
 
 def _measure_one(model: str, ids: list[int], dtype: str, name: str, folder: Path) -> float:
-    if name == "fp8 KV, not spread":
+    if name == "fp8 KV, no Hadamard":
         with quantizing_without_hadamard():
             return perplexity(model, ids, dtype, enforce_eager=True)
     if name in ("as stored", "fp8 KV"):

@@ -55,7 +55,11 @@ def main() -> None:
     )
     engine, vocab_size = llm.engine, llm.engine.model_config.vocab_size
     if args.mask_us is None:
-        backend = Tokenizer.from_file(args.tokenizer) if args.tokenizer else made_up(vocab_size)
+        backend = (
+            Tokenizer.from_file(args.tokenizer)
+            if args.tokenizer
+            else synthetic_tokenizer(vocab_size)
+        )
         tokenizer = SimpleNamespace(backend_tokenizer=backend)
         end = min(vocab_size, backend.get_vocab_size()) - 1  # no output reaches it
         vocabulary = Vocabulary(tokenizer, frozenset({end}))
@@ -127,7 +131,7 @@ def milliseconds_per_step(llm: LLM, num_rows: int, num_steps: int, asked: Any) -
     return seconds * 1000 / num_steps
 
 
-def made_up(vocab_size: int) -> Tokenizer:
+def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
     """Return a synthetic vocabulary: all bytes, and words of random letters."""
     rng, letters = random.Random(0), "etaoinshrdlucmfwygpbvkxqjz"
     # Byte-level vocabularies map unprintable bytes to higher code points.

@@ -62,5 +62,5 @@ def test_our_own_results() -> None:
     assert table("steps", records)[2:] == ["| m | bs8 | 0.750 | 2.00 |"]
     assert table("startup", records)[2:] == ["| cold | 20.0 |"]
     assert table("prefix", records) == ["old"]
-    with pytest.raises(ConfigError, match=r"no table is called other, only qwen3-0.6b"):
+    with pytest.raises(ConfigError, match=r"there is no table other; the tables are qwen3-0.6b"):
         table("other", [])
