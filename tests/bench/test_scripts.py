@@ -1,4 +1,4 @@
-"""benchmarks/: every documented command can be run, and what the scripts compute is right."""
+"""benchmarks/: every documented command parses, and the scripts compute correct results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from nanovllm.errors import ConfigError
 from tests.bench.test_steps import CONFIG
 from tests.cli.terminal_process import ROOT, run_program
 
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "RESULTS.md"]
+DOCUMENTS = [path for name in (".", "docs", "benchmarks", "benchmarks/notes")
+             for path in (ROOT / name).glob("*.md")]  # fmt: skip
 COMMAND = re.compile(r"(?:python (-m benchmarks\.|bench\.py)|nanovllm (bench) )([^`#]*)")
 
 
@@ -34,12 +35,12 @@ def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def documented() -> list[str]:
-    """All commands in backquotes or in blocks of code, as they would be typed."""
+    """Return all commands in backquotes or code blocks, as they would be typed."""
     report = (ROOT / "benchmarks" / "report.sh").read_text().replace("\\\n", "")
     commands = re.findall(r"^part \S+ (.*)", report, re.MULTILINE)
     commands = [f"python {command}" for command in commands]
     for path in DOCUMENTS:
-        if path.name == "CHANGELOG.md":  # names what is gone, too
+        if path.name == "CHANGELOG.md":  # also names removed commands
             continue
         text = path.read_text()
         pieces = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
@@ -122,7 +123,7 @@ def test_starts_are_listed_and_kept(
     assert all(phase in header for phase in PHASES)
 
 
-# Writes each piece when the last one has been read: the reader notes all of them.
+# Writes each piece once the previous one has been read, so that the reader sees them all.
 PIECES = """\
 import array, fcntl, sys, termios
 unread = array.array("i", [0])

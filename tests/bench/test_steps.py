@@ -1,4 +1,4 @@
-"""benchmarks/engine/steps.py on a CPU, with a model of a few thousand weights."""
+"""benchmarks/engine/steps.py on a CPU, with a tiny model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_samples_without_a_floor(measure: Any, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_decode_steps_are_counted_after_the_last_first_token(folder: Path, depth: int) -> None:
-    """Prompts that enter over several steps: only steps in which all of them decode count."""
+    """If prompts enter over several steps, only steps in which all of them decode count."""
     options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "depth": depth}
     with LLM(folder, max_num_batched_tokens=32, max_model_len=256, **options) as llm:
         workload = uniform(512, num_prompts=3, prompt_len=30, max_tokens=9)
