@@ -38,19 +38,19 @@ def main() -> None:
     with served(args) as (llm, streams):
         for _ in range(args.rounds + 1):
             alone = measure(lambda: asyncio.run(stream_all(llm, streams.prompts, params)))
-            unwatched = measure(streams.post_all)
-            with watcher(streams.port):
-                watched = measure(streams.post_all)
-            rounds.append(Round(alone, unwatched, watched))
+            unsubscribed = measure(streams.post_all)
+            with subscriber(streams.port):
+                subscribed = measure(streams.post_all)
+            rounds.append(Round(alone, unsubscribed, subscribed))
             print(rounds[-1].describe(args.streams * args.max_tokens), flush=True)
     for name in ("seconds", "core_seconds"):
         http = statistics.median(
-            getattr(each.alone, name) / getattr(each.unwatched, name) for each in rounds[1:]
+            getattr(each.alone, name) / getattr(each.unsubscribed, name) for each in rounds[1:]
         )
-        watched_share = statistics.median(
-            getattr(each.unwatched, name) / getattr(each.watched, name) for each in rounds[1:]
+        subscribed_share = statistics.median(
+            getattr(each.unsubscribed, name) / getattr(each.subscribed, name) for each in rounds[1:]
         )
-        print(f"by {name}: HTTP / AsyncLLM {http:.3f}, subscribed / not {watched_share:.3f}")
+        print(f"by {name}: HTTP / AsyncLLM {http:.3f}, subscribed / not {subscribed_share:.3f}")
 
 
 class Streams:
@@ -103,8 +103,8 @@ class Cost(NamedTuple):
 
 class Round(NamedTuple):
     alone: Cost
-    unwatched: Cost
-    watched: Cost
+    unsubscribed: Cost
+    subscribed: Cost
 
     def describe(self, num_tokens: int) -> str:
         return "; ".join(
@@ -128,7 +128,7 @@ def core_seconds(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def watcher(port: int) -> Iterator[None]:
+def subscriber(port: int) -> Iterator[None]:
     """Run another process that subscribes to the engine's events."""
     script = f"import urllib.request as u; list(u.urlopen('http://127.0.0.1:{port}/engine/events'))"
     process = subprocess.Popen([sys.executable, "-c", script])

@@ -25,18 +25,18 @@ def main() -> None:
     args = parse_args()
     for num_rows in args.rows:
         pairs = [
-            [seconds(num_rows, args.step_ms, is_watched) for is_watched in (False, True)]
+            [seconds(num_rows, args.step_ms, has_subscriber) for has_subscriber in (False, True)]
             for _ in range(ROUNDS)
         ]
-        alone, watched = map(min, zip(*pairs, strict=True))
-        share = (watched - alone) / (args.step_ms / 1000)
+        alone, subscribed = map(min, zip(*pairs, strict=True))
+        share = (subscribed - alone) / (args.step_ms / 1000)
         print(
-            f"{num_rows:5d} rows: {alone * 1e6:7.1f} us per step, {watched * 1e6:7.1f} subscribed:"
+            f"{num_rows:5d} rows: {alone * 1e6:7.1f} us per step, {subscribed * 1e6:7.1f} subscribed:"
             f" {share:.2%} of {args.step_ms:g} ms"
         )
 
 
-def seconds(num_rows: int, step_ms: float, is_watched: bool) -> float:
+def seconds(num_rows: int, step_ms: float, has_subscriber: bool) -> float:
     """Return the CPU seconds of a steady decode step."""
     core = decoding_core(num_rows)
     steps_between = round(SECONDS_BETWEEN / (step_ms / 1000))
@@ -45,7 +45,7 @@ def seconds(num_rows: int, step_ms: float, is_watched: bool) -> float:
     begin = time.process_time()
     for step in range(NUM_STEPS):
         core.step()
-        if is_watched and step % steps_between == 0:
+        if has_subscriber and step % steps_between == 0:
             stats = CoreStats(num_running=num_rows, num_decode_tokens=step)
             pickle.dumps(take_snapshot(core, stats, 0.0), pickle.HIGHEST_PROTOCOL)
     return (time.process_time() - begin) / NUM_STEPS
