@@ -31,7 +31,7 @@ def main() -> None:
         alone, subscribed = map(min, zip(*pairs, strict=True))
         share = (subscribed - alone) / (args.step_ms / 1000)
         print(
-            f"{num_rows:5d} rows: {alone * 1e6:7.1f} us per step, {subscribed * 1e6:7.1f} subscribed:"
+            f"{num_rows:5d} rows: {alone * 1e6:7.1f} us per step, {subscribed * 1e6:7.1f} with one:"
             f" {share:.2%} of {args.step_ms:g} ms"
         )
 
