@@ -31,8 +31,8 @@ def main() -> None:
         alone, subscribed = map(min, zip(*pairs, strict=True))
         share = (subscribed - alone) / (args.step_ms / 1000)
         print(
-            f"{num_rows:5d} rows: {alone * 1e6:7.1f} us per step, {subscribed * 1e6:7.1f} with one:"
-            f" {share:.2%} of {args.step_ms:g} ms"
+            f"{num_rows:5d} rows: {alone * 1e6:7.1f} us per step, {subscribed * 1e6:7.1f} with a"
+            f" subscriber: {share:.2%} of {args.step_ms:g} ms"
         )
 
 
