@@ -106,7 +106,7 @@ def test_absurd_options_are_refused_at_once(
     ("dtype", "num_ranks", "match"),
     [
         ("bfloat16", 1, r"weights 14\.96, .* 6\.00 GiB of 8\.00 are free; use a smaller model"),
-        ("float32", 1, r"weights 29\.92, .* 6\.00 GiB of 8\.00 are free; .* a dtype of 16 bits"),
+        ("float32", 1, r"weights 29\.92, .* 6\.00 GiB of 8\.00 are free; .* a 16-bit dtype"),
         ("bfloat16", 2, r"weights 7\.48, .* 3\.00 GiB of 4\.00 are free for each of 2 ranks"),
     ],
 )
