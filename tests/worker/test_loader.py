@@ -239,7 +239,9 @@ def write_shards(folder: Path, checkpoint: TinyCheckpoint, shards: list[Tensors]
 def test_a_problem_names_its_shard(llama: TinyCheckpoint, tmp_path: Path) -> None:
     shards = split_in_three(read_tensors(llama))
     extra = [*shards[:2], shards[2] | {"extra": torch.ones(4)}]
-    with pytest.raises(CheckpointError, match=r"model-00003.safetensors: tensor 'extra' is not part"):
+    with pytest.raises(
+        CheckpointError, match=r"model-00003.safetensors: tensor 'extra' is not part"
+    ):
         run(write_shards(tmp_path / "extra", llama, extra))
     name = next(iter(shards[1]))
     odd = [shards[0], shards[1] | {name: torch.ones(1, 2, 3)}, shards[2]]
