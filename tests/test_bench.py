@@ -1,4 +1,4 @@
-"""`bench.py`: several engines, the same workloads, one measure."""
+"""`bench.py`: several engines run the same workloads and are measured alike."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKLOAD = ["--num-seqs", "2", "--max-input-len", "20", "--max-output-len", "8",
 
 @pytest.mark.slow
 def test_engines_run_the_same_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tiny model in float32: transformers would take minutes where bf16 is emulated."""
+    """A tiny model in float32: with emulated bfloat16, transformers would take minutes."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     results = tmp_path / "results.jsonl"
     engines = ["nanovllm", "transformers"]

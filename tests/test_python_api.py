@@ -1,4 +1,4 @@
-"""vLLM's Python interface: options by their types, conversations, ids of requests, steps."""
+"""vLLM's Python interface: typed options, conversations, request ids, steps."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def async_llm(path: Path) -> Iterator[AsyncLLM]:
 
 
 def test_the_signature_has_every_option() -> None:
-    """Editors complete what the TypedDict lists, and type checkers read its types."""
+    """Editors and type checkers use the TypedDict."""
     typed = {name: each.__forward_arg__ for name, each in EngineOptions.__annotations__.items()}
     aliases = {"block_size": typed.pop("block_size")}
     own = {field.name: str(field.type) for field in fields(EngineConfig) if field.name != "model"}
@@ -145,7 +145,7 @@ def test_chat_continues_the_last_message_or_begins_none(llm: LLM) -> None:
     both = {"add_generation_prompt": True, "continue_final_message": True}
     with pytest.raises(RequestError, match="exclude each other"):
         llm.chat(BEGUN, GREEDY, **both)
-    # As vLLM's callers spell it, and as it was spelled here before.
+    # As callers of vLLM write it, and as it was written here before.
     both["add_generation_prompt"] = False
     assert prompt(BEGUN, **both) == prompt(BEGUN, chat_template_kwargs=both)
 
@@ -254,7 +254,7 @@ def test_a_step_returns_the_new_tokens_of_every_request(llm: LLM) -> None:
 
 
 def test_steps_of_others_lose_nothing(llm: LLM) -> None:
-    """What they bring for requests of `add_request` waits for the next step."""
+    """Outputs for requests of `add_request` are kept for the next `step`."""
     [alone] = llm.generate([[65, 66]], GREEDY, use_tqdm=False)
     seq_id = llm.add_request([65, 66], GREEDY)
     llm.generate([[67] * 40], GREEDY, use_tqdm=False)

@@ -141,11 +141,12 @@ class InputBatch:
 
 
 def sampling_of(params: SamplingParams) -> Sampling:
+    """Return the sampling features that a request needs."""
     if params.temperature == 0:
         return Sampling.GREEDY
-    asked = Sampling.NOISE
+    features = Sampling.NOISE
     if params.min_p:
-        asked |= Sampling.MIN_P
+        features |= Sampling.MIN_P
     if params.top_k or params.top_p < 1:
-        asked |= Sampling.TOP
-    return asked
+        features |= Sampling.TOP
+    return features

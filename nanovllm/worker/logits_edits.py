@@ -29,7 +29,7 @@ MAX_TOKENS = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class SlotExtras:
     """What the sequence in a slot requests beside sampling, with its state between steps."""
 
     row: NewRow
@@ -62,7 +62,7 @@ class EditedRow:
     row: int  # index into the logits
     slot: int
     position: int  # position of the token to be sampled
-    asked: Asked
+    extras: SlotExtras
 
 
 class LogitsEdits:
@@ -71,11 +71,11 @@ class LogitsEdits:
     def __init__(self, input_batch: InputBatch) -> None:
         self.input_batch = input_batch
 
-    def asked_by(self, row: NewRow) -> Asked:
+    def extras_of(self, row: NewRow) -> SlotExtras:
         params = row.params
         allowed, processors = params.allowed_token_ids, list(params.logits_processors)
         is_biased = params.has_penalties or params.logit_bias
-        return Asked(
+        return SlotExtras(
             row,
             bool(is_biased or params.can_exclude_tokens or row.bad_words),
             None if allowed is None else self._upload(sorted(set(allowed))),
@@ -85,12 +85,12 @@ class LogitsEdits:
 
     def apply(self, logits: Tensor, rows: list[EditedRow]) -> None:
         """Edit rows of the logits [sampled rows, vocab_size] in place."""
-        limited = [(row.row, row.asked.allowed) for row in rows if row.asked.allowed is not None]
+        limited = [(row.row, row.extras.allowed) for row in rows if row.extras.allowed is not None]
         for some in in_pieces(limited, lambda pair: len(pair[1])):
             self._keep_allowed(logits, some)
-        self._forbid_bad_words(logits, [row for row in rows if row.asked.row.bad_words])
+        self._forbid_bad_words(logits, [row for row in rows if row.extras.row.bad_words])
         self._add_bias(logits, rows)
-        penalized = [row for row in rows if row.asked.row.params.has_penalties]
+        penalized = [row for row in rows if row.extras.row.params.has_penalties]
         for piece in in_pieces(penalized, lambda row: row.position):
             self._penalize(logits, piece)
 
@@ -108,7 +108,7 @@ class LogitsEdits:
 
     def _forbid_bad_words(self, logits: Tensor, rows: list[EditedRow]) -> None:
         """Forbid the last token of a bad word if the output ends with all its other tokens."""
-        words = [(edited, word) for edited in rows for word in edited.asked.row.bad_words]
+        words = [(edited, word) for edited in rows for word in edited.extras.row.bad_words]
         if not words:
             return
         longest = max(len(word) for _, word in words)
@@ -133,7 +133,7 @@ class LogitsEdits:
         """Add each row's bias; before `min_tokens`, stop tokens get a bias of -inf."""
         entries: list[tuple[int, float]] = []
         for edited in rows:
-            first, row = edited.row * logits.shape[1], edited.asked.row
+            first, row = edited.row * logits.shape[1], edited.extras.row
             bias = (row.params.logit_bias or {}).items()
             entries += [(first + token_id, value) for token_id, value in bias]
             if edited.position < row.num_prompt_tokens + row.params.min_tokens:

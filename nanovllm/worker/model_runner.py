@@ -106,9 +106,9 @@ class ModelRunner:
             return StepResult(tokens[:, None], is_lost=True)
         if extras is None:
             return StepResult(tokens[:, None])
-        for row, asked in extras.asked.items():
-            if asked.processors:
-                asked.output_ids.append(int(tokens[row]))
+        for row, slot_extras in extras.by_row.items():
+            if slot_extras.processors:
+                slot_extras.output_ids.append(int(tokens[row]))
         arrays: dict[str, Any] = dict(zip(names, others, strict=True))
         return StepResult(tokens[:, None], **arrays, failures=extras.failures)
 

@@ -1,4 +1,4 @@
-"""What a model needs is counted before anything is allocated, and refused where it is too much."""
+"""A model's memory needs are computed before allocation; a model that does not fit is rejected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def build(group: TPGroup, dtype: torch.dtype = torch.float32) -> Build:
 
 @pytest.fixture
 def small_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cgroup that is allowed 8 GiB, of which 2 are taken, on a machine with 64."""
+    """A cgroup with a limit of 8 GiB, 2 of them in use, on a machine with 64 GiB."""
     files = tmp_path / "memory.max", tmp_path / "memory.current"
     for file, size in zip(files, (8, 2), strict=True):
         file.write_text(str(size * GIB))
@@ -106,7 +106,7 @@ def test_absurd_options_are_refused_at_once(
     ("dtype", "num_ranks", "match"),
     [
         ("bfloat16", 1, r"weights 14\.96, .* 6\.00 GiB of 8\.00 are free; use a smaller model"),
-        ("float32", 1, r"weights 29\.92, .* 6\.00 GiB of 8\.00 are free; .* a dtype of 16 bits"),
+        ("float32", 1, r"weights 29\.92, .* 6\.00 GiB of 8\.00 are free; .* a 16-bit dtype"),
         ("bfloat16", 2, r"weights 7\.48, .* 3\.00 GiB of 4\.00 are free for each of 2 ranks"),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_model_of_eight_billion_on_a_small_machine(
 
 
 def test_every_rank_looks_at_its_own_memory(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is free may have changed since the engine looked, and differs among devices."""
+    """Free memory may have changed since the engine's check, and differs between devices."""
     monkeypatch.setattr(worker, "check_memory", refuse)
     with engines_of(2), pytest.raises(ConfigError, match=r"rank . of 2"):
         LLM(tiny("llama").path, skip_tokenizer_init=True, device="cpu", dtype="float32")
@@ -166,7 +166,7 @@ def test_other_errors_stay_what_they_are(tiny: Tiny, monkeypatch: pytest.MonkeyP
 
 
 def test_a_model_larger_than_any_memory_is_refused(tmp_path: Path) -> None:
-    """Every size is within its range, and all together are not."""
+    """Each size is within its range, but their product is not."""
     largest = {"vocab_size": 1 << 24, "hidden_size": 1 << 20, "intermediate_size": 1 << 22}
     config = {**saved("mixtral"), **largest, "num_hidden_layers": 1024, "num_local_experts": 256}
     (tmp_path / "config.json").write_text(json.dumps(config))
