@@ -12,8 +12,8 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.errors import RequestError
+from nanovllm.llm import create_engine
 from tests.checkpoints import MIN_GAP, VOCAB_SIZE, TinyCheckpoint
 from tests.devices import DEVICES
 from tests.number_tokenizer import read_numbers
@@ -160,7 +160,9 @@ def test_bad_words_of_several_tokens(tiny: Any, device: str, depth: int) -> None
         for prompt, bad in zip(prompts, words, strict=True)
     ]
     assert all(a != b for a, b in zip(free, want, strict=True))
-    engine = EngineThread(EngineConfig(str(checkpoint.path), device=device, depth=depth, **OPTIONS))
+    engine = create_engine(
+        EngineConfig(str(checkpoint.path), device=device, depth=depth, **OPTIONS)
+    )
     for prompt, bad in zip(prompts, words, strict=True):
         live = engine.prepare(prompt, greedy({}))
         live.completions[0].request = replace(live.completions[0].request, bad_words=bad)
