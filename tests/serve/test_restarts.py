@@ -148,4 +148,4 @@ def test_in_the_end_it_gives_up(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) 
                 assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
         response = server.post("/v1/completions", prompt="x")
         assert response.status_code == 503
-        assert "no more are started" in response.json()["error"]["message"]
+        assert "so it is not restarted" in response.json()["error"]["message"]
