@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type
-_KEEPING_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # added tokens of Phi-3
+_KEEPING_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3 tokens that keep the next space
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _WAY_OUT = "token-id prompts with skip_tokenizer_init=True need no tokenizer"
 

@@ -110,12 +110,12 @@ def test_values_follow_the_formula(
 
 
 def test_every_code_of_fp8(tmp_path: Path) -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    patterns = torch.arange(256, dtype=torch.uint8).view(16, 16)
     scale = torch.tensor([[0.375]])
-    parts = {"a.weight": codes.view(torch.float8_e4m3fn), "a.weight_scale_inv": scale}
+    parts = {"a.weight": patterns.view(torch.float8_e4m3fn), "a.weight_scale_inv": scale}
     kind = fp8_block_kind(16, 16)
     got = read(list_stored(tmp_path, parts, kind.config)["a.weight"])
-    sign, exponent, fraction = codes.int() >> 7, codes.int() >> 3 & 15, codes.int() & 7
+    sign, exponent, fraction = patterns.int() >> 7, patterns.int() >> 3 & 15, patterns.int() & 7
     size = torch.where(
         exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7)
     )
@@ -218,7 +218,7 @@ def test_biases_of_zeros_that_nobody_expects_are_dropped(tmp_path: Path) -> None
     assert tensors.keys() == {"a.weight", "b.bias", "c.bias"}
 
 
-def test_codes_are_refused_where_config_json_has_no_scheme(tmp_path: Path) -> None:
+def test_quantized_tensors_need_a_quantization_config(tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
     save_file(KINDS["awq-32"][0](torch.randn(40, 256)).parts, file)
     for quantization in (None, ROUND_TO_FP8):
@@ -227,15 +227,15 @@ def test_codes_are_refused_where_config_json_has_no_scheme(tmp_path: Path) -> No
             list_tensors(checkpoint)
 
 
-def test_rounding_to_fp8() -> None:
+def test_quantizing_to_fp8() -> None:
     values = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
     values *= torch.tensor([[1.0], [0.0], [1e-37], [8e37], [1e-44], [-5.0]])
     stored = quantize_rows(values)
     got = stored.values.float() * stored.scales
     for row, rounded in zip(values, got, strict=True):
         scale = max(row.abs().max().item() / 448, 2.0**-126)
-        codes = (row / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        torch.testing.assert_close(rounded, codes.float() * scale, rtol=3e-7, atol=1e-44)
+        quantized = (row / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        torch.testing.assert_close(rounded, quantized.float() * scale, rtol=3e-7, atol=1e-44)
     assert got.isfinite().all()
     assert torch.equal(got[1], values[1])
     kept = [0, 2, 3, 5]  # the largest value of each row is exact

@@ -95,8 +95,8 @@ def test_a_header_of_any_length(tmp_path: Path, padding: int) -> None:
 @pytest.mark.parametrize("name", ["m.safetensors", "m.bin"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantized_weights_are_refused(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
-    tensors = {**TENSORS, "codes": torch.ones(4, 4).to(dtype)}
-    with pytest.raises(UnsupportedModelError, match=f"{name}: tensor 'codes' is stored as"):
+    tensors = {**TENSORS, "quantized": torch.ones(4, 4).to(dtype)}
+    with pytest.raises(UnsupportedModelError, match=f"{name}: tensor 'quantized' is stored as"):
         list_file(tmp_path / name, tensors)
 
 

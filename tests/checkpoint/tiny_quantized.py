@@ -72,7 +72,7 @@ def fp8_block(
     dtype: torch.dtype = torch.float32,
 ) -> Quantized:
     (rows, columns), (high, wide) = weight.shape, block
-    codes = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn)
+    quantized = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn)
     values = torch.zeros(rows, columns)
     scales = torch.zeros(-(-rows // high), -(-columns // wide), dtype=dtype)
     for i in range(scales.shape[0]):
@@ -84,9 +84,9 @@ def fp8_block(
             part = slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide)
             scale = scales[i, j].float()
             divided = weight[part] / scale if scale else weight[part]
-            codes[part] = divided.clamp(-448, 448).to(torch.float8_e4m3fn)
-            values[part] = codes[part].float() * scale
-    return Quantized({"weight": codes, name: scales}, values)
+            quantized[part] = divided.clamp(-448, 448).to(torch.float8_e4m3fn)
+            values[part] = quantized[part].float() * scale
+    return Quantized({"weight": quantized, name: scales}, values)
 
 
 def fp8_scaled(
@@ -98,24 +98,24 @@ def fp8_scaled(
     scales = edge_scales(scales, rng) if edges and scales.dim() else scales
     by_row = scales.float().reshape(-1, 1)
     divided = weight / torch.where(by_row == 0, 1.0, by_row)
-    codes = divided.clamp(-448, 448).to(torch.float8_e4m3fn)
+    quantized = divided.clamp(-448, 448).to(torch.float8_e4m3fn)
     stored = scales.reshape(1) if shape == "tensor" else scales
-    return Quantized({"weight": codes, "weight_scale": stored}, codes.float() * by_row)
+    return Quantized({"weight": quantized, "weight_scale": stored}, quantized.float() * by_row)
 
 
 @dataclass(frozen=True)
 class Groups:
     """Unsigned integers by output and input; zero points and scales by output and group."""
 
-    codes: Array
+    integers: Array
     zeros: Array
     scales: Tensor
     group_of: Array
 
     @property
     def values(self) -> Tensor:
-        """Return (value - zero) * scale: small integers times a 16-bit float, which is exact."""
-        numbers = self.codes.astype(np.int64) - self.zeros.astype(np.int64)[:, self.group_of]
+        """Return (integer - zero) * scale: small integers times a 16-bit float, which is exact."""
+        numbers = self.integers.astype(np.int64) - self.zeros.astype(np.int64)[:, self.group_of]
         return torch.from_numpy(numbers).float() * self.scales.float()[:, self.group_of]
 
 
@@ -146,8 +146,8 @@ def make_groups(
         divided = weight.numpy() / np.where(by_input == 0, 1.0, by_input)
     limit = 4.0 * middle
     steps = np.rint(np.clip(divided, -limit, limit)) + zeros[:, group_of]
-    codes = np.clip(steps, 0, 2 * middle - 1).astype(np.int64)
-    return Groups(codes, zeros, scales, group_of)
+    integers = np.clip(steps, 0, 2 * middle - 1).astype(np.int64)
+    return Groups(integers, zeros, scales, group_of)
 
 
 def packed_int(
@@ -162,7 +162,7 @@ def packed_int(
 ) -> Quantized:
     groups = make_groups(weight, rng, edges, bits, group, symmetric, shuffled, dtype=torch.bfloat16)
     parts = {
-        "weight_packed": pack_words(groups.codes, bits),
+        "weight_packed": pack_words(groups.integers, bits),
         "weight_scale": groups.scales,
         "weight_shape": torch.tensor(weight.shape),
     }
@@ -179,7 +179,7 @@ def packed_int(
 def awq(weight: Tensor, rng: np.random.Generator, edges: bool, group: int = 32) -> Quantized:
     groups = make_groups(weight, rng, edges, 4, group, False, False, dtype=torch.float16)
     parts = {
-        "qweight": pack_awq(groups.codes.T),
+        "qweight": pack_awq(groups.integers.T),
         "qzeros": pack_awq(groups.zeros.T),
         "scales": groups.scales.t().contiguous(),
     }
@@ -206,7 +206,7 @@ def gptq(
         stored_zeros = (groups.zeros - offset) % (1 << bits)  # version 1 stores one less
         qzeros = pack_words(stored_zeros.T, bits)
     parts = {
-        "qweight": pack_words(groups.codes, bits).t().contiguous(),
+        "qweight": pack_words(groups.integers, bits).t().contiguous(),
         "qzeros": qzeros,
         "scales": groups.scales.t().contiguous(),
     }
