@@ -109,7 +109,7 @@ def test_the_example_is_what_serve_takes() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"port": "8000"}, "port is not an option here"),
+        ({"port": "8000"}, "port is not supported here"),
         ({"max_num_seqs": "many"}, "max-num-seqs"),
         ({"no_such_option": 1}, "no_such_option"),
         ({"dtype": "int3"}, "dtype"),

@@ -89,8 +89,8 @@ def test_options_are_checked_at_once(model: Path) -> None:
 
 def test_one_answer_may_stand_beside_several() -> None:
     pa = pytest.importorskip("pyarrow")
-    from nanovllm.ray.predictor import _with_answers
+    from nanovllm.ray.predictor import _with_outputs
 
     table = pa.table({"prompt": ["a", "b", "c"]})
     answers: list[dict[str, Any]] = [{"text": "x"}, {"text": ["y", "z"]}, {"error": {}}]
-    assert _with_answers(table, answers)["text"].to_pylist() == [["x"], ["y", "z"], None]
+    assert _with_outputs(table, answers)["text"].to_pylist() == [["x"], ["y", "z"], None]
