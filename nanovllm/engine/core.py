@@ -1,4 +1,4 @@
-"""EngineCore, the main loop: launch the next step, collect the oldest, at any pipeline depth."""
+"""EngineCore, the main loop: launch the next step and collect the oldest one in flight."""
 
 from __future__ import annotations
 

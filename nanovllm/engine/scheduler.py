@@ -219,7 +219,7 @@ class Scheduler:
         leader.followers = {}
 
     def _enqueue(self, seq: Sequence, is_first: bool = False) -> None:
-        """Let a sequence wait to run, or first for its grammar if that is still being compiled."""
+        """Put a sequence into the waiting queue, or let it wait for its grammar first."""
         if seq.matcher is not None and not seq.matcher.is_ready:
             self.waiting_for_grammar[seq.seq_id] = seq
             return
@@ -289,7 +289,7 @@ class Scheduler:
         seq.row_start = 0
 
     def _add_row(self, draft: _Draft, seq: Sequence, end: int) -> None:
-        """Schedule `seq` up to `end`; if that is its last token, the next stays pending."""
+        """Schedule `seq` up to `end`; if that is its last token, add the pending one."""
         start = seq.num_computed
         is_last = end == seq.num_tokens
         draft.rows.append(seq)

@@ -1,4 +1,4 @@
-"""The KV cache: its size and its layout, which only this file knows."""
+"""The size and layout of the KV cache, defined only here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floors against numbers computed by hand."""
+"""Compare roofline floors with numbers computed by hand."""
 
 from __future__ import annotations
 

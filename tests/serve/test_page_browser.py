@@ -339,7 +339,7 @@ FREE_PIXEL = "[...own.map.drawing.context.getImageData(3, 3, 1, 1).data]"
 
 
 def test_the_queue_and_the_steps_show_what_the_stream_says(tabs: Tabs) -> None:
-    """The pool is so small that sequences are preempted; check the first snapshot with one."""
+    """The pool is so small that sequences are preempted; show the first snapshot that has one."""
     sent, steps = [], []
     for _, state in recorded(random.Random(4)):
         sent.append(state)

@@ -13,7 +13,7 @@ class CpuFeatures:
     """CPU features; other dtypes still work, upcast to float32 where that is faster."""
 
     packs: frozenset[torch.dtype]  # dtypes whose weights oneDNN can repack in its own layout
-    multiplies: frozenset[torch.dtype]  # dtypes with native instructions, at least float32's speed
+    multiplies: frozenset[torch.dtype]  # dtypes the CPU multiplies natively, as fast as float32
     has_compiler: bool  # for our own kernels, which upcast weights as they read them
 
     def product_dtype(self, dtype: torch.dtype) -> torch.dtype:

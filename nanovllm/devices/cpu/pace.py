@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 # Threads spin at the barrier after every kernel, so on idle cores CPU time is wall time times the
-# number of threads. If it is less than this fraction, other processes have taken cores away.
+# number of threads. Below this fraction of that product, other processes have taken cores away.
 FAIR_SHARE = 0.8
 MIN_PAUSE, MAX_PAUSE = 8, 64  # runs between two checks; a check may make a run slow
 

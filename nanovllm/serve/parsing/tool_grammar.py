@@ -30,7 +30,7 @@ any_parameter: "<parameter=" /[^>\n]+/ ">\n" untagged "\n"
 class CallRules:
     """The constraints that a grammar enforces."""
 
-    must_call: bool  # only calls, with all schemas enforced; else text too, and strict schemas only
+    must_call: bool  # True: calls only, all schemas enforced; False: text too, strict schemas only
     is_parallel: bool = True  # allow several calls instead of one
     has_reasoning: bool = False  # the output follows reasoning, so newlines may precede it
     special_ids: Mapping[str, int] = field(default_factory=dict)  # ids of all special tokens

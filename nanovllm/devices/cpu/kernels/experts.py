@@ -22,7 +22,9 @@ from nanovllm.devices.cpu.kernels.simd import (
     store,
 )
 
-MAX_TILE_ROWS = 6  # 24 sums fill the registers; experts have few rows, so each count has a tile
+# 24 accumulators fill the registers. Experts get few rows, so each row count up to this one has
+# its own unrolled tile.
+MAX_TILE_ROWS = 6
 EXPERT_TILE = MAX_TILE_ROWS * NUM_STREAMS
 _dot_2, _dot_3, _dot_4, _dot_5, _dot_6 = (make_tile(count) for count in range(2, 7))
 

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 # Division by zero gives infinity: a check in a loop would prevent vectorization.
 kernel = njit(fastmath=FAST, nogil=True, error_model="numpy")
-# For kernels whose quotients are finite only in the order written.
+# Without reassociation, for kernels in which a reordered division could overflow.
 ordered_kernel = njit(fastmath={"contract"}, nogil=True, error_model="numpy")
 part = njit(fastmath=FAST, nogil=True, error_model="numpy", inline="always")
 
@@ -189,10 +189,10 @@ def as_bits(context: Any, value: Any) -> Any:
 
 
 def make_tile(num_rows: int) -> Any:
-    """Return a product of NUM_STREAMS rows of a, `stride` apart, with num_rows rows of b.
+    """Return a function: dot products of NUM_STREAMS rows of a with num_rows rows of b.
 
-    It sets b[sums + row * NUM_STREAMS + stream]. Plain loops add the tail that does not fill a
-    whole cache line.
+    It stores them at b[sums + row * NUM_STREAMS + stream]. Rows of a are `stride` apart; plain
+    loops handle the tail that does not fill a cache line.
     """
 
     @part

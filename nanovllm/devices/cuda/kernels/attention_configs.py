@@ -102,7 +102,10 @@ def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: i
 
 
 def suits_large_tiles(num_rows: int, num_kv_heads: int, num_splits: int) -> bool:
-    """Whether two splits of each context nearly fill a Hopper GPU, with two CTAs on each SM."""
+    """Whether large tiles are faster: two splits per context nearly fill a Hopper GPU.
+
+    There are then two CTAs on each SM.
+    """
     return num_splits == 2 and num_rows * num_kv_heads in LARGE_TILE_PAIRS
 
 

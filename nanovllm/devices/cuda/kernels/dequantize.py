@@ -1,9 +1,8 @@
 """Dequantization in Triton: loads tiles of packed words, and converts them for multiplication.
 
-`quantized_weight.py` describes the layout. A word packs 4 FP8 or 8 int4 values. A *place* is the
-position of a value within its word. The values at one place in all words of a quant block are
-neighboring inputs, followed by those at the next place, so threads convert words to tensor-core
-operands without exchanging data.
+`quantized_weight.py` describes the layout. A word packs 4 FP8 or 8 int4 values. In a quant
+block, the values at position 0 of all words are neighboring inputs, then come those at position 1,
+and so on, so threads convert words to tensor-core operands without exchanging data.
 """
 
 from __future__ import annotations
