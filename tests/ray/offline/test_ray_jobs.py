@@ -112,7 +112,7 @@ def test_killed_actors_and_a_lost_node_cost_no_row(
     add_node(cluster)
     assert len(disturbed) == num_rows
     assert disturbed == whole
-    assert sum("an engine is lost" in record.message for record in caplog.records) >= num_kills
+    assert sum("an engine was lost" in record.message for record in caplog.records) >= num_kills
 
 
 def test_the_command_runs_on_a_cluster(model: Path, options: RowOptions, tmp_path: Path) -> None:
