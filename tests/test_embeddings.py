@@ -136,7 +136,7 @@ def test_chunks_add_up_after_preemption(tiny: Any) -> None:
 
 
 def test_states_are_widened_a_few_at_a_time(tiny: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("nanovllm.worker.logits_reads.TOKENS_AT_A_TIME", 7)
+    monkeypatch.setattr("nanovllm.worker.prompt_logprobs.TOKENS_AT_A_TIME", 7)
     checkpoint, prompts = tiny("qwen3"), [[*range(70)], [3], [*range(14)], [*range(15)], [5, 6]]
     with LLM(checkpoint.path, device="cpu", **OPTIONS) as llm:
         outputs = llm.embed(prompts, "mean", normalize=False, use_tqdm=False)

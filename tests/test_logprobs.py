@@ -149,7 +149,7 @@ def test_those_of_prompts(tiny: Any, device: str, mode: str) -> None:
 
 
 def test_long_prompts_are_scored_piece_by_piece(tiny: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("nanovllm.worker.logits_reads.POSITIONS_AT_A_TIME", 7)
+    monkeypatch.setattr("nanovllm.worker.prompt_logprobs.POSITIONS_AT_A_TIME", 7)
     params = SamplingParams(prompt_logprobs=3, max_tokens=0)
     with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
         outputs = llm.generate([[*range(90)], [*range(40)]], params, use_tqdm=False)

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from benchmarks.kernels.timing import take_turns
 from nanovllm.cli.options import at_least
-from nanovllm.devices.cpu.blocks import to_panels
 from nanovllm.devices.cpu.features import find_cpu_features
+from nanovllm.devices.cpu.gguf_weights import to_panels
 from nanovllm.devices.cpu.kernels.block_types import TYPES
 from nanovllm.devices.cpu.ops import NumbaOps, pack_onednn
 from nanovllm.devices.cpu.program import Launcher

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from nanovllm.engine.request import FinishReason
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StreamPiece
-from nanovllm.serve.model import Model, OneEngine
+from nanovllm.serve.model_interface import Model, OneEngine
 
 LABELS = ("model_name",)
 ENGINE_LABELS = (*LABELS, "engine")  # "engine" is the replica number

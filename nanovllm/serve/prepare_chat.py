@@ -26,7 +26,7 @@ from nanovllm.serve.parsing.parser import OutputParser
 from nanovllm.serve.parsing.tool_grammar import CallRules, tool_grammar
 from nanovllm.serve.parsing.tools import Tool, read_tools
 from nanovllm.serve.service import Service
-from nanovllm.structured.forms import enforced_json
+from nanovllm.structured.grammar_text import enforced_json
 from nanovllm.structured.limits import run_bounded
 from nanovllm.validation import errors_about, require, require_text
 

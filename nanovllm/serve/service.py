@@ -13,7 +13,7 @@ from nanovllm.engine.chat_template import ChatTemplate
 from nanovllm.engine.prompts import at_index
 from nanovllm.errors import PromptTooLongError, RequestError
 from nanovllm.serve.metrics import Metrics
-from nanovllm.serve.model import Model
+from nanovllm.serve.model_interface import Model
 from nanovllm.serve.parsing.formats import choose_formats
 from nanovllm.serve.server_options import ServerOptions
 from nanovllm.validation import errors_about, require

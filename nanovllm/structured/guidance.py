@@ -21,7 +21,7 @@ import numpy as np
 from nanovllm.engine.grammar import Allocate, Bitmasks
 from nanovllm.engine.input_processor import Vocabulary
 from nanovllm.errors import GrammarError
-from nanovllm.structured.forms import grammar_text
+from nanovllm.structured.grammar_text import grammar_text
 from nanovllm.structured.limits import is_risky, run_bounded, try_compiling
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward, Forward, Sampled, StepLogits
 
 if TYPE_CHECKING:
-    from nanovllm.worker.logits_extras import Extras, StepExtras
+    from nanovllm.worker.request_extras import Extras, StepExtras
 
 Sampler = Callable[[StepLogits, StepPlan], Sampled]
 
@@ -62,7 +62,7 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue a step on the device; the next one may be queued before it ends."""
         if self.extras is None and not all(row.is_plain for row in plan.new_rows):
-            from nanovllm.worker.logits_extras import Extras
+            from nanovllm.worker.request_extras import Extras
 
             self.extras = Extras(self.eager, self.steps)
         if plan.block_copies:

@@ -27,7 +27,7 @@ from nanovllm.ops.quantized_weight import Panels, PanelWeight, QuantizedWeight, 
 from nanovllm.ops.torch_ops import ComposedLinear, compose_linear, linear
 
 if TYPE_CHECKING:
-    from nanovllm.devices.cpu.blocks import BlockKernels
+    from nanovllm.devices.cpu.gguf_weights import BlockKernels
 
 # The most rows for our kernels, by the product dtype. With more rows torch's product is faster,
 # even if it includes upcasting the weight: benchmarks/kernels/cpu_products.py.
@@ -51,13 +51,13 @@ class NumbaOps:
     def blocks(self) -> BlockKernels:
         """The kernels of GGUF quant blocks, created for models with such weights."""
         if self._blocks is None:
-            from nanovllm.devices.cpu.blocks import BlockKernels
+            from nanovllm.devices.cpu.gguf_weights import BlockKernels
 
             self._blocks = BlockKernels(self)
         return self._blocks
 
     def pack_blocks(self, kind: str, rows: Tensor) -> Panels:
-        from nanovllm.devices.cpu.blocks import to_panels
+        from nanovllm.devices.cpu.gguf_weights import to_panels
 
         return to_panels(kind, rows)
 
@@ -159,7 +159,7 @@ class NumbaOps:
         return lambda x: linear(x, weight, bias, self.product_dtype)
 
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
-        from nanovllm.devices.cpu.mixture import NumbaExperts
+        from nanovllm.devices.cpu.numba_experts import NumbaExperts
         from nanovllm.ops.torch_experts import ComposedExperts, compose_experts
 
         if isinstance(gate_up, PanelWeight) and isinstance(down, PanelWeight):

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from nanovllm.devices.cpu import mixture
+from nanovllm.devices.cpu import numba_experts as mixture
 from nanovllm.devices.cpu.features import find_cpu_features
 from nanovllm.devices.cpu.ops import NumbaOps
 from nanovllm.devices.cpu.program import Launcher

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.devices.cpu.blocks import Pairs
+from nanovllm.devices.cpu.gguf_weights import Pairs
 from nanovllm.devices.cpu.kernels import experts
 from nanovllm.ops.interface import Routing
 from nanovllm.ops.quantized_weight import PanelWeight

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.engine.step import StepPlan
 from nanovllm.worker.forward import EagerForward, Forward, StepLogits, sampled_rows
 from nanovllm.worker.logits_edits import EditedRow, LogitsEdits, SlotExtras
-from nanovllm.worker.logits_reads import Scores, pool, pooled_spans, score_prompts, scored_spans
+from nanovllm.worker.prompt_logprobs import Scores, pool, pooled_spans, score_prompts, scored_spans
 
 if TYPE_CHECKING:
     from nanovllm.worker.model_runner import CapturedSteps

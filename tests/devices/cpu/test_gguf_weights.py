@@ -16,9 +16,9 @@ import gguf
 import llvmlite.ir as ir
 
 from nanovllm.checkpoint.gguf import BLOCK_TYPES
-from nanovllm.devices.cpu import blocks as panel_products
-from nanovllm.devices.cpu.blocks import to_panels
+from nanovllm.devices.cpu import gguf_weights as panel_products
 from nanovllm.devices.cpu.features import find_cpu_features
+from nanovllm.devices.cpu.gguf_weights import to_panels
 from nanovllm.devices.cpu.kernels import block_types
 from nanovllm.devices.cpu.kernels.block_types import TYPES
 from nanovllm.devices.cpu.ops import NumbaOps
