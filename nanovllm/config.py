@@ -134,7 +134,7 @@ class EngineConfig:
         self._require("step_timeout", is_time, "a number of seconds, or 0 for no limit")
 
     @property
-    def is_for_streams(self) -> bool:
+    def optimizes_latency(self) -> bool:
         """Whether latency matters, so that graphs are captured before the first request."""
         return self.target_inter_token_ms is not None
 

@@ -31,7 +31,7 @@ REMEDIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MemoryEstimate:
     """Minimum memory of a rank, in bytes."""
 
     weights: int
@@ -60,7 +60,7 @@ def check_model(
 
 
 def check_memory(config: EngineConfig, model: ModelConfig, device: Device, build: Build) -> None:
-    needs = count_needs(config, model, build)
+    needs = estimate_memory(config, model, build)
     if device.has_room_for_copy(needs.weights):  # weights are then kept in two layouts
         needs = replace(needs, weights=2 * needs.weights)
     memory, sizes = device.memory(), asdict(needs)
@@ -75,7 +75,7 @@ def check_memory(config: EngineConfig, model: ModelConfig, device: Device, build
         )
 
 
-def count_needs(config: EngineConfig, model: ModelConfig, build: Build) -> Needs:
+def estimate_memory(config: EngineConfig, model: ModelConfig, build: Build) -> MemoryEstimate:
     """Return the memory that a model needs with these options, without allocating any of it."""
     shapes = build_model(model, 1, replace(build, device=torch.device("meta")))
     if build.layouts is not None:  # the parameters depend on the names of tensors
@@ -89,7 +89,7 @@ def count_needs(config: EngineConfig, model: ModelConfig, build: Build) -> Needs
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_len)
     logits = min(config.max_num_seqs, num_tokens) * model.vocab_size
     activations = num_tokens * _elements_per_token(model, build.group.size)
-    return Needs(
+    return MemoryEstimate(
         weights=sum(parameter.nbytes for parameter in shapes.parameters()),
         tables=config.max_num_seqs * slot_bytes + num_ropes * max_len * model.head_dim * 4,
         cache=max(config.num_kvcache_blocks, 1) * (spec.block_bytes + HOST_BYTES),

@@ -192,7 +192,7 @@ def test_needs_count_quant_blocks(tmp_path: Path, kept: list[int]) -> None:
     build = Build(device.torch_device, torch.float32, None, None, ALONE, layouts)  # type: ignore[arg-type]
     run(path)
     norms = (2 * 2 + 1) * 64 * 4
-    assert memory.count_needs(config, model, build).weights == sum(kept) + norms
+    assert memory.estimate_memory(config, model, build).weights == sum(kept) + norms
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

@@ -24,7 +24,7 @@ from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker import host_memory as cpu
 from nanovllm.worker import worker
 from nanovllm.worker.input_batch import InputBatch
-from nanovllm.worker.memory_check import count_needs
+from nanovllm.worker.memory_check import estimate_memory
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import cpu_device
 from tests.models.test_configs import CONFIGS, saved
@@ -55,7 +55,7 @@ def test_weights_are_counted_exactly(name: str) -> None:
     for group in (TPGroup(0, 1), TPGroup(0, 2)):
         if model.num_kv_heads % group.size == 0:
             held = build_model(model, 64, build(group)).parameters()
-            needs = count_needs(config, model, build(group))
+            needs = estimate_memory(config, model, build(group))
             assert needs.weights == sum(parameter.nbytes for parameter in held)
 
 
@@ -66,7 +66,7 @@ def test_tables_are_counted(num_slots: int, max_len: int) -> None:
     tables = InputBatch(cpu_device(), num_slots, max_len, config.kvcache_block_size)
     ropes = build_model(model, max_len, build(TPGroup())).model.ropes
     held = tables.words.nbytes + ropes[0].nbytes
-    assert held <= count_needs(config, model, build(TPGroup())).tables + 4 * max_len <= 2 * held
+    assert held <= estimate_memory(config, model, build(TPGroup())).tables + 4 * max_len <= 2 * held
 
 
 def test_blocks_are_counted() -> None:
@@ -74,7 +74,7 @@ def test_blocks_are_counted() -> None:
     block_bytes = 2 * 2 * 16 * 2 * 24 * 4  # k and v: layers, tokens, heads, dim, float32
     for num_blocks, counted in ((-1, 1), (1, 1), (1000, 1000)):
         config = EngineConfig("m", num_kvcache_blocks=num_blocks, kvcache_block_size=16)
-        needs = count_needs(config, model, build(TPGroup()))
+        needs = estimate_memory(config, model, build(TPGroup()))
         assert counted * block_bytes <= needs.cache <= 1.1 * counted * block_bytes
 
 

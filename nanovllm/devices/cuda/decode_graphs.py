@@ -101,7 +101,7 @@ class DecodeGraphs:
         if len(plan.slots) < MIN_ROWS or not self.can_share:
             return None
         size = self.size_of(len(plan.slots))
-        is_captured = size in self.shared_graphs or not self.device.config.is_for_streams
+        is_captured = size in self.shared_graphs or not self.device.config.optimizes_latency
         if not is_captured or not self.prefixes.find(plan.slots):
             return None
         self.send_slots(plan.slots)  # before the graph: its capture may run the step

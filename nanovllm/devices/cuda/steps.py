@@ -61,7 +61,7 @@ class CudaSteps:
         self, eager: EagerForward, device: CudaDevice, prefill: PrefillGraphs | None
     ) -> None:
         self.eager, self.device, self.prefill = eager, device, prefill
-        self.captures_ahead = device.config.is_for_streams
+        self.captures_ahead = device.config.optimizes_latency
         self.decode = DecodeGraphs(eager, device)
         self.sampler = device.sampler(eager.tables, eager.model.config.vocab_size)
         # Output of the sampler graphs, outside their pool: the next step may run during its copy.
