@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine.quantized_weights --weights fp8 int4 --case bs1 prefill
 
-Weights are random, in the formats of real checkpoints; the LM head stays in bfloat16. MemoryEstimate a CUDA
+Weights are random, in the formats of real checkpoints; the LM head stays in bfloat16. Needs a CUDA
 device that supports these quantized weights.
 """
 
