@@ -4,7 +4,7 @@
     python -m benchmarks.engine.trace --prefill --batch 16 --prompt-len 2048
 
 Traces steady decode steps or, with --prefill, prefill steps. Open the trace of the last batch size
-at https://ui.perfetto.dev. MemoryEstimate a CUDA device.
+at https://ui.perfetto.dev. Needs a CUDA device.
 """
 
 from __future__ import annotations
