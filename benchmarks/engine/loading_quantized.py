@@ -46,7 +46,8 @@ from nanovllm.devices.choose import create_device
 from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
-from nanovllm.worker.loader import UnpackedLayers, choose_layouts, load_weights
+from nanovllm.worker.loader import UnpackedLayers, load_weights
+from nanovllm.worker.quantized_layouts import choose_layouts
 
 GROUP = 128
 Parts = dict[str, Tensor]

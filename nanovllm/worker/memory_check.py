@@ -18,7 +18,8 @@ from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.input_batch import slot_fields
 from nanovllm.worker.kv_cache import kv_cache_spec
-from nanovllm.worker.loader import choose_layouts, named_layers
+from nanovllm.worker.loader import named_layers
+from nanovllm.worker.quantized_layouts import choose_layouts
 
 GIB = 1 << 30
 HOST_BYTES = 200  # estimate of the scheduler's state per block or slot

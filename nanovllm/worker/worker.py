@@ -23,9 +23,10 @@ from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec, choose_num_blocks, kv_cache_spec
-from nanovllm.worker.loader import choose_layouts, fill_dummy_weights, load_weights
+from nanovllm.worker.loader import load_weights
 from nanovllm.worker.memory_check import check_memory, is_shortage
 from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.quantized_layouts import choose_layouts
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,8 @@ class Worker:
         self._agree(0)  # a barrier: no rank loads before all have measured the free memory
         model = build_model(self.model_config, config.max_model_len, build)
         if config.load_format == "dummy":
+            from nanovllm.worker.dummy_weights import fill_dummy_weights
+
             fill_dummy_weights(model, device, config.seed)
         else:
             load_weights(model, self.checkpoint, device, show_progress=group.rank == 0)

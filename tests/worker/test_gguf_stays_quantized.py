@@ -23,7 +23,8 @@ from nanovllm.models.registry import read_config
 from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker import memory_check as memory
 from nanovllm.worker import worker
-from nanovllm.worker.loader import UnpackedLayers, choose_layouts
+from nanovllm.worker.loader import UnpackedLayers
+from nanovllm.worker.quantized_layouts import choose_layouts
 from tests.checkpoint import tiny_gguf
 from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf
 from tests.devices import cpu_device

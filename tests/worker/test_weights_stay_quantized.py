@@ -22,7 +22,8 @@ from nanovllm.ops.quantized_weight import QuantizedWeight
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker import memory_check as memory
-from nanovllm.worker.loader import UnpackedLayers, choose_layouts
+from nanovllm.worker.loader import UnpackedLayers
+from nanovllm.worker.quantized_layouts import choose_layouts
 from tests.checkpoint.tiny_quantized import (
     Kind,
     Twins,
