@@ -295,7 +295,8 @@ def ask_and_pause(llm: AsyncLLM, meanwhile: Callable[[], object]) -> StreamPiece
         assert go_on.wait(240)
 
     async def ask() -> StreamPiece:
-        params = replace(GREEDY, logits_processors=[f"{__name__}:pause"])
+        # Many tokens: an abort that is sent now may be handled a few steps later.
+        params = replace(GREEDY, max_tokens=80, logits_processors=[f"{__name__}:pause"])
         answer = llm.generate([1, 2, 3], params, "mine", is_streaming=False)
         task = asyncio.ensure_future(anext(answer))
         assert await asyncio.to_thread(paused.wait, 240)

@@ -14,7 +14,7 @@ import pickle
 import time
 
 from benchmarks.engine.scheduler_cost import decoding_core
-from nanovllm.serve.core_process import SECONDS_BETWEEN, take_snapshot
+from nanovllm.serve.core_process import SNAPSHOT_SECONDS, take_snapshot
 from nanovllm.serve.core_records import CoreStats
 
 NUM_STEPS = 400
@@ -39,7 +39,7 @@ def main() -> None:
 def seconds(num_rows: int, step_ms: float, has_subscriber: bool) -> float:
     """Return the CPU seconds of a steady decode step."""
     core = decoding_core(num_rows)
-    steps_between = round(SECONDS_BETWEEN / (step_ms / 1000))
+    steps_between = round(SNAPSHOT_SECONDS / (step_ms / 1000))
     for _ in range(5):
         core.step()
     begin = time.process_time()

@@ -233,7 +233,7 @@ CHAIN = {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)}
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        ({"properties": {"x": {"$ref": "#/$defs/0"}}, "$defs": {**CHAIN, "3000": {}}}, "at most"),
+        ({"properties": {"x": {"$ref": "#/$defs/0"}}, "$defs": {**CHAIN, "3000": {}}}, "limit of"),
         ({"propertyNames": {"pattern": "[" * 60_000}}, "propertyNames"),
     ],
     ids=["chain", "pattern"],
