@@ -229,7 +229,8 @@ def test_requests_have_ids_of_their_callers(llm: LLM) -> None:
 
 
 def test_async_requests_are_aborted_by_the_ids_of_their_callers(async_llm: AsyncLLM) -> None:
-    last = ask_and_pause(async_llm, lambda: async_llm.abort("mine"))
+    # LONG: an abort that is sent now may be handled a few steps later.
+    last = ask_and_pause(async_llm, lambda: async_llm.abort("mine"), LONG)
     assert last.output is not None
     assert (last.output.request_id, last.output.finish_reason) == ("mine", "abort")
 
@@ -285,7 +286,9 @@ def test_a_progress_bar_counts_prompts_and_tokens(llm: LLM) -> None:
 # Debugging
 
 
-def ask_and_pause(llm: AsyncLLM, meanwhile: Callable[[], object]) -> StreamPiece:
+def ask_and_pause(
+    llm: AsyncLLM, meanwhile: Callable[[], object], given: SamplingParams = GREEDY
+) -> StreamPiece:
     """Call a function while the core is in its first step, at a breakpoint."""
     paused, go_on = threading.Event(), threading.Event()
 
@@ -295,8 +298,7 @@ def ask_and_pause(llm: AsyncLLM, meanwhile: Callable[[], object]) -> StreamPiece
         assert go_on.wait(240)
 
     async def ask() -> StreamPiece:
-        # Many tokens: an abort that is sent now may be handled a few steps later.
-        params = replace(GREEDY, max_tokens=80, logits_processors=[f"{__name__}:pause"])
+        params = replace(given, logits_processors=[f"{__name__}:pause"])
         answer = llm.generate([1, 2, 3], params, "mine", is_streaming=False)
         task = asyncio.ensure_future(anext(answer))
         assert await asyncio.to_thread(paused.wait, 240)
