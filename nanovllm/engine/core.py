@@ -15,6 +15,7 @@ from nanovllm.engine.request import (
     Request,
     SequenceEnd,
     StepTiming,
+    TokenLogprobs,
     check_length,
     microseconds,
 )
@@ -159,17 +160,14 @@ class EngineCore:
         if self._in_flight:
             self._send_masks()
         streaming = [
-            seq
-            for seq in updated
-            if seq.is_streaming
-            and seq.finish_reason != "error"
-            and seq.request.params.max_tokens != 0
+            seq for seq in updated if seq.is_streaming and seq.request.params.max_tokens != 0
         ]
+        no_logprobs: list[TokenLogprobs | None] = [None]
         return EngineCoreOutputs(
-            [seq.seq_id for seq in streaming],
-            [seq.token_ids[-1] for seq in streaming],
+            [seq.seq_id for seq in streaming for _ in range(seq.num_new)],
+            [each for seq in streaming for each in seq.new_token_ids],
             [self._leave(seq) for seq in updated if seq.finish_reason is not None],
-            [seq.newest_logprobs for seq in streaming],
+            [each for seq in streaming for each in seq.new_logprobs or no_logprobs * seq.num_new],
             plan.num_prefill_tokens,
             plan.num_decode_tokens,
         )
@@ -178,7 +176,8 @@ class EngineCore:
         """Recompute all sequences, because the steps in flight depend on a step that was lost."""
         for plan, pending, _ in self._in_flight:
             if len(plan.masked_rows):  # the step waits for bitmasks, so send some that allow all
-                ended = [None] * len(plan.masked_rows)
+                num_masks = int(plan.num_logits[plan.masked_rows].sum())
+                ended: list[tuple[None, list[int]]] = [(None, [])] * num_masks
                 self.executor.sample(
                     self._get_grammars().masks(ended, self.executor.mask_memory)[0]
                 )
@@ -191,8 +190,8 @@ class EngineCore:
         """Sample the oldest step in flight: all tokens its grammars depend on are now known."""
         plan = self._in_flight[0][0]
         if len(plan.masked_rows):
-            matchers = self.scheduler.matchers(plan)
-            masks, late = self._get_grammars().masks(matchers, self.executor.mask_memory)
+            rows = self.scheduler.matchers(plan)
+            masks, late = self._get_grammars().masks(rows, self.executor.mask_memory)
             self.scheduler.wait_for_grammar(plan.masked_rows[late].tolist())
             self.executor.sample(masks)
 

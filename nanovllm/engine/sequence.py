@@ -44,10 +44,13 @@ class Sequence:
     error: str | None = None  # why one of its logits processors failed
     start_time: float = 0.0  # when its first step was scheduled
     first_token_time: float = 0.0
-    newest_logprobs: TokenLogprobs | None = None  # for its newest token, if requested
+    num_new: int = 0  # tokens that the newest commit appended
+    new_logprobs: list[TokenLogprobs] = field(default_factory=list)  # for these, if requested
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token on
     matcher: Matcher | None = None  # has accepted the known output tokens
     is_dropped: bool = False  # whether to discard the token that the step in flight samples
+    drafts: list[int] = field(default_factory=list)  # verified by the step in flight
+    has_rejected: bool = False  # whether its slot may count rejected drafts
     pooled: Vector | None = None
 
     leader: Sequence | None = None  # first sample of the prompt, whose blocks this one shares
@@ -80,6 +83,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Number of tokens that are sampled but not yet known to the host."""
         return self.num_tokens - len(self.token_ids)
+
+    @property
+    def new_token_ids(self) -> array[int]:
+        """Tokens that the newest commit appended."""
+        return self.token_ids[len(self.token_ids) - self.num_new :]
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -89,6 +89,13 @@ class GuidanceMatcher:
         self.inner.consume_token(token_id)
         return self.inner.is_stopped() and not self.inner.is_error()
 
+    def num_allowed(self, drafts: list[int]) -> int:
+        """Return how many drafts the grammar allows; none if its bitmasks take long."""
+        if self.job is not None or self.compiled.is_slow:
+            return 0
+        stop = next((i for i, each in enumerate(drafts) if each in self.stop_token_ids), None)
+        return self.inner.validate_tokens(drafts[:stop])
+
 
 @dataclass(frozen=True, slots=True)
 class Tools:
@@ -136,31 +143,37 @@ class GuidanceEngine:
         return matcher
 
     def masks(
-        self, matchers: Sequence[GuidanceMatcher | None], allocate: Allocate
+        self, rows: Sequence[tuple[GuidanceMatcher | None, list[int]]], allocate: Allocate
     ) -> tuple[Bitmasks, list[int]]:
-        """Return the next bitmask of each matcher, and the late rows, whose bitmask is not ready.
+        """Return the bitmasks of each matcher, and the indices of those that are not ready.
 
-        None stands for a sequence that has finished: its row allows every token. The next call
-        overwrites the returned memory.
+        A matcher has a bitmask for the next token and one after each of its drafts. None stands for
+        a sequence that has finished: it allows every token. The next call overwrites the memory.
         """
-        masks, late = self._memory_for(len(matchers), allocate), []
+        num_masks = sum(1 + len(drafts) for _, drafts in rows)
+        masks, late, row = self._memory_for(num_masks, allocate), [], 0
         eos, address = self._get_tools().eos_token_ids, masks.ctypes.data
         now = time.thread_time()  # CPU time, so that a busy machine makes no grammar slow
         end = now + MAX_STEP
-        for row, matcher in enumerate(matchers):
+        for index, (matcher, drafts) in enumerate(rows):
             if matcher is None:
-                masks[row] = -1
-            elif matcher.mask is not None:
+                masks[row : row + 1 + len(drafts)] = -1
+            elif matcher.mask is not None and not drafts:
                 masks[row] = matcher.mask
                 allow_stops(matcher, masks[row], eos)
-            elif matcher.compiled.is_slow or now > end:
+            elif not drafts and (matcher.compiled.is_slow or now > end):
                 matcher.job = self._threads.submit(self._compute_ahead, matcher)
-                late.append(row)
+                late.append(index)
             else:
-                compute_mask(matcher, masks[row], address + row * masks.strides[0])
+                for place, draft in enumerate([*drafts, None], row):
+                    compute_mask(matcher, masks[place], address + place * masks.strides[0])
+                    allow_stops(matcher, masks[place], eos)
+                    if draft is not None:
+                        matcher.inner.consume_token(draft)
+                matcher.inner.rollback(len(drafts))
                 before, now = now, time.thread_time()
-                matcher.compiled.is_slow = now - before > SLOW_MASK
-                allow_stops(matcher, masks[row], eos)
+                matcher.compiled.is_slow = now - before > SLOW_MASK * (1 + len(drafts))
+            row += 1 + len(drafts)
         return masks, late
 
     def wait(self, matchers: list[GuidanceMatcher]) -> None:

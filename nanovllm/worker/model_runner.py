@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -61,6 +61,7 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue a step on the device; the next one may be queued before it ends."""
+        plan = with_drafts_as_rows(plan)
         if self.extras is None and not all(row.is_plain for row in plan.new_rows):
             from nanovllm.worker.request_extras import Extras
 
@@ -103,14 +104,36 @@ class ModelRunner:
     ) -> StepResult:
         tokens, *others = fetched.result()
         if self.steps is not None and self.steps.has_lost_step():
-            return StepResult(tokens[:, None], is_lost=True)
+            return StepResult(tokens, is_lost=True)
         if extras is None:
-            return StepResult(tokens[:, None])
+            return StepResult(tokens)
         for row, slot_extras in extras.by_row.items():
             if slot_extras.processors:
                 slot_extras.output_ids.append(int(tokens[row]))
         arrays: dict[str, Any] = dict(zip(names, others, strict=True))
-        return StepResult(tokens[:, None], **arrays, failures=extras.failures)
+        return StepResult(tokens, **arrays, failures=extras.failures)
+
+
+def with_drafts_as_rows(plan: StepPlan) -> StepPlan:
+    """Split each row with drafts into decode rows, one for each position, that share its slot.
+
+    Keys and values are written before attention reads them, so each row sees those before it.
+    """
+    if plan.num_logits.max(initial=0) <= 1:
+        return plan
+    num_rows = np.maximum(plan.num_logits, 1)
+    ends = np.cumsum(num_rows)
+    indices = np.repeat(np.arange(len(num_rows)), num_rows)
+    offsets = (np.arange(len(indices)) - (ends - num_rows)[indices]).astype(np.int32)
+    masked = np.isin(indices, plan.masked_rows)
+    return replace(
+        plan,
+        slots=plan.slots[indices],
+        starts=plan.starts[indices] + offsets,
+        counts=np.where(num_rows > 1, 1, plan.counts)[indices],
+        num_logits=np.minimum(plan.num_logits, 1)[indices],
+        masked_rows=np.flatnonzero(masked).astype(np.int32),
+    )
 
 
 def keep_allowed(device: Device, logits: Tensor, plan: StepPlan, masks: IntColumn) -> None:
