@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from nanovllm.errors import CheckpointError, ConfigError
@@ -12,6 +13,7 @@ from nanovllm.validation import check_choices, check_types, option, require, sug
 
 WHOLE_CONTEXT = 2**31 - 1  # a max_model_len that stands for the model's own limit
 SERVING_TARGET_MS = 25.0  # default target_inter_token_ms of AsyncLLM and of servers
+MAX_SPECULATIVE_TOKENS = 32
 DTYPES = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # aliases in PyTorch and vLLM
@@ -28,6 +30,29 @@ def tokens(text: str) -> int:
     if math.isinf(number):
         raise ValueError
     return round(number)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """The content of `EngineConfig.speculative_config`, under vLLM's names."""
+
+    method: Literal["ngram", "suffix"]
+    num_speculative_tokens: int = 7
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
+        """Check the options and return them as a record."""
+        require(isinstance(options, Mapping), "speculative_config", "a dict", options, ConfigError)
+        known = [each.name for each in fields(cls)]
+        for name in options:
+            require(name in known, "speculative_config", f"made of {known}", name, ConfigError)
+        config = cls(**{"method": None, **options})
+        check_choices(config)
+        count = config.num_speculative_tokens
+        is_count = type(count) is int and 1 <= count <= MAX_SPECULATIVE_TOKENS
+        expected = f"between 1 and {MAX_SPECULATIVE_TOKENS}"
+        require(is_count, "num_speculative_tokens", expected, count, ConfigError)
+        return config
 
 
 @suggest_fields
@@ -91,6 +116,13 @@ class EngineConfig:
         alias="-q",
         unset="the checkpoint's own",
     )
+    speculative_config: Mapping[str, Any] | None = option(
+        None,
+        "JSON for speculative decoding: method (ngram or suffix) and num_speculative_tokens",
+        hash=False,
+        parse=json.loads,
+        unset="no drafts",
+    )
 
     def __post_init__(self) -> None:
         if type(self.dtype).__name__ == "dtype":  # a torch.dtype, without importing torch
@@ -130,6 +162,8 @@ class EngineConfig:
         is_time = target is None or 0 < target < math.inf
         self._require("target_inter_token_ms", is_time, "a time above 0 in milliseconds, or None")
         self._require("depth", self.depth in (None, 0, 1), "0, 1 or None")
+        if self.speculative_config is not None:
+            SpeculativeConfig.read(self.speculative_config)
         is_time = 0 <= self.step_timeout < float("inf")
         self._require("step_timeout", is_time, "a number of seconds, or 0 for no limit")
 

@@ -45,7 +45,6 @@ IGNORED_WITH_VALUE = {
 }
 # Options that would change outputs or speed, with the values at which they have no effect.
 UNSUPPORTED_OPTIONS = {
-    "speculative_config": ("none",),
     "pipeline_parallel_size": ("1",),
     "cpu_offload_gb": ("0", "0.0"),
     "lora_modules": (),
@@ -84,6 +83,7 @@ class EngineOptions(TypedDict, total=False):
     data_parallel_size: int
     kv_cache_dtype: str
     quantization: str | None
+    speculative_config: Mapping[str, Any] | None
 
 
 def drop_vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Drafter: propose tokens for speculative decoding, as many as measurements say are worthwhile.
+"""Drafter: how many tokens to propose for speculative decoding, by measured gain.
 
 Drafts never change an output: the engine samples every position as plain decoding would, and keeps
 the sampled tokens up to the first one that differs from its draft.
@@ -6,130 +6,128 @@ the sampled tokens up to the first one that differs from its draft.
 
 from __future__ import annotations
 
-from array import array
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
-
-from nanovllm.engine.match_index import MatchIndex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
 
-MAX_STORED = 1 << 16  # tokens per generation of a store
-MAX_STORES = 64  # cache salts with a store
+NUM_CLASSES = 4  # of proposals, by how certain they are
 MAX_PAUSE = 32  # steps between two attempts, while drafts are not worthwhile
 RATE = 0.15  # weight of the newest measurement in a moving average
 
 
+class Proposal(NamedTuple):
+    token_ids: list[int]
+    certainty: int  # below NUM_CLASSES
+
+
+class Proposer(Protocol):
+    """Guesses how sequences continue. A sequence's known tokens are its `token_ids`."""
+
+    def propose(self, seq: Sequence, most: int) -> Proposal | None:
+        """Return up to `most` tokens that may follow, or None."""
+
+    def finished(self, seq: Sequence) -> None:
+        """Forget a sequence that has ended; may be called for one that was never proposed for."""
+
+
 @dataclass(slots=True)
 class DraftState:
-    """What the drafter knows of a sequence."""
+    """What the drafter has learned about a sequence."""
 
-    index: MatchIndex = field(default_factory=MatchIndex)
     acceptance: float = 0.5  # moving average of whether a draft was accepted
-    pause: int = 0  # steps to wait after the next draft that is not worthwhile
-    num_waiting: int = 0  # steps left to wait
-    match_class: int = 0
+    certainty: int = 0  # of its newest proposal
+    pause: int = 0  # length of its last pause, in steps
+    num_paused: int = 0  # steps until the pause ends
 
-
-class OutputStore:
-    """The newest outputs of one cache salt, in two generations: the older one is dropped whole."""
-
-    def __init__(self) -> None:
-        self.generations = [MatchIndex()]
-
-    def add(self, token_ids: array[int]) -> None:
-        if len(self.generations[0].tokens) > MAX_STORED:
-            self.generations = [MatchIndex(), self.generations[0]]
-        token_ids.append(-1)  # separates outputs
-        self.generations[0].extend(token_ids)
+    def wait(self) -> None:
+        """Pause, twice as long as the last time."""
+        self.pause = self.num_paused = min(2 * self.pause + 1, MAX_PAUSE)
 
 
 class Drafter:
-    """Proposes what followed the newest tokens when they occurred before.
+    """Drafts as many tokens as give the most tokens per second.
 
-    `ngram` searches the sequence itself; `suffix` also recent outputs with the same cache salt.
+    The estimate combines the acceptance of earlier drafts, of the sequence and of all proposals of
+    the same certainty, with the measured time of decode steps by their number of rows.
     """
 
-    def __init__(self, method: Literal["ngram", "suffix"], num_speculative_tokens: int) -> None:
+    def __init__(self, proposer: Proposer, num_speculative_tokens: int) -> None:
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
-        self._has_store = method == "suffix"
+        self._proposer = proposer
         self._most = num_speculative_tokens
         self._states: dict[int, DraftState] = {}  # keyed by seq_id
-        self._stores: OrderedDict[str | None, OutputStore] = OrderedDict()  # keyed by cache salt
-        self._acceptance = [0.5] * 4  # by length of the match, as `DraftState.acceptance`
+        self._acceptance = [0.5] * NUM_CLASSES  # by certainty
         self._seconds: dict[int, float] = {}  # of a decode step, by the bit length of its rows
+        self._measured: set[int] = set()  # the same sizes, once a step has run
 
-    def propose(self, seq: Sequence, most: int, num_rows: int) -> list[int]:
-        """Return up to `most` drafts for a sequence in a step of `num_rows` rows."""
-        state = self._states.get(seq.seq_id)
-        if state is None:
-            state = self._states[seq.seq_id] = DraftState()
-        state.index.extend(seq.token_ids[len(state.index.tokens) :])
-        if state.num_waiting:
-            state.num_waiting -= 1
+    def is_promising(self, seq: Sequence) -> bool:
+        """Whether to wait for a sequence's pending token, because drafts may follow it."""
+        state = self._states.setdefault(seq.seq_id, DraftState())
+        if state.num_paused:
+            state.num_paused -= 1
+            return False
+        return self._proposer.propose(seq, 1) is not None
+
+    def draft(self, seq: Sequence, most: int, num_rows: int) -> list[int]:
+        """Return up to `most` drafts for a row of a step with `num_rows` rows."""
+        state = self._states.setdefault(seq.seq_id, DraftState())
+        if state.num_paused:
+            state.num_paused -= 1
             return []
-        indices = [state.index]
-        if self._has_store and seq.request.cache_salt in self._stores:
-            indices += self._stores[seq.request.cache_salt].generations
-        context = seq.token_ids[-64:]
-        found = [(index.find(context), index) for index in indices]
-        matches = [(match, index) for match, index in found if match is not None]
-        if not matches:
+        proposal = self._proposer.propose(seq, min(most, self._most))
+        if proposal is None:
             return []
-        match, index = max(matches, key=lambda pair: pair[0].length)
-        state.match_class = min(match.length.bit_length() - 2, 3)
-        count = self._worthwhile(state, min(most, self._most), num_rows)
-        return follow(index, match.start, count, may_repeat=index is state.index)
+        state.certainty = proposal.certainty
+        return proposal.token_ids[: self._best_count(state, len(proposal.token_ids), num_rows)]
 
     def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Learn from the verification of a sequence's drafts."""
+        """Learn how many drafts of a sequence were accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
         state = self._states[seq.seq_id]
-        outcomes = [1.0] * num_accepted + [0.0] * (num_accepted < num_drafts)
-        for outcome in outcomes:
+        for outcome in [1.0] * num_accepted + [0.0] * (num_accepted < num_drafts):
             state.acceptance += RATE * (outcome - state.acceptance)
-            average = self._acceptance[state.match_class]
-            self._acceptance[state.match_class] += RATE * (outcome - average)
-        if num_accepted == 0:
-            state.pause = min(2 * state.pause + 1, MAX_PAUSE)
-            state.num_waiting = state.pause
-        else:
+            self._acceptance[state.certainty] += RATE * (
+                outcome - self._acceptance[state.certainty]
+            )
+        if num_accepted:
             state.pause = 0
+        else:
+            state.wait()
 
     def measured(self, num_rows: int, seconds: float) -> None:
         """Learn how long a decode step takes."""
         size = num_rows.bit_length()
+        if size not in self._measured:  # the first step of a size may capture a graph
+            self._measured.add(size)
+            return
         old = self._seconds.get(size, seconds)
         self._seconds[size] = old + RATE * (min(seconds, 2 * old) - old)
 
     def finished(self, seq: Sequence) -> None:
+        """Forget a sequence that has ended."""
         self._states.pop(seq.seq_id, None)
-        if self._has_store and len(seq.token_ids) > seq.num_prompt_tokens:
-            salt = seq.request.cache_salt
-            store = self._stores.setdefault(salt, OutputStore())
-            self._stores.move_to_end(salt)
-            store.add(seq.token_ids[seq.num_prompt_tokens :])
-            if len(self._stores) > MAX_STORES:
-                self._stores.popitem(last=False)
+        self._proposer.finished(seq)
 
-    def _worthwhile(self, state: DraftState, most: int, num_rows: int) -> int:
-        """Return the number of drafts with the most tokens per second; 0 if none are worthwhile."""
-        acceptance = (state.acceptance + self._acceptance[state.match_class]) / 2
-        best, best_rate, expected, chance = 0, num_rows / self._cost(num_rows), float(num_rows), 1.0
+    def _best_count(self, state: DraftState, most: int, num_rows: int) -> int:
+        """Return the number of drafts with the highest expected rate; 0 if none is worthwhile."""
+        acceptance = (state.acceptance + self._acceptance[state.certainty]) / 2
+        best, best_rate = 0, num_rows / self._cost(num_rows)
+        expected, chance = float(num_rows), 1.0  # tokens of the step
         for count in range(1, most + 1):
             chance *= acceptance
             expected += chance
+            if count & (count + 1):  # only 1, 3, 7, 15 and 31, so that fewer graphs are captured
+                continue
             rate = expected / self._cost(num_rows + count)
             if rate > best_rate:
                 best, best_rate = count, rate
         if best == 0:
-            state.pause = min(2 * state.pause + 1, MAX_PAUSE)
-            state.num_waiting = state.pause
-            return int(state.pause == MAX_PAUSE)  # try one now and then: it may have become better
+            state.wait()
+            return int(state.pause == MAX_PAUSE)  # try one: acceptance may have risen
         return best
 
     def _cost(self, num_rows: int) -> float:
@@ -138,12 +136,3 @@ class Drafter:
             if size in self._seconds:
                 return self._seconds[size]
         return 1.0
-
-
-def follow(index: MatchIndex, start: int, count: int, *, may_repeat: bool) -> list[int]:
-    """Return `count` tokens from `start` on; at the end of the sequence itself they repeat."""
-    drafts = index.tokens[start : start + count].tolist()
-    period = len(index.tokens) - start
-    while may_repeat and len(drafts) < count:
-        drafts.append(drafts[len(drafts) - period])
-    return drafts[: drafts.index(-1)] if -1 in drafts else drafts

@@ -52,9 +52,8 @@ class GrammarEngine(Protocol):
     ) -> tuple[Bitmasks, list[int]]:
         """Return the bitmasks of each matcher, and the indices of those that are not ready.
 
-        A matcher with drafts has a bitmask for the next token and one after each of its drafts. None
-        in place of a matcher (its sequence has ended) allows every token. The next call may reuse
-        the memory.
+        A matcher has a bitmask for the next token and one after each of its drafts. None, for a
+        sequence that has ended, allows every token. The next call may reuse the memory.
         """
 
     def wait(self, matchers: list[Any]) -> None:

@@ -6,11 +6,11 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.drafter import Drafter
 from nanovllm.engine.grammar import Matcher
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.request import FinishReason
@@ -24,6 +24,9 @@ from nanovllm.engine.step import (
     StepResult,
 )
 from nanovllm.sampling_params import NO_TOKEN
+
+if TYPE_CHECKING:
+    from nanovllm.engine.drafter import Drafter
 
 
 class Scheduler:
@@ -211,7 +214,7 @@ class Scheduler:
             num_tokens = seq.num_tokens
             if seq.slot == NO_SLOT or num_tokens >= seq.max_len:
                 continue  # preempted by an earlier row of this plan, or its last token is in flight
-            if seq.num_pending and (seq.is_serial or seq.drafts):
+            if seq.num_pending and self._must_wait(seq):
                 continue
             end = min(num_tokens, seq.num_computed + builder.budget)
             drafts = [] if self.drafter is None else self._propose(seq, builder)
@@ -343,16 +346,24 @@ class Scheduler:
         if seq.followers and end >= seq.num_prompt_tokens:
             self._prefilled_leaders.append(seq)
 
+    def _must_wait(self, seq: Sequence) -> bool:
+        """Whether a sequence runs only once the host knows its pending token."""
+        if seq.is_serial or seq.drafts:
+            return True
+        is_decode = seq.num_computed == seq.num_tokens - 1
+        return self.drafter is not None and is_decode and self.drafter.is_promising(seq)
+
     def _propose(self, seq: Sequence, builder: _PlanBuilder) -> list[int]:
         """Return drafts for a decode row: tokens that may follow its newest one."""
         assert self.drafter is not None
-        most = min(builder.budget, seq.max_len - seq.num_tokens) - 1
+        num_free = seq.capacity - seq.num_tokens + self.blocks.num_free * self.blocks.block_size
+        most = min(builder.budget - 1, seq.max_len - seq.num_tokens - 1, num_free)
         if seq.num_pending or seq.is_serial or seq.num_computed < seq.num_tokens - 1 or most < 1:
             return []
         most = min(
             most, seq.capacity + self.blocks.num_free * self.blocks.block_size - seq.num_tokens
         )
-        drafts = self.drafter.propose(seq, most, len(self.running))
+        drafts = self.drafter.draft(seq, most, len(self.running))
         return drafts if seq.matcher is None else drafts[: seq.matcher.num_allowed(drafts)]
 
     def _verified(self, seq: Sequence, token_ids: list[int]) -> list[int]:
