@@ -1,0 +1,162 @@
+"""Speculative decoding gives the outputs of plain decoding, whatever requests ask for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.errors import ConfigError
+from nanovllm.outputs import RequestOutput
+from tests.byte_tokenizer import with_tokenizer
+from tests.checkpoints import VOCAB_SIZE
+from tests.replayed_drafts import EagerDrafter, Replay
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPTIONS: dict[str, Any] = {
+    "kvcache_block_size": 16,
+    "max_num_seqs": 8,
+    "max_model_len": 128,
+    "dtype": "float32",
+    "device": "cpu",
+}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 7}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ab", "no"]}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+GRAMMARS: list[dict[str, Any]] = [
+    {"json": SCHEMA},
+    {"regex": "[a-c]{3}-[0-9]{2,4}"},
+    {"choice": ["yes", "no", "no one"]},
+    {"regex": "[0-9]{2}", "after": "a"},
+]
+# Each is combined at random with the others.
+FEATURES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"top_p": 0.8},
+    {"top_k": 9, "min_p": 0.01},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"repetition_penalty": 1.3},
+    {"logit_bias": {9: 3.0, 11: -5.0}},
+    {"bad_words": ["ab", "b"]},
+    {"min_tokens": 6, "stop_token_ids": [*range(0, VOCAB_SIZE, 7)]},
+    {"stop": ["a", "}"]},
+    {"logprobs": 2},
+    {"n": 2},
+    {"max_tokens": 8},
+    {"prompt_logprobs": 1},
+    {"logits_processors": ["tests.test_speculation:prefer_the_last"]},
+]
+
+
+def prefer_the_last(output_token_ids: list[int], logits: Any) -> Any:
+    if output_token_ids:
+        logits[output_token_ids[-1]] += 1.0
+    return logits
+
+
+@pytest.fixture(scope="module")
+def path(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("speculation") / "qwen3"
+    return str(with_tokenizer(tiny("qwen3").path, folder))
+
+
+def make_requests(rng: random.Random) -> tuple[list[list[int]], list[SamplingParams]]:
+    base = [rng.randrange(5, 90) for _ in range(24)]
+    prompts, params = [], []
+    for _ in range(rng.choice([1, 3, 6])):
+        prompts.append(base[: rng.randrange(1, 25)] + [rng.randrange(5, 90) for _ in range(4)])
+        asked: dict[str, Any] = {"max_tokens": 20, "seed": rng.randrange(1000)}
+        for feature in rng.sample(FEATURES, rng.randrange(4)):
+            asked |= feature
+        if rng.random() < 0.3:
+            asked["structured_outputs"] = rng.choice(GRAMMARS)
+        if asked.get("temperature") == 0.0:
+            asked.pop("n", None)
+        params.append(SamplingParams(**asked))
+    return prompts, params
+
+
+def tokens_of(output: RequestOutput) -> list[tuple[list[int], str | None, str]]:
+    return [(each.token_ids, each.finish_reason, each.text) for each in output.outputs]
+
+
+def assert_equal_logprobs(output: RequestOutput, want: RequestOutput) -> None:
+    for each, plain in zip(output.outputs, want.outputs, strict=True):
+        assert (each.logprobs is None) == (plain.logprobs is None)
+        for found, right in zip(each.logprobs or [], plain.logprobs or [], strict=True):
+            assert {i: x.rank for i, x in found.items()} == {i: x.rank for i, x in right.items()}
+            for token_id, logprob in found.items():
+                assert logprob.logprob == pytest.approx(right[token_id].logprob, abs=1e-4)
+
+
+@pytest.mark.endurance
+@pytest.mark.parametrize("depth", [0, 1])
+def test_drafts_change_no_output(path: str, depth: int, count: Callable[[int], int]) -> None:
+    num_drafted = num_accepted = num_preemptions = 0
+    options = {**OPTIONS, "depth": depth}
+    with (
+        LLM(path, **options) as plain,
+        LLM(path, **options) as large,
+        LLM(path, **options, num_kvcache_blocks=8, max_num_batched_tokens=24) as small,
+    ):
+        for seed in range(count(500)):
+            rng = random.Random(1000 * depth + seed)
+            prompts, params = make_requests(rng)
+            wanted = plain.generate(prompts, params, use_tqdm=False)
+            recorded = [
+                want.prompt_token_ids + each.token_ids for want in wanted for each in want.outputs
+            ]
+            llm = small if rng.random() < 0.5 else large
+            scheduler = llm.engine.core.scheduler
+            scheduler.drafter = drafter = EagerDrafter(Replay(recorded, VOCAB_SIZE, rng=rng), 7)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            for output, want in zip(outputs, wanted, strict=True):
+                assert tokens_of(output) == tokens_of(want), seed
+                assert_equal_logprobs(output, want)
+            scheduler.check()
+            assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+            num_drafted += drafter.num_draft_tokens
+            num_accepted += drafter.num_accepted_tokens
+        num_preemptions = small.engine.core.scheduler.num_preemptions
+    assert num_drafted > 1.2 * num_accepted > 5 * count(500)
+    assert num_preemptions > 0
+
+
+def test_repeated_text_is_drafted(path: str) -> None:
+    """A grammar that allows one text: after its first repetition every draft is accepted."""
+    params = SamplingParams(
+        temperature=0, max_tokens=60, structured_outputs={"regex": "(abc-12 ){9}"}
+    )
+    with LLM(path, **OPTIONS) as llm:
+        [want] = llm.generate([[7, 8, 9]], params, use_tqdm=False)
+        num_steps = len(llm.engine.core.timings)
+    with LLM(path, **OPTIONS, speculative_config=NGRAM) as llm:
+        [output] = llm.generate([[7, 8, 9]], params, use_tqdm=False)
+        drafter = llm.engine.core.scheduler.drafter
+        assert len(llm.engine.core.timings) < 0.6 * num_steps
+    assert output.token_ids == want.token_ids
+    assert drafter is not None
+    assert drafter.num_accepted_tokens > 20
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "method must be one of ngram, suffix"),
+        ({"method": "eagle"}, "method must be one of ngram, suffix"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "between 1 and 32"),
+        ({"method": "ngram", "tokens": 3}, "speculative_config must be made of"),
+        ("ngram", "speculative_config must be a dict"),
+    ],
+)
+def test_wrong_options(path: str, config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(path, **OPTIONS, speculative_config=config)
