@@ -132,9 +132,9 @@ class CudaSteps:
             return False
         logger.warning(
             "A decode step gave up waiting for the rest of the device: its sequences are "
-            "recomputed, and sequences alone run layer by layer from now on"
+            "recomputed, and all steps run layer by layer from now on"
         )
-        self.decode.max_persistent_context = 0
+        self.decode.persistent_tokens.clear()
         return True
 
     def run_every_size(self) -> None:
