@@ -170,13 +170,25 @@ def take_all(source, now, BITS: gl.constexpr):
 def add_columns(stream, t, g, x, totals, N: gl.constexpr, LINE: gl.constexpr, PIECE: gl.constexpr):
     """Add the products of N tiles of every block with their part of x."""
     held_x = stream.hold_x(x, LINE)
+    for b in range(len(totals)):  # not unrolled: the code of all phases must fit into its cache
+        own = totals[0]
+        for k in gl.static_range(1, len(totals)):
+            own = chosen(b == k, totals[k], own)
+        own = stream.add_tiles(t + b * N, g + b, x, held_x, 0, N, own, LINE, stream.flying, PIECE)
+        found = ()
+        for k in gl.static_range(len(totals)):
+            found = found + (chosen(b == k, own, totals[k]),)
+        totals = found
+    return totals, g + len(totals)
+
+
+@gluon.jit
+def chosen(condition, ours, others):
+    """All tensors of one tuple, or of the other."""
     found = ()
-    for b in gl.static_range(len(totals)):
-        sums = stream.add_tiles(
-            t + b * N, g + b, x, held_x, 0, N, totals[b], LINE, stream.flying, PIECE
-        )
-        found = found + (sums,)
-    return found, g + len(totals)
+    for k in gl.static_range(len(ours)):
+        found = found + (gl.where(condition, ours[k], others[k]),)
+    return found
 
 
 @gluon.jit
