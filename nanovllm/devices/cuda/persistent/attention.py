@@ -148,16 +148,15 @@ def store_part_asm():
 @gluon.constexpr_function
 def poll_parts_asm(count):
     """8 sums, the best score and the weight of each of `count` parts, or of none where a 0 is."""
-    loads, there, begin = [], [], "{ .reg .b32 x, y; "
+    loads, there, begin = [], [], ""
     for i in range(count):
         words = [f"${n * count + i}" for n in range(10)]
         values = ["0"] * 8 + [NO_SCORE_BITS, "0"]
         begin += "".join(f"mov.u32 {w}, {v}; " for w, v in zip(words, values, strict=True))
-        words += ["x", "y"]
         for n in range(3):
             loads.append((tuple(words[4 * n : 4 * n + 4]), f"[${10 * count + i} + {16 * n}]"))
             there.append(f"${12 * count + i}")
-    return begin + poll_asm(loads, 11 * count, False, there) + " }"
+    return begin + poll_asm(loads, 11 * count, False, there)
 
 
 @gluon.constexpr_function

@@ -1,7 +1,7 @@
 """Runs functions written in gluon on numpy: tensors by their logical shape, whatever the layout.
 
 Threads are places in tensors [8 warps, 8, 4], which is how `mma` shares its operands out. Of PTX
-there is what products and attention use; polls must find what they wait for. Copies are made at
+there is what products and attention use; polls look once, or twice. Copies are made at
 once, and waiting does nothing.
 """
 
@@ -86,10 +86,15 @@ class Shared:
 
 
 class Pointer:
-    """Places in a flat array, counted in its elements."""
+    """Places in a flat array, counted in its elements.
 
-    def __init__(self, memory: np.ndarray, at: Any = 0) -> None:
-        self.memory, self.at = memory, at
+    `late` stores what a first look at them does not find.
+    """
+
+    def __init__(
+        self, memory: np.ndarray, at: Any = 0, late: Callable[[], None] | None = None
+    ) -> None:
+        self.memory, self.at, self.late = memory, at, late
 
     def __add__(self, other: Any) -> Pointer:
         is_zero = isinstance(other, Pointer)  # a flag's place is added to nothing
@@ -152,12 +157,17 @@ def inline_asm(code: str, constraints: str, args: Any, types: Any, is_pure: bool
     for i, arg in enumerate(args):
         for part in range(pack):
             registers[f"${outputs + i * pack + part}"] = _part(arg, shape, pack, part)
-    for statement in re.sub(r"[{}]\s*(?=\.reg|$)", "", code).split(";"):
-        line = re.sub(r"^[}\s]*([A-Z]+:)?\s*", "", statement)
-        if line == "setp.ne.u32 p, f, 0":  # else a poll would go on
-            assert not registers["f"].any(), "nobody has stored what is waited for"
-            break
-        if line and ".reg" not in line:
+    statements = re.sub(r"[{}]\s*(?=\.reg|$)", "", code).split(";")
+    late = [arg.late for arg in args if isinstance(arg, Pointer) and arg.late]
+    while statements:
+        line = re.sub(r"^[}\s]*([A-Z]+:\s*)*", "", statements.pop(0))
+        if line == "setp.ne.u32 p, f, 0":  # the end of a poll, unless something is missing
+            if not registers["f"].any():
+                break
+            assert late, "nobody has stored what is waited for"
+            late.pop()()
+            statements = ("mov.u32 f, 0" + code.partition("AGAIN: mov.u32 f, 0")[2]).split(";")
+        elif line and ".reg" not in line:
             _run(line, registers)
     dtypes = types if isinstance(types, tuple) else (types,)
     found = []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.torch_ops import rms_norm, rotate
+from tests.devices.cuda.persistent import gluon_on_numpy
 from tests.devices.cuda.persistent.gluon_on_numpy import Pointer, load_modules
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
@@ -153,3 +154,21 @@ def test_equals_the_softmax(
     found = run(modules, model, slots, LENGTHS, verifies).float()
     assert torch.allclose(found, wanted, atol=0.03, rtol=0.03)
     assert torch.equal(found.count_nonzero(1) > 0, wanted.count_nonzero(1) > 0)
+
+
+def test_only_parts_that_are_there_are_waited_for(modules: Any) -> None:
+    """A thread polls for two parts: the first comes late, the second has no keys."""
+    sizes, attention = modules.sizes, modules.attention
+    parts = np.full((2, sizes.PART_WORDS), -1, np.int32)
+
+    def store() -> None:
+        parts[0] = range(1, 13)
+
+    places = Pointer(parts.reshape(-1), np.arange(2) * sizes.PART_WORDS, store)
+    found = gluon_on_numpy.inline_asm(
+        attention.poll_parts_asm(2), attention.registers(20, 4, 2),
+        [places, places, np.array([1, 0])], ("int32",) * 10, False, 2,
+    )  # fmt: skip
+    first, second = np.stack(found, 1)
+    assert first.tolist() == [*range(1, 11)]
+    assert second.tolist() == [0] * 8 + [np.float32(-1e30).view(np.int32), 0]
