@@ -81,8 +81,13 @@ class StepShape:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Rows that a step of these sizes may have: those of experts share too few weights."""
-        most = 1 if self.experts.num_experts else MAX_ROWS
+        """Rows that a step of these sizes may have.
+
+        Those of experts share too few weights, and eight take longer to multiply with codes than
+        layer by layer.
+        """
+        most = MAX_ROWS if self.bits == 16 else MAX_ROWS // 2
+        most = 1 if self.experts.num_experts else most
         sizes = [1 << n for n in range(most.bit_length())]
         return tuple(rows for rows in sizes if num_slots(self, rows) >= MIN_SLOTS)
 
@@ -181,7 +186,7 @@ def tile_bytes(line):
 @gluon.constexpr_function
 def is_wide(line):
     """Whether a line has too many tiles for all of x to be in registers."""
-    return line.tiles > {16: 3, 8: 2, 4: 1}[line.bits] or (line.bits, line.rows) == (4, 8)
+    return line.tiles > {16: 3, 8: 2, 4: 1}[line.bits]
 
 
 @gluon.constexpr_function
