@@ -106,19 +106,19 @@ def _as_call(call: Any, name: str) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def text_of(content: Any, name: str = "content") -> str:
+def text_of(content: Any, name: str = "content", types: Sequence[str] = ("text",)) -> str:
     """A text, or text parts, one per line, as vLLM hands them to templates."""
     if isinstance(content, str):
         return content
     expected = 'a string or a list of text parts, {"type": "text", "text": "..."}'
     require(isinstance(content, (list, tuple)), name, expected, content)
-    texts = [_part_text(part) for part in content]
+    texts = [_part_text(part, types) for part in content]
     for part, text in zip(content, texts, strict=True):
         require(isinstance(text, str), name, expected, part)
     return "\n".join(texts)
 
 
-def _part_text(part: Any) -> Any:
-    if isinstance(part, Mapping) and part.get("type", "text") == "text":
+def _part_text(part: Any, types: Sequence[str]) -> Any:
+    if isinstance(part, Mapping) and part.get("type", "text") in types:
         return part.get("text")
     return part

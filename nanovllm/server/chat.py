@@ -256,15 +256,14 @@ def answer_constraint(
     if isinstance(request.tool_choice, NamedTool):  # one call, as elsewhere, unless told otherwise
         is_parallel = request.parallel_tool_calls is True
     is_held = must_call or isinstance(request.tool_choice, AllowedTools) or not is_parallel
-    if not tools or not (is_held or any(tool.is_strict for tool in tools)):
-        if asked is None or reasoning is None or "after" in asked:
-            return asked
-        opening = {} if is_open else {"opened_by": reasoning.begin}
-        return {**opening, "after": reasoning.end, **asked}
-    if asked is not None:
-        message = "an answer cannot be held to a format and to calls of tools at once"
-        raise RequestError(message, param="tools")
-    rules = CallRules(
-        must_call, is_parallel, reasoning, is_open, service.special_ids, enforced_json
-    )
-    return {"grammar": run_bounded(tool_grammar, service.formats.tools, tools, rules)}
+    if tools and (is_held or any(tool.is_strict for tool in tools)):
+        if asked is not None:
+            message = "an answer cannot be held to a format and to calls of tools at once"
+            raise RequestError(message, param="tools")
+        has_reasoning = reasoning is not None
+        rules = CallRules(must_call, is_parallel, has_reasoning, service.special_ids, enforced_json)
+        asked = {"grammar": run_bounded(tool_grammar, service.formats.tools, tools, rules)}
+    if asked is None or reasoning is None or "after" in asked:
+        return asked
+    opening = {} if is_open else {"opened_by": reasoning.begin}
+    return {**opening, "after": reasoning.end, **asked}

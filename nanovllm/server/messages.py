@@ -15,6 +15,7 @@ from nanovllm.server.chat import prepare_chat, prompt_of
 from nanovllm.server.errors import anthropic_body
 from nanovllm.server.generation import Answer, Job, Update
 from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
+from nanovllm.server.parsing.tools import is_json
 from nanovllm.server.records import ApiRecord, ChatRequest, Effort, Listed, as_record, nested
 from nanovllm.server.service import Service
 
@@ -94,7 +95,8 @@ class MessageAnswer(Answer):
             case BlockStop(kind=kind):
                 block = self._content[-1]
                 if kind == "tool_call":
-                    block["input"] = _as_object(block.pop("partial_json", ""))
+                    arguments = block.pop("partial_json", "")  # invalid where it was cut off
+                    block["input"] = json.loads(arguments) if is_json(arguments) else {}
                 elif kind == "reasoning":
                     block["signature"] = SIGNATURE
                     delta = {"type": "signature_delta", "signature": SIGNATURE}
@@ -122,14 +124,6 @@ def _empty(block: BlockStart) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
-
-
-def _as_object(text: str) -> Any:
-    """The arguments of a call; none where it was cut off."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return {}
 
 
 class Turn(ApiRecord):

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from pydantic import Field
 
+from nanovllm.conversations import text_of
 from nanovllm.errors import NanovllmError, RequestError
 from nanovllm.server.answer import Event
 from nanovllm.server.chat import prepare_chat
@@ -33,7 +34,8 @@ TextOptions = dict[Literal["format"], dict[str, Any] | None]
 ReasoningOptions = dict[Literal["effort", "summary", "generate_summary"], str | None]
 INCLUDED_LOGPROBS = "message.output_text.logprobs"
 ROLES = ("user", "assistant", "system", "developer")
-TEXT_PARTS = ("input_text", "output_text", "text")
+TEXT_TYPES = ("input_text", "output_text", "text")
+REASONING_TYPES = ("reasoning_text", "summary_text")
 # By kind of block: the prefix of an item's id and its first fields, and the name of its content.
 ITEMS: dict[str, tuple[str, Event]] = {
     "text": ("msg_", {"type": "message", "role": "assistant", "content": []}),
@@ -273,27 +275,16 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _message(item: dict[str, Any]) -> dict[str, Any]:
     match {"type": "message", **item}:
         case {"type": "message", "role": str(role)} if role in ROLES:
-            return {"role": role, "content": _text(item.get("content"))}
+            return {"role": role, "content": text_of(item.get("content"), "input", TEXT_TYPES)}
         case {"type": "reasoning"}:
             parts = item.get("content") or item.get("summary") or []
-            text = _text(parts, ("reasoning_text", "summary_text"))
+            text = text_of(parts, "input", REASONING_TYPES)
             return {"role": "assistant", "reasoning": text}
         case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
             function = {"name": name, "arguments": arguments}
             call = {"type": "function", "id": item.get("call_id"), "function": function}
             return {"role": "assistant", "tool_calls": [call]}
         case {"type": "function_call_output"}:
-            output = _text(item.get("output"))
+            output = text_of(item.get("output"), "input", TEXT_TYPES)
             return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     raise RequestError(f"input: an item of this form is not supported: {item!r:.80}", param="input")
-
-
-def _text(content: Any, kinds: tuple[str, ...] = TEXT_PARTS) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
-        require(isinstance(text, str), "input", "items whose content is a text or text parts", part)
-        texts.append(str(text))
-    return "\n".join(texts)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from nanovllm.errors import RequestError
-from nanovllm.server.parsing.formats import REASONING_FORMATS, choose_formats
+from nanovllm.grammar.forms import grammar_text
+from nanovllm.server.parsing.formats import choose_formats
 from nanovllm.server.parsing.grammar import CallRules, tool_grammar
 from nanovllm.server.parsing.tools import Tool
 from tests.server.fake_llm import FakeLLM
@@ -64,9 +65,9 @@ def accepts(grammar: str, text: str, special_ids: dict[str, int] | None = None) 
 
 @cache
 def start_matcher(grammar: str) -> Any:
-    tokenizer = llguidance.LLTokenizer("byte")
-    lark = llguidance.LLMatcher.grammar_from_lark(grammar)
-    return llguidance.LLMatcher(tokenizer, lark, log_level=0)
+    if not grammar.startswith("{"):
+        grammar = llguidance.LLMatcher.grammar_from_lark(grammar)
+    return llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
 
 
 def write(name: str, *calls: dict[str, Any], content: str = "") -> str:
@@ -77,6 +78,11 @@ def grammar(name: str, tools: list[Tool], rules: CallRules) -> str:
     tool_format = choose_formats(TEMPLATES[name][0]).tools
     assert tool_format is not None
     return tool_grammar(tool_format, tools, rules)
+
+
+def after_reasoning(calls: str, **before: str) -> str:
+    asked = {**before, "after": "</think>", "grammar": calls}
+    return grammar_text(asked, llguidance.LLTokenizer("byte"))
 
 
 TEMPLATE = pytest.mark.parametrize("name", WITH_TOOLS)
@@ -149,12 +155,12 @@ def test_tools_that_are_not_strict_take_any_arguments(name: str) -> None:
 def test_reasoning_comes_first(name: str, rules: CallRules) -> None:
     tools = STRICT
     thought = f"So {write(name, BAD[0])}?\n</think>\n\n"
-    may_think = replace(rules, reasoning=REASONING_FORMATS[1])
-    lark = grammar(name, tools, may_think)
+    calls = grammar(name, tools, replace(rules, has_reasoning=True))
+    lark = after_reasoning(calls, opened_by="<think>")
     for before in ("", f"<think>\n{thought}", "<think></think>"):
         assert accepts(lark, before + write(name, GOOD))
         assert not accepts(lark, before + write(name, BAD[0]))
-    lark = grammar(name, tools, replace(may_think, starts_in_reasoning=True))
+    lark = after_reasoning(calls)
     assert accepts(lark, thought + write(name, GOOD))
     assert not accepts(lark, thought + write(name, BAD[0]))
     assert not accepts(lark, "So\n")
@@ -162,14 +168,11 @@ def test_reasoning_comes_first(name: str, rules: CallRules) -> None:
 
 @pytest.mark.parametrize("rules", [MUST, MAY], ids=["must", "may"])
 def test_markers_that_are_special_tokens(rules: CallRules) -> None:
-    ids = {"[TOOL_CALLS]": 256, "[ARGS]": 257, "<think>": 258, "</think>": 259}
-    rules = replace(rules, special_ids=ids, reasoning=REASONING_FORMATS[1])
-    lark = grammar("mistral_args", STRICT, rules)
-    for before in ("", "<think>Hm</think>"):
-        text = before + write("mistral_args", GOOD, PING)
-        assert accepts(lark, text, ids)
-        assert not accepts(lark, text.replace(":", ""), ids)
-    assert not accepts(lark, "<think>Hm", ids)
+    ids = {"[TOOL_CALLS]": 256, "[ARGS]": 257}
+    lark = grammar("mistral_args", STRICT, replace(rules, special_ids=ids))
+    text = write("mistral_args", GOOD, PING)
+    assert accepts(lark, text, ids)
+    assert not accepts(lark, text.replace(":", ""), ids)
     assert accepts(lark, write("mistral_args", GOOD)) == (not rules.must_call)
 
 

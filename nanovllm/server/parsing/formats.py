@@ -100,15 +100,8 @@ T = TypeVar("T", bound=Format)
 TAGGED = Frame("<tool_call>\n", separator="\n", end="\n</tool_call>", is_shared=False)
 BARE_OBJECTS = Frame(separator="; ", arguments_key="parameters")
 NAME_AND_ARGUMENTS = Frame("[TOOL_CALLS]", after_name="[ARGS]", is_shared=False)
-FUNCTION_TAGS = Frame(
-    begin="<tool_call>\n",
-    call_begin="<function=",
-    after_name=">\n",
-    arguments="tags",
-    call_end="</function>",
-    separator="\n",
-    end="\n</tool_call>",
-    is_shared=False,
+FUNCTION_TAGS = replace(
+    TAGGED, call_begin="<function=", after_name=">\n", arguments="tags", call_end="</function>"
 )
 FENCED = Frame(
     begin="<｜tool▁calls▁begin｜>",

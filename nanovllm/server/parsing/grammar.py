@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.errors import RequestError
-from nanovllm.server.parsing.formats import Frame, ReasoningFormat, ToolFormat
+from nanovllm.server.parsing.formats import Frame, ToolFormat
 from nanovllm.server.parsing.tools import Schema, Tool, listed
 
 NOTES = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema"}
@@ -18,8 +18,8 @@ DEFINITIONS = {"$defs", "definitions"}
 OBJECT_KEYS = NOTES | DEFINITIONS | {"type", "properties", "required", "additionalProperties"}
 STRING_KEYS = NOTES | {"type", "enum", "const", "anyOf"}
 COMMON_RULES = r"""
-ANY: /(?s:.*)/
-UNTAGGED: ANY & ~/(?s:.*)\n(<parameter=|<\/function>)(?s:.*)/
+TEXT: /(?s:.*)/
+UNTAGGED: TEXT & ~/(?s:.*)\n(<parameter=|<\/function>)(?s:.*)/
 untagged[suffix="</parameter>"]: UNTAGGED
 any_parameter: "<parameter=" /[^>\n]+/ ">\n" untagged "\n"
 """
@@ -31,8 +31,7 @@ class CallRules:
 
     must_call: bool  # calls and nothing else, by their schemas; or else text, and strict schemas
     is_parallel: bool = True  # several calls, not only one
-    reasoning: ReasoningFormat | None = None  # may come first
-    starts_in_reasoning: bool = False
+    has_reasoning: bool = False  # comes before, and newlines may follow it
     special_ids: Mapping[str, int] = field(default_factory=dict)  # of all special tokens
     rewrite: Callable[[dict[str, Any]], Schema] = dict  # makes schemas ones that can be enforced
 
@@ -40,7 +39,8 @@ class CallRules:
 def tool_grammar(tool_format: ToolFormat, tools: Sequence[Tool], rules: CallRules) -> str:
     """Return a grammar of answers that call these tools."""
     writer = _Writer(tools, rules)
-    lines = [f"start: {writer.thought()}answer", writer.text(), *writer.answer(tool_format.frames)]
+    gap = r"/\n{0,2}/ " if rules.has_reasoning else ""
+    lines = [f"start: {gap}answer", *writer.answer(tool_format.frames)]
     for i, tool in enumerate(tools):
         is_enforced = rules.must_call or tool.is_strict
         schema = {**(tool.parameters if is_enforced else {}), "type": "object"}
@@ -70,29 +70,6 @@ class _Writer:
     def json(self, schema: dict[str, Any]) -> str:
         return f"%json {json.dumps(self.rules.rewrite(schema), ensure_ascii=False)}"
 
-    def until(self, rule: str, before: str, marker: str) -> str:
-        """Write a rule for text up to and including a marker."""
-        if marker in self.rules.special_ids:
-            return f"{rule}: {before} {self.literal(marker)}"
-        return f"{rule}[suffix={json.dumps(marker, ensure_ascii=False)}]: {before}"
-
-    def thought(self) -> str:
-        form = self.rules.reasoning
-        if form is None:
-            return ""
-        thought = r"thought /\n{0,2}/"
-        if self.rules.starts_in_reasoning:
-            return thought + " "
-        return f"({self.literal(form.begin)} {thought})? "
-
-    def text(self) -> str:
-        """Write the rules for text that is neither reasoning nor a call."""
-        form = self.rules.reasoning
-        if form is None:
-            return "TEXT: ANY"
-        begun = rf"& ~/\s*{re.escape(form.begin)}(?s:.*)/"
-        return f"TEXT: ANY {begun}\n{self.until('thought', 'ANY', form.end)}"
-
     def answer(self, frames: Sequence[Frame]) -> Iterator[str]:
         frame, separator = frames[0], self.literal(frames[0].separator)
         if self.rules.must_call:
@@ -107,8 +84,10 @@ class _Writer:
             if opening == "{":
                 yield rf'head{i}[lazy]: TEXT /\{{\s*"name"\s*:\s*"/'
                 rest = ""
+            elif opening in self.rules.special_ids:
+                yield f"head{i}: TEXT {self.literal(opening)}"
             else:
-                yield self.until(f"head{i}", "TEXT", opening)
+                yield f"head{i}[suffix={json.dumps(opening, ensure_ascii=False)}]: TEXT"
             yield from self.section(i, frame, f"head{i} {rest}")
         sections = " | ".join(f"section{i}" for i in range(len(by_opening)))
         if self.rules.is_parallel:

@@ -53,10 +53,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
     """Write an argument as JSON: as a value of another type if it is one, else as a string."""
     stripped = text.strip()
     value = PYTHON_CONSTANTS.get(stripped, stripped)
-    try:
-        parsed = json.loads(value, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        parsed = ""
+    parsed = json.loads(value) if is_json(value) else ""
     fitting = types.intersection(JSON_TYPES[type(parsed)]) - {"string"}
     return value if fitting else json.dumps(text, ensure_ascii=False)
 
