@@ -1,4 +1,4 @@
-"""The persistent kernel: a decode step of one sequence as one kernel on Hopper GPUs.
+"""The persistent kernel: a decode step of up to eight rows as one kernel on Hopper GPUs.
 
 `build` is the only entry; docs/persistent-step.md explains the kernel.
 """
@@ -47,5 +47,5 @@ def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
                 return PersistentStep(shape, step_tensors(model, layers), constants)
             except torch.OutOfMemoryError:  # what has moved may stay where it is
                 problem = "there is no room to move its weights together"
-    logger.info("A sequence alone runs layer by layer: %s", problem)
+    logger.info("Small batches run layer by layer: %s", problem)
     return None

@@ -1,4 +1,4 @@
-"""The attention of the persistent step: a program has some keys of one kv head, then joins splits.
+"""The attention of the persistent step: keys of all rows shared out evenly, then splits are joined.
 
 See docs/persistent-step.md.
 """
@@ -8,42 +8,56 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from nanovllm.devices.cuda.persistent.exchange import (
-    CHUNK,
     KEEP,
     NO_SCORE,
+    NO_SCORE_BITS,
+    NUM_BUFFERS,
     NUM_PROGRAMS,
     PREFETCH,
+    S1,
     S2,
     S3,
+    S4,
     Exchange,
     bits_to_float,
     high,
     low,
     poll_asm,
-    poll_partials_asm,
     prefetch,
     registers,
     thread_index,
     words_type,
 )
-from nanovllm.devices.cuda.persistent.products import rows_asm
+from nanovllm.devices.cuda.persistent.products import (
+    ONE,
+    each,
+    floats_type,
+    joined,
+    place_index,
+)
 from nanovllm.devices.cuda.persistent.sizes import (
-    head_layout,
-    head_rows,
+    PART_WORDS,
+    UNIT,
+    join_groups,
     join_layout,
-    joined_chunks,
     key_layout,
-    num_partials,
+    line_layout,
+    num_lines,
+    num_parts,
     num_splits,
-    power_of_two,
-    split_layout,
-    value_layout,
 )
 
-STORE = gl.constexpr(
-    f"{{ .reg .b64 k; .reg .pred p; {KEEP.value} setp.ne.u32 p, $5, 0; "
-    "@p st.relaxed.gpu.global.L2::cache_hint.v4.b32 [$1], {$2, $3, $4, $2}, k; mov.u32 $0, 0; }"
-)
+# [8 warps, 8 heads or words, 4 threads, 8 keys]
+TILE = gl.constexpr(gl.BlockedLayout([1, 1, 1, 8], [1, 8, 4, 1], [8, 1, 1, 1], [3, 2, 1, 0]))
+SCORES = gl.constexpr(gl.SliceLayout(0, TILE.value))  # [8 heads, 4 threads, 8 keys]
+HEADS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, SCORES.value)))
+PACK = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+
+
+@gluon.jit
+def pack(a, b):
+    """Two numbers as the bfloat16 of a word."""
+    return gl.inline_asm_elementwise(PACK, "=r,f,f", [a, b], gl.int32, True, 1)
 
 
 @gluon.jit
@@ -65,144 +79,356 @@ def finite(x):
     return gl.where(x * 0.0 == 0.0, x, 0.0)
 
 
+MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+
+
+@gluon.constexpr_function
+def score_asm():
+    """8 words of 8 queries, and 8 of 8 keys: what each query has with two keys."""
+    code = "{ .reg .f32 c<4>; .reg .b32 z; mov.b32 z, 0; "
+    code += "".join(f"mov.f32 c{i}, 0f00000000; " for i in range(4))
+    for j in range(4):
+        q, k = 2 + 2 * j, 10 + 2 * j
+        code += f"{MMA} {{c0, c1, c2, c3}}, {{${q}, z, ${q + 1}, z}}, {{${k}, ${k + 1}}}, "
+        code += "{c0, c1, c2, c3}; "
+    return code + "mov.f32 $0, c0; mov.f32 $1, c1; }"
+
+
+@gluon.constexpr_function
+def weigh_asm():
+    """Add 32 values, weighed, to the sums of 8 heads: a thread has 8 keys of two columns.
+
+    Operands are the sums, of two even and of two odd columns, new and old, four pairs of weights,
+    and a word of each value.
+    """
+    code = "{ .reg .f32 c<4>; .reg .b32 z, l, h; mov.b32 z, 0; "
+    for t in range(2):
+        code += f"mov.f32 c0, ${4 + 2 * t}; mov.f32 c1, ${5 + 2 * t}; "
+        code += "mov.f32 c2, 0f00000000; mov.f32 c3, 0f00000000; "
+        for s in range(2):
+            p, v, halves = 8 + 2 * s, 12 + 4 * s, ("0x5410", "0x7632")[t]
+            code += f"prmt.b32 l, ${v}, ${v + 1}, {halves}; "
+            code += f"prmt.b32 h, ${v + 2}, ${v + 3}, {halves}; "
+            code += f"{MMA} {{c0, c1, c2, c3}}, {{${p}, z, ${p + 1}, z}}, {{l, h}}, "
+            code += "{c0, c1, c2, c3}; "
+        code += f"mov.f32 ${2 * t}, c0; mov.f32 ${2 * t + 1}, c1; "
+    return code + "}"
+
+
+@gluon.constexpr_function
+def load_values_asm(stride):
+    """A word of each of 8 values, `stride` bytes apart, or zero beyond the last."""
+    code = "{ .reg .pred p; "
+    for j in range(8):
+        code += f"mov.b32 ${j}, 0; setp.gt.s32 p, $9, {j}; "
+        code += f"@p ld.global.b32 ${j}, [$8 + {j * stride}]; "
+    return code + "}"
+
+
+@gluon.constexpr_function
+def poll_lines_asm(count, stride):
+    """Two words, `stride` bytes apart, at each of some places."""
+    loads = []
+    for i in range(count):
+        loads.append(((f"${i}",), f"[${2 * count + i}]"))
+        loads.append(((f"${count + i}",), f"[${2 * count + i} + {stride}]"))
+    return poll_asm(loads, 3 * count)
+
+
+@gluon.constexpr_function
+def store_part_asm():
+    """Four sums, and what belongs to all of a head's, where the last two operands are not 0."""
+    code = f"{{ .reg .b64 k; .reg .pred p; {KEEP.value} setp.ne.u32 p, $9, 0; "
+    code += "@p st.relaxed.gpu.global.L2::cache_hint.v4.b32 [$1], {$3, $5, $4, $6}, k; "
+    code += "setp.ne.u32 p, $10, 0; "
+    code += "@p st.relaxed.gpu.global.L2::cache_hint.v4.b32 [$2], {$7, $8, $7, $8}, k; "
+    return code + "mov.u32 $0, 0; }"
+
+
+@gluon.constexpr_function
+def poll_parts_asm(count):
+    """8 sums, the best score and the weight of each of `count` parts, or of none where a 0 is."""
+    loads, there, begin = [], [], ""
+    for i in range(count):
+        words = [f"${n * count + i}" for n in range(10)]
+        values = ["0"] * 8 + [NO_SCORE_BITS, "0"]
+        begin += "".join(f"mov.u32 {w}, {v}; " for w, v in zip(words, values, strict=True))
+        for n in range(3):
+            loads.append((tuple(words[4 * n : 4 * n + 4]), f"[${10 * count + i} + {16 * n}]"))
+            there.append(f"${12 * count + i}")
+    return begin + poll_asm(loads, 11 * count, False, there)
+
+
+@gluon.constexpr_function
+def empty_parts_asm():
+    code = f"{{ .reg .b64 k; .reg .pred p; .reg .b32 e; {KEEP.value} mov.u32 e, -1; "
+    code += "setp.ne.u32 p, $2, 0; "
+    for n in range(3):
+        code += (
+            f"@p st.relaxed.gpu.global.L2::cache_hint.v4.b32 [$1 + {16 * n}], {{e, e, e, e}}, k; "
+        )
+    return code + "mov.u32 $0, $3; }"
+
+
+@gluon.constexpr_function
+def store_eight_asm():
+    code = f"{{ .reg .b64 k; .reg .pred p; {KEEP.value} setp.ne.u32 p, $6, 0; "
+    code += "@p st.relaxed.gpu.global.L2::cache_hint.v4.b32 [$1], {$2, $3, $4, $5}, k; "
+    return code + "mov.u32 $0, 0; }"
+
+
 @gluon.jit
-def store_partial(places, total, best, weight, is_there):
-    gl.inline_asm_elementwise(
-        STORE, "=r,l,r,r,r,r", [places, total, best, weight, is_there], gl.int32, False, 1
-    )
+def parts_of_thread():
+    warp = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, ONE)))[:, None, None]
+    head = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, ONE)))[None, :, None]
+    return warp, head, place_index()
+
+
+@gluon.jit
+def of_heads(t):
+    """[8 heads] for what a thread has of sums."""
+    t = gl.convert_layout(t, gl.SliceLayout(0, gl.SliceLayout(2, ONE)), assert_trivial=True)
+    return gl.expand_dims(gl.expand_dims(t, 0), 2)
+
+
+@gluon.jit
+def no_values():
+    """The best score, the weight and the sums of 8 heads before any."""
+    zero = gl.zeros([8, 8, 4], gl.float32, ONE)
+    best = gl.full([8], NO_SCORE, gl.float32, HEADS)
+    return best, gl.zeros([8], gl.float32, HEADS), (zero, zero, zero, zero)
+
+
+@aggregate
+class Segment:
+    """Some keys of a row for one kv head: what a program reads without a change of its queries."""
+
+    row: gl.tensor
+    head: gl.tensor
+    before: gl.tensor  # rows of the same sequence before this one
+    position: gl.tensor  # of the row's token
+    oldest: gl.tensor  # the first key that the window shows
+    start: gl.tensor  # of the first split
+    size: gl.tensor  # keys of a split
+    first: gl.tensor
+    end: gl.tensor
+    slot: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, row, head, before, position, oldest, start, size, first, end, slot):
+        self.row, self.head, self.before, self.position = row, head, before, position
+        self.oldest, self.start, self.size = oldest, start, size
+        self.first, self.end, self.slot = first, end, slot
 
 
 @aggregate
 class Attention:
-    """A program's keys: from `first` on, a multiple of 32, to `end`, of its kv head.
+    """How keys are shared out.
+
+    The keys of a row are cut into splits by its own length alone, so that what it gives does not
+    depend on other rows. The splits of all rows and kv heads, one row after another, are shared out
+    evenly among the programs. Rows of one slot are consecutive tokens of its sequence.
 
     Caches are [blocks, block size, kv heads, dim] and hold two numbers in an element.
     """
 
-    table: gl.tensor  # the sequence's line of the block table
-    partials: gl.tensor  # [buffers, columns / 8, splits, 8, 4 words]
+    slots: gl.tensor
+    lengths: gl.tensor
+    tables: gl.tensor
+    table_width: gl.tensor
+    window: gl.tensor
+    parts: gl.tensor  # [buffers, rows, columns / 8, splits, words]
     qkv: Exchange
-    first: gl.tensor
-    end: gl.tensor
-    oldest: gl.tensor  # the first key that the window shows
-    num_active: gl.tensor  # programs of a kv head that have keys
-    position: gl.tensor  # of the token that runs
     num_heads: gl.constexpr
     num_kv_heads: gl.constexpr
+    group: gl.constexpr
     dim: gl.constexpr
     block_size: gl.constexpr
+    rows: gl.constexpr
+    new: gl.constexpr  # rows of one sequence at most
+    has_window: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, table, partials, qkv, first, end, oldest, num_active, position, shape, block_size
-    ):
-        self.table, self.partials, self.qkv = table, partials, qkv
-        self.first, self.end, self.oldest, self.position = first, end, oldest, position
-        self.num_active = num_active
+        self, slots, lengths, tables, table_width, window, parts, qkv, shape, block_size, rows, new,
+        has_window,
+    ):  # fmt: skip
+        self.slots, self.lengths, self.tables = slots, lengths, tables
+        self.table_width, self.window = table_width, window
+        self.parts, self.qkv = parts, qkv
         self.num_heads = gl.constexpr(shape.num_heads)
         self.num_kv_heads = gl.constexpr(shape.num_kv_heads)
+        self.group = gl.constexpr(shape.num_heads // shape.num_kv_heads)
         self.dim, self.block_size = gl.constexpr(shape.head_dim), gl.constexpr(block_size)
+        self.rows, self.new = gl.constexpr(rows), gl.constexpr(new)
+        self.has_window = gl.constexpr(has_window)
 
     @gluon.jit
-    def head(self):
-        return self.qkv.sm // num_splits(self.num_kv_heads)
+    def position(self, row):
+        """Where the tokens of rows are in their sequences; -1 or less: the row is padding."""
+        slot = gl.load(self.slots + row)
+        last = gl.load(self.lengths + slot) - 1
+        if self.new > 1:
+            for r in gl.static_range(self.rows):
+                last -= gl.where((gl.load(self.slots + r) == slot) & (row < r), 1, 0)
+        return last
 
     @gluon.jit
-    def find(self, key):
-        """The place of a key in every layer's cache; a tile of 32 keys lies in one block."""
-        block = gl.load(self.table + key // self.block_size, mask=key < self.end, other=0)
+    def rows_before(self, row):
+        """How many rows before a row are of the same sequence."""
+        count = row * 0
+        if self.new > 1:
+            slot = gl.load(self.slots + row)
+            for r in gl.static_range(self.rows):
+                count += gl.where((gl.load(self.slots + r) == slot) & (row > r), 1, 0)
+        return count
+
+    @gluon.jit
+    def oldest(self, position):
+        """The first key that a token sees."""
+        first = position * 0
+        if self.has_window:
+            first = gl.maximum(position + 1 - self.window, 0)
+        return first
+
+    @gluon.jit
+    def splits(self, position):
+        """The first key of the first split, the keys of one, and how many there are."""
+        S: gl.constexpr = num_splits(self.num_kv_heads)
+        start = self.oldest(position) // 32 * 32
+        keys = gl.maximum(position + 1 - start, 0)
+        size = gl.maximum((keys + UNIT * S - 1) // (UNIT * S), 1) * UNIT
+        return start, size, (keys + size - 1) // size
+
+    @gluon.jit
+    def share_out(self):
+        """Where each row's splits end among those of all, and this program's first and last."""
+        ends, total = (), gl.to_tensor(0)
+        for r in gl.static_range(self.rows):
+            _, _, count = self.splits(self.position(gl.to_tensor(r)))
+            total += count * self.num_kv_heads
+            ends = ends + (total,)
+        sm = self.qkv.sm
+        return ends, sm * total // NUM_PROGRAMS, (sm + 1) * total // NUM_PROGRAMS
+
+    @gluon.jit
+    def segment(self, ends, item, last):
+        """The keys from split `item` on that are of one row and head, and how many splits."""
+        row, begin = gl.to_tensor(0), gl.to_tensor(0)
+        for r in gl.static_range(self.rows - 1):
+            row += gl.where(item >= ends[r], 1, 0)
+            begin = gl.where(item >= ends[r], ends[r], begin)
+        position = self.position(row)
+        start, size, count = self.splits(position)
+        count = gl.maximum(count, 1)  # without keys there is no segment
+        head = gl.minimum((item - begin) // count, self.num_kv_heads - 1)
+        split = (item - begin) % count
+        count = gl.minimum(count - split, last - item)
+        first = start + split * size
+        end = gl.minimum(first + count * size, position + 1)
+        oldest = self.oldest(position)
+        before, slot = self.rows_before(row), gl.load(self.slots + row)
+        return (
+            Segment(row, head, before, position, oldest, start, size, first, end, slot),
+            gl.maximum(count, 1),
+        )
+
+    @gluon.jit
+    def find(self, segment, key):
+        """The place of a key in every layer's cache; 32 keys lie in one block."""
+        table = self.tables + segment.slot * self.table_width
+        block = gl.load(table + key // self.block_size, mask=key < segment.end, other=0)
         line = block * self.block_size + key % self.block_size
-        return (line * self.num_kv_heads + self.head()) * (self.dim // 2)
+        return (line * self.num_kv_heads + segment.head) * (self.dim // 2)
 
     @gluon.jit
     def key_index(self):
-        """Which keys of a tile a thread has: [4, 8]."""
+        """Which of 32 keys a thread has: [4, 8]."""
         K: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, key_layout()))
         row = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, K)), 1)
         return row * 8 + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, K)), 0)
 
     @gluon.jit
-    def value_index(self):
-        """Which values of a tile a thread has: [8, 4]."""
-        V: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(0, value_layout(self.dim)))
-        row = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, V)), 1)
-        return row * 4 + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, V)), 0)
-
-    @gluon.jit
-    def load_tile(self, k_cache, v_cache, place, num_keys):
-        """Load the first of up to 32 keys and values that lie there."""
+    def load_keys(self, cache, place, num_keys):
+        """Load the first of up to 32 keys that lie there."""
         LINE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
         KW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, key_layout()))
         segment = gl.expand_dims(gl.arange(0, self.dim // 64, gl.SliceLayout(1, KW)) * 32, 1)
         word = segment + gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, KW)), 0)
         word = gl.expand_dims(gl.expand_dims(word, 0), 0)
         key = gl.expand_dims(gl.expand_dims(self.key_index(), 2), 3)
-        k = gl.load(k_cache + place + key * LINE + word, mask=key < num_keys, other=0)
-        VW: gl.constexpr = gl.SliceLayout(
-            0, gl.SliceLayout(0, gl.SliceLayout(0, value_layout(self.dim)))
-        )
-        word = gl.expand_dims(gl.expand_dims(gl.arange(0, self.dim // 2, VW), 0), 0)
-        key = gl.expand_dims(self.value_index(), 2)
-        v = gl.load(v_cache + place + key * LINE + word, mask=key < num_keys, other=0)
-        return k, v
+        return gl.load(cache + (place + (key * LINE + word)), mask=key < num_keys, other=0)
+
+    @gluon.jit
+    def load_values(self, cache, place, num_keys):
+        """Load a word of 8 values for each thread: a warp has 16 of the dimensions."""
+        LINE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
+        warp, n, q = parts_of_thread()
+        word = warp % (self.dim // 16) * 8 + n
+        places = (cache + (place + (q * (8 * LINE) + word))).to(gl.int64)
+        return gl.inline_asm_elementwise(
+            load_values_asm(4 * LINE), registers(8, 1, 1), [places, num_keys - 8 * q + 0 * word],
+            words_type(8), True, 1,
+        )  # fmt: skip
 
     @gluon.jit
     def prefetch(self, k_cache, v_cache, place):
-        """Ask for a tile."""
+        """Ask for 32 keys and values."""
         line = thread_index() % 32 * (self.num_kv_heads * (self.dim // 2))
         part = thread_index() // 32 % (self.dim // 64) * 32
         cache = gl.where(thread_index() < 128, k_cache, v_cache)
-        prefetch(cache + place + line + part, PREFETCH)
+        prefetch(cache + (place + (line + part)), PREFETCH)
 
     @gluon.jit
-    def row(self):
-        """Which of the lines a thread has."""
-        T: gl.constexpr = head_layout(self.num_heads // self.num_kv_heads)
-        ROWS: gl.constexpr = head_rows(self.num_heads // self.num_kv_heads)
-        return gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, T)), 1)
+    def line(self):
+        """Which of the lines a thread has: queries, new keys, new values."""
+        N: gl.constexpr = num_lines(self.group, self.new)
+        return gl.expand_dims(gl.arange(0, N, gl.SliceLayout(1, line_layout(N))), 1)
 
     @gluon.jit
     def column(self):
         """Words of half a head."""
-        T: gl.constexpr = head_layout(self.num_heads // self.num_kv_heads)
-        return gl.expand_dims(gl.arange(0, self.dim // 4, gl.SliceLayout(0, T)), 0)
-
-    @gluon.jit
-    def load_turn(self, rope):
-        """Cosines and sines of the position, two neighbors of each."""
-        at = rope + self.column() * 2 + 0 * self.row()
-        HALF: gl.constexpr = self.dim // 2
-        return gl.load(at), gl.load(at + 1), gl.load(at + HALF), gl.load(at + HALF + 1)
+        L: gl.constexpr = line_layout(num_lines(self.group, self.new))
+        return gl.expand_dims(gl.arange(0, self.dim // 4, gl.SliceLayout(0, L)), 0)
 
     @gluon.jit
     def load_norms(self, norms):
         """The weights of q's norm or k's, of either half of a head."""
-        GROUP: gl.constexpr = self.num_heads // self.num_kv_heads
-        at = norms + gl.where(self.row() < GROUP, 0, self.dim // 2) + self.column()
+        at = norms + (gl.where(self.line() < self.group, 0, self.dim // 2) + self.column())
         return gl.load(at), gl.load(at + self.dim // 4)
 
     @gluon.jit
     def allocate_lines(self):
-        """Shared memory for what `turn_heads` makes: the group's queries, its key, its value."""
-        ROWS: gl.constexpr = head_rows(self.num_heads // self.num_kv_heads)
-        return gl.allocate_shared_memory(gl.bfloat16, [ROWS, self.dim], S2)
+        """Shared memory for what `turn_heads` makes: queries, new keys, new values."""
+        N: gl.constexpr = num_lines(self.group, self.new)
+        return gl.allocate_shared_memory(gl.bfloat16, [N, self.dim], S2)
 
     @gluon.jit
-    def turn_heads(self, lines, norms, turn, parameters, now):
-        """Wait for this group's q, k and v, normalize and turn them."""
-        qkv = self.qkv.place(now)
-        G: gl.constexpr = self.num_heads // self.num_kv_heads
+    def turn_heads(self, segment, lines, norms, parameters, now):
+        """Wait for q, k and v of a segment's row and head, normalise and turn them.
+
+        So are the keys and values of the rows before it that are of the same sequence.
+        """
+        G: gl.constexpr = self.group
         D: gl.constexpr = self.dim
-        r, h = self.row(), self.head()
-        kv_head = self.num_heads + h + gl.where(r == G, 0, self.num_kv_heads)
-        places = gl.where(r < G, h * G + r, kv_head) * D + self.column() * 2
-        places = (qkv + places).to(gl.int64)
-        a, b = gl.inline_asm_elementwise(  # a thread has two neighbors of either half
-            poll_asm(2, D, 1), registers(2, 2),
-            [places, places * 0 + self.qkv.flag.to(gl.int64)], words_type(2), False, 1,
+        LINES: gl.constexpr = num_lines(G, self.new)
+        line, is_q, is_v = self.line(), self.line() < G, self.line() >= G + self.new
+        behind = segment.before - (line - gl.where(is_v, G + self.new, G))  # how many rows
+        behind = gl.where(is_q | (behind < 0), 0, gl.minimum(behind, segment.before))
+        HALF: gl.constexpr = D // 2
+        at = parameters.rope + ((segment.position - behind) * D + self.column() * 2)
+        c0, c1, s0, s1 = gl.load(at), gl.load(at + 1), gl.load(at + HALF), gl.load(at + HALF + 1)
+        of_kv = self.num_heads + segment.head + gl.where(is_v, self.num_kv_heads, 0)
+        head = gl.where(is_q, segment.head * G + line, of_kv)
+        places = (segment.row - behind) * self.qkv.size + head * D + self.column() * 2
+        places = (self.qkv.place(now) + places).to(gl.int64)
+        N: gl.constexpr = LINES // 8
+        a, b = gl.inline_asm_elementwise(  # a thread has two neighbours of either half
+            poll_lines_asm(N, D), registers(2 * N, 2 * N),
+            [places, places * 0 + self.qkv.flag.to(gl.int64)], words_type(2), False, N,
         )  # fmt: skip
         a0, a1, b0, b1 = low(a), high(a), low(b), high(b)
-        factor = gl.where(r < G, parameters.scale, 1.0)
+        factor = gl.where(is_q, parameters.scale, 1.0)
         if parameters.has_norm:
             square = gl.sum(a0 * a0 + a1 * a1 + b0 * b0 + b1 * b1, 1)
             factor = factor * gl.expand_dims(gl.rsqrt(square / D + parameters.eps), 1)
@@ -210,178 +436,253 @@ class Attention:
         if parameters.has_norm:
             wa, wb = norms
             n0, n1, m0, m1 = n0 * low(wa), n1 * high(wa), m0 * low(wb), m1 * high(wb)
-        c0, c1, s0, s1 = turn
-        is_v = r > G
         x0, x1 = gl.where(is_v, a0, n0 * c0 - m0 * s0), gl.where(is_v, a1, n1 * c1 - m1 * s1)
         y0, y1 = gl.where(is_v, b0, m0 * c0 + n0 * s0), gl.where(is_v, b1, m1 * c1 + n1 * s1)
-        both = gl.join(gl.join(x0, x1), gl.join(y0, y1))  # [rows, dim / 4, 2, half]
-        both = gl.reshape(gl.permute(both, [0, 3, 1, 2]), [head_rows(G), D])
+        both = gl.join(gl.join(x0, x1), gl.join(y0, y1))  # [lines, dim / 4, 2, half]
+        both = gl.reshape(gl.permute(both, [0, 3, 1, 2]), [LINES, D])
         lines.store(finite(both).to(gl.bfloat16))
 
     @gluon.jit
-    def attend(self, lines, k_cache, v_cache, k, v, later_k, later_v, now):
-        """Weigh this program's values, hand the sums on, and store the new key and value."""
-        G: gl.constexpr = self.num_heads // self.num_kv_heads
-        GP: gl.constexpr = power_of_two(G)
-        SEGMENTS: gl.constexpr = self.dim // 64
-        KL: gl.constexpr = key_layout()
-        VL: gl.constexpr = value_layout(self.dim)
-        words = lines._reinterpret(gl.int32, [head_rows(G), SEGMENTS, 32], S3)
-        q = gl.expand_dims(words.slice(0, 8).load(gl.SliceLayout(0, KL)), 0)
-        q = eight_words(q + gl.zeros([4, 8, SEGMENTS, 32], gl.int32, KL), SEGMENTS)
-        scores = gl.allocate_shared_memory(gl.float32, [SEGMENTS * 8, 8, 4], S3)
-        best = gl.full([GP, 8], NO_SCORE, gl.float32, gl.SliceLayout(2, gl.SliceLayout(3, VL)))
-        weight = gl.zeros([GP, 8], gl.float32, gl.SliceLayout(2, gl.SliceLayout(3, VL)))
-        even = gl.zeros([GP, 8, self.dim // 2], gl.float32, gl.SliceLayout(2, VL))
-        odd = even
-        # Two tiles take turns: while one is used, the other is on its way into the same registers.
-        place, later_place = self.find(self.first + 64), self.find(self.first + 96)
-        for begin in range(self.first, self.end, 64):
-            k, v = self.with_new(lines, k, v, begin)
-            best, weight, even, odd = self.weigh(scores, q, k, v, begin, best, weight, even, odd)
-            if begin + 64 < self.end:
-                k, v = self.load_tile(k_cache, v_cache, place, self.end - begin - 64)
-                place = self.find(begin + 128)
-            if begin + 32 < self.end:
-                later_k, later_v = self.with_new(lines, later_k, later_v, begin + 32)
-                best, weight, even, odd = self.weigh(
-                    scores, q, later_k, later_v, begin + 32, best, weight, even, odd
-                )
-                if begin + 96 < self.end:
-                    later_k, later_v = self.load_tile(
-                        k_cache, v_cache, later_place, self.end - begin - 96
-                    )
-                    later_place = self.find(begin + 160)
-        self.hand_on(gl.reshape(gl.join(even, odd), [GP, 8, self.dim]), best, weight, now)
+    def find_unit(self, segment, begin):
+        """The places of a unit's keys, 32 by 32."""
+        return self.find(segment, begin), self.find(segment, begin + 32)
 
     @gluon.jit
-    def with_new(self, lines, k, v, begin):
-        """Put the new key and value into their tile: the cache may not have them yet."""
-        if (self.position >= begin) & (self.position < begin + 32):
-            G: gl.constexpr = self.num_heads // self.num_kv_heads
-            ROWS: gl.constexpr = head_rows(G)
-            words = lines._reinterpret(gl.int32, [ROWS, self.dim // 64, 32], S3)
-            new_k = gl.expand_dims(words.slice(G, 1).load(gl.SliceLayout(0, key_layout())), 0)
-            is_new = self.key_index() == self.position - begin
-            k = gl.where(gl.expand_dims(gl.expand_dims(is_new, 2), 3), new_k, k)
-            L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, value_layout(self.dim)))
-            wide = lines._reinterpret(gl.int32, [ROWS, self.dim // 2], S2)
-            new_v = gl.expand_dims(wide.slice(G + 1, 1).load(L), 0)
-            is_new = self.value_index() == self.position - begin
-            v = gl.where(gl.expand_dims(is_new, 2), new_v, v)
+    def load_unit_keys(self, segment, begin, places, cache):
+        count = segment.end - begin
+        first = self.load_keys(cache, places[0], count)
+        return first, self.load_keys(cache, places[1], count - 32)
+
+    @gluon.jit
+    def load_unit_values(self, segment, begin, places, cache):
+        count = segment.end - begin
+        first = self.load_values(cache, places[0], count)
+        return first, self.load_values(cache, places[1], count - 32)
+
+    @gluon.jit
+    def prefetch_unit(self, places, k_cache, v_cache):
+        self.prefetch(k_cache, v_cache, places[0])
+        self.prefetch(k_cache, v_cache, places[1])
+
+    @gluon.jit
+    def attend(self, segment, lines, k_cache, v_cache, skip, k, v, now):
+        """Weigh the values of a segment, and hand the sums of each split on.
+
+        While a unit's keys are weighed the next are on their way into the same registers. `skip`
+        is how far it is to the next layer's cache, of which those are asked for.
+        """
+        SEGMENTS: gl.constexpr = self.dim // 64
+        KL: gl.constexpr = key_layout()
+        N: gl.constexpr = num_lines(self.group, self.new)
+        words = lines._reinterpret(gl.int32, [N, SEGMENTS, 32], S3)
+        q = gl.expand_dims(words.slice(0, 8).load(gl.SliceLayout(0, KL)), 0)
+        q = eight_words(q + gl.zeros([4, 8, SEGMENTS, 32], gl.int32, KL), SEGMENTS)
+        scores = gl.allocate_shared_memory(gl.float32, [2 * SEGMENTS, 8, 4, 8], S4)
+        best, weight, sums = no_values()
+        for begin in range(segment.first, segment.end, UNIT):
+            after = begin + UNIT
+            places = self.find_unit(segment, after)
+            if segment.position - segment.before < after:
+                k, v = self.with_new(segment, lines, k, v, begin)
+                if segment.position < after:
+                    self.store_new(segment, lines, k_cache, v_cache)
+            self.score(scores, q, k)
+            if after < segment.end:
+                k = self.load_unit_keys(segment, after, places, k_cache)
+                self.prefetch_unit(places, k_cache + skip, v_cache + skip)
+            best, weight, sums = self.weigh(segment, scores, v, begin, best, weight, sums)
+            if after < segment.end:
+                v = self.load_unit_values(segment, after, places, v_cache)
+            ended = after - segment.start
+            if (ended % segment.size == 0) | (after >= segment.end):
+                self.hand_on(segment, (ended - 1) // segment.size, sums, best, weight, now)
+                best, weight, sums = no_values()
+
+    @gluon.jit
+    def with_new(self, segment, lines, k, v, begin):
+        """Put new keys and values among those from `begin` on: the cache may not have them yet."""
+        N: gl.constexpr = num_lines(self.group, self.new)
+        COPIES: gl.constexpr = 128 // self.dim  # as many warps have the same values
+        VALUES: gl.constexpr = gl.BlockedLayout(
+            [1, 1, 1, 1], [1, 1, 8, 4], [COPIES, 8 // COPIES, 1, 1], [3, 2, 1, 0]
+        )
+        V: gl.constexpr = gl.SliceLayout(3, VALUES)
+        K: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, key_layout()))
+        keys = lines._reinterpret(gl.int32, [N, self.dim // 64, 32], S2)
+        values = lines._reinterpret(gl.int32, [N, 8 // COPIES, 8], S2)
+        for j in range(segment.before + 1):
+            at = segment.position - segment.before + j - begin
+            new_k = keys.index(self.group + j).load(K)
+            new_k = gl.expand_dims(gl.expand_dims(new_k, 0), 0)
+            new_v = values.index(self.group + self.new + j).load(gl.SliceLayout(0, V))
+            new_v = gl.expand_dims(new_v, 0) + gl.zeros([COPIES, 8 // COPIES, 8], gl.int32, V)
+            new_v = gl.convert_layout(gl.reshape(new_v, [8, 8]), gl.SliceLayout(2, ONE))
+            new_v = gl.expand_dims(new_v, 2)
+            with_k, with_v = (), ()
+            for i in gl.static_range(2):
+                is_new = gl.expand_dims(gl.expand_dims(self.key_index() == at - 32 * i, 2), 3)
+                with_k = with_k + (gl.where(is_new, new_k, k[i]),)
+                words, place = (), at - 32 * i - place_index() * 8
+                for n in gl.static_range(8):
+                    words = words + (gl.where(place == n, new_v, v[i][n]),)
+                with_v = with_v + (words,)
+            k, v = with_k, with_v
         return k, v
 
     @gluon.jit
-    def weigh(self, scores, q, k, v, begin, best, weight, even, odd):
-        """Add a tile of values to the sums, weighed by the softmax of their keys' scores."""
-        GP: gl.constexpr = power_of_two(self.num_heads // self.num_kv_heads)
-        VL: gl.constexpr = value_layout(self.dim)
-        SEGMENTS: gl.constexpr = self.dim // 64
-        self.score(scores, q, eight_words(k, SEGMENTS))
-        s = scores.slice(0, GP).load(gl.SliceLayout(3, VL))  # [heads, 8, 4]
-        if SEGMENTS == 2:
-            s += scores.slice(8, GP).load(gl.SliceLayout(3, VL))
-        K: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(3, VL))
-        key = gl.convert_layout(self.value_index(), K, assert_trivial=True)
-        is_seen = (key < self.end - begin) & (key >= self.oldest - begin)
-        s = gl.where(gl.expand_dims(is_seen, 0), s, float("-inf"))
-        new_best = gl.maximum(best, gl.max(s, 2))
-        fade, p = gl.exp2(best - new_best), gl.exp2(s - gl.expand_dims(new_best, 2))
-        weight = weight * fade + gl.sum(p, 2)
-        F: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(2, VL))
-        fade = gl.expand_dims(gl.convert_layout(fade, F), 2)
-        value, p = gl.expand_dims(v, 0), gl.expand_dims(p, 3)
-        even = even * fade + gl.sum(p * low(value), 2)
-        odd = odd * fade + gl.sum(p * high(value), 2)
-        return new_best, weight, even, odd
-
-    @gluon.jit
-    def store_new(self, lines, k_cache, v_cache, place):
-        """Store the new key and value, if they are this program's."""
-        is_here = (self.position >= self.first) & (self.position < self.end)
-        if is_here & (self.head() < self.num_kv_heads):
-            G: gl.constexpr = self.num_heads // self.num_kv_heads
-            W: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])
-            wide = lines._reinterpret(gl.int32, [head_rows(G), self.dim // 2], S2)
-            i = gl.expand_dims(gl.arange(0, self.dim // 2, gl.SliceLayout(0, W)), 0)
-            gl.store(k_cache + place + i, wide.slice(G, 1).load(W))
-            gl.store(v_cache + place + i, wide.slice(G + 1, 1).load(W))
-
-    @gluon.jit
     def score(self, scores, q, k):
-        """Multiply queries and keys: each warp has 8 keys and 64 of the dimensions."""
+        """Multiply queries and keys: each warp has 8 of 32 keys and 64 of the dimensions."""
         SEGMENTS: gl.constexpr = self.dim // 64
-        asm: gl.constexpr = "=f,=f" + ",r" * 16
-        types: gl.constexpr = (gl.float32, gl.float32)
-        even, odd = gl.inline_asm_elementwise(rows_asm(), asm, q + k, types, True, 1)
-        pairs = gl.permute(gl.join(even, odd), [2, 1, 0, 3, 4])  # [segments, 8 heads, 4, 4, 2]
-        scores.store(gl.reshape(pairs, [SEGMENTS * 8, 8, 4]))
+        operands: gl.constexpr = "=f,=f" + ",r" * 16
+        found = ()
+        for i in gl.static_range(2):
+            words = q + eight_words(k[i], SEGMENTS)
+            even, odd = gl.inline_asm_elementwise(
+                score_asm(), operands, words, floats_type(2), True, 1
+            )
+            found = found + (gl.join(even, odd),)
+        # [4, 8 heads, segments, 4, 2 keys, earlier and later]
+        pairs = gl.permute(joined(found), [5, 2, 1, 0, 3, 4])
+        scores.store(gl.reshape(pairs, [2 * SEGMENTS, 8, 4, 8]))
 
     @gluon.jit
-    def hand_on(self, sums, best, weight, now):
-        """Join the warps, and store this split's part for the programs that join the splits.
+    def scores_of(self, segment, scores, begin, i: gl.constexpr):
+        """The scores of a tile's 32 keys, for every warp."""
+        SEGMENTS: gl.constexpr = self.dim // 64
+        scores = scores._reinterpret(gl.float32, [2 * SEGMENTS, 8, 4, 8], S3)
+        s = scores.index(i * SEGMENTS).load(SCORES)
+        if SEGMENTS == 2:
+            s += scores.index(i * SEGMENTS + 1).load(SCORES)
+        q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, SCORES)))[None, :, None]
+        j = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, SCORES)))[None, None, :]
+        before = begin + 32 * i + q * 8
+        is_seen = j < segment.end - before
+        if self.has_window:
+            is_seen = is_seen & (j >= segment.oldest - before)
+        return gl.where(is_seen, s, float("-inf"))
 
-        No value is stored by two threads: the second could come after its reader has emptied it.
-        """
-        G: gl.constexpr = self.num_heads // self.num_kv_heads
-        GP: gl.constexpr = power_of_two(G)
-        D: gl.constexpr = self.dim
-        S: gl.constexpr = num_splits(self.num_kv_heads)
-        J: gl.constexpr = join_layout(GP)
-        of_sums = gl.allocate_shared_memory(gl.float32, [GP, 8, D], S3)
-        of_best = gl.allocate_shared_memory(gl.float32, [GP, 8], S2)
-        of_weight = gl.allocate_shared_memory(gl.float32, [GP, 8], S2)
-        of_sums.store(sums)
-        of_best.store(best)
-        of_weight.store(weight)
-        each = of_best.load(gl.SliceLayout(2, J))
-        best = gl.max(each, 1)
-        share = gl.exp2(each - gl.expand_dims(best, 1))
-        weight = gl.sum(of_weight.load(gl.SliceLayout(2, J)) * share, 1)
-        total = gl.sum(of_sums.load(J) * gl.expand_dims(share, 2), 1)  # [heads, dim]
-        R: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, J))
-        best = gl.expand_dims(gl.convert_layout(best, R), 1) + 0.0 * total
-        weight = gl.expand_dims(gl.convert_layout(weight, R), 1) + 0.0 * total
-        g = gl.expand_dims(gl.arange(0, GP, R), 1)
-        d = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, J))), 0)
-        column = (self.head() * G + g) * D + d
-        at = ((column // 8) * S + self.qkv.sm % S) * 8 + column % 8
-        at = at + now * num_partials(self.num_heads * D, self.num_kv_heads)
-        store_partial(
-            (self.partials + at * 4).to(gl.int64),
-            total.to(gl.int32, bitcast=True),
-            best.to(gl.int32, bitcast=True),
-            weight.to(gl.int32, bitcast=True),
-            gl.where((g < G) & (d >= 0), 1, 0),
+    @gluon.jit
+    def weigh(self, segment, scores, v, begin, best, weight, sums):
+        """Add the values of a unit to the sums, weighed by the softmax of their keys' scores."""
+        s = self.scores_of(segment, scores, begin, 0), self.scores_of(segment, scores, begin, 1)
+        top = gl.maximum(best, gl.max(gl.max(gl.maximum(s[0], s[1]), 2), 1))
+        fade = gl.exp2(best - top)
+        faded = ()
+        for n in gl.static_range(4):
+            faded = faded + (sums[n] * of_heads(fade),)
+        sums = faded
+        total = gl.zeros([8, 4, 8], gl.float32, SCORES)
+        for i in gl.static_range(2):
+            p = gl.exp2(s[i] - gl.expand_dims(gl.expand_dims(top, 1), 2))
+            total += p
+            sums = self.add_values(sums, p, v[i])
+        return top, weight * fade + gl.sum(gl.sum(total, 2), 1), sums
+
+    @gluon.jit
+    def add_values(self, sums, p, v):
+        """Add 32 values to sums of 8 heads: each warp has 16 of the dimensions."""
+        p = each(gl.expand_dims(p, 0) + gl.zeros([8, 8, 4, 8], gl.float32, TILE), 8)
+        shares = ()
+        for n in gl.static_range(4):
+            shares = shares + (pack(p[2 * n], p[2 * n + 1]),)
+        operands: gl.constexpr = "=&f,=&f,=&f,=&f,f,f,f,f" + ",r" * 12
+        return gl.inline_asm_elementwise(
+            weigh_asm(), operands, sums + shares + v, floats_type(4), True, 1
         )
 
     @gluon.jit
-    def join(self, output, now):
+    def store_new(self, segment, lines, k_cache, v_cache):
+        """Store the row's new key and value."""
+        N: gl.constexpr = num_lines(self.group, self.new)
+        W: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+        wide = lines._reinterpret(gl.int32, [N, self.dim // 2], S1)
+        i = self.find(segment, segment.position) + gl.arange(0, self.dim // 2, W)
+        line = self.group + segment.before
+        gl.store(k_cache + i, wide.index(line).load(W))
+        gl.store(v_cache + i, wide.index(line + self.new).load(W))
+
+    @gluon.jit
+    def hand_on(self, segment, split, sums, best, weight, now):
+        """Store a split's part for the programs that join the splits; no thread has another's."""
+        D: gl.constexpr = self.dim
+        warp, head, four = parts_of_thread()
+        column = (segment.head * self.group + head) * D + warp * 16 + four * 4
+        part = self.part(now, segment.row, column // 8, split)
+        there = (head < self.group) & (warp < D // 16) & (four >= 0)
+        zero = gl.zeros([8, 8, 4], gl.float32, ONE)
+        gl.inline_asm_elementwise(
+            store_part_asm(), "=r,l,l,f,f,f,f,f,f,r,r",
+            ((part + four % 2 * 4).to(gl.int64), (part + 8).to(gl.int64)) + sums
+            + (of_heads(best) + zero, of_heads(weight) + zero, gl.where(there, 1, 0),
+               gl.where(there & (four % 2 == 0), 1, 0)), gl.int32, False, 1,
+        )  # fmt: skip
+
+    @gluon.jit
+    def part(self, now, row, group, split):
+        """Where a split's part of 8 columns is: their sums, the best score, the weight."""
+        WIDTH: gl.constexpr = self.num_heads * self.dim
+        S: gl.constexpr = num_splits(self.num_kv_heads)
+        at = ((now * self.rows + row) * num_parts(WIDTH) + group) * S + split
+        return self.parts + at * PART_WORDS
+
+    @gluon.jit
+    def join_places(self):
+        """Which row and chunk a thread joins, and which split."""
+        L: gl.constexpr = join_layout(self.num_kv_heads)
+        C: gl.constexpr = join_groups(self.num_heads * self.dim, self.num_kv_heads, self.rows)
+        S: gl.constexpr = num_splits(self.num_kv_heads)
+        place = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
+        split = gl.arange(0, S, gl.SliceLayout(0, L))[None, :]
+        return place % self.rows, place // self.rows, split
+
+    @gluon.jit
+    def active(self):
+        """Which splits `join` waits for: those that have keys."""
+        WIDTH: gl.constexpr = self.num_heads * self.dim
+        row, chunk, split = self.join_places()
+        _, _, count = self.splits(self.position(row))
+        group = chunk * NUM_PROGRAMS + self.qkv.sm
+        return gl.where((split < count) & (group < WIDTH // 8), 1, 0)
+
+    @gluon.jit
+    def join(self, output, is_there, now):
         """Join the splits of this program's 8 columns of each chunk of attention's output.
 
         Those without keys have stored nothing, and nobody polls for them: the less is polled, the
         sooner the others' sums are there.
         """
         WIDTH: gl.constexpr = self.num_heads * self.dim
+        C: gl.constexpr = join_groups(WIDTH, self.num_kv_heads, self.rows)
         S: gl.constexpr = num_splits(self.num_kv_heads)
-        C: gl.constexpr = joined_chunks(WIDTH, self.num_kv_heads)
-        B: gl.constexpr = split_layout(self.num_kv_heads)
-        N: gl.constexpr = C * S // 32 if C * S < 128 else 4  # polled together
-        chunk = gl.arange(0, C, gl.SliceLayout(1, gl.SliceLayout(2, B)))[:, None, None]
-        split = gl.arange(0, S, gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
-        line = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
-        at = ((chunk * NUM_PROGRAMS + self.qkv.sm) * S + split) * 8 + line
-        at = at + now * num_partials(WIDTH, self.num_kv_heads)
-        places = (self.partials + at * 4).to(gl.int64)
-        line = chunk * CHUNK + self.qkv.sm * 8 + line
-        is_there = gl.where((split < self.num_active) & (line < WIDTH), 1, 0)
-        total, best, weight = gl.inline_asm_elementwise(
-            poll_partials_asm(N), registers(3 * N, 2 * N, N),
-            [places, places * 0 + self.qkv.flag.to(gl.int64), is_there], words_type(3), False, N,
+        N: gl.constexpr = C * S // 256
+        row, chunk, split = self.join_places()
+        group = chunk * NUM_PROGRAMS + self.qkv.sm
+        places = self.part(now, row, gl.minimum(group, num_parts(WIDTH) - 1), split).to(gl.int64)
+        found = gl.inline_asm_elementwise(
+            poll_parts_asm(N), registers(10 * N, 2 * N, N),
+            [places, places * 0 + self.qkv.flag.to(gl.int64), is_there], words_type(10), False, N,
         )  # fmt: skip
-        empty = total | -1  # of what was polled, so that it is stored afterwards
-        store_partial(places, empty, empty, empty, is_there)
-        share = bits_to_float(best)
+        # Of what was polled, so that it is stored afterwards.
+        gl.inline_asm_elementwise(
+            empty_parts_asm(), "=r,l,r,r", [places, is_there, found[0]], gl.int32, False, 1
+        )
+        share = bits_to_float(found[8])
         share = gl.exp2(share - gl.expand_dims(gl.max(share, 1), 1))
-        y = gl.sum(bits_to_float(total) * share, 1) / gl.sum(bits_to_float(weight) * share, 1)
-        output.store(gl.expand_dims(y, 1), split, line, line >= 0, now)
+        weight = gl.sum(bits_to_float(found[9]) * share, 1)
+        weight = gl.where(weight > 0.0, weight, 1.0)  # of padding there is none
+        sums = ()
+        for n in gl.static_range(8):
+            sums = sums + (gl.sum(bits_to_float(found[n]) * share, 1) / weight,)
+        # The first four threads of a group store the values twice, and EMPTY twice.
+        before = gl.where(now == 0, NUM_BUFFERS - 1, now - 1)
+        buffer = gl.where(split < 2, now, before) * 2 + split % 2
+        words = ()
+        for n in gl.static_range(4):
+            word = gl.expand_dims(pack(sums[2 * n], sums[2 * n + 1]), 1)
+            words = words + (word | gl.where(split < 2, 0, -1),)
+        at = (buffer * self.rows + row) * output.size + group * 8
+        is_ours = gl.where((split < 4) & (group < WIDTH // 8), 1, 0)
+        gl.inline_asm_elementwise(
+            store_eight_asm(), "=r,l,r,r,r,r,r",
+            ((output.memory + at).to(gl.int64),) + words + (is_ours,), gl.int32, False, 1,
+        )  # fmt: skip

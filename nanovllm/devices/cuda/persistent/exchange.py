@@ -8,14 +8,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.devices.cuda.persistent.products import stage, stage_words
+from nanovllm.devices.cuda.persistent.products import joined, stage, stage_words
 from nanovllm.devices.cuda.persistent.sizes import (
     gated_parts,
     gated_room,
     num_chunks,
+    num_copies,
     num_stored,
+    num_sum_blocks,
     q_width,
     qkv_width,
+    sums_layout,
 )
 
 NUM_PROGRAMS = gl.constexpr(128)
@@ -26,15 +29,10 @@ MAX_CHECKS = gl.constexpr(1 << 8)  # about a second
 # The best score where there are no keys, and its bits
 NO_SCORE, NO_SCORE_BITS = gl.constexpr(-1e30), "0xF149F2CA"
 
-S1, S2, S3 = (
-    gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1])) for rank in (1, 2, 3)
+S1, S2, S3, S4 = (
+    gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1])) for rank in (1, 2, 3, 4)
 )
 THREADS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0]))  # [8 warps, 32]
-EIGHT = gl.constexpr(gl.BlockedLayout([8], [32], [8], [0]))
-# [8 parts of a sum, 4 copies, 8 blocks, 8 lines]: a thread adds up one line for one copy
-SUMS = gl.constexpr(gl.BlockedLayout([8, 1, 1, 1], [1, 4, 1, 8], [1, 1, 8, 1], [3, 2, 1, 0]))
-COPIES = gl.constexpr(gl.SliceLayout(0, SUMS.value))
-LINES = gl.constexpr(gl.SliceLayout(0, COPIES.value))  # [8 blocks, 8 lines]
 
 # Weights flow through L2 once; what programs hand each other is to outlast them.
 KEEP = gl.constexpr("createpolicy.fractional.L2::evict_last.b64 k, 1.0; ")
@@ -44,37 +42,54 @@ PREFETCH_AND_KEEP = gl.constexpr("prefetch.global.L2::evict_last [$1]; mov.u32 $
 
 
 @gluon.constexpr_function
-def poll_asm(num_loads, stride, words):
-    """Load `words` words each from places `stride` bytes apart until no half of one is EMPTY."""
-    num_words = num_loads * words
-    code = ""
-    for load in range(num_loads):
-        names = [f"${load * words + word}" for word in range(words)]
-        target, vector = (names[0], "") if words == 1 else (f"{{{', '.join(names)}}}", f".v{words}")
-        place = f"[${num_words} + {load * stride}]"
-        code += f"ld.relaxed.gpu.global.L2::cache_hint{vector}.b32 {target}, {place}, k; "
-    for word in range(num_words):  # a half of -1 is the only one that borrows here
-        code += f"sub.u32 g, 0xFFFEFFFE, ${word}; and.b32 g, g, ${word}; "
-        code += "and.b32 g, g, 0x80008000; or.b32 f, f, g; "
-    return spin_asm(code, num_words + 1)
+def poll_asm(loads, flag, has_halves=True, there=None):
+    """Load words, [(names, place)], and again where one is EMPTY, or a half of one.
+
+    Where the operands that `there` names are 0 nothing is loaded, and the names have values. The
+    first loads do not depend on what they find: words that are only loaded on a condition would
+    need registers from the kernel's beginning on. The warp is one again afterwards.
+    """
+    begin = f"{{ .reg .b64 k; .reg .pred r; .reg .b32 m<{len(loads)}>; {KEEP.value} "
+    tests, again = "", ""
+    for j in range(len(loads)):
+        names, place = loads[j]
+        target, vector = names[0], ""
+        if len(names) > 1:
+            target, vector = "{" + ", ".join(names) + "}", f".v{len(names)}"
+        load = f"ld.relaxed.gpu.global.L2::cache_hint{vector}.b32 {target}, {place}, "
+        if there is None:
+            begin += f"{load} k; "
+        else:
+            begin += f"setp.ne.u32 r, {there[j]}, 0; @r {load} k; "
+        tests += missing_asm(names, f"m{j}", has_halves) + f"or.b32 f, f, m{j}; "
+        again += f"setp.ne.u32 q, m{j}, 0; @q {load} k; "
+    return begin + spin_asm(tests + again, flag) + " bar.warp.sync 0xffffffff; }"
 
 
 @gluon.constexpr_function
-def poll_partials_asm(count):
-    """Load the first three words at each of `count` places until none is EMPTY.
+def missing_asm(words, target, has_halves):
+    """Set bits of target if a word is EMPTY; of halves one of -1 is the only one that borrows."""
+    code = f"mov.u32 {target}, 0; "
+    if not has_halves:
+        code += "".join(f"max.u32 {target}, {target}, {word}; " for word in words)
+        return code + f"setp.eq.u32 q, {target}, -1; selp.u32 {target}, 1, 0, q; "
+    for word in words:
+        code += f"sub.u32 g, 0xFFFEFFFE, {word}; lop3.b32 {target}, g, {word}, {target}, 0xEA; "
+    return code + f"and.b32 {target}, {target}, 0x80008000; "
 
-    Where an operand behind the flags is 0 there is nothing to load: a sum without a weight.
-    """
-    code = ""
-    for i in range(count):
-        total, best, weight = f"${i}", f"${count + i}", f"${2 * count + i}"
-        code += f"mov.u32 {total}, 0; mov.u32 {best}, {NO_SCORE_BITS}; mov.u32 {weight}, 0; "
-        code += f"setp.ne.u32 q, ${5 * count + i}, 0; "
-        names, place = f"{{{total}, {best}, {weight}, g}}", f"[${3 * count + i}]"
-        code += f"@q ld.relaxed.gpu.global.L2::cache_hint.v4.b32 {names}, {place}, k; "
-    for word in range(3 * count):
-        code += f"setp.eq.u32 p, ${word}, -1; selp.u32 g, 1, 0, p; or.b32 f, f, g; "
-    return spin_asm(code, 4 * count)
+
+@gluon.constexpr_function
+def poll_pairs_asm(offsets):
+    """Two words at each offset, in bytes, from a place."""
+    count = 2 * len(offsets)
+    loads = [((f"${2 * j}", f"${2 * j + 1}"), f"[${count} + {o}]") for j, o in enumerate(offsets)]
+    return poll_asm(loads, count + 1)
+
+
+@gluon.constexpr_function
+def pair_offsets(rows, size, count, step):
+    """Bytes from a thread's first two words to those of all rows, and of more columns of each."""
+    return tuple(2 * (row * size + k * step) for row in range(rows) for k in range(count))
 
 
 @gluon.constexpr_function
@@ -132,27 +147,27 @@ def thread_index():
 
 
 @gluon.jit
-def line_index():
-    return gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, LINES)), 0)
-
-
-@gluon.jit
-def block_index():
-    return gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, LINES)), 1)
-
-
-@gluon.jit
 def fence():
     gl.inline_asm_elementwise(FENCE, "=r,r", [thread_index()], gl.int32, False, 1)
 
 
+@gluon.jit
+def line_places(BLOCKS: gl.constexpr, ROWS: gl.constexpr):
+    """Which block, row and line of sums a thread has, [blocks, rows, 8 lines]."""
+    L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, sums_layout(BLOCKS, ROWS)))
+    block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    line = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    return block, row, line
+
+
 @aggregate
 class Exchange:
-    """A vector of bfloat16 that every program stores a part of, and every program reads.
+    """Vectors of bfloat16, one a row, that every program stores a part of, and every program reads.
 
-    Its memory is [buffers, 2, size]: half of the programs read each copy. Parts of it may each have
-    room for more. What no value is stored into is zero, and stays so. In one `of_all` programs,
-    those without a value store zeros, so that who has read it has heard of everyone.
+    Their memory is [buffers, 2, rows, size]: half of the programs read each copy. Parts of a vector
+    may each have room for more. What no value is stored into is zero, and stays so. In one `of_all`
+    programs, those without a value store zeros, so that who has read it has heard of everyone.
     """
 
     memory: gl.tensor
@@ -164,77 +179,86 @@ class Exchange:
     room: gl.constexpr  # of a part
     columns: gl.constexpr  # of all parts
     size: gl.constexpr
+    rows: gl.constexpr
+    blocks: gl.constexpr  # that are published at most at once
 
     @gluon.constexpr_function
-    def __init__(self, memory, flag, sm, width, bits, parts=1, room=None, of_all=False):
+    def __init__(
+        self, memory, flag, sm, width, bits, rows, blocks, parts=1, room=None, of_all=False
+    ):
         self.memory, self.flag, self.sm = memory, flag, sm
         room = width if room is None else room
         self.stored = gl.constexpr(num_stored(width) if of_all else width)
         self.width, self.part = gl.constexpr(width), gl.constexpr(width // parts)
         self.room, self.columns = gl.constexpr(room), gl.constexpr(parts * room)
         self.size = gl.constexpr(num_chunks(parts * room, bits) * 1024)
+        self.rows, self.blocks = gl.constexpr(rows), gl.constexpr(blocks)
 
     @gluon.jit
-    def publish(self, y, row, block, now, COUNT: gl.constexpr):
-        """Store COUNT blocks of lines from y's `row` on, and empty the buffer before this one."""
-        copy = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, COPIES)))[:, None, None]
-        i = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, COPIES)))[None, :, None] - row
-        line = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, COPIES)))[None, None, :]
+    def publish(self, y, block, now, COUNT: gl.constexpr):
+        """Store y's first COUNT blocks of lines twice, and EMPTY twice into the buffer before.
+
+        If threads have copies of y, each does its part of that.
+        """
+        COPIES: gl.constexpr = num_copies(self.rows)
+        L: gl.constexpr = gl.SliceLayout(0, sums_layout(self.blocks, self.rows))
+        C: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
+        copy = gl.arange(0, COPIES, C)[:, None, None, None]
+        i, row, line = line_places(self.blocks, self.rows)
         line = (block + i) * CHUNK + self.sm * 8 + line
-        self.store(gl.expand_dims(y, 0), copy, line, (i >= 0) & (i < COUNT), now)
-
-    @gluon.jit
-    def store(self, y, copy, line, is_ours, now):
-        """Store y twice, and EMPTY twice into the buffer before: who is copy 0 to 3 does each."""
-        before = gl.where(now == 0, NUM_BUFFERS - 1, now - 1)
-        at = (gl.where(copy < 2, now, before) * 2 + copy % 2) * self.size + line
+        bits = y.to(gl.bfloat16).to(gl.int16, bitcast=True)
+        if self.stored > self.width:
+            bits = gl.where(line < self.width, bits, 0).to(gl.int16)
+        at = row * self.size + line
         if self.room > self.part:
             at += line // self.part * (self.room - self.part)
-        bits = y.to(gl.bfloat16).to(gl.int16, bitcast=True) | gl.where(copy < 2, 0, -1).to(gl.int16)
-        if self.stored > self.width:
-            bits = gl.where((line < self.width) | (copy >= 2), bits, 0)
-        is_ours = is_ours & (line < self.stored) & (copy < 4)
-        gl.store(self.memory + at, bits, mask=is_ours, eviction_policy="evict_last")
+        is_ours = gl.expand_dims((i < COUNT) & (line < self.stored) & (row >= 0), 0)
+        bits, at = gl.expand_dims(bits, 0), gl.expand_dims(at, 0)
+        before = gl.where(now == 0, NUM_BUFFERS - 1, now - 1)
+        for first in gl.static_range(0, 4, COPIES):
+            c = first + copy
+            there = (gl.where(c < 2, now, before) * 2 + c % 2) * (self.rows * self.size)
+            value = bits | gl.where(c < 2, 0, -1).to(gl.int16)
+            gl.store(
+                self.memory + (there + at), value, mask=is_ours & (c >= 0),
+                eviction_policy="evict_last",
+            )  # fmt: skip
 
     @gluon.jit
     def place(self, now):
         """Where this program reads."""
-        return self.memory + (now * 2 + self.sm % 2) * self.size
+        return self.memory + (now * 2 + self.sm % 2) * (self.rows * self.size)
 
     @gluon.jit
-    def poll(self, now):
-        """Read the whole vector: of each chunk, two words in a thread."""
-        return self.poll_chunks(now, 0, self.size // CHUNK)
-
-    @gluon.jit
-    def poll_chunks(self, now, first: gl.constexpr, N: gl.constexpr):
+    def poll(self, now, first, N: gl.constexpr):
+        """Read N chunks of all rows: of each row's chunks, two words in a thread."""
         return self.poll_from(first * CHUNK + thread_index() * 4, now, N, CHUNK)
 
     @gluon.jit
     def poll_from(self, column, now, N: gl.constexpr, STEP: gl.constexpr):
         """Read two words from each thread's column on, and N - 1 times more, STEP columns on."""
+        COUNT: gl.constexpr = 2 * N * self.rows
         places = (self.place(now) + column).to(gl.int64)
         return gl.inline_asm_elementwise(
-            poll_asm(N, 2 * STEP, 2),
-            registers(2 * N, 2),
+            poll_pairs_asm(pair_offsets(self.rows, self.size, N, STEP)),
+            registers(COUNT, 2),
             [places, places * 0 + self.flag.to(gl.int64)],
-            words_type(2 * N),
+            words_type(COUNT),
             False,
             1,
         )
 
     @gluon.jit
-    def take(self, now, BITS: gl.constexpr):
-        """Read the vector into shared memory, in pieces for weights of so many bits."""
-        N: gl.constexpr = self.size // CHUNK
-        words = self.poll(now)
+    def take(self, now, first, N: gl.constexpr, BITS: gl.constexpr):
+        """Read N chunks into shared memory, in pieces for weights of so many bits."""
+        words = self.poll(now, first, N)
         staged = ()
         for k in gl.static_range(N):
-            first, second = words[2 * k], words[2 * k + 1]
-            if BITS == 16:
-                staged = stage_words(staged, first, second)
-            else:
-                staged = stage(staged, k, four_floats(first, second), BITS)
+            rows = ()
+            for r in gl.static_range(self.rows):
+                one, other = words[2 * (r * N + k)], words[2 * (r * N + k) + 1]
+                rows = rows + (gl.join(one, other) if BITS == 16 else four_floats(one, other),)
+            staged = stage_words(staged, rows) if BITS == 16 else stage(staged, k, rows, BITS)
         return staged
 
     @gluon.jit
@@ -247,20 +271,36 @@ class Exchange:
 
     @gluon.jit
     def take_normed(self, now, factors, eps, BITS: gl.constexpr):
-        """Stage x times the norm's weight; what is left of the norm is the factor returned."""
+        """Stage x times the norm's weight; what is left of the norm is a factor of each row."""
         N: gl.constexpr = self.size // CHUNK
-        words = self.poll(now)
-        total = gl.zeros([8], gl.float32, gl.SliceLayout(1, THREADS))
-        staged = ()
+        words = self.poll(now, 0, N)
+        squares, staged = (), ()
+        for _ in gl.static_range(self.rows):
+            squares = squares + (gl.zeros([8, 32], gl.float32, THREADS),)
         for k in gl.static_range(N):
-            x = four_floats(words[2 * k], words[2 * k + 1])
             w = four_floats(factors[k].to(gl.int32), (factors[k] >> 32).to(gl.int32))
-            staged = stage(staged, k, x * w, BITS)
-            total += gl.convert_layout(gl.sum(x * x, 1), gl.SliceLayout(1, THREADS))
-        squares = gl.allocate_shared_memory(gl.float32, [8], S1)
-        squares.store(total)
-        mean = gl.sum(squares.load(EIGHT), 0) / self.width
-        return staged, gl.rsqrt(mean + eps)
+            rows, more = (), ()
+            for r in gl.static_range(self.rows):
+                one, other = words[2 * (r * N + k)], words[2 * (r * N + k) + 1]
+                more = more + (squares[r] + (square(one) + square(other)),)
+                rows = rows + (four_floats(one, other) * w,)
+            squares = more
+            staged = stage(staged, k, rows, BITS)
+        memory = gl.allocate_shared_memory(gl.float32, [self.rows, 8], S2)
+        memory.permute([1, 0]).store(gl.sum(joined(squares), 1))
+        L: gl.constexpr = sums_layout(self.blocks, self.rows)
+        P: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, L)))
+        mean = gl.sum(memory.permute([1, 0]).load(P), 0) / self.width
+        LINES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, L))
+        R: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LINES))
+        mean = gl.convert_layout(mean, R, assert_trivial=True)
+        return staged, gl.rsqrt(mean + eps)[None, :, None]
+
+
+@gluon.jit
+def square(words):
+    """The sum of the squares of both numbers in each word."""
+    return low(words) * low(words) + high(words) * high(words)
 
 
 @gluon.jit
@@ -288,14 +328,16 @@ class Exchanges:
 
 
 @gluon.jit
-def make_exchanges(memories, flag, sm, SHAPE: gl.constexpr):
+def make_exchanges(memories, flag, sm, SHAPE: gl.constexpr, ROWS: gl.constexpr):
     x, qkv, _, attended, y, gated, routed = memories
     BITS: gl.constexpr = SHAPE.bits
+    B: gl.constexpr = num_sum_blocks(SHAPE, ROWS)
+    PARTS: gl.constexpr = gated_parts(SHAPE)
     return Exchanges(
-        Exchange(x, flag, sm, SHAPE.hidden, BITS, of_all=True),
-        Exchange(qkv, flag, sm, qkv_width(SHAPE), 16),
-        Exchange(attended, flag, sm, q_width(SHAPE), BITS),
-        Exchange(y, flag, sm, SHAPE.hidden, BITS, of_all=True),
-        Exchange(gated, flag, sm, SHAPE.mlp, BITS, gated_parts(SHAPE), gated_room(SHAPE)),
-        Exchange(routed, flag, sm, SHAPE.experts.num_experts, 16),
+        Exchange(x, flag, sm, SHAPE.hidden, BITS, ROWS, B, of_all=True),
+        Exchange(qkv, flag, sm, qkv_width(SHAPE), 16, ROWS, B),
+        Exchange(attended, flag, sm, q_width(SHAPE), BITS, ROWS, B),
+        Exchange(y, flag, sm, SHAPE.hidden, BITS, ROWS, B, of_all=True),
+        Exchange(gated, flag, sm, SHAPE.mlp, BITS, ROWS, B, PARTS, gated_room(SHAPE)),
+        Exchange(routed, flag, sm, SHAPE.experts.num_experts, 16, ROWS, B),
     )

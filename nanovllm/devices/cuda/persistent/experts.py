@@ -102,11 +102,11 @@ class Experts:
         What was multiplied first is staged while the rest is on its way.
         """
         N: gl.constexpr = gated.size // CHUNK
-        words = gated.poll_chunks(now, 0, N // 2) if N > 1 else ()
+        words = gated.poll(now, 0, N // 2) if N > 1 else ()
         staged = ()
         for k in gl.static_range(N):
             if k == N // 2:
-                words = words + gated.poll_chunks(now, N // 2, N - N // 2)
+                words = words + gated.poll(now, N // 2, N - N // 2)
             column = k * CHUNK + thread_index() * 4
             w = column * 0.0
             for place in gl.static_range(self.top_k):
@@ -115,7 +115,7 @@ class Experts:
             pair = gl.join(w, w)
             factors = gl.reshape(gl.join(pair, pair), [8, 128])
             x = four_floats(words[2 * k], words[2 * k + 1]) * factors
-            staged = stage(staged, k, x, BITS)
+            staged = stage(staged, k, (x,), BITS)
         return staged
 
     @gluon.jit
@@ -127,20 +127,20 @@ class Experts:
     @gluon.jit
     def fetch_down(
         self, stream, weights, experts, t, g, owners, LINES: gl.constexpr, BLOCKS: gl.constexpr,
-        LINE: gl.constexpr, GROUP: gl.constexpr,
+        LINE: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr,
     ):  # fmt: skip
         """Ask for tiles whose columns are of one chosen expert after another, in pieces."""
         TILES: gl.constexpr = LINE.tiles
         rows = experts * LINES + stream.sm * 8
-        for block in range(BLOCKS):
-            is_there = block * CHUNK + stream.sm * 8 < LINES
-            for tile in gl.static_range(TILES):
-                group = g + (block * TILES + tile) // GROUP
-                owners = stream.claim(t, group, owners, LINE, stream.flying)
-                self.fetch_pieces(
-                    stream, weights, t, is_there, rows + block * CHUNK, 16 * tile, LINE
-                )
-                t += 1
+        for first in gl.static_range(0, TILES, COLUMNS):
+            for block in range(BLOCKS):
+                is_there = block * CHUNK + stream.sm * 8 < LINES
+                for i in gl.static_range(COLUMNS):
+                    group = g + (first * BLOCKS + block * COLUMNS + i) // GROUP
+                    owners = stream.claim(t, group, owners, LINE, stream.flying)
+                    lines = rows + block * CHUNK
+                    self.fetch_pieces(stream, weights, t, is_there, lines, 16 * (first + i), LINE)
+                    t += 1
         return t, g + BLOCKS * TILES // GROUP, owners
 
     @gluon.jit

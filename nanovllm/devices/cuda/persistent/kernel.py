@@ -1,4 +1,4 @@
-"""A whole decode step of one sequence as one kernel: the phases of a layer, and their loads.
+"""A whole decode step of up to eight rows as one kernel: the phases of a layer, and their loads.
 
 128 programs stay on a multiprocessor each. One warp of a program asks for its weights, eight do
 everything else. docs/persistent-step.md has the picture.
@@ -15,20 +15,21 @@ from nanovllm.devices.cuda.persistent.exchange import (
     NUM_BUFFERS,
     PREFETCH_AND_KEEP,
     S1,
-    S3,
-    block_index,
+    S4,
     fence,
-    line_index,
+    line_places,
     make_exchanges,
     prefetch,
     thread_index,
 )
 from nanovllm.devices.cuda.persistent.experts import ExpertLines, Experts
-from nanovllm.devices.cuda.persistent.products import FACTORS
+from nanovllm.devices.cuda.persistent.products import FACTORS, by_row
 from nanovllm.devices.cuda.persistent.sizes import (
     ExpertsShape,
     StepShape,
+    back_group,
     blocks_at_once,
+    columns_at_once,
     factor_piece,
     gated_at_once,
     gated_width,
@@ -39,7 +40,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
     num_flying,
     num_head_blocks,
     num_slots,
-    num_splits,
+    num_sum_blocks,
     q_width,
     qkv_width,
     slot_factors,
@@ -52,7 +53,7 @@ from nanovllm.devices.cuda.persistent.stream import (
     RING_WORDS,
     Lines,
     Stream,
-    add_up,
+    no_sums,
     spread,
     total,
 )
@@ -66,7 +67,7 @@ class Parameters:
     final_norm: gl.tensor
     qk_norms: gl.tensor  # [layers, 2, dim], two bfloat16 in an element
     qkv_bias: gl.tensor  # [layers, q + k + v]; without one, or norms of q and k, something else
-    rope: gl.tensor  # this position's cosines and sines
+    rope: gl.tensor  # [positions, 2, dim / 2]: cosines and sines
     eps: gl.tensor
     scale: gl.tensor  # of the scores, for powers of two
     has_norm: gl.constexpr  # of q and k
@@ -88,20 +89,21 @@ def next_buffer(now):
 def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
     """x -> q, k and v."""
     B: gl.constexpr = num_blocks(given.qkv.width)
-    LINE: gl.constexpr = line_of(given.x.width, stream.bits)
+    LINE: gl.constexpr = line_of(given.x.width, stream.bits, stream.rows)
     N: gl.constexpr = blocks_at_once(B, LINE)
     held = stream.grab_early(t, g, B, LINE, stream.flying)
     x, factor = given.x.take_normed(x_now, norm, parameters.eps, stream.bits)
     held_x = stream.hold_x(x, LINE)
     for i in range(B // N):
         sums = stream.products(t, g, held, x, held_x, N, LINE, stream.flying)
-        y = add_up(stream.sums, sums, 0, N) * factor
+        y = stream.add_up(sums, N) * factor
         if parameters.has_bias:
-            line = (i * N + block_index()) * CHUNK + stream.sm * 8 + line_index()
-            is_ours = (block_index() < N) & (line < given.qkv.width)
-            bias = parameters.qkv_bias + layer * given.qkv.width + line
+            block, row, line = line_places(stream.blocks, stream.rows)
+            line = (i * N + block) * CHUNK + stream.sm * 8 + line
+            is_ours = (block < N) & (line < given.qkv.width) & (row >= 0)
+            bias = parameters.qkv_bias + layer * given.qkv.width + line + row * 0
             y += gl.load(bias, mask=is_ours, other=0.0).to(gl.float32)
-        given.qkv.publish(y, 0, i * N, now, N)
+        given.qkv.publish(y, i * N, now, N)
         t += N * LINE.tiles
         g += N * LINE.tiles // group_tiles(N, LINE)
     return t, g
@@ -113,7 +115,7 @@ def route(stream, t, g, given, norm, parameters, experts, now):
     LINE: gl.constexpr = line_of(given.y.width, 16)
     x, factor = given.y.take_normed(now, norm, parameters.eps, 16)
     sums = stream.products(t, g, (), x, ((), ()), 1, LINE, stream.flying)
-    given.routed.publish(add_up(stream.sums, sums, 0, 1) * factor, 0, 0, now, 1)
+    given.routed.publish(stream.add_up(sums, 1) * factor, 0, now, 1)
     if stream.bits < 16:
         x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
     experts.choose(given.routed, now)
@@ -127,23 +129,66 @@ def project_back(
     """Add a projection of source to the residual: o after attention, down after the gate."""
     bits: gl.constexpr = stream.bits
     B: gl.constexpr = num_blocks(target.width)
-    LINE: gl.constexpr = line_of(source.columns, bits)
-    N: gl.constexpr = blocks_at_once(B, LINE)
-    HAS_WEIGHTS: gl.constexpr = GATED and experts.count > 0
-    PIECE: gl.constexpr = factor_piece(experts.size, bits) if HAS_WEIGHTS else 8
+    LINE: gl.constexpr = line_of(source.columns, bits, stream.rows)
+    OF_EXPERTS: gl.constexpr = GATED and experts.count > 0
+    PIECE: gl.constexpr = factor_piece(experts.size, bits) if OF_EXPERTS else 8
     held = stream.grab_early(t, g, B, LINE, stream.flying, PIECE)
-    x = experts.take(source, now, bits) if HAS_WEIGHTS else source.take(now, bits)
+    sums = ()
+    if len(held) > 0:
+        x = experts.take(source, now, bits) if OF_EXPERTS else take_all(source, now, bits)
+        sums = stream.products(t, g, held, x, stream.hold_x(x, LINE), B, LINE, stream.flying, PIECE)
+        g += 1
+    else:
+        N: gl.constexpr = columns_at_once(B, LINE)
+        CHUNKS: gl.constexpr = N * source.size // CHUNK // LINE.tiles
+        totals = ()
+        for _ in gl.static_range(B):
+            totals = totals + (no_sums(LINE),)
+        if OF_EXPERTS:
+            x = experts.take(source, now, bits)
+            PIECES: gl.constexpr = N * LINE.halves
+            for i in gl.static_range(LINE.tiles // N):
+                part = x[i * PIECES : (i + 1) * PIECES]
+                totals, g = add_columns(stream, t + i * N * B, g, part, totals, N, LINE, PIECE)
+        else:
+            for i in range(LINE.tiles // N):
+                part = source.take(now, i * CHUNKS, CHUNKS, bits)
+                totals, g = add_columns(stream, t + i * N * B, g, part, totals, N, LINE, PIECE)
+        for b in gl.static_range(B):
+            sums = sums + (by_row(totals[b], bits),)
+    residual = (residual + stream.add_up(sums, B)).to(gl.bfloat16).to(gl.float32)
+    target.publish(residual, 0, target_now, num_blocks(target.stored))
+    return residual, t + B * LINE.tiles, g
+
+
+@gluon.jit
+def take_all(source, now, BITS: gl.constexpr):
+    return source.take(now, 0, source.size // CHUNK, BITS)
+
+
+@gluon.jit
+def add_columns(stream, t, g, x, totals, N: gl.constexpr, LINE: gl.constexpr, PIECE: gl.constexpr):
+    """Add the products of N tiles of every block with their part of x."""
     held_x = stream.hold_x(x, LINE)
-    for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, N, LINE, stream.flying, PIECE)
-        added = residual + add_up(stream.sums, sums, i * N, N)
-        row = block_index() - i * N
-        is_new = (row >= 0) & (row < N)
-        residual = gl.where(is_new, added.to(gl.bfloat16).to(gl.float32), residual)
-        target.publish(residual, i * N, i * N, target_now, N)
-        t += N * LINE.tiles
-        g += N * LINE.tiles // group_tiles(N, LINE)
-    return residual, t, g
+    for b in range(len(totals)):  # not unrolled: the code of all phases must fit into its cache
+        own = totals[0]
+        for k in gl.static_range(1, len(totals)):
+            own = chosen(b == k, totals[k], own)
+        own = stream.add_tiles(t + b * N, g + b, x, held_x, 0, N, own, LINE, stream.flying, PIECE)
+        found = ()
+        for k in gl.static_range(len(totals)):
+            found = found + (chosen(b == k, own, totals[k]),)
+        totals = found
+    return totals, g + len(totals)
+
+
+@gluon.jit
+def chosen(condition, ours, others):
+    """All tensors of one tuple, or of the other."""
+    found = ()
+    for k in gl.static_range(len(ours)):
+        found = found + (gl.where(condition, ours[k], others[k]),)
+    return found
 
 
 @gluon.jit
@@ -152,7 +197,7 @@ def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
     if experts.count > 0:
         x, factor, t, g = route(stream, t, g, given, norm, parameters, experts, now)
     B: gl.constexpr = num_blocks(given.gated.width)
-    LINE: gl.constexpr = line_of(given.y.width, stream.bits)
+    LINE: gl.constexpr = line_of(given.y.width, stream.bits, stream.rows)
     N: gl.constexpr = gated_at_once(B, LINE, experts.count > 0)
     held = stream.grab_early(t, g, 2 * B, LINE, stream.flying)
     if experts.count == 0:
@@ -160,10 +205,11 @@ def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
     held_x = stream.hold_x(x, LINE)
     for i in range(B // N):
         sums = stream.products(t, g, held, x, held_x, 2 * N, LINE, stream.flying)
-        spread(stream.sums, sums, 0, 0, 2, N)
-        spread(stream.more_sums, sums, 0, 1, 2, N)
-        gate, up = total(stream.sums) * factor, total(stream.more_sums) * factor
-        given.gated.publish(gate / (1.0 + gl.exp(-gate)) * up, 0, i * N, now, N)
+        spread(stream.sums, sums, 0, 2, N, stream.rows)
+        spread(stream.more_sums, sums, 1, 2, N, stream.rows)
+        gate = total(stream.sums, stream.blocks, stream.rows) * factor
+        up = total(stream.more_sums, stream.blocks, stream.rows) * factor
+        given.gated.publish(gate / (1.0 + gl.exp(-gate)) * up, i * N, now, N)
         t += 2 * N * LINE.tiles
         g += 2 * N * LINE.tiles // group_tiles(2 * N, LINE)
     return t, g
@@ -171,7 +217,7 @@ def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
 
 @gluon.jit
 def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.constexpr):
-    LINE: gl.constexpr = line_of(given.x.width, 16)
+    LINE: gl.constexpr = line_of(given.x.width, 16, stream.rows)
     C: gl.constexpr = LINE.tiles
     N: gl.constexpr = head_blocks_at_once(C)
     norm = given.x.load_norm(parameters.final_norm)
@@ -179,34 +225,52 @@ def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.con
     held_x = stream.hold_x(x, LINE)
     for i in range(num_head_blocks(VOCAB, C) // N):
         sums = stream.products(t, g, (), x, held_x, N, LINE, HEAD_FLYING)
-        y = add_up(stream.sums, sums, 0, N) * factor
-        line = (i * N + block_index()) * CHUNK + stream.sm * 8 + line_index()
-        gl.store(logits + line, y.to(gl.bfloat16), mask=(block_index() < N) & (line < VOCAB))
+        y = stream.add_up(sums, N) * factor
+        block, row, line = line_places(stream.blocks, stream.rows)
+        line = (i * N + block) * CHUNK + stream.sm * 8 + line
+        is_ours = (block < N) & (line < VOCAB) & (row >= 0)
+        gl.store(logits + (row * VOCAB + line), y.to(gl.bfloat16), mask=is_ours)
         t += N * C
         g += N * C // group_tiles(N, LINE)
 
 
 @gluon.jit
-def prefetch_layer(given, attention, parameters, k_cache, v_cache, place, layer, later, stride):
-    """Ask for what the next layer loads beside its weights, before they crowd memory."""
-    skip = (later - layer).to(gl.int64) * stride
-    attention.prefetch(k_cache + skip, v_cache + skip, place)
+def prefetch_layer(given, attention, parameters, layer):
+    """Ask for what the next layer loads beside weights and keys, before they crowd memory."""
     NORMS: gl.constexpr = 2 * (given.x.size // CHUNK)  # elements of a thread
-    at = parameters.norms + later * (256 * NORMS)
+    at = parameters.norms + layer * (256 * NORMS)
     prefetch(at + thread_index() * NORMS, PREFETCH_AND_KEEP)
     if parameters.has_norm:
-        at = parameters.qk_norms + later * attention.dim
+        at = parameters.qk_norms + layer * attention.dim
         prefetch(at + thread_index() % attention.dim, PREFETCH_AND_KEEP)
     if parameters.has_bias:
         BIAS: gl.constexpr = (given.qkv.width + 255) // 256
         at = gl.minimum(thread_index() * BIAS, given.qkv.width - 1)
-        at = parameters.qkv_bias + later * given.qkv.width + at
+        at = parameters.qkv_bias + layer * given.qkv.width + at
         prefetch(at, PREFETCH_AND_KEEP)
 
 
 @gluon.jit
+def embed(stream, given, attention, embedding, tokens, tokens_width, context_lens):
+    """The embeddings of the rows' tokens; also note how long their contexts are."""
+    block, row, line = line_places(stream.blocks, stream.rows)
+    line = block * CHUNK + stream.sm * 8 + line
+    position = attention.position(row)
+    slot = gl.load(attention.slots + row).to(gl.int64)
+    at = slot * tokens_width + position
+    token = gl.load(tokens + at, mask=position >= 0, other=0).to(gl.int64)
+    at = token * given.x.width + line
+    if stream.sm == 0:
+        is_first = (block == 0) & (line == 0) & (row >= 0)
+        gl.store(
+            context_lens + row + 0 * line, gl.maximum(position + 1, 0) + 0 * line, mask=is_first
+        )
+    return gl.load(embedding + at, mask=line < given.x.width, other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def compute(
-    stream, given, attention, parameters, experts, embedding, caches, turns, logits, num_layers,
+    stream, given, attention, parameters, experts, sources, caches, turns, logits, num_layers,
     VOCAB: gl.constexpr,
 ):  # fmt: skip
     """What eight warps of a program do."""
@@ -214,37 +278,48 @@ def compute(
     now, x_now = gl.load(turns), gl.load(turns + 1)
     D: gl.constexpr = attention.dim
     NORM: gl.constexpr = given.x.size // 4  # elements of a norm's weight
-    line = block_index() * CHUNK + stream.sm * 8 + line_index()
-    residual = gl.load(embedding + line, mask=line < given.x.width, other=0.0).to(gl.float32)
-    given.x.publish(residual, 0, 0, x_now, 8)
+    embedding, tokens, tokens_width, context_lens = sources
+    residual = embed(stream, given, attention, embedding, tokens, tokens_width, context_lens)
+    given.x.publish(residual, 0, x_now, num_blocks(given.x.stored))
     lines = attention.allocate_lines()
-    turn = attention.load_turn(parameters.rope)
-    place, new_place = attention.find(attention.first), attention.find(attention.position)
-    later_place = attention.find(attention.first + 32)
+    ends, first_split, last_split = attention.share_out()
+    begun, num_begun = attention.segment(ends, first_split, last_split)
+    places = attention.find_unit(begun, begun.first)
+    is_there = attention.active()
     t, g = gl.to_tensor(0), gl.to_tensor(0)
     norm = given.x.load_norm(parameters.norms)
     for layer in range(num_layers):
         offset = layer.to(gl.int64) * stride
         k_cache, v_cache = k_caches + offset, v_caches + offset
         later = gl.minimum(layer + 1, num_layers - 1)
-        num_keys = attention.end - attention.first
-        k, v = attention.load_tile(k_cache, v_cache, place, num_keys)
+        skip = (later - layer).to(gl.int64) * stride
+        num_keys = begun.end - begun.first
+        first_k = attention.load_keys(k_cache, places[0], num_keys)
+        first_v = attention.load_values(v_cache, places[0], num_keys)
         qk_norms = attention.load_norms(parameters.qk_norms + layer * D)
         t, g = project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now)
-        later_k, later_v = k, v
-        if num_keys > 32:
-            later_k, later_v = attention.load_tile(k_cache, v_cache, later_place, num_keys - 32)
-        prefetch_layer(given, attention, parameters, k_cache, v_cache, place, layer, later, stride)
-        if attention.first < attention.end:
-            attention.turn_heads(lines, qk_norms, turn, parameters, now)
-            attention.attend(lines, k_cache, v_cache, k, v, later_k, later_v, now)
-        attention.join(given.attended, now)
+        k = first_k, attention.load_keys(k_cache, places[1], num_keys - 32)
+        v = first_v, attention.load_values(v_cache, places[1], num_keys - 32)
+        prefetch_layer(given, attention, parameters, later)
+        if num_keys > 0:
+            attention.prefetch_unit(places, k_cache + skip, v_cache + skip)
+        split, segment, count = first_split, begun, num_begun
+        while split < last_split:
+            attention.turn_heads(segment, lines, qk_norms, parameters, now)
+            attention.attend(segment, lines, k_cache, v_cache, skip, k, v, now)
+            split += count
+            if split < last_split:
+                segment, count = attention.segment(ends, split, last_split)
+                begin, found = segment.first, attention.find_unit(segment, segment.first)
+                k = attention.load_unit_keys(segment, begin, found, k_cache)
+                v = attention.load_unit_values(segment, begin, found, v_cache)
+                attention.prefetch_unit(found, k_cache + skip, v_cache + skip)
+        attention.join(given.attended, is_there, now)
         norm = given.y.load_norm(parameters.norms + (2 * layer + 1) * NORM)
         residual, t, g = project_back(
             stream, t, g, given.attended, given.y, residual, experts, now, now, False
         )
         fence()
-        attention.store_new(lines, k_cache, v_cache, new_place)  # when nobody waits for it
         t, g = project_gate_up(stream, t, g, given, norm, parameters, experts, now)
         norm = given.x.load_norm(parameters.norms + later * (2 * NORM))
         x_now = next_buffer(x_now)
@@ -268,10 +343,11 @@ def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
     EXPERTS: gl.constexpr = experts.count
     qkv, o, gate_up, down, router = weights
     # lines
-    H: gl.constexpr = line_of(HIDDEN, stream.bits)
-    A: gl.constexpr = line_of(q_width(SHAPE), stream.bits)
-    M: gl.constexpr = line_of(gated_width(SHAPE), stream.bits)
-    V: gl.constexpr = line_of(HIDDEN, 16)
+    ROWS: gl.constexpr = stream.rows
+    H: gl.constexpr = line_of(HIDDEN, stream.bits, ROWS)
+    A: gl.constexpr = line_of(q_width(SHAPE), stream.bits, ROWS)
+    M: gl.constexpr = line_of(gated_width(SHAPE), stream.bits, ROWS)
+    V: gl.constexpr = line_of(HIDDEN, 16, ROWS)
     # blocks of them
     B: gl.constexpr = num_blocks(HIDDEN)
     BQ: gl.constexpr = num_blocks(QKV)
@@ -279,11 +355,14 @@ def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
     BV: gl.constexpr = num_head_blocks(VOCAB, V.tiles)
     # tiles in a group
     GQ: gl.constexpr = group_tiles(blocks_at_once(BQ, H), H)
-    GO: gl.constexpr = group_tiles(blocks_at_once(B, A), A)
+    GO: gl.constexpr = back_group(B, A)
     GG: gl.constexpr = group_tiles(2 * gated_at_once(BM, H, EXPERTS > 0), H)
-    GD: gl.constexpr = group_tiles(blocks_at_once(B, M), M)
+    GD: gl.constexpr = back_group(B, M)
     GR: gl.constexpr = group_tiles(1, V)
     GV: gl.constexpr = group_tiles(head_blocks_at_once(V.tiles), V)
+    # tiles of a line that come before those of the next block
+    CO: gl.constexpr = columns_at_once(B, A)
+    CD: gl.constexpr = columns_at_once(B, M)
     F: gl.constexpr = stream.flying
     t, g = gl.to_tensor(0), gl.to_tensor(0)
     owners = gl.zeros([32], gl.int32, LANES)
@@ -291,18 +370,20 @@ def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
         lines = Lines(layer * QKV, QKV)
         t, g, owners = stream.fetch(qkv, lines, t, g, owners, BQ, H, 1, GQ, F)
         lines = Lines(layer * HIDDEN, HIDDEN)
-        t, g, owners = stream.fetch(o, lines, t, g, owners, B, A, 1, GO, F)
+        t, g, owners = stream.fetch(o, lines, t, g, owners, B, A, 1, GO, F, CO)
         if EXPERTS == 0:
             gates = Lines(layer * (2 * MLP), MLP)
             t, g, owners = stream.fetch(gate_up, gates, t, g, owners, BM, H, 2, GG, F)
-            t, g, owners = stream.fetch(down, lines, t, g, owners, B, M, 1, GD, F)
+            t, g, owners = stream.fetch(down, lines, t, g, owners, B, M, 1, GD, F, CD)
         else:
             routed = Lines(layer * EXPERTS, EXPERTS)
             t, g, owners = stream.fetch(router, routed, t, g, owners, 1, V, 1, GR, F)
             chosen = experts.wait(layer)
             gates = ExpertLines(chosen, MLP, experts.size)
             t, g, owners = stream.fetch(gate_up, gates, t, g, owners, BM, H, 2, GG, F)
-            t, g, owners = experts.fetch_down(stream, down, chosen, t, g, owners, HIDDEN, B, M, GD)
+            t, g, owners = experts.fetch_down(
+                stream, down, chosen, t, g, owners, HIDDEN, B, M, GD, CD
+            )
     lines = Lines(gl.to_tensor(0), VOCAB)
     stream.fetch((head, head), lines, t, g, owners, BV, V, 1, GV, HEAD_FLYING)
 
@@ -313,8 +394,8 @@ def shape_of(numbers):
 
 
 @gluon.jit
-def make_stream(sm, SHAPE: gl.constexpr):
-    SLOTS: gl.constexpr = num_slots(SHAPE)
+def make_stream(sm, SHAPE: gl.constexpr, ROWS: gl.constexpr):
+    SLOTS: gl.constexpr = num_slots(SHAPE, ROWS)
     BITS: gl.constexpr = SHAPE.bits
     ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 16, 8, 64], RING)
     words = ring._reinterpret(gl.int32, [SLOTS, 16, 8, 32], RING_WORDS)
@@ -327,10 +408,13 @@ def make_stream(sm, SHAPE: gl.constexpr):
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(NUM_USED):
         mbarrier.init(used.index(i), count=1)
-    sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
-    more_sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
+    BLOCKS: gl.constexpr = num_sum_blocks(SHAPE, ROWS)
+    sums = gl.allocate_shared_memory(gl.float32, [8, BLOCKS, ROWS, 8], S4)
+    more_sums = gl.allocate_shared_memory(gl.float32, [8, BLOCKS, ROWS, 8], S4)
     FLYING: gl.constexpr = num_flying(SHAPE.hidden)
-    return Stream(ring, words, factors, full, used, sums, more_sums, sm, SLOTS, FLYING, BITS)
+    return Stream(
+        ring, words, factors, full, used, sums, more_sums, sm, BLOCKS, ROWS, SLOTS, FLYING, BITS
+    )
 
 
 @gluon.jit
@@ -345,72 +429,44 @@ def make_experts(stream, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def make_attention(
-    table, partials, qkv, length, position, window, SHAPE: gl.constexpr, BLOCK_SIZE: gl.constexpr
-):
-    """Shard the keys of each kv head out: whole tiles of 32, each of which lies in one block."""
-    SPLITS: gl.constexpr = num_splits(SHAPE.num_kv_heads)
-    oldest = gl.maximum(length - window, 0)
-    start = oldest // 32 * 32
-    size = (length - start + 32 * SPLITS - 1) // (32 * SPLITS) * 32
-    # Without keys it is -1, and no program has any.
-    num_active = (length - start + size - 1) // gl.maximum(size, 1)
-    first = start + qkv.sm % SPLITS * size
-    end = gl.where(qkv.sm < SPLITS * SHAPE.num_kv_heads, gl.minimum(first + size, length), first)
-    return Attention(
-        table, partials, qkv, first, end, oldest, num_active, position, SHAPE, BLOCK_SIZE
-    )
-
-
-@gluon.jit
 def persistent_step(
     qkv, qkv_factors, o, o_factors, gate_up, gate_up_factors, down, down_factors, router, head,
     vectors, caches, tables, signals, memories, outputs, numbers,
-    NUMBERS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    NUMBERS: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, NEW: gl.constexpr,
 ):  # fmt: skip
     """`PersistentStep.run` says what the tuples hold. A tuple cannot hold what is described.
 
-    NUMBERS are those of a `StepShape`.
+    NUMBERS are those of a `StepShape`. Up to NEW of the rows are of one sequence.
     """
     SHAPE: gl.constexpr = shape_of(NUMBERS)
-    HIDDEN: gl.constexpr = SHAPE.hidden
-    DIM: gl.constexpr = SHAPE.head_dim
     VOCAB: gl.constexpr = SHAPE.vocab
     gates, downs = (gate_up, gate_up_factors), (down, down_factors)
     weights = ((qkv, qkv_factors), (o, o_factors), gates, downs, (router, router))
     embedding, norms, final_norm, qk_norms, qkv_bias, rope = vectors
-    slot, lengths, tokens, tokens_width, block_table, table_width = tables
+    slots, lengths, tokens, tokens_width, block_table, table_width = tables
     turns, flag = signals
-    partials = memories[2]
-    logits, context_len = outputs
+    logits, context_lens = outputs
     layer_stride, num_layers, window, eps, scale = numbers
     sm = gl.program_id(0)
-    stream = make_stream(sm, SHAPE)
+    stream = make_stream(sm, SHAPE, ROWS)
     experts = make_experts(stream, SHAPE)
-    given = make_exchanges(memories, flag, sm, SHAPE)
-    # A length of 0 is padding: its result is not used, and its key must go nowhere.
-    slot = gl.load(slot)
-    length = gl.load(lengths + slot)
-    position = gl.maximum(length, 1) - 1
-    if sm == 0:
-        gl.store(context_len, length)
-    attention = make_attention(
-        block_table + slot * table_width, partials, given.qkv, length, position, window, SHAPE,
-        BLOCK_SIZE,
+    given = make_exchanges(memories, flag, sm, SHAPE, ROWS)
+    attention = Attention(
+        slots, lengths, block_table, table_width, num_layers if window is None else window,
+        memories[2], given.qkv, SHAPE, BLOCK_SIZE, ROWS, NEW, window is not None,
     )  # fmt: skip
     parameters = Parameters(
         norms, final_norm, norms if qk_norms is None else qk_norms,
-        norms if qkv_bias is None else qkv_bias, rope + position * DIM, eps, scale,
+        norms if qkv_bias is None else qkv_bias, rope, eps, scale,
         qk_norms is not None, qkv_bias is not None,
     )  # fmt: skip
-    token = gl.load(tokens + slot.to(gl.int64) * tokens_width + position)
-    embedding += token.to(gl.int64) * HIDDEN
+    sources = (embedding, tokens, tokens_width, context_lens)
     caches = (caches[0], caches[1], layer_stride)
     gl.warp_specialize(
         [
             (
                 compute,
-                (stream, given, attention, parameters, experts, embedding, caches, turns, logits,
+                (stream, given, attention, parameters, experts, sources, caches, turns, logits,
                  num_layers, VOCAB),
             ),
             (

@@ -12,13 +12,16 @@ from nanovllm.devices.cuda.persistent.exchange import NUM_BUFFERS, NUM_PROGRAMS
 from nanovllm.devices.cuda.persistent.kernel import persistent_step
 from nanovllm.devices.cuda.persistent.products import FACTORS
 from nanovllm.devices.cuda.persistent.sizes import (
+    MAX_ROWS,
+    PART_WORDS,
     StepShape,
     expert_segments,
     gated_parts,
     gated_room,
     num_chunks,
     num_halves,
-    num_partials,
+    num_parts,
+    num_splits,
     num_stored,
     num_tiles,
     piece_segments,
@@ -28,7 +31,6 @@ from nanovllm.devices.cuda.persistent.stream import RING
 from nanovllm.ops.interface import LayerCache, Routing
 
 LOG2_E = 1.4426950408889634
-NO_WINDOW = 1 << 30
 MAX_CACHE_BYTES = 4 << 31  # of a layer's keys: the kernel counts words in 32 bits
 
 
@@ -82,15 +84,11 @@ def device_problem(device: torch.device) -> str | None:
 
 
 class PersistentStep:
-    """Runs decode steps of as many rows as `rows` names, each a sequence of its own."""
-
-    rows = (1,)
+    """Runs decode steps of as many rows as `rows` names."""
 
     def __init__(self, shape: StepShape, tensors: StepTensors, constants: StepConstants) -> None:
-        self.shape, self.constants = shape, constants
+        self.shape, self.constants, self.rows = shape, constants, shape.rows
         self.num_layers = len(tensors.norms)
-        # Beyond it two tiles of keys on their way are too few: benchmarks/RESULTS.md.
-        self.max_context = 16384 if shape.hidden >= 4096 else 8192
         device = tensors.head.device
         weights = tensors.qkv, tensors.o, tensors.gate_up
         router = tensors.head if tensors.router is None else tensors.router
@@ -109,18 +107,19 @@ class PersistentStep:
             None if bias is None else bias.contiguous(),
             tensors.rope,
         )
-        widths = num_stored(shape.hidden), shape.q, num_stored(shape.hidden)
-        x, attended, y = (empty_exchange(width, device, shape.bits) for width in widths)
-        parts, room = gated_parts(shape), gated_room(shape)
-        gated = empty_exchange(shape.mlp, device, shape.bits, parts, room)
-        qkv = empty_exchange(shape.qkv, device)
-        partials = empty_partials(shape, device)
-        routed = empty_exchange(shape.experts.num_experts, device)
-        self._exchanges = x, qkv, partials, attended, y, gated, routed
-        self._turns = torch.zeros(2, dtype=torch.int32, device=device)
+        # By number of rows: which of their buffers is the next differs.
+        self._exchanges = {rows: empty_exchanges(shape, rows, device) for rows in self.rows}
+        self._turns = {rows: torch.zeros(2, dtype=torch.int32, device=device) for rows in self.rows}
         # The kernel writes it if a program waits in vain, and the host can look without waiting.
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._gave_up = self._flag.numpy()
+
+    def max_tokens(self, rows: int) -> int:
+        """Return with how many tokens in all a step of so many rows is faster layer by layer.
+
+        There too few keys are on their way at a time: benchmarks/RESULTS.md.
+        """
+        return (6144 if rows == MAX_ROWS else 8192) * (2 if self.shape.hidden >= 4096 else 1)
 
     def suits(self, caches: list[LayerCache]) -> bool:
         return caches[0].k.nbytes < MAX_CACHE_BYTES
@@ -134,15 +133,19 @@ class PersistentStep:
         caches: list[LayerCache],
         logits: Tensor,
         context_lens: Tensor,
+        verifies: bool = False,
     ) -> None:
-        """Run the last token of the sequences in some slots, by tables with a row for each slot.
+        """Run the last tokens of the sequences in some slots, by tables with a row for each slot.
 
-        slots [rows] and the tables are int32; a length of 0 is padding. Writes logits [rows, vocab]
-        and the sequences' lengths to context_lens [rows].
+        slots [rows] and the tables are int32; a length of 0 is padding. If it `verifies`, slots
+        that are alike lie together, and their rows are as many last tokens of the sequence; else
+        every row has a slot of its own, unless it is padding. What a row gives is the same to the
+        bit in any company, and either way. Writes logits [rows, vocab], and to context_lens [rows]
+        how many tokens each row has seen.
         """
+        rows = len(slots)
         shape, constants = self.shape, self.constants
         k, v = caches[0].k.view(torch.int32), caches[0].v.view(torch.int32)
-        window = NO_WINDOW if constants.window is None else constants.window
         # The same between all layers, of keys and of values.
         stride = 0 if len(caches) == 1 else caches[1].k.data_ptr() - caches[0].k.data_ptr()
         persistent_step[(NUM_PROGRAMS.value,)](
@@ -150,12 +153,20 @@ class PersistentStep:
             self._vectors,
             (k, v),
             (slots, lengths, tokens, tokens.stride(0), block_table, block_table.stride(0)),
-            (self._turns, self._flag),
-            self._exchanges,
+            (self._turns[rows], self._flag),
+            self._exchanges[rows],
             (logits, context_lens),
-            (stride // 4, self.num_layers, window, constants.eps, constants.scale * LOG2_E),
+            (
+                stride // 4,
+                self.num_layers,
+                constants.window,
+                constants.eps,
+                constants.scale * LOG2_E,
+            ),
             NUMBERS=shape.numbers,
             BLOCK_SIZE=k.shape[1],
+            ROWS=rows,
+            NEW=rows if verifies else 1,
             num_warps=8,
             launch_cooperative_grid=True,  # all programs run at once, or none
         )
@@ -217,18 +228,31 @@ def four_in_one(norms: Tensor, bits: int = 16) -> Tensor:
     return padded.contiguous().view(torch.int64)
 
 
+def empty_exchanges(shape: StepShape, rows: int, device: torch.device) -> tuple[Tensor, ...]:
+    """All that programs hand each other, in the order of `make_exchanges`."""
+    widths = num_stored(shape.hidden), shape.q, num_stored(shape.hidden)
+    x, attended, y = (empty_exchange(width, rows, device, shape.bits) for width in widths)
+    parts, room = gated_parts(shape), gated_room(shape)
+    gated = empty_exchange(shape.mlp, rows, device, shape.bits, parts, room)
+    qkv = empty_exchange(shape.qkv, rows, device)
+    routed = empty_exchange(shape.experts.num_experts, rows, device)
+    count = rows * num_parts(shape.q) * num_splits(shape.num_kv_heads)
+    sizes = NUM_BUFFERS.value, count, PART_WORDS.value
+    partials = torch.full(sizes, -1, dtype=torch.int32, device=device)
+    return x, qkv, partials, attended, y, gated, routed
+
+
 def empty_exchange(
-    width: int, device: torch.device, bits: int = 16, parts: int = 1, room: int | None = None
+    width: int,
+    rows: int,
+    device: torch.device,
+    bits: int = 16,
+    parts: int = 1,
+    room: int | None = None,
 ) -> Tensor:
     """Buffers for values, of which each part has room for some more."""
     room = width if room is None else room
     size = num_chunks(parts * room, bits) * 1024
-    memory = torch.zeros(NUM_BUFFERS.value, 2, size, dtype=torch.int16, device=device)
+    memory = torch.zeros(NUM_BUFFERS.value, 2, rows, size, dtype=torch.int16, device=device)
     memory[..., : parts * room].unflatten(-1, (parts, room))[..., : width // parts] = -1
     return memory
-
-
-def empty_partials(shape: StepShape, device: torch.device) -> Tensor:
-    """Buffers for the splits of attention: [buffers, columns / 8, splits, 8, 4 words]."""
-    count = num_partials(shape.q, shape.num_kv_heads)
-    return torch.full((NUM_BUFFERS.value, count, 4), -1, dtype=torch.int32, device=device)

@@ -12,6 +12,10 @@ HALF_BYTES = gl.constexpr(8192)  # of a tile
 MAX_EXPERTS = 256  # of which a lane of a warp has up to eight
 MAX_TOP_K = 32
 MIN_SLOTS = 7  # a group of tiles
+MAX_ROWS = 8
+UNIT = gl.constexpr(64)  # keys that are weighed together
+PART_WORDS = gl.constexpr(12)  # of 8 columns of a split of attention
+MAX_STAGED = 32  # chunks of x in shared memory, of all rows, unless more are needed at once
 
 
 class ExpertsShape(NamedTuple):
@@ -73,7 +77,19 @@ class StepShape:
         part = {16: 64, 8: 128, 4: 256}[self.bits]  # of which the copy engine takes whole ones
         if self.hidden % part or self.mlp % part or self.q % part or self.hidden > 8192:
             return f"widths of {self.hidden} and {self.mlp}"
-        return None if num_slots(self) >= MIN_SLOTS else "too little shared memory"
+        return None if self.rows else "too little shared memory"
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows that a step of these sizes may have.
+
+        Those of experts share too few weights, and eight take longer to multiply with codes than
+        layer by layer.
+        """
+        most = MAX_ROWS if self.bits == 16 else MAX_ROWS // 2
+        most = 1 if self.experts.num_experts else most
+        sizes = [1 << n for n in range(most.bit_length())]
+        return tuple(rows for rows in sizes if num_slots(self, rows) >= MIN_SLOTS)
 
 
 # A tile of codes is also 16 KB, so it has twice or four times the columns. Both of its halves are
@@ -142,11 +158,12 @@ class Line:
     tiles: int
     halves: int  # of each tile
     bits: int  # of a weight
+    rows: int = 1  # of x
 
 
 @gluon.constexpr_function
-def line_of(width, bits):
-    return Line(num_tiles(width, bits), num_halves(width, bits), bits)
+def line_of(width, bits, rows=1):
+    return Line(num_tiles(width, bits), num_halves(width, bits), bits, rows)
 
 
 @gluon.constexpr_function
@@ -196,6 +213,22 @@ def blocks_at_once(blocks, line):
     if goes_by_tile(blocks, line):
         return 1
     return max(n for n in range(1, 7) if blocks % n == 0 and n * line.tiles <= max_held(line))
+
+
+@gluon.constexpr_function
+def columns_at_once(blocks, line):
+    """Tiles of each block of a projection back that are multiplied before x of the next is read:
+    few enough for x in shared memory, and for the code of all."""
+    if is_held(blocks, line):
+        return line.tiles
+    limits = MAX_STAGED // (tile_chunks(line.bits) * line.rows), 16 // blocks, MIN_SLOTS
+    return max(n for n in range(1, max(min(limits), 1) + 1) if line.tiles % n == 0)
+
+
+@gluon.constexpr_function
+def back_group(blocks, line):
+    """Tiles of a projection back that are used together."""
+    return blocks * line.tiles if is_held(blocks, line) else columns_at_once(blocks, line)
 
 
 @gluon.constexpr_function
@@ -264,14 +297,58 @@ def slot_factors(shape):
 
 
 @gluon.constexpr_function
-def num_slots(shape):
+def back_columns(shape, rows):
+    """Chunks of x of o and of down that are in shared memory at once."""
+    blocks, found = num_blocks(shape.hidden), []
+    for width in (q_width(shape), gated_width(shape)):
+        line = line_of(width, shape.bits, rows)
+        whole = num_chunks(width, shape.bits)
+        parts = 1 if shape.experts.num_experts else line.tiles // columns_at_once(blocks, line)
+        found.append(whole // parts)
+    return found
+
+
+@gluon.constexpr_function
+def num_slots(shape, rows):
     """Tiles that the ring has room for, beside what the phases of a layer need in turn."""
-    dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
-    widths = shape.hidden, q_width(shape), gated_width(shape)
-    num_staged = max(num_chunks(width, shape.bits) for width in widths)
-    heads = 16 * dim * 2 + power_of_two(group) * 8 * (dim + 2) * 4
-    scratch = max(num_staged * 2048, heads) + 8192 + 1024
+    num_staged = max(num_chunks(shape.hidden, shape.bits), *back_columns(shape, rows))
+    lines = num_lines(shape.num_heads // shape.num_kv_heads, rows) * shape.head_dim * 2
+    sums = 2 * 256 * num_sum_blocks(shape, rows) * rows
+    scratch = max(num_staged * 2048 * rows, 8192) + lines + sums + 3072
     return min(12, (SHARED_BYTES - scratch) // (2 * HALF_BYTES.value + 4 * slot_factors(shape)))
+
+
+@gluon.constexpr_function
+def num_sum_blocks(shape, rows):
+    """Blocks of lines whose sums have room: at least as many as are added up at once."""
+    line, head = line_of(shape.hidden, shape.bits, rows), line_of(shape.hidden, 16, rows)
+    return power_of_two(
+        max(
+            4,
+            num_blocks(num_stored(shape.hidden)),
+            blocks_at_once(num_blocks(qkv_width(shape)), line),
+            gated_at_once(num_blocks(shape.mlp), line, shape.experts.num_experts > 0),
+            head_blocks_at_once(head.tiles),
+        )
+    )
+
+
+@gluon.constexpr_function
+def num_copies(rows):
+    """Threads that have the same sum of a line."""
+    return max(4 // rows, 1)
+
+
+@gluon.constexpr_function
+def sums_layout(blocks, rows):
+    """[8 parts of a sum, copies, blocks, rows, 8 lines]: a thread adds the parts up."""
+    copies, warps = num_copies(rows), min(blocks, 8)
+    return gl.BlockedLayout(
+        [8, 1, 1, 1, 1],
+        [1, copies, 1, 4 // copies, 8],
+        [1, 1, warps, 8 // warps, 1],
+        [4, 3, 2, 1, 0],
+    )
 
 
 @gluon.constexpr_function
@@ -313,25 +390,22 @@ def num_splits(num_kv_heads):
 
 
 @gluon.constexpr_function
-def joined_chunks(q_width, num_kv_heads):
-    """Chunks of attention's output as `Attention.join` counts them: a column for each thread."""
-    lanes = min(num_splits(num_kv_heads), 16)
-    return max(32 // lanes, power_of_two(-(-q_width // 1024)))
+def num_parts(q_width):
+    """Groups of 8 columns that programs join, of a row."""
+    return -(-q_width // 1024) * 128
 
 
 @gluon.constexpr_function
-def num_partials(q_width, num_kv_heads):
-    """Of 16 bytes, in one buffer of splits that are to be joined."""
-    return q_width * num_splits(num_kv_heads)
+def join_groups(q_width, num_kv_heads, rows):
+    """Groups of 8 columns that a program joins, of all rows: at least one for each thread."""
+    return max(rows * power_of_two(-(-q_width // 1024)), 256 // num_splits(num_kv_heads))
 
 
 @gluon.constexpr_function
-def split_layout(num_kv_heads):
-    """[chunks, splits, 8 lines]: no two threads have the same, since who reads also empties."""
-    lanes = min(num_splits(num_kv_heads), 16)
-    return gl.BlockedLayout(
-        [1, 1, 1], [1, lanes, 32 // lanes], [32 // lanes, 1, lanes // 4], [2, 1, 0]
-    )
+def join_layout(num_kv_heads):
+    """[groups, splits]: no two threads have the same, since who reads also empties."""
+    splits = num_splits(num_kv_heads)
+    return gl.BlockedLayout([1, 1], [32 // splits, splits], [8, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -341,27 +415,15 @@ def key_layout():
 
 
 @gluon.constexpr_function
-def value_layout(dim):
-    """[heads, 8 warps, 4 values, dim / 2 words]."""
-    return gl.BlockedLayout([1, 1, 4, dim // 64], [1, 1, 1, 32], [1, 8, 1, 1], [3, 2, 1, 0])
+def num_lines(group, new):
+    """Lines for the queries of a group, and the keys and values of so many new tokens."""
+    return max(8, power_of_two(group + 2 * new))
 
 
 @gluon.constexpr_function
-def head_rows(group):
-    """Lines for the queries of a group, their key and their value."""
-    return 8 if group <= 6 else 16
-
-
-@gluon.constexpr_function
-def head_layout(group):
-    """[rows, dim / 4]: a warp for each of 8 lines."""
-    return gl.BlockedLayout([head_rows(group) // 8, 1], [1, 32], [8, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def join_layout(group):
-    """[heads, 8 warps, dim]: a thread joins what the warps have of a column."""
-    return gl.BlockedLayout([1, 8, 1], [1, 1, 32], [group, 1, 8 // group], [2, 1, 0])
+def line_layout(lines):
+    """[lines, dim / 4]: a warp for every eighth of the lines."""
+    return gl.BlockedLayout([lines // 8, 1], [1, 32], [8, 1], [1, 0])
 
 
 @gluon.constexpr_function

@@ -8,15 +8,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.devices.cuda.persistent.exchange import CHUNK, LINES, SUMS
+from nanovllm.devices.cuda.persistent.exchange import CHUNK
 from nanovllm.devices.cuda.persistent.products import (
     ONE,
-    both_blocks,
+    by_row,
+    joined,
     load_factors,
     load_words,
     load_x,
     multiply,
-    sum_of,
+    num_sets,
+    place_index,
+    sums_of,
 )
 from nanovllm.devices.cuda.persistent.sizes import (
     factor_words,
@@ -24,7 +27,10 @@ from nanovllm.devices.cuda.persistent.sizes import (
     is_held,
     is_wide,
     line_flying,
+    num_copies,
+    power_of_two,
     segment_groups,
+    sums_layout,
     tile_bytes,
     tile_factors,
     tile_words,
@@ -39,28 +45,37 @@ RING_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
 
 
 @gluon.jit
-def spread(memory, sums, row, first: gl.constexpr, step: gl.constexpr, N: gl.constexpr):
-    """Store the warps' sums of N blocks for `total`, as rows `row` and on."""
-    # Those of a line are in four threads, of which each stores two rows.
-    n = 2 * gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, ONE)))[None, None, :] - row
-    even, odd = sums[first], sums[first]
-    for r in gl.static_range(N):
-        even = gl.where(n == r, sums[first + r * step], even)
-        odd = gl.where(n + 1 == r, sums[first + r * step], odd)
-    memory.permute([0, 2, 1]).store(gl.reshape(gl.join(even, odd), [8, 8, 8]))
+def spread(
+    memory, sums, first: gl.constexpr, step: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr
+):
+    """Store the warps' sums of N blocks, which are `step` apart among all, for `total`."""
+    # The four threads of a line have up to four rows; if they have fewer, each stores some blocks.
+    COPIES: gl.constexpr = num_copies(ROWS)
+    FOURS: gl.constexpr = len(sums[0])
+    BLOCKS: gl.constexpr = max(power_of_two(N), COPIES)
+    EACH: gl.constexpr = BLOCKS // COPIES
+    copy = place_index() // (4 // COPIES)
+    stored = ()
+    for b in gl.static_range(EACH):
+        fours = ()
+        for f in gl.static_range(FOURS):
+            value = sums[first + min(b, N - 1) * step][f]
+            for c in gl.static_range(1, COPIES):
+                if c * EACH + b < N:
+                    value = gl.where(copy == c, sums[first + (c * EACH + b) * step][f], value)
+            fours = fours + (value,)
+        stored = stored + (joined(fours),)
+    values = gl.reshape(joined(stored), [8, 8, COPIES, 4 // COPIES, FOURS, EACH])
+    values = gl.permute(values, [0, 2, 5, 4, 3, 1])
+    memory.slice(0, BLOCKS, 1).store(gl.reshape(values, [8, BLOCKS, ROWS, 8]))
 
 
 @gluon.jit
-def total(memory):
-    """Add the warps' sums up: [8 blocks, 8 lines]."""
-    sums = gl.sum(memory.load(gl.SliceLayout(1, SUMS)), 0)
-    return gl.convert_layout(sums, LINES, assert_trivial=True)
-
-
-@gluon.jit
-def add_up(memory, sums, row, N: gl.constexpr):
-    spread(memory, sums, row, 0, 1, N)
-    return total(memory)
+def total(memory, BLOCKS: gl.constexpr, ROWS: gl.constexpr):
+    """Add the warps' sums up: [blocks, rows, 8 lines]."""
+    L: gl.constexpr = sums_layout(BLOCKS, ROWS)
+    sums = gl.sum(memory.load(gl.SliceLayout(1, L)), 0)
+    return gl.convert_layout(sums, gl.SliceLayout(0, gl.SliceLayout(0, L)), assert_trivial=True)
 
 
 @aggregate
@@ -93,40 +108,71 @@ class Stream:
     factors: gl.shared_memory_descriptor  # of codes, for each slot
     full: gl.shared_memory_descriptor  # a barrier for each slot
     used: gl.shared_memory_descriptor  # and for groups, in rotation
-    sums: gl.shared_memory_descriptor  # what warps add up
+    sums: gl.shared_memory_descriptor  # what warps add up: [8 warps, blocks, rows, 8 lines]
     more_sums: gl.shared_memory_descriptor
     sm: gl.tensor
+    blocks: gl.constexpr  # whose sums are added up at most at once
+    rows: gl.constexpr
     slots: gl.constexpr
     flying: gl.constexpr  # tiles on their way at once: more of them slow the exchanges down
     bits: gl.constexpr  # of all weights but the head's
 
     @gluon.constexpr_function
-    def __init__(self, ring, words, factors, full, used, sums, more_sums, sm, slots, flying, bits):
+    def __init__(
+        self,
+        ring,
+        words,
+        factors,
+        full,
+        used,
+        sums,
+        more_sums,
+        sm,
+        blocks,
+        rows,
+        slots,
+        flying,
+        bits,
+    ):
         self.ring, self.words, self.factors = ring, words, factors
         self.full, self.used = full, used
         self.sums, self.more_sums = sums, more_sums
         self.sm, self.slots, self.flying = sm, gl.constexpr(slots), gl.constexpr(flying)
-        self.bits = gl.constexpr(bits)
+        self.blocks, self.rows, self.bits = (
+            gl.constexpr(blocks),
+            gl.constexpr(rows),
+            gl.constexpr(bits),
+        )
+
+    @gluon.jit
+    def add_up(self, sums, N: gl.constexpr):
+        spread(self.sums, sums, 0, 1, N, self.rows)
+        return total(self.sums, self.blocks, self.rows)
 
     @gluon.jit
     def fetch(
         self, weights, lines, t, g, owners, BLOCKS: gl.constexpr, LINE: gl.constexpr,
         PARTS: gl.constexpr, GROUP: gl.constexpr, FLYING: gl.constexpr,
+        COLUMNS: gl.constexpr = 0,
     ):  # fmt: skip
-        """Ask for this program's tiles of a layer; gate and up are PARTS whose blocks alternate."""
-        TILES: gl.constexpr = LINE.tiles
+        """Ask for this program's tiles of a layer; gate and up are PARTS whose blocks alternate.
+
+        With COLUMNS those of the first tiles of all blocks come first, then those of the next.
+        """
+        TILES: gl.constexpr = COLUMNS if COLUMNS > 0 else LINE.tiles
         N: gl.constexpr = PARTS * TILES
-        for block in range(BLOCKS):
+        for turn in range(BLOCKS * (LINE.tiles // TILES)):
+            block, before = turn % BLOCKS, turn // BLOCKS * TILES
             line = block * CHUNK + self.sm * 8
             first = lines.find(line)
             for i in range(N):
-                row, tile = first + i // TILES * lines.part, i % TILES
-                owners = self.claim(t, g + (block * N + i) // GROUP, owners, LINE, FLYING)
-                place = (row // 8 * TILES + tile) * tile_factors(LINE)
+                row, tile = first + i // TILES * lines.part, before + i % TILES
+                owners = self.claim(t, g + (turn * N + i) // GROUP, owners, LINE, FLYING)
+                place = (row // 8 * LINE.tiles + tile) * tile_factors(LINE)
                 is_there = line < lines.count
                 self.copy(weights, t, is_there, row, tile * 16, place, 0, 8 * LINE.halves, LINE)
                 t += 1
-        return t, g + BLOCKS * N // GROUP, owners
+        return t, g + BLOCKS * PARTS * LINE.tiles // GROUP, owners
 
     @gluon.jit
     def copy(
@@ -213,11 +259,11 @@ class Stream:
     def hold_x(self, x, LINE: gl.constexpr):
         """What products need of x for all blocks, moved into registers if it fits."""
         parts, totals = (), ()
-        for k in gl.static_range(LINE.tiles * LINE.halves):
+        for k in gl.static_range(len(x)):
             if LINE.bits == 4 or not is_wide(LINE):
-                part = load_x(x[k], LINE.bits)
+                part = load_x(x[k], LINE.bits, LINE.rows)
                 if LINE.bits == 4:
-                    totals = totals + (sum_of(part),)
+                    totals = totals + (sums_of(part, LINE.rows),)
                 if not is_wide(LINE):
                     parts = parts + (part,)
         return parts, totals
@@ -233,7 +279,14 @@ class Stream:
         """
         sums = ()
         if len(held) == 0 and is_wide(LINE):
-            sums = self.products_by_tile(t, g, x, held_x, COUNT, LINE, FLYING, PIECE)
+            N: gl.constexpr = group_chunks(LINE.tiles)
+            for _ in gl.static_range(COUNT):
+                totals = no_sums(LINE)
+                for i in gl.static_range(LINE.tiles // N):
+                    totals = self.add_tiles(t, g, x, held_x, i * N, N, totals, LINE, FLYING, PIECE)
+                    t += N
+                    g += 1
+                sums = sums + (by_row(totals, LINE.bits),)
         else:
             if len(held) == 0:
                 held = self.grab(t, g, COUNT * LINE.tiles, LINE, FLYING, PIECE)
@@ -246,48 +299,43 @@ class Stream:
         WORDS: gl.constexpr = tile_words(LINE)
         sums = ()
         for r in gl.static_range(COUNT):
-            total = gl.zeros([8, 8, 4], gl.float32, ONE)
+            totals = no_sums(LINE)
             for c in gl.static_range(TILES):
                 tile = w[(r * TILES + c) * WORDS : (r * TILES + c + 1) * WORDS]
-                total = self.add_tile(tile, x, held_x, c, total, LINE)
-            sums = sums + (whole(total, LINE.bits),)
+                totals = self.add_tile(tile, x, held_x, c, totals, LINE)
+            sums = sums + (by_row(totals, LINE.bits),)
         return sums
 
     @gluon.jit
-    def products_by_tile(
-        self, t, g, x, held_x, COUNT: gl.constexpr, LINE: gl.constexpr, FLYING: gl.constexpr,
-        PIECE: gl.constexpr,
+    def add_tiles(
+        self, t, g, x, held_x, first: gl.constexpr, N: gl.constexpr, totals, LINE: gl.constexpr,
+        FLYING: gl.constexpr, PIECE: gl.constexpr,
     ):  # fmt: skip
-        N: gl.constexpr = group_chunks(LINE.tiles)
-        sums = ()
-        for _ in gl.static_range(COUNT):
-            total = gl.zeros([8, 8, 4], gl.float32, ONE)
-            for i in gl.static_range(LINE.tiles // N):
-                self.wait(t, N, line_flying(LINE, FLYING, self.slots))
-                for c in gl.static_range(N):
-                    w = self.tile_at(t + c, LINE, PIECE)
-                    total = self.add_tile(w, x, held_x, i * N + c, total, LINE)
-                self.release(g)
-                t += N
-                g += 1
-            sums = sums + (whole(total, LINE.bits),)
-        return sums
+        """Add the products of a group of N tiles with x, from its tile `first` on."""
+        self.wait(t, N, line_flying(LINE, FLYING, self.slots))
+        for c in gl.static_range(N):
+            w = self.tile_at(t + c, LINE, PIECE)
+            totals = self.add_tile(w, x, held_x, first + c, totals, LINE)
+        self.release(g)
+        return totals
 
     @gluon.jit
-    def add_tile(self, w, x, held_x, c: gl.constexpr, total, LINE: gl.constexpr):
-        """Add the products of tile c of a line with its pieces of x."""
-        HALVES: gl.constexpr = LINE.halves
+    def add_tile(self, w, x, held_x, c: gl.constexpr, totals, LINE: gl.constexpr):
+        """Add the products of a tile with x's pieces for its tile c."""
         parts, x_sums = (), ()
-        for k in gl.static_range(c * HALVES, (c + 1) * HALVES):
-            parts = parts + (held_x[0][k] if len(held_x[0]) > 0 else load_x(x[k], LINE.bits),)
+        for k in gl.static_range(c * LINE.halves, (c + 1) * LINE.halves):
+            if len(held_x[0]) > 0:
+                parts = parts + (held_x[0][k],)
+            else:
+                parts = parts + (load_x(x[k], LINE.bits, LINE.rows),)
             if LINE.bits == 4:
                 x_sums = x_sums + (held_x[1][k],)
-        return multiply(w, parts, x_sums, total, HALVES, LINE.bits)
+        return multiply(w, parts, x_sums, totals, LINE)
 
 
 @gluon.jit
-def whole(total, BITS: gl.constexpr):
-    """The sum of a line, of which with 4-bit codes each thread has half of the blocks."""
-    if BITS == 4:
-        total = both_blocks(total)
-    return total
+def no_sums(LINE: gl.constexpr):
+    totals = ()
+    for _ in gl.static_range(num_sets(LINE.bits, LINE.rows)):
+        totals = totals + (gl.zeros([8, 8, 4], gl.float32, ONE),)
+    return totals

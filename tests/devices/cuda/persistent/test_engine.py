@@ -1,4 +1,4 @@
-"""A sequence alone decodes by one kernel, and equals the step of many."""
+"""Up to eight rows decode by one kernel, which equals eager steps."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ def generate(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     for prompt in prompts():  # one after the other: each is alone
         llm.generate([prompt], params, use_tqdm=False)
+    for num_rows in (2, 3, 5):
+        llm.generate(prompts()[:num_rows], params, use_tqdm=False)
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 64], ids=["all", "short-contexts"])
@@ -58,8 +60,8 @@ def test_equals_eager_steps(path: Path, limit: int) -> None:
     with LLM(path, **WHOLE) as llm:
         runner = runner_of(llm)
         steps: Any = runner.forward.decode
-        assert steps.max_persistent_context > 0
-        steps.max_persistent_context = limit  # beyond it layers run one by one
+        assert steps.persistent_tokens
+        steps.persistent_tokens = dict.fromkeys(steps.persistent_tokens, limit)
         runner.forward = both = BothWays(runner.forward)
         generate(llm)
     whole, eager = (torch.cat(side).double() for side in zip(*both.pairs, strict=True))
@@ -72,7 +74,7 @@ def test_what_a_lost_step_leaves_is_recomputed(path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with LLM(path, **WHOLE) as llm:
         steps: Any = runner_of(llm).forward
-        steps.decode.max_persistent_context = 0
+        steps.decode.persistent_tokens.clear()
         want = llm.generate([prompts()[3]], params, use_tqdm=False)
     with LLM(path, **WHOLE) as llm:
         runner, num_steps = runner_of(llm), count()
@@ -80,14 +82,14 @@ def test_what_a_lost_step_leaves_is_recomputed(path: Path) -> None:
 
         def forward(plan: StepPlan) -> StepLogits:
             if next(num_steps) == 10:
-                attended = steps.decode.persistent._exchanges[3]
+                attended = steps.decode.persistent._exchanges[1][3]
                 attended[..., -1] = -1  # a value that no program will store
             logits: StepLogits = steps(plan)
             return logits
 
         runner.forward = forward
         outputs = llm.generate([prompts()[3]], params, use_tqdm=False)
-        assert steps.decode.max_persistent_context == 0
+        assert not steps.decode.persistent_tokens
         assert llm.engine.core.scheduler.num_preemptions == 1
     assert len(outputs[0].token_ids) == 40
     assert outputs[0].token_ids[:5] == want[0].token_ids[:5]
@@ -97,5 +99,5 @@ def test_what_a_lost_step_leaves_is_recomputed(path: Path) -> None:
 def test_others_run_layer_by_layer(path: Path, change: dict[str, Any]) -> None:
     with LLM(path, **{**WHOLE, **change}) as llm:
         steps: Any = runner_of(llm).forward.decode
-        assert steps.max_persistent_context == 0
+        assert not steps.persistent_tokens
         generate(llm)

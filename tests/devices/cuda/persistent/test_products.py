@@ -63,16 +63,17 @@ def make_weight(
         (4, 2048, True),
     ],
 )
-def test_products(modules: Any, bits: int, num_in: int, has_zeros: bool) -> None:
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_products(modules: Any, bits: int, num_in: int, has_zeros: bool, rows: int) -> None:
     """Of a program in the middle, for a block that it has lines of and one that ends before."""
     program, num_out, blocks = 3, 1024 + 8, 2
     weight = make_any(bits, num_out, num_in, 0, has_zeros)
-    x, line = make_x(num_in), modules.sizes.line_of(num_in, bits)
-    stream = make_stream(modules, bits, blocks * line.tiles, program)
+    x, line = make_x(rows, num_in), modules.sizes.line_of(num_in, bits, rows)
+    stream = make_stream(modules, bits, blocks * line.tiles, program, rows=rows)
     lines = modules.stream.Lines(0, num_out)
     stream.fetch(sources(weight), lines, 0, 0, OWNERS, blocks, line, 1, 1, 99)
     found = multiply(modules, stream, x, blocks)
-    wanted = (widened(weight) @ x.float()).numpy()[8 * program :][:8]
+    wanted = (x.float() @ widened(weight).T).numpy()[:, 8 * program :][:, :8]
     assert np.allclose(found[0], wanted, rtol=1e-4, atol=1e-3)
     assert not found[1].any()
 
@@ -82,7 +83,7 @@ def test_products(modules: Any, bits: int, num_in: int, has_zeros: bool) -> None
 def test_experts_are_chosen_by_their_logits(
     modules: Any, count: int, top_k: int, is_normalized: bool
 ) -> None:
-    logits = make_x(count)
+    logits = make_x(1, count)[0]
     logits[5] = logits[3] = logits.max() + 1  # of two alike the first comes first
     padded = torch.nn.functional.pad(logits.float(), (0, 1024 - count))
     words = padded.bfloat16().view(torch.int32).numpy()
@@ -125,9 +126,9 @@ def test_lines_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> N
     stream = make_stream(modules, bits, 2 * blocks * line.tiles, PROGRAM)
     lines = modules.experts.ExpertLines(experts.wait(LAYER), TOP_K * SIZE, SIZE)
     stream.fetch(sources(*gate_up), lines, 0, 0, OWNERS, blocks, line, 2, 1, 99)
-    x = make_x(HIDDEN)
-    found = multiply(modules, stream, x, 2 * blocks)
-    wide = [widened(gate_up[COUNT * LAYER + i]) @ x.float() for i in CHOSEN]
+    x = make_x(1, HIDDEN)
+    found = multiply(modules, stream, x, 2 * blocks)[:, 0]
+    wide = [widened(gate_up[COUNT * LAYER + i]) @ x[0].float() for i in CHOSEN]
     for part in range(2):
         lines = torch.cat([y[part * SIZE :][:SIZE] for y in wide])
         wanted = torch.nn.functional.pad(lines, (0, blocks * 1024 - len(lines)))
@@ -138,23 +139,23 @@ def test_lines_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> N
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> None:
     """And so are the columns of what they give, each times its expert's weight."""
-    sizes, gated = modules.sizes, make_x(TOP_K * SIZE)
+    sizes, gated = modules.sizes, make_x(1, TOP_K * SIZE)[0]
     down = [make_any(bits, HIDDEN, SIZE, seed) for seed in range(2 * COUNT)]
     room, piece = sizes.expert_columns(SIZE, bits), sizes.factor_piece(SIZE, bits)
     line, num_chunks = sizes.line_of(TOP_K * room, bits), sizes.num_chunks(TOP_K * room, bits)
     stream = make_stream(modules, bits, line.tiles, PROGRAM, piece)
     given, chosen = sources(*down, is_of_experts=True), experts.wait(LAYER)
-    experts.fetch_down(stream, given, chosen, 0, 0, OWNERS, HIDDEN, 1, line, 1)
+    experts.fetch_down(stream, given, chosen, 0, 0, OWNERS, HIDDEN, 1, line, 1, line.tiles)
     padded = torch.nn.functional.pad(gated.view(TOP_K, SIZE), (0, room - SIZE)).flatten()
     padded = torch.nn.functional.pad(padded, (0, num_chunks * 1024 - len(padded)))
     chunks = padded.view(torch.int32).view(-1, 8, 32, 2).numpy()
     words = tuple(array(chunk[..., half]) for chunk in chunks for half in range(2))
 
-    def poll_chunks(now: int, first: int, count: int) -> tuple[Any, ...]:
+    def poll(now: int, first: int, count: int) -> tuple[Any, ...]:
         return words[2 * first : 2 * (first + count)]
 
-    exchange = SimpleNamespace(poll_chunks=poll_chunks, size=num_chunks * 1024, room=room)
-    found = multiply_staged(modules, stream, experts.take(exchange, 0, bits), 1, line, piece)
+    exchange = SimpleNamespace(poll=poll, size=num_chunks * 1024, room=room)
+    found = multiply_staged(modules, stream, experts.take(exchange, 0, bits), 1, line, piece)[:, 0]
     wanted = torch.zeros(HIDDEN)
     for part, weight, i in zip(gated.view(TOP_K, SIZE), WEIGHTS, CHOSEN, strict=True):
         weighed = (part.float() * weight).bfloat16().float()
@@ -165,8 +166,8 @@ def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) ->
 OWNERS = array(np.zeros(32, np.int32))
 
 
-def make_x(size: int) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(0)).bfloat16()
+def make_x(*sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
 def make_any(bits: int, num_out: int, num_in: int, seed: int, has_zeros: bool = True) -> Any:
@@ -196,15 +197,18 @@ def sources(*weights: Any, is_of_experts: bool = False) -> tuple[Source, Source]
     return Source(values.view(np.uint16), [piece, 8, 64]), Source(factors.numpy(), [size])
 
 
-def make_stream(modules: Any, bits: int, num_tiles: int, program: int, piece: int = 8) -> Any:
+def make_stream(
+    modules: Any, bits: int, num_tiles: int, program: int, piece: int = 8, rows: int = 1
+) -> Any:
     """With room for all tiles."""
     ring = np.zeros((num_tiles, 16, 8, 64), np.uint16)
     words = ring.view(np.int32).reshape(num_tiles, 16, 8, 32)
     num_factors = 16 // piece * modules.sizes.factor_words(bits, piece)
     factors = np.zeros((num_tiles, num_factors), np.int32)
     barriers = SimpleNamespace(index=lambda i: None)
-    memory = Shared(ring), Shared(words), Shared(factors), barriers, barriers, None, None
-    return modules.stream.Stream(*memory, program, num_tiles, 99, bits)
+    memory = Shared(ring), Shared(words), Shared(factors), barriers, barriers
+    sums = Shared(np.zeros((8, 8, rows, 8), np.float32))
+    return modules.stream.Stream(*memory, sums, sums, program, 8, rows, num_tiles, 99, bits)
 
 
 def make_experts(modules: Any, numbers: tuple[int, int, int, bool]) -> Any:
@@ -217,20 +221,22 @@ def make_experts(modules: Any, numbers: tuple[int, int, int, bool]) -> Any:
 
 
 def multiply(modules: Any, stream: Any, x: Tensor, num_blocks: int) -> np.ndarray:
-    size = modules.sizes.num_chunks(len(x), stream.bits) * 1024
-    padded = torch.nn.functional.pad(x.float(), (0, size - len(x)))
+    """x is [rows, in]."""
+    width = x.shape[1]
+    size = modules.sizes.num_chunks(width, stream.bits) * 1024
+    padded = torch.nn.functional.pad(x.float(), (0, size - width))
     staged: Any = ()
-    for k, chunk in enumerate(padded.view(-1, 8, 128)):
-        staged = modules.products.stage(staged, k, array(chunk.numpy()), stream.bits)
-    line = modules.sizes.line_of(len(x), stream.bits)
+    for k, chunk in enumerate(padded.view(len(x), -1, 8, 128).unbind(1)):
+        rows = tuple(array(row.numpy()) for row in chunk)
+        staged = modules.products.stage(staged, k, rows, stream.bits)
+    line = modules.sizes.line_of(width, stream.bits, len(x))
     return multiply_staged(modules, stream, staged, num_blocks, line)
 
 
 def multiply_staged(
     modules: Any, stream: Any, staged: Any, num_blocks: int, line: tuple[int, ...], piece: int = 8
 ) -> np.ndarray:
-    """Return the sums of the 8 lines of each block."""
+    """Return the sums of the 8 lines of each block, for each row."""
     held_x = stream.hold_x(staged, line)
     sums = stream.products(0, 0, (), staged, held_x, num_blocks, line, 99, piece)
-    memory = Shared(np.zeros((8, 8, 8), np.float32))
-    return modules.stream.add_up(memory, sums, 0, num_blocks)[:num_blocks]
+    return stream.add_up(sums, num_blocks)[:num_blocks]

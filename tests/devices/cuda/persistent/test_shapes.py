@@ -13,7 +13,10 @@ from nanovllm.devices.cuda.persistent.sizes import (
     ExpertsShape,
     Line,
     StepShape,
+    back_columns,
+    back_group,
     blocks_at_once,
+    columns_at_once,
     expert_columns,
     gated_at_once,
     gated_width,
@@ -21,7 +24,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
     group_tiles,
     head_blocks_at_once,
     is_held,
-    joined_chunks,
+    join_groups,
     line_of,
     num_blocks,
     num_chunks,
@@ -79,10 +82,12 @@ def test_wide_vectors_are_whole_groups(width: int) -> None:
 @pytest.mark.parametrize("halves", [1, 2])
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5, 12])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4, 6, 7, 12])
+@pytest.mark.parametrize("rows", [1, 8])
 def test_blocks_are_multiplied_in_equal_parts(
-    blocks: int, tiles: int, halves: int, bits: int
+    rows: int, blocks: int, tiles: int, halves: int, bits: int
 ) -> None:
-    line = Line(tiles, halves, bits)
+    line = Line(tiles, halves, bits, rows)
+    assert tiles % columns_at_once(blocks, line) == 0
     at_once = blocks_at_once(blocks, line)
     assert blocks % at_once == 0
     assert at_once == 1 or at_once * tiles <= 6
@@ -98,7 +103,7 @@ def test_blocks_are_multiplied_in_equal_parts(
 def test_splits_fit_the_programs(num_kv_heads: int) -> None:
     splits = num_splits(num_kv_heads)
     assert num_kv_heads * splits <= 128
-    assert joined_chunks(64, num_kv_heads) * splits * 8 >= 256  # no value has two readers
+    assert join_groups(64, num_kv_heads, 1) * splits >= 256  # no value has two readers
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -111,11 +116,11 @@ def test_experts_lines_are_filled_up_to_few_pieces(size: int, bits: int) -> None
 
 
 def test_nobody_waits_for_what_fills_experts_up() -> None:
-    memory = empty_exchange(3 * 768, torch.device("cpu"), 4, 3, 1024)
+    memory = empty_exchange(3 * 768, 1, torch.device("cpu"), 4, 3, 1024)
     places = torch.arange(memory.shape[-1])
     is_value = (places < 3 * 1024) & (places % 1024 < 768)
     assert memory.shape[-1] == 4096
-    assert torch.equal(memory[0, 0] == -1, is_value)
+    assert torch.equal(memory[0, 0, 0] == -1, is_value)
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -126,13 +131,22 @@ def test_groups_fit_the_ring(name: str, bits: int) -> None:
     if shape.problem is not None:
         pytest.skip(shape.problem)
     widths = shape.hidden, shape.q, gated_width(shape)
-    hidden, q, mlp = (line_of(width, bits) for width in widths)
-    head, blocks = line_of(shape.hidden, 16), num_blocks(shape.hidden)
-    groups = [
-        group_tiles(blocks_at_once(num_blocks(shape.qkv), hidden), hidden),
-        group_tiles(blocks_at_once(blocks, q), q),
-        group_tiles(2 * gated_at_once(num_blocks(shape.mlp), hidden, bool(experts)), hidden),
-        group_tiles(blocks_at_once(blocks, mlp), mlp),
-        group_tiles(head_blocks_at_once(head.tiles), head),
-    ]
-    assert max(groups) <= MIN_SLOTS <= num_slots(shape)
+    for rows in shape.rows:
+        hidden, q, mlp = (line_of(width, bits, rows) for width in widths)
+        head, blocks = line_of(shape.hidden, 16, rows), num_blocks(shape.hidden)
+        groups = [
+            group_tiles(blocks_at_once(num_blocks(shape.qkv), hidden), hidden),
+            back_group(blocks, q),
+            group_tiles(2 * gated_at_once(num_blocks(shape.mlp), hidden, bool(experts)), hidden),
+            back_group(blocks, mlp),
+            group_tiles(head_blocks_at_once(head.tiles), head),
+        ]
+        assert max(groups) <= MIN_SLOTS <= num_slots(shape, rows)
+        assert experts or max(back_columns(shape, rows)) * rows <= 48
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.2-1b", "qwen3-8b"])
+def test_up_to_eight_rows_of_dense_models(name: str, bits: int) -> None:
+    assert StepShape(*SHAPES[name], bits).rows == ((1, 2, 4, 8) if bits == 16 else (1, 2, 4))
+    assert StepShape(*EXPERTS["few"][1], bits, ExpertsShape(*EXPERTS["few"][0])).rows == (1,)
