@@ -1,4 +1,4 @@
-"""The attention of the persistent step: keys of all rows shared out evenly, then splits are joined.
+"""Attention of the persistent step: split-KV over all CTAs, followed by a merge of the splits.
 
 See docs/persistent-step.md.
 """
@@ -56,13 +56,13 @@ PACK = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 @gluon.jit
 def pack(a, b):
-    """Two numbers as the bfloat16 of a word."""
+    """Pack two float32 into a word of two bfloat16."""
     return gl.inline_asm_elementwise(PACK, "=r,f,f", [a, b], gl.int32, True, 1)
 
 
 @gluon.jit
 def eight_words(t, SEGMENTS: gl.constexpr):
-    """The 8 words that each thread has of keys or queries, as tensors of one word."""
+    """Split keys or queries, of which each thread has 8 words, into tensors of one word."""
     a, b = gl.split(gl.reshape(t, [4, 8, SEGMENTS, 4, 4, 2]))
     a0, a2 = gl.split(gl.reshape(a, [4, 8, SEGMENTS, 4, 2, 2]))
     b1, b3 = gl.split(gl.reshape(b, [4, 8, SEGMENTS, 4, 2, 2]))
@@ -75,7 +75,7 @@ def eight_words(t, SEGMENTS: gl.constexpr):
 
 @gluon.jit
 def finite(x):
-    """Masked keys are multiplied by zero, which NaN and infinity would survive."""
+    """Replace NaN and infinity by 0: masked keys are multiplied by 0, which would give NaN."""
     return gl.where(x * 0.0 == 0.0, x, 0.0)
 
 
@@ -84,7 +84,10 @@ MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 
 @gluon.constexpr_function
 def score_asm():
-    """8 words of 8 queries, and 8 of 8 keys: what each query has with two keys."""
+    """Compute Q K^T for 8 queries and 8 keys: a thread gets the scores of a query and two keys.
+
+    Operands are the two scores, 8 words of queries and 8 words of keys.
+    """
     code = "{ .reg .f32 c<4>; .reg .b32 z; mov.b32 z, 0; "
     code += "".join(f"mov.f32 c{i}, 0f00000000; " for i in range(4))
     for j in range(4):
@@ -96,10 +99,10 @@ def score_asm():
 
 @gluon.constexpr_function
 def weigh_asm():
-    """Add 32 values, weighed, to the sums of 8 heads: a thread has 8 keys of two columns.
+    """Add P V for 32 keys to the sums of 8 heads: a thread has two columns of 8 keys.
 
-    Operands are the sums, of two even and of two odd columns, new and old, four pairs of weights,
-    and a word of each value.
+    Operands are the new sums (two even columns, two odd ones), the old sums, four pairs of
+    probabilities, and a word of each of the 8 values.
     """
     code = "{ .reg .f32 c<4>; .reg .b32 z, l, h; mov.b32 z, 0; "
     for t in range(2):
@@ -117,7 +120,7 @@ def weigh_asm():
 
 @gluon.constexpr_function
 def load_values_asm(stride):
-    """A word of each of 8 values, `stride` bytes apart, or zero beyond the last."""
+    """Load a word of each of 8 values, `stride` bytes apart; zero beyond the last one."""
     code = "{ .reg .pred p; "
     for j in range(8):
         code += f"mov.b32 ${j}, 0; setp.gt.s32 p, $9, {j}; "
@@ -127,7 +130,7 @@ def load_values_asm(stride):
 
 @gluon.constexpr_function
 def poll_lines_asm(count, stride):
-    """Two words, `stride` bytes apart, at each of some places."""
+    """Poll two words, `stride` bytes apart, at each of `count` addresses."""
     loads = []
     for i in range(count):
         loads.append(((f"${i}",), f"[${2 * count + i}]"))
@@ -137,7 +140,10 @@ def poll_lines_asm(count, stride):
 
 @gluon.constexpr_function
 def store_part_asm():
-    """Four sums, and what belongs to all of a head's, where the last two operands are not 0."""
+    """Store four sums, and the head's maximum score and denominator.
+
+    The last two operands are the predicates of the two stores.
+    """
     code = f"{{ .reg .b64 k; .reg .pred p; {KEEP.value} setp.ne.u32 p, $9, 0; "
     code += "@p st.relaxed.gpu.global.L2::cache_hint.v4.b32 [$1], {$3, $5, $4, $6}, k; "
     code += "setp.ne.u32 p, $10, 0; "
@@ -147,7 +153,10 @@ def store_part_asm():
 
 @gluon.constexpr_function
 def poll_parts_asm(count):
-    """8 sums, the best score and the weight of each of `count` parts, or of none where a 0 is."""
+    """Poll 8 sums, the maximum score and the denominator of each of `count` parts.
+
+    Where a part's predicate is 0, its values are those of a split without keys.
+    """
     loads, there, begin = [], [], ""
     for i in range(count):
         words = [f"${n * count + i}" for n in range(10)]
@@ -186,14 +195,14 @@ def parts_of_thread():
 
 @gluon.jit
 def of_heads(t):
-    """[8 heads] for what a thread has of sums."""
+    """Broadcast a tensor [8 heads] to the layout of the sums."""
     t = gl.convert_layout(t, gl.SliceLayout(0, gl.SliceLayout(2, ONE)), assert_trivial=True)
     return gl.expand_dims(gl.expand_dims(t, 0), 2)
 
 
 @gluon.jit
 def no_values():
-    """The best score, the weight and the sums of 8 heads before any."""
+    """The initial maximum score, denominator and sums of 8 heads."""
     zero = gl.zeros([8, 8, 4], gl.float32, ONE)
     best = gl.full([8], NO_SCORE, gl.float32, HEADS)
     return best, gl.zeros([8], gl.float32, HEADS), (zero, zero, zero, zero)
@@ -201,17 +210,17 @@ def no_values():
 
 @aggregate
 class Segment:
-    """Some keys of a row for one kv head: what a program reads without a change of its queries."""
+    """A range of keys of one row and KV head that a CTA attends to: one or more splits."""
 
     row: gl.tensor
     head: gl.tensor
-    before: gl.tensor  # rows of the same sequence before this one
-    position: gl.tensor  # of the row's token
-    oldest: gl.tensor  # the first key that the window shows
-    start: gl.tensor  # of the first split
+    before: gl.tensor  # number of earlier rows of the same sequence
+    position: gl.tensor  # position of the row's token
+    oldest: gl.tensor  # first key inside the window
+    start: gl.tensor  # first key of the row's first split
     size: gl.tensor  # keys of a split
-    first: gl.tensor
-    end: gl.tensor
+    first: gl.tensor  # first key of the segment
+    end: gl.tensor  # end of its keys
     slot: gl.tensor
 
     @gluon.constexpr_function
@@ -223,13 +232,13 @@ class Segment:
 
 @aggregate
 class Attention:
-    """How keys are shared out.
+    """Attention of all rows, divided evenly among the CTAs.
 
-    The keys of a row are cut into splits by its own length alone, so that what it gives does not
-    depend on other rows. The splits of all rows and kv heads, one row after another, are shared out
-    evenly among the programs. Rows of one slot are consecutive tokens of its sequence.
+    The splits of a row depend on its own length alone, so that its output does not depend on other
+    rows. The splits of all rows and KV heads, row by row, are divided evenly among the CTAs. Rows
+    of one slot are consecutive tokens of its sequence.
 
-    Caches are [blocks, block size, kv heads, dim] and hold two numbers in an element.
+    Caches are [blocks, block size, KV heads, dim / 2] words of two bfloat16.
     """
 
     slots: gl.tensor
@@ -245,7 +254,7 @@ class Attention:
     dim: gl.constexpr
     block_size: gl.constexpr
     rows: gl.constexpr
-    new: gl.constexpr  # rows of one sequence at most
+    new: gl.constexpr  # upper bound on the rows of one sequence
     has_window: gl.constexpr
 
     @gluon.constexpr_function
@@ -265,7 +274,7 @@ class Attention:
 
     @gluon.jit
     def position(self, row):
-        """Where the tokens of rows are in their sequences; -1 or less: the row is padding."""
+        """Positions of rows' tokens in their sequences; negative for padding rows."""
         slot = gl.load(self.slots + row)
         last = gl.load(self.lengths + slot) - 1
         if self.new > 1:
@@ -275,7 +284,7 @@ class Attention:
 
     @gluon.jit
     def rows_before(self, row):
-        """How many rows before a row are of the same sequence."""
+        """Number of rows of the same sequence before a row."""
         count = row * 0
         if self.new > 1:
             slot = gl.load(self.slots + row)
@@ -285,7 +294,7 @@ class Attention:
 
     @gluon.jit
     def oldest(self, position):
-        """The first key that a token sees."""
+        """The first key that a token attends to."""
         first = position * 0
         if self.has_window:
             first = gl.maximum(position + 1 - self.window, 0)
@@ -293,7 +302,7 @@ class Attention:
 
     @gluon.jit
     def splits(self, position):
-        """The first key of the first split, the keys of one, and how many there are."""
+        """The first key of a row's first split, the keys of a split, and the number of splits."""
         S: gl.constexpr = num_splits(self.num_kv_heads)
         start = self.oldest(position) // 32 * 32
         keys = gl.maximum(position + 1 - start, 0)
@@ -302,7 +311,7 @@ class Attention:
 
     @gluon.jit
     def share_out(self):
-        """Where each row's splits end among those of all, and this program's first and last."""
+        """The end of each row's splits among those of all rows, and this CTA's range of splits."""
         ends, total = (), gl.to_tensor(0)
         for r in gl.static_range(self.rows):
             _, _, count = self.splits(self.position(gl.to_tensor(r)))
@@ -313,7 +322,7 @@ class Attention:
 
     @gluon.jit
     def segment(self, ends, item, last):
-        """The keys from split `item` on that are of one row and head, and how many splits."""
+        """The segment from split `item` on, which ends with its row and head; and its splits."""
         row, begin = gl.to_tensor(0), gl.to_tensor(0)
         for r in gl.static_range(self.rows - 1):
             row += gl.where(item >= ends[r], 1, 0)
@@ -335,7 +344,7 @@ class Attention:
 
     @gluon.jit
     def find(self, segment, key):
-        """The place of a key in every layer's cache; 32 keys lie in one block."""
+        """Offset of a key in a layer's cache, in words; 32 keys lie in one KV-cache block."""
         table = self.tables + segment.slot * self.table_width
         block = gl.load(table + key // self.block_size, mask=key < segment.end, other=0)
         line = block * self.block_size + key % self.block_size
@@ -343,14 +352,14 @@ class Attention:
 
     @gluon.jit
     def key_index(self):
-        """Which of 32 keys a thread has: [4, 8]."""
+        """Indices of a thread's keys among 32: [4, 8]."""
         K: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, key_layout()))
         row = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, K)), 1)
         return row * 8 + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, K)), 0)
 
     @gluon.jit
     def load_keys(self, cache, place, num_keys):
-        """Load the first of up to 32 keys that lie there."""
+        """Load up to 32 keys at an offset of the cache; those from `num_keys` on are 0."""
         LINE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
         KW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, key_layout()))
         segment = gl.expand_dims(gl.arange(0, self.dim // 64, gl.SliceLayout(1, KW)) * 32, 1)
@@ -361,7 +370,7 @@ class Attention:
 
     @gluon.jit
     def load_values(self, cache, place, num_keys):
-        """Load a word of 8 values for each thread: a warp has 16 of the dimensions."""
+        """Load a word of each of 8 values in every thread: a warp has 16 of the dimensions."""
         LINE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
         warp, n, q = parts_of_thread()
         word = warp % (self.dim // 16) * 8 + n
@@ -373,7 +382,7 @@ class Attention:
 
     @gluon.jit
     def prefetch(self, k_cache, v_cache, place):
-        """Ask for 32 keys and values."""
+        """Prefetch 32 keys and values into L2."""
         line = thread_index() % 32 * (self.num_kv_heads * (self.dim // 2))
         part = thread_index() // 32 % (self.dim // 64) * 32
         cache = gl.where(thread_index() < 128, k_cache, v_cache)
@@ -381,39 +390,39 @@ class Attention:
 
     @gluon.jit
     def line(self):
-        """Which of the lines a thread has: queries, new keys, new values."""
+        """Indices of a thread's head vectors: queries, new keys, new values."""
         N: gl.constexpr = num_lines(self.group, self.new)
         return gl.expand_dims(gl.arange(0, N, gl.SliceLayout(1, line_layout(N))), 1)
 
     @gluon.jit
     def column(self):
-        """Words of half a head."""
+        """Indices of the words in half a head."""
         L: gl.constexpr = line_layout(num_lines(self.group, self.new))
         return gl.expand_dims(gl.arange(0, self.dim // 4, gl.SliceLayout(0, L)), 0)
 
     @gluon.jit
     def load_norms(self, norms):
-        """The weights of q's norm or k's, of either half of a head."""
+        """Load the weights of the norms of q and k, for both halves of a head."""
         at = norms + (gl.where(self.line() < self.group, 0, self.dim // 2) + self.column())
         return gl.load(at), gl.load(at + self.dim // 4)
 
     @gluon.jit
     def allocate_lines(self):
-        """Shared memory for what `turn_heads` makes: queries, new keys, new values."""
+        """Allocate shared memory for the output of `turn_heads`: queries, new keys, new values."""
         N: gl.constexpr = num_lines(self.group, self.new)
         return gl.allocate_shared_memory(gl.bfloat16, [N, self.dim], S2)
 
     @gluon.jit
     def turn_heads(self, segment, lines, norms, parameters, now):
-        """Wait for q, k and v of a segment's row and head, normalise and turn them.
+        """Poll q, k and v of a segment's row and head; normalize q and k, and apply RoPE to them.
 
-        So are the keys and values of the rows before it that are of the same sequence.
+        Also do so for k and v of the earlier rows of the same sequence.
         """
         G: gl.constexpr = self.group
         D: gl.constexpr = self.dim
         LINES: gl.constexpr = num_lines(G, self.new)
         line, is_q, is_v = self.line(), self.line() < G, self.line() >= G + self.new
-        behind = segment.before - (line - gl.where(is_v, G + self.new, G))  # how many rows
+        behind = segment.before - (line - gl.where(is_v, G + self.new, G))  # in rows
         behind = gl.where(is_q | (behind < 0), 0, gl.minimum(behind, segment.before))
         HALF: gl.constexpr = D // 2
         at = parameters.rope + ((segment.position - behind) * D + self.column() * 2)
@@ -423,7 +432,7 @@ class Attention:
         places = (segment.row - behind) * self.qkv.size + head * D + self.column() * 2
         places = (self.qkv.place(now) + places).to(gl.int64)
         N: gl.constexpr = LINES // 8
-        a, b = gl.inline_asm_elementwise(  # a thread has two neighbours of either half
+        a, b = gl.inline_asm_elementwise(  # a thread has two adjacent elements of each half
             poll_lines_asm(N, D), registers(2 * N, 2 * N),
             [places, places * 0 + self.qkv.flag.to(gl.int64)], words_type(2), False, N,
         )  # fmt: skip
@@ -438,13 +447,13 @@ class Attention:
             n0, n1, m0, m1 = n0 * low(wa), n1 * high(wa), m0 * low(wb), m1 * high(wb)
         x0, x1 = gl.where(is_v, a0, n0 * c0 - m0 * s0), gl.where(is_v, a1, n1 * c1 - m1 * s1)
         y0, y1 = gl.where(is_v, b0, m0 * c0 + n0 * s0), gl.where(is_v, b1, m1 * c1 + n1 * s1)
-        both = gl.join(gl.join(x0, x1), gl.join(y0, y1))  # [lines, dim / 4, 2, half]
+        both = gl.join(gl.join(x0, x1), gl.join(y0, y1))  # [vectors, dim / 4, 2, half]
         both = gl.reshape(gl.permute(both, [0, 3, 1, 2]), [LINES, D])
         lines.store(finite(both).to(gl.bfloat16))
 
     @gluon.jit
     def find_unit(self, segment, begin):
-        """The places of a unit's keys, 32 by 32."""
+        """Offsets of a unit's first and last 32 keys."""
         return self.find(segment, begin), self.find(segment, begin + 32)
 
     @gluon.jit
@@ -466,10 +475,10 @@ class Attention:
 
     @gluon.jit
     def attend(self, segment, lines, k_cache, v_cache, skip, k, v, now):
-        """Weigh the values of a segment, and hand the sums of each split on.
+        """Attend to the keys of a segment, and store the partial result of each split.
 
-        While a unit's keys are weighed the next are on their way into the same registers. `skip`
-        is how far it is to the next layer's cache, of which those are asked for.
+        The next unit is loaded into the same registers while the current one is processed. `skip`
+        is the offset to the next layer's cache, of which the same keys are prefetched.
         """
         SEGMENTS: gl.constexpr = self.dim // 64
         KL: gl.constexpr = key_layout()
@@ -500,9 +509,9 @@ class Attention:
 
     @gluon.jit
     def with_new(self, segment, lines, k, v, begin):
-        """Put new keys and values among those from `begin` on: the cache may not have them yet."""
+        """Insert new keys and values into the unit at `begin`: the cache may not have them yet."""
         N: gl.constexpr = num_lines(self.group, self.new)
-        COPIES: gl.constexpr = 128 // self.dim  # as many warps have the same values
+        COPIES: gl.constexpr = 128 // self.dim  # warps that hold the same values
         VALUES: gl.constexpr = gl.BlockedLayout(
             [1, 1, 1, 1], [1, 1, 8, 4], [COPIES, 8 // COPIES, 1, 1], [3, 2, 1, 0]
         )
@@ -531,7 +540,7 @@ class Attention:
 
     @gluon.jit
     def score(self, scores, q, k):
-        """Multiply queries and keys: each warp has 8 of 32 keys and 64 of the dimensions."""
+        """Compute Q K^T of a unit: each warp has 8 of 32 keys and 64 of the dimensions."""
         SEGMENTS: gl.constexpr = self.dim // 64
         operands: gl.constexpr = "=f,=f" + ",r" * 16
         found = ()
@@ -541,13 +550,13 @@ class Attention:
                 score_asm(), operands, words, floats_type(2), True, 1
             )
             found = found + (gl.join(even, odd),)
-        # [4, 8 heads, segments, 4, 2 keys, earlier and later]
+        # [4, 8 heads, dim / 64, 4, 2 keys, first and last 32 keys]
         pairs = gl.permute(joined(found), [5, 2, 1, 0, 3, 4])
         scores.store(gl.reshape(pairs, [2 * SEGMENTS, 8, 4, 8]))
 
     @gluon.jit
     def scores_of(self, segment, scores, begin, i: gl.constexpr):
-        """The scores of a tile's 32 keys, for every warp."""
+        """Load the scores of 32 keys of a unit into every warp, and mask them."""
         SEGMENTS: gl.constexpr = self.dim // 64
         scores = scores._reinterpret(gl.float32, [2 * SEGMENTS, 8, 4, 8], S3)
         s = scores.index(i * SEGMENTS).load(SCORES)
@@ -563,7 +572,7 @@ class Attention:
 
     @gluon.jit
     def weigh(self, segment, scores, v, begin, best, weight, sums):
-        """Add the values of a unit to the sums, weighed by the softmax of their keys' scores."""
+        """Online-softmax update with the scores and values of a unit."""
         s = self.scores_of(segment, scores, begin, 0), self.scores_of(segment, scores, begin, 1)
         top = gl.maximum(best, gl.max(gl.max(gl.maximum(s[0], s[1]), 2), 1))
         fade = gl.exp2(best - top)
@@ -580,7 +589,7 @@ class Attention:
 
     @gluon.jit
     def add_values(self, sums, p, v):
-        """Add 32 values to sums of 8 heads: each warp has 16 of the dimensions."""
+        """Add P V for 32 keys to the sums of 8 heads: each warp has 16 of the dimensions."""
         p = each(gl.expand_dims(p, 0) + gl.zeros([8, 8, 4, 8], gl.float32, TILE), 8)
         shares = ()
         for n in gl.static_range(4):
@@ -592,7 +601,7 @@ class Attention:
 
     @gluon.jit
     def store_new(self, segment, lines, k_cache, v_cache):
-        """Store the row's new key and value."""
+        """Store the row's new key and value in the cache."""
         N: gl.constexpr = num_lines(self.group, self.new)
         W: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
         wide = lines._reinterpret(gl.int32, [N, self.dim // 2], S1)
@@ -603,7 +612,7 @@ class Attention:
 
     @gluon.jit
     def hand_on(self, segment, split, sums, best, weight, now):
-        """Store a split's part for the programs that join the splits; no thread has another's."""
+        """Store the partial result of a split for `join`; no two threads store the same value."""
         D: gl.constexpr = self.dim
         warp, head, four = parts_of_thread()
         column = (segment.head * self.group + head) * D + warp * 16 + four * 4
@@ -619,7 +628,7 @@ class Attention:
 
     @gluon.jit
     def part(self, now, row, group, split):
-        """Where a split's part of 8 columns is: their sums, the best score, the weight."""
+        """Address of a split's part of 8 columns: sums, maximum score and denominator."""
         WIDTH: gl.constexpr = self.num_heads * self.dim
         S: gl.constexpr = num_splits(self.num_kv_heads)
         at = ((now * self.rows + row) * num_parts(WIDTH) + group) * S + split
@@ -627,7 +636,7 @@ class Attention:
 
     @gluon.jit
     def join_places(self):
-        """Which row and chunk a thread joins, and which split."""
+        """Indices of a thread's row, chunk and split in `join`."""
         L: gl.constexpr = join_layout(self.num_kv_heads)
         C: gl.constexpr = join_groups(self.num_heads * self.dim, self.num_kv_heads, self.rows)
         S: gl.constexpr = num_splits(self.num_kv_heads)
@@ -637,7 +646,7 @@ class Attention:
 
     @gluon.jit
     def active(self):
-        """Which splits `join` waits for: those that have keys."""
+        """Predicate of the splits that `join` polls: those that have keys."""
         WIDTH: gl.constexpr = self.num_heads * self.dim
         row, chunk, split = self.join_places()
         _, _, count = self.splits(self.position(row))
@@ -646,10 +655,10 @@ class Attention:
 
     @gluon.jit
     def join(self, output, is_there, now):
-        """Join the splits of this program's 8 columns of each chunk of attention's output.
+        """Merge the splits of this CTA's 8 columns of each chunk of the attention output.
 
-        Those without keys have stored nothing, and nobody polls for them: the less is polled, the
-        sooner the others' sums are there.
+        Splits without keys have no partial result and are not polled: the less is polled, the
+        sooner the partial results of the others arrive.
         """
         WIDTH: gl.constexpr = self.num_heads * self.dim
         C: gl.constexpr = join_groups(WIDTH, self.num_kv_heads, self.rows)
@@ -662,18 +671,19 @@ class Attention:
             poll_parts_asm(N), registers(10 * N, 2 * N, N),
             [places, places * 0 + self.qkv.flag.to(gl.int64), is_there], words_type(10), False, N,
         )  # fmt: skip
-        # Of what was polled, so that it is stored afterwards.
+        # `found` is an operand so that the parts are cleared after they have been polled.
         gl.inline_asm_elementwise(
             empty_parts_asm(), "=r,l,r,r", [places, is_there, found[0]], gl.int32, False, 1
         )
         share = bits_to_float(found[8])
         share = gl.exp2(share - gl.expand_dims(gl.max(share, 1), 1))
         weight = gl.sum(bits_to_float(found[9]) * share, 1)
-        weight = gl.where(weight > 0.0, weight, 1.0)  # of padding there is none
+        weight = gl.where(weight > 0.0, weight, 1.0)  # padding rows have no keys
         sums = ()
         for n in gl.static_range(8):
             sums = sums + (gl.sum(bits_to_float(found[n]) * share, 1) / weight,)
-        # The first four threads of a group store the values twice, and EMPTY twice.
+        # The first four threads of a group store both copies, and clear those of the previous
+        # buffer.
         before = gl.where(now == 0, NUM_BUFFERS - 1, now - 1)
         buffer = gl.where(split < 2, now, before) * 2 + split % 2
         words = ()

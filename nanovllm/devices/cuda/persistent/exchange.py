@@ -1,7 +1,7 @@
-"""How the programs of the persistent step hand each other vectors, without barriers.
+"""How the CTAs of the persistent step exchange vectors through L2, without barriers.
 
-A value is its own flag: a buffer holds EMPTY, bits that arithmetic never gives, until a value is
-stored, and readers poll the values themselves. See docs/persistent-step.md.
+A value is its own flag: a buffer holds EMPTY (0xFFFF, a NaN that arithmetic never produces) until a
+value is stored, and readers poll the values themselves. See docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
@@ -22,11 +22,11 @@ from nanovllm.devices.cuda.persistent.sizes import (
 )
 
 NUM_PROGRAMS = gl.constexpr(128)
-NUM_BUFFERS = gl.constexpr(3)  # layers take turns, so that two fences lie between two uses of one
-CHUNK = gl.constexpr(1024)  # columns of a tile, and lines of which each program has 8
-CHECK_SPINS = gl.constexpr(1 << 12)  # how often who waits looks whether another has given up
-MAX_CHECKS = gl.constexpr(1 << 8)  # about a second
-# The best score where there are no keys, and its bits
+NUM_BUFFERS = gl.constexpr(3)  # used in rotation: two fences separate two uses of a buffer
+CHUNK = gl.constexpr(1024)  # columns of a chunk, and weight rows of a block
+CHECK_SPINS = gl.constexpr(1 << 12)  # polls between two looks at the timeout flag
+MAX_CHECKS = gl.constexpr(1 << 8)  # looks at the flag before a poll times out: about a second
+# The maximum score where there are no keys, and its bits
 NO_SCORE, NO_SCORE_BITS = gl.constexpr(-1e30), "0xF149F2CA"
 
 S1, S2, S3, S4 = (
@@ -34,7 +34,7 @@ S1, S2, S3, S4 = (
 )
 THREADS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0]))  # [8 warps, 32]
 
-# Weights flow through L2 once; what programs hand each other is to outlast them.
+# Weights pass through L2 once: exchanged values must not be evicted by them.
 KEEP = gl.constexpr("createpolicy.fractional.L2::evict_last.b64 k, 1.0; ")
 FENCE = gl.constexpr("fence.acq_rel.gpu; mov.u32 $0, $1;")
 PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
@@ -43,11 +43,11 @@ PREFETCH_AND_KEEP = gl.constexpr("prefetch.global.L2::evict_last [$1]; mov.u32 $
 
 @gluon.constexpr_function
 def poll_asm(loads, flag, has_halves=True, there=None):
-    """Load words, [(names, place)], and again where one is EMPTY, or a half of one.
+    """Load words, [(names, address)], and reload those that are EMPTY or have an EMPTY half.
 
-    Where the operands that `there` names are 0 nothing is loaded, and the names have values. The
-    first loads do not depend on what they find: words that are only loaded on a condition would
-    need registers from the kernel's beginning on. The warp is one again afterwards.
+    `there` names an operand for each load: where it is 0 nothing is loaded, and the words keep the
+    values they have. The first loads come before the loop: words written only under its condition
+    would occupy registers from the start of the kernel. The warp reconverges at the end.
     """
     begin = f"{{ .reg .b64 k; .reg .pred r; .reg .b32 m<{len(loads)}>; {KEEP.value} "
     tests, again = "", ""
@@ -68,7 +68,10 @@ def poll_asm(loads, flag, has_halves=True, there=None):
 
 @gluon.constexpr_function
 def missing_asm(words, target, has_halves):
-    """Set bits of target if a word is EMPTY; of halves one of -1 is the only one that borrows."""
+    """Set bits of `target` if a word, or a half of one, is EMPTY.
+
+    Of all halves with a sign bit, only 0xFFFF borrows when subtracted from 0xFFFE.
+    """
     code = f"mov.u32 {target}, 0; "
     if not has_halves:
         code += "".join(f"max.u32 {target}, {target}, {word}; " for word in words)
@@ -80,7 +83,7 @@ def missing_asm(words, target, has_halves):
 
 @gluon.constexpr_function
 def poll_pairs_asm(offsets):
-    """Two words at each offset, in bytes, from a place."""
+    """Poll two words at each offset, in bytes, from one address."""
     count = 2 * len(offsets)
     loads = [((f"${2 * j}", f"${2 * j + 1}"), f"[${count} + {o}]") for j, o in enumerate(offsets)]
     return poll_asm(loads, count + 1)
@@ -88,15 +91,16 @@ def poll_pairs_asm(offsets):
 
 @gluon.constexpr_function
 def pair_offsets(rows, size, count, step):
-    """Bytes from a thread's first two words to those of all rows, and of more columns of each."""
+    """Byte offsets of `count` pairs of words, `step` columns apart, for each row."""
     return tuple(2 * (row * size + k * step) for row in range(rows) for k in range(count))
 
 
 @gluon.constexpr_function
 def spin_asm(code, flag):
-    """Repeat code, which sets bits of f while something is missing, until none are set.
+    """Repeat `code`, which sets bits of f while a value is missing, until f is 0.
 
-    Who waited too long says so by operand `flag`, where the others look now and then.
+    A poll that times out sets the flag whose address is operand `flag`. All other polls look at it
+    now and then, and stop when it is set.
     """
     begin = f"{{ .reg .pred p, q; .reg .b32 i, n, f, g; .reg .b64 k; {KEEP.value} mov.u32 n, 0; "
     code = begin + f"MORE: mov.u32 i, 0; AGAIN: mov.u32 f, 0; {code} setp.ne.u32 p, f, 0; "
@@ -109,7 +113,7 @@ def spin_asm(code, flag):
 
 @gluon.constexpr_function
 def registers(num_words, num_places, num_numbers=0):
-    # Words are written before the places are read for the last time: these may not share registers.
+    # Early clobber: words are written before the addresses are read for the last time.
     return ",".join(["=&r"] * num_words + ["l"] * num_places + ["r"] * num_numbers)
 
 
@@ -125,7 +129,7 @@ def bits_to_float(bits):
 
 @gluon.jit
 def low(words):
-    """The first of the two bfloat16 in each word."""
+    """The lower of the two bfloat16 in each word."""
     return bits_to_float(words << 16)
 
 
@@ -136,7 +140,7 @@ def high(words):
 
 @gluon.jit
 def prefetch(places, ASM: gl.constexpr):
-    """Ask for what lies there to be in L2 when it is loaded."""
+    """Prefetch the cache lines at some addresses into L2."""
     gl.inline_asm_elementwise(ASM, "=r,l", [places.to(gl.int64)], gl.int32, False, 1)
 
 
@@ -153,7 +157,7 @@ def fence():
 
 @gluon.jit
 def line_places(BLOCKS: gl.constexpr, ROWS: gl.constexpr):
-    """Which block, row and line of sums a thread has, [blocks, rows, 8 lines]."""
+    """Indices of a thread's block, batch row and weight row in sums [blocks, rows, 8]."""
     L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, sums_layout(BLOCKS, ROWS)))
     block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
@@ -163,24 +167,25 @@ def line_places(BLOCKS: gl.constexpr, ROWS: gl.constexpr):
 
 @aggregate
 class Exchange:
-    """Vectors of bfloat16, one a row, that every program stores a part of, and every program reads.
+    """A bfloat16 vector for each row; CTAs store 8 columns of each block, and read all of it.
 
-    Their memory is [buffers, 2, rows, size]: half of the programs read each copy. Parts of a vector
-    may each have room for more. What no value is stored into is zero, and stays so. In one `of_all`
-    programs, those without a value store zeros, so that who has read it has heard of everyone.
+    Memory is [buffers, 2 copies, rows, size]: half of the CTAs read each copy. A vector may consist
+    of parts that are padded to a capacity. Padding is never stored to: it is and remains zero. With
+    `of_all`, CTAs without a value store zeros: a reader that has polled the whole vector knows that
+    every CTA has stored.
     """
 
     memory: gl.tensor
-    flag: gl.tensor  # where who waited too long says so
-    sm: gl.tensor
-    width: gl.constexpr  # values
-    stored: gl.constexpr  # these, and zeros of programs that have none
-    part: gl.constexpr  # of these
-    room: gl.constexpr  # of a part
-    columns: gl.constexpr  # of all parts
-    size: gl.constexpr
+    flag: gl.tensor  # address of the timeout flag
+    sm: gl.tensor  # index of this CTA
+    width: gl.constexpr  # columns with values
+    stored: gl.constexpr  # columns that CTAs store, including zeros beyond the width
+    part: gl.constexpr  # columns of a part
+    room: gl.constexpr  # capacity of a part
+    columns: gl.constexpr  # capacity of all parts
+    size: gl.constexpr  # columns, padded to whole chunks
     rows: gl.constexpr
-    blocks: gl.constexpr  # that are published at most at once
+    blocks: gl.constexpr  # upper bound on the blocks published at once
 
     @gluon.constexpr_function
     def __init__(
@@ -196,9 +201,9 @@ class Exchange:
 
     @gluon.jit
     def publish(self, y, block, now, COUNT: gl.constexpr):
-        """Store y's first COUNT blocks of lines twice, and EMPTY twice into the buffer before.
+        """Store the first COUNT blocks of y in both copies, and clear those of the previous buffer.
 
-        If threads have copies of y, each does its part of that.
+        If several threads hold the same y, they share these four stores.
         """
         COPIES: gl.constexpr = num_copies(self.rows)
         L: gl.constexpr = gl.SliceLayout(0, sums_layout(self.blocks, self.rows))
@@ -226,17 +231,17 @@ class Exchange:
 
     @gluon.jit
     def place(self, now):
-        """Where this program reads."""
+        """Address of the copy that this CTA reads."""
         return self.memory + (now * 2 + self.sm % 2) * (self.rows * self.size)
 
     @gluon.jit
     def poll(self, now, first, N: gl.constexpr):
-        """Read N chunks of all rows: of each row's chunks, two words in a thread."""
+        """Poll N chunks of all rows: a thread gets two words of each chunk."""
         return self.poll_from(first * CHUNK + thread_index() * 4, now, N, CHUNK)
 
     @gluon.jit
     def poll_from(self, column, now, N: gl.constexpr, STEP: gl.constexpr):
-        """Read two words from each thread's column on, and N - 1 times more, STEP columns on."""
+        """Poll N pairs of words for each row, the first at `column`, the others STEP columns on."""
         COUNT: gl.constexpr = 2 * N * self.rows
         places = (self.place(now) + column).to(gl.int64)
         return gl.inline_asm_elementwise(
@@ -250,7 +255,7 @@ class Exchange:
 
     @gluon.jit
     def take(self, now, first, N: gl.constexpr, BITS: gl.constexpr):
-        """Read N chunks into shared memory, in pieces for weights of so many bits."""
+        """Poll N chunks and stage them in shared memory, as pieces for weights of BITS bits."""
         words = self.poll(now, first, N)
         staged = ()
         for k in gl.static_range(N):
@@ -263,7 +268,7 @@ class Exchange:
 
     @gluon.jit
     def load_norm(self, weight):
-        """Load the norm's weight for `take_normed` ahead of time; it is padded to whole chunks."""
+        """Load the norm's weight, which is padded to whole chunks, ahead of `take_normed`."""
         factors = ()
         for k in gl.static_range(self.size // CHUNK):
             factors = factors + (gl.load(weight + k * 256 + thread_index()),)
@@ -271,7 +276,7 @@ class Exchange:
 
     @gluon.jit
     def take_normed(self, now, factors, eps, BITS: gl.constexpr):
-        """Stage x times the norm's weight; what is left of the norm is a factor of each row."""
+        """Poll x and stage it times the norm's weight; also return each row's 1 / RMS."""
         N: gl.constexpr = self.size // CHUNK
         words = self.poll(now, 0, N)
         squares, staged = (), ()
@@ -299,27 +304,27 @@ class Exchange:
 
 @gluon.jit
 def square(words):
-    """The sum of the squares of both numbers in each word."""
+    """Sum of the squares of both bfloat16 in each word."""
     return low(words) * low(words) + high(words) * high(words)
 
 
 @gluon.jit
 def four_floats(first, second):
-    """Four bfloat16 of two words, for each of 256 threads: [8, 128]."""
+    """The four bfloat16 of two words in each of 256 threads, as float32 [8, 128]."""
     pairs = gl.join(gl.join(low(first), low(second)), gl.join(high(first), high(second)))
     return gl.reshape(pairs, [8, 128])
 
 
 @aggregate
 class Exchanges:
-    """What programs hand each other in a layer."""
+    """The vectors that CTAs exchange in a layer."""
 
-    x: Exchange  # the residual before attention
+    x: Exchange  # residual stream before attention
     qkv: Exchange
     attended: Exchange
-    y: Exchange  # the residual before the MLP
+    y: Exchange  # residual stream before the MLP
     gated: Exchange
-    routed: Exchange  # logits of experts; without any, something else
+    routed: Exchange  # router logits; unused without experts
 
     @gluon.constexpr_function
     def __init__(self, x, qkv, attended, y, gated, routed):

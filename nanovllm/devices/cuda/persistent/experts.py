@@ -1,7 +1,8 @@
-"""Experts in the persistent step: which of them a token goes to, and how their weights are found.
+"""Experts in the persistent step: how they are chosen, and how their weights are located.
 
-The gates of the chosen experts are the lines of one wide MLP, one expert after another, and so are
-the columns of their outputs. Only who loads must know whose they are. See docs/persistent-step.md.
+The chosen experts form one wide MLP: the rows of gate and up, and the columns of down, are those of
+one expert after another. Only the loading warp needs to know which expert they belong to. See
+docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
@@ -18,26 +19,26 @@ from nanovllm.devices.cuda.persistent.sizes import (
 )
 from nanovllm.devices.cuda.persistent.stream import LANES
 
-HIGH, LOW = gl.constexpr(-65536), gl.constexpr(0xFFFF)  # bits of a key: its logit, its expert
+HIGH, LOW = gl.constexpr(-65536), gl.constexpr(0xFFFF)  # masks of a key: its logit, its expert
 LOWEST = gl.constexpr(-(1 << 31))
 
 
 @gluon.constexpr_function
 def meets(place, room, chunk):
-    """Whether the columns of the expert in a place lie in a chunk."""
+    """Whether a chunk has columns of the expert with rank `place`; each has `room` columns."""
     return place * room < (chunk + 1) * 1024 and (place + 1) * room > chunk * 1024
 
 
 @aggregate
 class Experts:
-    """The experts that were chosen in a layer, the best first, in one of 32 places each."""
+    """The experts chosen in a layer, ranked from the largest logit down; there are up to 32."""
 
-    ids: gl.shared_memory_descriptor  # [8 warps, 32], of which each has all
+    ids: gl.shared_memory_descriptor  # [8 warps, 32]: a copy for each warp
     weights: gl.shared_memory_descriptor  # [32, 8 warps]
-    chosen: gl.shared_memory_descriptor  # a barrier: they are there
+    chosen: gl.shared_memory_descriptor  # an mbarrier: the ids are stored
     count: gl.constexpr
     top_k: gl.constexpr
-    size: gl.constexpr  # of an expert's MLP
+    size: gl.constexpr  # intermediate size of one expert
     is_normalized: gl.constexpr
 
     @gluon.constexpr_function
@@ -49,10 +50,10 @@ class Experts:
 
     @gluon.jit
     def choose(self, routed, now):
-        """Wait for the router's logits, and tell who loads which experts are the best.
+        """Poll the router's logits, and tell the loading warp the top-k experts.
 
-        Every warp does so by itself. A key is an integer that grows with a logit, and behind it an
-        expert's number, of which of two logits alike the smaller one counts.
+        Every warp finds them independently. A key is an integer that grows with the logit in its
+        upper half; of equal logits, the expert with the smaller index has the larger key.
         """
         N: gl.constexpr = (self.count + 127) // 128
         lane = thread_index() % 32
@@ -74,7 +75,7 @@ class Experts:
 
     @gluon.jit
     def keep(self, keys, found, lane):
-        """Put the experts of the best keys into shared memory, and then their weights."""
+        """Store the ids of the chosen experts in shared memory, and then their weights."""
         self.ids._reinterpret(gl.int32, [8, 32], S2).store(LOW - (found & LOW))
         gl.thread_barrier()
         mbarrier.arrive(self.chosen, count=1)
@@ -97,9 +98,9 @@ class Experts:
 
     @gluon.jit
     def take(self, gated, now, BITS: gl.constexpr):
-        """Stage what the experts' gates gave, each times its expert's weight.
+        """Poll and stage the gated values, multiplied by the weights of their experts.
 
-        What was multiplied first is staged while the rest is on its way.
+        The first half is staged while the second is still being computed.
         """
         N: gl.constexpr = gated.size // CHUNK
         words = gated.poll(now, 0, N // 2) if N > 1 else ()
@@ -120,7 +121,7 @@ class Experts:
 
     @gluon.jit
     def wait(self, layer):
-        """Return the experts' places among those of all layers, once they are chosen."""
+        """Wait until the experts are chosen; return their indices among those of all layers."""
         mbarrier.wait(self.chosen, layer & 1)
         return layer * self.count + self.ids.index(0).load(LANES)
 
@@ -129,7 +130,10 @@ class Experts:
         self, stream, weights, experts, t, g, owners, LINES: gl.constexpr, BLOCKS: gl.constexpr,
         LINE: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr,
     ):  # fmt: skip
-        """Ask for tiles whose columns are of one chosen expert after another, in pieces."""
+        """Start the TMA copies of tiles whose columns are those of one chosen expert after another.
+
+        LINES are the weight rows of an expert's `down`.
+        """
         TILES: gl.constexpr = LINE.tiles
         rows = experts * LINES + stream.sm * 8
         for first in gl.static_range(0, TILES, COLUMNS):
@@ -147,10 +151,10 @@ class Experts:
     def fetch_pieces(
         self, stream, weights, t, is_there, rows, first: gl.constexpr, LINE: gl.constexpr
     ):
-        """Ask for a tile from a line's segment on, of 128 bytes: no piece crosses two experts."""
+        """Copy a tile piece by piece, from segment `first` on; each piece is of a single expert."""
         S: gl.constexpr = expert_segments(self.size, LINE.bits)
         N: gl.constexpr = piece_segments(self.size, LINE.bits)
-        G: gl.constexpr = 8 * segment_groups(LINE.bits)  # factors of a segment
+        G: gl.constexpr = 8 * segment_groups(LINE.bits)  # scales of a segment
         for at in gl.static_range(0, 8 * LINE.halves, N):
             is_ours = is_there & ((first + at) // S < self.top_k)
             row = pick(rows, (first + at) // S)
@@ -160,11 +164,11 @@ class Experts:
 
 @aggregate
 class ExpertLines:
-    """The gates of the chosen experts, and what they gate, as the parts of one wide MLP."""
+    """The weight rows of gate and up of the chosen experts, as those of one wide MLP."""
 
-    experts: gl.tensor  # among those of all layers
-    count: gl.constexpr  # of lines
-    part: gl.constexpr  # an expert's
+    experts: gl.tensor  # indices among the experts of all layers
+    count: gl.constexpr  # weight rows of gate, over all chosen experts
+    part: gl.constexpr  # weight rows of gate of one expert
 
     @gluon.constexpr_function
     def __init__(self, experts, count, part):
@@ -177,7 +181,10 @@ class ExpertLines:
 
 @gluon.jit
 def in_order(bits):
-    """Bits of floats as integers of the same order, -0 before 0; bits of no bfloat16 stay."""
+    """Map bfloat16 bits (upper half) to integers in the same order; the lower half is unchanged.
+
+    -0 comes before 0. The mapping is its own inverse.
+    """
     return bits ^ ((bits >> 31) & 0x7FFF0000)
 
 
@@ -204,5 +211,5 @@ def without(keys, best):
 
 @gluon.jit
 def pick(values, place):
-    """A warp's value in a place."""
+    """The value in lane `place` of a warp."""
     return gl.sum(gl.where(gl.arange(0, 32, LANES) == place, values, 0), 0)

@@ -1,7 +1,7 @@
-"""A whole decode step of up to eight rows as one kernel: the phases of a layer, and their loads.
+"""The persistent kernel: the phases of a layer, and the order in which weights are loaded.
 
-128 programs stay on a multiprocessor each. One warp of a program asks for its weights, eight do
-everything else. docs/persistent-step.md has the picture.
+Each of the 128 CTAs stays on its SM for the whole step. One warp of a CTA starts the TMA copies of
+its weights, the other eight do everything else. docs/persistent-step.md has a picture.
 """
 
 from triton.experimental import gluon
@@ -61,16 +61,16 @@ from nanovllm.devices.cuda.persistent.stream import (
 
 @aggregate
 class Parameters:
-    """The small ones; hidden sizes are padded to whole chunks."""
+    """Norm weights, biases and constants; hidden sizes are padded to whole chunks."""
 
     norms: gl.tensor  # [layers, 2, hidden], four bfloat16 in an element
     final_norm: gl.tensor
-    qk_norms: gl.tensor  # [layers, 2, dim], two bfloat16 in an element
-    qkv_bias: gl.tensor  # [layers, q + k + v]; without one, or norms of q and k, something else
+    qk_norms: gl.tensor  # [layers, 2, dim], two bfloat16 in an element; unused without norms
+    qkv_bias: gl.tensor  # [layers, q + k + v]; unused without biases
     rope: gl.tensor  # [positions, 2, dim / 2]: cosines and sines
     eps: gl.tensor
-    scale: gl.tensor  # of the scores, for powers of two
-    has_norm: gl.constexpr  # of q and k
+    scale: gl.tensor  # softmax scale times log2(e), for exp2
+    has_norm: gl.constexpr  # whether q and k are normalized
     has_bias: gl.constexpr
 
     @gluon.constexpr_function
@@ -87,7 +87,7 @@ def next_buffer(now):
 
 @gluon.jit
 def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
-    """x -> q, k and v."""
+    """Project x to q, k and v, and publish them."""
     B: gl.constexpr = num_blocks(given.qkv.width)
     LINE: gl.constexpr = line_of(given.x.width, stream.bits, stream.rows)
     N: gl.constexpr = blocks_at_once(B, LINE)
@@ -111,7 +111,7 @@ def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
 
 @gluon.jit
 def route(stream, t, g, given, norm, parameters, experts, now):
-    """Choose the experts of y, and stage it for them while the logits are on their way."""
+    """Choose the experts of y, and stage y for them while the logits are being exchanged."""
     LINE: gl.constexpr = line_of(given.y.width, 16)
     x, factor = given.y.take_normed(now, norm, parameters.eps, 16)
     sums = stream.products(t, g, (), x, ((), ()), 1, LINE, stream.flying)
@@ -126,7 +126,7 @@ def route(stream, t, g, given, norm, parameters, experts, now):
 def project_back(
     stream, t, g, source, target, residual, experts, now, target_now, GATED: gl.constexpr
 ):
-    """Add a projection of source to the residual: o after attention, down after the gate."""
+    """Add a projection of `source` to the residual stream: `o`, or `down` if GATED."""
     bits: gl.constexpr = stream.bits
     B: gl.constexpr = num_blocks(target.width)
     LINE: gl.constexpr = line_of(source.columns, bits, stream.rows)
@@ -168,9 +168,10 @@ def take_all(source, now, BITS: gl.constexpr):
 
 @gluon.jit
 def add_columns(stream, t, g, x, totals, N: gl.constexpr, LINE: gl.constexpr, PIECE: gl.constexpr):
-    """Add the products of N tiles of every block with their part of x."""
+    """Add the products of N tiles of every block and their part of x."""
     held_x = stream.hold_x(x, LINE)
-    for b in range(len(totals)):  # not unrolled: the code of all phases must fit into its cache
+    # Not unrolled: the code of all phases must fit into the instruction cache.
+    for b in range(len(totals)):
         own = totals[0]
         for k in gl.static_range(1, len(totals)):
             own = chosen(b == k, totals[k], own)
@@ -184,7 +185,7 @@ def add_columns(stream, t, g, x, totals, N: gl.constexpr, LINE: gl.constexpr, PI
 
 @gluon.jit
 def chosen(condition, ours, others):
-    """All tensors of one tuple, or of the other."""
+    """Elementwise `where` on two tuples of tensors."""
     found = ()
     for k in gl.static_range(len(ours)):
         found = found + (gl.where(condition, ours[k], others[k]),)
@@ -193,7 +194,7 @@ def chosen(condition, ours, others):
 
 @gluon.jit
 def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
-    """y -> the gated values: blocks of gate and up lie in turn."""
+    """Project y to gate and up, whose blocks alternate, and publish silu(gate) * up."""
     if experts.count > 0:
         x, factor, t, g = route(stream, t, g, given, norm, parameters, experts, now)
     B: gl.constexpr = num_blocks(given.gated.width)
@@ -236,8 +237,8 @@ def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.con
 
 @gluon.jit
 def prefetch_layer(given, attention, parameters, layer):
-    """Ask for what the next layer loads beside weights and keys, before they crowd memory."""
-    NORMS: gl.constexpr = 2 * (given.x.size // CHUNK)  # elements of a thread
+    """Prefetch norm weights and biases of a layer, before weights and keys saturate memory."""
+    NORMS: gl.constexpr = 2 * (given.x.size // CHUNK)  # elements per thread
     at = parameters.norms + layer * (256 * NORMS)
     prefetch(at + thread_index() * NORMS, PREFETCH_AND_KEEP)
     if parameters.has_norm:
@@ -252,7 +253,7 @@ def prefetch_layer(given, attention, parameters, layer):
 
 @gluon.jit
 def embed(stream, given, attention, embedding, tokens, tokens_width, context_lens):
-    """The embeddings of the rows' tokens; also note how long their contexts are."""
+    """Load the embeddings of the rows' tokens; also store the lengths of their contexts."""
     block, row, line = line_places(stream.blocks, stream.rows)
     line = block * CHUNK + stream.sm * 8 + line
     position = attention.position(row)
@@ -273,7 +274,7 @@ def compute(
     stream, given, attention, parameters, experts, sources, caches, turns, logits, num_layers,
     VOCAB: gl.constexpr,
 ):  # fmt: skip
-    """What eight warps of a program do."""
+    """Run all layers and the LM head, in eight warps of a CTA."""
     k_caches, v_caches, stride = caches
     now, x_now = gl.load(turns), gl.load(turns + 1)
     D: gl.constexpr = attention.dim
@@ -328,39 +329,40 @@ def compute(
         )
         now = next_buffer(now)
     project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB)
-    if stream.sm == 0:  # the others read them before they had anything to say
+    # Every CTA has read the buffer indices by now: this one has polled values from all of them.
+    if stream.sm == 0:
         gl.store(turns, now)
         gl.store(turns + 1, next_buffer(x_now))
 
 
 @gluon.jit
 def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
-    """Ask for tiles, across phases and layers, as slots come free."""
+    """Start the TMA copies of tiles, across phases and layers, as slots become free."""
     HIDDEN: gl.constexpr = SHAPE.hidden
     QKV: gl.constexpr = qkv_width(SHAPE)
     MLP: gl.constexpr = SHAPE.mlp
     VOCAB: gl.constexpr = SHAPE.vocab
     EXPERTS: gl.constexpr = experts.count
     qkv, o, gate_up, down, router = weights
-    # lines
+    # Layouts of weight rows
     ROWS: gl.constexpr = stream.rows
     H: gl.constexpr = line_of(HIDDEN, stream.bits, ROWS)
     A: gl.constexpr = line_of(q_width(SHAPE), stream.bits, ROWS)
     M: gl.constexpr = line_of(gated_width(SHAPE), stream.bits, ROWS)
     V: gl.constexpr = line_of(HIDDEN, 16, ROWS)
-    # blocks of them
+    # Numbers of blocks
     B: gl.constexpr = num_blocks(HIDDEN)
     BQ: gl.constexpr = num_blocks(QKV)
     BM: gl.constexpr = num_blocks(MLP)
     BV: gl.constexpr = num_head_blocks(VOCAB, V.tiles)
-    # tiles in a group
+    # Tiles in a group
     GQ: gl.constexpr = group_tiles(blocks_at_once(BQ, H), H)
     GO: gl.constexpr = back_group(B, A)
     GG: gl.constexpr = group_tiles(2 * gated_at_once(BM, H, EXPERTS > 0), H)
     GD: gl.constexpr = back_group(B, M)
     GR: gl.constexpr = group_tiles(1, V)
     GV: gl.constexpr = group_tiles(head_blocks_at_once(V.tiles), V)
-    # tiles of a line that come before those of the next block
+    # Tiles of a block that come before those of the next block
     CO: gl.constexpr = columns_at_once(B, A)
     CD: gl.constexpr = columns_at_once(B, M)
     F: gl.constexpr = stream.flying
@@ -419,7 +421,7 @@ def make_stream(sm, SHAPE: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def make_experts(stream, SHAPE: gl.constexpr):
-    ids, weights, chosen = stream.full, stream.full, stream.full  # which nobody uses
+    ids, weights, chosen = stream.full, stream.full, stream.full  # unused without experts
     if SHAPE.experts.num_experts > 0:
         ids = gl.allocate_shared_memory(gl.int32, [8, 32], S1)
         weights = gl.allocate_shared_memory(gl.float32, [32, 8], S1)
@@ -434,9 +436,10 @@ def persistent_step(
     vectors, caches, tables, signals, memories, outputs, numbers,
     NUMBERS: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, NEW: gl.constexpr,
 ):  # fmt: skip
-    """`PersistentStep.run` says what the tuples hold. A tuple cannot hold what is described.
+    """Run a decode step; `PersistentStep.run` passes the arguments.
 
-    NUMBERS are those of a `StepShape`. Up to NEW of the rows are of one sequence.
+    Tensor descriptors cannot be elements of a tuple. NUMBERS are those of a `StepShape`. Up to NEW
+    of the rows belong to one sequence.
     """
     SHAPE: gl.constexpr = shape_of(NUMBERS)
     VOCAB: gl.constexpr = SHAPE.vocab

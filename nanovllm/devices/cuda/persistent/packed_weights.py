@@ -1,4 +1,4 @@
-"""Read the weights of a finished model for the persistent step, or say why it cannot have one."""
+"""Collect the weights of a loaded model for the persistent step, or explain why it has none."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from nanovllm.ops.quantized_weight import BLOCK, QuantizedWeight, num_blocks
 from nanovllm.ops.quantized_weight import MIDDLE as MIDDLE_CODE
 from nanovllm.worker.kv_cache import KVCacheSpec
 
-KEY_TILE = 32  # keys; a tile lies in one block of the cache
+KEY_TILE = 32  # keys that are loaded together, from one KV-cache block
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayer:
-    """A decoder layer as the kernel reads it."""
+    """Weights and attributes of a decoder layer that the kernel needs."""
 
     attention: AttentionSpec
     rope: Tensor
     norm: NormWeights
     mlp_norm: NormWeights
     qk_norm: QKNormWeights | None
-    linears: list[CudaLinear]  # qkv, o, then gate_up and down, or the router
+    linears: list[CudaLinear]  # qkv, o, and either gate_up and down or the router
     experts: CudaExperts | None
 
     @property
@@ -60,7 +60,7 @@ class StepLayer:
 
 
 def step_layers(model: DecoderModel) -> list[StepLayer]:
-    """Return the layers of a model; none at all if one is of a kind that the kernel cannot run."""
+    """Return the layers of a model, or an empty list if the kernel does not support one of them."""
     pairs = zip(model.model.layers, model.model.ropes, strict=True)
     layers = [_step_layer(layer, rope) for layer, rope in pairs]
     known = [layer for layer in layers if layer is not None]
@@ -93,7 +93,7 @@ def _step_layer(layer: nn.Module, rope: Tensor) -> StepLayer | None:
 
 
 def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpec) -> str | None:
-    """Return why the kernel cannot run a model."""
+    """Return the reason why the kernel cannot run a model, or None."""
     packed = model.lm_head.packed
     head = packed.weight if isinstance(packed, CudaLinear) else None
     if not model.lm_head.group.is_alone:
@@ -182,7 +182,7 @@ def step_tensors(model: DecoderModel, layers: list[StepLayer]) -> StepTensors:
 
 
 def move_together(weights: list[CudaWeight]) -> Tensor | StackedCodes:
-    """Make the weights of all layers views of one tensor, so that none is held twice."""
+    """Move the weights of all layers into one tensor, of which they become views."""
     first = _words(weights[0])
     stacked = first.new_empty(len(weights), *first.shape)
     for i, weight in enumerate(weights):
@@ -196,7 +196,11 @@ def move_together(weights: list[CudaWeight]) -> Tensor | StackedCodes:
 
 
 def factors_of(weight: QuantizedWeight) -> Tensor:
-    """What turns sums over 128 codes into those over weights, in a word each: [out, in / 128]."""
+    """Pack the scale, and with 4 bits the zero point, of each quant group: int32 [out, in / 128].
+
+    An FP8 scale is a float32 times LOWER. A 4-bit word has the zero point plus 128 in its lower
+    half and the scale in its upper half, both bfloat16.
+    """
     if weight.bits == 8:
         scales = weight.scales.expand(-1, num_blocks(weight.num_in)) * LOWER
         return scales.contiguous().view(torch.int32)

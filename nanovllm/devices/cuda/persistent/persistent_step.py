@@ -1,4 +1,4 @@
-"""The host side of the persistent kernel: its weights, its buffers, the launch."""
+"""The host side of the persistent kernel: its weights, its buffers and the launch."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from nanovllm.devices.cuda.persistent.stream import RING
 from nanovllm.ops.interface import LayerCache, Routing
 
 LOG2_E = 1.4426950408889634
-MAX_CACHE_BYTES = 4 << 31  # of a layer's keys: the kernel counts words in 32 bits
+MAX_CACHE_BYTES = 4 << 31  # limit for a layer's keys: the kernel's word offsets have 32 bits
 
 
 @dataclass(frozen=True, slots=True)
 class StackedCodes:
-    """Weights of all layers that stay codes; what they mean is in quantized_weight.py."""
+    """Quantized weights of all layers; ops/quantized_weight.py describes their format."""
 
-    bits: int  # of a code: 8 or 4
+    bits: int  # 8 or 4
     words: Tensor  # int32 [layers, out, in * bits / 32]
-    factors: Tensor  # int32 [layers, out, in / 128]: see `factors_of`
+    factors: Tensor  # int32 [layers, out, in / 128]: scales, packed by `factors_of`
 
     @property
     def nbytes(self) -> int:
@@ -49,7 +49,7 @@ class StackedCodes:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """All of a model's weights, every kind of them stacked by layer."""
+    """All weights of a model; those of each kind are stacked by layer."""
 
     embedding: Tensor  # [vocab, hidden]
     norms: Tensor  # [layers, 2, hidden]
@@ -68,13 +68,13 @@ class StepTensors:
 @dataclass(frozen=True, slots=True)
 class StepConstants:
     eps: float
-    scale: float  # of the scores
+    scale: float  # softmax scale
     window: int | None
-    routing: Routing | None = None  # among experts
+    routing: Routing | None = None
 
 
 def device_problem(device: torch.device) -> str | None:
-    """Why this device cannot run the kernel."""
+    """Return the reason why this device cannot run the kernel, or None."""
     properties = torch.cuda.get_device_properties(device)
     if (properties.major, properties.minor) != (9, 0):
         return f"compute capability {properties.major}.{properties.minor}, not 9.0"
@@ -84,7 +84,7 @@ def device_problem(device: torch.device) -> str | None:
 
 
 class PersistentStep:
-    """Runs decode steps of as many rows as `rows` names."""
+    """Runs decode steps as one kernel, for the numbers of rows in `rows`."""
 
     def __init__(self, shape: StepShape, tensors: StepTensors, constants: StepConstants) -> None:
         self.shape, self.constants, self.rows = shape, constants, shape.rows
@@ -107,17 +107,17 @@ class PersistentStep:
             None if bias is None else bias.contiguous(),
             tensors.rope,
         )
-        # By number of rows: which of their buffers is the next differs.
+        # Keyed by the number of rows: each kernel has its own current buffers.
         self._exchanges = {rows: empty_exchanges(shape, rows, device) for rows in self.rows}
         self._turns = {rows: torch.zeros(2, dtype=torch.int32, device=device) for rows in self.rows}
-        # The kernel writes it if a program waits in vain, and the host can look without waiting.
+        # Pinned: the kernel sets it on a timeout, and the host reads it without a sync.
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._gave_up = self._flag.numpy()
 
     def max_tokens(self, rows: int) -> int:
-        """Return with how many tokens in all a step of so many rows is faster layer by layer.
+        """Return the total context length from which a step is faster layer by layer.
 
-        There too few keys are on their way at a time: benchmarks/RESULTS.md.
+        The kernel has too few keys in flight for longer contexts: see benchmarks/RESULTS.md.
         """
         return (6144 if rows == MAX_ROWS else 8192) * (2 if self.shape.hidden >= 4096 else 1)
 
@@ -135,18 +135,18 @@ class PersistentStep:
         context_lens: Tensor,
         verifies: bool = False,
     ) -> None:
-        """Run the last tokens of the sequences in some slots, by tables with a row for each slot.
+        """Run a decode step for the sequences in `slots` [rows]; the tables have a row per slot.
 
-        slots [rows] and the tables are int32; a length of 0 is padding. If it `verifies`, slots
-        that are alike lie together, and their rows are as many last tokens of the sequence; else
-        every row has a slot of its own, unless it is padding. What a row gives is the same to the
-        bit in any company, and either way. Writes logits [rows, vocab], and to context_lens [rows]
-        how many tokens each row has seen.
+        `slots` and the tables are int32; a slot of length 0 is padding. By default every row has
+        its own slot, unless it is padding. With `verifies`, n adjacent rows of the same slot are
+        the last n tokens of its sequence. Either way a row's logits are bitwise independent of
+        other rows. Writes logits [rows, vocab] and context_lens [rows], the tokens of each row's
+        context.
         """
         rows = len(slots)
         shape, constants = self.shape, self.constants
         k, v = caches[0].k.view(torch.int32), caches[0].v.view(torch.int32)
-        # The same between all layers, of keys and of values.
+        # The stride between layers is uniform, and the same for keys and values.
         stride = 0 if len(caches) == 1 else caches[1].k.data_ptr() - caches[0].k.data_ptr()
         persistent_step[(NUM_PROGRAMS.value,)](
             *self._weights,
@@ -168,13 +168,13 @@ class PersistentStep:
             ROWS=rows,
             NEW=rows if verifies else 1,
             num_warps=8,
-            launch_cooperative_grid=True,  # all programs run at once, or none
+            launch_cooperative_grid=True,  # all CTAs are co-resident, or the launch fails
         )
 
     def gave_up(self) -> bool:
-        """Return once whether a finished step failed; no step may run afterwards.
+        """Return whether a finished step timed out, and reset the flag; do not run steps after it.
 
-        Its programs wait for each other, in vain if other work takes part of the device.
+        CTAs wait for each other, which times out if other work occupies a part of the device.
         """
         gave_up = bool(self._gave_up[0])
         self._gave_up[0] = 0
@@ -184,9 +184,9 @@ class PersistentStep:
 def describe_both(
     weight: Tensor | StackedCodes, is_of_experts: bool = False
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Tell the copy engine of weights and their factors; what is no code has only the first.
+    """Make the TMA descriptors of weights and of their scales; without scales both are the same.
 
-    Tiles come whole, or in pieces if lines of experts are put together.
+    A copy loads a whole tile, or a piece of one for the `down` projections of experts.
     """
     bits = 16 if isinstance(weight, Tensor) else weight.bits
     plain = weight if isinstance(weight, Tensor) else weight.words.view(torch.bfloat16)
@@ -201,16 +201,16 @@ def describe_both(
 
 
 def describe(weight: Tensor, piece: int) -> TensorDescriptor:
-    """Tell the copy engine of lines [..., width], of which it copies 8 times `piece` segments."""
+    """Make a TMA descriptor of weight rows [..., width]: a copy is `piece` segments of 8 rows."""
     width = weight.shape[-1]
     shape = [width // 64, weight.numel() // width, 64]
     return TensorDescriptor(weight, shape, [64, width, 1], [piece, 8, 64], RING.value)
 
 
 def by_tile(factors: Tensor, bits: int, is_of_experts: bool = False) -> Tensor:
-    """Lay factors [..., out, groups] out for 8 lines at a time, group by group.
+    """Lay out scales [..., out, groups] for 8 weight rows at a time, quant group by quant group.
 
-    Lines are padded to whole tiles, or as those that are put together are.
+    Weight rows are padded to whole tiles or, for `down` of experts, to `expert_segments`.
     """
     groups = factors.shape[-1]
     width = groups * 128
@@ -222,14 +222,14 @@ def by_tile(factors: Tensor, bits: int, is_of_experts: bool = False) -> Tensor:
 
 
 def four_in_one(norms: Tensor, bits: int = 16) -> Tensor:
-    """Pad norm weights [..., hidden] to whole chunks, and view four of them as one element."""
+    """Pad norm weights [..., hidden] to whole chunks, and view four bfloat16 as one int64."""
     padding = num_chunks(norms.shape[-1], bits) * 1024 - norms.shape[-1]
     padded: Tensor = torch.nn.functional.pad(norms, (0, padding))
     return padded.contiguous().view(torch.int64)
 
 
 def empty_exchanges(shape: StepShape, rows: int, device: torch.device) -> tuple[Tensor, ...]:
-    """All that programs hand each other, in the order of `make_exchanges`."""
+    """Allocate the buffers of all exchanges, in the order of `make_exchanges`."""
     widths = num_stored(shape.hidden), shape.q, num_stored(shape.hidden)
     x, attended, y = (empty_exchange(width, rows, device, shape.bits) for width in widths)
     parts, room = gated_parts(shape), gated_room(shape)
@@ -250,7 +250,7 @@ def empty_exchange(
     parts: int = 1,
     room: int | None = None,
 ) -> Tensor:
-    """Buffers for values, of which each part has room for some more."""
+    """Allocate the buffers of one exchange: values are EMPTY (-1), the padding of parts is 0."""
     room = width if room is None else room
     size = num_chunks(parts * room, bits) * 1024
     memory = torch.zeros(NUM_BUFFERS.value, 2, rows, size, dtype=torch.int16, device=device)

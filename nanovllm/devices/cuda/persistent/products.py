@@ -1,9 +1,9 @@
-"""How the weights of the persistent step meet x, whether they are bfloat16 or codes of 8 or 4 bits.
+"""Tensor-core products of a tile with x, for weights in bfloat16, FP8 or 4 bits.
 
-A thread has 8 words of one line in each half of a tile; the codes among them share a scale. As
-bfloat16 they are two lines of A, of which each has half of them. Columns of B are x: the even ones
-what the upper lines of A are multiplied with, the odd ones what the lower ones are. Scales are
-applied to sums. See docs/persistent-step.md.
+A thread holds 8 words of one weight row for each half of a tile; quantized values among them share
+a scale. Converted to bfloat16, they fill two rows of A, i and i + 8, with half of them each. The
+even columns of B hold the x that rows 0 to 7 of A are multiplied by, the odd columns that of rows 8
+to 15. Scales are applied to the sums. See docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
@@ -15,43 +15,43 @@ S3, S5, S6, S7, S9 = (
     gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1]))
     for rank in (3, 5, 6, 7, 9)
 )
-# Half of a tile, as words [8 segments, 8 lines, 32], shared out as the tensor cores want it
+# Half a tile as words [8 segments, 8 weight rows, 32], distributed as an operand of `mma`
 HALF = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
 ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [8, 1, 1], [2, 1, 0]))  # [8, 8, 4]
-FACTORS = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))  # of a tile, as they lie in memory
-# The bits of an FP8 number, put where bfloat16 has them, are that number times 2**-120. x is made
-# larger in turn: up to 2**27 it stays finite, and sums are no smaller than float32 can hold.
+FACTORS = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))  # scales of a tile, not swizzled
+# The bits of an FP8 value, moved to their positions in bfloat16, are that value times 2**-120. To
+# compensate, x is scaled up: |x| < 2**27 stays finite, and sums do not underflow in float32.
 RAISE = gl.constexpr(2.0**100)
-LOWER = 2.0**20  # by which scales of FP8 are multiplied, for sums to come back
-MIDDLE = 128  # that is added to codes of 4 bits, which then are the last bits of a bfloat16
+LOWER = 2.0**20  # multiplied into FP8 scales, to undo the rest of 2**-120
+MIDDLE = 128  # added to 4-bit values, which become the low mantissa bits of a bfloat16
 SIGN, REST = "0x80008000", "0x07f007f0"
 NIBBLES, MIDDLES, ONES = "0x000f000f", "0x43004300", "0x3f803f80"
 
 
 @gluon.constexpr_function
 def x_words(bits):
-    """Words of x that a thread multiplies 8 words of weights with."""
+    """Words of x that a thread multiplies 8 words of weights by."""
     return 64 // bits
 
 
 @gluon.constexpr_function
 def rows_at_once(bits, rows):
-    """Rows of x that one instruction takes: columns 2 r and 2 r + 1 of B are row r.
+    """Rows of x that one `mma` multiplies: columns 2 r and 2 r + 1 of B are row r.
 
-    With 4-bit codes the other half of the columns is the same rows for the other block.
+    With 4-bit weights the other half of the columns holds the same rows for the other quant group.
     """
     return min(rows, 2 if bits == 4 else 4)
 
 
 @gluon.constexpr_function
 def num_sets(bits, rows):
-    """Instructions that multiply the same weights with all rows."""
+    """Sets of rows, each multiplied by the same weights with an `mma` of its own."""
     return rows // rows_at_once(bits, rows)
 
 
 @gluon.jit
 def joined(values):
-    """Tensors, one for each row, as one with a last dimension for the rows."""
+    """Stack tensors, one for each row, along a new last dimension."""
     N: gl.constexpr = len(values)
     if N == 1:
         found = gl.reshape(values[0], with_last(values[0].shape, 1))
@@ -71,22 +71,22 @@ def with_last(shape, size):
 
 @gluon.jit
 def stage(staged, k: gl.constexpr, rows, BITS: gl.constexpr):
-    """Put chunk k of x, [8, 128] of each row, into shared memory, and append it to what is staged.
+    """Store chunk k of x, [8, 128] for each row, in shared memory, and append it to `staged`.
 
-    A piece is what half a tile is multiplied with, [8 segments, rows, vectors, 2 columns of B,
-    4 threads, 8]: what the threads of a segment load together lies together. A chunk is two pieces
-    for weights of 16 bits, one for 8 bits, and half of one for 4.
+    A piece is [8 segments, rows, vectors, 2 columns of B, 4 threads, 8]: the threads of a segment
+    load contiguous memory. A chunk is two pieces for 16-bit weights, one for 8-bit weights, and
+    half a piece for 4-bit weights.
     """
     R: gl.constexpr = len(rows)
     x = joined(rows)
     if BITS == 16:
-        # Of a thread's words, which lie together, the first and the third are of one line of A.
+        # A thread's weights are consecutive words: the first and the third go to one row of A.
         both = gl.allocate_shared_memory(gl.bfloat16, [2, 8, R, 2, 4, 4, 2], S7)
         values = gl.reshape(x.to(gl.bfloat16), [2, 8, 4, 4, 2, 2, R])
         both.store(gl.permute(values, [0, 1, 6, 4, 2, 3, 5]))
         staged = staged + two_pieces(both, R)
     elif BITS == 8:
-        # A word has the codes of four inputs 32 apart: the first and the third become a pair.
+        # A word holds four weights, 32 columns apart: the first and the third become a pair.
         piece = gl.allocate_shared_memory(gl.bfloat16, [8, R, 2, 2, 4, 4, 2], S7)
         values = gl.reshape((x * RAISE).to(gl.bfloat16), [8, 2, 2, 4, 2, 4, R])
         piece.store(gl.permute(values, [0, 6, 4, 2, 3, 5, 1]))
@@ -94,7 +94,8 @@ def stage(staged, k: gl.constexpr, rows, BITS: gl.constexpr):
     else:
         if k % 2 == 0:
             staged = staged + (gl.allocate_shared_memory(gl.bfloat16, [2, 4, R, 8, 4, 8], S5),)
-        # And here of eight, 16 apart, in two blocks: the first and the fifth.
+        # A word holds eight weights of a quant group, 16 columns apart: the first and the fifth
+        # become a pair.
         values = gl.reshape(x.to(gl.bfloat16), [4, 2, 2, 2, 2, 2, 4, 2, R])
         values = gl.permute(values, [0, 8, 6, 4, 1, 5, 7, 3, 2])
         half = staged[k // 2].index(k % 2)
@@ -104,7 +105,7 @@ def stage(staged, k: gl.constexpr, rows, BITS: gl.constexpr):
 
 @gluon.jit
 def stage_words(staged, rows):
-    """Put a chunk into shared memory for 16 bits: of each row, two words of each thread."""
+    """Store a chunk for 16-bit weights in shared memory: two words of each thread for each row."""
     R: gl.constexpr = len(rows)
     both = gl.allocate_shared_memory(gl.int32, [2, 8, R, 2, 4, 4], S6)
     words = gl.reshape(joined(rows), [2, 8, 4, 4, 2, R])
@@ -120,8 +121,10 @@ def two_pieces(both, R: gl.constexpr):
 
 @gluon.jit
 def load_x(piece, BITS: gl.constexpr, ROWS: gl.constexpr):
-    """A thread's words of x for one half of a tile: of the row and the column of B that its line
-    counts, for one instruction after another."""
+    """Load a thread's words of x for half a tile, for all sets of rows.
+
+    A thread's index among the 8 weight rows selects its column of B, and so its row of x.
+    """
     V: gl.constexpr = x_words(BITS) // 4
     N: gl.constexpr = rows_at_once(BITS, ROWS)
     L: gl.constexpr = gl.BlockedLayout(
@@ -142,7 +145,7 @@ def load_x(piece, BITS: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def of_own_block(words):
-    """Zeros where a thread's words are not of the block that its column of B is for."""
+    """Zero the words of x unless a thread's weights are in the quant group of its column of B."""
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, ONE)))[None, :, None]
     is_own = gl.zeros([8, 8, 4], gl.int32, ONE) + column // 4 == place_index() // 2
     keep, own = gl.where(is_own, -1, 0), ()
@@ -153,13 +156,13 @@ def of_own_block(words):
 
 @gluon.jit
 def place_index():
-    """Which of the four threads of a line a thread is."""
+    """Index of a thread among the four threads of a weight row."""
     return gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, ONE)))[None, None, :]
 
 
 @gluon.jit
 def each(t, N: gl.constexpr):
-    """The words that each thread has, [8, 8, 4, N], as N tensors of one word."""
+    """Split [8, 8, 4, N], N words in each thread, into N tensors of one word."""
     words = ()
     if N == 1:
         words = (one(t),)
@@ -178,7 +181,7 @@ def one(t):
 
 @gluon.jit
 def load_words(slot, HALVES: gl.constexpr):
-    """A thread's words of the halves of a tile, [16 segments, 8 lines, 32 words]."""
+    """Load a thread's words of a tile, [16 segments, 8 weight rows, 32 words]."""
     words = ()
     for a in gl.static_range(HALVES):
         half = slot.slice(8 * a, 8, 0).load(HALF)
@@ -188,11 +191,11 @@ def load_words(slot, HALVES: gl.constexpr):
 
 @gluon.jit
 def load_factors(slot, HALVES: gl.constexpr, BITS: gl.constexpr, PIECE: gl.constexpr):
-    """A thread's words of factors, for each half of a tile: of its line, and of its block's sums.
+    """Load the scale word of a thread's weight row and quant group, for each half of a tile.
 
-    Factors of each PIECE segments begin where the copy engine can write.
+    The scales of PIECE segments are contiguous, and start at an address that TMA can write to.
     """
-    P: gl.constexpr = segment_groups(BITS)  # blocks of a segment
+    P: gl.constexpr = segment_groups(BITS)
     N: gl.constexpr = 8 * HALVES // PIECE
     STEP: gl.constexpr = factor_words(BITS, PIECE)
     L: gl.constexpr = gl.BlockedLayout(
@@ -212,7 +215,7 @@ def load_factors(slot, HALVES: gl.constexpr, BITS: gl.constexpr, PIECE: gl.const
 
 @gluon.constexpr_function
 def accumulators(sets=1):
-    """For each set, two sums of products that do not wait for each other."""
+    """Declare two independent accumulators for each set of rows."""
     names = [f"{name}{s}_{i}" for s in range(sets) for name in "ab" for i in range(4)]
     zeros = "".join(f"mov.f32 {name}, 0f00000000; " for name in names)
     return f"{{ .reg .f32 {', '.join(names)}; .reg .b32 s, t, p<4>; {zeros}"
@@ -229,7 +232,10 @@ def product(name, low, high):
 
 @gluon.constexpr_function
 def products(sets, j, first, words):
-    """Multiply p0 to p3 with two words of each set of x, which has `words` from operand `first`."""
+    """Multiply A, p0 to p3, by two words of x for each set.
+
+    The first set's words are operands `first` and `first + 1`; the next set's are `words` later.
+    """
     places = [first + s * words for s in range(sets)]
     name = "ab"[j % 2]
     return "".join(product(f"{name}{s}", f"${n}", f"${n + 1}") for s, n in enumerate(places))
@@ -237,7 +243,7 @@ def products(sets, j, first, words):
 
 @gluon.constexpr_function
 def collected(sets, first, second):
-    """A thread has sums of two columns of B, for an upper line of A and for a lower one."""
+    """Add up the two elements of C that belong to a thread's weight row, for each set."""
     code = ""
     for s in range(sets):
         code += f"add.f32 a{s}_0, a{s}_{first}, b{s}_{first}; "
@@ -247,7 +253,7 @@ def collected(sets, first, second):
 
 @gluon.constexpr_function
 def plain_asm(halves, sets):
-    """The words of halves of a tile, which are bfloat16 as they are: two for each line of A."""
+    """Multiply bfloat16 weights: four words for each `mma`, two of them for each row of A."""
     code = accumulators(sets)
     for j in range(2 * halves):
         first = sets * (1 + 4 * halves) + 4 * j
@@ -259,7 +265,10 @@ def plain_asm(halves, sets):
 
 @gluon.constexpr_function
 def fp8_asm(sets):
-    """8 words, whose bytes 0 and 2 are a pair, and 1 and 3. (a & b) | c is table 0xEA."""
+    """Multiply 8 words of FP8: bytes 0 and 2 are a pair, and bytes 1 and 3.
+
+    The lookup table 0xEA of `lop3` is (a & b) | c.
+    """
     code = accumulators(sets)
     for j in range(8):
         word, even, odd = f"${9 * sets + j}", f"p{j % 2 * 2}", f"p{j % 2 * 2 + 1}"
@@ -274,7 +283,10 @@ def fp8_asm(sets):
 
 @gluon.constexpr_function
 def int4_asm(sets):
-    """8 words; the codes in bits 4 * n and 16 + 4 * n, each behind the bits of 128, are a pair."""
+    """Multiply 8 words of 4-bit values: those at bits 4 * n and 16 + 4 * n are a pair.
+
+    Combined with the bits of 128, they are the bfloat16 of 128 + value.
+    """
     code = accumulators(sets)
     for j in range(8):
         word = f"${17 * sets + j}"
@@ -287,7 +299,7 @@ def int4_asm(sets):
 
 @gluon.constexpr_function
 def sum_asm():
-    """The sum of what int4_asm multiplies, of both columns."""
+    """Sum the x that `int4_asm` multiplies by, over both columns of a row."""
     code = accumulators() + "".join(f"mov.b32 p{i}, {ONES}; " for i in range(4))
     for j in range(8):
         code += products(1, j, 1 + 2 * j, 16)
@@ -306,7 +318,7 @@ def floats_type(count):
 
 @gluon.jit
 def run(ASM: gl.constexpr, words, SETS: gl.constexpr):
-    """The sums of each set."""
+    """Run inline PTX; return one sum for each set."""
     R: gl.constexpr = registers(SETS, len(words))
     if SETS == 1:
         sums = (gl.inline_asm_elementwise(ASM, R, words, gl.float32, True, 1),)
@@ -317,7 +329,7 @@ def run(ASM: gl.constexpr, words, SETS: gl.constexpr):
 
 @gluon.jit
 def sums_of(x, ROWS: gl.constexpr):
-    """The sums of x over a block of 4-bit codes, of each set."""
+    """Sum x over a quant group of 4-bit weights, for each set."""
     sums = ()
     for s in gl.static_range(num_sets(4, ROWS)):
         sums = sums + run(sum_asm(), x[16 * s : 16 * s + 16], 1)
@@ -326,9 +338,9 @@ def sums_of(x, ROWS: gl.constexpr):
 
 @gluon.jit
 def multiply(w, x, x_sums, totals, LINE: gl.constexpr):
-    """Add the products of a tile with x, of which each half of the tile has a piece.
+    """Add the products of a tile and its pieces of x, one for each half, to `totals`.
 
-    w are a thread's words of the tile, and behind them a factor for each half. There is a total for
+    w is a thread's words of the tile, followed by a scale word for each half. There is a total for
     each set of rows.
     """
     HALVES: gl.constexpr = LINE.halves
@@ -373,9 +385,10 @@ def upper_half(word):
 
 @gluon.jit
 def by_row(totals, BITS: gl.constexpr):
-    """Sums of lines, such that the four threads of a line have rows 0 to 3, then 4 to 7.
+    """Arrange sums so that the four threads of a weight row have rows 0 to 3, then 4 to 7.
 
-    With 4-bit codes each thread has one of two blocks, of two rows: it adds what another has.
+    With 4-bit weights a thread has the sum of one of two quant groups, for one of two rows. It adds
+    that of the other group.
     """
     if BITS == 4:
         whole = ()

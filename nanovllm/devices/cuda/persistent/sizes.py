@@ -1,5 +1,22 @@
-"""Which sizes the persistent step serves, and how it divides its work: all that is known when it
-is compiled."""
+"""Compile-time sizes of the persistent step: which models it supports, and how work is divided.
+
+Glossary (see docs/persistent-step.md):
+
+- chunk: 1,024 columns of a vector such as x.
+- segment: 128 bytes of a weight row.
+- tile: 16 KB of a projection, one slot of the ring buffer: 16 segments of each of 8 weight rows. A
+  weight row of a tile has 1,024 columns in bfloat16, 2,048 in 8 bits and 4,096 in 4 bits.
+- half: half a tile: 8 segments of each weight row, one for each warp.
+- block: 1,024 consecutive weight rows of a projection, of which each CTA computes 8.
+- group: tiles that are consumed together, so that their slots become free together. A quant group
+  is 128 quantized values that share a scale.
+- piece: the part of x that half a tile is multiplied by. For a tile of experts' weights, also the
+  segments that one TMA copy loads.
+- part: gate or up in gate_up, or the columns of one expert in the input of `down`. In attention,
+  the partial result of one split for 8 output columns.
+- split, unit: keys of one row and KV head with one partial result; the 64 keys of an online-softmax
+  update.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,22 +24,22 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-SHARED_BYTES = 232448  # of a Hopper multiprocessor, for one program
-HALF_BYTES = gl.constexpr(8192)  # of a tile
-MAX_EXPERTS = 256  # of which a lane of a warp has up to eight
+SHARED_BYTES = 232448  # shared memory of a CTA on Hopper
+HALF_BYTES = gl.constexpr(8192)  # half a tile
+MAX_EXPERTS = 256  # each lane of a warp holds the logits of up to eight
 MAX_TOP_K = 32
-MIN_SLOTS = 7  # a group of tiles
+MIN_SLOTS = 7  # the ring must hold the largest group of tiles
 MAX_ROWS = 8
-UNIT = gl.constexpr(64)  # keys that are weighed together
-PART_WORDS = gl.constexpr(12)  # of 8 columns of a split of attention
-MAX_STAGED = 32  # chunks of x in shared memory, of all rows, unless more are needed at once
+UNIT = gl.constexpr(64)  # keys per online-softmax update
+PART_WORDS = gl.constexpr(12)  # 8 sums, and the maximum score and the denominator, both twice
+MAX_STAGED = 32  # chunks of x in shared memory, over all rows; more only if one tile needs them
 
 
 class ExpertsShape(NamedTuple):
     num_experts: int = 0
     top_k: int = 1
-    size: int = 64  # of an expert's MLP
-    is_normalized: bool = False  # whether the weights of the chosen sum to one
+    size: int = 64  # intermediate size of one expert
+    is_normalized: bool = False  # whether the weights of the chosen experts sum to one
 
     def problem(self, bits: int) -> str | None:
         if self.num_experts > MAX_EXPERTS or self.top_k > MAX_TOP_K:
@@ -37,15 +54,15 @@ NO_EXPERTS = ExpertsShape()
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a kernel is compiled for."""
+    """Model sizes that a kernel is compiled for."""
 
     hidden: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mlp: int  # of experts: all that a token goes to
+    mlp: int  # intermediate size; with experts, that of all chosen ones together
     vocab: int
-    bits: int = 16  # of all weights but the head's and the router's
+    bits: int = 16  # bits of a weight; the LM head and the router always have 16
     experts: ExpertsShape = NO_EXPERTS
 
     @property
@@ -58,33 +75,33 @@ class StepShape:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """All of it: a kernel's parameter can be a tuple, but no record."""
+        """All fields as a tuple: a dataclass cannot be a parameter of a kernel."""
         heads = self.num_heads, self.num_kv_heads, self.head_dim
         return self.hidden, *heads, self.mlp, self.vocab, self.bits, *self.experts
 
     @property
     def problem(self) -> str | None:
-        """Why there is no kernel for these sizes."""
+        """The reason why there is no kernel for these sizes, or None."""
         group, rest = divmod(self.num_heads, self.num_kv_heads)
         if self.head_dim not in (64, 128):
             return f"heads of {self.head_dim}"
         if rest or group > 8 or self.num_kv_heads > 32:
             return f"{self.num_heads} heads with {self.num_kv_heads} of keys"
-        if power_of_two(group) * self.head_dim < 256:  # two threads would hand on the same value
+        if power_of_two(group) * self.head_dim < 256:  # two threads would store the same value
             return f"a kv head for every {group} of {self.head_dim}"
         if problem := self.experts.problem(self.bits):
             return problem
-        part = {16: 64, 8: 128, 4: 256}[self.bits]  # of which the copy engine takes whole ones
+        part = {16: 64, 8: 128, 4: 256}[self.bits]  # columns of a segment: TMA copies whole ones
         if self.hidden % part or self.mlp % part or self.q % part or self.hidden > 8192:
             return f"widths of {self.hidden} and {self.mlp}"
         return None if self.rows else "too little shared memory"
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Rows that a step of these sizes may have.
+        """Numbers of rows for which there is a kernel.
 
-        Those of experts share too few weights, and eight take longer to multiply with codes than
-        layer by layer.
+        With experts only one row: more rows share too few weights. With quantized weights at most
+        four: eight rows are slower than running layer by layer.
         """
         most = MAX_ROWS if self.bits == 16 else MAX_ROWS // 2
         most = 1 if self.experts.num_experts else most
@@ -92,26 +109,24 @@ class StepShape:
         return tuple(rows for rows in sizes if num_slots(self, rows) >= MIN_SLOTS)
 
 
-# A tile of codes is also 16 KB, so it has twice or four times the columns. Both of its halves are
-# alike: 8 segments of 128 bytes of each line, one for each warp.
-
-
 @gluon.constexpr_function
 def tile_chunks(bits):
-    """Chunks of a vector that a tile is multiplied with."""
+    """Chunks of x that a tile is multiplied by."""
     return 16 // bits
 
 
 @gluon.constexpr_function
 def segment_groups(bits):
-    """Scales of a line in a segment: one for 128 codes; weights of 16 bits have none."""
+    """Quant groups of a segment, each with one scale; 16-bit weights have none."""
     return {16: 0, 8: 1, 4: 2}[bits]
 
 
 @gluon.constexpr_function
 def num_chunks(width, bits=16):
-    """Chunks of a vector, padded to half a tile or to whole ones: to so many that groups of chunks,
-    and groups of tiles, leave no rest."""
+    """Chunks of a vector, padded to half a tile or to whole tiles.
+
+    Both the chunks and the tiles divide into groups of equal size.
+    """
     size = tile_chunks(bits)
     if num_halves(width, bits) == 1:
         return -(-size // 2)
@@ -123,42 +138,42 @@ def num_chunks(width, bits=16):
 
 @gluon.constexpr_function
 def num_stored(width):
-    """Columns of a vector that every program stores 8 of, those beyond its width included."""
+    """Width of a vector of which every CTA stores 8 columns, some possibly beyond its end."""
     return max(width, 1024)
 
 
 @gluon.constexpr_function
 def leaves_rest(count):
-    """Whether so many cannot be cut into groups of one size: one group holds at most six."""
+    """Whether `count` items do not divide into groups of equal size (up to six are one group)."""
     return count > 6 and all(count % size for size in (4, 5, 6, 7, 3))
 
 
 @gluon.constexpr_function
 def num_halves(width, bits):
-    """Halves of a line's tiles that are in use: of a narrow line, one."""
+    """Halves of a tile that are used: one if the weight row is no wider than half a tile."""
     return 1 if width <= 512 * tile_chunks(bits) else 2
 
 
 @gluon.constexpr_function
 def num_tiles(width, bits):
-    """Tiles of a line of weights."""
+    """Tiles of a weight row."""
     return -(-num_chunks(width, bits) // tile_chunks(bits))
 
 
 @gluon.constexpr_function
 def num_blocks(lines):
-    """Blocks of lines of a projection, of which each program has 8 of 1,024."""
+    """Blocks of a projection with `lines` weight rows."""
     return -(-lines // 1024)
 
 
 @dataclass(frozen=True)
 class Line:
-    """How the lines of a projection are multiplied."""
+    """Layout of a projection's weight rows, and the number of batch rows they are multiplied by."""
 
     tiles: int
-    halves: int  # of each tile
-    bits: int  # of a weight
-    rows: int = 1  # of x
+    halves: int  # used halves of each tile
+    bits: int  # bits of a weight
+    rows: int = 1  # batch rows
 
 
 @gluon.constexpr_function
@@ -168,13 +183,13 @@ def line_of(width, bits, rows=1):
 
 @gluon.constexpr_function
 def tile_words(line):
-    """Words of a tile in a thread, and those of factors."""
+    """Registers of a thread for a tile, including a word of scales for each half."""
     return line.halves * (8 if line.bits == 16 else 9)
 
 
 @gluon.constexpr_function
 def tile_factors(line):
-    """Factors of a tile of 8 lines."""
+    """Words of scales of a tile."""
     return line.halves * 64 * segment_groups(line.bits)
 
 
@@ -185,31 +200,31 @@ def tile_bytes(line):
 
 @gluon.constexpr_function
 def is_wide(line):
-    """Whether a line has too many tiles for all of x to be in registers."""
+    """Whether a weight row has too many tiles for all of x to be register-resident."""
     return line.tiles > {16: 3, 8: 2, 4: 1}[line.bits]
 
 
 @gluon.constexpr_function
 def max_held(line):
-    """Tiles that registers have room for, beside x."""
+    """Tiles that fit into registers beside x."""
     return 4 if (line.halves, line.bits) == (2, 4) else 6
 
 
 @gluon.constexpr_function
 def is_held(blocks, line):
-    """Whether all tiles of a projection are in registers before its x has come."""
+    """Whether all tiles of a projection are loaded into registers before x has arrived."""
     return blocks * line.tiles <= max_held(line) and (line.bits == 16 or not is_wide(line))
 
 
 @gluon.constexpr_function
 def goes_by_tile(blocks, line):
-    """Whether tiles are multiplied as they come, without being moved into registers first."""
+    """Whether tiles are multiplied as they arrive, one by one, instead of loading all first."""
     return is_wide(line) and not is_held(blocks, line)
 
 
 @gluon.constexpr_function
 def blocks_at_once(blocks, line):
-    """Blocks of lines that are multiplied before their sums are added up."""
+    """Blocks that are multiplied before their sums are reduced over the warps."""
     if goes_by_tile(blocks, line):
         return 1
     return max(n for n in range(1, 7) if blocks % n == 0 and n * line.tiles <= max_held(line))
@@ -217,8 +232,10 @@ def blocks_at_once(blocks, line):
 
 @gluon.constexpr_function
 def columns_at_once(blocks, line):
-    """Tiles of each block of a projection back that are multiplied before x of the next is read:
-    few enough for x in shared memory, and for the code of all."""
+    """Tiles of each block of `o` or `down` that are multiplied before more of x is staged.
+
+    Limited by the shared memory for x, and by the size of the unrolled code.
+    """
     if is_held(blocks, line):
         return line.tiles
     limits = MAX_STAGED // (tile_chunks(line.bits) * line.rows), 16 // blocks, MIN_SLOTS
@@ -227,15 +244,15 @@ def columns_at_once(blocks, line):
 
 @gluon.constexpr_function
 def back_group(blocks, line):
-    """Tiles of a projection back that are used together."""
+    """Tiles in a group of `o` or `down`."""
     return blocks * line.tiles if is_held(blocks, line) else columns_at_once(blocks, line)
 
 
 @gluon.constexpr_function
 def gated_at_once(blocks, line, is_of_experts):
-    """Blocks of gate, and as many of up, that are loaded together: all, if registers hold them.
+    """Blocks of gate, and as many of up, that are loaded together: all, if they fit into registers.
 
-    Those of experts are asked for late, so multiplying begins with two blocks of each at most.
+    The copies of experts' weights start late, so multiplication begins after two blocks of each.
     """
     if is_held(2 * blocks, line):
         return blocks
@@ -246,13 +263,13 @@ def gated_at_once(blocks, line, is_of_experts):
 
 @gluon.constexpr_function
 def group_chunks(tiles):
-    """Tiles of a wide line that are waited for together."""
+    """Tiles in a group of a wide weight row: a divisor of `tiles`."""
     return next(size for size in (4, 5, 6, 7, 3, 2, 1) if tiles % size == 0)
 
 
 @gluon.constexpr_function
 def group_tiles(blocks, line):
-    """Tiles that are used together, of as many blocks as are multiplied together."""
+    """Tiles in a group, when `blocks` blocks are multiplied together."""
     if goes_by_tile(blocks, line):
         return group_chunks(line.tiles)
     return blocks * line.tiles
@@ -270,13 +287,13 @@ def qkv_width(shape):
 
 @gluon.constexpr_function
 def gated_parts(shape):
-    """Parts of what goes into `down`: one for each chosen expert."""
+    """Parts of the input of `down`: one for each chosen expert."""
     return shape.experts.top_k if shape.experts.num_experts else 1
 
 
 @gluon.constexpr_function
 def gated_room(shape):
-    """Columns of a part, those that fill an expert's lines up included."""
+    """Padded width of a part of the input of `down`."""
     return (
         expert_columns(shape.experts.size, shape.bits) if shape.experts.num_experts else shape.mlp
     )
@@ -284,13 +301,13 @@ def gated_room(shape):
 
 @gluon.constexpr_function
 def gated_width(shape):
-    """Columns of `down`."""
+    """Padded width of the input of `down`."""
     return gated_parts(shape) * gated_room(shape)
 
 
 @gluon.constexpr_function
 def slot_factors(shape):
-    """Words for the factors of any tile."""
+    """Words of scales in a slot of the ring, enough for any tile."""
     bits = shape.bits
     piece = factor_piece(shape.experts.size, bits) if shape.experts.num_experts else 8
     return 0 if bits == 16 else 16 // piece * factor_words(bits, piece)
@@ -298,7 +315,7 @@ def slot_factors(shape):
 
 @gluon.constexpr_function
 def back_columns(shape, rows):
-    """Chunks of x of o and of down that are in shared memory at once."""
+    """Chunks of x that are staged at once, for `o` and for `down`."""
     blocks, found = num_blocks(shape.hidden), []
     for width in (q_width(shape), gated_width(shape)):
         line = line_of(width, shape.bits, rows)
@@ -310,7 +327,7 @@ def back_columns(shape, rows):
 
 @gluon.constexpr_function
 def num_slots(shape, rows):
-    """Tiles that the ring has room for, beside what the phases of a layer need in turn."""
+    """Slots of the ring that fit into shared memory beside the scratch memory of the phases."""
     num_staged = max(num_chunks(shape.hidden, shape.bits), *back_columns(shape, rows))
     lines = num_lines(shape.num_heads // shape.num_kv_heads, rows) * shape.head_dim * 2
     sums = 2 * 256 * num_sum_blocks(shape, rows) * rows
@@ -320,7 +337,7 @@ def num_slots(shape, rows):
 
 @gluon.constexpr_function
 def num_sum_blocks(shape, rows):
-    """Blocks of lines whose sums have room: at least as many as are added up at once."""
+    """Blocks whose sums fit into shared memory: at least as many as any phase reduces at once."""
     line, head = line_of(shape.hidden, shape.bits, rows), line_of(shape.hidden, 16, rows)
     return power_of_two(
         max(
@@ -335,13 +352,13 @@ def num_sum_blocks(shape, rows):
 
 @gluon.constexpr_function
 def num_copies(rows):
-    """Threads that have the same sum of a line."""
+    """Threads that hold the same sum of a weight row."""
     return max(4 // rows, 1)
 
 
 @gluon.constexpr_function
 def sums_layout(blocks, rows):
-    """[8 parts of a sum, copies, blocks, rows, 8 lines]: a thread adds the parts up."""
+    """[8 warps' sums, copies, blocks, rows, 8 weight rows]: a thread adds the warps' sums up."""
     copies, warps = num_copies(rows), min(blocks, 8)
     return gl.BlockedLayout(
         [8, 1, 1, 1, 1],
@@ -353,13 +370,13 @@ def sums_layout(blocks, rows):
 
 @gluon.constexpr_function
 def num_flying(hidden):
-    """Tiles on their way at once: see the page."""
+    """Tiles in flight at once: docs/persistent-step.md has the measurements."""
     return 3 if hidden >= 2048 else 2
 
 
 @gluon.constexpr_function
 def line_flying(line, flying, slots):
-    """Tiles of a line on their way at once, if as many whole ones are."""
+    """Tiles in flight, possibly half tiles, for the bytes of `flying` whole tiles."""
     return min(flying * 2 // line.halves, slots - 1)
 
 
@@ -376,13 +393,13 @@ def num_head_blocks(vocab, tiles):
 
 @gluon.constexpr_function
 def power_of_two(count):
-    """The next power of two."""
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
 @gluon.constexpr_function
 def num_splits(num_kv_heads):
-    """Programs per kv head."""
+    """Upper bound on the splits of a row's keys for one KV head."""
     splits = 32
     while splits * num_kv_heads > 128:
         splits //= 2
@@ -391,50 +408,50 @@ def num_splits(num_kv_heads):
 
 @gluon.constexpr_function
 def num_parts(q_width):
-    """Groups of 8 columns that programs join, of a row."""
+    """Groups of 8 columns of a row's attention output, padded so that every CTA has as many."""
     return -(-q_width // 1024) * 128
 
 
 @gluon.constexpr_function
 def join_groups(q_width, num_kv_heads, rows):
-    """Groups of 8 columns that a program joins, of all rows: at least one for each thread."""
+    """Groups of 8 columns that a CTA merges, over all rows: enough for all threads to have work."""
     return max(rows * power_of_two(-(-q_width // 1024)), 256 // num_splits(num_kv_heads))
 
 
 @gluon.constexpr_function
 def join_layout(num_kv_heads):
-    """[groups, splits]: no two threads have the same, since who reads also empties."""
+    """[groups, splits], without replication: the thread that reads a part also clears it."""
     splits = num_splits(num_kv_heads)
     return gl.BlockedLayout([1, 1], [32 // splits, splits], [8, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def key_layout():
-    """32 keys as words of two: [4, 8, dim / 64, 32]."""
+    """32 keys as words of two bfloat16: [4, 8, dim / 64, 32]."""
     return gl.BlockedLayout([1, 1, 1, 8], [1, 8, 1, 4], [4, 1, 2, 1], [3, 2, 1, 0])
 
 
 @gluon.constexpr_function
 def num_lines(group, new):
-    """Lines for the queries of a group, and the keys and values of so many new tokens."""
+    """Head vectors of a segment: a group's queries, and the keys and values of `new` tokens."""
     return max(8, power_of_two(group + 2 * new))
 
 
 @gluon.constexpr_function
 def line_layout(lines):
-    """[lines, dim / 4]: a warp for every eighth of the lines."""
+    """[head vectors, dim / 4]: each warp has an eighth of the vectors."""
     return gl.BlockedLayout([lines // 8, 1], [1, 32], [8, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def segments(width, bits):
-    """Of 128 bytes, in a line of so many weights; a tile has 16."""
+    """Segments of a weight row."""
     return width * bits // 1024
 
 
 @gluon.constexpr_function
 def expert_segments(size, bits):
-    """Of a line of an expert's `down` as part of a tile: filled up, so that few copies bring it."""
+    """Segments of a weight row of an expert's `down`, padded so that few TMA copies load it."""
     count = segments(size, bits)
     return power_of_two(count) if count < 4 else -(-count // 4) * 4
 
@@ -446,17 +463,17 @@ def expert_columns(size, bits):
 
 @gluon.constexpr_function
 def piece_segments(size, bits):
-    """Segments of a tile of experts' lines that can come together: none crosses two experts."""
+    """Segments that one TMA copy loads into a tile of experts' weights: all of one expert."""
     return next(n for n in (16, 8, 4, 2, 1) if expert_segments(size, bits) % n == 0)
 
 
 @gluon.constexpr_function
 def factor_words(bits, piece):
-    """From the factors of a piece to those of the next: a multiple of 128 bytes."""
+    """Words from the scales of a piece to those of the next: a multiple of 128 bytes, for TMA."""
     return max(piece * 8 * segment_groups(bits), 32)
 
 
 @gluon.constexpr_function
 def factor_piece(size, bits):
-    """Segments whose factors come together: those of half a tile, or fewer."""
+    """Segments whose scales are contiguous in a slot: at most those of half a tile."""
     return min(piece_segments(size, bits), 8)

@@ -1,6 +1,6 @@
-"""The weights of the persistent step: a stream of tiles, and their products with a vector.
+"""The stream of weight tiles of the persistent step: their TMA copies, and their products with x.
 
-A tile is 8 lines of 1,024 columns. See docs/persistent-step.md.
+sizes.py defines tiles, groups and pieces. See docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
@@ -36,9 +36,9 @@ from nanovllm.devices.cuda.persistent.sizes import (
     tile_words,
 )
 
-HEAD_FLYING = gl.constexpr(4)  # tiles of the head on their way at once
-NOWHERE = gl.constexpr(1 << 30)  # beyond the last line of all the copy engine writes zeros
-NUM_USED = gl.constexpr(16)  # barriers of groups: more than a ring has slots
+HEAD_FLYING = gl.constexpr(4)  # tiles of the LM head in flight at once
+NOWHERE = gl.constexpr(1 << 30)  # a weight row out of bounds, for which TMA writes zeros
+NUM_USED = gl.constexpr(16)  # mbarriers for groups: more than the ring has slots
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 RING = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 RING_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
@@ -48,8 +48,12 @@ RING_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
 def spread(
     memory, sums, first: gl.constexpr, step: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr
 ):
-    """Store the warps' sums of N blocks, which are `step` apart among all, for `total`."""
-    # The four threads of a line have up to four rows; if they have fewer, each stores some blocks.
+    """Store the warps' sums of N blocks in shared memory: every `step`-th of `sums` from `first`.
+
+    `total` adds them up.
+    """
+    # The four threads of a weight row have up to four batch rows. With fewer rows several threads
+    # hold the same sums, and each of these stores some of the blocks.
     COPIES: gl.constexpr = num_copies(ROWS)
     FOURS: gl.constexpr = len(sums[0])
     BLOCKS: gl.constexpr = max(power_of_two(N), COPIES)
@@ -72,7 +76,7 @@ def spread(
 
 @gluon.jit
 def total(memory, BLOCKS: gl.constexpr, ROWS: gl.constexpr):
-    """Add the warps' sums up: [blocks, rows, 8 lines]."""
+    """Add up the sums of all warps: [blocks, rows, 8 weight rows]."""
     L: gl.constexpr = sums_layout(BLOCKS, ROWS)
     sums = gl.sum(memory.load(gl.SliceLayout(1, L)), 0)
     return gl.convert_layout(sums, gl.SliceLayout(0, gl.SliceLayout(0, L)), assert_trivial=True)
@@ -80,11 +84,11 @@ def total(memory, BLOCKS: gl.constexpr, ROWS: gl.constexpr):
 
 @aggregate
 class Lines:
-    """Where a projection's lines of a layer are among all, and how far apart those of its parts."""
+    """The weight rows of a projection in one layer, within those of all layers."""
 
     first: gl.tensor
-    count: gl.constexpr
-    part: gl.constexpr
+    count: gl.constexpr  # weight rows of a part: gate_up has two
+    part: gl.constexpr  # distance between parts, in weight rows
 
     @gluon.constexpr_function
     def __init__(self, first, count):
@@ -97,25 +101,26 @@ class Lines:
 
 @aggregate
 class Stream:
-    """This program's tiles of all weights, in the order of their use.
+    """This CTA's tiles of all weights, in the order of use.
 
-    Tiles of a group are used, and their slots come free, together. Where in the stream who loads or
-    multiplies is, t says in tiles and g in groups. LINE is a `Line` of persistent_sizes.py.
+    The tiles of a group are consumed together, and their slots become free together. A position in
+    the stream is a pair: t counts tiles, g counts groups. The loading warp and the compute warps
+    each have their own. LINE is a `Line` of sizes.py.
     """
 
     ring: gl.shared_memory_descriptor
-    words: gl.shared_memory_descriptor  # the same memory
-    factors: gl.shared_memory_descriptor  # of codes, for each slot
-    full: gl.shared_memory_descriptor  # a barrier for each slot
-    used: gl.shared_memory_descriptor  # and for groups, in rotation
-    sums: gl.shared_memory_descriptor  # what warps add up: [8 warps, blocks, rows, 8 lines]
-    more_sums: gl.shared_memory_descriptor
-    sm: gl.tensor
-    blocks: gl.constexpr  # whose sums are added up at most at once
+    words: gl.shared_memory_descriptor  # the memory of the ring, as words
+    factors: gl.shared_memory_descriptor  # scales of quantized weights, for each slot
+    full: gl.shared_memory_descriptor  # an mbarrier for each slot: its tile has arrived
+    used: gl.shared_memory_descriptor  # mbarriers for groups, in rotation: tiles are consumed
+    sums: gl.shared_memory_descriptor  # the warps' sums: [8 warps, blocks, rows, 8 weight rows]
+    more_sums: gl.shared_memory_descriptor  # those of `up`
+    sm: gl.tensor  # index of this CTA
+    blocks: gl.constexpr  # upper bound on the blocks whose sums are added up at once
     rows: gl.constexpr
     slots: gl.constexpr
-    flying: gl.constexpr  # tiles on their way at once: more of them slow the exchanges down
-    bits: gl.constexpr  # of all weights but the head's
+    flying: gl.constexpr  # tiles in flight at once: more of them slow the exchanges down
+    bits: gl.constexpr  # bits of a weight, except in the LM head and the router
 
     @gluon.constexpr_function
     def __init__(
@@ -155,9 +160,10 @@ class Stream:
         PARTS: gl.constexpr, GROUP: gl.constexpr, FLYING: gl.constexpr,
         COLUMNS: gl.constexpr = 0,
     ):  # fmt: skip
-        """Ask for this program's tiles of a layer; gate and up are PARTS whose blocks alternate.
+        """Start the TMA copies of this CTA's tiles of a projection in one layer.
 
-        With COLUMNS those of the first tiles of all blocks come first, then those of the next.
+        The blocks of PARTS, gate and up, alternate. With COLUMNS, the first COLUMNS tiles of all
+        blocks come before the next COLUMNS tiles of all blocks.
         """
         TILES: gl.constexpr = COLUMNS if COLUMNS > 0 else LINE.tiles
         N: gl.constexpr = PARTS * TILES
@@ -179,7 +185,10 @@ class Stream:
         self, weights, t, is_there, row, segment, place, at: gl.constexpr, N: gl.constexpr,
         LINE: gl.constexpr,
     ):  # fmt: skip
-        """Ask for N segments of 8 lines, and their factors, for a tile from its segment `at` on."""
+        """Start the TMA copies of N segments of 8 weight rows, and of their scales.
+
+        They go to a tile's segments from `at` on.
+        """
         weight, factors = weights
         slot = t % self.slots
         full, target = self.full.index(slot), self.ring.index(slot).slice(at, N, 0)
@@ -194,7 +203,7 @@ class Stream:
 
     @gluon.jit
     def claim(self, t, g, owners, LINE: gl.constexpr, FLYING: gl.constexpr):
-        """Wait for a tile's slot, and until few enough are on their way, and expect its bytes."""
+        """Wait until a tile's slot is free and few enough tiles are in flight; expect its bytes."""
         owners = self.take_slot(t, g, owners)
         before = t - line_flying(LINE, FLYING, self.slots)
         if before >= 0:
@@ -204,7 +213,7 @@ class Stream:
 
     @gluon.jit
     def take_slot(self, t, g, owners):
-        """Wait until the group that a slot's last tile was of is used; note whose the next is."""
+        """Wait until the group of a slot's previous tile is consumed; record that of the next."""
         slot = t % self.slots
         lane = gl.arange(0, 32, LANES)
         if t >= self.slots:
@@ -214,20 +223,24 @@ class Stream:
 
     @gluon.jit
     def wait(self, t, N: gl.constexpr, FLYING: gl.constexpr):
-        """Wait for N tiles: before the last were asked for, those before them had come."""
+        """Wait for N tiles.
+
+        Only the last ones can be in flight: the loading warp waits for the earlier ones before it
+        starts the copies of these.
+        """
         for k in gl.static_range(N):
             if k >= N - FLYING:
                 mbarrier.wait(self.full.index((t + k) % self.slots), ((t + k) // self.slots) & 1)
 
     @gluon.jit
     def release(self, g):
-        """Give a group's slots back, once every warp has loaded its tiles."""
+        """Free a group's slots, once every warp has loaded its tiles."""
         gl.thread_barrier()
         mbarrier.arrive(self.used.index(g % NUM_USED), count=1)
 
     @gluon.jit
     def tile_at(self, t, LINE: gl.constexpr, PIECE: gl.constexpr):
-        """A thread's words of the tile at a place of the stream, and their factors."""
+        """Load a thread's words of tile t, and their scales."""
         w = load_words(self.words.index(t % self.slots), LINE.halves)
         if LINE.bits < 16:
             w = w + load_factors(self.factors.index(t % self.slots), LINE.halves, LINE.bits, PIECE)
@@ -236,7 +249,7 @@ class Stream:
     @gluon.jit
     def grab(self, t, g, N: gl.constexpr, LINE: gl.constexpr, FLYING: gl.constexpr,
              PIECE: gl.constexpr):  # fmt: skip
-        """Move a group of N tiles into registers, with the factors of each."""
+        """Load a group of N tiles into registers, each with its scales."""
         self.wait(t, N, line_flying(LINE, FLYING, self.slots))
         w = ()
         for k in gl.static_range(N):
@@ -249,7 +262,7 @@ class Stream:
         self, t, g, BLOCKS: gl.constexpr, LINE: gl.constexpr, FLYING: gl.constexpr,
         PIECE: gl.constexpr = 8,
     ):  # fmt: skip
-        """Move a projection's tiles into registers before x comes, if they fit."""
+        """Load a projection's tiles into registers before x arrives, if they fit."""
         w = ()
         if is_held(BLOCKS, LINE):
             w = self.grab(t, g, BLOCKS * LINE.tiles, LINE, FLYING, PIECE)
@@ -257,7 +270,7 @@ class Stream:
 
     @gluon.jit
     def hold_x(self, x, LINE: gl.constexpr):
-        """What products need of x for all blocks, moved into registers if it fits."""
+        """Load x into registers if it fits; with 4-bit weights, also sum it over quant groups."""
         parts, totals = (), ()
         for k in gl.static_range(len(x)):
             if LINE.bits == 4 or not is_wide(LINE):
@@ -273,9 +286,9 @@ class Stream:
         self, t, g, held, x, held_x, COUNT: gl.constexpr, LINE: gl.constexpr,
         FLYING: gl.constexpr, PIECE: gl.constexpr = 8,
     ):  # fmt: skip
-        """Multiply COUNT blocks of lines with x: this warp's part of each; a thread has a line's.
+        """Multiply COUNT blocks by x; return this warp's sums, of one weight row in each thread.
 
-        Factors of codes came for PIECE segments at a time.
+        The scales of PIECE segments are contiguous in a slot.
         """
         sums = ()
         if len(held) == 0 and is_wide(LINE):
@@ -311,7 +324,7 @@ class Stream:
         self, t, g, x, held_x, first: gl.constexpr, N: gl.constexpr, totals, LINE: gl.constexpr,
         FLYING: gl.constexpr, PIECE: gl.constexpr,
     ):  # fmt: skip
-        """Add the products of a group of N tiles with x, from its tile `first` on."""
+        """Add the products of a group of N tiles and x, from x's pieces for tile `first` on."""
         self.wait(t, N, line_flying(LINE, FLYING, self.slots))
         for c in gl.static_range(N):
             w = self.tile_at(t + c, LINE, PIECE)
@@ -321,7 +334,7 @@ class Stream:
 
     @gluon.jit
     def add_tile(self, w, x, held_x, c: gl.constexpr, totals, LINE: gl.constexpr):
-        """Add the products of a tile with x's pieces for its tile c."""
+        """Add the products of tile c of a weight row and its pieces of x."""
         parts, x_sums = (), ()
         for k in gl.static_range(c * LINE.halves, (c + 1) * LINE.halves):
             if len(held_x[0]) > 0:
