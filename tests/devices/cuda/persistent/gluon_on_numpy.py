@@ -1,8 +1,8 @@
-"""Runs functions written in gluon on numpy: tensors by their logical shape, whatever the layout.
+"""An interpreter that runs gluon functions on numpy, by logical shape: layouts are ignored.
 
-Threads are places in tensors [8 warps, 8, 4], which is how `mma` shares its operands out. Of PTX
-there is what products and attention use; polls look once, or twice. Copies are made at
-once, and waiting does nothing.
+Inline PTX runs on tensors [8 warps, 8, 4], one element per thread, as `mma` distributes its
+operands. Only the instructions of products.py and attention.py are implemented. A poll tries once
+or twice. TMA copies complete at once, and waits do nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FOLDER = Path(nanovllm.devices.cuda.__file__).parent / "persistent"
 
 
 class Array(np.ndarray):
-    """With the methods of a tensor of gluon's; bfloat16 is its bits."""
+    """A gluon tensor; bfloat16 is represented by its bits, as uint16."""
 
     def to(self, dtype: str, bitcast: bool = False) -> Array:
         if bitcast:
-            bits = self.astype(np.int32) if self.dtype == np.int64 else self  # numpy widens
+            bits = self.astype(np.int32) if self.dtype == np.int64 else self  # numpy upcasts
             return array(bits.view(TYPES[dtype]))
         if dtype == "bfloat16":
             return round_to_bfloat16(self)
@@ -37,7 +37,7 @@ class Array(np.ndarray):
         return array(self.astype(TYPES[dtype]))
 
     def __iadd__(self, other: Any) -> Array:  # type: ignore[misc,override]
-        """A new value: others may have this one."""
+        """Return a new array, as gluon does: other names may refer to this one."""
         return array(self + other)
 
     def __isub__(self, other: Any) -> Array:  # type: ignore[misc,override]
@@ -57,7 +57,7 @@ def round_to_bfloat16(values: np.ndarray) -> Array:
 
 
 class Shared:
-    """Shared memory, or a view of it."""
+    """Shared memory, or a view of it; `start` is the address of the allocation."""
 
     def __init__(self, values: np.ndarray, start: int | None = None) -> None:
         self.values = values
@@ -86,9 +86,9 @@ class Shared:
 
 
 class Pointer:
-    """Places in a flat array, counted in its elements.
+    """Pointers into a flat array; offsets count its elements.
 
-    `late` stores what a first look at them does not find.
+    `late` is called when the first poll finds a value missing, and stores it.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Pointer:
         self.memory, self.at, self.late = memory, at, late
 
     def __add__(self, other: Any) -> Pointer:
-        is_zero = isinstance(other, Pointer)  # a flag's place is added to nothing
+        is_zero = isinstance(other, Pointer)  # `addresses * 0 + flag` broadcasts the flag
         return self if is_zero else Pointer(self.memory, self.at + other)
 
     def __mul__(self, zero: int) -> Pointer:
@@ -107,7 +107,7 @@ class Pointer:
         return self
 
     def words(self, offset: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The array as words, and which of them lie so many bytes behind the places."""
+        """The array as words, and indices of `count` words at `offset` bytes from each pointer."""
         first = (np.asarray(self.at) * self.memory.itemsize + offset) // 4
         return self.memory.view(np.int32), first[..., None] + np.arange(count)
 
@@ -124,14 +124,14 @@ def store(pointer: Pointer, values: Any, mask: Any = True, **options: Any) -> No
 
 
 class Source:
-    """What the copy engine is told of a tensor: its values, and how many it copies at a time."""
+    """A TMA descriptor: the values of a tensor, and the shape of a copy."""
 
     def __init__(self, values: np.ndarray, block: list[int]) -> None:
         self.values, self.block = values, block
 
 
 def copy(source: Source, place: list[Any], full: object, target: Shared) -> None:
-    """Copy a block to shared memory; what lies beyond the tensor is zero."""
+    """Copy a block to shared memory by TMA; values out of bounds are zero."""
     assert target.values.shape == tuple(source.block)
     assert (target.values.ctypes.data - target.start) % 128 == 0, "the copy engine cannot write"
     target.values[...] = 0
@@ -148,7 +148,7 @@ def copy(source: Source, place: list[Any], full: object, target: Shared) -> None
 def inline_asm(code: str, constraints: str, args: Any, types: Any, is_pure: bool, pack: int) -> Any:
     outputs = constraints.count("=")
     shape = np.broadcast_shapes(*(np.shape(getattr(arg, "at", arg)) for arg in args))
-    if len(shape) == 4:  # keys or queries, [4, 8, segments, 4]: a segment is a warp's
+    if len(shape) == 4:  # keys or queries, [4, 8, segments, 4]: a warp has one segment
         moved = [np.broadcast_to(arg, shape).swapaxes(1, 2).reshape(-1, 8, 4) for arg in args]
         found = inline_asm(code, constraints, moved, types, is_pure, pack)
         split = (shape[0], shape[2], shape[1], shape[3])
@@ -161,7 +161,7 @@ def inline_asm(code: str, constraints: str, args: Any, types: Any, is_pure: bool
     late = [arg.late for arg in args if isinstance(arg, Pointer) and arg.late]
     while statements:
         line = re.sub(r"^[}\s]*([A-Z]+:\s*)*", "", statements.pop(0))
-        if line == "setp.ne.u32 p, f, 0":  # the end of a poll, unless something is missing
+        if line == "setp.ne.u32 p, f, 0":  # a poll ends here, unless a value is missing
             if not registers["f"].any():
                 break
             assert late, "nobody has stored what is waited for"
@@ -179,7 +179,7 @@ def inline_asm(code: str, constraints: str, args: Any, types: Any, is_pure: bool
 
 
 def _part(arg: Any, shape: tuple[int, ...], pack: int, part: int) -> Any:
-    """Every `pack`-th element."""
+    """Every `pack`-th element, from `part` on."""
     if isinstance(arg, Pointer):
         return Pointer(arg.memory, _part(arg.at, shape, pack, part))
     whole = np.broadcast_to(arg, shape)
@@ -208,7 +208,7 @@ def _run(line: str, registers: dict[str, Any]) -> None:
 
 
 def _access(name: str, operands: list[str], registers: dict[str, Any], guard: Any) -> None:
-    """Load words from the places of a pointer, or store them, where the guard is true."""
+    """Load words from a pointer's addresses, or store them, where the guard is true."""
     place, names = operands[:2] if name.startswith("st.") else operands[1::-1]
     pointer, _, offset = place[1:-1].partition(" + ")
     words = [each.strip() for each in names.strip("{}").split(",")]
@@ -235,7 +235,7 @@ def _value(source: str, registers: dict[str, np.ndarray]) -> Any:
 def _bits(values: Any) -> Any:
     is_array = isinstance(values, np.ndarray) and values.dtype != bool
     if is_array and values.dtype.itemsize == 8:
-        values = values.astype(np.int32)  # numpy widens
+        values = values.astype(np.int32)  # numpy upcasts
     return values.view(np.uint32) if is_array else values
 
 
@@ -288,10 +288,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def _multiply(operands: list[str], registers: dict[str, np.ndarray]) -> None:
-    """m16n8k16: thread [line, place] has of A that line's columns, of B that column's lines."""
+    """m16n8k16: thread [i, j] holds elements of rows i and i + 8 of A, and of column i of B."""
     sums, left, right, _ = ([each.strip() for each in o[1:-1].split(",")] for o in operands)
     b = _pairs(registers[right[0]], registers[right[1]])
-    for part in range(2):  # the upper 8 lines of A, and the lower ones
+    for part in range(2):  # rows 0 to 7 of A, then rows 8 to 15
         a = _pairs(registers[left[part]], registers[left[part + 2]])
         product = np.einsum("wmk,wnk->wmn", *np.broadcast_arrays(a, b)).reshape(-1, 8, 4, 2)
         for i, name in enumerate(sums[2 * part :][:2]):
@@ -299,7 +299,7 @@ def _multiply(operands: list[str], registers: dict[str, np.ndarray]) -> None:
 
 
 def _pairs(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """[8 warps, 8 lines, 16 columns] in float64, of two words of two bfloat16 in each thread."""
+    """Unpack two words of two bfloat16 in each thread to float64 [8 warps, 8 rows, 16 columns]."""
     words = np.stack(np.broadcast_arrays(_bits(first), _bits(second)), -1)
     if words.shape[-3:-1] != (8, 4):
         words = np.broadcast_to(words, (*words.shape[:-3], 8, 4, 2))
@@ -325,7 +325,7 @@ def constexpr(value: Any) -> Any:
 
 
 def where(condition: Any, one: Any, other: Any) -> Array:
-    """A number has the type of the tensor beside it, or that of an int32."""
+    """Like gluon's `where`: a scalar takes the dtype of the other operand, by default int32."""
     types = [each.dtype for each in (one, other) if isinstance(each, np.ndarray)]
     is_float = isinstance(one, float) or isinstance(other, float)
     dtype = types[0] if types else np.float32 if is_float else np.int32
@@ -368,7 +368,7 @@ def make_language() -> ModuleType:
 
 
 def load_modules(*names: str) -> list[Any]:
-    """Load modules of the persistent kernel, each of which may use those before it."""
+    """Load modules of the persistent kernel on numpy; each may import those before it."""
     plain = lambda function: function  # noqa: E731
     language = make_language()
     nothing = lambda *args, **options: None  # noqa: E731

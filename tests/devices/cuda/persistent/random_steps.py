@@ -1,4 +1,4 @@
-"""Random models for the persistent step, with a cache, and what plain torch makes of them."""
+"""Random models and KV caches for the persistent step, and a comparison with plain torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Variant:
 class RandomStep:
     """A model with random weights, and a cache for `max_context` tokens of some sequences.
 
-    Slot 0 is padding, the others have a sequence each.
+    Slot 0 is padding; every other slot has a sequence.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RandomStep:
     ) -> None:
         self.shape, self.variant = shape, variant
         self.generator = torch.Generator("cuda").manual_seed(0)
-        self._given: dict[str, StackedCodes] = {}  # weights that the kernel gets as codes
+        self._given: dict[str, StackedCodes] = {}  # quantized weights, for the kernel
         self.tensors = self._tensors(max_context)
         experts, scale = shape.experts, shape.head_dim**-0.5
         routing = Routing(experts.top_k, experts.is_normalized) if experts.num_experts else None
@@ -64,12 +64,12 @@ class RandomStep:
         self.use([1])
 
     def use(self, slots: list[int], verifies: bool = False) -> None:
-        """Run these slots from now on."""
+        """Make `run` use these slots."""
         self.slots = torch.tensor(slots, dtype=torch.int32, device="cuda")
         self.verifies = verifies
 
     def run(self) -> Tensor:
-        """Return logits, which the next run overwrites."""
+        """Run a step; return its logits, which the next run overwrites."""
         tables, rows = (self.lengths, self.tokens, self.table), slice(len(self.slots))
         caches = [LayerCache(k, v) for k, v in zip(self.k, self.v, strict=True)]
         outputs = self.logits[rows], self.context_lens[rows]
@@ -77,7 +77,7 @@ class RandomStep:
         return self.logits[rows]
 
     def run_rows(self, slots: list[int], lengths: dict[int, int], verifies: bool = False) -> Tensor:
-        """Run slots whose sequences are so long; return a copy of the logits."""
+        """Run slots with the given lengths of their sequences; return a copy of the logits."""
         self.use(slots, verifies)
         for slot, length in lengths.items():
             self.lengths[slot] = length
@@ -94,7 +94,7 @@ class RandomStep:
     def errors(
         self, slots: list[int], lengths: dict[int, int], verifies: bool = False
     ) -> tuple[float, float, float]:
-        """Run rows: the kernel's largest error, that of plain bfloat16, and that of the cache."""
+        """Run rows; return the largest errors of the kernel and of bfloat16, and the cache's."""
         rows = [
             (row, slot, lengths[slot] - (slots[row + 1 :].count(slot) if verifies else 0))
             for row, slot in enumerate(slots)
@@ -118,7 +118,7 @@ class RandomStep:
     def _reference(
         self, rows: list[tuple[int, int, int]], flat: list[list[Tensor]], dtype: torch.dtype
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """The logits of rows, and the caches after them; one row after another."""
+        """Run rows one after another; return their logits, and float32 caches after them."""
         caches = [[cache.clone() for cache in each] for each in flat]
         wide = [[cache.float() for cache in each] for each in flat]
         logits = []
@@ -165,7 +165,7 @@ class RandomStep:
         }
 
     def _weight(self, name: str, num_out: int, num_in: int) -> Tensor:
-        """The weights of all layers; of codes, what they mean, in float32."""
+        """Random weights of all layers; quantized ones are returned dequantized, in float32."""
         values = self._random(self.variant.num_layers, num_out, num_in, std=num_in**-0.5)
         if self.shape.bits == 16:
             return values
@@ -187,13 +187,13 @@ def make_fp8(values: Tensor) -> QuantizedWeight:
 
 
 def make_int4(values: Tensor, group: int = 128) -> QuantizedWeight:
-    """With zero points other than the middle."""
+    """Quantize to 4 bits, with various zero points."""
     codes, scales = quantize_int4(values, group)
     zeros = (torch.arange(scales.numel(), device=values.device).view_as(scales) % 3 + 7).byte()
     return QuantizedWeight(4, pack_words(codes), scales.bfloat16(), zeros, values.shape[1])
 
 
 def difference(value: Tensor, exact: Tensor) -> float:
-    """The error's norm as a part of the value's; NaN if anything was not written."""
+    """Norm of the error relative to that of `exact`; NaN if a value was not written."""
     exact = exact.double()
     return float((value.double() - exact).norm() / exact.norm())

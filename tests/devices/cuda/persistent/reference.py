@@ -1,4 +1,4 @@
-"""What a whole decode step of one sequence computes, in plain torch."""
+"""A whole decode step of one sequence in plain torch: the reference for the persistent kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reference_step(
 ) -> Tensor:
     """Return the logits [vocab] of a context's last token, and store its keys and values.
 
-    `offsets` are where the context's keys are in caches [tokens, kv_heads, head_dim].
+    `offsets` are the slots of the context's tokens in caches [tokens, kv_heads, head_dim].
     """
     x = tensors.embedding[token].to(dtype)
     for layer in range(len(tensors.norms)):

@@ -1,4 +1,4 @@
-"""The attention of the persistent step, all of its programs one after another, on numpy."""
+"""Attention of the persistent step on numpy, one CTA after another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def modules() -> Any:
 
 
 class Model:
-    """Random q, k and v of some rows, a cache, and what programs hand each other."""
+    """Random q, k and v of some rows, and a random KV cache."""
 
     def __init__(self, shape: StepShape, num_rows: int, window: int | None) -> None:
         self.shape, self.num_rows, self.window = shape, num_rows, window
@@ -52,7 +52,7 @@ class Model:
         return torch.randn(sizes, generator=self.random).bfloat16()
 
     def wanted(self, slots: list[int], lengths: list[int], verifies: bool) -> Tensor:
-        """What each row gives; keys and values are written as rows come."""
+        """Reference output of each row; stores the new keys and values row by row."""
         dim, num_kv_heads = self.shape.head_dim, self.shape.num_kv_heads
         k_cache, v_cache = self.k.float(), self.v.float()
         found = torch.zeros(self.num_rows, self.shape.q)
@@ -84,7 +84,7 @@ class Model:
 
 
 def run(modules: Any, model: Model, slots: list[int], lengths: list[int], verifies: bool) -> Tensor:
-    """Every program attends, then every program joins."""
+    """Run `attend` in every CTA, then `join` in every CTA."""
     shape, rows, sizes = model.shape, model.num_rows, modules.sizes
     memory = np.full((3, 2, rows, sizes.num_chunks(shape.qkv) * 1024), -1, np.int16)
     memory[..., : shape.qkv] = model.qkv.view(torch.int16).numpy()
@@ -148,7 +148,7 @@ LENGTHS = [0, 1, 65, 64, 129, 500, 33, 2, 130]
 def test_equals_the_softmax(
     modules: Any, heads: tuple[int, int, int], slots: list[int], verifies: bool, window: int | None
 ) -> None:
-    """Rows of their own, padding, and consecutive tokens, whose new keys no cache has yet."""
+    """Covers separate rows, padding, and consecutive tokens whose keys are not in the cache yet."""
     model = Model(StepShape(256, *heads, 512, 1000), len(slots), window)
     wanted = model.wanted(slots, LENGTHS, verifies)
     found = run(modules, model, slots, LENGTHS, verifies).float()
@@ -157,7 +157,7 @@ def test_equals_the_softmax(
 
 
 def test_only_parts_that_are_there_are_waited_for(modules: Any) -> None:
-    """A thread polls for two parts: the first comes late, the second has no keys."""
+    """A thread polls two parts: the first is stored late, the second has no keys."""
     sizes, attention = modules.sizes, modules.attention
     parts = np.full((2, sizes.PART_WORDS), -1, np.int32)
 

@@ -1,4 +1,4 @@
-"""Which models get a persistent step, and that building one moves their weights; on the CPU."""
+"""Which models the persistent step supports, and that `build` moves their weights; on the CPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def problem_of(model: DecoderModel, cache: KVCacheSpec = CACHE) -> str | None:
 
 @pytest.fixture(autouse=True)
 def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the CPU were a Hopper GPU."""
+    """Accept the CPU as if it were a Hopper GPU."""
     monkeypatch.setattr(weights, "device_problem", lambda device: None)
 
 

@@ -1,4 +1,4 @@
-"""Products of the persistent step with weights of any bits, and with chosen experts, on numpy."""
+"""Products of the persistent step on numpy: weights of 16, 8 and 4 bits, and chosen experts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_weight(
     values = torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(seed))
     if bits == 8:
         quantized = quantize_blocks(values)
-        scales = quantized.scales * (1 + torch.rand(quantized.scales.shape))  # of each line its own
+        scales = quantized.scales * (1 + torch.rand(quantized.scales.shape))  # one per weight row
         return QuantizedWeight(8, pack_words(quantized.values), scales, None, num_in)
     codes, scales = quantize_int4(values, 128)
     zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if has_zeros else None
@@ -65,7 +65,7 @@ def make_weight(
 )
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 def test_products(modules: Any, bits: int, num_in: int, has_zeros: bool, rows: int) -> None:
-    """Of a program in the middle, for a block that it has lines of and one that ends before."""
+    """Products of one CTA, for a block with its weight rows and one that ends before them."""
     program, num_out, blocks = 3, 1024 + 8, 2
     weight = make_any(bits, num_out, num_in, 0, has_zeros)
     x, line = make_x(rows, num_in), modules.sizes.line_of(num_in, bits, rows)
@@ -84,12 +84,12 @@ def test_experts_are_chosen_by_their_logits(
     modules: Any, count: int, top_k: int, is_normalized: bool
 ) -> None:
     logits = make_x(1, count)[0]
-    logits[5] = logits[3] = logits.max() + 1  # of two alike the first comes first
+    logits[5] = logits[3] = logits.max() + 1  # a tie: the smaller index comes first
     padded = torch.nn.functional.pad(logits.float(), (0, 1024 - count))
     words = padded.bfloat16().view(torch.int32).numpy()
 
     def poll_from(column: Any, now: int, count: int, step: int) -> list[Any]:
-        """Two words from a column on, of which a word has two, and again `step` columns further."""
+        """Return `count` pairs of words, `step` columns apart; a word has two columns."""
         first = np.broadcast_to(column // 2, (8, 32))
         return [array(words[first + k // 2 * step // 2 + k % 2]) for k in range(2 * count)]
 
@@ -111,7 +111,7 @@ CHOSEN, WEIGHTS = [4, 0, 2], [0.5, 0.3, 0.2]
 
 @pytest.fixture
 def experts(modules: Any) -> Any:
-    """Those that were chosen, of a few."""
+    """CHOSEN experts with WEIGHTS, as if `choose` had run."""
     found = make_experts(modules, (COUNT, TOP_K, SIZE, True))
     found.ids.values[:, :TOP_K] = CHOSEN
     found.weights.values[:TOP_K] = np.array(WEIGHTS)[:, None]
@@ -120,7 +120,7 @@ def experts(modules: Any) -> Any:
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_lines_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> None:
-    """The gates of those chosen are the lines of one wide MLP."""
+    """Gate and up of the chosen experts are the weight rows of one wide MLP."""
     gate_up = [make_any(bits, 2 * SIZE, HIDDEN, seed) for seed in range(2 * COUNT)]
     line, blocks = modules.sizes.line_of(HIDDEN, bits), 3
     stream = make_stream(modules, bits, 2 * blocks * line.tiles, PROGRAM)
@@ -138,7 +138,7 @@ def test_lines_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> N
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> None:
-    """And so are the columns of what they give, each times its expert's weight."""
+    """Gated values of the chosen experts, times their weights, are the columns of that MLP."""
     sizes, gated = modules.sizes, make_x(1, TOP_K * SIZE)[0]
     down = [make_any(bits, HIDDEN, SIZE, seed) for seed in range(2 * COUNT)]
     room, piece = sizes.expert_columns(SIZE, bits), sizes.factor_piece(SIZE, bits)
@@ -182,7 +182,7 @@ def widened(weight: Any) -> Tensor:
 
 
 def sources(*weights: Any, is_of_experts: bool = False) -> tuple[Source, Source]:
-    """What the copy engine is told of weights that lie one below another."""
+    """TMA descriptors of concatenated weights and of their scales."""
     if isinstance(weights[0], Tensor):
         bits, lines, factors = 16, torch.cat(weights), torch.zeros(0, dtype=torch.int32)
     else:
@@ -200,7 +200,7 @@ def sources(*weights: Any, is_of_experts: bool = False) -> tuple[Source, Source]
 def make_stream(
     modules: Any, bits: int, num_tiles: int, program: int, piece: int = 8, rows: int = 1
 ) -> Any:
-    """With room for all tiles."""
+    """Make a stream whose ring holds all tiles."""
     ring = np.zeros((num_tiles, 16, 8, 64), np.uint16)
     words = ring.view(np.int32).reshape(num_tiles, 16, 8, 32)
     num_factors = 16 // piece * modules.sizes.factor_words(bits, piece)
@@ -221,7 +221,7 @@ def make_experts(modules: Any, numbers: tuple[int, int, int, bool]) -> Any:
 
 
 def multiply(modules: Any, stream: Any, x: Tensor, num_blocks: int) -> np.ndarray:
-    """x is [rows, in]."""
+    """Stage x [rows, in] and multiply the tiles in the ring by it."""
     width = x.shape[1]
     size = modules.sizes.num_chunks(width, stream.bits) * 1024
     padded = torch.nn.functional.pad(x.float(), (0, size - width))
@@ -236,7 +236,7 @@ def multiply(modules: Any, stream: Any, x: Tensor, num_blocks: int) -> np.ndarra
 def multiply_staged(
     modules: Any, stream: Any, staged: Any, num_blocks: int, line: tuple[int, ...], piece: int = 8
 ) -> np.ndarray:
-    """Return the sums of the 8 lines of each block, for each row."""
+    """Return the sums of the 8 weight rows of each block, for each row: [blocks, rows, 8]."""
     held_x = stream.hold_x(staged, line)
     sums = stream.products(0, 0, (), staged, held_x, num_blocks, line, 99, piece)
     return stream.add_up(sums, num_blocks)[:num_blocks]

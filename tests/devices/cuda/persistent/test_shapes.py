@@ -1,4 +1,4 @@
-"""Which sizes have a persistent step, and how they are divided; no device is needed."""
+"""Which sizes the persistent step supports, and how work is divided; needs no GPU."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_blocks_are_multiplied_in_equal_parts(
 def test_splits_fit_the_programs(num_kv_heads: int) -> None:
     splits = num_splits(num_kv_heads)
     assert num_kv_heads * splits <= 128
-    assert join_groups(64, num_kv_heads, 1) * splits >= 256  # no value has two readers
+    assert join_groups(64, num_kv_heads, 1) * splits >= 256  # each part has one reader
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

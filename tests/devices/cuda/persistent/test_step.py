@@ -1,4 +1,4 @@
-"""The persistent step equals plain torch, for the shapes and variants that it serves."""
+"""The persistent step equals plain torch, for the shapes and variants that it supports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.devices import NEEDS_GPU
 
 pytestmark = NEEDS_GPU
 
-# hidden, heads, kv heads, head size, mlp, vocabulary
+# hidden, heads, KV heads, head_dim, mlp, vocab
 SHAPES = {
     "qwen3-0.6b": (1024, 16, 8, 128, 3072, 151936),
     "llama-3.2-1b": (2048, 32, 8, 64, 8192, 128256),
@@ -28,11 +28,11 @@ SHAPES = {
     "tiny": (256, 4, 2, 128, 512, 1000),
 }
 
-# experts, chosen, their size, whether weights sum to one; the rest as above
+# (num_experts, top_k, size, is_normalized), then the sizes as above
 EXPERTS = {
     "qwen3-30b-a3b": ((128, 8, 768, True), (2048, 32, 4, 128, 6144, 5000)),
     "few": ((6, 2, 256, False), (256, 4, 2, 128, 512, 1000)),
-    "held": ((6, 2, 1280, True), (256, 4, 2, 128, 2560, 1000)),  # all gates in registers at once
+    "held": ((6, 2, 1280, True), (256, 4, 2, 128, 2560, 1000)),  # register-resident gate and up
 }
 
 
@@ -44,7 +44,7 @@ def shape(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
 
 
 def test_equals_the_reference(shape) -> None:  # type: ignore[no-untyped-def]
-    """One context after another, as they grow: each step finds the buffers of the one before."""
+    """Run growing contexts: each step continues with the buffers that the previous one left."""
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
     has_bias = shape.hidden in (896, 3584)
@@ -71,7 +71,7 @@ SEVERAL_ROWS = [
 
 @pytest.mark.parametrize(("name", "bits", "rows"), SEVERAL_ROWS)
 def test_several_rows(name: str, bits: int, rows: int) -> None:
-    """Sequences of their own, of any lengths, padding among them, and positions of one sequence."""
+    """Covers separate sequences of any lengths, padding, and consecutive tokens of a sequence."""
     from nanovllm.devices.cuda.persistent.sizes import StepShape
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
@@ -102,12 +102,12 @@ def test_bits_do_not_depend_on_other_rows(name: str, bits: int) -> None:
     for slots in ([2, 3], [8, 1, 4, 7], [6, 0, 2, 0], [1, 2, 3, 4, 5, 6, 7, 8][: sizes[-1]]):
         found = step.run_rows(slots, lengths)
         assert all(torch.equal(found[i], alone[slot]) for i, slot in enumerate(slots) if slot)
-    # Eight tokens one after another, and several at a time.
+    # Eight tokens one at a time, and several at a time.
     one_by_one = [step.run_rows([4], {4: length})[0] for length in range(397, 405)]
     for count in range(1, sizes[-1] + 1):
         rows = next(rows for rows in sizes if rows >= count)
         for last in range(count, 9, count):
-            for cache in (*step.k, *step.v):  # what was found there before does not matter
+            for cache in (*step.k, *step.v):  # previous contents of the cache do not matter
                 cache[step.table[4, 6], 12 + last - count :] = 1.0
             slots = [4] * count + [0] * (rows - count)
             found = step.run_rows(slots, {4: 396 + last}, verifies=True)
@@ -129,7 +129,7 @@ def test_weights_that_stay_codes(name: str, bits: int) -> None:
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("name", list(EXPERTS))
 def test_experts(name: str, bits: int) -> None:
-    """A choice that is nearly a tie may fall either way: the median of some tokens counts."""
+    """Compare medians over some tokens: a near tie between experts may be decided either way."""
     from nanovllm.devices.cuda.persistent.sizes import ExpertsShape, StepShape
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
@@ -141,7 +141,7 @@ def test_experts(name: str, bits: int) -> None:
     errors = [step.errors([1], {1: context}) for context in (1, 33, 100, 514, 650)]
     kernels, plains, caches = zip(*errors, strict=True)
     assert statistics.median(kernels) < 1.3 * statistics.median(plains) + 1e-4
-    # The first layer's keys do not depend on a choice.
+    # The first layer's keys do not depend on the choice of experts.
     assert (max(caches) if num_layers == 1 else statistics.median(caches)) < 0.01
 
 
@@ -177,9 +177,9 @@ def test_variants(change: dict[str, object], rows: int) -> None:
     + [("tiny", 16, 2), ("qwen2.5-0.5b", 16, 4)],
 )
 def test_many_steps_in_a_graph_are_alike(name: str, bits: int, rows: int, length: int) -> None:
-    """Programs that run ahead or fall behind must not see a value of another step or layer.
+    """CTAs that run ahead or fall behind must not read a value of another step or layer.
 
-    Those of a narrow model, or without keys, have the least to wait for.
+    CTAs of a narrow model, or without keys, wait the least for others.
     """
     from nanovllm.devices.cuda.persistent.sizes import ExpertsShape, StepShape
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
@@ -213,7 +213,7 @@ def test_padding_writes_no_key() -> None:
         step.run()
     torch.cuda.synchronize()
     assert all(map(torch.equal, before, (*step.k, *step.v)))
-    check(step.errors([1], {1: 77}), "and it leaves nothing behind")
+    check(step.errors([1], {1: 77}), "after padding")
 
 
 def test_gives_up_instead_of_hanging() -> None:
@@ -223,8 +223,8 @@ def test_gives_up_instead_of_hanging() -> None:
     step = RandomStep(StepShape(*SHAPES["tiny"]), Variant(), 300)
     step.lengths.fill_(10)
     attended = step.step._exchanges[1][3]
-    attended[..., -1] = -1  # a value that nobody will store
+    attended[..., -1] = -1  # EMPTY: a value that no CTA will store
     step.run()
     torch.cuda.synchronize()
     assert step.step.gave_up()
-    assert not step.step.gave_up()  # told once
+    assert not step.step.gave_up()  # the flag was reset
