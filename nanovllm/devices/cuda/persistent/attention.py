@@ -12,7 +12,7 @@ from nanovllm.devices.cuda.persistent.exchange import (
     NO_SCORE,
     NO_SCORE_BITS,
     NUM_BUFFERS,
-    NUM_PROGRAMS,
+    NUM_CTAS,
     PREFETCH,
     S1,
     S2,
@@ -317,8 +317,8 @@ class Attention:
             _, _, count = self.splits(self.position(gl.to_tensor(r)))
             total += count * self.num_kv_heads
             ends = ends + (total,)
-        sm = self.qkv.sm
-        return ends, sm * total // NUM_PROGRAMS, (sm + 1) * total // NUM_PROGRAMS
+        cta = self.qkv.cta
+        return ends, cta * total // NUM_CTAS, (cta + 1) * total // NUM_CTAS
 
     @gluon.jit
     def segment(self, ends, item, last):
@@ -650,7 +650,7 @@ class Attention:
         WIDTH: gl.constexpr = self.num_heads * self.dim
         row, chunk, split = self.join_places()
         _, _, count = self.splits(self.position(row))
-        group = chunk * NUM_PROGRAMS + self.qkv.sm
+        group = chunk * NUM_CTAS + self.qkv.cta
         return gl.where((split < count) & (group < WIDTH // 8), 1, 0)
 
     @gluon.jit
@@ -665,7 +665,7 @@ class Attention:
         S: gl.constexpr = num_splits(self.num_kv_heads)
         N: gl.constexpr = C * S // 256
         row, chunk, split = self.join_places()
-        group = chunk * NUM_PROGRAMS + self.qkv.sm
+        group = chunk * NUM_CTAS + self.qkv.cta
         places = self.part(now, row, gl.minimum(group, num_parts(WIDTH) - 1), split).to(gl.int64)
         found = gl.inline_asm_elementwise(
             poll_parts_asm(N), registers(10 * N, 2 * N, N),

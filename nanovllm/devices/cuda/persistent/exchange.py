@@ -21,7 +21,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
     sums_layout,
 )
 
-NUM_PROGRAMS = gl.constexpr(128)
+NUM_CTAS = gl.constexpr(128)
 NUM_BUFFERS = gl.constexpr(3)  # used in rotation: two fences separate two uses of a buffer
 CHUNK = gl.constexpr(1024)  # columns of a chunk, and weight rows of a block
 CHECK_SPINS = gl.constexpr(1 << 12)  # polls between two looks at the timeout flag
@@ -177,7 +177,7 @@ class Exchange:
 
     memory: gl.tensor
     flag: gl.tensor  # address of the timeout flag
-    sm: gl.tensor  # index of this CTA
+    cta: gl.tensor  # index of this CTA
     width: gl.constexpr  # columns with values
     stored: gl.constexpr  # columns that CTAs store, including zeros beyond the width
     part: gl.constexpr  # columns of a part
@@ -189,9 +189,9 @@ class Exchange:
 
     @gluon.constexpr_function
     def __init__(
-        self, memory, flag, sm, width, bits, rows, blocks, parts=1, room=None, of_all=False
+        self, memory, flag, cta, width, bits, rows, blocks, parts=1, room=None, of_all=False
     ):
-        self.memory, self.flag, self.sm = memory, flag, sm
+        self.memory, self.flag, self.cta = memory, flag, cta
         room = width if room is None else room
         self.stored = gl.constexpr(num_stored(width) if of_all else width)
         self.width, self.part = gl.constexpr(width), gl.constexpr(width // parts)
@@ -210,7 +210,7 @@ class Exchange:
         C: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
         copy = gl.arange(0, COPIES, C)[:, None, None, None]
         i, row, line = line_places(self.blocks, self.rows)
-        line = (block + i) * CHUNK + self.sm * 8 + line
+        line = (block + i) * CHUNK + self.cta * 8 + line
         bits = y.to(gl.bfloat16).to(gl.int16, bitcast=True)
         if self.stored > self.width:
             bits = gl.where(line < self.width, bits, 0).to(gl.int16)
@@ -232,7 +232,7 @@ class Exchange:
     @gluon.jit
     def place(self, now):
         """Address of the copy that this CTA reads."""
-        return self.memory + (now * 2 + self.sm % 2) * (self.rows * self.size)
+        return self.memory + (now * 2 + self.cta % 2) * (self.rows * self.size)
 
     @gluon.jit
     def poll(self, now, first, N: gl.constexpr):
@@ -333,16 +333,16 @@ class Exchanges:
 
 
 @gluon.jit
-def make_exchanges(memories, flag, sm, SHAPE: gl.constexpr, ROWS: gl.constexpr):
+def make_exchanges(memories, flag, cta, SHAPE: gl.constexpr, ROWS: gl.constexpr):
     x, qkv, _, attended, y, gated, routed = memories
     BITS: gl.constexpr = SHAPE.bits
     B: gl.constexpr = num_sum_blocks(SHAPE, ROWS)
     PARTS: gl.constexpr = gated_parts(SHAPE)
     return Exchanges(
-        Exchange(x, flag, sm, SHAPE.hidden, BITS, ROWS, B, of_all=True),
-        Exchange(qkv, flag, sm, qkv_width(SHAPE), 16, ROWS, B),
-        Exchange(attended, flag, sm, q_width(SHAPE), BITS, ROWS, B),
-        Exchange(y, flag, sm, SHAPE.hidden, BITS, ROWS, B, of_all=True),
-        Exchange(gated, flag, sm, SHAPE.mlp, BITS, ROWS, B, PARTS, gated_room(SHAPE)),
-        Exchange(routed, flag, sm, SHAPE.experts.num_experts, 16, ROWS, B),
+        Exchange(x, flag, cta, SHAPE.hidden, BITS, ROWS, B, of_all=True),
+        Exchange(qkv, flag, cta, qkv_width(SHAPE), 16, ROWS, B),
+        Exchange(attended, flag, cta, q_width(SHAPE), BITS, ROWS, B),
+        Exchange(y, flag, cta, SHAPE.hidden, BITS, ROWS, B, of_all=True),
+        Exchange(gated, flag, cta, SHAPE.mlp, BITS, ROWS, B, PARTS, gated_room(SHAPE)),
+        Exchange(routed, flag, cta, SHAPE.experts.num_experts, 16, ROWS, B),
     )

@@ -135,10 +135,10 @@ class Experts:
         LINES are the weight rows of an expert's `down`.
         """
         TILES: gl.constexpr = LINE.tiles
-        rows = experts * LINES + stream.sm * 8
+        rows = experts * LINES + stream.cta * 8
         for first in gl.static_range(0, TILES, COLUMNS):
             for block in range(BLOCKS):
-                is_there = block * CHUNK + stream.sm * 8 < LINES
+                is_there = block * CHUNK + stream.cta * 8 < LINES
                 for i in gl.static_range(COLUMNS):
                     group = g + (first * BLOCKS + block * COLUMNS + i) // GROUP
                     owners = stream.claim(t, group, owners, LINE, stream.flying)

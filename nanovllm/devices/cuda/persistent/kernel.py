@@ -99,7 +99,7 @@ def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
         y = stream.add_up(sums, N) * factor
         if parameters.has_bias:
             block, row, line = line_places(stream.blocks, stream.rows)
-            line = (i * N + block) * CHUNK + stream.sm * 8 + line
+            line = (i * N + block) * CHUNK + stream.cta * 8 + line
             is_ours = (block < N) & (line < given.qkv.width) & (row >= 0)
             bias = parameters.qkv_bias + layer * given.qkv.width + line + row * 0
             y += gl.load(bias, mask=is_ours, other=0.0).to(gl.float32)
@@ -228,7 +228,7 @@ def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.con
         sums = stream.products(t, g, (), x, held_x, N, LINE, HEAD_FLYING)
         y = stream.add_up(sums, N) * factor
         block, row, line = line_places(stream.blocks, stream.rows)
-        line = (i * N + block) * CHUNK + stream.sm * 8 + line
+        line = (i * N + block) * CHUNK + stream.cta * 8 + line
         is_ours = (block < N) & (line < VOCAB) & (row >= 0)
         gl.store(logits + (row * VOCAB + line), y.to(gl.bfloat16), mask=is_ours)
         t += N * C
@@ -255,13 +255,13 @@ def prefetch_layer(given, attention, parameters, layer):
 def embed(stream, given, attention, embedding, tokens, tokens_width, context_lens):
     """Load the embeddings of the rows' tokens; also store the lengths of their contexts."""
     block, row, line = line_places(stream.blocks, stream.rows)
-    line = block * CHUNK + stream.sm * 8 + line
+    line = block * CHUNK + stream.cta * 8 + line
     position = attention.position(row)
     slot = gl.load(attention.slots + row).to(gl.int64)
     at = slot * tokens_width + position
     token = gl.load(tokens + at, mask=position >= 0, other=0).to(gl.int64)
     at = token * given.x.width + line
-    if stream.sm == 0:
+    if stream.cta == 0:
         is_first = (block == 0) & (line == 0) & (row >= 0)
         gl.store(
             context_lens + row + 0 * line, gl.maximum(position + 1, 0) + 0 * line, mask=is_first
@@ -330,7 +330,7 @@ def compute(
         now = next_buffer(now)
     project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB)
     # Every CTA has read the buffer indices by now: this one has polled values from all of them.
-    if stream.sm == 0:
+    if stream.cta == 0:
         gl.store(turns, now)
         gl.store(turns + 1, next_buffer(x_now))
 
@@ -396,7 +396,7 @@ def shape_of(numbers):
 
 
 @gluon.jit
-def make_stream(sm, SHAPE: gl.constexpr, ROWS: gl.constexpr):
+def make_stream(cta, SHAPE: gl.constexpr, ROWS: gl.constexpr):
     SLOTS: gl.constexpr = num_slots(SHAPE, ROWS)
     BITS: gl.constexpr = SHAPE.bits
     ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 16, 8, 64], RING)
@@ -415,7 +415,7 @@ def make_stream(sm, SHAPE: gl.constexpr, ROWS: gl.constexpr):
     more_sums = gl.allocate_shared_memory(gl.float32, [8, BLOCKS, ROWS, 8], S4)
     FLYING: gl.constexpr = num_flying(SHAPE.hidden)
     return Stream(
-        ring, words, factors, full, used, sums, more_sums, sm, BLOCKS, ROWS, SLOTS, FLYING, BITS
+        ring, words, factors, full, used, sums, more_sums, cta, BLOCKS, ROWS, SLOTS, FLYING, BITS
     )
 
 
@@ -450,10 +450,10 @@ def persistent_step(
     turns, flag = signals
     logits, context_lens = outputs
     layer_stride, num_layers, window, eps, scale = numbers
-    sm = gl.program_id(0)
-    stream = make_stream(sm, SHAPE, ROWS)
+    cta = gl.program_id(0)
+    stream = make_stream(cta, SHAPE, ROWS)
     experts = make_experts(stream, SHAPE)
-    given = make_exchanges(memories, flag, sm, SHAPE, ROWS)
+    given = make_exchanges(memories, flag, cta, SHAPE, ROWS)
     attention = Attention(
         slots, lengths, block_table, table_width, num_layers if window is None else window,
         memories[2], given.qkv, SHAPE, BLOCK_SIZE, ROWS, NEW, window is not None,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanovllm.devices.cuda.persistent.exchange import NUM_BUFFERS, NUM_PROGRAMS
+from nanovllm.devices.cuda.persistent.exchange import NUM_BUFFERS, NUM_CTAS
 from nanovllm.devices.cuda.persistent.kernel import persistent_step
 from nanovllm.devices.cuda.persistent.products import FACTORS
 from nanovllm.devices.cuda.persistent.sizes import (
@@ -78,7 +78,7 @@ def device_problem(device: torch.device) -> str | None:
     properties = torch.cuda.get_device_properties(device)
     if (properties.major, properties.minor) != (9, 0):
         return f"compute capability {properties.major}.{properties.minor}, not 9.0"
-    if properties.multi_processor_count < NUM_PROGRAMS.value:
+    if properties.multi_processor_count < NUM_CTAS.value:
         return f"{properties.multi_processor_count} multiprocessors: its programs must all run"
     return None
 
@@ -148,7 +148,7 @@ class PersistentStep:
         k, v = caches[0].k.view(torch.int32), caches[0].v.view(torch.int32)
         # The stride between layers is uniform, and the same for keys and values.
         stride = 0 if len(caches) == 1 else caches[1].k.data_ptr() - caches[0].k.data_ptr()
-        persistent_step[(NUM_PROGRAMS.value,)](
+        persistent_step[(NUM_CTAS.value,)](
             *self._weights,
             self._vectors,
             (k, v),

@@ -115,7 +115,7 @@ class Stream:
     used: gl.shared_memory_descriptor  # mbarriers for groups, in rotation: tiles are consumed
     sums: gl.shared_memory_descriptor  # the warps' sums: [8 warps, blocks, rows, 8 weight rows]
     more_sums: gl.shared_memory_descriptor  # those of `up`
-    sm: gl.tensor  # index of this CTA
+    cta: gl.tensor  # index of this CTA
     blocks: gl.constexpr  # upper bound on the blocks whose sums are added up at once
     rows: gl.constexpr
     slots: gl.constexpr
@@ -132,7 +132,7 @@ class Stream:
         used,
         sums,
         more_sums,
-        sm,
+        cta,
         blocks,
         rows,
         slots,
@@ -142,7 +142,7 @@ class Stream:
         self.ring, self.words, self.factors = ring, words, factors
         self.full, self.used = full, used
         self.sums, self.more_sums = sums, more_sums
-        self.sm, self.slots, self.flying = sm, gl.constexpr(slots), gl.constexpr(flying)
+        self.cta, self.slots, self.flying = cta, gl.constexpr(slots), gl.constexpr(flying)
         self.blocks, self.rows, self.bits = (
             gl.constexpr(blocks),
             gl.constexpr(rows),
@@ -169,7 +169,7 @@ class Stream:
         N: gl.constexpr = PARTS * TILES
         for turn in range(BLOCKS * (LINE.tiles // TILES)):
             block, before = turn % BLOCKS, turn // BLOCKS * TILES
-            line = block * CHUNK + self.sm * 8
+            line = block * CHUNK + self.cta * 8
             first = lines.find(line)
             for i in range(N):
                 row, tile = first + i // TILES * lines.part, before + i % TILES

@@ -100,7 +100,7 @@ def run(modules: Any, model: Model, slots: list[int], lengths: list[int], verifi
         scale=shape.head_dim**-0.5 * 1.4426950408889634,
     )  # fmt: skip
     qkv = SimpleNamespace(flag=Pointer(np.zeros(1, np.int32)), size=memory.shape[-1])
-    qkv.place = lambda now: Pointer(memory.reshape(-1), (now * 2 + qkv.sm % 2) * rows * qkv.size)
+    qkv.place = lambda now: Pointer(memory.reshape(-1), (now * 2 + qkv.cta % 2) * rows * qkv.size)
     to = SimpleNamespace(memory=Pointer(output.reshape(-1)), size=width)
     tables = [np.array(each, np.int32) for each in (slots, lengths, model.table.flatten().tolist())]
     window = -1 if model.window is None else model.window
@@ -108,7 +108,7 @@ def run(modules: Any, model: Model, slots: list[int], lengths: list[int], verifi
         *map(Pointer, tables), model.table.shape[1], window, Pointer(parts), qkv, shape, BLOCK_SIZE,
         rows, rows if verifies else 1, model.window is not None,
     )  # fmt: skip
-    for qkv.sm in range(128):
+    for qkv.cta in range(128):
         norms = attention.load_norms(Pointer(words(model.norms)))
         lines = attention.allocate_lines()
         ends, split, last = attention.share_out()
@@ -120,7 +120,7 @@ def run(modules: Any, model: Model, slots: list[int], lengths: list[int], verifi
             attention.turn_heads(segment, lines, norms, parameters, 1)
             attention.attend(segment, lines, k_cache, v_cache, 0, k, v, 1)
             split = split + num_splits
-    for qkv.sm in range(128):
+    for qkv.cta in range(128):
         attention.join(to, attention.active(), 1)
     assert (parts == -1).all(), "who reads a part empties it"
     assert (output[0, ..., : shape.q] == -1).all(), "and who stores a value, the buffer before"

@@ -66,14 +66,14 @@ def make_weight(
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 def test_products(modules: Any, bits: int, num_in: int, has_zeros: bool, rows: int) -> None:
     """Products of one CTA, for a block with its weight rows and one that ends before them."""
-    program, num_out, blocks = 3, 1024 + 8, 2
+    cta, num_out, blocks = 3, 1024 + 8, 2
     weight = make_any(bits, num_out, num_in, 0, has_zeros)
     x, line = make_x(rows, num_in), modules.sizes.line_of(num_in, bits, rows)
-    stream = make_stream(modules, bits, blocks * line.tiles, program, rows=rows)
+    stream = make_stream(modules, bits, blocks * line.tiles, cta, rows=rows)
     lines = modules.stream.Lines(0, num_out)
     stream.fetch(sources(weight), lines, 0, 0, OWNERS, blocks, line, 1, 1, 99)
     found = multiply(modules, stream, x, blocks)
-    wanted = (x.float() @ widened(weight).T).numpy()[:, 8 * program :][:, :8]
+    wanted = (x.float() @ widened(weight).T).numpy()[:, 8 * cta :][:, :8]
     assert np.allclose(found[0], wanted, rtol=1e-4, atol=1e-3)
     assert not found[1].any()
 
@@ -105,7 +105,7 @@ def test_experts_are_chosen_by_their_logits(
     assert not experts.weights.values[top_k:].any()
 
 
-COUNT, TOP_K, SIZE, HIDDEN, PROGRAM, LAYER = 5, 3, 768, 1024, 100, 1
+COUNT, TOP_K, SIZE, HIDDEN, CTA, LAYER = 5, 3, 768, 1024, 100, 1
 CHOSEN, WEIGHTS = [4, 0, 2], [0.5, 0.3, 0.2]
 
 
@@ -123,7 +123,7 @@ def test_lines_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> N
     """Gate and up of the chosen experts are the weight rows of one wide MLP."""
     gate_up = [make_any(bits, 2 * SIZE, HIDDEN, seed) for seed in range(2 * COUNT)]
     line, blocks = modules.sizes.line_of(HIDDEN, bits), 3
-    stream = make_stream(modules, bits, 2 * blocks * line.tiles, PROGRAM)
+    stream = make_stream(modules, bits, 2 * blocks * line.tiles, CTA)
     lines = modules.experts.ExpertLines(experts.wait(LAYER), TOP_K * SIZE, SIZE)
     stream.fetch(sources(*gate_up), lines, 0, 0, OWNERS, blocks, line, 2, 1, 99)
     x = make_x(1, HIDDEN)
@@ -132,7 +132,7 @@ def test_lines_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> N
     for part in range(2):
         lines = torch.cat([y[part * SIZE :][:SIZE] for y in wide])
         wanted = torch.nn.functional.pad(lines, (0, blocks * 1024 - len(lines)))
-        wanted = wanted.view(blocks, -1)[:, 8 * PROGRAM :][:, :8].numpy()
+        wanted = wanted.view(blocks, -1)[:, 8 * CTA :][:, :8].numpy()
         assert np.allclose(found[part::2], wanted, rtol=1e-4, atol=1e-3)
 
 
@@ -143,7 +143,7 @@ def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) ->
     down = [make_any(bits, HIDDEN, SIZE, seed) for seed in range(2 * COUNT)]
     room, piece = sizes.expert_columns(SIZE, bits), sizes.factor_piece(SIZE, bits)
     line, num_chunks = sizes.line_of(TOP_K * room, bits), sizes.num_chunks(TOP_K * room, bits)
-    stream = make_stream(modules, bits, line.tiles, PROGRAM, piece)
+    stream = make_stream(modules, bits, line.tiles, CTA, piece)
     given, chosen = sources(*down, is_of_experts=True), experts.wait(LAYER)
     experts.fetch_down(stream, given, chosen, 0, 0, OWNERS, HIDDEN, 1, line, 1, line.tiles)
     padded = torch.nn.functional.pad(gated.view(TOP_K, SIZE), (0, room - SIZE)).flatten()
@@ -160,7 +160,7 @@ def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) ->
     for part, weight, i in zip(gated.view(TOP_K, SIZE), WEIGHTS, CHOSEN, strict=True):
         weighed = (part.float() * weight).bfloat16().float()
         wanted += widened(down[COUNT * LAYER + i]) @ weighed
-    assert np.allclose(found[0], wanted[8 * PROGRAM :][:8].numpy(), rtol=1e-4, atol=1e-3)
+    assert np.allclose(found[0], wanted[8 * CTA :][:8].numpy(), rtol=1e-4, atol=1e-3)
 
 
 OWNERS = array(np.zeros(32, np.int32))
@@ -198,7 +198,7 @@ def sources(*weights: Any, is_of_experts: bool = False) -> tuple[Source, Source]
 
 
 def make_stream(
-    modules: Any, bits: int, num_tiles: int, program: int, piece: int = 8, rows: int = 1
+    modules: Any, bits: int, num_tiles: int, cta: int, piece: int = 8, rows: int = 1
 ) -> Any:
     """Make a stream whose ring holds all tiles."""
     ring = np.zeros((num_tiles, 16, 8, 64), np.uint16)
@@ -208,7 +208,7 @@ def make_stream(
     barriers = SimpleNamespace(index=lambda i: None)
     memory = Shared(ring), Shared(words), Shared(factors), barriers, barriers
     sums = Shared(np.zeros((8, 8, rows, 8), np.float32))
-    return modules.stream.Stream(*memory, sums, sums, program, 8, rows, num_tiles, 99, bits)
+    return modules.stream.Stream(*memory, sums, sums, cta, 8, rows, num_tiles, 99, bits)
 
 
 def make_experts(modules: Any, numbers: tuple[int, int, int, bool]) -> Any:

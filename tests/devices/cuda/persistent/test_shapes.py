@@ -100,7 +100,7 @@ def test_blocks_are_multiplied_in_equal_parts(
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 5, 8, 16, 32])
-def test_splits_fit_the_programs(num_kv_heads: int) -> None:
+def test_splits_fit_the_ctas(num_kv_heads: int) -> None:
     splits = num_splits(num_kv_heads)
     assert num_kv_heads * splits <= 128
     assert join_groups(64, num_kv_heads, 1) * splits >= 256  # each part has one reader
