@@ -38,11 +38,11 @@ from nanovllm.devices.cuda.persistent.products import (
 from nanovllm.devices.cuda.persistent.sizes import (
     PART_WORDS,
     UNIT,
+    head_vector_layout,
     join_groups,
     join_layout,
     key_layout,
-    line_layout,
-    num_lines,
+    num_head_vectors,
     num_parts,
     num_splits,
 )
@@ -129,7 +129,7 @@ def load_values_asm(stride):
 
 
 @gluon.constexpr_function
-def poll_lines_asm(count, stride):
+def poll_heads_asm(count, stride):
     """Poll two words, `stride` bytes apart, at each of `count` addresses."""
     loads = []
     for i in range(count):
@@ -347,8 +347,8 @@ class Attention:
         """Offset of a key in a layer's cache, in words; 32 keys lie in one KV-cache block."""
         table = self.tables + segment.slot * self.table_width
         block = gl.load(table + key // self.block_size, mask=key < segment.end, other=0)
-        line = block * self.block_size + key % self.block_size
-        return (line * self.num_kv_heads + segment.head) * (self.dim // 2)
+        token = block * self.block_size + key % self.block_size
+        return (token * self.num_kv_heads + segment.head) * (self.dim // 2)
 
     @gluon.jit
     def key_index(self):
@@ -360,80 +360,80 @@ class Attention:
     @gluon.jit
     def load_keys(self, cache, place, num_keys):
         """Load up to 32 keys at an offset of the cache; those from `num_keys` on are 0."""
-        LINE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
+        STRIDE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
         KW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, key_layout()))
         segment = gl.expand_dims(gl.arange(0, self.dim // 64, gl.SliceLayout(1, KW)) * 32, 1)
         word = segment + gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, KW)), 0)
         word = gl.expand_dims(gl.expand_dims(word, 0), 0)
         key = gl.expand_dims(gl.expand_dims(self.key_index(), 2), 3)
-        return gl.load(cache + (place + (key * LINE + word)), mask=key < num_keys, other=0)
+        return gl.load(cache + (place + (key * STRIDE + word)), mask=key < num_keys, other=0)
 
     @gluon.jit
     def load_values(self, cache, place, num_keys):
         """Load a word of each of 8 values in every thread: a warp has 16 of the dimensions."""
-        LINE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
+        STRIDE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
         warp, n, q = parts_of_thread()
         word = warp % (self.dim // 16) * 8 + n
-        places = (cache + (place + (q * (8 * LINE) + word))).to(gl.int64)
+        places = (cache + (place + (q * (8 * STRIDE) + word))).to(gl.int64)
         return gl.inline_asm_elementwise(
-            load_values_asm(4 * LINE), registers(8, 1, 1), [places, num_keys - 8 * q + 0 * word],
+            load_values_asm(4 * STRIDE), registers(8, 1, 1), [places, num_keys - 8 * q + 0 * word],
             words_type(8), True, 1,
         )  # fmt: skip
 
     @gluon.jit
     def prefetch(self, k_cache, v_cache, place):
         """Prefetch 32 keys and values into L2."""
-        line = thread_index() % 32 * (self.num_kv_heads * (self.dim // 2))
+        key = thread_index() % 32 * (self.num_kv_heads * (self.dim // 2))
         part = thread_index() // 32 % (self.dim // 64) * 32
         cache = gl.where(thread_index() < 128, k_cache, v_cache)
-        prefetch(cache + (place + (line + part)), PREFETCH)
+        prefetch(cache + (place + (key + part)), PREFETCH)
 
     @gluon.jit
-    def line(self):
+    def vector(self):
         """Indices of a thread's head vectors: queries, new keys, new values."""
-        N: gl.constexpr = num_lines(self.group, self.new)
-        return gl.expand_dims(gl.arange(0, N, gl.SliceLayout(1, line_layout(N))), 1)
+        N: gl.constexpr = num_head_vectors(self.group, self.new)
+        return gl.expand_dims(gl.arange(0, N, gl.SliceLayout(1, head_vector_layout(N))), 1)
 
     @gluon.jit
     def column(self):
         """Indices of the words in half a head."""
-        L: gl.constexpr = line_layout(num_lines(self.group, self.new))
+        L: gl.constexpr = head_vector_layout(num_head_vectors(self.group, self.new))
         return gl.expand_dims(gl.arange(0, self.dim // 4, gl.SliceLayout(0, L)), 0)
 
     @gluon.jit
     def load_norms(self, norms):
         """Load the weights of the norms of q and k, for both halves of a head."""
-        at = norms + (gl.where(self.line() < self.group, 0, self.dim // 2) + self.column())
+        at = norms + (gl.where(self.vector() < self.group, 0, self.dim // 2) + self.column())
         return gl.load(at), gl.load(at + self.dim // 4)
 
     @gluon.jit
-    def allocate_lines(self):
+    def allocate_heads(self):
         """Allocate shared memory for the output of `turn_heads`: queries, new keys, new values."""
-        N: gl.constexpr = num_lines(self.group, self.new)
+        N: gl.constexpr = num_head_vectors(self.group, self.new)
         return gl.allocate_shared_memory(gl.bfloat16, [N, self.dim], S2)
 
     @gluon.jit
-    def turn_heads(self, segment, lines, norms, parameters, now):
+    def turn_heads(self, segment, heads, norms, parameters, now):
         """Poll q, k and v of a segment's row and head; normalize q and k, and apply RoPE to them.
 
         Also do so for k and v of the earlier rows of the same sequence.
         """
         G: gl.constexpr = self.group
         D: gl.constexpr = self.dim
-        LINES: gl.constexpr = num_lines(G, self.new)
-        line, is_q, is_v = self.line(), self.line() < G, self.line() >= G + self.new
-        behind = segment.before - (line - gl.where(is_v, G + self.new, G))  # in rows
+        VECTORS: gl.constexpr = num_head_vectors(G, self.new)
+        vector, is_q, is_v = self.vector(), self.vector() < G, self.vector() >= G + self.new
+        behind = segment.before - (vector - gl.where(is_v, G + self.new, G))  # in rows
         behind = gl.where(is_q | (behind < 0), 0, gl.minimum(behind, segment.before))
         HALF: gl.constexpr = D // 2
         at = parameters.rope + ((segment.position - behind) * D + self.column() * 2)
         c0, c1, s0, s1 = gl.load(at), gl.load(at + 1), gl.load(at + HALF), gl.load(at + HALF + 1)
         of_kv = self.num_heads + segment.head + gl.where(is_v, self.num_kv_heads, 0)
-        head = gl.where(is_q, segment.head * G + line, of_kv)
+        head = gl.where(is_q, segment.head * G + vector, of_kv)
         places = (segment.row - behind) * self.qkv.size + head * D + self.column() * 2
         places = (self.qkv.place(now) + places).to(gl.int64)
-        N: gl.constexpr = LINES // 8
+        N: gl.constexpr = VECTORS // 8
         a, b = gl.inline_asm_elementwise(  # a thread has two adjacent elements of each half
-            poll_lines_asm(N, D), registers(2 * N, 2 * N),
+            poll_heads_asm(N, D), registers(2 * N, 2 * N),
             [places, places * 0 + self.qkv.flag.to(gl.int64)], words_type(2), False, N,
         )  # fmt: skip
         a0, a1, b0, b1 = low(a), high(a), low(b), high(b)
@@ -448,8 +448,8 @@ class Attention:
         x0, x1 = gl.where(is_v, a0, n0 * c0 - m0 * s0), gl.where(is_v, a1, n1 * c1 - m1 * s1)
         y0, y1 = gl.where(is_v, b0, m0 * c0 + n0 * s0), gl.where(is_v, b1, m1 * c1 + n1 * s1)
         both = gl.join(gl.join(x0, x1), gl.join(y0, y1))  # [vectors, dim / 4, 2, half]
-        both = gl.reshape(gl.permute(both, [0, 3, 1, 2]), [LINES, D])
-        lines.store(finite(both).to(gl.bfloat16))
+        both = gl.reshape(gl.permute(both, [0, 3, 1, 2]), [VECTORS, D])
+        heads.store(finite(both).to(gl.bfloat16))
 
     @gluon.jit
     def find_unit(self, segment, begin):
@@ -474,7 +474,7 @@ class Attention:
         self.prefetch(k_cache, v_cache, places[1])
 
     @gluon.jit
-    def attend(self, segment, lines, k_cache, v_cache, skip, k, v, now):
+    def attend(self, segment, heads, k_cache, v_cache, skip, k, v, now):
         """Attend to the keys of a segment, and store the partial result of each split.
 
         The next unit is loaded into the same registers while the current one is processed. `skip`
@@ -482,8 +482,8 @@ class Attention:
         """
         SEGMENTS: gl.constexpr = self.dim // 64
         KL: gl.constexpr = key_layout()
-        N: gl.constexpr = num_lines(self.group, self.new)
-        words = lines._reinterpret(gl.int32, [N, SEGMENTS, 32], S3)
+        N: gl.constexpr = num_head_vectors(self.group, self.new)
+        words = heads._reinterpret(gl.int32, [N, SEGMENTS, 32], S3)
         q = gl.expand_dims(words.slice(0, 8).load(gl.SliceLayout(0, KL)), 0)
         q = eight_words(q + gl.zeros([4, 8, SEGMENTS, 32], gl.int32, KL), SEGMENTS)
         scores = gl.allocate_shared_memory(gl.float32, [2 * SEGMENTS, 8, 4, 8], S4)
@@ -492,9 +492,9 @@ class Attention:
             after = begin + UNIT
             places = self.find_unit(segment, after)
             if segment.position - segment.before < after:
-                k, v = self.with_new(segment, lines, k, v, begin)
+                k, v = self.with_new(segment, heads, k, v, begin)
                 if segment.position < after:
-                    self.store_new(segment, lines, k_cache, v_cache)
+                    self.store_new(segment, heads, k_cache, v_cache)
             self.score(scores, q, k)
             if after < segment.end:
                 k = self.load_unit_keys(segment, after, places, k_cache)
@@ -508,17 +508,17 @@ class Attention:
                 best, weight, sums = no_values()
 
     @gluon.jit
-    def with_new(self, segment, lines, k, v, begin):
+    def with_new(self, segment, heads, k, v, begin):
         """Insert new keys and values into the unit at `begin`: the cache may not have them yet."""
-        N: gl.constexpr = num_lines(self.group, self.new)
+        N: gl.constexpr = num_head_vectors(self.group, self.new)
         COPIES: gl.constexpr = 128 // self.dim  # warps that hold the same values
         VALUES: gl.constexpr = gl.BlockedLayout(
             [1, 1, 1, 1], [1, 1, 8, 4], [COPIES, 8 // COPIES, 1, 1], [3, 2, 1, 0]
         )
         V: gl.constexpr = gl.SliceLayout(3, VALUES)
         K: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, key_layout()))
-        keys = lines._reinterpret(gl.int32, [N, self.dim // 64, 32], S2)
-        values = lines._reinterpret(gl.int32, [N, 8 // COPIES, 8], S2)
+        keys = heads._reinterpret(gl.int32, [N, self.dim // 64, 32], S2)
+        values = heads._reinterpret(gl.int32, [N, 8 // COPIES, 8], S2)
         for j in range(segment.before + 1):
             at = segment.position - segment.before + j - begin
             new_k = keys.index(self.group + j).load(K)
@@ -600,15 +600,15 @@ class Attention:
         )
 
     @gluon.jit
-    def store_new(self, segment, lines, k_cache, v_cache):
+    def store_new(self, segment, heads, k_cache, v_cache):
         """Store the row's new key and value in the cache."""
-        N: gl.constexpr = num_lines(self.group, self.new)
+        N: gl.constexpr = num_head_vectors(self.group, self.new)
         W: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-        wide = lines._reinterpret(gl.int32, [N, self.dim // 2], S1)
+        wide = heads._reinterpret(gl.int32, [N, self.dim // 2], S1)
         i = self.find(segment, segment.position) + gl.arange(0, self.dim // 2, W)
-        line = self.group + segment.before
-        gl.store(k_cache + i, wide.index(line).load(W))
-        gl.store(v_cache + i, wide.index(line + self.new).load(W))
+        vector = self.group + segment.before
+        gl.store(k_cache + i, wide.index(vector).load(W))
+        gl.store(v_cache + i, wide.index(vector + self.new).load(W))
 
     @gluon.jit
     def hand_on(self, segment, split, sums, best, weight, now):

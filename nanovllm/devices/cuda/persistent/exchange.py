@@ -156,13 +156,13 @@ def fence():
 
 
 @gluon.jit
-def line_places(BLOCKS: gl.constexpr, ROWS: gl.constexpr):
+def sum_indices(BLOCKS: gl.constexpr, ROWS: gl.constexpr):
     """Indices of a thread's block, batch row and weight row in sums [blocks, rows, 8]."""
     L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, sums_layout(BLOCKS, ROWS)))
     block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
-    line = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    return block, row, line
+    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    return block, row, column
 
 
 @aggregate
@@ -209,15 +209,15 @@ class Exchange:
         L: gl.constexpr = gl.SliceLayout(0, sums_layout(self.blocks, self.rows))
         C: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
         copy = gl.arange(0, COPIES, C)[:, None, None, None]
-        i, row, line = line_places(self.blocks, self.rows)
-        line = (block + i) * CHUNK + self.cta * 8 + line
+        i, row, column = sum_indices(self.blocks, self.rows)
+        column = (block + i) * CHUNK + self.cta * 8 + column
         bits = y.to(gl.bfloat16).to(gl.int16, bitcast=True)
         if self.stored > self.width:
-            bits = gl.where(line < self.width, bits, 0).to(gl.int16)
-        at = row * self.size + line
+            bits = gl.where(column < self.width, bits, 0).to(gl.int16)
+        at = row * self.size + column
         if self.room > self.part:
-            at += line // self.part * (self.room - self.part)
-        is_ours = gl.expand_dims((i < COUNT) & (line < self.stored) & (row >= 0), 0)
+            at += column // self.part * (self.room - self.part)
+        is_ours = gl.expand_dims((i < COUNT) & (column < self.stored) & (row >= 0), 0)
         bits, at = gl.expand_dims(bits, 0), gl.expand_dims(at, 0)
         before = gl.where(now == 0, NUM_BUFFERS - 1, now - 1)
         for first in gl.static_range(0, 4, COPIES):
@@ -296,8 +296,8 @@ class Exchange:
         L: gl.constexpr = sums_layout(self.blocks, self.rows)
         P: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, L)))
         mean = gl.sum(memory.permute([1, 0]).load(P), 0) / self.width
-        LINES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, L))
-        R: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LINES))
+        SUMS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, L))
+        R: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
         mean = gl.convert_layout(mean, R, assert_trivial=True)
         return staged, gl.rsqrt(mean + eps)[None, :, None]
 

@@ -127,43 +127,45 @@ class Experts:
 
     @gluon.jit
     def fetch_down(
-        self, stream, weights, experts, t, g, owners, LINES: gl.constexpr, BLOCKS: gl.constexpr,
-        LINE: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr,
+        self, stream, weights, experts, t, g, owners, HIDDEN: gl.constexpr, BLOCKS: gl.constexpr,
+        FORMAT: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr,
     ):  # fmt: skip
         """Start the TMA copies of tiles whose columns are those of one chosen expert after another.
 
-        LINES are the weight rows of an expert's `down`.
+        The `down` of an expert has HIDDEN weight rows.
         """
-        TILES: gl.constexpr = LINE.tiles
-        rows = experts * LINES + stream.cta * 8
+        TILES: gl.constexpr = FORMAT.tiles
+        rows = experts * HIDDEN + stream.cta * 8
         for first in gl.static_range(0, TILES, COLUMNS):
             for block in range(BLOCKS):
-                is_there = block * CHUNK + stream.cta * 8 < LINES
+                is_there = block * CHUNK + stream.cta * 8 < HIDDEN
                 for i in gl.static_range(COLUMNS):
                     group = g + (first * BLOCKS + block * COLUMNS + i) // GROUP
-                    owners = stream.claim(t, group, owners, LINE, stream.flying)
-                    lines = rows + block * CHUNK
-                    self.fetch_pieces(stream, weights, t, is_there, lines, 16 * (first + i), LINE)
+                    owners = stream.claim(t, group, owners, FORMAT, stream.flying)
+                    block_rows = rows + block * CHUNK
+                    self.fetch_pieces(
+                        stream, weights, t, is_there, block_rows, 16 * (first + i), FORMAT
+                    )
                     t += 1
         return t, g + BLOCKS * TILES // GROUP, owners
 
     @gluon.jit
     def fetch_pieces(
-        self, stream, weights, t, is_there, rows, first: gl.constexpr, LINE: gl.constexpr
+        self, stream, weights, t, is_there, rows, first: gl.constexpr, FORMAT: gl.constexpr
     ):
         """Copy a tile piece by piece, from segment `first` on; each piece is of a single expert."""
-        S: gl.constexpr = expert_segments(self.size, LINE.bits)
-        N: gl.constexpr = piece_segments(self.size, LINE.bits)
-        G: gl.constexpr = 8 * segment_groups(LINE.bits)  # scales of a segment
-        for at in gl.static_range(0, 8 * LINE.halves, N):
+        S: gl.constexpr = expert_segments(self.size, FORMAT.bits)
+        N: gl.constexpr = piece_segments(self.size, FORMAT.bits)
+        G: gl.constexpr = 8 * segment_groups(FORMAT.bits)  # scales of a segment
+        for at in gl.static_range(0, 8 * FORMAT.halves, N):
             is_ours = is_there & ((first + at) // S < self.top_k)
             row = pick(rows, (first + at) // S)
             place = (row // 8 * S + (first + at) % S) * G
-            stream.copy(weights, t, is_ours, row, (first + at) % S, place, at, N, LINE)
+            stream.copy(weights, t, is_ours, row, (first + at) % S, place, at, N, FORMAT)
 
 
 @aggregate
-class ExpertLines:
+class ExpertRows:
     """The weight rows of gate and up of the chosen experts, as those of one wide MLP."""
 
     experts: gl.tensor  # indices among the experts of all layers
@@ -175,8 +177,10 @@ class ExpertLines:
         self.experts, self.count, self.part = experts, gl.constexpr(count), gl.constexpr(part)
 
     @gluon.jit
-    def find(self, line):
-        return pick(self.experts, line // self.part) * (2 * self.part) + line % self.part
+    def find(self, weight_row):
+        return (
+            pick(self.experts, weight_row // self.part) * (2 * self.part) + weight_row % self.part
+        )
 
 
 @gluon.jit

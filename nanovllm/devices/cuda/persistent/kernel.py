@@ -17,12 +17,12 @@ from nanovllm.devices.cuda.persistent.exchange import (
     S1,
     S4,
     fence,
-    line_places,
     make_exchanges,
     prefetch,
+    sum_indices,
     thread_index,
 )
-from nanovllm.devices.cuda.persistent.experts import ExpertLines, Experts
+from nanovllm.devices.cuda.persistent.experts import ExpertRows, Experts
 from nanovllm.devices.cuda.persistent.products import FACTORS, by_row
 from nanovllm.devices.cuda.persistent.sizes import (
     ExpertsShape,
@@ -31,11 +31,11 @@ from nanovllm.devices.cuda.persistent.sizes import (
     blocks_at_once,
     columns_at_once,
     factor_piece,
+    format_of,
     gated_at_once,
     gated_width,
     group_tiles,
     head_blocks_at_once,
-    line_of,
     num_blocks,
     num_flying,
     num_head_blocks,
@@ -51,8 +51,8 @@ from nanovllm.devices.cuda.persistent.stream import (
     NUM_USED,
     RING,
     RING_WORDS,
-    Lines,
     Stream,
+    WeightRows,
     no_sums,
     spread,
     total,
@@ -89,37 +89,37 @@ def next_buffer(now):
 def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
     """Project x to q, k and v, and publish them."""
     B: gl.constexpr = num_blocks(given.qkv.width)
-    LINE: gl.constexpr = line_of(given.x.width, stream.bits, stream.rows)
-    N: gl.constexpr = blocks_at_once(B, LINE)
-    held = stream.grab_early(t, g, B, LINE, stream.flying)
+    FORMAT: gl.constexpr = format_of(given.x.width, stream.bits, stream.rows)
+    N: gl.constexpr = blocks_at_once(B, FORMAT)
+    held = stream.grab_early(t, g, B, FORMAT, stream.flying)
     x, factor = given.x.take_normed(x_now, norm, parameters.eps, stream.bits)
-    held_x = stream.hold_x(x, LINE)
+    held_x = stream.hold_x(x, FORMAT)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, N, LINE, stream.flying)
+        sums = stream.products(t, g, held, x, held_x, N, FORMAT, stream.flying)
         y = stream.add_up(sums, N) * factor
         if parameters.has_bias:
-            block, row, line = line_places(stream.blocks, stream.rows)
-            line = (i * N + block) * CHUNK + stream.cta * 8 + line
-            is_ours = (block < N) & (line < given.qkv.width) & (row >= 0)
-            bias = parameters.qkv_bias + layer * given.qkv.width + line + row * 0
+            block, row, column = sum_indices(stream.blocks, stream.rows)
+            column = (i * N + block) * CHUNK + stream.cta * 8 + column
+            is_ours = (block < N) & (column < given.qkv.width) & (row >= 0)
+            bias = parameters.qkv_bias + layer * given.qkv.width + column + row * 0
             y += gl.load(bias, mask=is_ours, other=0.0).to(gl.float32)
         given.qkv.publish(y, i * N, now, N)
-        t += N * LINE.tiles
-        g += N * LINE.tiles // group_tiles(N, LINE)
+        t += N * FORMAT.tiles
+        g += N * FORMAT.tiles // group_tiles(N, FORMAT)
     return t, g
 
 
 @gluon.jit
 def route(stream, t, g, given, norm, parameters, experts, now):
     """Choose the experts of y, and stage y for them while the logits are being exchanged."""
-    LINE: gl.constexpr = line_of(given.y.width, 16)
+    FORMAT: gl.constexpr = format_of(given.y.width, 16)
     x, factor = given.y.take_normed(now, norm, parameters.eps, 16)
-    sums = stream.products(t, g, (), x, ((), ()), 1, LINE, stream.flying)
+    sums = stream.products(t, g, (), x, ((), ()), 1, FORMAT, stream.flying)
     given.routed.publish(stream.add_up(sums, 1) * factor, 0, now, 1)
     if stream.bits < 16:
         x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
     experts.choose(given.routed, now)
-    return x, factor, t + LINE.tiles, g + LINE.tiles // group_tiles(1, LINE)
+    return x, factor, t + FORMAT.tiles, g + FORMAT.tiles // group_tiles(1, FORMAT)
 
 
 @gluon.jit
@@ -129,36 +129,38 @@ def project_back(
     """Add a projection of `source` to the residual stream: `o`, or `down` if GATED."""
     bits: gl.constexpr = stream.bits
     B: gl.constexpr = num_blocks(target.width)
-    LINE: gl.constexpr = line_of(source.columns, bits, stream.rows)
+    FORMAT: gl.constexpr = format_of(source.columns, bits, stream.rows)
     OF_EXPERTS: gl.constexpr = GATED and experts.count > 0
     PIECE: gl.constexpr = factor_piece(experts.size, bits) if OF_EXPERTS else 8
-    held = stream.grab_early(t, g, B, LINE, stream.flying, PIECE)
+    held = stream.grab_early(t, g, B, FORMAT, stream.flying, PIECE)
     sums = ()
     if len(held) > 0:
         x = experts.take(source, now, bits) if OF_EXPERTS else take_all(source, now, bits)
-        sums = stream.products(t, g, held, x, stream.hold_x(x, LINE), B, LINE, stream.flying, PIECE)
+        sums = stream.products(
+            t, g, held, x, stream.hold_x(x, FORMAT), B, FORMAT, stream.flying, PIECE
+        )
         g += 1
     else:
-        N: gl.constexpr = columns_at_once(B, LINE)
-        CHUNKS: gl.constexpr = N * source.size // CHUNK // LINE.tiles
+        N: gl.constexpr = columns_at_once(B, FORMAT)
+        CHUNKS: gl.constexpr = N * source.size // CHUNK // FORMAT.tiles
         totals = ()
         for _ in gl.static_range(B):
-            totals = totals + (no_sums(LINE),)
+            totals = totals + (no_sums(FORMAT),)
         if OF_EXPERTS:
             x = experts.take(source, now, bits)
-            PIECES: gl.constexpr = N * LINE.halves
-            for i in gl.static_range(LINE.tiles // N):
+            PIECES: gl.constexpr = N * FORMAT.halves
+            for i in gl.static_range(FORMAT.tiles // N):
                 part = x[i * PIECES : (i + 1) * PIECES]
-                totals, g = add_columns(stream, t + i * N * B, g, part, totals, N, LINE, PIECE)
+                totals, g = add_columns(stream, t + i * N * B, g, part, totals, N, FORMAT, PIECE)
         else:
-            for i in range(LINE.tiles // N):
+            for i in range(FORMAT.tiles // N):
                 part = source.take(now, i * CHUNKS, CHUNKS, bits)
-                totals, g = add_columns(stream, t + i * N * B, g, part, totals, N, LINE, PIECE)
+                totals, g = add_columns(stream, t + i * N * B, g, part, totals, N, FORMAT, PIECE)
         for b in gl.static_range(B):
             sums = sums + (by_row(totals[b], bits),)
     residual = (residual + stream.add_up(sums, B)).to(gl.bfloat16).to(gl.float32)
     target.publish(residual, 0, target_now, num_blocks(target.stored))
-    return residual, t + B * LINE.tiles, g
+    return residual, t + B * FORMAT.tiles, g
 
 
 @gluon.jit
@@ -167,15 +169,17 @@ def take_all(source, now, BITS: gl.constexpr):
 
 
 @gluon.jit
-def add_columns(stream, t, g, x, totals, N: gl.constexpr, LINE: gl.constexpr, PIECE: gl.constexpr):
+def add_columns(
+    stream, t, g, x, totals, N: gl.constexpr, FORMAT: gl.constexpr, PIECE: gl.constexpr
+):
     """Add the products of N tiles of every block and their part of x."""
-    held_x = stream.hold_x(x, LINE)
+    held_x = stream.hold_x(x, FORMAT)
     # Not unrolled: the code of all phases must fit into the instruction cache.
     for b in range(len(totals)):
         own = totals[0]
         for k in gl.static_range(1, len(totals)):
             own = chosen(b == k, totals[k], own)
-        own = stream.add_tiles(t + b * N, g + b, x, held_x, 0, N, own, LINE, stream.flying, PIECE)
+        own = stream.add_tiles(t + b * N, g + b, x, held_x, 0, N, own, FORMAT, stream.flying, PIECE)
         found = ()
         for k in gl.static_range(len(totals)):
             found = found + (chosen(b == k, own, totals[k]),)
@@ -198,41 +202,41 @@ def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
     if experts.count > 0:
         x, factor, t, g = route(stream, t, g, given, norm, parameters, experts, now)
     B: gl.constexpr = num_blocks(given.gated.width)
-    LINE: gl.constexpr = line_of(given.y.width, stream.bits, stream.rows)
-    N: gl.constexpr = gated_at_once(B, LINE, experts.count > 0)
-    held = stream.grab_early(t, g, 2 * B, LINE, stream.flying)
+    FORMAT: gl.constexpr = format_of(given.y.width, stream.bits, stream.rows)
+    N: gl.constexpr = gated_at_once(B, FORMAT, experts.count > 0)
+    held = stream.grab_early(t, g, 2 * B, FORMAT, stream.flying)
     if experts.count == 0:
         x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
-    held_x = stream.hold_x(x, LINE)
+    held_x = stream.hold_x(x, FORMAT)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, 2 * N, LINE, stream.flying)
+        sums = stream.products(t, g, held, x, held_x, 2 * N, FORMAT, stream.flying)
         spread(stream.sums, sums, 0, 2, N, stream.rows)
         spread(stream.more_sums, sums, 1, 2, N, stream.rows)
         gate = total(stream.sums, stream.blocks, stream.rows) * factor
         up = total(stream.more_sums, stream.blocks, stream.rows) * factor
         given.gated.publish(gate / (1.0 + gl.exp(-gate)) * up, i * N, now, N)
-        t += 2 * N * LINE.tiles
-        g += 2 * N * LINE.tiles // group_tiles(2 * N, LINE)
+        t += 2 * N * FORMAT.tiles
+        g += 2 * N * FORMAT.tiles // group_tiles(2 * N, FORMAT)
     return t, g
 
 
 @gluon.jit
 def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.constexpr):
-    LINE: gl.constexpr = line_of(given.x.width, 16, stream.rows)
-    C: gl.constexpr = LINE.tiles
+    FORMAT: gl.constexpr = format_of(given.x.width, 16, stream.rows)
+    C: gl.constexpr = FORMAT.tiles
     N: gl.constexpr = head_blocks_at_once(C)
     norm = given.x.load_norm(parameters.final_norm)
     x, factor = given.x.take_normed(x_now, norm, parameters.eps, 16)
-    held_x = stream.hold_x(x, LINE)
+    held_x = stream.hold_x(x, FORMAT)
     for i in range(num_head_blocks(VOCAB, C) // N):
-        sums = stream.products(t, g, (), x, held_x, N, LINE, HEAD_FLYING)
+        sums = stream.products(t, g, (), x, held_x, N, FORMAT, HEAD_FLYING)
         y = stream.add_up(sums, N) * factor
-        block, row, line = line_places(stream.blocks, stream.rows)
-        line = (i * N + block) * CHUNK + stream.cta * 8 + line
-        is_ours = (block < N) & (line < VOCAB) & (row >= 0)
-        gl.store(logits + (row * VOCAB + line), y.to(gl.bfloat16), mask=is_ours)
+        block, row, column = sum_indices(stream.blocks, stream.rows)
+        column = (i * N + block) * CHUNK + stream.cta * 8 + column
+        is_ours = (block < N) & (column < VOCAB) & (row >= 0)
+        gl.store(logits + (row * VOCAB + column), y.to(gl.bfloat16), mask=is_ours)
         t += N * C
-        g += N * C // group_tiles(N, LINE)
+        g += N * C // group_tiles(N, FORMAT)
 
 
 @gluon.jit
@@ -254,19 +258,19 @@ def prefetch_layer(given, attention, parameters, layer):
 @gluon.jit
 def embed(stream, given, attention, embedding, tokens, tokens_width, context_lens):
     """Load the embeddings of the rows' tokens; also store the lengths of their contexts."""
-    block, row, line = line_places(stream.blocks, stream.rows)
-    line = block * CHUNK + stream.cta * 8 + line
+    block, row, column = sum_indices(stream.blocks, stream.rows)
+    column = block * CHUNK + stream.cta * 8 + column
     position = attention.position(row)
     slot = gl.load(attention.slots + row).to(gl.int64)
     at = slot * tokens_width + position
     token = gl.load(tokens + at, mask=position >= 0, other=0).to(gl.int64)
-    at = token * given.x.width + line
+    at = token * given.x.width + column
     if stream.cta == 0:
-        is_first = (block == 0) & (line == 0) & (row >= 0)
+        is_first = (block == 0) & (column == 0) & (row >= 0)
         gl.store(
-            context_lens + row + 0 * line, gl.maximum(position + 1, 0) + 0 * line, mask=is_first
+            context_lens + row + 0 * column, gl.maximum(position + 1, 0) + 0 * column, mask=is_first
         )
-    return gl.load(embedding + at, mask=line < given.x.width, other=0.0).to(gl.float32)
+    return gl.load(embedding + at, mask=column < given.x.width, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -282,7 +286,7 @@ def compute(
     embedding, tokens, tokens_width, context_lens = sources
     residual = embed(stream, given, attention, embedding, tokens, tokens_width, context_lens)
     given.x.publish(residual, 0, x_now, num_blocks(given.x.stored))
-    lines = attention.allocate_lines()
+    heads = attention.allocate_heads()
     ends, first_split, last_split = attention.share_out()
     begun, num_begun = attention.segment(ends, first_split, last_split)
     places = attention.find_unit(begun, begun.first)
@@ -306,8 +310,8 @@ def compute(
             attention.prefetch_unit(places, k_cache + skip, v_cache + skip)
         split, segment, count = first_split, begun, num_begun
         while split < last_split:
-            attention.turn_heads(segment, lines, qk_norms, parameters, now)
-            attention.attend(segment, lines, k_cache, v_cache, skip, k, v, now)
+            attention.turn_heads(segment, heads, qk_norms, parameters, now)
+            attention.attend(segment, heads, k_cache, v_cache, skip, k, v, now)
             split += count
             if split < last_split:
                 segment, count = attention.segment(ends, split, last_split)
@@ -346,10 +350,10 @@ def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
     qkv, o, gate_up, down, router = weights
     # Layouts of weight rows
     ROWS: gl.constexpr = stream.rows
-    H: gl.constexpr = line_of(HIDDEN, stream.bits, ROWS)
-    A: gl.constexpr = line_of(q_width(SHAPE), stream.bits, ROWS)
-    M: gl.constexpr = line_of(gated_width(SHAPE), stream.bits, ROWS)
-    V: gl.constexpr = line_of(HIDDEN, 16, ROWS)
+    H: gl.constexpr = format_of(HIDDEN, stream.bits, ROWS)
+    A: gl.constexpr = format_of(q_width(SHAPE), stream.bits, ROWS)
+    M: gl.constexpr = format_of(gated_width(SHAPE), stream.bits, ROWS)
+    V: gl.constexpr = format_of(HIDDEN, 16, ROWS)
     # Numbers of blocks
     B: gl.constexpr = num_blocks(HIDDEN)
     BQ: gl.constexpr = num_blocks(QKV)
@@ -369,25 +373,25 @@ def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
     t, g = gl.to_tensor(0), gl.to_tensor(0)
     owners = gl.zeros([32], gl.int32, LANES)
     for layer in range(num_layers):
-        lines = Lines(layer * QKV, QKV)
-        t, g, owners = stream.fetch(qkv, lines, t, g, owners, BQ, H, 1, GQ, F)
-        lines = Lines(layer * HIDDEN, HIDDEN)
-        t, g, owners = stream.fetch(o, lines, t, g, owners, B, A, 1, GO, F, CO)
+        weight_rows = WeightRows(layer * QKV, QKV)
+        t, g, owners = stream.fetch(qkv, weight_rows, t, g, owners, BQ, H, 1, GQ, F)
+        weight_rows = WeightRows(layer * HIDDEN, HIDDEN)
+        t, g, owners = stream.fetch(o, weight_rows, t, g, owners, B, A, 1, GO, F, CO)
         if EXPERTS == 0:
-            gates = Lines(layer * (2 * MLP), MLP)
+            gates = WeightRows(layer * (2 * MLP), MLP)
             t, g, owners = stream.fetch(gate_up, gates, t, g, owners, BM, H, 2, GG, F)
-            t, g, owners = stream.fetch(down, lines, t, g, owners, B, M, 1, GD, F, CD)
+            t, g, owners = stream.fetch(down, weight_rows, t, g, owners, B, M, 1, GD, F, CD)
         else:
-            routed = Lines(layer * EXPERTS, EXPERTS)
+            routed = WeightRows(layer * EXPERTS, EXPERTS)
             t, g, owners = stream.fetch(router, routed, t, g, owners, 1, V, 1, GR, F)
             chosen = experts.wait(layer)
-            gates = ExpertLines(chosen, MLP, experts.size)
+            gates = ExpertRows(chosen, MLP, experts.size)
             t, g, owners = stream.fetch(gate_up, gates, t, g, owners, BM, H, 2, GG, F)
             t, g, owners = experts.fetch_down(
                 stream, down, chosen, t, g, owners, HIDDEN, B, M, GD, CD
             )
-    lines = Lines(gl.to_tensor(0), VOCAB)
-    stream.fetch((head, head), lines, t, g, owners, BV, V, 1, GV, HEAD_FLYING)
+    weight_rows = WeightRows(gl.to_tensor(0), VOCAB)
+    stream.fetch((head, head), weight_rows, t, g, owners, BV, V, 1, GV, HEAD_FLYING)
 
 
 @gluon.constexpr_function

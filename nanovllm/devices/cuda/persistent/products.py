@@ -337,22 +337,22 @@ def sums_of(x, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def multiply(w, x, x_sums, totals, LINE: gl.constexpr):
+def multiply(w, x, x_sums, totals, FORMAT: gl.constexpr):
     """Add the products of a tile and its pieces of x, one for each half, to `totals`.
 
     w is a thread's words of the tile, followed by a scale word for each half. There is a total for
     each set of rows.
     """
-    HALVES: gl.constexpr = LINE.halves
-    SETS: gl.constexpr = num_sets(LINE.bits, LINE.rows)
-    if LINE.bits == 16:
+    HALVES: gl.constexpr = FORMAT.halves
+    SETS: gl.constexpr = num_sets(FORMAT.bits, FORMAT.rows)
+    if FORMAT.bits == 16:
         all_of_x = x[0] if HALVES == 1 else x[0] + x[1]
         totals = added(totals, run(plain_asm(HALVES, SETS), all_of_x + w, SETS))
     else:
         for a in gl.static_range(HALVES):
             words, factor = w[8 * a : 8 * a + 8], w[8 * HALVES + a]
             scaled = ()
-            if LINE.bits == 8:
+            if FORMAT.bits == 8:
                 sums = run(fp8_asm(SETS), x[a] + words, SETS)
                 for s in gl.static_range(SETS):
                     scaled = scaled + (sums[s] * factor.to(gl.float32, bitcast=True),)

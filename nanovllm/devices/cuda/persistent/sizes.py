@@ -161,13 +161,13 @@ def num_tiles(width, bits):
 
 
 @gluon.constexpr_function
-def num_blocks(lines):
-    """Blocks of a projection with `lines` weight rows."""
-    return -(-lines // 1024)
+def num_blocks(weight_rows):
+    """Blocks of a projection with `weight_rows` weight rows."""
+    return -(-weight_rows // 1024)
 
 
 @dataclass(frozen=True)
-class Line:
+class RowFormat:
     """Layout of a projection's weight rows, and the number of batch rows they are multiplied by."""
 
     tiles: int
@@ -177,86 +177,94 @@ class Line:
 
 
 @gluon.constexpr_function
-def line_of(width, bits, rows=1):
-    return Line(num_tiles(width, bits), num_halves(width, bits), bits, rows)
+def format_of(width, bits, rows=1):
+    return RowFormat(num_tiles(width, bits), num_halves(width, bits), bits, rows)
 
 
 @gluon.constexpr_function
-def tile_words(line):
+def tile_words(row_format):
     """Registers of a thread for a tile, including a word of scales for each half."""
-    return line.halves * (8 if line.bits == 16 else 9)
+    return row_format.halves * (8 if row_format.bits == 16 else 9)
 
 
 @gluon.constexpr_function
-def tile_factors(line):
+def tile_factors(row_format):
     """Words of scales of a tile."""
-    return line.halves * 64 * segment_groups(line.bits)
+    return row_format.halves * 64 * segment_groups(row_format.bits)
 
 
 @gluon.constexpr_function
-def tile_bytes(line):
-    return line.halves * HALF_BYTES.value + 4 * tile_factors(line)
+def tile_bytes(row_format):
+    return row_format.halves * HALF_BYTES.value + 4 * tile_factors(row_format)
 
 
 @gluon.constexpr_function
-def is_wide(line):
+def is_wide(row_format):
     """Whether a weight row has too many tiles for all of x to be register-resident."""
-    return line.tiles > {16: 3, 8: 2, 4: 1}[line.bits]
+    return row_format.tiles > {16: 3, 8: 2, 4: 1}[row_format.bits]
 
 
 @gluon.constexpr_function
-def max_held(line):
+def max_held(row_format):
     """Tiles that fit into registers beside x."""
-    return 4 if (line.halves, line.bits) == (2, 4) else 6
+    return 4 if (row_format.halves, row_format.bits) == (2, 4) else 6
 
 
 @gluon.constexpr_function
-def is_held(blocks, line):
+def is_held(blocks, row_format):
     """Whether all tiles of a projection are loaded into registers before x has arrived."""
-    return blocks * line.tiles <= max_held(line) and (line.bits == 16 or not is_wide(line))
+    return blocks * row_format.tiles <= max_held(row_format) and (
+        row_format.bits == 16 or not is_wide(row_format)
+    )
 
 
 @gluon.constexpr_function
-def goes_by_tile(blocks, line):
+def goes_by_tile(blocks, row_format):
     """Whether tiles are multiplied as they arrive, one by one, instead of loading all first."""
-    return is_wide(line) and not is_held(blocks, line)
+    return is_wide(row_format) and not is_held(blocks, row_format)
 
 
 @gluon.constexpr_function
-def blocks_at_once(blocks, line):
+def blocks_at_once(blocks, row_format):
     """Blocks that are multiplied before their sums are reduced over the warps."""
-    if goes_by_tile(blocks, line):
+    if goes_by_tile(blocks, row_format):
         return 1
-    return max(n for n in range(1, 7) if blocks % n == 0 and n * line.tiles <= max_held(line))
+    return max(
+        n for n in range(1, 7) if blocks % n == 0 and n * row_format.tiles <= max_held(row_format)
+    )
 
 
 @gluon.constexpr_function
-def columns_at_once(blocks, line):
+def columns_at_once(blocks, row_format):
     """Tiles of each block of `o` or `down` that are multiplied before more of x is staged.
 
     Limited by the shared memory for x, and by the size of the unrolled code.
     """
-    if is_held(blocks, line):
-        return line.tiles
-    limits = MAX_STAGED // (tile_chunks(line.bits) * line.rows), 16 // blocks, MIN_SLOTS
-    return max(n for n in range(1, max(min(limits), 1) + 1) if line.tiles % n == 0)
+    if is_held(blocks, row_format):
+        return row_format.tiles
+    limits = MAX_STAGED // (tile_chunks(row_format.bits) * row_format.rows), 16 // blocks, MIN_SLOTS
+    return max(n for n in range(1, max(min(limits), 1) + 1) if row_format.tiles % n == 0)
 
 
 @gluon.constexpr_function
-def back_group(blocks, line):
+def back_group(blocks, row_format):
     """Tiles in a group of `o` or `down`."""
-    return blocks * line.tiles if is_held(blocks, line) else columns_at_once(blocks, line)
+    return (
+        blocks * row_format.tiles
+        if is_held(blocks, row_format)
+        else columns_at_once(blocks, row_format)
+    )
 
 
 @gluon.constexpr_function
-def gated_at_once(blocks, line, is_of_experts):
+def gated_at_once(blocks, row_format, is_of_experts):
     """Blocks of gate, and as many of up, that are loaded together: all, if they fit into registers.
 
     The copies of experts' weights start late, so multiplication begins after two blocks of each.
     """
-    if is_held(2 * blocks, line):
+    if is_held(2 * blocks, row_format):
         return blocks
-    most = max_held(line) // (2 * line.tiles)
+    most = max_held(row_format) // (2 * row_format.tiles)
     most = min(most, 2) if is_of_experts else most
     return max((n for n in range(1, most + 1) if blocks % n == 0), default=1)
 
@@ -268,11 +276,11 @@ def group_chunks(tiles):
 
 
 @gluon.constexpr_function
-def group_tiles(blocks, line):
+def group_tiles(blocks, row_format):
     """Tiles in a group, when `blocks` blocks are multiplied together."""
-    if goes_by_tile(blocks, line):
-        return group_chunks(line.tiles)
-    return blocks * line.tiles
+    if goes_by_tile(blocks, row_format):
+        return group_chunks(row_format.tiles)
+    return blocks * row_format.tiles
 
 
 @gluon.constexpr_function
@@ -318,9 +326,13 @@ def back_columns(shape, rows):
     """Chunks of x that are staged at once, for `o` and for `down`."""
     blocks, found = num_blocks(shape.hidden), []
     for width in (q_width(shape), gated_width(shape)):
-        line = line_of(width, shape.bits, rows)
+        row_format = format_of(width, shape.bits, rows)
         whole = num_chunks(width, shape.bits)
-        parts = 1 if shape.experts.num_experts else line.tiles // columns_at_once(blocks, line)
+        parts = (
+            1
+            if shape.experts.num_experts
+            else row_format.tiles // columns_at_once(blocks, row_format)
+        )
         found.append(whole // parts)
     return found
 
@@ -329,22 +341,22 @@ def back_columns(shape, rows):
 def num_slots(shape, rows):
     """Slots of the ring that fit into shared memory beside the scratch memory of the phases."""
     num_staged = max(num_chunks(shape.hidden, shape.bits), *back_columns(shape, rows))
-    lines = num_lines(shape.num_heads // shape.num_kv_heads, rows) * shape.head_dim * 2
+    heads = num_head_vectors(shape.num_heads // shape.num_kv_heads, rows) * shape.head_dim * 2
     sums = 2 * 256 * num_sum_blocks(shape, rows) * rows
-    scratch = max(num_staged * 2048 * rows, 8192) + lines + sums + 3072
+    scratch = max(num_staged * 2048 * rows, 8192) + heads + sums + 3072
     return min(12, (SHARED_BYTES - scratch) // (2 * HALF_BYTES.value + 4 * slot_factors(shape)))
 
 
 @gluon.constexpr_function
 def num_sum_blocks(shape, rows):
     """Blocks whose sums fit into shared memory: at least as many as any phase reduces at once."""
-    line, head = line_of(shape.hidden, shape.bits, rows), line_of(shape.hidden, 16, rows)
+    row_format, head = format_of(shape.hidden, shape.bits, rows), format_of(shape.hidden, 16, rows)
     return power_of_two(
         max(
             4,
             num_blocks(num_stored(shape.hidden)),
-            blocks_at_once(num_blocks(qkv_width(shape)), line),
-            gated_at_once(num_blocks(shape.mlp), line, shape.experts.num_experts > 0),
+            blocks_at_once(num_blocks(qkv_width(shape)), row_format),
+            gated_at_once(num_blocks(shape.mlp), row_format, shape.experts.num_experts > 0),
             head_blocks_at_once(head.tiles),
         )
     )
@@ -375,9 +387,9 @@ def num_flying(hidden):
 
 
 @gluon.constexpr_function
-def line_flying(line, flying, slots):
+def line_flying(row_format, flying, slots):
     """Tiles in flight, possibly half tiles, for the bytes of `flying` whole tiles."""
-    return min(flying * 2 // line.halves, slots - 1)
+    return min(flying * 2 // row_format.halves, slots - 1)
 
 
 @gluon.constexpr_function
@@ -432,15 +444,15 @@ def key_layout():
 
 
 @gluon.constexpr_function
-def num_lines(group, new):
+def num_head_vectors(group, new):
     """Head vectors of a segment: a group's queries, and the keys and values of `new` tokens."""
     return max(8, power_of_two(group + 2 * new))
 
 
 @gluon.constexpr_function
-def line_layout(lines):
+def head_vector_layout(vectors):
     """[head vectors, dim / 4]: each warp has an eighth of the vectors."""
-    return gl.BlockedLayout([lines // 8, 1], [1, 32], [8, 1], [1, 0])
+    return gl.BlockedLayout([vectors // 8, 1], [1, 32], [8, 1], [1, 0])
 
 
 @gluon.constexpr_function

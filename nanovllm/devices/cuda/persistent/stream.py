@@ -83,7 +83,7 @@ def total(memory, BLOCKS: gl.constexpr, ROWS: gl.constexpr):
 
 
 @aggregate
-class Lines:
+class WeightRows:
     """The weight rows of a projection in one layer, within those of all layers."""
 
     first: gl.tensor
@@ -95,8 +95,8 @@ class Lines:
         self.first, self.count, self.part = first, gl.constexpr(count), gl.constexpr(count)
 
     @gluon.jit
-    def find(self, line):
-        return self.first + line
+    def find(self, weight_row):
+        return self.first + weight_row
 
 
 @aggregate
@@ -105,7 +105,7 @@ class Stream:
 
     The tiles of a group are consumed together, and their slots become free together. A position in
     the stream is a pair: t counts tiles, g counts groups. The loading warp and the compute warps
-    each have their own. LINE is a `Line` of sizes.py.
+    each have their own. FORMAT is a `RowFormat` of sizes.py.
     """
 
     ring: gl.shared_memory_descriptor
@@ -156,7 +156,7 @@ class Stream:
 
     @gluon.jit
     def fetch(
-        self, weights, lines, t, g, owners, BLOCKS: gl.constexpr, LINE: gl.constexpr,
+        self, weights, weight_rows, t, g, owners, BLOCKS: gl.constexpr, FORMAT: gl.constexpr,
         PARTS: gl.constexpr, GROUP: gl.constexpr, FLYING: gl.constexpr,
         COLUMNS: gl.constexpr = 0,
     ):  # fmt: skip
@@ -165,25 +165,25 @@ class Stream:
         The blocks of PARTS, gate and up, alternate. With COLUMNS, the first COLUMNS tiles of all
         blocks come before the next COLUMNS tiles of all blocks.
         """
-        TILES: gl.constexpr = COLUMNS if COLUMNS > 0 else LINE.tiles
+        TILES: gl.constexpr = COLUMNS if COLUMNS > 0 else FORMAT.tiles
         N: gl.constexpr = PARTS * TILES
-        for turn in range(BLOCKS * (LINE.tiles // TILES)):
+        for turn in range(BLOCKS * (FORMAT.tiles // TILES)):
             block, before = turn % BLOCKS, turn // BLOCKS * TILES
-            line = block * CHUNK + self.cta * 8
-            first = lines.find(line)
+            weight_row = block * CHUNK + self.cta * 8
+            first = weight_rows.find(weight_row)
             for i in range(N):
-                row, tile = first + i // TILES * lines.part, before + i % TILES
-                owners = self.claim(t, g + (turn * N + i) // GROUP, owners, LINE, FLYING)
-                place = (row // 8 * LINE.tiles + tile) * tile_factors(LINE)
-                is_there = line < lines.count
-                self.copy(weights, t, is_there, row, tile * 16, place, 0, 8 * LINE.halves, LINE)
+                row, tile = first + i // TILES * weight_rows.part, before + i % TILES
+                owners = self.claim(t, g + (turn * N + i) // GROUP, owners, FORMAT, FLYING)
+                place = (row // 8 * FORMAT.tiles + tile) * tile_factors(FORMAT)
+                is_there = weight_row < weight_rows.count
+                self.copy(weights, t, is_there, row, tile * 16, place, 0, 8 * FORMAT.halves, FORMAT)
                 t += 1
-        return t, g + BLOCKS * PARTS * LINE.tiles // GROUP, owners
+        return t, g + BLOCKS * PARTS * FORMAT.tiles // GROUP, owners
 
     @gluon.jit
     def copy(
         self, weights, t, is_there, row, segment, place, at: gl.constexpr, N: gl.constexpr,
-        LINE: gl.constexpr,
+        FORMAT: gl.constexpr,
     ):  # fmt: skip
         """Start the TMA copies of N segments of 8 weight rows, and of their scales.
 
@@ -194,21 +194,21 @@ class Stream:
         full, target = self.full.index(slot), self.ring.index(slot).slice(at, N, 0)
         there = [segment, gl.where(is_there, row, NOWHERE), 0]
         tma.async_copy_global_to_shared(weight, there, full, target)
-        if LINE.bits < 16:
-            STEP: gl.constexpr = factor_words(LINE.bits, N)
-            COUNT: gl.constexpr = N * 8 * segment_groups(LINE.bits)
+        if FORMAT.bits < 16:
+            STEP: gl.constexpr = factor_words(FORMAT.bits, N)
+            COUNT: gl.constexpr = N * 8 * segment_groups(FORMAT.bits)
             target = self.factors.index(slot).slice(at // N * STEP, COUNT, 0)
             there = [gl.where(is_there, place, NOWHERE)]
             tma.async_copy_global_to_shared(factors, there, full, target)
 
     @gluon.jit
-    def claim(self, t, g, owners, LINE: gl.constexpr, FLYING: gl.constexpr):
+    def claim(self, t, g, owners, FORMAT: gl.constexpr, FLYING: gl.constexpr):
         """Wait until a tile's slot is free and few enough tiles are in flight; expect its bytes."""
         owners = self.take_slot(t, g, owners)
-        before = t - line_flying(LINE, FLYING, self.slots)
+        before = t - line_flying(FORMAT, FLYING, self.slots)
         if before >= 0:
             mbarrier.wait(self.full.index(before % self.slots), (before // self.slots) & 1)
-        mbarrier.expect(self.full.index(t % self.slots), tile_bytes(LINE))
+        mbarrier.expect(self.full.index(t % self.slots), tile_bytes(FORMAT))
         return owners
 
     @gluon.jit
@@ -239,51 +239,53 @@ class Stream:
         mbarrier.arrive(self.used.index(g % NUM_USED), count=1)
 
     @gluon.jit
-    def tile_at(self, t, LINE: gl.constexpr, PIECE: gl.constexpr):
+    def tile_at(self, t, FORMAT: gl.constexpr, PIECE: gl.constexpr):
         """Load a thread's words of tile t, and their scales."""
-        w = load_words(self.words.index(t % self.slots), LINE.halves)
-        if LINE.bits < 16:
-            w = w + load_factors(self.factors.index(t % self.slots), LINE.halves, LINE.bits, PIECE)
+        w = load_words(self.words.index(t % self.slots), FORMAT.halves)
+        if FORMAT.bits < 16:
+            w = w + load_factors(
+                self.factors.index(t % self.slots), FORMAT.halves, FORMAT.bits, PIECE
+            )
         return w
 
     @gluon.jit
-    def grab(self, t, g, N: gl.constexpr, LINE: gl.constexpr, FLYING: gl.constexpr,
+    def grab(self, t, g, N: gl.constexpr, FORMAT: gl.constexpr, FLYING: gl.constexpr,
              PIECE: gl.constexpr):  # fmt: skip
         """Load a group of N tiles into registers, each with its scales."""
-        self.wait(t, N, line_flying(LINE, FLYING, self.slots))
+        self.wait(t, N, line_flying(FORMAT, FLYING, self.slots))
         w = ()
         for k in gl.static_range(N):
-            w = w + self.tile_at(t + k, LINE, PIECE)
+            w = w + self.tile_at(t + k, FORMAT, PIECE)
         self.release(g)
         return w
 
     @gluon.jit
     def grab_early(
-        self, t, g, BLOCKS: gl.constexpr, LINE: gl.constexpr, FLYING: gl.constexpr,
+        self, t, g, BLOCKS: gl.constexpr, FORMAT: gl.constexpr, FLYING: gl.constexpr,
         PIECE: gl.constexpr = 8,
     ):  # fmt: skip
         """Load a projection's tiles into registers before x arrives, if they fit."""
         w = ()
-        if is_held(BLOCKS, LINE):
-            w = self.grab(t, g, BLOCKS * LINE.tiles, LINE, FLYING, PIECE)
+        if is_held(BLOCKS, FORMAT):
+            w = self.grab(t, g, BLOCKS * FORMAT.tiles, FORMAT, FLYING, PIECE)
         return w
 
     @gluon.jit
-    def hold_x(self, x, LINE: gl.constexpr):
+    def hold_x(self, x, FORMAT: gl.constexpr):
         """Load x into registers if it fits; with 4-bit weights, also sum it over quant groups."""
         parts, totals = (), ()
         for k in gl.static_range(len(x)):
-            if LINE.bits == 4 or not is_wide(LINE):
-                part = load_x(x[k], LINE.bits, LINE.rows)
-                if LINE.bits == 4:
-                    totals = totals + (sums_of(part, LINE.rows),)
-                if not is_wide(LINE):
+            if FORMAT.bits == 4 or not is_wide(FORMAT):
+                part = load_x(x[k], FORMAT.bits, FORMAT.rows)
+                if FORMAT.bits == 4:
+                    totals = totals + (sums_of(part, FORMAT.rows),)
+                if not is_wide(FORMAT):
                     parts = parts + (part,)
         return parts, totals
 
     @gluon.jit
     def products(
-        self, t, g, held, x, held_x, COUNT: gl.constexpr, LINE: gl.constexpr,
+        self, t, g, held, x, held_x, COUNT: gl.constexpr, FORMAT: gl.constexpr,
         FLYING: gl.constexpr, PIECE: gl.constexpr = 8,
     ):  # fmt: skip
         """Multiply COUNT blocks by x; return this warp's sums, of one weight row in each thread.
@@ -291,64 +293,66 @@ class Stream:
         The scales of PIECE segments are contiguous in a slot.
         """
         sums = ()
-        if len(held) == 0 and is_wide(LINE):
-            N: gl.constexpr = group_chunks(LINE.tiles)
+        if len(held) == 0 and is_wide(FORMAT):
+            N: gl.constexpr = group_chunks(FORMAT.tiles)
             for _ in gl.static_range(COUNT):
-                totals = no_sums(LINE)
-                for i in gl.static_range(LINE.tiles // N):
-                    totals = self.add_tiles(t, g, x, held_x, i * N, N, totals, LINE, FLYING, PIECE)
+                totals = no_sums(FORMAT)
+                for i in gl.static_range(FORMAT.tiles // N):
+                    totals = self.add_tiles(
+                        t, g, x, held_x, i * N, N, totals, FORMAT, FLYING, PIECE
+                    )
                     t += N
                     g += 1
-                sums = sums + (by_row(totals, LINE.bits),)
+                sums = sums + (by_row(totals, FORMAT.bits),)
         else:
             if len(held) == 0:
-                held = self.grab(t, g, COUNT * LINE.tiles, LINE, FLYING, PIECE)
-            sums = self.products_of_held(held, x, held_x, COUNT, LINE)
+                held = self.grab(t, g, COUNT * FORMAT.tiles, FORMAT, FLYING, PIECE)
+            sums = self.products_of_held(held, x, held_x, COUNT, FORMAT)
         return sums
 
     @gluon.jit
-    def products_of_held(self, w, x, held_x, COUNT: gl.constexpr, LINE: gl.constexpr):
-        TILES: gl.constexpr = LINE.tiles
-        WORDS: gl.constexpr = tile_words(LINE)
+    def products_of_held(self, w, x, held_x, COUNT: gl.constexpr, FORMAT: gl.constexpr):
+        TILES: gl.constexpr = FORMAT.tiles
+        WORDS: gl.constexpr = tile_words(FORMAT)
         sums = ()
         for r in gl.static_range(COUNT):
-            totals = no_sums(LINE)
+            totals = no_sums(FORMAT)
             for c in gl.static_range(TILES):
                 tile = w[(r * TILES + c) * WORDS : (r * TILES + c + 1) * WORDS]
-                totals = self.add_tile(tile, x, held_x, c, totals, LINE)
-            sums = sums + (by_row(totals, LINE.bits),)
+                totals = self.add_tile(tile, x, held_x, c, totals, FORMAT)
+            sums = sums + (by_row(totals, FORMAT.bits),)
         return sums
 
     @gluon.jit
     def add_tiles(
-        self, t, g, x, held_x, first: gl.constexpr, N: gl.constexpr, totals, LINE: gl.constexpr,
+        self, t, g, x, held_x, first: gl.constexpr, N: gl.constexpr, totals, FORMAT: gl.constexpr,
         FLYING: gl.constexpr, PIECE: gl.constexpr,
     ):  # fmt: skip
         """Add the products of a group of N tiles and x, from x's pieces for tile `first` on."""
-        self.wait(t, N, line_flying(LINE, FLYING, self.slots))
+        self.wait(t, N, line_flying(FORMAT, FLYING, self.slots))
         for c in gl.static_range(N):
-            w = self.tile_at(t + c, LINE, PIECE)
-            totals = self.add_tile(w, x, held_x, first + c, totals, LINE)
+            w = self.tile_at(t + c, FORMAT, PIECE)
+            totals = self.add_tile(w, x, held_x, first + c, totals, FORMAT)
         self.release(g)
         return totals
 
     @gluon.jit
-    def add_tile(self, w, x, held_x, c: gl.constexpr, totals, LINE: gl.constexpr):
+    def add_tile(self, w, x, held_x, c: gl.constexpr, totals, FORMAT: gl.constexpr):
         """Add the products of tile c of a weight row and its pieces of x."""
         parts, x_sums = (), ()
-        for k in gl.static_range(c * LINE.halves, (c + 1) * LINE.halves):
+        for k in gl.static_range(c * FORMAT.halves, (c + 1) * FORMAT.halves):
             if len(held_x[0]) > 0:
                 parts = parts + (held_x[0][k],)
             else:
-                parts = parts + (load_x(x[k], LINE.bits, LINE.rows),)
-            if LINE.bits == 4:
+                parts = parts + (load_x(x[k], FORMAT.bits, FORMAT.rows),)
+            if FORMAT.bits == 4:
                 x_sums = x_sums + (held_x[1][k],)
-        return multiply(w, parts, x_sums, totals, LINE)
+        return multiply(w, parts, x_sums, totals, FORMAT)
 
 
 @gluon.jit
-def no_sums(LINE: gl.constexpr):
+def no_sums(FORMAT: gl.constexpr):
     totals = ()
-    for _ in gl.static_range(num_sets(LINE.bits, LINE.rows)):
+    for _ in gl.static_range(num_sets(FORMAT.bits, FORMAT.rows)):
         totals = totals + (gl.zeros([8, 8, 4], gl.float32, ONE),)
     return totals

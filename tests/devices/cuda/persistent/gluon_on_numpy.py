@@ -244,7 +244,7 @@ def _lop3(a: Any, b: Any, c: Any, table: Any) -> Any:
     return (_bits(a) & _bits(b)) | _bits(c)
 
 
-def _swap_lines(values: np.ndarray, distance: Any, clamp: Any, mask: Any) -> np.ndarray:
+def _swap_lanes(values: np.ndarray, distance: Any, clamp: Any, mask: Any) -> np.ndarray:
     lanes = values.reshape(8, 32)[:, np.arange(32) ^ int(distance)]
     return lanes.reshape(values.shape)
 
@@ -283,7 +283,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "shl.b32": lambda a, b: _bits(a) << b,
     "shr.u32": lambda a, b: _bits(a) >> b,
     "lop3.b32": _lop3,
-    "shfl.sync.bfly.b32": _swap_lines,
+    "shfl.sync.bfly.b32": _swap_lanes,
 }
 
 

@@ -110,15 +110,15 @@ def run(modules: Any, model: Model, slots: list[int], lengths: list[int], verifi
     )  # fmt: skip
     for qkv.cta in range(128):
         norms = attention.load_norms(Pointer(words(model.norms)))
-        lines = attention.allocate_lines()
+        heads = attention.allocate_heads()
         ends, split, last = attention.share_out()
         while split < last:
             segment, num_splits = attention.segment(ends, split, last)
             places, begin = attention.find_unit(segment, segment.first), segment.first
             k = attention.load_unit_keys(segment, begin, places, k_cache)
             v = attention.load_unit_values(segment, begin, places, v_cache)
-            attention.turn_heads(segment, lines, norms, parameters, 1)
-            attention.attend(segment, lines, k_cache, v_cache, 0, k, v, 1)
+            attention.turn_heads(segment, heads, norms, parameters, 1)
+            attention.attend(segment, heads, k_cache, v_cache, 0, k, v, 1)
             split = split + num_splits
     for qkv.cta in range(128):
         attention.join(to, attention.active(), 1)

@@ -68,10 +68,10 @@ def test_products(modules: Any, bits: int, num_in: int, has_zeros: bool, rows: i
     """Products of one CTA, for a block with its weight rows and one that ends before them."""
     cta, num_out, blocks = 3, 1024 + 8, 2
     weight = make_any(bits, num_out, num_in, 0, has_zeros)
-    x, line = make_x(rows, num_in), modules.sizes.line_of(num_in, bits, rows)
-    stream = make_stream(modules, bits, blocks * line.tiles, cta, rows=rows)
-    lines = modules.stream.Lines(0, num_out)
-    stream.fetch(sources(weight), lines, 0, 0, OWNERS, blocks, line, 1, 1, 99)
+    x, row_format = make_x(rows, num_in), modules.sizes.format_of(num_in, bits, rows)
+    stream = make_stream(modules, bits, blocks * row_format.tiles, cta, rows=rows)
+    weight_rows = modules.stream.WeightRows(0, num_out)
+    stream.fetch(sources(weight), weight_rows, 0, 0, OWNERS, blocks, row_format, 1, 1, 99)
     found = multiply(modules, stream, x, blocks)
     wanted = (x.float() @ widened(weight).T).numpy()[:, 8 * cta :][:, :8]
     assert np.allclose(found[0], wanted, rtol=1e-4, atol=1e-3)
@@ -119,19 +119,19 @@ def experts(modules: Any) -> Any:
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_lines_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> None:
+def test_weight_rows_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> None:
     """Gate and up of the chosen experts are the weight rows of one wide MLP."""
     gate_up = [make_any(bits, 2 * SIZE, HIDDEN, seed) for seed in range(2 * COUNT)]
-    line, blocks = modules.sizes.line_of(HIDDEN, bits), 3
-    stream = make_stream(modules, bits, 2 * blocks * line.tiles, CTA)
-    lines = modules.experts.ExpertLines(experts.wait(LAYER), TOP_K * SIZE, SIZE)
-    stream.fetch(sources(*gate_up), lines, 0, 0, OWNERS, blocks, line, 2, 1, 99)
+    row_format, blocks = modules.sizes.format_of(HIDDEN, bits), 3
+    stream = make_stream(modules, bits, 2 * blocks * row_format.tiles, CTA)
+    weight_rows = modules.experts.ExpertRows(experts.wait(LAYER), TOP_K * SIZE, SIZE)
+    stream.fetch(sources(*gate_up), weight_rows, 0, 0, OWNERS, blocks, row_format, 2, 1, 99)
     x = make_x(1, HIDDEN)
     found = multiply(modules, stream, x, 2 * blocks)[:, 0]
     wide = [widened(gate_up[COUNT * LAYER + i]) @ x[0].float() for i in CHOSEN]
     for part in range(2):
-        lines = torch.cat([y[part * SIZE :][:SIZE] for y in wide])
-        wanted = torch.nn.functional.pad(lines, (0, blocks * 1024 - len(lines)))
+        weight_rows = torch.cat([y[part * SIZE :][:SIZE] for y in wide])
+        wanted = torch.nn.functional.pad(weight_rows, (0, blocks * 1024 - len(weight_rows)))
         wanted = wanted.view(blocks, -1)[:, 8 * CTA :][:, :8].numpy()
         assert np.allclose(found[part::2], wanted, rtol=1e-4, atol=1e-3)
 
@@ -142,10 +142,15 @@ def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) ->
     sizes, gated = modules.sizes, make_x(1, TOP_K * SIZE)[0]
     down = [make_any(bits, HIDDEN, SIZE, seed) for seed in range(2 * COUNT)]
     room, piece = sizes.expert_columns(SIZE, bits), sizes.factor_piece(SIZE, bits)
-    line, num_chunks = sizes.line_of(TOP_K * room, bits), sizes.num_chunks(TOP_K * room, bits)
-    stream = make_stream(modules, bits, line.tiles, CTA, piece)
+    row_format, num_chunks = (
+        sizes.format_of(TOP_K * room, bits),
+        sizes.num_chunks(TOP_K * room, bits),
+    )
+    stream = make_stream(modules, bits, row_format.tiles, CTA, piece)
     given, chosen = sources(*down, is_of_experts=True), experts.wait(LAYER)
-    experts.fetch_down(stream, given, chosen, 0, 0, OWNERS, HIDDEN, 1, line, 1, line.tiles)
+    experts.fetch_down(
+        stream, given, chosen, 0, 0, OWNERS, HIDDEN, 1, row_format, 1, row_format.tiles
+    )
     padded = torch.nn.functional.pad(gated.view(TOP_K, SIZE), (0, room - SIZE)).flatten()
     padded = torch.nn.functional.pad(padded, (0, num_chunks * 1024 - len(padded)))
     chunks = padded.view(torch.int32).view(-1, 8, 32, 2).numpy()
@@ -155,7 +160,9 @@ def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) ->
         return words[2 * first : 2 * (first + count)]
 
     exchange = SimpleNamespace(poll=poll, size=num_chunks * 1024, room=room)
-    found = multiply_staged(modules, stream, experts.take(exchange, 0, bits), 1, line, piece)[:, 0]
+    found = multiply_staged(modules, stream, experts.take(exchange, 0, bits), 1, row_format, piece)[
+        :, 0
+    ]
     wanted = torch.zeros(HIDDEN)
     for part, weight, i in zip(gated.view(TOP_K, SIZE), WEIGHTS, CHOSEN, strict=True):
         weighed = (part.float() * weight).bfloat16().float()
@@ -184,15 +191,15 @@ def widened(weight: Any) -> Tensor:
 def sources(*weights: Any, is_of_experts: bool = False) -> tuple[Source, Source]:
     """TMA descriptors of concatenated weights and of their scales."""
     if isinstance(weights[0], Tensor):
-        bits, lines, factors = 16, torch.cat(weights), torch.zeros(0, dtype=torch.int32)
+        bits, weight_rows, factors = 16, torch.cat(weights), torch.zeros(0, dtype=torch.int32)
     else:
         bits = weights[0].bits
-        lines = torch.cat([weight.qweight for weight in weights]).view(torch.bfloat16)
+        weight_rows = torch.cat([weight.qweight for weight in weights]).view(torch.bfloat16)
         parts = torch.cat([factors_of(weight) for weight in weights])
         factors = by_tile(parts, bits, is_of_experts)
-    width = lines.shape[1] * 16 // bits
+    width = weight_rows.shape[1] * 16 // bits
     piece = piece_segments(width, bits) if is_of_experts else 8 * num_halves(width, bits)
-    values = lines.view(len(lines), -1, 64).transpose(0, 1).view(torch.int16).numpy()
+    values = weight_rows.view(len(weight_rows), -1, 64).transpose(0, 1).view(torch.int16).numpy()
     size = 8 * segment_groups(bits) * piece
     return Source(values.view(np.uint16), [piece, 8, 64]), Source(factors.numpy(), [size])
 
@@ -229,14 +236,19 @@ def multiply(modules: Any, stream: Any, x: Tensor, num_blocks: int) -> np.ndarra
     for k, chunk in enumerate(padded.view(len(x), -1, 8, 128).unbind(1)):
         rows = tuple(array(row.numpy()) for row in chunk)
         staged = modules.products.stage(staged, k, rows, stream.bits)
-    line = modules.sizes.line_of(width, stream.bits, len(x))
-    return multiply_staged(modules, stream, staged, num_blocks, line)
+    row_format = modules.sizes.format_of(width, stream.bits, len(x))
+    return multiply_staged(modules, stream, staged, num_blocks, row_format)
 
 
 def multiply_staged(
-    modules: Any, stream: Any, staged: Any, num_blocks: int, line: tuple[int, ...], piece: int = 8
+    modules: Any,
+    stream: Any,
+    staged: Any,
+    num_blocks: int,
+    row_format: tuple[int, ...],
+    piece: int = 8,
 ) -> np.ndarray:
     """Return the sums of the 8 weight rows of each block, for each row: [blocks, rows, 8]."""
-    held_x = stream.hold_x(staged, line)
-    sums = stream.products(0, 0, (), staged, held_x, num_blocks, line, 99, piece)
+    held_x = stream.hold_x(staged, row_format)
+    sums = stream.products(0, 0, (), staged, held_x, num_blocks, row_format, 99, piece)
     return stream.add_up(sums, num_blocks)[:num_blocks]

@@ -11,13 +11,14 @@ from nanovllm.devices.cuda.persistent.persistent_step import empty_exchange
 from nanovllm.devices.cuda.persistent.sizes import (
     MIN_SLOTS,
     ExpertsShape,
-    Line,
+    RowFormat,
     StepShape,
     back_columns,
     back_group,
     blocks_at_once,
     columns_at_once,
     expert_columns,
+    format_of,
     gated_at_once,
     gated_width,
     group_chunks,
@@ -25,7 +26,6 @@ from nanovllm.devices.cuda.persistent.sizes import (
     head_blocks_at_once,
     is_held,
     join_groups,
-    line_of,
     num_blocks,
     num_chunks,
     num_halves,
@@ -86,17 +86,17 @@ def test_wide_vectors_are_whole_groups(width: int) -> None:
 def test_blocks_are_multiplied_in_equal_parts(
     rows: int, blocks: int, tiles: int, halves: int, bits: int
 ) -> None:
-    line = Line(tiles, halves, bits, rows)
-    assert tiles % columns_at_once(blocks, line) == 0
-    at_once = blocks_at_once(blocks, line)
+    row_format = RowFormat(tiles, halves, bits, rows)
+    assert tiles % columns_at_once(blocks, row_format) == 0
+    at_once = blocks_at_once(blocks, row_format)
     assert blocks % at_once == 0
     assert at_once == 1 or at_once * tiles <= 6
-    assert at_once == blocks or not is_held(blocks, line)
+    assert at_once == blocks or not is_held(blocks, row_format)
     for is_of_experts in (False, True):
-        gated = gated_at_once(blocks, line, is_of_experts)
+        gated = gated_at_once(blocks, row_format, is_of_experts)
         assert blocks % gated == 0
         assert gated == 1 or 2 * gated * tiles <= 6
-        assert gated == blocks or not is_held(2 * blocks, line)
+        assert gated == blocks or not is_held(2 * blocks, row_format)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 5, 8, 16, 32])
@@ -108,7 +108,7 @@ def test_splits_fit_the_ctas(num_kv_heads: int) -> None:
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("size", range(256, 4097, 256))
-def test_experts_lines_are_filled_up_to_few_pieces(size: int, bits: int) -> None:
+def test_experts_rows_are_padded_to_few_pieces(size: int, bits: int) -> None:
     room, piece = expert_columns(size, bits), piece_segments(size, bits)
     assert size <= room < 2 * size
     assert room * bits // 1024 % piece == 0
@@ -132,8 +132,8 @@ def test_groups_fit_the_ring(name: str, bits: int) -> None:
         pytest.skip(shape.problem)
     widths = shape.hidden, shape.q, gated_width(shape)
     for rows in shape.rows:
-        hidden, q, mlp = (line_of(width, bits, rows) for width in widths)
-        head, blocks = line_of(shape.hidden, 16, rows), num_blocks(shape.hidden)
+        hidden, q, mlp = (format_of(width, bits, rows) for width in widths)
+        head, blocks = format_of(shape.hidden, 16, rows), num_blocks(shape.hidden)
         groups = [
             group_tiles(blocks_at_once(num_blocks(shape.qkv), hidden), hidden),
             back_group(blocks, q),
