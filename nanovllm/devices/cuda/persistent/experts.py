@@ -141,7 +141,7 @@ class Experts:
                 is_there = block * CHUNK + stream.cta * 8 < HIDDEN
                 for i in gl.static_range(COLUMNS):
                     group = g + (first * BLOCKS + block * COLUMNS + i) // GROUP
-                    owners = stream.claim(t, group, owners, FORMAT, stream.flying)
+                    owners = stream.claim(t, group, owners, FORMAT, stream.in_flight)
                     block_rows = rows + block * CHUNK
                     self.fetch_pieces(
                         stream, weights, t, is_there, block_rows, 16 * (first + i), FORMAT

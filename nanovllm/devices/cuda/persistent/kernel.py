@@ -37,8 +37,8 @@ from nanovllm.devices.cuda.persistent.sizes import (
     group_tiles,
     head_blocks_at_once,
     num_blocks,
-    num_flying,
     num_head_blocks,
+    num_in_flight,
     num_slots,
     num_sum_blocks,
     q_width,
@@ -46,7 +46,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
     slot_factors,
 )
 from nanovllm.devices.cuda.persistent.stream import (
-    HEAD_FLYING,
+    HEAD_IN_FLIGHT,
     LANES,
     NUM_USED,
     RING,
@@ -91,11 +91,11 @@ def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
     B: gl.constexpr = num_blocks(given.qkv.width)
     FORMAT: gl.constexpr = format_of(given.x.width, stream.bits, stream.rows)
     N: gl.constexpr = blocks_at_once(B, FORMAT)
-    held = stream.grab_early(t, g, B, FORMAT, stream.flying)
+    held = stream.grab_early(t, g, B, FORMAT, stream.in_flight)
     x, factor = given.x.take_normed(x_now, norm, parameters.eps, stream.bits)
     held_x = stream.hold_x(x, FORMAT)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, N, FORMAT, stream.flying)
+        sums = stream.products(t, g, held, x, held_x, N, FORMAT, stream.in_flight)
         y = stream.add_up(sums, N) * factor
         if parameters.has_bias:
             block, row, column = sum_indices(stream.blocks, stream.rows)
@@ -114,7 +114,7 @@ def route(stream, t, g, given, norm, parameters, experts, now):
     """Choose the experts of y, and stage y for them while the logits are being exchanged."""
     FORMAT: gl.constexpr = format_of(given.y.width, 16)
     x, factor = given.y.take_normed(now, norm, parameters.eps, 16)
-    sums = stream.products(t, g, (), x, ((), ()), 1, FORMAT, stream.flying)
+    sums = stream.products(t, g, (), x, ((), ()), 1, FORMAT, stream.in_flight)
     given.routed.publish(stream.add_up(sums, 1) * factor, 0, now, 1)
     if stream.bits < 16:
         x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
@@ -132,12 +132,12 @@ def project_back(
     FORMAT: gl.constexpr = format_of(source.columns, bits, stream.rows)
     OF_EXPERTS: gl.constexpr = GATED and experts.count > 0
     PIECE: gl.constexpr = factor_piece(experts.size, bits) if OF_EXPERTS else 8
-    held = stream.grab_early(t, g, B, FORMAT, stream.flying, PIECE)
+    held = stream.grab_early(t, g, B, FORMAT, stream.in_flight, PIECE)
     sums = ()
     if len(held) > 0:
         x = experts.take(source, now, bits) if OF_EXPERTS else take_all(source, now, bits)
         sums = stream.products(
-            t, g, held, x, stream.hold_x(x, FORMAT), B, FORMAT, stream.flying, PIECE
+            t, g, held, x, stream.hold_x(x, FORMAT), B, FORMAT, stream.in_flight, PIECE
         )
         g += 1
     else:
@@ -179,7 +179,9 @@ def add_columns(
         own = totals[0]
         for k in gl.static_range(1, len(totals)):
             own = chosen(b == k, totals[k], own)
-        own = stream.add_tiles(t + b * N, g + b, x, held_x, 0, N, own, FORMAT, stream.flying, PIECE)
+        own = stream.add_tiles(
+            t + b * N, g + b, x, held_x, 0, N, own, FORMAT, stream.in_flight, PIECE
+        )
         found = ()
         for k in gl.static_range(len(totals)):
             found = found + (chosen(b == k, own, totals[k]),)
@@ -204,12 +206,12 @@ def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
     B: gl.constexpr = num_blocks(given.gated.width)
     FORMAT: gl.constexpr = format_of(given.y.width, stream.bits, stream.rows)
     N: gl.constexpr = gated_at_once(B, FORMAT, experts.count > 0)
-    held = stream.grab_early(t, g, 2 * B, FORMAT, stream.flying)
+    held = stream.grab_early(t, g, 2 * B, FORMAT, stream.in_flight)
     if experts.count == 0:
         x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
     held_x = stream.hold_x(x, FORMAT)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, 2 * N, FORMAT, stream.flying)
+        sums = stream.products(t, g, held, x, held_x, 2 * N, FORMAT, stream.in_flight)
         spread(stream.sums, sums, 0, 2, N, stream.rows)
         spread(stream.more_sums, sums, 1, 2, N, stream.rows)
         gate = total(stream.sums, stream.blocks, stream.rows) * factor
@@ -229,7 +231,7 @@ def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.con
     x, factor = given.x.take_normed(x_now, norm, parameters.eps, 16)
     held_x = stream.hold_x(x, FORMAT)
     for i in range(num_head_blocks(VOCAB, C) // N):
-        sums = stream.products(t, g, (), x, held_x, N, FORMAT, HEAD_FLYING)
+        sums = stream.products(t, g, (), x, held_x, N, FORMAT, HEAD_IN_FLIGHT)
         y = stream.add_up(sums, N) * factor
         block, row, column = sum_indices(stream.blocks, stream.rows)
         column = (i * N + block) * CHUNK + stream.cta * 8 + column
@@ -369,7 +371,7 @@ def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
     # Tiles of a block that come before those of the next block
     CO: gl.constexpr = columns_at_once(B, A)
     CD: gl.constexpr = columns_at_once(B, M)
-    F: gl.constexpr = stream.flying
+    F: gl.constexpr = stream.in_flight
     t, g = gl.to_tensor(0), gl.to_tensor(0)
     owners = gl.zeros([32], gl.int32, LANES)
     for layer in range(num_layers):
@@ -391,7 +393,7 @@ def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
                 stream, down, chosen, t, g, owners, HIDDEN, B, M, GD, CD
             )
     weight_rows = WeightRows(gl.to_tensor(0), VOCAB)
-    stream.fetch((head, head), weight_rows, t, g, owners, BV, V, 1, GV, HEAD_FLYING)
+    stream.fetch((head, head), weight_rows, t, g, owners, BV, V, 1, GV, HEAD_IN_FLIGHT)
 
 
 @gluon.constexpr_function
@@ -417,9 +419,9 @@ def make_stream(cta, SHAPE: gl.constexpr, ROWS: gl.constexpr):
     BLOCKS: gl.constexpr = num_sum_blocks(SHAPE, ROWS)
     sums = gl.allocate_shared_memory(gl.float32, [8, BLOCKS, ROWS, 8], S4)
     more_sums = gl.allocate_shared_memory(gl.float32, [8, BLOCKS, ROWS, 8], S4)
-    FLYING: gl.constexpr = num_flying(SHAPE.hidden)
+    IN_FLIGHT: gl.constexpr = num_in_flight(SHAPE.hidden)
     return Stream(
-        ring, words, factors, full, used, sums, more_sums, cta, BLOCKS, ROWS, SLOTS, FLYING, BITS
+        ring, words, factors, full, used, sums, more_sums, cta, BLOCKS, ROWS, SLOTS, IN_FLIGHT, BITS
     )
 
 

@@ -381,15 +381,15 @@ def sums_layout(blocks, rows):
 
 
 @gluon.constexpr_function
-def num_flying(hidden):
+def num_in_flight(hidden):
     """Tiles in flight at once: docs/persistent-step.md has the measurements."""
     return 3 if hidden >= 2048 else 2
 
 
 @gluon.constexpr_function
-def line_flying(row_format, flying, slots):
-    """Tiles in flight, possibly half tiles, for the bytes of `flying` whole tiles."""
-    return min(flying * 2 // row_format.halves, slots - 1)
+def tiles_in_flight(row_format, in_flight, slots):
+    """Tiles in flight, possibly half tiles, for the bytes of `in_flight` whole tiles."""
+    return min(in_flight * 2 // row_format.halves, slots - 1)
 
 
 @gluon.constexpr_function

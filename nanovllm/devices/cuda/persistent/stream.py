@@ -26,7 +26,6 @@ from nanovllm.devices.cuda.persistent.sizes import (
     group_chunks,
     is_held,
     is_wide,
-    line_flying,
     num_copies,
     power_of_two,
     segment_groups,
@@ -34,9 +33,10 @@ from nanovllm.devices.cuda.persistent.sizes import (
     tile_bytes,
     tile_factors,
     tile_words,
+    tiles_in_flight,
 )
 
-HEAD_FLYING = gl.constexpr(4)  # tiles of the LM head in flight at once
+HEAD_IN_FLIGHT = gl.constexpr(4)  # tiles of the LM head in flight at once
 NOWHERE = gl.constexpr(1 << 30)  # a weight row out of bounds, for which TMA writes zeros
 NUM_USED = gl.constexpr(16)  # mbarriers for groups: more than the ring has slots
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -119,7 +119,7 @@ class Stream:
     blocks: gl.constexpr  # upper bound on the blocks whose sums are added up at once
     rows: gl.constexpr
     slots: gl.constexpr
-    flying: gl.constexpr  # tiles in flight at once: more of them slow the exchanges down
+    in_flight: gl.constexpr  # tiles in flight at once: more of them slow the exchanges down
     bits: gl.constexpr  # bits of a weight, except in the LM head and the router
 
     @gluon.constexpr_function
@@ -136,13 +136,13 @@ class Stream:
         blocks,
         rows,
         slots,
-        flying,
+        in_flight,
         bits,
     ):
         self.ring, self.words, self.factors = ring, words, factors
         self.full, self.used = full, used
         self.sums, self.more_sums = sums, more_sums
-        self.cta, self.slots, self.flying = cta, gl.constexpr(slots), gl.constexpr(flying)
+        self.cta, self.slots, self.in_flight = cta, gl.constexpr(slots), gl.constexpr(in_flight)
         self.blocks, self.rows, self.bits = (
             gl.constexpr(blocks),
             gl.constexpr(rows),
@@ -157,7 +157,7 @@ class Stream:
     @gluon.jit
     def fetch(
         self, weights, weight_rows, t, g, owners, BLOCKS: gl.constexpr, FORMAT: gl.constexpr,
-        PARTS: gl.constexpr, GROUP: gl.constexpr, FLYING: gl.constexpr,
+        PARTS: gl.constexpr, GROUP: gl.constexpr, IN_FLIGHT: gl.constexpr,
         COLUMNS: gl.constexpr = 0,
     ):  # fmt: skip
         """Start the TMA copies of this CTA's tiles of a projection in one layer.
@@ -173,7 +173,7 @@ class Stream:
             first = weight_rows.find(weight_row)
             for i in range(N):
                 row, tile = first + i // TILES * weight_rows.part, before + i % TILES
-                owners = self.claim(t, g + (turn * N + i) // GROUP, owners, FORMAT, FLYING)
+                owners = self.claim(t, g + (turn * N + i) // GROUP, owners, FORMAT, IN_FLIGHT)
                 place = (row // 8 * FORMAT.tiles + tile) * tile_factors(FORMAT)
                 is_there = weight_row < weight_rows.count
                 self.copy(weights, t, is_there, row, tile * 16, place, 0, 8 * FORMAT.halves, FORMAT)
@@ -202,10 +202,10 @@ class Stream:
             tma.async_copy_global_to_shared(factors, there, full, target)
 
     @gluon.jit
-    def claim(self, t, g, owners, FORMAT: gl.constexpr, FLYING: gl.constexpr):
+    def claim(self, t, g, owners, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr):
         """Wait until a tile's slot is free and few enough tiles are in flight; expect its bytes."""
         owners = self.take_slot(t, g, owners)
-        before = t - line_flying(FORMAT, FLYING, self.slots)
+        before = t - tiles_in_flight(FORMAT, IN_FLIGHT, self.slots)
         if before >= 0:
             mbarrier.wait(self.full.index(before % self.slots), (before // self.slots) & 1)
         mbarrier.expect(self.full.index(t % self.slots), tile_bytes(FORMAT))
@@ -222,14 +222,14 @@ class Stream:
         return gl.where(lane == slot, g, owners)
 
     @gluon.jit
-    def wait(self, t, N: gl.constexpr, FLYING: gl.constexpr):
+    def wait(self, t, N: gl.constexpr, IN_FLIGHT: gl.constexpr):
         """Wait for N tiles.
 
         Only the last ones can be in flight: the loading warp waits for the earlier ones before it
         starts the copies of these.
         """
         for k in gl.static_range(N):
-            if k >= N - FLYING:
+            if k >= N - IN_FLIGHT:
                 mbarrier.wait(self.full.index((t + k) % self.slots), ((t + k) // self.slots) & 1)
 
     @gluon.jit
@@ -249,10 +249,10 @@ class Stream:
         return w
 
     @gluon.jit
-    def grab(self, t, g, N: gl.constexpr, FORMAT: gl.constexpr, FLYING: gl.constexpr,
+    def grab(self, t, g, N: gl.constexpr, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr,
              PIECE: gl.constexpr):  # fmt: skip
         """Load a group of N tiles into registers, each with its scales."""
-        self.wait(t, N, line_flying(FORMAT, FLYING, self.slots))
+        self.wait(t, N, tiles_in_flight(FORMAT, IN_FLIGHT, self.slots))
         w = ()
         for k in gl.static_range(N):
             w = w + self.tile_at(t + k, FORMAT, PIECE)
@@ -261,13 +261,13 @@ class Stream:
 
     @gluon.jit
     def grab_early(
-        self, t, g, BLOCKS: gl.constexpr, FORMAT: gl.constexpr, FLYING: gl.constexpr,
+        self, t, g, BLOCKS: gl.constexpr, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr,
         PIECE: gl.constexpr = 8,
     ):  # fmt: skip
         """Load a projection's tiles into registers before x arrives, if they fit."""
         w = ()
         if is_held(BLOCKS, FORMAT):
-            w = self.grab(t, g, BLOCKS * FORMAT.tiles, FORMAT, FLYING, PIECE)
+            w = self.grab(t, g, BLOCKS * FORMAT.tiles, FORMAT, IN_FLIGHT, PIECE)
         return w
 
     @gluon.jit
@@ -286,7 +286,7 @@ class Stream:
     @gluon.jit
     def products(
         self, t, g, held, x, held_x, COUNT: gl.constexpr, FORMAT: gl.constexpr,
-        FLYING: gl.constexpr, PIECE: gl.constexpr = 8,
+        IN_FLIGHT: gl.constexpr, PIECE: gl.constexpr = 8,
     ):  # fmt: skip
         """Multiply COUNT blocks by x; return this warp's sums, of one weight row in each thread.
 
@@ -299,14 +299,14 @@ class Stream:
                 totals = no_sums(FORMAT)
                 for i in gl.static_range(FORMAT.tiles // N):
                     totals = self.add_tiles(
-                        t, g, x, held_x, i * N, N, totals, FORMAT, FLYING, PIECE
+                        t, g, x, held_x, i * N, N, totals, FORMAT, IN_FLIGHT, PIECE
                     )
                     t += N
                     g += 1
                 sums = sums + (by_row(totals, FORMAT.bits),)
         else:
             if len(held) == 0:
-                held = self.grab(t, g, COUNT * FORMAT.tiles, FORMAT, FLYING, PIECE)
+                held = self.grab(t, g, COUNT * FORMAT.tiles, FORMAT, IN_FLIGHT, PIECE)
             sums = self.products_of_held(held, x, held_x, COUNT, FORMAT)
         return sums
 
@@ -326,10 +326,10 @@ class Stream:
     @gluon.jit
     def add_tiles(
         self, t, g, x, held_x, first: gl.constexpr, N: gl.constexpr, totals, FORMAT: gl.constexpr,
-        FLYING: gl.constexpr, PIECE: gl.constexpr,
+        IN_FLIGHT: gl.constexpr, PIECE: gl.constexpr,
     ):  # fmt: skip
         """Add the products of a group of N tiles and x, from x's pieces for tile `first` on."""
-        self.wait(t, N, line_flying(FORMAT, FLYING, self.slots))
+        self.wait(t, N, tiles_in_flight(FORMAT, IN_FLIGHT, self.slots))
         for c in gl.static_range(N):
             w = self.tile_at(t + c, FORMAT, PIECE)
             totals = self.add_tile(w, x, held_x, first + c, totals, FORMAT)
