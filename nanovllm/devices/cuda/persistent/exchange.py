@@ -269,13 +269,13 @@ class Exchange:
     @gluon.jit
     def load_norm(self, weight):
         """Load the norm's weight, which is padded to whole chunks, ahead of `take_normed`."""
-        factors = ()
+        norm_weights = ()
         for k in gl.static_range(self.size // CHUNK):
-            factors = factors + (gl.load(weight + k * 256 + thread_index()),)
-        return factors
+            norm_weights = norm_weights + (gl.load(weight + k * 256 + thread_index()),)
+        return norm_weights
 
     @gluon.jit
-    def take_normed(self, now, factors, eps, BITS: gl.constexpr):
+    def take_normed(self, now, norm_weights, eps, BITS: gl.constexpr):
         """Poll x and stage it times the norm's weight; also return each row's 1 / RMS."""
         N: gl.constexpr = self.size // CHUNK
         words = self.poll(now, 0, N)
@@ -283,7 +283,7 @@ class Exchange:
         for _ in gl.static_range(self.rows):
             squares = squares + (gl.zeros([8, 32], gl.float32, THREADS),)
         for k in gl.static_range(N):
-            w = four_floats(factors[k].to(gl.int32), (factors[k] >> 32).to(gl.int32))
+            w = four_floats(norm_weights[k].to(gl.int32), (norm_weights[k] >> 32).to(gl.int32))
             rows, more = (), ()
             for r in gl.static_range(self.rows):
                 one, other = words[2 * (r * N + k)], words[2 * (r * N + k) + 1]

@@ -114,8 +114,8 @@ class Experts:
                 if meets(place, gated.room, k):
                     w = gl.where(column >= place * gated.room, self.weight(place), w)
             pair = gl.join(w, w)
-            factors = gl.reshape(gl.join(pair, pair), [8, 128])
-            x = four_floats(words[2 * k], words[2 * k + 1]) * factors
+            expert_weights = gl.reshape(gl.join(pair, pair), [8, 128])
+            x = four_floats(words[2 * k], words[2 * k + 1]) * expert_weights
             staged = stage(staged, k, (x,), BITS)
         return staged
 

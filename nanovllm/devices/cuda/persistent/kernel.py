@@ -23,14 +23,13 @@ from nanovllm.devices.cuda.persistent.exchange import (
     thread_index,
 )
 from nanovllm.devices.cuda.persistent.experts import ExpertRows, Experts
-from nanovllm.devices.cuda.persistent.products import FACTORS, by_row
+from nanovllm.devices.cuda.persistent.products import SCALES, by_row
 from nanovllm.devices.cuda.persistent.sizes import (
     ExpertsShape,
     StepShape,
     back_group,
     blocks_at_once,
     columns_at_once,
-    factor_piece,
     format_of,
     gated_at_once,
     gated_width,
@@ -43,7 +42,8 @@ from nanovllm.devices.cuda.persistent.sizes import (
     num_sum_blocks,
     q_width,
     qkv_width,
-    slot_factors,
+    scale_piece,
+    slot_scales,
 )
 from nanovllm.devices.cuda.persistent.stream import (
     HEAD_IN_FLIGHT,
@@ -92,11 +92,11 @@ def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
     FORMAT: gl.constexpr = format_of(given.x.width, stream.bits, stream.rows)
     N: gl.constexpr = blocks_at_once(B, FORMAT)
     held = stream.grab_early(t, g, B, FORMAT, stream.in_flight)
-    x, factor = given.x.take_normed(x_now, norm, parameters.eps, stream.bits)
+    x, inv_rms = given.x.take_normed(x_now, norm, parameters.eps, stream.bits)
     held_x = stream.hold_x(x, FORMAT)
     for i in range(B // N):
         sums = stream.products(t, g, held, x, held_x, N, FORMAT, stream.in_flight)
-        y = stream.add_up(sums, N) * factor
+        y = stream.add_up(sums, N) * inv_rms
         if parameters.has_bias:
             block, row, column = sum_indices(stream.blocks, stream.rows)
             column = (i * N + block) * CHUNK + stream.cta * 8 + column
@@ -113,13 +113,13 @@ def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
 def route(stream, t, g, given, norm, parameters, experts, now):
     """Choose the experts of y, and stage y for them while the logits are being exchanged."""
     FORMAT: gl.constexpr = format_of(given.y.width, 16)
-    x, factor = given.y.take_normed(now, norm, parameters.eps, 16)
+    x, inv_rms = given.y.take_normed(now, norm, parameters.eps, 16)
     sums = stream.products(t, g, (), x, ((), ()), 1, FORMAT, stream.in_flight)
-    given.routed.publish(stream.add_up(sums, 1) * factor, 0, now, 1)
+    given.routed.publish(stream.add_up(sums, 1) * inv_rms, 0, now, 1)
     if stream.bits < 16:
-        x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
+        x, inv_rms = given.y.take_normed(now, norm, parameters.eps, stream.bits)
     experts.choose(given.routed, now)
-    return x, factor, t + FORMAT.tiles, g + FORMAT.tiles // group_tiles(1, FORMAT)
+    return x, inv_rms, t + FORMAT.tiles, g + FORMAT.tiles // group_tiles(1, FORMAT)
 
 
 @gluon.jit
@@ -131,7 +131,7 @@ def project_back(
     B: gl.constexpr = num_blocks(target.width)
     FORMAT: gl.constexpr = format_of(source.columns, bits, stream.rows)
     OF_EXPERTS: gl.constexpr = GATED and experts.count > 0
-    PIECE: gl.constexpr = factor_piece(experts.size, bits) if OF_EXPERTS else 8
+    PIECE: gl.constexpr = scale_piece(experts.size, bits) if OF_EXPERTS else 8
     held = stream.grab_early(t, g, B, FORMAT, stream.in_flight, PIECE)
     sums = ()
     if len(held) > 0:
@@ -202,20 +202,20 @@ def chosen(condition, ours, others):
 def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
     """Project y to gate and up, whose blocks alternate, and publish silu(gate) * up."""
     if experts.count > 0:
-        x, factor, t, g = route(stream, t, g, given, norm, parameters, experts, now)
+        x, inv_rms, t, g = route(stream, t, g, given, norm, parameters, experts, now)
     B: gl.constexpr = num_blocks(given.gated.width)
     FORMAT: gl.constexpr = format_of(given.y.width, stream.bits, stream.rows)
     N: gl.constexpr = gated_at_once(B, FORMAT, experts.count > 0)
     held = stream.grab_early(t, g, 2 * B, FORMAT, stream.in_flight)
     if experts.count == 0:
-        x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
+        x, inv_rms = given.y.take_normed(now, norm, parameters.eps, stream.bits)
     held_x = stream.hold_x(x, FORMAT)
     for i in range(B // N):
         sums = stream.products(t, g, held, x, held_x, 2 * N, FORMAT, stream.in_flight)
         spread(stream.sums, sums, 0, 2, N, stream.rows)
         spread(stream.more_sums, sums, 1, 2, N, stream.rows)
-        gate = total(stream.sums, stream.blocks, stream.rows) * factor
-        up = total(stream.more_sums, stream.blocks, stream.rows) * factor
+        gate = total(stream.sums, stream.blocks, stream.rows) * inv_rms
+        up = total(stream.more_sums, stream.blocks, stream.rows) * inv_rms
         given.gated.publish(gate / (1.0 + gl.exp(-gate)) * up, i * N, now, N)
         t += 2 * N * FORMAT.tiles
         g += 2 * N * FORMAT.tiles // group_tiles(2 * N, FORMAT)
@@ -228,11 +228,11 @@ def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.con
     C: gl.constexpr = FORMAT.tiles
     N: gl.constexpr = head_blocks_at_once(C)
     norm = given.x.load_norm(parameters.final_norm)
-    x, factor = given.x.take_normed(x_now, norm, parameters.eps, 16)
+    x, inv_rms = given.x.take_normed(x_now, norm, parameters.eps, 16)
     held_x = stream.hold_x(x, FORMAT)
     for i in range(num_head_blocks(VOCAB, C) // N):
         sums = stream.products(t, g, (), x, held_x, N, FORMAT, HEAD_IN_FLIGHT)
-        y = stream.add_up(sums, N) * factor
+        y = stream.add_up(sums, N) * inv_rms
         block, row, column = sum_indices(stream.blocks, stream.rows)
         column = (i * N + block) * CHUNK + stream.cta * 8 + column
         is_ours = (block < N) & (column < VOCAB) & (row >= 0)
@@ -407,9 +407,9 @@ def make_stream(cta, SHAPE: gl.constexpr, ROWS: gl.constexpr):
     BITS: gl.constexpr = SHAPE.bits
     ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 16, 8, 64], RING)
     words = ring._reinterpret(gl.int32, [SLOTS, 16, 8, 32], RING_WORDS)
-    factors = ring
+    scales = ring
     if BITS < 16:
-        factors = gl.allocate_shared_memory(gl.int32, [SLOTS, slot_factors(SHAPE)], FACTORS)
+        scales = gl.allocate_shared_memory(gl.int32, [SLOTS, slot_scales(SHAPE)], SCALES)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     used = gl.allocate_shared_memory(gl.int64, [NUM_USED, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -421,7 +421,7 @@ def make_stream(cta, SHAPE: gl.constexpr, ROWS: gl.constexpr):
     more_sums = gl.allocate_shared_memory(gl.float32, [8, BLOCKS, ROWS, 8], S4)
     IN_FLIGHT: gl.constexpr = num_in_flight(SHAPE.hidden)
     return Stream(
-        ring, words, factors, full, used, sums, more_sums, cta, BLOCKS, ROWS, SLOTS, IN_FLIGHT, BITS
+        ring, words, scales, full, used, sums, more_sums, cta, BLOCKS, ROWS, SLOTS, IN_FLIGHT, BITS
     )
 
 
@@ -438,7 +438,7 @@ def make_experts(stream, SHAPE: gl.constexpr):
 
 @gluon.jit
 def persistent_step(
-    qkv, qkv_factors, o, o_factors, gate_up, gate_up_factors, down, down_factors, router, head,
+    qkv, qkv_scales, o, o_scales, gate_up, gate_up_scales, down, down_scales, router, head,
     vectors, caches, tables, signals, memories, outputs, numbers,
     NUMBERS: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, NEW: gl.constexpr,
 ):  # fmt: skip
@@ -449,8 +449,8 @@ def persistent_step(
     """
     SHAPE: gl.constexpr = shape_of(NUMBERS)
     VOCAB: gl.constexpr = SHAPE.vocab
-    gates, downs = (gate_up, gate_up_factors), (down, down_factors)
-    weights = ((qkv, qkv_factors), (o, o_factors), gates, downs, (router, router))
+    gates, downs = (gate_up, gate_up_scales), (down, down_scales)
+    weights = ((qkv, qkv_scales), (o, o_scales), gates, downs, (router, router))
     embedding, norms, final_norm, qk_norms, qkv_bias, rope = vectors
     slots, lengths, tokens, tokens_width, block_table, table_width = tables
     turns, flag = signals

@@ -192,10 +192,10 @@ def move_together(weights: list[CudaWeight]) -> Tensor | StackedCodes:
     stored = [weight for weight in weights if not isinstance(weight, Tensor)]
     if not stored:
         return stacked
-    return StackedCodes(_bits(weights[0]), stacked, torch.stack(list(map(factors_of, stored))))
+    return StackedCodes(_bits(weights[0]), stacked, torch.stack(list(map(pack_scales, stored))))
 
 
-def factors_of(weight: QuantizedWeight) -> Tensor:
+def pack_scales(weight: QuantizedWeight) -> Tensor:
     """Pack the scale, and with 4 bits the zero point, of each quant group: int32 [out, in / 128].
 
     An FP8 scale is a float32 times LOWER. A 4-bit word has the zero point plus 128 in its lower

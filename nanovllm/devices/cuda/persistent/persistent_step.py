@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.devices.cuda.persistent.exchange import NUM_BUFFERS, NUM_CTAS
 from nanovllm.devices.cuda.persistent.kernel import persistent_step
-from nanovllm.devices.cuda.persistent.products import FACTORS
+from nanovllm.devices.cuda.persistent.products import SCALES
 from nanovllm.devices.cuda.persistent.sizes import (
     MAX_ROWS,
     PART_WORDS,
@@ -40,11 +40,11 @@ class StackedCodes:
 
     bits: int  # 8 or 4
     words: Tensor  # int32 [layers, out, in * bits / 32]
-    factors: Tensor  # int32 [layers, out, in / 128]: scales, packed by `factors_of`
+    scales: Tensor  # int32 [layers, out, in / 128]: scales, packed by `pack_scales`
 
     @property
     def nbytes(self) -> int:
-        return self.words.nbytes + self.factors.nbytes
+        return self.words.nbytes + self.scales.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +195,9 @@ def describe_both(
     described = describe(plain, piece)
     if isinstance(weight, Tensor):
         return described, described
-    factors = by_tile(weight.factors, bits, is_of_experts)
+    scales = by_tile(weight.scales, bits, is_of_experts)
     size = 8 * segment_groups(bits) * piece
-    return described, TensorDescriptor(factors, [factors.numel()], [1], [size], FACTORS.value)
+    return described, TensorDescriptor(scales, [scales.numel()], [1], [size], SCALES.value)
 
 
 def describe(weight: Tensor, piece: int) -> TensorDescriptor:
@@ -207,17 +207,17 @@ def describe(weight: Tensor, piece: int) -> TensorDescriptor:
     return TensorDescriptor(weight, shape, [64, width, 1], [piece, 8, 64], RING.value)
 
 
-def by_tile(factors: Tensor, bits: int, is_of_experts: bool = False) -> Tensor:
+def by_tile(scales: Tensor, bits: int, is_of_experts: bool = False) -> Tensor:
     """Lay out scales [..., out, groups] for 8 weight rows at a time, quant group by quant group.
 
     Weight rows are padded to whole tiles or, for `down` of experts, to `expert_segments`.
     """
-    groups = factors.shape[-1]
+    groups = scales.shape[-1]
     width = groups * 128
     count = 8 * num_tiles(width, bits) * num_halves(width, bits)
     count = expert_segments(width, bits) if is_of_experts else count
     padded = count * segment_groups(bits)
-    whole = torch.nn.functional.pad(factors, (0, padded - groups))
+    whole = torch.nn.functional.pad(scales, (0, padded - groups))
     return whole.view(-1, 8, padded).transpose(1, 2).contiguous().flatten()
 
 

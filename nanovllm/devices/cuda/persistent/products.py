@@ -9,7 +9,7 @@ to 15. Scales are applied to the sums. See docs/persistent-step.md.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from nanovllm.devices.cuda.persistent.sizes import factor_words, segment_groups
+from nanovllm.devices.cuda.persistent.sizes import scale_words, segment_groups
 
 S3, S5, S6, S7, S9 = (
     gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1]))
@@ -18,7 +18,7 @@ S3, S5, S6, S7, S9 = (
 # Half a tile as words [8 segments, 8 weight rows, 32], distributed as an operand of `mma`
 HALF = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
 ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [8, 1, 1], [2, 1, 0]))  # [8, 8, 4]
-FACTORS = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))  # scales of a tile, not swizzled
+SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))  # scales of a tile, not swizzled
 # The bits of an FP8 value, moved to their positions in bfloat16, are that value times 2**-120. To
 # compensate, x is scaled up: |x| < 2**27 stays finite, and sums do not underflow in float32.
 RAISE = gl.constexpr(2.0**100)
@@ -190,14 +190,14 @@ def load_words(slot, HALVES: gl.constexpr):
 
 
 @gluon.jit
-def load_factors(slot, HALVES: gl.constexpr, BITS: gl.constexpr, PIECE: gl.constexpr):
+def load_scales(slot, HALVES: gl.constexpr, BITS: gl.constexpr, PIECE: gl.constexpr):
     """Load the scale word of a thread's weight row and quant group, for each half of a tile.
 
     The scales of PIECE segments are contiguous, and start at an address that TMA can write to.
     """
     P: gl.constexpr = segment_groups(BITS)
     N: gl.constexpr = 8 * HALVES // PIECE
-    STEP: gl.constexpr = factor_words(BITS, PIECE)
+    STEP: gl.constexpr = scale_words(BITS, PIECE)
     L: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1], [4 // P, 1, P, 8], [1, 8 // PIECE, PIECE, 1], [0, 2, 3, 1]
     )
@@ -350,17 +350,17 @@ def multiply(w, x, x_sums, totals, FORMAT: gl.constexpr):
         totals = added(totals, run(plain_asm(HALVES, SETS), all_of_x + w, SETS))
     else:
         for a in gl.static_range(HALVES):
-            words, factor = w[8 * a : 8 * a + 8], w[8 * HALVES + a]
+            words, scale = w[8 * a : 8 * a + 8], w[8 * HALVES + a]
             scaled = ()
             if FORMAT.bits == 8:
                 sums = run(fp8_asm(SETS), x[a] + words, SETS)
                 for s in gl.static_range(SETS):
-                    scaled = scaled + (sums[s] * factor.to(gl.float32, bitcast=True),)
+                    scaled = scaled + (sums[s] * scale.to(gl.float32, bitcast=True),)
             else:
                 sums = run(int4_asm(SETS), x[a] + words, SETS)
                 for s in gl.static_range(SETS):
-                    centred = sums[s] - lower_half(factor) * x_sums[a][s]
-                    scaled = scaled + (centred * upper_half(factor),)
+                    centred = sums[s] - lower_half(scale) * x_sums[a][s]
+                    scaled = scaled + (centred * upper_half(scale),)
             totals = added(totals, scaled)
     return totals
 

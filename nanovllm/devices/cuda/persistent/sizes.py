@@ -188,14 +188,14 @@ def tile_words(row_format):
 
 
 @gluon.constexpr_function
-def tile_factors(row_format):
+def tile_scales(row_format):
     """Words of scales of a tile."""
     return row_format.halves * 64 * segment_groups(row_format.bits)
 
 
 @gluon.constexpr_function
 def tile_bytes(row_format):
-    return row_format.halves * HALF_BYTES.value + 4 * tile_factors(row_format)
+    return row_format.halves * HALF_BYTES.value + 4 * tile_scales(row_format)
 
 
 @gluon.constexpr_function
@@ -314,11 +314,11 @@ def gated_width(shape):
 
 
 @gluon.constexpr_function
-def slot_factors(shape):
+def slot_scales(shape):
     """Words of scales in a slot of the ring, enough for any tile."""
     bits = shape.bits
-    piece = factor_piece(shape.experts.size, bits) if shape.experts.num_experts else 8
-    return 0 if bits == 16 else 16 // piece * factor_words(bits, piece)
+    piece = scale_piece(shape.experts.size, bits) if shape.experts.num_experts else 8
+    return 0 if bits == 16 else 16 // piece * scale_words(bits, piece)
 
 
 @gluon.constexpr_function
@@ -344,7 +344,7 @@ def num_slots(shape, rows):
     heads = num_head_vectors(shape.num_heads // shape.num_kv_heads, rows) * shape.head_dim * 2
     sums = 2 * 256 * num_sum_blocks(shape, rows) * rows
     scratch = max(num_staged * 2048 * rows, 8192) + heads + sums + 3072
-    return min(12, (SHARED_BYTES - scratch) // (2 * HALF_BYTES.value + 4 * slot_factors(shape)))
+    return min(12, (SHARED_BYTES - scratch) // (2 * HALF_BYTES.value + 4 * slot_scales(shape)))
 
 
 @gluon.constexpr_function
@@ -480,12 +480,12 @@ def piece_segments(size, bits):
 
 
 @gluon.constexpr_function
-def factor_words(bits, piece):
+def scale_words(bits, piece):
     """Words from the scales of a piece to those of the next: a multiple of 128 bytes, for TMA."""
     return max(piece * 8 * segment_groups(bits), 32)
 
 
 @gluon.constexpr_function
-def factor_piece(size, bits):
+def scale_piece(size, bits):
     """Segments whose scales are contiguous in a slot: at most those of half a tile."""
     return min(piece_segments(size, bits), 8)

@@ -13,7 +13,7 @@ from nanovllm.devices.cuda.persistent.products import (
     ONE,
     by_row,
     joined,
-    load_factors,
+    load_scales,
     load_words,
     load_x,
     multiply,
@@ -22,16 +22,16 @@ from nanovllm.devices.cuda.persistent.products import (
     sums_of,
 )
 from nanovllm.devices.cuda.persistent.sizes import (
-    factor_words,
     group_chunks,
     is_held,
     is_wide,
     num_copies,
     power_of_two,
+    scale_words,
     segment_groups,
     sums_layout,
     tile_bytes,
-    tile_factors,
+    tile_scales,
     tile_words,
     tiles_in_flight,
 )
@@ -110,7 +110,7 @@ class Stream:
 
     ring: gl.shared_memory_descriptor
     words: gl.shared_memory_descriptor  # the memory of the ring, as words
-    factors: gl.shared_memory_descriptor  # scales of quantized weights, for each slot
+    scales: gl.shared_memory_descriptor  # scales of quantized weights, for each slot
     full: gl.shared_memory_descriptor  # an mbarrier for each slot: its tile has arrived
     used: gl.shared_memory_descriptor  # mbarriers for groups, in rotation: tiles are consumed
     sums: gl.shared_memory_descriptor  # the warps' sums: [8 warps, blocks, rows, 8 weight rows]
@@ -127,7 +127,7 @@ class Stream:
         self,
         ring,
         words,
-        factors,
+        scales,
         full,
         used,
         sums,
@@ -139,7 +139,7 @@ class Stream:
         in_flight,
         bits,
     ):
-        self.ring, self.words, self.factors = ring, words, factors
+        self.ring, self.words, self.scales = ring, words, scales
         self.full, self.used = full, used
         self.sums, self.more_sums = sums, more_sums
         self.cta, self.slots, self.in_flight = cta, gl.constexpr(slots), gl.constexpr(in_flight)
@@ -174,7 +174,7 @@ class Stream:
             for i in range(N):
                 row, tile = first + i // TILES * weight_rows.part, before + i % TILES
                 owners = self.claim(t, g + (turn * N + i) // GROUP, owners, FORMAT, IN_FLIGHT)
-                place = (row // 8 * FORMAT.tiles + tile) * tile_factors(FORMAT)
+                place = (row // 8 * FORMAT.tiles + tile) * tile_scales(FORMAT)
                 is_there = weight_row < weight_rows.count
                 self.copy(weights, t, is_there, row, tile * 16, place, 0, 8 * FORMAT.halves, FORMAT)
                 t += 1
@@ -189,17 +189,17 @@ class Stream:
 
         They go to a tile's segments from `at` on.
         """
-        weight, factors = weights
+        weight, scales = weights
         slot = t % self.slots
         full, target = self.full.index(slot), self.ring.index(slot).slice(at, N, 0)
         there = [segment, gl.where(is_there, row, NOWHERE), 0]
         tma.async_copy_global_to_shared(weight, there, full, target)
         if FORMAT.bits < 16:
-            STEP: gl.constexpr = factor_words(FORMAT.bits, N)
+            STEP: gl.constexpr = scale_words(FORMAT.bits, N)
             COUNT: gl.constexpr = N * 8 * segment_groups(FORMAT.bits)
-            target = self.factors.index(slot).slice(at // N * STEP, COUNT, 0)
+            target = self.scales.index(slot).slice(at // N * STEP, COUNT, 0)
             there = [gl.where(is_there, place, NOWHERE)]
-            tma.async_copy_global_to_shared(factors, there, full, target)
+            tma.async_copy_global_to_shared(scales, there, full, target)
 
     @gluon.jit
     def claim(self, t, g, owners, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr):
@@ -243,8 +243,8 @@ class Stream:
         """Load a thread's words of tile t, and their scales."""
         w = load_words(self.words.index(t % self.slots), FORMAT.halves)
         if FORMAT.bits < 16:
-            w = w + load_factors(
-                self.factors.index(t % self.slots), FORMAT.halves, FORMAT.bits, PIECE
+            w = w + load_scales(
+                self.scales.index(t % self.slots), FORMAT.halves, FORMAT.bits, PIECE
             )
         return w
 

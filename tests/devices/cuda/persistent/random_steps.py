@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanovllm.devices.cuda.persistent.packed_weights import factors_of
+from nanovllm.devices.cuda.persistent.packed_weights import pack_scales
 from nanovllm.devices.cuda.persistent.persistent_step import (
     PersistentStep,
     StackedCodes,
@@ -172,8 +172,8 @@ class RandomStep:
         make = make_fp8 if self.shape.bits == 8 else make_int4
         weights = [make(each) for each in values]
         words = torch.stack([weight.qweight for weight in weights])
-        factors = torch.stack([factors_of(weight) for weight in weights])
-        self._given[name] = StackedCodes(self.shape.bits, words, factors)
+        scales = torch.stack([pack_scales(weight) for weight in weights])
+        self._given[name] = StackedCodes(self.shape.bits, words, scales)
         return torch.stack([weight.dequantize(torch.float32) for weight in weights])
 
     def _random(self, *shape: int, std: float = 1.0) -> Tensor:

@@ -15,7 +15,7 @@ from tests.devices.cuda.persistent.gluon_on_numpy import Shared, Source, array, 
 from tests.ops.quantized_products import quantize_blocks, quantize_int4
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-from nanovllm.devices.cuda.persistent.packed_weights import factors_of
+from nanovllm.devices.cuda.persistent.packed_weights import pack_scales
 from nanovllm.devices.cuda.persistent.persistent_step import by_tile
 from nanovllm.devices.cuda.persistent.sizes import (
     ExpertsShape,
@@ -141,7 +141,7 @@ def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) ->
     """Gated values of the chosen experts, times their weights, are the columns of that MLP."""
     sizes, gated = modules.sizes, make_x(1, TOP_K * SIZE)[0]
     down = [make_any(bits, HIDDEN, SIZE, seed) for seed in range(2 * COUNT)]
-    room, piece = sizes.expert_columns(SIZE, bits), sizes.factor_piece(SIZE, bits)
+    room, piece = sizes.expert_columns(SIZE, bits), sizes.scale_piece(SIZE, bits)
     row_format, num_chunks = (
         sizes.format_of(TOP_K * room, bits),
         sizes.num_chunks(TOP_K * room, bits),
@@ -191,17 +191,17 @@ def widened(weight: Any) -> Tensor:
 def sources(*weights: Any, is_of_experts: bool = False) -> tuple[Source, Source]:
     """TMA descriptors of concatenated weights and of their scales."""
     if isinstance(weights[0], Tensor):
-        bits, weight_rows, factors = 16, torch.cat(weights), torch.zeros(0, dtype=torch.int32)
+        bits, weight_rows, scales = 16, torch.cat(weights), torch.zeros(0, dtype=torch.int32)
     else:
         bits = weights[0].bits
         weight_rows = torch.cat([weight.qweight for weight in weights]).view(torch.bfloat16)
-        parts = torch.cat([factors_of(weight) for weight in weights])
-        factors = by_tile(parts, bits, is_of_experts)
+        parts = torch.cat([pack_scales(weight) for weight in weights])
+        scales = by_tile(parts, bits, is_of_experts)
     width = weight_rows.shape[1] * 16 // bits
     piece = piece_segments(width, bits) if is_of_experts else 8 * num_halves(width, bits)
     values = weight_rows.view(len(weight_rows), -1, 64).transpose(0, 1).view(torch.int16).numpy()
     size = 8 * segment_groups(bits) * piece
-    return Source(values.view(np.uint16), [piece, 8, 64]), Source(factors.numpy(), [size])
+    return Source(values.view(np.uint16), [piece, 8, 64]), Source(scales.numpy(), [size])
 
 
 def make_stream(
@@ -210,10 +210,10 @@ def make_stream(
     """Make a stream whose ring holds all tiles."""
     ring = np.zeros((num_tiles, 16, 8, 64), np.uint16)
     words = ring.view(np.int32).reshape(num_tiles, 16, 8, 32)
-    num_factors = 16 // piece * modules.sizes.factor_words(bits, piece)
-    factors = np.zeros((num_tiles, num_factors), np.int32)
+    num_scales = 16 // piece * modules.sizes.scale_words(bits, piece)
+    scales = np.zeros((num_tiles, num_scales), np.int32)
     barriers = SimpleNamespace(index=lambda i: None)
-    memory = Shared(ring), Shared(words), Shared(factors), barriers, barriers
+    memory = Shared(ring), Shared(words), Shared(scales), barriers, barriers
     sums = Shared(np.zeros((8, 8, rows, 8), np.float32))
     return modules.stream.Stream(*memory, sums, sums, cta, 8, rows, num_tiles, 99, bits)
 
