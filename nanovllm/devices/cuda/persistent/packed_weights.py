@@ -11,7 +11,7 @@ from nanovllm.attention.backend import AttentionSpec
 from nanovllm.devices.cuda.kernels.dequantize import CudaWeight
 from nanovllm.devices.cuda.ops import CudaExperts, CudaLinear
 from nanovllm.devices.cuda.persistent.persistent_step import (
-    StackedCodes,
+    StackedQuantized,
     StepConstants,
     StepTensors,
     device_problem,
@@ -23,7 +23,7 @@ from nanovllm.layers.moe import SparseMLP
 from nanovllm.models.decoder import DecoderLayer, DecoderModel
 from nanovllm.ops.interface import NormWeights, QKNormWeights, Routing
 from nanovllm.ops.quantized_weight import BLOCK, QuantizedWeight, num_blocks
-from nanovllm.ops.quantized_weight import MIDDLE as MIDDLE_CODE
+from nanovllm.ops.quantized_weight import MIDDLE as MIDDLE_VALUE
 from nanovllm.worker.kv_cache import KVCacheSpec
 
 KEY_TILE = 32  # keys that are loaded together, from one KV-cache block
@@ -99,7 +99,7 @@ def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpe
     if not model.lm_head.group.is_alone:
         return "several ranks share it"
     if not layers or not isinstance(head, Tensor) or _embedding(model) is None:
-        return "its weights are not plain matrices in 16 bits, or codes beside a plain head"
+        return "its weights are neither 16-bit nor quantized beside a 16-bit LM head"
     if head.dtype != torch.bfloat16:
         return "its weights are not bfloat16"
     if cache.has_exponents or cache.block_size % KEY_TILE:
@@ -108,7 +108,7 @@ def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpe
     if len({_bits(matrix) for matrix in matrices}) > 1:
         return "its weights differ in bits"
     if any(map(_is_unusual, matrices)):
-        return "its codes have other groups than of 128, or scales of more digits than bfloat16"
+        return "its quant groups are not of 128 values, or its scales are not exact in bfloat16"
     if len({layer.routing for layer in layers}) > 1:
         return "some layers have experts, and some have none"
     return (
@@ -181,7 +181,7 @@ def step_tensors(model: DecoderModel, layers: list[StepLayer]) -> StepTensors:
     )
 
 
-def move_together(weights: list[CudaWeight]) -> Tensor | StackedCodes:
+def move_together(weights: list[CudaWeight]) -> Tensor | StackedQuantized:
     """Move the weights of all layers into one tensor, of which they become views."""
     first = _words(weights[0])
     stacked = first.new_empty(len(weights), *first.shape)
@@ -192,7 +192,7 @@ def move_together(weights: list[CudaWeight]) -> Tensor | StackedCodes:
     stored = [weight for weight in weights if not isinstance(weight, Tensor)]
     if not stored:
         return stacked
-    return StackedCodes(_bits(weights[0]), stacked, torch.stack(list(map(pack_scales, stored))))
+    return StackedQuantized(_bits(weights[0]), stacked, torch.stack(list(map(pack_scales, stored))))
 
 
 def pack_scales(weight: QuantizedWeight) -> Tensor:
@@ -205,7 +205,7 @@ def pack_scales(weight: QuantizedWeight) -> Tensor:
         scales = weight.scales.expand(-1, num_blocks(weight.num_in)) * LOWER
         return scales.contiguous().view(torch.int32)
     zeros = weight.zero_points
-    zeros = torch.full_like(weight.scales, MIDDLE_CODE) if zeros is None else zeros
+    zeros = torch.full_like(weight.scales, MIDDLE_VALUE) if zeros is None else zeros
     halves = (zeros + MIDDLE).bfloat16(), weight.scales.bfloat16()
     return torch.stack(halves, -1).view(torch.int32).squeeze(-1)
 

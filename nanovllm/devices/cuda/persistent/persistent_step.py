@@ -35,7 +35,7 @@ MAX_CACHE_BYTES = 4 << 31  # limit for a layer's keys: the kernel's word offsets
 
 
 @dataclass(frozen=True, slots=True)
-class StackedCodes:
+class StackedQuantized:
     """Quantized weights of all layers; ops/quantized_weight.py describes their format."""
 
     bits: int  # 8 or 4
@@ -53,12 +53,12 @@ class StepTensors:
 
     embedding: Tensor  # [vocab, hidden]
     norms: Tensor  # [layers, 2, hidden]
-    qkv: Tensor | StackedCodes  # [layers, q + k + v, hidden]
+    qkv: Tensor | StackedQuantized  # [layers, q + k + v, hidden]
     qkv_bias: Tensor | None  # [layers, q + k + v]
     qk_norms: Tensor | None  # [layers, 2, head_dim]
-    o: Tensor | StackedCodes  # [layers, hidden, q]
-    gate_up: Tensor | StackedCodes  # [layers, 2 * mlp, hidden], or [layers, experts, ...]
-    down: Tensor | StackedCodes  # [layers, hidden, mlp], or [layers, experts, ...]
+    o: Tensor | StackedQuantized  # [layers, hidden, q]
+    gate_up: Tensor | StackedQuantized  # [layers, 2 * mlp, hidden], or [layers, experts, ...]
+    down: Tensor | StackedQuantized  # [layers, hidden, mlp], or [layers, experts, ...]
     final_norm: Tensor  # [hidden]
     head: Tensor  # [vocab, hidden]
     rope: Tensor  # [positions, 2, head_dim / 2], float32
@@ -182,7 +182,7 @@ class PersistentStep:
 
 
 def describe_both(
-    weight: Tensor | StackedCodes, is_of_experts: bool = False
+    weight: Tensor | StackedQuantized, is_of_experts: bool = False
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Make the TMA descriptors of weights and of their scales; without scales both are the same.
 

@@ -260,13 +260,13 @@ def _pack(high: Any, low: Any) -> Any:
     return low | (high << np.uint32(16))
 
 
-def _widened(a: Any) -> Any:
+def _as_array(a: Any) -> Any:
     return a if isinstance(a, np.ndarray) else np.full((), a, np.uint32)
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "mov.b32": _widened,
-    "mov.u32": _widened,
+    "mov.b32": _as_array,
+    "mov.u32": _as_array,
     "mov.f32": lambda a: a,
     "prmt.b32": _halves,
     "cvt.rn.bf16x2.f32": _pack,

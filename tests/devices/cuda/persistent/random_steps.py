@@ -10,7 +10,7 @@ from torch import Tensor
 from nanovllm.devices.cuda.persistent.packed_weights import pack_scales
 from nanovllm.devices.cuda.persistent.persistent_step import (
     PersistentStep,
-    StackedCodes,
+    StackedQuantized,
     StepConstants,
     StepTensors,
 )
@@ -41,7 +41,7 @@ class RandomStep:
     ) -> None:
         self.shape, self.variant = shape, variant
         self.generator = torch.Generator("cuda").manual_seed(0)
-        self._given: dict[str, StackedCodes] = {}  # quantized weights, for the kernel
+        self._given: dict[str, StackedQuantized] = {}  # quantized weights, for the kernel
         self.tensors = self._tensors(max_context)
         experts, scale = shape.experts, shape.head_dim**-0.5
         routing = Routing(experts.top_k, experts.is_normalized) if experts.num_experts else None
@@ -173,7 +173,7 @@ class RandomStep:
         weights = [make(each) for each in values]
         words = torch.stack([weight.qweight for weight in weights])
         scales = torch.stack([pack_scales(weight) for weight in weights])
-        self._given[name] = StackedCodes(self.shape.bits, words, scales)
+        self._given[name] = StackedQuantized(self.shape.bits, words, scales)
         return torch.stack([weight.dequantize(torch.float32) for weight in weights])
 
     def _random(self, *shape: int, std: float = 1.0) -> Tensor:
@@ -188,9 +188,9 @@ def make_fp8(values: Tensor) -> QuantizedWeight:
 
 def make_int4(values: Tensor, group: int = 128) -> QuantizedWeight:
     """Quantize to 4 bits, with various zero points."""
-    codes, scales = quantize_int4(values, group)
+    quantized, scales = quantize_int4(values, group)
     zeros = (torch.arange(scales.numel(), device=values.device).view_as(scales) % 3 + 7).byte()
-    return QuantizedWeight(4, pack_words(codes), scales.bfloat16(), zeros, values.shape[1])
+    return QuantizedWeight(4, pack_words(quantized), scales.bfloat16(), zeros, values.shape[1])
 
 
 def difference(value: Tensor, exact: Tensor) -> float:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.devices.cuda.persistent.persistent_step import (
-    StackedCodes,
+    StackedQuantized,
     StepConstants,
     StepTensors,
 )
@@ -61,8 +61,8 @@ def _choose(logits: Tensor, routing: Routing | None) -> list[tuple[int, float]]:
     return list(zip(experts.tolist(), weights.bfloat16().tolist(), strict=True))
 
 
-def _plain(weight: Tensor | StackedCodes) -> Tensor:
-    assert isinstance(weight, Tensor), "the reference takes codes as they are widened"
+def _plain(weight: Tensor | StackedQuantized) -> Tensor:
+    assert isinstance(weight, Tensor), "pass dequantized weights to the reference"
     return weight
 
 

@@ -20,7 +20,7 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.devices.cuda.ops import TritonOps, pack_quantized
 from nanovllm.devices.cuda.persistent import build
 from nanovllm.devices.cuda.persistent import packed_weights as weights
-from nanovllm.devices.cuda.persistent.persistent_step import StackedCodes
+from nanovllm.devices.cuda.persistent.persistent_step import StackedQuantized
 from nanovllm.devices.cuda.persistent.sizes import ExpertsShape, StepShape
 from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
@@ -81,7 +81,7 @@ def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("qwen3-0.6b", {"num_key_value_heads": 4}, "a kv head for every 1"),
         ("qwen3-0.6b", {"hidden_size": 200}, "widths"),
-        ("qwen3-0.6b", {"dtype": torch.float32}, "not plain matrices"),
+        ("qwen3-0.6b", {"dtype": torch.float32}, "neither 16-bit nor quantized"),
         ("qwen3-0.6b", {"dtype": torch.float16}, "not bfloat16"),
     ],
     ids=str,
@@ -141,7 +141,9 @@ def test_weights_move_and_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("make", [make_fp8, make_int4])
-def test_codes_move_and_are_not_copied(make: Callable[[Tensor], QuantizedWeight]) -> None:
+def test_quantized_weights_move_and_are_not_copied(
+    make: Callable[[Tensor], QuantizedWeight],
+) -> None:
     model = loaded_model("qwen3-0.6b")
     for layer in model.model.layers:
         quantize(layer, make)
@@ -149,19 +151,19 @@ def test_codes_move_and_are_not_copied(make: Callable[[Tensor], QuantizedWeight]
     stored: list[Any] = [layer.self_attn.o_proj.packed for layer in model.model.layers]
     before = [linear.weight.dequantize(torch.float32) for linear in stored]
     stacked = weights.step_tensors(model, weights.step_layers(model)).o
-    assert isinstance(stacked, StackedCodes)
+    assert isinstance(stacked, StackedQuantized)
     for i, (linear, values) in enumerate(zip(stored, before, strict=True)):
         assert linear.weight.qweight.data_ptr() == stacked.words[i].data_ptr()
         assert torch.equal(linear.weight.dequantize(torch.float32), values)
 
 
-def test_codes_beside_plain_weights_are_not_served() -> None:
+def test_mixed_bits_are_not_supported() -> None:
     model = loaded_model("qwen3-0.6b")
     quantize(model.model.layers[0], make_fp8)
     assert "differ in bits" in str(problem_of(model))
 
 
-def test_codes_of_other_groups_are_not_served() -> None:
+def test_other_group_sizes_are_not_supported() -> None:
     model = loaded_model("qwen3-0.6b")
     for layer in model.model.layers:
         quantize(layer, lambda weight: make_int4(weight, group=32))

@@ -42,9 +42,9 @@ def make_weight(
         quantized = quantize_blocks(values)
         scales = quantized.scales * (1 + torch.rand(quantized.scales.shape))  # one per weight row
         return QuantizedWeight(8, pack_words(quantized.values), scales, None, num_in)
-    codes, scales = quantize_int4(values, 128)
+    quantized, scales = quantize_int4(values, 128)
     zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if has_zeros else None
-    return QuantizedWeight(4, pack_words(codes), scales.bfloat16(), zeros, num_in)
+    return QuantizedWeight(4, pack_words(quantized), scales.bfloat16(), zeros, num_in)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_products(modules: Any, bits: int, num_in: int, has_zeros: bool, rows: i
     weight_rows = modules.stream.WeightRows(0, num_out)
     stream.fetch(sources(weight), weight_rows, 0, 0, OWNERS, blocks, row_format, 1, 1, 99)
     found = multiply(modules, stream, x, blocks)
-    wanted = (x.float() @ widened(weight).T).numpy()[:, 8 * cta :][:, :8]
+    wanted = (x.float() @ dequantized(weight).T).numpy()[:, 8 * cta :][:, :8]
     assert np.allclose(found[0], wanted, rtol=1e-4, atol=1e-3)
     assert not found[1].any()
 
@@ -128,7 +128,7 @@ def test_weight_rows_are_of_chosen_experts(modules: Any, experts: Any, bits: int
     stream.fetch(sources(*gate_up), weight_rows, 0, 0, OWNERS, blocks, row_format, 2, 1, 99)
     x = make_x(1, HIDDEN)
     found = multiply(modules, stream, x, 2 * blocks)[:, 0]
-    wide = [widened(gate_up[COUNT * LAYER + i]) @ x[0].float() for i in CHOSEN]
+    wide = [dequantized(gate_up[COUNT * LAYER + i]) @ x[0].float() for i in CHOSEN]
     for part in range(2):
         weight_rows = torch.cat([y[part * SIZE :][:SIZE] for y in wide])
         wanted = torch.nn.functional.pad(weight_rows, (0, blocks * 1024 - len(weight_rows)))
@@ -166,7 +166,7 @@ def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) ->
     wanted = torch.zeros(HIDDEN)
     for part, weight, i in zip(gated.view(TOP_K, SIZE), WEIGHTS, CHOSEN, strict=True):
         weighed = (part.float() * weight).bfloat16().float()
-        wanted += widened(down[COUNT * LAYER + i]) @ weighed
+        wanted += dequantized(down[COUNT * LAYER + i]) @ weighed
     assert np.allclose(found[0], wanted[8 * CTA :][:8].numpy(), rtol=1e-4, atol=1e-3)
 
 
@@ -184,7 +184,7 @@ def make_any(bits: int, num_out: int, num_in: int, seed: int, has_zeros: bool = 
     return make_weight(bits, num_out, num_in, has_zeros, seed)
 
 
-def widened(weight: Any) -> Tensor:
+def dequantized(weight: Any) -> Tensor:
     return weight.float() if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
 
 

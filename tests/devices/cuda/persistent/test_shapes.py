@@ -63,7 +63,7 @@ def test_others_say_why_not(shape: StepShape, problem: str) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("width", range(256, 30000, 1280))
-def test_vectors_are_whole_tiles_of_codes(width: int, bits: int) -> None:
+def test_vectors_are_whole_quantized_tiles(width: int, bits: int) -> None:
     chunks, tiles = num_chunks(width, bits), num_tiles(width, bits)
     assert width <= chunks * 1024 == tiles * (16 // bits) * 512 * num_halves(width, bits)
     for count in (chunks, tiles):

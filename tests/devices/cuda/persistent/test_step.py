@@ -117,7 +117,7 @@ def test_bits_do_not_depend_on_other_rows(name: str, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "tiny"])
-def test_weights_that_stay_codes(name: str, bits: int) -> None:
+def test_quantized_weights(name: str, bits: int) -> None:
     from nanovllm.devices.cuda.persistent.sizes import StepShape
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
