@@ -47,6 +47,6 @@ def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
                 return PersistentStep(shape, step_tensors(model, layers), constants)
             except torch.OutOfMemoryError:
                 # Weights that have already moved remain valid views.
-                problem = "there is no room to move its weights together"
+                problem = "there is not enough memory to move its weights together"
     logger.info("Small batches run layer by layer: %s", problem)
     return None

@@ -97,13 +97,13 @@ def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpe
     packed = model.lm_head.packed
     head = packed.weight if isinstance(packed, CudaLinear) else None
     if not model.lm_head.group.is_alone:
-        return "several ranks share it"
+        return "it is sharded over several ranks"
     if not layers or not isinstance(head, Tensor) or _embedding(model) is None:
         return "its weights are neither 16-bit nor quantized beside a 16-bit LM head"
     if head.dtype != torch.bfloat16:
         return "its weights are not bfloat16"
     if cache.has_exponents or cache.block_size % KEY_TILE:
-        return f"its KV cache is FP8, or its blocks are not whole tiles of {KEY_TILE} tokens"
+        return f"its KV cache is FP8, or its block size is not a multiple of {KEY_TILE}"
     matrices = [matrix for layer in layers for matrix in layer.matrices]
     if len({_bits(matrix) for matrix in matrices}) > 1:
         return "its weights differ in bits"
@@ -124,16 +124,16 @@ def _odd_layers(model: DecoderModel, layers: list[StepLayer]) -> str | None:
     if any(linear.activation not in (None, "silu") for layer in layers for linear in layer.linears):
         return "its activation is not silu"
     if any(linear.bias is not None for layer in layers for linear in layer.linears[1:]):
-        return "there are biases beside those of q, k and v"
+        return "it has biases other than those of q, k and v"
     if len({(layer.attention, layer.rope.data_ptr()) for layer in layers}) > 1:
-        return "layers differ in their attention"
+        return "its layers differ in their attention"
     norms = [norm for layer in layers for norm in (layer.norm, layer.mlp_norm)]
     norms.append(model.model.norm.weights)
     qk_norms = [layer.qk_norm for layer in layers if layer.qk_norm is not None]
     values = [norm.weight for norm in norms] + [w for norm in qk_norms for w in (norm.q, norm.k)]
     eps = {norm.eps for norm in norms} | {norm.eps for norm in qk_norms}
     if len(eps) > 1 or not all(map(_is_bfloat16, values)):
-        return "its norms differ in eps, or have more digits than bfloat16"
+        return "its norms differ in eps, or their weights are not exact in bfloat16"
     return None
 
 

@@ -79,7 +79,7 @@ def device_problem(device: torch.device) -> str | None:
     if (properties.major, properties.minor) != (9, 0):
         return f"compute capability {properties.major}.{properties.minor}, not 9.0"
     if properties.multi_processor_count < NUM_CTAS.value:
-        return f"{properties.multi_processor_count} multiprocessors: its programs must all run"
+        return f"{properties.multi_processor_count} SMs: too few for all its CTAs at once"
     return None
 
 

@@ -43,9 +43,9 @@ class ExpertsShape(NamedTuple):
 
     def problem(self, bits: int) -> str | None:
         if self.num_experts > MAX_EXPERTS or self.top_k > MAX_TOP_K:
-            return f"{self.top_k} of {self.num_experts} experts"
+            return f"top {self.top_k} of {self.num_experts} experts"
         if self.num_experts > 0 and (self.size % 8 or self.size * bits % 1024):
-            return f"experts of {self.size}"
+            return f"experts of intermediate size {self.size}"
         return None
 
 
@@ -84,16 +84,16 @@ class StepShape:
         """The reason why there is no kernel for these sizes, or None."""
         group, rest = divmod(self.num_heads, self.num_kv_heads)
         if self.head_dim not in (64, 128):
-            return f"heads of {self.head_dim}"
+            return f"head_dim is {self.head_dim}, not 64 or 128"
         if rest or group > 8 or self.num_kv_heads > 32:
-            return f"{self.num_heads} heads with {self.num_kv_heads} of keys"
+            return f"{self.num_heads} query heads for {self.num_kv_heads} KV heads"
         if power_of_two(group) * self.head_dim < 256:  # two threads would store the same value
-            return f"a kv head for every {group} of {self.head_dim}"
+            return f"only {group} query heads of {self.head_dim} per KV head"
         if problem := self.experts.problem(self.bits):
             return problem
         part = {16: 64, 8: 128, 4: 256}[self.bits]  # columns of a segment: TMA copies whole ones
         if self.hidden % part or self.mlp % part or self.q % part or self.hidden > 8192:
-            return f"widths of {self.hidden} and {self.mlp}"
+            return f"hidden size {self.hidden} and intermediate size {self.mlp}"
         return None if self.rows else "too little shared memory"
 
     @property

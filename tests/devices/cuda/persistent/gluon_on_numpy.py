@@ -133,7 +133,9 @@ class Source:
 def copy(source: Source, place: list[Any], full: object, target: Shared) -> None:
     """Copy a block to shared memory by TMA; values out of bounds are zero."""
     assert target.values.shape == tuple(source.block)
-    assert (target.values.ctypes.data - target.start) % 128 == 0, "the copy engine cannot write"
+    assert (target.values.ctypes.data - target.start) % 128 == 0, (
+        "a TMA destination must be aligned"
+    )
     target.values[...] = 0
     starts = [int(each) for each in place]
     counts = [
@@ -164,7 +166,7 @@ def inline_asm(code: str, constraints: str, args: Any, types: Any, is_pure: bool
         if line == "setp.ne.u32 p, f, 0":  # a poll ends here, unless a value is missing
             if not registers["f"].any():
                 break
-            assert late, "nobody has stored what is waited for"
+            assert late, "a polled value was never stored"
             late.pop()()
             statements = ("mov.u32 f, 0" + code.partition("AGAIN: mov.u32 f, 0")[2]).split(";")
         elif line and ".reg" not in line:

@@ -122,8 +122,10 @@ def run(modules: Any, model: Model, slots: list[int], lengths: list[int], verifi
             split = split + num_splits
     for qkv.cta in range(128):
         attention.join(to, attention.active(), 1)
-    assert (parts == -1).all(), "who reads a part empties it"
-    assert (output[0, ..., : shape.q] == -1).all(), "and who stores a value, the buffer before"
+    assert (parts == -1).all(), "the reader of a part clears it"
+    assert (output[0, ..., : shape.q] == -1).all(), (
+        "the writer of a value clears the previous buffer"
+    )
     assert np.array_equal(output[1, 0], output[1, 1])
     for cache, new in zip(caches, (model.new_k, model.new_v), strict=True):
         written = torch.from_numpy(cache).view(torch.bfloat16).float()
@@ -156,7 +158,7 @@ def test_equals_the_softmax(
     assert torch.equal(found.count_nonzero(1) > 0, wanted.count_nonzero(1) > 0)
 
 
-def test_only_parts_that_are_there_are_waited_for(modules: Any) -> None:
+def test_only_existing_parts_are_polled(modules: Any) -> None:
     """A thread polls two parts: the first is stored late, the second has no keys."""
     sizes, attention = modules.sizes, modules.attention
     parts = np.full((2, sizes.PART_WORDS), -1, np.int32)

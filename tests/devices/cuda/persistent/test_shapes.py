@@ -40,24 +40,24 @@ SMALL = StepShape(1024, 16, 8, 128, 3072, 151936)
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_well_known_models_are_served(name: str) -> None:
+def test_well_known_models_are_supported(name: str) -> None:
     assert StepShape(*SHAPES[name]).problem is None
 
 
 @pytest.mark.parametrize(
     ("shape", "problem"),
     [
-        (StepShape(1024, 16, 8, 96, 3072, 1000), "heads of 96"),
-        (StepShape(1024, 32, 2, 64, 3072, 1000), "32 heads with 2 of keys"),
-        (StepShape(1024, 9, 2, 64, 3072, 1000), "9 heads with 2 of keys"),
-        (StepShape(4096, 32, 32, 128, 11008, 1000), "a kv head for every 1 of 128"),
-        (StepShape(1024, 16, 8, 64, 3072, 1000), "a kv head for every 2 of 64"),
-        (StepShape(1000, 16, 8, 128, 3072, 1000), "widths of 1000 and 3072"),
-        (StepShape(16384, 128, 16, 128, 53248, 1000), "widths"),
+        (StepShape(1024, 16, 8, 96, 3072, 1000), "head_dim is 96"),
+        (StepShape(1024, 32, 2, 64, 3072, 1000), "32 query heads for 2 KV heads"),
+        (StepShape(1024, 9, 2, 64, 3072, 1000), "9 query heads for 2 KV heads"),
+        (StepShape(4096, 32, 32, 128, 11008, 1000), "only 1 query heads of 128 per KV head"),
+        (StepShape(1024, 16, 8, 64, 3072, 1000), "only 2 query heads of 64 per KV head"),
+        (StepShape(1000, 16, 8, 128, 3072, 1000), "hidden size 1000 and intermediate size 3072"),
+        (StepShape(16384, 128, 16, 128, 53248, 1000), "hidden size 16384"),
     ],
     ids=str,
 )
-def test_others_say_why_not(shape: StepShape, problem: str) -> None:
+def test_problems_of_unsupported_shapes(shape: StepShape, problem: str) -> None:
     assert problem in str(shape.problem)
 
 
@@ -115,7 +115,7 @@ def test_experts_rows_are_padded_to_few_pieces(size: int, bits: int) -> None:
     assert piece >= 4 or room == size * bits // 1024 * 1024 // bits
 
 
-def test_nobody_waits_for_what_fills_experts_up() -> None:
+def test_padding_of_experts_is_not_polled() -> None:
     memory = empty_exchange(3 * 768, 1, torch.device("cpu"), 4, 3, 1024)
     places = torch.arange(memory.shape[-1])
     is_value = (places < 3 * 1024) & (places % 1024 < 768)
