@@ -91,11 +91,11 @@ def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
     B: gl.constexpr = num_blocks(given.qkv.width)
     FORMAT: gl.constexpr = format_of(given.x.width, stream.bits, stream.rows)
     N: gl.constexpr = blocks_at_once(B, FORMAT)
-    held = stream.grab_early(t, g, B, FORMAT, stream.in_flight)
+    resident = stream.load_tiles_early(t, g, B, FORMAT, stream.in_flight)
     x, inv_rms = given.x.take_normed(x_now, norm, parameters.eps, stream.bits)
-    held_x = stream.hold_x(x, FORMAT)
+    x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, N, FORMAT, stream.in_flight)
+        sums = stream.products(t, g, resident, x, x_registers, N, FORMAT, stream.in_flight)
         y = stream.add_up(sums, N) * inv_rms
         if parameters.has_bias:
             block, row, column = sum_indices(stream.blocks, stream.rows)
@@ -132,12 +132,20 @@ def project_back(
     FORMAT: gl.constexpr = format_of(source.columns, bits, stream.rows)
     OF_EXPERTS: gl.constexpr = GATED and experts.count > 0
     PIECE: gl.constexpr = scale_piece(experts.size, bits) if OF_EXPERTS else 8
-    held = stream.grab_early(t, g, B, FORMAT, stream.in_flight, PIECE)
+    resident = stream.load_tiles_early(t, g, B, FORMAT, stream.in_flight, PIECE)
     sums = ()
-    if len(held) > 0:
+    if len(resident) > 0:
         x = experts.take(source, now, bits) if OF_EXPERTS else take_all(source, now, bits)
         sums = stream.products(
-            t, g, held, x, stream.hold_x(x, FORMAT), B, FORMAT, stream.in_flight, PIECE
+            t,
+            g,
+            resident,
+            x,
+            stream.load_x_registers(x, FORMAT),
+            B,
+            FORMAT,
+            stream.in_flight,
+            PIECE,
         )
         g += 1
     else:
@@ -173,14 +181,14 @@ def add_columns(
     stream, t, g, x, totals, N: gl.constexpr, FORMAT: gl.constexpr, PIECE: gl.constexpr
 ):
     """Add the products of N tiles of every block and their part of x."""
-    held_x = stream.hold_x(x, FORMAT)
+    x_registers = stream.load_x_registers(x, FORMAT)
     # Not unrolled: the code of all phases must fit into the instruction cache.
     for b in range(len(totals)):
         own = totals[0]
         for k in gl.static_range(1, len(totals)):
             own = chosen(b == k, totals[k], own)
         own = stream.add_tiles(
-            t + b * N, g + b, x, held_x, 0, N, own, FORMAT, stream.in_flight, PIECE
+            t + b * N, g + b, x, x_registers, 0, N, own, FORMAT, stream.in_flight, PIECE
         )
         found = ()
         for k in gl.static_range(len(totals)):
@@ -206,12 +214,12 @@ def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
     B: gl.constexpr = num_blocks(given.gated.width)
     FORMAT: gl.constexpr = format_of(given.y.width, stream.bits, stream.rows)
     N: gl.constexpr = gated_at_once(B, FORMAT, experts.count > 0)
-    held = stream.grab_early(t, g, 2 * B, FORMAT, stream.in_flight)
+    resident = stream.load_tiles_early(t, g, 2 * B, FORMAT, stream.in_flight)
     if experts.count == 0:
         x, inv_rms = given.y.take_normed(now, norm, parameters.eps, stream.bits)
-    held_x = stream.hold_x(x, FORMAT)
+    x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, 2 * N, FORMAT, stream.in_flight)
+        sums = stream.products(t, g, resident, x, x_registers, 2 * N, FORMAT, stream.in_flight)
         spread(stream.sums, sums, 0, 2, N, stream.rows)
         spread(stream.more_sums, sums, 1, 2, N, stream.rows)
         gate = total(stream.sums, stream.blocks, stream.rows) * inv_rms
@@ -229,9 +237,9 @@ def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.con
     N: gl.constexpr = head_blocks_at_once(C)
     norm = given.x.load_norm(parameters.final_norm)
     x, inv_rms = given.x.take_normed(x_now, norm, parameters.eps, 16)
-    held_x = stream.hold_x(x, FORMAT)
+    x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(num_head_blocks(VOCAB, C) // N):
-        sums = stream.products(t, g, (), x, held_x, N, FORMAT, HEAD_IN_FLIGHT)
+        sums = stream.products(t, g, (), x, x_registers, N, FORMAT, HEAD_IN_FLIGHT)
         y = stream.add_up(sums, N) * inv_rms
         block, row, column = sum_indices(stream.blocks, stream.rows)
         column = (i * N + block) * CHUNK + stream.cta * 8 + column

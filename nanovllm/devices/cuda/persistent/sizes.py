@@ -205,15 +205,15 @@ def is_wide(row_format):
 
 
 @gluon.constexpr_function
-def max_held(row_format):
+def max_resident(row_format):
     """Tiles that fit into registers beside x."""
     return 4 if (row_format.halves, row_format.bits) == (2, 4) else 6
 
 
 @gluon.constexpr_function
-def is_held(blocks, row_format):
+def is_resident(blocks, row_format):
     """Whether all tiles of a projection are loaded into registers before x has arrived."""
-    return blocks * row_format.tiles <= max_held(row_format) and (
+    return blocks * row_format.tiles <= max_resident(row_format) and (
         row_format.bits == 16 or not is_wide(row_format)
     )
 
@@ -221,7 +221,7 @@ def is_held(blocks, row_format):
 @gluon.constexpr_function
 def goes_by_tile(blocks, row_format):
     """Whether tiles are multiplied as they arrive, one by one, instead of loading all first."""
-    return is_wide(row_format) and not is_held(blocks, row_format)
+    return is_wide(row_format) and not is_resident(blocks, row_format)
 
 
 @gluon.constexpr_function
@@ -230,7 +230,9 @@ def blocks_at_once(blocks, row_format):
     if goes_by_tile(blocks, row_format):
         return 1
     return max(
-        n for n in range(1, 7) if blocks % n == 0 and n * row_format.tiles <= max_held(row_format)
+        n
+        for n in range(1, 7)
+        if blocks % n == 0 and n * row_format.tiles <= max_resident(row_format)
     )
 
 
@@ -240,7 +242,7 @@ def columns_at_once(blocks, row_format):
 
     Limited by the shared memory for x, and by the size of the unrolled code.
     """
-    if is_held(blocks, row_format):
+    if is_resident(blocks, row_format):
         return row_format.tiles
     limits = MAX_STAGED // (tile_chunks(row_format.bits) * row_format.rows), 16 // blocks, MIN_SLOTS
     return max(n for n in range(1, max(min(limits), 1) + 1) if row_format.tiles % n == 0)
@@ -251,7 +253,7 @@ def back_group(blocks, row_format):
     """Tiles in a group of `o` or `down`."""
     return (
         blocks * row_format.tiles
-        if is_held(blocks, row_format)
+        if is_resident(blocks, row_format)
         else columns_at_once(blocks, row_format)
     )
 
@@ -262,9 +264,9 @@ def gated_at_once(blocks, row_format, is_of_experts):
 
     The copies of experts' weights start late, so multiplication begins after two blocks of each.
     """
-    if is_held(2 * blocks, row_format):
+    if is_resident(2 * blocks, row_format):
         return blocks
-    most = max_held(row_format) // (2 * row_format.tiles)
+    most = max_resident(row_format) // (2 * row_format.tiles)
     most = min(most, 2) if is_of_experts else most
     return max((n for n in range(1, most + 1) if blocks % n == 0), default=1)
 

@@ -23,7 +23,7 @@ from nanovllm.devices.cuda.persistent.products import (
 )
 from nanovllm.devices.cuda.persistent.sizes import (
     group_chunks,
-    is_held,
+    is_resident,
     is_wide,
     num_copies,
     power_of_two,
@@ -249,7 +249,7 @@ class Stream:
         return w
 
     @gluon.jit
-    def grab(self, t, g, N: gl.constexpr, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr,
+    def load_tiles(self, t, g, N: gl.constexpr, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr,
              PIECE: gl.constexpr):  # fmt: skip
         """Load a group of N tiles into registers, each with its scales."""
         self.wait(t, N, tiles_in_flight(FORMAT, IN_FLIGHT, self.slots))
@@ -260,18 +260,18 @@ class Stream:
         return w
 
     @gluon.jit
-    def grab_early(
+    def load_tiles_early(
         self, t, g, BLOCKS: gl.constexpr, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr,
         PIECE: gl.constexpr = 8,
     ):  # fmt: skip
         """Load a projection's tiles into registers before x arrives, if they fit."""
         w = ()
-        if is_held(BLOCKS, FORMAT):
-            w = self.grab(t, g, BLOCKS * FORMAT.tiles, FORMAT, IN_FLIGHT, PIECE)
+        if is_resident(BLOCKS, FORMAT):
+            w = self.load_tiles(t, g, BLOCKS * FORMAT.tiles, FORMAT, IN_FLIGHT, PIECE)
         return w
 
     @gluon.jit
-    def hold_x(self, x, FORMAT: gl.constexpr):
+    def load_x_registers(self, x, FORMAT: gl.constexpr):
         """Load x into registers if it fits; with 4-bit weights, also sum it over quant groups."""
         parts, totals = (), ()
         for k in gl.static_range(len(x)):
@@ -285,7 +285,7 @@ class Stream:
 
     @gluon.jit
     def products(
-        self, t, g, held, x, held_x, COUNT: gl.constexpr, FORMAT: gl.constexpr,
+        self, t, g, resident, x, x_registers, COUNT: gl.constexpr, FORMAT: gl.constexpr,
         IN_FLIGHT: gl.constexpr, PIECE: gl.constexpr = 8,
     ):  # fmt: skip
         """Multiply COUNT blocks by x; return this warp's sums, of one weight row in each thread.
@@ -293,25 +293,25 @@ class Stream:
         The scales of PIECE segments are contiguous in a slot.
         """
         sums = ()
-        if len(held) == 0 and is_wide(FORMAT):
+        if len(resident) == 0 and is_wide(FORMAT):
             N: gl.constexpr = group_chunks(FORMAT.tiles)
             for _ in gl.static_range(COUNT):
                 totals = no_sums(FORMAT)
                 for i in gl.static_range(FORMAT.tiles // N):
                     totals = self.add_tiles(
-                        t, g, x, held_x, i * N, N, totals, FORMAT, IN_FLIGHT, PIECE
+                        t, g, x, x_registers, i * N, N, totals, FORMAT, IN_FLIGHT, PIECE
                     )
                     t += N
                     g += 1
                 sums = sums + (by_row(totals, FORMAT.bits),)
         else:
-            if len(held) == 0:
-                held = self.grab(t, g, COUNT * FORMAT.tiles, FORMAT, IN_FLIGHT, PIECE)
-            sums = self.products_of_held(held, x, held_x, COUNT, FORMAT)
+            if len(resident) == 0:
+                resident = self.load_tiles(t, g, COUNT * FORMAT.tiles, FORMAT, IN_FLIGHT, PIECE)
+            sums = self.multiply_resident(resident, x, x_registers, COUNT, FORMAT)
         return sums
 
     @gluon.jit
-    def products_of_held(self, w, x, held_x, COUNT: gl.constexpr, FORMAT: gl.constexpr):
+    def multiply_resident(self, w, x, x_registers, COUNT: gl.constexpr, FORMAT: gl.constexpr):
         TILES: gl.constexpr = FORMAT.tiles
         WORDS: gl.constexpr = tile_words(FORMAT)
         sums = ()
@@ -319,34 +319,34 @@ class Stream:
             totals = no_sums(FORMAT)
             for c in gl.static_range(TILES):
                 tile = w[(r * TILES + c) * WORDS : (r * TILES + c + 1) * WORDS]
-                totals = self.add_tile(tile, x, held_x, c, totals, FORMAT)
+                totals = self.add_tile(tile, x, x_registers, c, totals, FORMAT)
             sums = sums + (by_row(totals, FORMAT.bits),)
         return sums
 
     @gluon.jit
     def add_tiles(
-        self, t, g, x, held_x, first: gl.constexpr, N: gl.constexpr, totals, FORMAT: gl.constexpr,
-        IN_FLIGHT: gl.constexpr, PIECE: gl.constexpr,
+        self, t, g, x, x_registers, first: gl.constexpr, N: gl.constexpr, totals,
+        FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr, PIECE: gl.constexpr,
     ):  # fmt: skip
         """Add the products of a group of N tiles and x, from x's pieces for tile `first` on."""
         self.wait(t, N, tiles_in_flight(FORMAT, IN_FLIGHT, self.slots))
         for c in gl.static_range(N):
             w = self.tile_at(t + c, FORMAT, PIECE)
-            totals = self.add_tile(w, x, held_x, first + c, totals, FORMAT)
+            totals = self.add_tile(w, x, x_registers, first + c, totals, FORMAT)
         self.release(g)
         return totals
 
     @gluon.jit
-    def add_tile(self, w, x, held_x, c: gl.constexpr, totals, FORMAT: gl.constexpr):
+    def add_tile(self, w, x, x_registers, c: gl.constexpr, totals, FORMAT: gl.constexpr):
         """Add the products of tile c of a weight row and its pieces of x."""
         parts, x_sums = (), ()
         for k in gl.static_range(c * FORMAT.halves, (c + 1) * FORMAT.halves):
-            if len(held_x[0]) > 0:
-                parts = parts + (held_x[0][k],)
+            if len(x_registers[0]) > 0:
+                parts = parts + (x_registers[0][k],)
             else:
                 parts = parts + (load_x(x[k], FORMAT.bits, FORMAT.rows),)
             if FORMAT.bits == 4:
-                x_sums = x_sums + (held_x[1][k],)
+                x_sums = x_sums + (x_registers[1][k],)
         return multiply(w, parts, x_sums, totals, FORMAT)
 
 

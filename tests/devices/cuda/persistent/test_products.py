@@ -249,6 +249,6 @@ def multiply_staged(
     piece: int = 8,
 ) -> np.ndarray:
     """Return the sums of the 8 weight rows of each block, for each row: [blocks, rows, 8]."""
-    held_x = stream.hold_x(staged, row_format)
-    sums = stream.products(0, 0, (), staged, held_x, num_blocks, row_format, 99, piece)
+    x_registers = stream.load_x_registers(staged, row_format)
+    sums = stream.products(0, 0, (), staged, x_registers, num_blocks, row_format, 99, piece)
     return stream.add_up(sums, num_blocks)[:num_blocks]

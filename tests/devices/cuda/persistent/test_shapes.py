@@ -24,7 +24,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
     group_chunks,
     group_tiles,
     head_blocks_at_once,
-    is_held,
+    is_resident,
     join_groups,
     num_blocks,
     num_chunks,
@@ -91,12 +91,12 @@ def test_blocks_are_multiplied_in_equal_parts(
     at_once = blocks_at_once(blocks, row_format)
     assert blocks % at_once == 0
     assert at_once == 1 or at_once * tiles <= 6
-    assert at_once == blocks or not is_held(blocks, row_format)
+    assert at_once == blocks or not is_resident(blocks, row_format)
     for is_of_experts in (False, True):
         gated = gated_at_once(blocks, row_format, is_of_experts)
         assert blocks % gated == 0
         assert gated == 1 or 2 * gated * tiles <= 6
-        assert gated == blocks or not is_held(2 * blocks, row_format)
+        assert gated == blocks or not is_resident(2 * blocks, row_format)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 5, 8, 16, 32])

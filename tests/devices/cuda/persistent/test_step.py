@@ -32,7 +32,7 @@ SHAPES = {
 EXPERTS = {
     "qwen3-30b-a3b": ((128, 8, 768, True), (2048, 32, 4, 128, 6144, 5000)),
     "few": ((6, 2, 256, False), (256, 4, 2, 128, 512, 1000)),
-    "held": ((6, 2, 1280, True), (256, 4, 2, 128, 2560, 1000)),  # register-resident gate and up
+    "resident": ((6, 2, 1280, True), (256, 4, 2, 128, 2560, 1000)),  # register-resident gate and up
 }
 
 
