@@ -408,12 +408,12 @@ class Attention:
 
     @gluon.jit
     def allocate_heads(self):
-        """Allocate shared memory for the output of `turn_heads`: queries, new keys, new values."""
+        """Allocate shared memory for the output of `rotate_heads`: queries, new keys and values."""
         N: gl.constexpr = num_head_vectors(self.group, self.new)
         return gl.allocate_shared_memory(gl.bfloat16, [N, self.dim], S2)
 
     @gluon.jit
-    def turn_heads(self, segment, heads, norms, parameters, now):
+    def rotate_heads(self, segment, heads, norms, parameters, now):
         """Poll q, k and v of a segment's row and head; normalize q and k, and apply RoPE to them.
 
         Also do so for k and v of the earlier rows of the same sequence.

@@ -320,7 +320,7 @@ def compute(
             attention.prefetch_unit(places, k_cache + skip, v_cache + skip)
         split, segment, count = first_split, begun, num_begun
         while split < last_split:
-            attention.turn_heads(segment, heads, qk_norms, parameters, now)
+            attention.rotate_heads(segment, heads, qk_norms, parameters, now)
             attention.attend(segment, heads, k_cache, v_cache, skip, k, v, now)
             split += count
             if split < last_split:

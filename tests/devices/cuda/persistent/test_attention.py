@@ -117,7 +117,7 @@ def run(modules: Any, model: Model, slots: list[int], lengths: list[int], verifi
             places, begin = attention.find_unit(segment, segment.first), segment.first
             k = attention.load_unit_keys(segment, begin, places, k_cache)
             v = attention.load_unit_values(segment, begin, places, v_cache)
-            attention.turn_heads(segment, heads, norms, parameters, 1)
+            attention.rotate_heads(segment, heads, norms, parameters, 1)
             attention.attend(segment, heads, k_cache, v_cache, 0, k, v, 1)
             split = split + num_splits
     for qkv.cta in range(128):
