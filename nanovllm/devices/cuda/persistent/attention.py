@@ -504,7 +504,7 @@ class Attention:
                 v = self.load_unit_values(segment, after, places, v_cache)
             ended = after - segment.start
             if (ended % segment.size == 0) | (after >= segment.end):
-                self.hand_on(segment, (ended - 1) // segment.size, sums, best, weight, now)
+                self.store_partial(segment, (ended - 1) // segment.size, sums, best, weight, now)
                 best, weight, sums = no_values()
 
     @gluon.jit
@@ -611,7 +611,7 @@ class Attention:
         gl.store(v_cache + i, wide.index(vector + self.new).load(W))
 
     @gluon.jit
-    def hand_on(self, segment, split, sums, best, weight, now):
+    def store_partial(self, segment, split, sums, best, weight, now):
         """Store the partial result of a split for `join`; no two threads store the same value."""
         D: gl.constexpr = self.dim
         warp, head, four = parts_of_thread()
