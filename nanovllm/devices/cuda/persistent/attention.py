@@ -98,7 +98,7 @@ def score_asm():
 
 
 @gluon.constexpr_function
-def weigh_asm():
+def add_values_asm():
     """Add P V for 32 keys to the sums of 8 heads: a thread has two columns of 8 keys.
 
     Operands are the new sums (two even columns, two odd ones), the old sums, four pairs of
@@ -201,11 +201,11 @@ def of_heads(t):
 
 
 @gluon.jit
-def no_values():
+def empty_softmax():
     """The initial maximum score, denominator and sums of 8 heads."""
     zero = gl.zeros([8, 8, 4], gl.float32, ONE)
-    best = gl.full([8], NO_SCORE, gl.float32, HEADS)
-    return best, gl.zeros([8], gl.float32, HEADS), (zero, zero, zero, zero)
+    max_score = gl.full([8], NO_SCORE, gl.float32, HEADS)
+    return max_score, gl.zeros([8], gl.float32, HEADS), (zero, zero, zero, zero)
 
 
 @aggregate
@@ -310,7 +310,7 @@ class Attention:
         return start, size, (keys + size - 1) // size
 
     @gluon.jit
-    def share_out(self):
+    def divide_splits(self):
         """The end of each row's splits among those of all rows, and this CTA's range of splits."""
         ends, total = (), gl.to_tensor(0)
         for r in gl.static_range(self.rows):
@@ -487,7 +487,7 @@ class Attention:
         q = gl.expand_dims(words.slice(0, 8).load(gl.SliceLayout(0, KL)), 0)
         q = eight_words(q + gl.zeros([4, 8, SEGMENTS, 32], gl.int32, KL), SEGMENTS)
         scores = gl.allocate_shared_memory(gl.float32, [2 * SEGMENTS, 8, 4, 8], S4)
-        best, weight, sums = no_values()
+        max_score, denominator, sums = empty_softmax()
         for begin in range(segment.first, segment.end, UNIT):
             after = begin + UNIT
             places = self.find_unit(segment, after)
@@ -499,13 +499,17 @@ class Attention:
             if after < segment.end:
                 k = self.load_unit_keys(segment, after, places, k_cache)
                 self.prefetch_unit(places, k_cache + skip, v_cache + skip)
-            best, weight, sums = self.weigh(segment, scores, v, begin, best, weight, sums)
+            max_score, denominator, sums = self.update_softmax(
+                segment, scores, v, begin, max_score, denominator, sums
+            )
             if after < segment.end:
                 v = self.load_unit_values(segment, after, places, v_cache)
             ended = after - segment.start
             if (ended % segment.size == 0) | (after >= segment.end):
-                self.store_partial(segment, (ended - 1) // segment.size, sums, best, weight, now)
-                best, weight, sums = no_values()
+                self.store_partial(
+                    segment, (ended - 1) // segment.size, sums, max_score, denominator, now
+                )
+                max_score, denominator, sums = empty_softmax()
 
     @gluon.jit
     def with_new(self, segment, heads, k, v, begin):
@@ -571,32 +575,32 @@ class Attention:
         return gl.where(is_seen, s, float("-inf"))
 
     @gluon.jit
-    def weigh(self, segment, scores, v, begin, best, weight, sums):
+    def update_softmax(self, segment, scores, v, begin, max_score, denominator, sums):
         """Online-softmax update with the scores and values of a unit."""
         s = self.scores_of(segment, scores, begin, 0), self.scores_of(segment, scores, begin, 1)
-        top = gl.maximum(best, gl.max(gl.max(gl.maximum(s[0], s[1]), 2), 1))
-        fade = gl.exp2(best - top)
-        faded = ()
+        new_max = gl.maximum(max_score, gl.max(gl.max(gl.maximum(s[0], s[1]), 2), 1))
+        rescale = gl.exp2(max_score - new_max)
+        rescaled = ()
         for n in gl.static_range(4):
-            faded = faded + (sums[n] * of_heads(fade),)
-        sums = faded
+            rescaled = rescaled + (sums[n] * of_heads(rescale),)
+        sums = rescaled
         total = gl.zeros([8, 4, 8], gl.float32, SCORES)
         for i in gl.static_range(2):
-            p = gl.exp2(s[i] - gl.expand_dims(gl.expand_dims(top, 1), 2))
+            p = gl.exp2(s[i] - gl.expand_dims(gl.expand_dims(new_max, 1), 2))
             total += p
             sums = self.add_values(sums, p, v[i])
-        return top, weight * fade + gl.sum(gl.sum(total, 2), 1), sums
+        return new_max, denominator * rescale + gl.sum(gl.sum(total, 2), 1), sums
 
     @gluon.jit
     def add_values(self, sums, p, v):
         """Add P V for 32 keys to the sums of 8 heads: each warp has 16 of the dimensions."""
         p = each(gl.expand_dims(p, 0) + gl.zeros([8, 8, 4, 8], gl.float32, TILE), 8)
-        shares = ()
+        probabilities = ()
         for n in gl.static_range(4):
-            shares = shares + (pack(p[2 * n], p[2 * n + 1]),)
+            probabilities = probabilities + (pack(p[2 * n], p[2 * n + 1]),)
         operands: gl.constexpr = "=&f,=&f,=&f,=&f,f,f,f,f" + ",r" * 12
         return gl.inline_asm_elementwise(
-            weigh_asm(), operands, sums + shares + v, floats_type(4), True, 1
+            add_values_asm(), operands, sums + probabilities + v, floats_type(4), True, 1
         )
 
     @gluon.jit
@@ -611,7 +615,7 @@ class Attention:
         gl.store(v_cache + i, wide.index(vector + self.new).load(W))
 
     @gluon.jit
-    def store_partial(self, segment, split, sums, best, weight, now):
+    def store_partial(self, segment, split, sums, max_score, denominator, now):
         """Store the partial result of a split for `join`; no two threads store the same value."""
         D: gl.constexpr = self.dim
         warp, head, four = parts_of_thread()
@@ -622,7 +626,7 @@ class Attention:
         gl.inline_asm_elementwise(
             store_part_asm(), "=r,l,l,f,f,f,f,f,f,r,r",
             ((part + four % 2 * 4).to(gl.int64), (part + 8).to(gl.int64)) + sums
-            + (of_heads(best) + zero, of_heads(weight) + zero, gl.where(there, 1, 0),
+            + (of_heads(max_score) + zero, of_heads(denominator) + zero, gl.where(there, 1, 0),
                gl.where(there & (four % 2 == 0), 1, 0)), gl.int32, False, 1,
         )  # fmt: skip
 
@@ -675,13 +679,13 @@ class Attention:
         gl.inline_asm_elementwise(
             empty_parts_asm(), "=r,l,r,r", [places, is_there, found[0]], gl.int32, False, 1
         )
-        share = bits_to_float(found[8])
-        share = gl.exp2(share - gl.expand_dims(gl.max(share, 1), 1))
-        weight = gl.sum(bits_to_float(found[9]) * share, 1)
-        weight = gl.where(weight > 0.0, weight, 1.0)  # padding rows have no keys
+        max_score = bits_to_float(found[8])
+        rescale = gl.exp2(max_score - gl.expand_dims(gl.max(max_score, 1), 1))
+        denominator = gl.sum(bits_to_float(found[9]) * rescale, 1)
+        denominator = gl.where(denominator > 0.0, denominator, 1.0)  # padding rows have no keys
         sums = ()
         for n in gl.static_range(8):
-            sums = sums + (gl.sum(bits_to_float(found[n]) * share, 1) / weight,)
+            sums = sums + (gl.sum(bits_to_float(found[n]) * rescale, 1) / denominator,)
         # The first four threads of a group store both copies, and clear those of the previous
         # buffer.
         before = gl.where(now == 0, NUM_BUFFERS - 1, now - 1)

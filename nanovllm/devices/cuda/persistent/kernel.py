@@ -297,7 +297,7 @@ def compute(
     residual = embed(stream, given, attention, embedding, tokens, tokens_width, context_lens)
     given.x.publish(residual, 0, x_now, num_blocks(given.x.stored))
     heads = attention.allocate_heads()
-    ends, first_split, last_split = attention.share_out()
+    ends, first_split, last_split = attention.divide_splits()
     begun, num_begun = attention.segment(ends, first_split, last_split)
     places = attention.find_unit(begun, begun.first)
     is_there = attention.active()

@@ -111,7 +111,7 @@ def run(modules: Any, model: Model, slots: list[int], lengths: list[int], verifi
     for qkv.cta in range(128):
         norms = attention.load_norms(Pointer(words(model.norms)))
         heads = attention.allocate_heads()
-        ends, split, last = attention.share_out()
+        ends, split, last = attention.divide_splits()
         while split < last:
             segment, num_splits = attention.segment(ends, split, last)
             places, begin = attention.find_unit(segment, segment.first), segment.first
