@@ -10,8 +10,8 @@ from triton.language.core import _aggregate as aggregate
 
 from nanovllm.devices.cuda.persistent.products import joined, stage, stage_words
 from nanovllm.devices.cuda.persistent.sizes import (
+    gated_capacity,
     gated_parts,
-    gated_room,
     num_chunks,
     num_copies,
     num_stored,
@@ -181,7 +181,7 @@ class Exchange:
     width: gl.constexpr  # columns with values
     stored: gl.constexpr  # columns that CTAs store, including zeros beyond the width
     part: gl.constexpr  # columns of a part
-    room: gl.constexpr  # capacity of a part
+    capacity: gl.constexpr  # capacity of a part
     columns: gl.constexpr  # capacity of all parts
     size: gl.constexpr  # columns, padded to whole chunks
     rows: gl.constexpr
@@ -189,14 +189,14 @@ class Exchange:
 
     @gluon.constexpr_function
     def __init__(
-        self, memory, flag, cta, width, bits, rows, blocks, parts=1, room=None, of_all=False
+        self, memory, flag, cta, width, bits, rows, blocks, parts=1, capacity=None, of_all=False
     ):
         self.memory, self.flag, self.cta = memory, flag, cta
-        room = width if room is None else room
+        capacity = width if capacity is None else capacity
         self.stored = gl.constexpr(num_stored(width) if of_all else width)
         self.width, self.part = gl.constexpr(width), gl.constexpr(width // parts)
-        self.room, self.columns = gl.constexpr(room), gl.constexpr(parts * room)
-        self.size = gl.constexpr(num_chunks(parts * room, bits) * 1024)
+        self.capacity, self.columns = gl.constexpr(capacity), gl.constexpr(parts * capacity)
+        self.size = gl.constexpr(num_chunks(parts * capacity, bits) * 1024)
         self.rows, self.blocks = gl.constexpr(rows), gl.constexpr(blocks)
 
     @gluon.jit
@@ -215,8 +215,8 @@ class Exchange:
         if self.stored > self.width:
             bits = gl.where(column < self.width, bits, 0).to(gl.int16)
         at = row * self.size + column
-        if self.room > self.part:
-            at += column // self.part * (self.room - self.part)
+        if self.capacity > self.part:
+            at += column // self.part * (self.capacity - self.part)
         is_ours = gl.expand_dims((i < COUNT) & (column < self.stored) & (row >= 0), 0)
         bits, at = gl.expand_dims(bits, 0), gl.expand_dims(at, 0)
         before = gl.where(now == 0, NUM_BUFFERS - 1, now - 1)
@@ -343,6 +343,6 @@ def make_exchanges(memories, flag, cta, SHAPE: gl.constexpr, ROWS: gl.constexpr)
         Exchange(qkv, flag, cta, qkv_width(SHAPE), 16, ROWS, B),
         Exchange(attended, flag, cta, q_width(SHAPE), BITS, ROWS, B),
         Exchange(y, flag, cta, SHAPE.hidden, BITS, ROWS, B, of_all=True),
-        Exchange(gated, flag, cta, SHAPE.mlp, BITS, ROWS, B, PARTS, gated_room(SHAPE)),
+        Exchange(gated, flag, cta, SHAPE.mlp, BITS, ROWS, B, PARTS, gated_capacity(SHAPE)),
         Exchange(routed, flag, cta, SHAPE.experts.num_experts, 16, ROWS, B),
     )

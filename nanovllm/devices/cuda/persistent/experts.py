@@ -24,9 +24,9 @@ LOWEST = gl.constexpr(-(1 << 31))
 
 
 @gluon.constexpr_function
-def meets(place, room, chunk):
-    """Whether a chunk has columns of the expert with rank `place`; each has `room` columns."""
-    return place * room < (chunk + 1) * 1024 and (place + 1) * room > chunk * 1024
+def meets(place, capacity, chunk):
+    """Whether a chunk has columns of the expert with rank `place`; each has `capacity` columns."""
+    return place * capacity < (chunk + 1) * 1024 and (place + 1) * capacity > chunk * 1024
 
 
 @aggregate
@@ -111,8 +111,8 @@ class Experts:
             column = k * CHUNK + thread_index() * 4
             w = column * 0.0
             for place in gl.static_range(self.top_k):
-                if meets(place, gated.room, k):
-                    w = gl.where(column >= place * gated.room, self.weight(place), w)
+                if meets(place, gated.capacity, k):
+                    w = gl.where(column >= place * gated.capacity, self.weight(place), w)
             pair = gl.join(w, w)
             expert_weights = gl.reshape(gl.join(pair, pair), [8, 128])
             x = four_floats(words[2 * k], words[2 * k + 1]) * expert_weights

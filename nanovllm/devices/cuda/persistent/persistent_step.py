@@ -16,8 +16,8 @@ from nanovllm.devices.cuda.persistent.sizes import (
     PART_WORDS,
     StepShape,
     expert_segments,
+    gated_capacity,
     gated_parts,
-    gated_room,
     num_chunks,
     num_halves,
     num_parts,
@@ -232,8 +232,8 @@ def empty_exchanges(shape: StepShape, rows: int, device: torch.device) -> tuple[
     """Allocate the buffers of all exchanges, in the order of `make_exchanges`."""
     widths = num_stored(shape.hidden), shape.q, num_stored(shape.hidden)
     x, attended, y = (empty_exchange(width, rows, device, shape.bits) for width in widths)
-    parts, room = gated_parts(shape), gated_room(shape)
-    gated = empty_exchange(shape.mlp, rows, device, shape.bits, parts, room)
+    parts, capacity = gated_parts(shape), gated_capacity(shape)
+    gated = empty_exchange(shape.mlp, rows, device, shape.bits, parts, capacity)
     qkv = empty_exchange(shape.qkv, rows, device)
     routed = empty_exchange(shape.experts.num_experts, rows, device)
     count = rows * num_parts(shape.q) * num_splits(shape.num_kv_heads)
@@ -248,11 +248,11 @@ def empty_exchange(
     device: torch.device,
     bits: int = 16,
     parts: int = 1,
-    room: int | None = None,
+    capacity: int | None = None,
 ) -> Tensor:
     """Allocate the buffers of one exchange: values are EMPTY (-1), the padding of parts is 0."""
-    room = width if room is None else room
-    size = num_chunks(parts * room, bits) * 1024
+    capacity = width if capacity is None else capacity
+    size = num_chunks(parts * capacity, bits) * 1024
     memory = torch.zeros(NUM_BUFFERS.value, 2, rows, size, dtype=torch.int16, device=device)
-    memory[..., : parts * room].unflatten(-1, (parts, room))[..., : width // parts] = -1
+    memory[..., : parts * capacity].unflatten(-1, (parts, capacity))[..., : width // parts] = -1
     return memory

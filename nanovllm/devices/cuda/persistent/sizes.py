@@ -302,7 +302,7 @@ def gated_parts(shape):
 
 
 @gluon.constexpr_function
-def gated_room(shape):
+def gated_capacity(shape):
     """Padded width of a part of the input of `down`."""
     return (
         expert_columns(shape.experts.size, shape.bits) if shape.experts.num_experts else shape.mlp
@@ -312,7 +312,7 @@ def gated_room(shape):
 @gluon.constexpr_function
 def gated_width(shape):
     """Padded width of the input of `down`."""
-    return gated_parts(shape) * gated_room(shape)
+    return gated_parts(shape) * gated_capacity(shape)
 
 
 @gluon.constexpr_function

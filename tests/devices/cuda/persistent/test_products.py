@@ -141,17 +141,17 @@ def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) ->
     """Gated values of the chosen experts, times their weights, are the columns of that MLP."""
     sizes, gated = modules.sizes, make_x(1, TOP_K * SIZE)[0]
     down = [make_any(bits, HIDDEN, SIZE, seed) for seed in range(2 * COUNT)]
-    room, piece = sizes.expert_columns(SIZE, bits), sizes.scale_piece(SIZE, bits)
+    capacity, piece = sizes.expert_columns(SIZE, bits), sizes.scale_piece(SIZE, bits)
     row_format, num_chunks = (
-        sizes.format_of(TOP_K * room, bits),
-        sizes.num_chunks(TOP_K * room, bits),
+        sizes.format_of(TOP_K * capacity, bits),
+        sizes.num_chunks(TOP_K * capacity, bits),
     )
     stream = make_stream(modules, bits, row_format.tiles, CTA, piece)
     given, chosen = sources(*down, is_of_experts=True), experts.wait(LAYER)
     experts.fetch_down(
         stream, given, chosen, 0, 0, OWNERS, HIDDEN, 1, row_format, 1, row_format.tiles
     )
-    padded = torch.nn.functional.pad(gated.view(TOP_K, SIZE), (0, room - SIZE)).flatten()
+    padded = torch.nn.functional.pad(gated.view(TOP_K, SIZE), (0, capacity - SIZE)).flatten()
     padded = torch.nn.functional.pad(padded, (0, num_chunks * 1024 - len(padded)))
     chunks = padded.view(torch.int32).view(-1, 8, 32, 2).numpy()
     words = tuple(array(chunk[..., half]) for chunk in chunks for half in range(2))
@@ -159,7 +159,7 @@ def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) ->
     def poll(now: int, first: int, count: int) -> tuple[Any, ...]:
         return words[2 * first : 2 * (first + count)]
 
-    exchange = SimpleNamespace(poll=poll, size=num_chunks * 1024, room=room)
+    exchange = SimpleNamespace(poll=poll, size=num_chunks * 1024, capacity=capacity)
     found = multiply_staged(modules, stream, experts.take(exchange, 0, bits), 1, row_format, piece)[
         :, 0
     ]

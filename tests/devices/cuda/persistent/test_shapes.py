@@ -109,10 +109,10 @@ def test_splits_fit_the_ctas(num_kv_heads: int) -> None:
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("size", range(256, 4097, 256))
 def test_experts_rows_are_padded_to_few_pieces(size: int, bits: int) -> None:
-    room, piece = expert_columns(size, bits), piece_segments(size, bits)
-    assert size <= room < 2 * size
-    assert room * bits // 1024 % piece == 0
-    assert piece >= 4 or room == size * bits // 1024 * 1024 // bits
+    capacity, piece = expert_columns(size, bits), piece_segments(size, bits)
+    assert size <= capacity < 2 * size
+    assert capacity * bits // 1024 % piece == 0
+    assert piece >= 4 or capacity == size * bits // 1024 * 1024 // bits
 
 
 def test_padding_of_experts_is_not_polled() -> None:
