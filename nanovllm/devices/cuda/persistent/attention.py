@@ -33,7 +33,7 @@ from nanovllm.devices.cuda.persistent.products import (
     each,
     floats_type,
     joined,
-    place_index,
+    quad_lane,
 )
 from nanovllm.devices.cuda.persistent.sizes import (
     PART_WORDS,
@@ -157,15 +157,15 @@ def poll_parts_asm(count):
 
     Where a part's predicate is 0, its values are those of a split without keys.
     """
-    loads, there, begin = [], [], ""
+    loads, predicates, begin = [], [], ""
     for i in range(count):
         words = [f"${n * count + i}" for n in range(10)]
         values = ["0"] * 8 + [NO_SCORE_BITS, "0"]
         begin += "".join(f"mov.u32 {w}, {v}; " for w, v in zip(words, values, strict=True))
         for n in range(3):
             loads.append((tuple(words[4 * n : 4 * n + 4]), f"[${10 * count + i} + {16 * n}]"))
-            there.append(f"${12 * count + i}")
-    return begin + poll_asm(loads, 11 * count, False, there)
+            predicates.append(f"${12 * count + i}")
+    return begin + poll_asm(loads, 11 * count, False, predicates)
 
 
 @gluon.constexpr_function
@@ -190,7 +190,7 @@ def store_eight_asm():
 def parts_of_thread():
     warp = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, ONE)))[:, None, None]
     head = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, ONE)))[None, :, None]
-    return warp, head, place_index()
+    return warp, head, quad_lane()
 
 
 @gluon.jit
@@ -358,7 +358,7 @@ class Attention:
         return row * 8 + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, K)), 0)
 
     @gluon.jit
-    def load_keys(self, cache, place, num_keys):
+    def load_keys(self, cache, offset, num_keys):
         """Load up to 32 keys at an offset of the cache; those from `num_keys` on are 0."""
         STRIDE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
         KW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, key_layout()))
@@ -366,27 +366,27 @@ class Attention:
         word = segment + gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, KW)), 0)
         word = gl.expand_dims(gl.expand_dims(word, 0), 0)
         key = gl.expand_dims(gl.expand_dims(self.key_index(), 2), 3)
-        return gl.load(cache + (place + (key * STRIDE + word)), mask=key < num_keys, other=0)
+        return gl.load(cache + (offset + (key * STRIDE + word)), mask=key < num_keys, other=0)
 
     @gluon.jit
-    def load_values(self, cache, place, num_keys):
+    def load_values(self, cache, offset, num_keys):
         """Load a word of each of 8 values in every thread: a warp has 16 of the dimensions."""
         STRIDE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
         warp, n, q = parts_of_thread()
         word = warp % (self.dim // 16) * 8 + n
-        places = (cache + (place + (q * (8 * STRIDE) + word))).to(gl.int64)
+        addresses = (cache + (offset + (q * (8 * STRIDE) + word))).to(gl.int64)
         return gl.inline_asm_elementwise(
-            load_values_asm(4 * STRIDE), registers(8, 1, 1), [places, num_keys - 8 * q + 0 * word],
-            words_type(8), True, 1,
+            load_values_asm(4 * STRIDE), registers(8, 1, 1),
+            [addresses, num_keys - 8 * q + 0 * word], words_type(8), True, 1,
         )  # fmt: skip
 
     @gluon.jit
-    def prefetch(self, k_cache, v_cache, place):
+    def prefetch(self, k_cache, v_cache, offset):
         """Prefetch 32 keys and values into L2."""
         key = thread_index() % 32 * (self.num_kv_heads * (self.dim // 2))
         part = thread_index() // 32 % (self.dim // 64) * 32
         cache = gl.where(thread_index() < 128, k_cache, v_cache)
-        prefetch(cache + (place + (key + part)), PREFETCH)
+        prefetch(cache + (offset + (key + part)), PREFETCH)
 
     @gluon.jit
     def vector(self):
@@ -403,8 +403,8 @@ class Attention:
     @gluon.jit
     def load_norms(self, norms):
         """Load the weights of the norms of q and k, for both halves of a head."""
-        at = norms + (gl.where(self.vector() < self.group, 0, self.dim // 2) + self.column())
-        return gl.load(at), gl.load(at + self.dim // 4)
+        address = norms + (gl.where(self.vector() < self.group, 0, self.dim // 2) + self.column())
+        return gl.load(address), gl.load(address + self.dim // 4)
 
     @gluon.jit
     def allocate_heads(self):
@@ -425,16 +425,21 @@ class Attention:
         behind = segment.before - (vector - gl.where(is_v, G + self.new, G))  # in rows
         behind = gl.where(is_q | (behind < 0), 0, gl.minimum(behind, segment.before))
         HALF: gl.constexpr = D // 2
-        at = parameters.rope + ((segment.position - behind) * D + self.column() * 2)
-        c0, c1, s0, s1 = gl.load(at), gl.load(at + 1), gl.load(at + HALF), gl.load(at + HALF + 1)
+        address = parameters.rope + ((segment.position - behind) * D + self.column() * 2)
+        c0, c1, s0, s1 = (
+            gl.load(address),
+            gl.load(address + 1),
+            gl.load(address + HALF),
+            gl.load(address + HALF + 1),
+        )
         of_kv = self.num_heads + segment.head + gl.where(is_v, self.num_kv_heads, 0)
         head = gl.where(is_q, segment.head * G + vector, of_kv)
-        places = (segment.row - behind) * self.qkv.size + head * D + self.column() * 2
-        places = (self.qkv.place(now) + places).to(gl.int64)
+        offset = (segment.row - behind) * self.qkv.size + head * D + self.column() * 2
+        addresses = (self.qkv.address(now) + offset).to(gl.int64)
         N: gl.constexpr = VECTORS // 8
         a, b = gl.inline_asm_elementwise(  # a thread has two adjacent elements of each half
             poll_heads_asm(N, D), registers(2 * N, 2 * N),
-            [places, places * 0 + self.qkv.flag.to(gl.int64)], words_type(2), False, N,
+            [addresses, addresses * 0 + self.qkv.flag.to(gl.int64)], words_type(2), False, N,
         )  # fmt: skip
         a0, a1, b0, b1 = low(a), high(a), low(b), high(b)
         factor = gl.where(is_q, parameters.scale, 1.0)
@@ -457,21 +462,21 @@ class Attention:
         return self.find(segment, begin), self.find(segment, begin + 32)
 
     @gluon.jit
-    def load_unit_keys(self, segment, begin, places, cache):
+    def load_unit_keys(self, segment, begin, offsets, cache):
         count = segment.end - begin
-        first = self.load_keys(cache, places[0], count)
-        return first, self.load_keys(cache, places[1], count - 32)
+        first = self.load_keys(cache, offsets[0], count)
+        return first, self.load_keys(cache, offsets[1], count - 32)
 
     @gluon.jit
-    def load_unit_values(self, segment, begin, places, cache):
+    def load_unit_values(self, segment, begin, offsets, cache):
         count = segment.end - begin
-        first = self.load_values(cache, places[0], count)
-        return first, self.load_values(cache, places[1], count - 32)
+        first = self.load_values(cache, offsets[0], count)
+        return first, self.load_values(cache, offsets[1], count - 32)
 
     @gluon.jit
-    def prefetch_unit(self, places, k_cache, v_cache):
-        self.prefetch(k_cache, v_cache, places[0])
-        self.prefetch(k_cache, v_cache, places[1])
+    def prefetch_unit(self, offsets, k_cache, v_cache):
+        self.prefetch(k_cache, v_cache, offsets[0])
+        self.prefetch(k_cache, v_cache, offsets[1])
 
     @gluon.jit
     def attend(self, segment, heads, k_cache, v_cache, skip, k, v, now):
@@ -490,20 +495,20 @@ class Attention:
         max_score, denominator, sums = empty_softmax()
         for begin in range(segment.first, segment.end, UNIT):
             after = begin + UNIT
-            places = self.find_unit(segment, after)
+            offsets = self.find_unit(segment, after)
             if segment.position - segment.before < after:
                 k, v = self.with_new(segment, heads, k, v, begin)
                 if segment.position < after:
                     self.store_new(segment, heads, k_cache, v_cache)
             self.score(scores, q, k)
             if after < segment.end:
-                k = self.load_unit_keys(segment, after, places, k_cache)
-                self.prefetch_unit(places, k_cache + skip, v_cache + skip)
+                k = self.load_unit_keys(segment, after, offsets, k_cache)
+                self.prefetch_unit(offsets, k_cache + skip, v_cache + skip)
             max_score, denominator, sums = self.update_softmax(
                 segment, scores, v, begin, max_score, denominator, sums
             )
             if after < segment.end:
-                v = self.load_unit_values(segment, after, places, v_cache)
+                v = self.load_unit_values(segment, after, offsets, v_cache)
             ended = after - segment.start
             if (ended % segment.size == 0) | (after >= segment.end):
                 self.store_partial(
@@ -524,7 +529,7 @@ class Attention:
         keys = heads._reinterpret(gl.int32, [N, self.dim // 64, 32], S2)
         values = heads._reinterpret(gl.int32, [N, 8 // COPIES, 8], S2)
         for j in range(segment.before + 1):
-            at = segment.position - segment.before + j - begin
+            key = segment.position - segment.before + j - begin
             new_k = keys.index(self.group + j).load(K)
             new_k = gl.expand_dims(gl.expand_dims(new_k, 0), 0)
             new_v = values.index(self.group + self.new + j).load(gl.SliceLayout(0, V))
@@ -533,11 +538,11 @@ class Attention:
             new_v = gl.expand_dims(new_v, 2)
             with_k, with_v = (), ()
             for i in gl.static_range(2):
-                is_new = gl.expand_dims(gl.expand_dims(self.key_index() == at - 32 * i, 2), 3)
+                is_new = gl.expand_dims(gl.expand_dims(self.key_index() == key - 32 * i, 2), 3)
                 with_k = with_k + (gl.where(is_new, new_k, k[i]),)
-                words, place = (), at - 32 * i - place_index() * 8
+                words, index_in_thread = (), key - 32 * i - quad_lane() * 8
                 for n in gl.static_range(8):
-                    words = words + (gl.where(place == n, new_v, v[i][n]),)
+                    words = words + (gl.where(index_in_thread == n, new_v, v[i][n]),)
                 with_v = with_v + (words,)
             k, v = with_k, with_v
         return k, v
@@ -621,13 +626,13 @@ class Attention:
         warp, head, four = parts_of_thread()
         column = (segment.head * self.group + head) * D + warp * 16 + four * 4
         part = self.part(now, segment.row, column // 8, split)
-        there = (head < self.group) & (warp < D // 16) & (four >= 0)
+        is_ours = (head < self.group) & (warp < D // 16) & (four >= 0)
         zero = gl.zeros([8, 8, 4], gl.float32, ONE)
         gl.inline_asm_elementwise(
             store_part_asm(), "=r,l,l,f,f,f,f,f,f,r,r",
             ((part + four % 2 * 4).to(gl.int64), (part + 8).to(gl.int64)) + sums
-            + (of_heads(max_score) + zero, of_heads(denominator) + zero, gl.where(there, 1, 0),
-               gl.where(there & (four % 2 == 0), 1, 0)), gl.int32, False, 1,
+            + (of_heads(max_score) + zero, of_heads(denominator) + zero, gl.where(is_ours, 1, 0),
+               gl.where(is_ours & (four % 2 == 0), 1, 0)), gl.int32, False, 1,
         )  # fmt: skip
 
     @gluon.jit
@@ -635,30 +640,30 @@ class Attention:
         """Address of a split's part of 8 columns: sums, maximum score and denominator."""
         WIDTH: gl.constexpr = self.num_heads * self.dim
         S: gl.constexpr = num_splits(self.num_kv_heads)
-        at = ((now * self.rows + row) * num_parts(WIDTH) + group) * S + split
-        return self.parts + at * PART_WORDS
+        index = ((now * self.rows + row) * num_parts(WIDTH) + group) * S + split
+        return self.parts + index * PART_WORDS
 
     @gluon.jit
-    def join_places(self):
+    def join_indices(self):
         """Indices of a thread's row, chunk and split in `join`."""
         L: gl.constexpr = join_layout(self.num_kv_heads)
         C: gl.constexpr = join_groups(self.num_heads * self.dim, self.num_kv_heads, self.rows)
         S: gl.constexpr = num_splits(self.num_kv_heads)
-        place = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
+        index = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
         split = gl.arange(0, S, gl.SliceLayout(0, L))[None, :]
-        return place % self.rows, place // self.rows, split
+        return index % self.rows, index // self.rows, split
 
     @gluon.jit
     def active(self):
         """Predicate of the splits that `join` polls: those that have keys."""
         WIDTH: gl.constexpr = self.num_heads * self.dim
-        row, chunk, split = self.join_places()
+        row, chunk, split = self.join_indices()
         _, _, count = self.splits(self.position(row))
         group = chunk * NUM_CTAS + self.qkv.cta
         return gl.where((split < count) & (group < WIDTH // 8), 1, 0)
 
     @gluon.jit
-    def join(self, output, is_there, now):
+    def join(self, output, is_active, now):
         """Merge the splits of this CTA's 8 columns of each chunk of the attention output.
 
         Splits without keys have no partial result and are not polled: the less is polled, the
@@ -668,16 +673,17 @@ class Attention:
         C: gl.constexpr = join_groups(WIDTH, self.num_kv_heads, self.rows)
         S: gl.constexpr = num_splits(self.num_kv_heads)
         N: gl.constexpr = C * S // 256
-        row, chunk, split = self.join_places()
+        row, chunk, split = self.join_indices()
         group = chunk * NUM_CTAS + self.qkv.cta
-        places = self.part(now, row, gl.minimum(group, num_parts(WIDTH) - 1), split).to(gl.int64)
+        addresses = self.part(now, row, gl.minimum(group, num_parts(WIDTH) - 1), split).to(gl.int64)
         found = gl.inline_asm_elementwise(
             poll_parts_asm(N), registers(10 * N, 2 * N, N),
-            [places, places * 0 + self.qkv.flag.to(gl.int64), is_there], words_type(10), False, N,
+            [addresses, addresses * 0 + self.qkv.flag.to(gl.int64), is_active],
+            words_type(10), False, N,
         )  # fmt: skip
         # `found` is an operand so that the parts are cleared after they have been polled.
         gl.inline_asm_elementwise(
-            empty_parts_asm(), "=r,l,r,r", [places, is_there, found[0]], gl.int32, False, 1
+            empty_parts_asm(), "=r,l,r,r", [addresses, is_active, found[0]], gl.int32, False, 1
         )
         max_score = bits_to_float(found[8])
         rescale = gl.exp2(max_score - gl.expand_dims(gl.max(max_score, 1), 1))
@@ -694,9 +700,9 @@ class Attention:
         for n in gl.static_range(4):
             word = gl.expand_dims(pack(sums[2 * n], sums[2 * n + 1]), 1)
             words = words + (word | gl.where(split < 2, 0, -1),)
-        at = (buffer * self.rows + row) * output.size + group * 8
+        offset = (buffer * self.rows + row) * output.size + group * 8
         is_ours = gl.where((split < 4) & (group < WIDTH // 8), 1, 0)
         gl.inline_asm_elementwise(
             store_eight_asm(), "=r,l,r,r,r,r,r",
-            ((output.memory + at).to(gl.int64),) + words + (is_ours,), gl.int32, False, 1,
+            ((output.memory + offset).to(gl.int64),) + words + (is_ours,), gl.int32, False, 1,
         )  # fmt: skip

@@ -42,25 +42,25 @@ PREFETCH_AND_KEEP = gl.constexpr("prefetch.global.L2::evict_last [$1]; mov.u32 $
 
 
 @gluon.constexpr_function
-def poll_asm(loads, flag, has_halves=True, there=None):
+def poll_asm(loads, flag, has_halves=True, predicates=None):
     """Load words, [(names, address)], and reload those that are EMPTY or have an EMPTY half.
 
-    `there` names an operand for each load: where it is 0 nothing is loaded, and the words keep the
-    values they have. The first loads come before the loop: words written only under its condition
-    would occupy registers from the start of the kernel. The warp reconverges at the end.
+    `predicates` names an operand for each load: where it is 0 nothing is loaded, and the words keep
+    the values they have. The first loads come before the loop: words written only under its
+    condition would occupy registers from the start of the kernel. The warp reconverges at the end.
     """
     begin = f"{{ .reg .b64 k; .reg .pred r; .reg .b32 m<{len(loads)}>; {KEEP.value} "
     tests, again = "", ""
     for j in range(len(loads)):
-        names, place = loads[j]
+        names, address = loads[j]
         target, vector = names[0], ""
         if len(names) > 1:
             target, vector = "{" + ", ".join(names) + "}", f".v{len(names)}"
-        load = f"ld.relaxed.gpu.global.L2::cache_hint{vector}.b32 {target}, {place}, "
-        if there is None:
+        load = f"ld.relaxed.gpu.global.L2::cache_hint{vector}.b32 {target}, {address}, "
+        if predicates is None:
             begin += f"{load} k; "
         else:
-            begin += f"setp.ne.u32 r, {there[j]}, 0; @r {load} k; "
+            begin += f"setp.ne.u32 r, {predicates[j]}, 0; @r {load} k; "
         tests += missing_asm(names, f"m{j}", has_halves) + f"or.b32 f, f, m{j}; "
         again += f"setp.ne.u32 q, m{j}, 0; @q {load} k; "
     return begin + spin_asm(tests + again, flag) + " bar.warp.sync 0xffffffff; }"
@@ -112,9 +112,9 @@ def spin_asm(code, flag):
 
 
 @gluon.constexpr_function
-def registers(num_words, num_places, num_numbers=0):
+def registers(num_words, num_addresses, num_numbers=0):
     # Early clobber: words are written before the addresses are read for the last time.
-    return ",".join(["=&r"] * num_words + ["l"] * num_places + ["r"] * num_numbers)
+    return ",".join(["=&r"] * num_words + ["l"] * num_addresses + ["r"] * num_numbers)
 
 
 @gluon.constexpr_function
@@ -139,9 +139,9 @@ def high(words):
 
 
 @gluon.jit
-def prefetch(places, ASM: gl.constexpr):
+def prefetch(addresses, ASM: gl.constexpr):
     """Prefetch the cache lines at some addresses into L2."""
-    gl.inline_asm_elementwise(ASM, "=r,l", [places.to(gl.int64)], gl.int32, False, 1)
+    gl.inline_asm_elementwise(ASM, "=r,l", [addresses.to(gl.int64)], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -214,23 +214,23 @@ class Exchange:
         bits = y.to(gl.bfloat16).to(gl.int16, bitcast=True)
         if self.stored > self.width:
             bits = gl.where(column < self.width, bits, 0).to(gl.int16)
-        at = row * self.size + column
+        offset = row * self.size + column
         if self.capacity > self.part:
-            at += column // self.part * (self.capacity - self.part)
+            offset += column // self.part * (self.capacity - self.part)
         is_ours = gl.expand_dims((i < COUNT) & (column < self.stored) & (row >= 0), 0)
-        bits, at = gl.expand_dims(bits, 0), gl.expand_dims(at, 0)
+        bits, offset = gl.expand_dims(bits, 0), gl.expand_dims(offset, 0)
         before = gl.where(now == 0, NUM_BUFFERS - 1, now - 1)
         for first in gl.static_range(0, 4, COPIES):
             c = first + copy
-            there = (gl.where(c < 2, now, before) * 2 + c % 2) * (self.rows * self.size)
+            base = (gl.where(c < 2, now, before) * 2 + c % 2) * (self.rows * self.size)
             value = bits | gl.where(c < 2, 0, -1).to(gl.int16)
             gl.store(
-                self.memory + (there + at), value, mask=is_ours & (c >= 0),
+                self.memory + (base + offset), value, mask=is_ours & (c >= 0),
                 eviction_policy="evict_last",
             )  # fmt: skip
 
     @gluon.jit
-    def place(self, now):
+    def address(self, now):
         """Address of the copy that this CTA reads."""
         return self.memory + (now * 2 + self.cta % 2) * (self.rows * self.size)
 
@@ -243,11 +243,11 @@ class Exchange:
     def poll_from(self, column, now, N: gl.constexpr, STEP: gl.constexpr):
         """Poll N pairs of words for each row, the first at `column`, the others STEP columns on."""
         COUNT: gl.constexpr = 2 * N * self.rows
-        places = (self.place(now) + column).to(gl.int64)
+        addresses = (self.address(now) + column).to(gl.int64)
         return gl.inline_asm_elementwise(
             poll_pairs_asm(pair_offsets(self.rows, self.size, N, STEP)),
             registers(COUNT, 2),
-            [places, places * 0 + self.flag.to(gl.int64)],
+            [addresses, addresses * 0 + self.flag.to(gl.int64)],
             words_type(COUNT),
             False,
             1,

@@ -24,9 +24,9 @@ LOWEST = gl.constexpr(-(1 << 31))
 
 
 @gluon.constexpr_function
-def meets(place, capacity, chunk):
-    """Whether a chunk has columns of the expert with rank `place`; each has `capacity` columns."""
-    return place * capacity < (chunk + 1) * 1024 and (place + 1) * capacity > chunk * 1024
+def meets(rank, capacity, chunk):
+    """Whether a chunk has columns of the expert with a rank; each expert has `capacity` columns."""
+    return rank * capacity < (chunk + 1) * 1024 and (rank + 1) * capacity > chunk * 1024
 
 
 @aggregate
@@ -67,9 +67,9 @@ class Experts:
                 keys = keys + (gl.where(expert < self.count, key, LOWEST),)
         found = lane * 0 + LOWEST
         left = keys
-        for place in gl.static_range(self.top_k):
+        for rank in gl.static_range(self.top_k):
             best = gl.expand_dims(gl.max(largest(left), 1), 1)
-            found = gl.where(lane == place, best, found)
+            found = gl.where(lane == rank, best, found)
             left = without(left, best)
         self.keep(keys, found, lane)
 
@@ -92,8 +92,8 @@ class Experts:
         weights.store((odds / total).to(gl.bfloat16).to(gl.float32))
 
     @gluon.jit
-    def weight(self, place: gl.constexpr):
-        found = self.weights.index(place).load(gl.SliceLayout(1, THREADS))
+    def weight(self, rank: gl.constexpr):
+        found = self.weights.index(rank).load(gl.SliceLayout(1, THREADS))
         return gl.expand_dims(found, 1)
 
     @gluon.jit
@@ -110,9 +110,9 @@ class Experts:
                 words = words + gated.poll(now, N // 2, N - N // 2)
             column = k * CHUNK + thread_index() * 4
             w = column * 0.0
-            for place in gl.static_range(self.top_k):
-                if meets(place, gated.capacity, k):
-                    w = gl.where(column >= place * gated.capacity, self.weight(place), w)
+            for rank in gl.static_range(self.top_k):
+                if meets(rank, gated.capacity, k):
+                    w = gl.where(column >= rank * gated.capacity, self.weight(rank), w)
             pair = gl.join(w, w)
             expert_weights = gl.reshape(gl.join(pair, pair), [8, 128])
             x = four_floats(words[2 * k], words[2 * k + 1]) * expert_weights
@@ -138,30 +138,32 @@ class Experts:
         rows = experts * HIDDEN + stream.cta * 8
         for first in gl.static_range(0, TILES, COLUMNS):
             for block in range(BLOCKS):
-                is_there = block * CHUNK + stream.cta * 8 < HIDDEN
+                is_in_bounds = block * CHUNK + stream.cta * 8 < HIDDEN
                 for i in gl.static_range(COLUMNS):
                     group = g + (first * BLOCKS + block * COLUMNS + i) // GROUP
                     owners = stream.claim(t, group, owners, FORMAT, stream.in_flight)
                     block_rows = rows + block * CHUNK
                     self.fetch_pieces(
-                        stream, weights, t, is_there, block_rows, 16 * (first + i), FORMAT
+                        stream, weights, t, is_in_bounds, block_rows, 16 * (first + i), FORMAT
                     )
                     t += 1
         return t, g + BLOCKS * TILES // GROUP, owners
 
     @gluon.jit
     def fetch_pieces(
-        self, stream, weights, t, is_there, rows, first: gl.constexpr, FORMAT: gl.constexpr
+        self, stream, weights, t, is_in_bounds, rows, first: gl.constexpr, FORMAT: gl.constexpr
     ):
         """Copy a tile piece by piece, from segment `first` on; each piece is of a single expert."""
         S: gl.constexpr = expert_segments(self.size, FORMAT.bits)
         N: gl.constexpr = piece_segments(self.size, FORMAT.bits)
         G: gl.constexpr = 8 * segment_groups(FORMAT.bits)  # scales of a segment
-        for at in gl.static_range(0, 8 * FORMAT.halves, N):
-            is_ours = is_there & ((first + at) // S < self.top_k)
-            row = pick(rows, (first + at) // S)
-            place = (row // 8 * S + (first + at) % S) * G
-            stream.copy(weights, t, is_ours, row, (first + at) % S, place, at, N, FORMAT)
+        for target in gl.static_range(0, 8 * FORMAT.halves, N):
+            is_ours = is_in_bounds & ((first + target) // S < self.top_k)
+            row = pick(rows, (first + target) // S)
+            scale_offset = (row // 8 * S + (first + target) % S) * G
+            stream.copy(
+                weights, t, is_ours, row, (first + target) % S, scale_offset, target, N, FORMAT
+            )
 
 
 @aggregate
@@ -214,6 +216,6 @@ def without(keys, best):
 
 
 @gluon.jit
-def pick(values, place):
-    """The value in lane `place` of a warp."""
-    return gl.sum(gl.where(gl.arange(0, 32, LANES) == place, values, 0), 0)
+def pick(values, lane):
+    """The value in lane `lane` of a warp."""
+    return gl.sum(gl.where(gl.arange(0, 32, LANES) == lane, values, 0), 0)

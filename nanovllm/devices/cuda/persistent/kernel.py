@@ -253,16 +253,16 @@ def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.con
 def prefetch_layer(given, attention, parameters, layer):
     """Prefetch norm weights and biases of a layer, before weights and keys saturate memory."""
     NORMS: gl.constexpr = 2 * (given.x.size // CHUNK)  # elements per thread
-    at = parameters.norms + layer * (256 * NORMS)
-    prefetch(at + thread_index() * NORMS, PREFETCH_AND_KEEP)
+    address = parameters.norms + layer * (256 * NORMS)
+    prefetch(address + thread_index() * NORMS, PREFETCH_AND_KEEP)
     if parameters.has_norm:
-        at = parameters.qk_norms + layer * attention.dim
-        prefetch(at + thread_index() % attention.dim, PREFETCH_AND_KEEP)
+        address = parameters.qk_norms + layer * attention.dim
+        prefetch(address + thread_index() % attention.dim, PREFETCH_AND_KEEP)
     if parameters.has_bias:
         BIAS: gl.constexpr = (given.qkv.width + 255) // 256
-        at = gl.minimum(thread_index() * BIAS, given.qkv.width - 1)
-        at = parameters.qkv_bias + layer * given.qkv.width + at
-        prefetch(at, PREFETCH_AND_KEEP)
+        column = gl.minimum(thread_index() * BIAS, given.qkv.width - 1)
+        address = parameters.qkv_bias + layer * given.qkv.width + column
+        prefetch(address, PREFETCH_AND_KEEP)
 
 
 @gluon.jit
@@ -272,15 +272,15 @@ def embed(stream, given, attention, embedding, tokens, tokens_width, context_len
     column = block * CHUNK + stream.cta * 8 + column
     position = attention.position(row)
     slot = gl.load(attention.slots + row).to(gl.int64)
-    at = slot * tokens_width + position
-    token = gl.load(tokens + at, mask=position >= 0, other=0).to(gl.int64)
-    at = token * given.x.width + column
+    offset = slot * tokens_width + position
+    token = gl.load(tokens + offset, mask=position >= 0, other=0).to(gl.int64)
+    offset = token * given.x.width + column
     if stream.cta == 0:
         is_first = (block == 0) & (column == 0) & (row >= 0)
         gl.store(
             context_lens + row + 0 * column, gl.maximum(position + 1, 0) + 0 * column, mask=is_first
         )
-    return gl.load(embedding + at, mask=column < given.x.width, other=0.0).to(gl.float32)
+    return gl.load(embedding + offset, mask=column < given.x.width, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -299,8 +299,8 @@ def compute(
     heads = attention.allocate_heads()
     ends, first_split, last_split = attention.divide_splits()
     begun, num_begun = attention.segment(ends, first_split, last_split)
-    places = attention.find_unit(begun, begun.first)
-    is_there = attention.active()
+    offsets = attention.find_unit(begun, begun.first)
+    is_active = attention.active()
     t, g = gl.to_tensor(0), gl.to_tensor(0)
     norm = given.x.load_norm(parameters.norms)
     for layer in range(num_layers):
@@ -309,15 +309,15 @@ def compute(
         later = gl.minimum(layer + 1, num_layers - 1)
         skip = (later - layer).to(gl.int64) * stride
         num_keys = begun.end - begun.first
-        first_k = attention.load_keys(k_cache, places[0], num_keys)
-        first_v = attention.load_values(v_cache, places[0], num_keys)
+        first_k = attention.load_keys(k_cache, offsets[0], num_keys)
+        first_v = attention.load_values(v_cache, offsets[0], num_keys)
         qk_norms = attention.load_norms(parameters.qk_norms + layer * D)
         t, g = project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now)
-        k = first_k, attention.load_keys(k_cache, places[1], num_keys - 32)
-        v = first_v, attention.load_values(v_cache, places[1], num_keys - 32)
+        k = first_k, attention.load_keys(k_cache, offsets[1], num_keys - 32)
+        v = first_v, attention.load_values(v_cache, offsets[1], num_keys - 32)
         prefetch_layer(given, attention, parameters, later)
         if num_keys > 0:
-            attention.prefetch_unit(places, k_cache + skip, v_cache + skip)
+            attention.prefetch_unit(offsets, k_cache + skip, v_cache + skip)
         split, segment, count = first_split, begun, num_begun
         while split < last_split:
             attention.rotate_heads(segment, heads, qk_norms, parameters, now)
@@ -329,7 +329,7 @@ def compute(
                 k = attention.load_unit_keys(segment, begin, found, k_cache)
                 v = attention.load_unit_values(segment, begin, found, v_cache)
                 attention.prefetch_unit(found, k_cache + skip, v_cache + skip)
-        attention.join(given.attended, is_there, now)
+        attention.join(given.attended, is_active, now)
         norm = given.y.load_norm(parameters.norms + (2 * layer + 1) * NORM)
         residual, t, g = project_back(
             stream, t, g, given.attended, given.y, residual, experts, now, now, False

@@ -147,7 +147,7 @@ def load_x(piece, BITS: gl.constexpr, ROWS: gl.constexpr):
 def of_own_block(words):
     """Zero the words of x unless a thread's weights are in the quant group of its column of B."""
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, ONE)))[None, :, None]
-    is_own = gl.zeros([8, 8, 4], gl.int32, ONE) + column // 4 == place_index() // 2
+    is_own = gl.zeros([8, 8, 4], gl.int32, ONE) + column // 4 == quad_lane() // 2
     keep, own = gl.where(is_own, -1, 0), ()
     for k in gl.static_range(len(words)):
         own = own + (words[k] & keep,)
@@ -155,7 +155,7 @@ def of_own_block(words):
 
 
 @gluon.jit
-def place_index():
+def quad_lane():
     """Index of a thread among the four threads of a weight row."""
     return gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, ONE)))[None, None, :]
 
@@ -236,9 +236,9 @@ def products(sets, j, first, words):
 
     The first set's words are operands `first` and `first + 1`; the next set's are `words` later.
     """
-    places = [first + s * words for s in range(sets)]
+    operands = [first + s * words for s in range(sets)]
     name = "ab"[j % 2]
-    return "".join(product(f"{name}{s}", f"${n}", f"${n + 1}") for s, n in enumerate(places))
+    return "".join(product(f"{name}{s}", f"${n}", f"${n + 1}") for s, n in enumerate(operands))
 
 
 @gluon.constexpr_function
@@ -398,7 +398,7 @@ def by_row(totals, BITS: gl.constexpr):
         if len(whole) > 1:
             totals = ()
             for s in gl.static_range(len(whole) // 2):
-                totals = totals + (gl.where(place_index() < 2, whole[2 * s], whole[2 * s + 1]),)
+                totals = totals + (gl.where(quad_lane() < 2, whole[2 * s], whole[2 * s + 1]),)
     return totals
 
 

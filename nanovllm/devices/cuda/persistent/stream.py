@@ -18,7 +18,7 @@ from nanovllm.devices.cuda.persistent.products import (
     load_x,
     multiply,
     num_sets,
-    place_index,
+    quad_lane,
     sums_of,
 )
 from nanovllm.devices.cuda.persistent.sizes import (
@@ -37,7 +37,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
 )
 
 HEAD_IN_FLIGHT = gl.constexpr(4)  # tiles of the LM head in flight at once
-NOWHERE = gl.constexpr(1 << 30)  # a weight row out of bounds, for which TMA writes zeros
+OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # a weight row out of bounds, for which TMA writes zeros
 NUM_USED = gl.constexpr(16)  # mbarriers for groups: more than the ring has slots
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 RING = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
@@ -58,7 +58,7 @@ def spread(
     FOURS: gl.constexpr = len(sums[0])
     BLOCKS: gl.constexpr = max(power_of_two(N), COPIES)
     EACH: gl.constexpr = BLOCKS // COPIES
-    copy = place_index() // (4 // COPIES)
+    copy = quad_lane() // (4 // COPIES)
     stored = ()
     for b in gl.static_range(EACH):
         fours = ()
@@ -174,32 +174,42 @@ class Stream:
             for i in range(N):
                 row, tile = first + i // TILES * weight_rows.part, before + i % TILES
                 owners = self.claim(t, g + (turn * N + i) // GROUP, owners, FORMAT, IN_FLIGHT)
-                place = (row // 8 * FORMAT.tiles + tile) * tile_scales(FORMAT)
-                is_there = weight_row < weight_rows.count
-                self.copy(weights, t, is_there, row, tile * 16, place, 0, 8 * FORMAT.halves, FORMAT)
+                scale_offset = (row // 8 * FORMAT.tiles + tile) * tile_scales(FORMAT)
+                is_in_bounds = weight_row < weight_rows.count
+                self.copy(
+                    weights,
+                    t,
+                    is_in_bounds,
+                    row,
+                    tile * 16,
+                    scale_offset,
+                    0,
+                    8 * FORMAT.halves,
+                    FORMAT,
+                )
                 t += 1
         return t, g + BLOCKS * PARTS * FORMAT.tiles // GROUP, owners
 
     @gluon.jit
     def copy(
-        self, weights, t, is_there, row, segment, place, at: gl.constexpr, N: gl.constexpr,
-        FORMAT: gl.constexpr,
+        self, weights, t, is_in_bounds, row, segment, scale_offset, target: gl.constexpr,
+        N: gl.constexpr, FORMAT: gl.constexpr,
     ):  # fmt: skip
         """Start the TMA copies of N segments of 8 weight rows, and of their scales.
 
-        They go to a tile's segments from `at` on.
+        They go to a tile's segments from `target` on.
         """
         weight, scales = weights
         slot = t % self.slots
-        full, target = self.full.index(slot), self.ring.index(slot).slice(at, N, 0)
-        there = [segment, gl.where(is_there, row, NOWHERE), 0]
-        tma.async_copy_global_to_shared(weight, there, full, target)
+        full, destination = self.full.index(slot), self.ring.index(slot).slice(target, N, 0)
+        coordinates = [segment, gl.where(is_in_bounds, row, OUT_OF_BOUNDS), 0]
+        tma.async_copy_global_to_shared(weight, coordinates, full, destination)
         if FORMAT.bits < 16:
             STEP: gl.constexpr = scale_words(FORMAT.bits, N)
             COUNT: gl.constexpr = N * 8 * segment_groups(FORMAT.bits)
-            target = self.scales.index(slot).slice(at // N * STEP, COUNT, 0)
-            there = [gl.where(is_there, place, NOWHERE)]
-            tma.async_copy_global_to_shared(scales, there, full, target)
+            destination = self.scales.index(slot).slice(target // N * STEP, COUNT, 0)
+            coordinates = [gl.where(is_in_bounds, scale_offset, OUT_OF_BOUNDS)]
+            tma.async_copy_global_to_shared(scales, coordinates, full, destination)
 
     @gluon.jit
     def claim(self, t, g, owners, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr):

@@ -130,14 +130,14 @@ class Source:
         self.values, self.block = values, block
 
 
-def copy(source: Source, place: list[Any], full: object, target: Shared) -> None:
+def copy(source: Source, coordinates: list[Any], full: object, target: Shared) -> None:
     """Copy a block to shared memory by TMA; values out of bounds are zero."""
     assert target.values.shape == tuple(source.block)
     assert (target.values.ctypes.data - target.start) % 128 == 0, (
         "a TMA destination must be aligned"
     )
     target.values[...] = 0
-    starts = [int(each) for each in place]
+    starts = [int(each) for each in coordinates]
     counts = [
         max(0, min(size - start, length))
         for size, start, length in zip(source.values.shape, starts, source.block, strict=True)
@@ -211,8 +211,8 @@ def _run(line: str, registers: dict[str, Any]) -> None:
 
 def _access(name: str, operands: list[str], registers: dict[str, Any], guard: Any) -> None:
     """Load words from a pointer's addresses, or store them, where the guard is true."""
-    place, names = operands[:2] if name.startswith("st.") else operands[1::-1]
-    pointer, _, offset = place[1:-1].partition(" + ")
+    address, names = operands[:2] if name.startswith("st.") else operands[1::-1]
+    pointer, _, offset = address[1:-1].partition(" + ")
     words = [each.strip() for each in names.strip("{}").split(",")]
     memory, at = registers[pointer].words(int(offset or 0), len(words))
     guard = np.broadcast_to(guard, at.shape[:-1])

@@ -87,7 +87,7 @@ class RandomStep:
         assert not self.step.gave_up()
         return logits
 
-    def places(self, slot: int, context: int) -> Tensor:
+    def slot_mapping(self, slot: int, context: int) -> Tensor:
         positions, size = torch.arange(context, device="cuda"), self.variant.block_size
         return self.table[slot, positions // size].long() * size + positions % size
 
@@ -108,7 +108,7 @@ class RandomStep:
             assert self.context_lens[row] == context
         ours = [difference(logits[row], x) for (row, *_), x in zip(rows, exact, strict=True)]
         theirs = [difference(x, y) for x, y in zip(plain, exact, strict=True)]
-        last = torch.stack([self.places(slot, context)[-1] for _, slot, context in rows])
+        last = torch.stack([self.slot_mapping(slot, context)[-1] for _, slot, context in rows])
         written, wanted = (
             torch.stack([cache[last].float() for caches in both for cache in caches])
             for both in (flat, wide)
@@ -123,8 +123,11 @@ class RandomStep:
         wide = [[cache.float() for cache in each] for each in flat]
         logits = []
         for _, slot, context in rows:
-            places, token = self.places(slot, context), int(self.tokens[slot, context - 1])
-            arguments = self.tensors, self.constants, token, places
+            slot_mapping, token = (
+                self.slot_mapping(slot, context),
+                int(self.tokens[slot, context - 1]),
+            )
+            arguments = self.tensors, self.constants, token, slot_mapping
             logits.append(reference_step(*arguments, *caches, dtype))
             if dtype == torch.float32:
                 reference_step(*arguments, *wide, dtype)

@@ -68,11 +68,14 @@ class Model:
                 for x, norm in zip((q, k), self.norms, strict=True)
             )
             positions = torch.arange(length)
-            blocks, places = self.table[slot, positions // BLOCK_SIZE], positions % BLOCK_SIZE
-            k_cache[blocks[-1], places[-1]], v_cache[blocks[-1], places[-1]] = k, v
+            blocks, block_offsets = (
+                self.table[slot, positions // BLOCK_SIZE],
+                positions % BLOCK_SIZE,
+            )
+            k_cache[blocks[-1], block_offsets[-1]], v_cache[blocks[-1], block_offsets[-1]] = k, v
             seen = slice(0 if self.window is None else max(length - self.window, 0), length)
             keys, values = (
-                cache[blocks, places][seen].repeat_interleave(
+                cache[blocks, block_offsets][seen].repeat_interleave(
                     self.shape.num_heads // num_kv_heads, 1
                 )
                 for cache in (k_cache, v_cache)
@@ -100,7 +103,7 @@ def run(modules: Any, model: Model, slots: list[int], lengths: list[int], verifi
         scale=shape.head_dim**-0.5 * 1.4426950408889634,
     )  # fmt: skip
     qkv = SimpleNamespace(flag=Pointer(np.zeros(1, np.int32)), size=memory.shape[-1])
-    qkv.place = lambda now: Pointer(memory.reshape(-1), (now * 2 + qkv.cta % 2) * rows * qkv.size)
+    qkv.address = lambda now: Pointer(memory.reshape(-1), (now * 2 + qkv.cta % 2) * rows * qkv.size)
     to = SimpleNamespace(memory=Pointer(output.reshape(-1)), size=width)
     tables = [np.array(each, np.int32) for each in (slots, lengths, model.table.flatten().tolist())]
     window = -1 if model.window is None else model.window
@@ -114,9 +117,9 @@ def run(modules: Any, model: Model, slots: list[int], lengths: list[int], verifi
         ends, split, last = attention.divide_splits()
         while split < last:
             segment, num_splits = attention.segment(ends, split, last)
-            places, begin = attention.find_unit(segment, segment.first), segment.first
-            k = attention.load_unit_keys(segment, begin, places, k_cache)
-            v = attention.load_unit_values(segment, begin, places, v_cache)
+            offsets, begin = attention.find_unit(segment, segment.first), segment.first
+            k = attention.load_unit_keys(segment, begin, offsets, k_cache)
+            v = attention.load_unit_values(segment, begin, offsets, v_cache)
             attention.rotate_heads(segment, heads, norms, parameters, 1)
             attention.attend(segment, heads, k_cache, v_cache, 0, k, v, 1)
             split = split + num_splits
@@ -166,10 +169,10 @@ def test_only_existing_parts_are_polled(modules: Any) -> None:
     def store() -> None:
         parts[0] = range(1, 13)
 
-    places = Pointer(parts.reshape(-1), np.arange(2) * sizes.PART_WORDS, store)
+    offsets = Pointer(parts.reshape(-1), np.arange(2) * sizes.PART_WORDS, store)
     found = gluon_on_numpy.inline_asm(
         attention.poll_parts_asm(2), attention.registers(20, 4, 2),
-        [places, places, np.array([1, 0])], ("int32",) * 10, False, 2,
+        [offsets, offsets, np.array([1, 0])], ("int32",) * 10, False, 2,
     )  # fmt: skip
     first, second = np.stack(found, 1)
     assert first.tolist() == [*range(1, 11)]

@@ -117,8 +117,8 @@ def test_experts_rows_are_padded_to_few_pieces(size: int, bits: int) -> None:
 
 def test_padding_of_experts_is_not_polled() -> None:
     memory = empty_exchange(3 * 768, 1, torch.device("cpu"), 4, 3, 1024)
-    places = torch.arange(memory.shape[-1])
-    is_value = (places < 3 * 1024) & (places % 1024 < 768)
+    columns = torch.arange(memory.shape[-1])
+    is_value = (columns < 3 * 1024) & (columns % 1024 < 768)
     assert memory.shape[-1] == 4096
     assert torch.equal(memory[0, 0, 0] == -1, is_value)
 
