@@ -86,13 +86,13 @@ def next_buffer(now):
 
 
 @gluon.jit
-def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
+def project_qkv(stream, t, g, exchanges, norm, parameters, layer, now, x_now):
     """Project x to q, k and v, and publish them."""
-    B: gl.constexpr = num_blocks(given.qkv.width)
-    FORMAT: gl.constexpr = format_of(given.x.width, stream.bits, stream.rows)
+    B: gl.constexpr = num_blocks(exchanges.qkv.width)
+    FORMAT: gl.constexpr = format_of(exchanges.x.width, stream.bits, stream.rows)
     N: gl.constexpr = blocks_at_once(B, FORMAT)
     resident = stream.load_tiles_early(t, g, B, FORMAT, stream.in_flight)
-    x, inv_rms = given.x.take_normed(x_now, norm, parameters.eps, stream.bits)
+    x, inv_rms = exchanges.x.take_normed(x_now, norm, parameters.eps, stream.bits)
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
         sums = stream.products(t, g, resident, x, x_registers, N, FORMAT, stream.in_flight)
@@ -100,25 +100,25 @@ def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
         if parameters.has_bias:
             block, row, column = sum_indices(stream.blocks, stream.rows)
             column = (i * N + block) * CHUNK + stream.cta * 8 + column
-            is_ours = (block < N) & (column < given.qkv.width) & (row >= 0)
-            bias = parameters.qkv_bias + layer * given.qkv.width + column + row * 0
+            is_ours = (block < N) & (column < exchanges.qkv.width) & (row >= 0)
+            bias = parameters.qkv_bias + layer * exchanges.qkv.width + column + row * 0
             y += gl.load(bias, mask=is_ours, other=0.0).to(gl.float32)
-        given.qkv.publish(y, i * N, now, N)
+        exchanges.qkv.publish(y, i * N, now, N)
         t += N * FORMAT.tiles
         g += N * FORMAT.tiles // group_tiles(N, FORMAT)
     return t, g
 
 
 @gluon.jit
-def route(stream, t, g, given, norm, parameters, experts, now):
+def route(stream, t, g, exchanges, norm, parameters, experts, now):
     """Choose the experts of y, and stage y for them while the logits are being exchanged."""
-    FORMAT: gl.constexpr = format_of(given.y.width, 16)
-    x, inv_rms = given.y.take_normed(now, norm, parameters.eps, 16)
+    FORMAT: gl.constexpr = format_of(exchanges.y.width, 16)
+    x, inv_rms = exchanges.y.take_normed(now, norm, parameters.eps, 16)
     sums = stream.products(t, g, (), x, ((), ()), 1, FORMAT, stream.in_flight)
-    given.routed.publish(stream.add_up(sums, 1) * inv_rms, 0, now, 1)
+    exchanges.routed.publish(stream.add_up(sums, 1) * inv_rms, 0, now, 1)
     if stream.bits < 16:
-        x, inv_rms = given.y.take_normed(now, norm, parameters.eps, stream.bits)
-    experts.choose(given.routed, now)
+        x, inv_rms = exchanges.y.take_normed(now, norm, parameters.eps, stream.bits)
+    experts.choose(exchanges.routed, now)
     return x, inv_rms, t + FORMAT.tiles, g + FORMAT.tiles // group_tiles(1, FORMAT)
 
 
@@ -207,16 +207,16 @@ def chosen(condition, ours, others):
 
 
 @gluon.jit
-def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
+def project_gate_up(stream, t, g, exchanges, norm, parameters, experts, now):
     """Project y to gate and up, whose blocks alternate, and publish silu(gate) * up."""
     if experts.count > 0:
-        x, inv_rms, t, g = route(stream, t, g, given, norm, parameters, experts, now)
-    B: gl.constexpr = num_blocks(given.gated.width)
-    FORMAT: gl.constexpr = format_of(given.y.width, stream.bits, stream.rows)
+        x, inv_rms, t, g = route(stream, t, g, exchanges, norm, parameters, experts, now)
+    B: gl.constexpr = num_blocks(exchanges.gated.width)
+    FORMAT: gl.constexpr = format_of(exchanges.y.width, stream.bits, stream.rows)
     N: gl.constexpr = gated_at_once(B, FORMAT, experts.count > 0)
     resident = stream.load_tiles_early(t, g, 2 * B, FORMAT, stream.in_flight)
     if experts.count == 0:
-        x, inv_rms = given.y.take_normed(now, norm, parameters.eps, stream.bits)
+        x, inv_rms = exchanges.y.take_normed(now, norm, parameters.eps, stream.bits)
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
         sums = stream.products(t, g, resident, x, x_registers, 2 * N, FORMAT, stream.in_flight)
@@ -224,19 +224,19 @@ def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
         spread(stream.more_sums, sums, 1, 2, N, stream.rows)
         gate = total(stream.sums, stream.blocks, stream.rows) * inv_rms
         up = total(stream.more_sums, stream.blocks, stream.rows) * inv_rms
-        given.gated.publish(gate / (1.0 + gl.exp(-gate)) * up, i * N, now, N)
+        exchanges.gated.publish(gate / (1.0 + gl.exp(-gate)) * up, i * N, now, N)
         t += 2 * N * FORMAT.tiles
         g += 2 * N * FORMAT.tiles // group_tiles(2 * N, FORMAT)
     return t, g
 
 
 @gluon.jit
-def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.constexpr):
-    FORMAT: gl.constexpr = format_of(given.x.width, 16, stream.rows)
+def project_logits(stream, t, g, exchanges, parameters, x_now, logits, VOCAB: gl.constexpr):
+    FORMAT: gl.constexpr = format_of(exchanges.x.width, 16, stream.rows)
     C: gl.constexpr = FORMAT.tiles
     N: gl.constexpr = head_blocks_at_once(C)
-    norm = given.x.load_norm(parameters.final_norm)
-    x, inv_rms = given.x.take_normed(x_now, norm, parameters.eps, 16)
+    norm = exchanges.x.load_norm(parameters.final_norm)
+    x, inv_rms = exchanges.x.take_normed(x_now, norm, parameters.eps, 16)
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(num_head_blocks(VOCAB, C) // N):
         sums = stream.products(t, g, (), x, x_registers, N, FORMAT, HEAD_IN_FLIGHT)
@@ -250,23 +250,23 @@ def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.con
 
 
 @gluon.jit
-def prefetch_layer(given, attention, parameters, layer):
+def prefetch_layer(exchanges, attention, parameters, layer):
     """Prefetch norm weights and biases of a layer, before weights and keys saturate memory."""
-    NORMS: gl.constexpr = 2 * (given.x.size // CHUNK)  # elements per thread
+    NORMS: gl.constexpr = 2 * (exchanges.x.size // CHUNK)  # elements per thread
     address = parameters.norms + layer * (256 * NORMS)
     prefetch(address + thread_index() * NORMS, PREFETCH_AND_KEEP)
     if parameters.has_norm:
         address = parameters.qk_norms + layer * attention.dim
         prefetch(address + thread_index() % attention.dim, PREFETCH_AND_KEEP)
     if parameters.has_bias:
-        BIAS: gl.constexpr = (given.qkv.width + 255) // 256
-        column = gl.minimum(thread_index() * BIAS, given.qkv.width - 1)
-        address = parameters.qkv_bias + layer * given.qkv.width + column
+        BIAS: gl.constexpr = (exchanges.qkv.width + 255) // 256
+        column = gl.minimum(thread_index() * BIAS, exchanges.qkv.width - 1)
+        address = parameters.qkv_bias + layer * exchanges.qkv.width + column
         prefetch(address, PREFETCH_AND_KEEP)
 
 
 @gluon.jit
-def embed(stream, given, attention, embedding, tokens, tokens_width, context_lens):
+def embed(stream, exchanges, attention, embedding, tokens, tokens_width, context_lens):
     """Load the embeddings of the rows' tokens; also store the lengths of their contexts."""
     block, row, column = sum_indices(stream.blocks, stream.rows)
     column = block * CHUNK + stream.cta * 8 + column
@@ -274,35 +274,35 @@ def embed(stream, given, attention, embedding, tokens, tokens_width, context_len
     slot = gl.load(attention.slots + row).to(gl.int64)
     offset = slot * tokens_width + position
     token = gl.load(tokens + offset, mask=position >= 0, other=0).to(gl.int64)
-    offset = token * given.x.width + column
+    offset = token * exchanges.x.width + column
     if stream.cta == 0:
         is_first = (block == 0) & (column == 0) & (row >= 0)
         gl.store(
             context_lens + row + 0 * column, gl.maximum(position + 1, 0) + 0 * column, mask=is_first
         )
-    return gl.load(embedding + offset, mask=column < given.x.width, other=0.0).to(gl.float32)
+    return gl.load(embedding + offset, mask=column < exchanges.x.width, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def compute(
-    stream, given, attention, parameters, experts, sources, caches, turns, logits, num_layers,
+    stream, exchanges, attention, parameters, experts, sources, caches, turns, logits, num_layers,
     VOCAB: gl.constexpr,
 ):  # fmt: skip
     """Run all layers and the LM head, in eight warps of a CTA."""
     k_caches, v_caches, stride = caches
     now, x_now = gl.load(turns), gl.load(turns + 1)
     D: gl.constexpr = attention.dim
-    NORM: gl.constexpr = given.x.size // 4  # elements of a norm's weight
+    NORM: gl.constexpr = exchanges.x.size // 4  # elements of a norm's weight
     embedding, tokens, tokens_width, context_lens = sources
-    residual = embed(stream, given, attention, embedding, tokens, tokens_width, context_lens)
-    given.x.publish(residual, 0, x_now, num_blocks(given.x.stored))
+    residual = embed(stream, exchanges, attention, embedding, tokens, tokens_width, context_lens)
+    exchanges.x.publish(residual, 0, x_now, num_blocks(exchanges.x.stored))
     heads = attention.allocate_heads()
     ends, first_split, last_split = attention.divide_splits()
     begun, num_begun = attention.segment(ends, first_split, last_split)
     offsets = attention.find_unit(begun, begun.first)
     is_active = attention.active()
     t, g = gl.to_tensor(0), gl.to_tensor(0)
-    norm = given.x.load_norm(parameters.norms)
+    norm = exchanges.x.load_norm(parameters.norms)
     for layer in range(num_layers):
         offset = layer.to(gl.int64) * stride
         k_cache, v_cache = k_caches + offset, v_caches + offset
@@ -312,10 +312,10 @@ def compute(
         first_k = attention.load_keys(k_cache, offsets[0], num_keys)
         first_v = attention.load_values(v_cache, offsets[0], num_keys)
         qk_norms = attention.load_norms(parameters.qk_norms + layer * D)
-        t, g = project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now)
+        t, g = project_qkv(stream, t, g, exchanges, norm, parameters, layer, now, x_now)
         k = first_k, attention.load_keys(k_cache, offsets[1], num_keys - 32)
         v = first_v, attention.load_values(v_cache, offsets[1], num_keys - 32)
-        prefetch_layer(given, attention, parameters, later)
+        prefetch_layer(exchanges, attention, parameters, later)
         if num_keys > 0:
             attention.prefetch_unit(offsets, k_cache + skip, v_cache + skip)
         split, segment, count = first_split, begun, num_begun
@@ -329,20 +329,20 @@ def compute(
                 k = attention.load_unit_keys(segment, begin, found, k_cache)
                 v = attention.load_unit_values(segment, begin, found, v_cache)
                 attention.prefetch_unit(found, k_cache + skip, v_cache + skip)
-        attention.join(given.attended, is_active, now)
-        norm = given.y.load_norm(parameters.norms + (2 * layer + 1) * NORM)
+        attention.join(exchanges.attended, is_active, now)
+        norm = exchanges.y.load_norm(parameters.norms + (2 * layer + 1) * NORM)
         residual, t, g = project_back(
-            stream, t, g, given.attended, given.y, residual, experts, now, now, False
+            stream, t, g, exchanges.attended, exchanges.y, residual, experts, now, now, False
         )
         fence()
-        t, g = project_gate_up(stream, t, g, given, norm, parameters, experts, now)
-        norm = given.x.load_norm(parameters.norms + later * (2 * NORM))
+        t, g = project_gate_up(stream, t, g, exchanges, norm, parameters, experts, now)
+        norm = exchanges.x.load_norm(parameters.norms + later * (2 * NORM))
         x_now = next_buffer(x_now)
         residual, t, g = project_back(
-            stream, t, g, given.gated, given.x, residual, experts, now, x_now, True
+            stream, t, g, exchanges.gated, exchanges.x, residual, experts, now, x_now, True
         )
         now = next_buffer(now)
-    project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB)
+    project_logits(stream, t, g, exchanges, parameters, x_now, logits, VOCAB)
     # Every CTA has read the buffer indices by now: this one has polled values from all of them.
     if stream.cta == 0:
         gl.store(turns, now)
@@ -467,10 +467,10 @@ def persistent_step(
     cta = gl.program_id(0)
     stream = make_stream(cta, SHAPE, ROWS)
     experts = make_experts(stream, SHAPE)
-    given = make_exchanges(memories, flag, cta, SHAPE, ROWS)
+    exchanges = make_exchanges(memories, flag, cta, SHAPE, ROWS)
     attention = Attention(
         slots, lengths, block_table, table_width, num_layers if window is None else window,
-        memories[2], given.qkv, SHAPE, BLOCK_SIZE, ROWS, NEW, window is not None,
+        memories[2], exchanges.qkv, SHAPE, BLOCK_SIZE, ROWS, NEW, window is not None,
     )  # fmt: skip
     parameters = Parameters(
         norms, final_norm, norms if qk_norms is None else qk_norms,
@@ -483,7 +483,7 @@ def persistent_step(
         [
             (
                 compute,
-                (stream, given, attention, parameters, experts, sources, caches, turns, logits,
+                (stream, exchanges, attention, parameters, experts, sources, caches, turns, logits,
                  num_layers, VOCAB),
             ),
             (
