@@ -413,7 +413,7 @@ class Attention:
         return gl.allocate_shared_memory(gl.bfloat16, [N, self.dim], S2)
 
     @gluon.jit
-    def rotate_heads(self, segment, heads, norms, parameters, now):
+    def rotate_heads(self, segment, heads, norms, parameters, buffer):
         """Poll q, k and v of a segment's row and head; normalize q and k, and apply RoPE to them.
 
         Also do so for k and v of the earlier rows of the same sequence.
@@ -435,7 +435,7 @@ class Attention:
         of_kv = self.num_heads + segment.head + gl.where(is_v, self.num_kv_heads, 0)
         head = gl.where(is_q, segment.head * G + vector, of_kv)
         offset = (segment.row - behind) * self.qkv.size + head * D + self.column() * 2
-        addresses = (self.qkv.address(now) + offset).to(gl.int64)
+        addresses = (self.qkv.address(buffer) + offset).to(gl.int64)
         N: gl.constexpr = VECTORS // 8
         a, b = gl.inline_asm_elementwise(  # a thread has two adjacent elements of each half
             poll_heads_asm(N, D), registers(2 * N, 2 * N),
@@ -479,7 +479,7 @@ class Attention:
         self.prefetch(k_cache, v_cache, offsets[1])
 
     @gluon.jit
-    def attend(self, segment, heads, k_cache, v_cache, skip, k, v, now):
+    def attend(self, segment, heads, k_cache, v_cache, skip, k, v, buffer):
         """Attend to the keys of a segment, and store the partial result of each split.
 
         The next unit is loaded into the same registers while the current one is processed. `skip`
@@ -512,7 +512,7 @@ class Attention:
             ended = after - segment.start
             if (ended % segment.size == 0) | (after >= segment.end):
                 self.store_partial(
-                    segment, (ended - 1) // segment.size, sums, max_score, denominator, now
+                    segment, (ended - 1) // segment.size, sums, max_score, denominator, buffer
                 )
                 max_score, denominator, sums = empty_softmax()
 
@@ -620,12 +620,12 @@ class Attention:
         gl.store(v_cache + i, wide.index(vector + self.new).load(W))
 
     @gluon.jit
-    def store_partial(self, segment, split, sums, max_score, denominator, now):
+    def store_partial(self, segment, split, sums, max_score, denominator, buffer):
         """Store the partial result of a split for `join`; no two threads store the same value."""
         D: gl.constexpr = self.dim
         warp, head, four = parts_of_thread()
         column = (segment.head * self.group + head) * D + warp * 16 + four * 4
-        part = self.part(now, segment.row, column // 8, split)
+        part = self.part(buffer, segment.row, column // 8, split)
         is_ours = (head < self.group) & (warp < D // 16) & (four >= 0)
         zero = gl.zeros([8, 8, 4], gl.float32, ONE)
         gl.inline_asm_elementwise(
@@ -636,11 +636,11 @@ class Attention:
         )  # fmt: skip
 
     @gluon.jit
-    def part(self, now, row, group, split):
+    def part(self, buffer, row, group, split):
         """Address of a split's part of 8 columns: sums, maximum score and denominator."""
         WIDTH: gl.constexpr = self.num_heads * self.dim
         S: gl.constexpr = num_splits(self.num_kv_heads)
-        index = ((now * self.rows + row) * num_parts(WIDTH) + group) * S + split
+        index = ((buffer * self.rows + row) * num_parts(WIDTH) + group) * S + split
         return self.parts + index * PART_WORDS
 
     @gluon.jit
@@ -663,7 +663,7 @@ class Attention:
         return gl.where((split < count) & (group < WIDTH // 8), 1, 0)
 
     @gluon.jit
-    def join(self, output, is_active, now):
+    def join(self, output, is_active, buffer):
         """Merge the splits of this CTA's 8 columns of each chunk of the attention output.
 
         Splits without keys have no partial result and are not polled: the less is polled, the
@@ -675,7 +675,9 @@ class Attention:
         N: gl.constexpr = C * S // 256
         row, chunk, split = self.join_indices()
         group = chunk * NUM_CTAS + self.qkv.cta
-        addresses = self.part(now, row, gl.minimum(group, num_parts(WIDTH) - 1), split).to(gl.int64)
+        addresses = self.part(buffer, row, gl.minimum(group, num_parts(WIDTH) - 1), split).to(
+            gl.int64
+        )
         found = gl.inline_asm_elementwise(
             poll_parts_asm(N), registers(10 * N, 2 * N, N),
             [addresses, addresses * 0 + self.qkv.flag.to(gl.int64), is_active],
@@ -694,13 +696,13 @@ class Attention:
             sums = sums + (gl.sum(bits_to_float(found[n]) * rescale, 1) / denominator,)
         # The first four threads of a group store both copies, and clear those of the previous
         # buffer.
-        before = gl.where(now == 0, NUM_BUFFERS - 1, now - 1)
-        buffer = gl.where(split < 2, now, before) * 2 + split % 2
+        previous = gl.where(buffer == 0, NUM_BUFFERS - 1, buffer - 1)
+        copy = gl.where(split < 2, buffer, previous) * 2 + split % 2
         words = ()
         for n in gl.static_range(4):
             word = gl.expand_dims(pack(sums[2 * n], sums[2 * n + 1]), 1)
             words = words + (word | gl.where(split < 2, 0, -1),)
-        offset = (buffer * self.rows + row) * output.size + group * 8
+        offset = (copy * self.rows + row) * output.size + group * 8
         is_ours = gl.where((split < 4) & (group < WIDTH // 8), 1, 0)
         gl.inline_asm_elementwise(
             store_eight_asm(), "=r,l,r,r,r,r,r",

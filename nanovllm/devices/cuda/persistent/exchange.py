@@ -99,8 +99,8 @@ def pair_offsets(rows, size, count, step):
 def spin_asm(code, flag):
     """Repeat `code`, which sets bits of f while a value is missing, until f is 0.
 
-    A poll that times out sets the flag whose address is operand `flag`. All other polls look at it
-    now and then, and stop when it is set.
+    A poll that times out sets the flag whose address is operand `flag`. All other polls check it
+    occasionally, and stop when it is set.
     """
     begin = f"{{ .reg .pred p, q; .reg .b32 i, n, f, g; .reg .b64 k; {KEEP.value} mov.u32 n, 0; "
     code = begin + f"MORE: mov.u32 i, 0; AGAIN: mov.u32 f, 0; {code} setp.ne.u32 p, f, 0; "
@@ -200,7 +200,7 @@ class Exchange:
         self.rows, self.blocks = gl.constexpr(rows), gl.constexpr(blocks)
 
     @gluon.jit
-    def publish(self, y, block, now, COUNT: gl.constexpr):
+    def publish(self, y, block, buffer, COUNT: gl.constexpr):
         """Store the first COUNT blocks of y in both copies, and clear those of the previous buffer.
 
         If several threads hold the same y, they share these four stores.
@@ -219,10 +219,10 @@ class Exchange:
             offset += column // self.part * (self.capacity - self.part)
         is_ours = gl.expand_dims((i < COUNT) & (column < self.stored) & (row >= 0), 0)
         bits, offset = gl.expand_dims(bits, 0), gl.expand_dims(offset, 0)
-        before = gl.where(now == 0, NUM_BUFFERS - 1, now - 1)
+        previous = gl.where(buffer == 0, NUM_BUFFERS - 1, buffer - 1)
         for first in gl.static_range(0, 4, COPIES):
             c = first + copy
-            base = (gl.where(c < 2, now, before) * 2 + c % 2) * (self.rows * self.size)
+            base = (gl.where(c < 2, buffer, previous) * 2 + c % 2) * (self.rows * self.size)
             value = bits | gl.where(c < 2, 0, -1).to(gl.int16)
             gl.store(
                 self.memory + (base + offset), value, mask=is_ours & (c >= 0),
@@ -230,20 +230,20 @@ class Exchange:
             )  # fmt: skip
 
     @gluon.jit
-    def address(self, now):
+    def address(self, buffer):
         """Address of the copy that this CTA reads."""
-        return self.memory + (now * 2 + self.cta % 2) * (self.rows * self.size)
+        return self.memory + (buffer * 2 + self.cta % 2) * (self.rows * self.size)
 
     @gluon.jit
-    def poll(self, now, first, N: gl.constexpr):
+    def poll(self, buffer, first, N: gl.constexpr):
         """Poll N chunks of all rows: a thread gets two words of each chunk."""
-        return self.poll_from(first * CHUNK + thread_index() * 4, now, N, CHUNK)
+        return self.poll_from(first * CHUNK + thread_index() * 4, buffer, N, CHUNK)
 
     @gluon.jit
-    def poll_from(self, column, now, N: gl.constexpr, STEP: gl.constexpr):
+    def poll_from(self, column, buffer, N: gl.constexpr, STEP: gl.constexpr):
         """Poll N pairs of words for each row, the first at `column`, the others STEP columns on."""
         COUNT: gl.constexpr = 2 * N * self.rows
-        addresses = (self.address(now) + column).to(gl.int64)
+        addresses = (self.address(buffer) + column).to(gl.int64)
         return gl.inline_asm_elementwise(
             poll_pairs_asm(pair_offsets(self.rows, self.size, N, STEP)),
             registers(COUNT, 2),
@@ -254,9 +254,9 @@ class Exchange:
         )
 
     @gluon.jit
-    def take(self, now, first, N: gl.constexpr, BITS: gl.constexpr):
+    def take(self, buffer, first, N: gl.constexpr, BITS: gl.constexpr):
         """Poll N chunks and stage them in shared memory, as pieces for weights of BITS bits."""
-        words = self.poll(now, first, N)
+        words = self.poll(buffer, first, N)
         staged = ()
         for k in gl.static_range(N):
             rows = ()
@@ -275,10 +275,10 @@ class Exchange:
         return norm_weights
 
     @gluon.jit
-    def take_normed(self, now, norm_weights, eps, BITS: gl.constexpr):
+    def take_normed(self, buffer, norm_weights, eps, BITS: gl.constexpr):
         """Poll x and stage it times the norm's weight; also return each row's 1 / RMS."""
         N: gl.constexpr = self.size // CHUNK
-        words = self.poll(now, 0, N)
+        words = self.poll(buffer, 0, N)
         squares, staged = (), ()
         for _ in gl.static_range(self.rows):
             squares = squares + (gl.zeros([8, 32], gl.float32, THREADS),)

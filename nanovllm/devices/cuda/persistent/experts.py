@@ -49,7 +49,7 @@ class Experts:
         self.size, self.is_normalized = gl.constexpr(size), gl.constexpr(is_normalized)
 
     @gluon.jit
-    def choose(self, routed, now):
+    def choose(self, routed, buffer):
         """Poll the router's logits, and tell the loading warp the top-k experts.
 
         Every warp finds them independently. A key is an integer that grows with the logit in its
@@ -57,7 +57,7 @@ class Experts:
         """
         N: gl.constexpr = (self.count + 127) // 128
         lane = thread_index() % 32
-        words = routed.poll_from(lane * 4, now, N, 128)
+        words = routed.poll_from(lane * 4, buffer, N, 128)
         keys = ()
         for n in gl.static_range(N):
             for j in gl.static_range(4):
@@ -97,17 +97,17 @@ class Experts:
         return gl.expand_dims(found, 1)
 
     @gluon.jit
-    def take(self, gated, now, BITS: gl.constexpr):
+    def take(self, gated, buffer, BITS: gl.constexpr):
         """Poll and stage the gated values, multiplied by the weights of their experts.
 
         The first half is staged while the second is still being computed.
         """
         N: gl.constexpr = gated.size // CHUNK
-        words = gated.poll(now, 0, N // 2) if N > 1 else ()
+        words = gated.poll(buffer, 0, N // 2) if N > 1 else ()
         staged = ()
         for k in gl.static_range(N):
             if k == N // 2:
-                words = words + gated.poll(now, N // 2, N - N // 2)
+                words = words + gated.poll(buffer, N // 2, N - N // 2)
             column = k * CHUNK + thread_index() * 4
             w = column * 0.0
             for rank in gl.static_range(self.top_k):

@@ -81,18 +81,18 @@ class Parameters:
 
 
 @gluon.jit
-def next_buffer(now):
-    return gl.where(now == NUM_BUFFERS - 1, 0, now + 1)
+def next_buffer(buffer):
+    return gl.where(buffer == NUM_BUFFERS - 1, 0, buffer + 1)
 
 
 @gluon.jit
-def project_qkv(stream, t, g, exchanges, norm, parameters, layer, now, x_now):
+def project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buffer):
     """Project x to q, k and v, and publish them."""
     B: gl.constexpr = num_blocks(exchanges.qkv.width)
     FORMAT: gl.constexpr = format_of(exchanges.x.width, stream.bits, stream.rows)
     N: gl.constexpr = blocks_at_once(B, FORMAT)
     resident = stream.load_tiles_early(t, g, B, FORMAT, stream.in_flight)
-    x, inv_rms = exchanges.x.take_normed(x_now, norm, parameters.eps, stream.bits)
+    x, inv_rms = exchanges.x.take_normed(x_buffer, norm, parameters.eps, stream.bits)
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
         sums = stream.products(t, g, resident, x, x_registers, N, FORMAT, stream.in_flight)
@@ -103,28 +103,28 @@ def project_qkv(stream, t, g, exchanges, norm, parameters, layer, now, x_now):
             is_ours = (block < N) & (column < exchanges.qkv.width) & (row >= 0)
             bias = parameters.qkv_bias + layer * exchanges.qkv.width + column + row * 0
             y += gl.load(bias, mask=is_ours, other=0.0).to(gl.float32)
-        exchanges.qkv.publish(y, i * N, now, N)
+        exchanges.qkv.publish(y, i * N, buffer, N)
         t += N * FORMAT.tiles
         g += N * FORMAT.tiles // group_tiles(N, FORMAT)
     return t, g
 
 
 @gluon.jit
-def route(stream, t, g, exchanges, norm, parameters, experts, now):
+def route(stream, t, g, exchanges, norm, parameters, experts, buffer):
     """Choose the experts of y, and stage y for them while the logits are being exchanged."""
     FORMAT: gl.constexpr = format_of(exchanges.y.width, 16)
-    x, inv_rms = exchanges.y.take_normed(now, norm, parameters.eps, 16)
+    x, inv_rms = exchanges.y.take_normed(buffer, norm, parameters.eps, 16)
     sums = stream.products(t, g, (), x, ((), ()), 1, FORMAT, stream.in_flight)
-    exchanges.routed.publish(stream.add_up(sums, 1) * inv_rms, 0, now, 1)
+    exchanges.routed.publish(stream.add_up(sums, 1) * inv_rms, 0, buffer, 1)
     if stream.bits < 16:
-        x, inv_rms = exchanges.y.take_normed(now, norm, parameters.eps, stream.bits)
-    experts.choose(exchanges.routed, now)
+        x, inv_rms = exchanges.y.take_normed(buffer, norm, parameters.eps, stream.bits)
+    experts.choose(exchanges.routed, buffer)
     return x, inv_rms, t + FORMAT.tiles, g + FORMAT.tiles // group_tiles(1, FORMAT)
 
 
 @gluon.jit
 def project_back(
-    stream, t, g, source, target, residual, experts, now, target_now, GATED: gl.constexpr
+    stream, t, g, source, target, residual, experts, buffer, target_buffer, GATED: gl.constexpr
 ):
     """Add a projection of `source` to the residual stream: `o`, or `down` if GATED."""
     bits: gl.constexpr = stream.bits
@@ -135,7 +135,7 @@ def project_back(
     resident = stream.load_tiles_early(t, g, B, FORMAT, stream.in_flight, PIECE)
     sums = ()
     if len(resident) > 0:
-        x = experts.take(source, now, bits) if OF_EXPERTS else take_all(source, now, bits)
+        x = experts.take(source, buffer, bits) if OF_EXPERTS else take_all(source, buffer, bits)
         sums = stream.products(
             t,
             g,
@@ -155,25 +155,25 @@ def project_back(
         for _ in gl.static_range(B):
             totals = totals + (no_sums(FORMAT),)
         if OF_EXPERTS:
-            x = experts.take(source, now, bits)
+            x = experts.take(source, buffer, bits)
             PIECES: gl.constexpr = N * FORMAT.halves
             for i in gl.static_range(FORMAT.tiles // N):
                 part = x[i * PIECES : (i + 1) * PIECES]
                 totals, g = add_columns(stream, t + i * N * B, g, part, totals, N, FORMAT, PIECE)
         else:
             for i in range(FORMAT.tiles // N):
-                part = source.take(now, i * CHUNKS, CHUNKS, bits)
+                part = source.take(buffer, i * CHUNKS, CHUNKS, bits)
                 totals, g = add_columns(stream, t + i * N * B, g, part, totals, N, FORMAT, PIECE)
         for b in gl.static_range(B):
             sums = sums + (by_row(totals[b], bits),)
     residual = (residual + stream.add_up(sums, B)).to(gl.bfloat16).to(gl.float32)
-    target.publish(residual, 0, target_now, num_blocks(target.stored))
+    target.publish(residual, 0, target_buffer, num_blocks(target.stored))
     return residual, t + B * FORMAT.tiles, g
 
 
 @gluon.jit
-def take_all(source, now, BITS: gl.constexpr):
-    return source.take(now, 0, source.size // CHUNK, BITS)
+def take_all(source, buffer, BITS: gl.constexpr):
+    return source.take(buffer, 0, source.size // CHUNK, BITS)
 
 
 @gluon.jit
@@ -207,16 +207,16 @@ def chosen(condition, ours, others):
 
 
 @gluon.jit
-def project_gate_up(stream, t, g, exchanges, norm, parameters, experts, now):
+def project_gate_up(stream, t, g, exchanges, norm, parameters, experts, buffer):
     """Project y to gate and up, whose blocks alternate, and publish silu(gate) * up."""
     if experts.count > 0:
-        x, inv_rms, t, g = route(stream, t, g, exchanges, norm, parameters, experts, now)
+        x, inv_rms, t, g = route(stream, t, g, exchanges, norm, parameters, experts, buffer)
     B: gl.constexpr = num_blocks(exchanges.gated.width)
     FORMAT: gl.constexpr = format_of(exchanges.y.width, stream.bits, stream.rows)
     N: gl.constexpr = gated_at_once(B, FORMAT, experts.count > 0)
     resident = stream.load_tiles_early(t, g, 2 * B, FORMAT, stream.in_flight)
     if experts.count == 0:
-        x, inv_rms = exchanges.y.take_normed(now, norm, parameters.eps, stream.bits)
+        x, inv_rms = exchanges.y.take_normed(buffer, norm, parameters.eps, stream.bits)
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
         sums = stream.products(t, g, resident, x, x_registers, 2 * N, FORMAT, stream.in_flight)
@@ -224,19 +224,19 @@ def project_gate_up(stream, t, g, exchanges, norm, parameters, experts, now):
         spread(stream.more_sums, sums, 1, 2, N, stream.rows)
         gate = total(stream.sums, stream.blocks, stream.rows) * inv_rms
         up = total(stream.more_sums, stream.blocks, stream.rows) * inv_rms
-        exchanges.gated.publish(gate / (1.0 + gl.exp(-gate)) * up, i * N, now, N)
+        exchanges.gated.publish(gate / (1.0 + gl.exp(-gate)) * up, i * N, buffer, N)
         t += 2 * N * FORMAT.tiles
         g += 2 * N * FORMAT.tiles // group_tiles(2 * N, FORMAT)
     return t, g
 
 
 @gluon.jit
-def project_logits(stream, t, g, exchanges, parameters, x_now, logits, VOCAB: gl.constexpr):
+def project_logits(stream, t, g, exchanges, parameters, x_buffer, logits, VOCAB: gl.constexpr):
     FORMAT: gl.constexpr = format_of(exchanges.x.width, 16, stream.rows)
     C: gl.constexpr = FORMAT.tiles
     N: gl.constexpr = head_blocks_at_once(C)
     norm = exchanges.x.load_norm(parameters.final_norm)
-    x, inv_rms = exchanges.x.take_normed(x_now, norm, parameters.eps, 16)
+    x, inv_rms = exchanges.x.take_normed(x_buffer, norm, parameters.eps, 16)
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(num_head_blocks(VOCAB, C) // N):
         sums = stream.products(t, g, (), x, x_registers, N, FORMAT, HEAD_IN_FLIGHT)
@@ -285,17 +285,17 @@ def embed(stream, exchanges, attention, embedding, tokens, tokens_width, context
 
 @gluon.jit
 def compute(
-    stream, exchanges, attention, parameters, experts, sources, caches, turns, logits, num_layers,
-    VOCAB: gl.constexpr,
+    stream, exchanges, attention, parameters, experts, sources, caches, buffer_indices, logits,
+    num_layers, VOCAB: gl.constexpr,
 ):  # fmt: skip
     """Run all layers and the LM head, in eight warps of a CTA."""
     k_caches, v_caches, stride = caches
-    now, x_now = gl.load(turns), gl.load(turns + 1)
+    buffer, x_buffer = gl.load(buffer_indices), gl.load(buffer_indices + 1)
     D: gl.constexpr = attention.dim
     NORM: gl.constexpr = exchanges.x.size // 4  # elements of a norm's weight
     embedding, tokens, tokens_width, context_lens = sources
     residual = embed(stream, exchanges, attention, embedding, tokens, tokens_width, context_lens)
-    exchanges.x.publish(residual, 0, x_now, num_blocks(exchanges.x.stored))
+    exchanges.x.publish(residual, 0, x_buffer, num_blocks(exchanges.x.stored))
     heads = attention.allocate_heads()
     ends, first_split, last_split = attention.divide_splits()
     begun, num_begun = attention.segment(ends, first_split, last_split)
@@ -312,7 +312,7 @@ def compute(
         first_k = attention.load_keys(k_cache, offsets[0], num_keys)
         first_v = attention.load_values(v_cache, offsets[0], num_keys)
         qk_norms = attention.load_norms(parameters.qk_norms + layer * D)
-        t, g = project_qkv(stream, t, g, exchanges, norm, parameters, layer, now, x_now)
+        t, g = project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buffer)
         k = first_k, attention.load_keys(k_cache, offsets[1], num_keys - 32)
         v = first_v, attention.load_values(v_cache, offsets[1], num_keys - 32)
         prefetch_layer(exchanges, attention, parameters, later)
@@ -320,8 +320,8 @@ def compute(
             attention.prefetch_unit(offsets, k_cache + skip, v_cache + skip)
         split, segment, count = first_split, begun, num_begun
         while split < last_split:
-            attention.rotate_heads(segment, heads, qk_norms, parameters, now)
-            attention.attend(segment, heads, k_cache, v_cache, skip, k, v, now)
+            attention.rotate_heads(segment, heads, qk_norms, parameters, buffer)
+            attention.attend(segment, heads, k_cache, v_cache, skip, k, v, buffer)
             split += count
             if split < last_split:
                 segment, count = attention.segment(ends, split, last_split)
@@ -329,24 +329,24 @@ def compute(
                 k = attention.load_unit_keys(segment, begin, found, k_cache)
                 v = attention.load_unit_values(segment, begin, found, v_cache)
                 attention.prefetch_unit(found, k_cache + skip, v_cache + skip)
-        attention.join(exchanges.attended, is_active, now)
+        attention.join(exchanges.attended, is_active, buffer)
         norm = exchanges.y.load_norm(parameters.norms + (2 * layer + 1) * NORM)
         residual, t, g = project_back(
-            stream, t, g, exchanges.attended, exchanges.y, residual, experts, now, now, False
+            stream, t, g, exchanges.attended, exchanges.y, residual, experts, buffer, buffer, False
         )
         fence()
-        t, g = project_gate_up(stream, t, g, exchanges, norm, parameters, experts, now)
+        t, g = project_gate_up(stream, t, g, exchanges, norm, parameters, experts, buffer)
         norm = exchanges.x.load_norm(parameters.norms + later * (2 * NORM))
-        x_now = next_buffer(x_now)
+        x_buffer = next_buffer(x_buffer)
         residual, t, g = project_back(
-            stream, t, g, exchanges.gated, exchanges.x, residual, experts, now, x_now, True
+            stream, t, g, exchanges.gated, exchanges.x, residual, experts, buffer, x_buffer, True
         )
-        now = next_buffer(now)
-    project_logits(stream, t, g, exchanges, parameters, x_now, logits, VOCAB)
+        buffer = next_buffer(buffer)
+    project_logits(stream, t, g, exchanges, parameters, x_buffer, logits, VOCAB)
     # Every CTA has read the buffer indices by now: this one has polled values from all of them.
     if stream.cta == 0:
-        gl.store(turns, now)
-        gl.store(turns + 1, next_buffer(x_now))
+        gl.store(buffer_indices, buffer)
+        gl.store(buffer_indices + 1, next_buffer(x_buffer))
 
 
 @gluon.jit
@@ -461,7 +461,7 @@ def persistent_step(
     weights = ((qkv, qkv_scales), (o, o_scales), gates, downs, (router, router))
     embedding, norms, final_norm, qk_norms, qkv_bias, rope = vectors
     slots, lengths, tokens, tokens_width, block_table, table_width = tables
-    turns, flag = signals
+    buffer_indices, flag = signals
     logits, context_lens = outputs
     layer_stride, num_layers, window, eps, scale = numbers
     cta = gl.program_id(0)
@@ -483,8 +483,8 @@ def persistent_step(
         [
             (
                 compute,
-                (stream, exchanges, attention, parameters, experts, sources, caches, turns, logits,
-                 num_layers, VOCAB),
+                (stream, exchanges, attention, parameters, experts, sources, caches, buffer_indices,
+                 logits, num_layers, VOCAB),
             ),
             (
                 load,

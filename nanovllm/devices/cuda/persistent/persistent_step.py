@@ -109,7 +109,9 @@ class PersistentStep:
         )
         # Keyed by the number of rows: each kernel has its own current buffers.
         self._exchanges = {rows: empty_exchanges(shape, rows, device) for rows in self.rows}
-        self._turns = {rows: torch.zeros(2, dtype=torch.int32, device=device) for rows in self.rows}
+        self._buffer_indices = {
+            rows: torch.zeros(2, dtype=torch.int32, device=device) for rows in self.rows
+        }
         # Pinned: the kernel sets it on a timeout, and the host reads it without a sync.
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._gave_up = self._flag.numpy()
@@ -153,7 +155,7 @@ class PersistentStep:
             self._vectors,
             (k, v),
             (slots, lengths, tokens, tokens.stride(0), block_table, block_table.stride(0)),
-            (self._turns[rows], self._flag),
+            (self._buffer_indices[rows], self._flag),
             self._exchanges[rows],
             (logits, context_lens),
             (

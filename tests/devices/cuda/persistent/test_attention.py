@@ -103,7 +103,9 @@ def run(modules: Any, model: Model, slots: list[int], lengths: list[int], verifi
         scale=shape.head_dim**-0.5 * 1.4426950408889634,
     )  # fmt: skip
     qkv = SimpleNamespace(flag=Pointer(np.zeros(1, np.int32)), size=memory.shape[-1])
-    qkv.address = lambda now: Pointer(memory.reshape(-1), (now * 2 + qkv.cta % 2) * rows * qkv.size)
+    qkv.address = lambda buffer: Pointer(
+        memory.reshape(-1), (buffer * 2 + qkv.cta % 2) * rows * qkv.size
+    )
     to = SimpleNamespace(memory=Pointer(output.reshape(-1)), size=width)
     tables = [np.array(each, np.int32) for each in (slots, lengths, model.table.flatten().tolist())]
     window = -1 if model.window is None else model.window

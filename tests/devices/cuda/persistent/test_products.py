@@ -88,7 +88,7 @@ def test_experts_are_chosen_by_their_logits(
     padded = torch.nn.functional.pad(logits.float(), (0, 1024 - count))
     words = padded.bfloat16().view(torch.int32).numpy()
 
-    def poll_from(column: Any, now: int, count: int, step: int) -> list[Any]:
+    def poll_from(column: Any, buffer: int, count: int, step: int) -> list[Any]:
         """Return `count` pairs of words, `step` columns apart; a word has two columns."""
         first = np.broadcast_to(column // 2, (8, 32))
         return [array(words[first + k // 2 * step // 2 + k % 2]) for k in range(2 * count)]
@@ -156,7 +156,7 @@ def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) ->
     chunks = padded.view(torch.int32).view(-1, 8, 32, 2).numpy()
     words = tuple(array(chunk[..., half]) for chunk in chunks for half in range(2))
 
-    def poll(now: int, first: int, count: int) -> tuple[Any, ...]:
+    def poll(buffer: int, first: int, count: int) -> tuple[Any, ...]:
         return words[2 * first : 2 * (first + count)]
 
     exchange = SimpleNamespace(poll=poll, size=num_chunks * 1024, capacity=capacity)
