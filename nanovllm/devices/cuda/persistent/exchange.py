@@ -254,7 +254,7 @@ class Exchange:
         )
 
     @gluon.jit
-    def take(self, buffer, first, N: gl.constexpr, BITS: gl.constexpr):
+    def stage_chunks(self, buffer, first, N: gl.constexpr, BITS: gl.constexpr):
         """Poll N chunks and stage them in shared memory, as pieces for weights of BITS bits."""
         words = self.poll(buffer, first, N)
         staged = ()
@@ -268,14 +268,14 @@ class Exchange:
 
     @gluon.jit
     def load_norm(self, weight):
-        """Load the norm's weight, which is padded to whole chunks, ahead of `take_normed`."""
+        """Load the norm's weight, which is padded to whole chunks, ahead of `stage_normed`."""
         norm_weights = ()
         for k in gl.static_range(self.size // CHUNK):
             norm_weights = norm_weights + (gl.load(weight + k * 256 + thread_index()),)
         return norm_weights
 
     @gluon.jit
-    def take_normed(self, buffer, norm_weights, eps, BITS: gl.constexpr):
+    def stage_normed(self, buffer, norm_weights, eps, BITS: gl.constexpr):
         """Poll x and stage it times the norm's weight; also return each row's 1 / RMS."""
         N: gl.constexpr = self.size // CHUNK
         words = self.poll(buffer, 0, N)

@@ -97,7 +97,7 @@ class Experts:
         return gl.expand_dims(found, 1)
 
     @gluon.jit
-    def take(self, gated, buffer, BITS: gl.constexpr):
+    def stage_gated(self, gated, buffer, BITS: gl.constexpr):
         """Poll and stage the gated values, multiplied by the weights of their experts.
 
         The first half is staged while the second is still being computed.

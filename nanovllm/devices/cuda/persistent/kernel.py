@@ -92,7 +92,7 @@ def project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buff
     FORMAT: gl.constexpr = format_of(exchanges.x.width, stream.bits, stream.rows)
     N: gl.constexpr = blocks_at_once(B, FORMAT)
     resident = stream.load_tiles_early(t, g, B, FORMAT, stream.in_flight)
-    x, inv_rms = exchanges.x.take_normed(x_buffer, norm, parameters.eps, stream.bits)
+    x, inv_rms = exchanges.x.stage_normed(x_buffer, norm, parameters.eps, stream.bits)
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
         sums = stream.products(t, g, resident, x, x_registers, N, FORMAT, stream.in_flight)
@@ -113,11 +113,11 @@ def project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buff
 def route(stream, t, g, exchanges, norm, parameters, experts, buffer):
     """Choose the experts of y, and stage y for them while the logits are being exchanged."""
     FORMAT: gl.constexpr = format_of(exchanges.y.width, 16)
-    x, inv_rms = exchanges.y.take_normed(buffer, norm, parameters.eps, 16)
+    x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, 16)
     sums = stream.products(t, g, (), x, ((), ()), 1, FORMAT, stream.in_flight)
     exchanges.routed.publish(stream.add_up(sums, 1) * inv_rms, 0, buffer, 1)
     if stream.bits < 16:
-        x, inv_rms = exchanges.y.take_normed(buffer, norm, parameters.eps, stream.bits)
+        x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, stream.bits)
     experts.choose(exchanges.routed, buffer)
     return x, inv_rms, t + FORMAT.tiles, g + FORMAT.tiles // group_tiles(1, FORMAT)
 
@@ -135,7 +135,11 @@ def project_back(
     resident = stream.load_tiles_early(t, g, B, FORMAT, stream.in_flight, PIECE)
     sums = ()
     if len(resident) > 0:
-        x = experts.take(source, buffer, bits) if OF_EXPERTS else take_all(source, buffer, bits)
+        x = (
+            experts.stage_gated(source, buffer, bits)
+            if OF_EXPERTS
+            else stage_all(source, buffer, bits)
+        )
         sums = stream.products(
             t,
             g,
@@ -155,14 +159,14 @@ def project_back(
         for _ in gl.static_range(B):
             totals = totals + (no_sums(FORMAT),)
         if OF_EXPERTS:
-            x = experts.take(source, buffer, bits)
+            x = experts.stage_gated(source, buffer, bits)
             PIECES: gl.constexpr = N * FORMAT.halves
             for i in gl.static_range(FORMAT.tiles // N):
                 part = x[i * PIECES : (i + 1) * PIECES]
                 totals, g = add_columns(stream, t + i * N * B, g, part, totals, N, FORMAT, PIECE)
         else:
             for i in range(FORMAT.tiles // N):
-                part = source.take(buffer, i * CHUNKS, CHUNKS, bits)
+                part = source.stage_chunks(buffer, i * CHUNKS, CHUNKS, bits)
                 totals, g = add_columns(stream, t + i * N * B, g, part, totals, N, FORMAT, PIECE)
         for b in gl.static_range(B):
             sums = sums + (by_row(totals[b], bits),)
@@ -172,8 +176,8 @@ def project_back(
 
 
 @gluon.jit
-def take_all(source, buffer, BITS: gl.constexpr):
-    return source.take(buffer, 0, source.size // CHUNK, BITS)
+def stage_all(source, buffer, BITS: gl.constexpr):
+    return source.stage_chunks(buffer, 0, source.size // CHUNK, BITS)
 
 
 @gluon.jit
@@ -216,7 +220,7 @@ def project_gate_up(stream, t, g, exchanges, norm, parameters, experts, buffer):
     N: gl.constexpr = gated_at_once(B, FORMAT, experts.count > 0)
     resident = stream.load_tiles_early(t, g, 2 * B, FORMAT, stream.in_flight)
     if experts.count == 0:
-        x, inv_rms = exchanges.y.take_normed(buffer, norm, parameters.eps, stream.bits)
+        x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, stream.bits)
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
         sums = stream.products(t, g, resident, x, x_registers, 2 * N, FORMAT, stream.in_flight)
@@ -236,7 +240,7 @@ def project_logits(stream, t, g, exchanges, parameters, x_buffer, logits, VOCAB:
     C: gl.constexpr = FORMAT.tiles
     N: gl.constexpr = head_blocks_at_once(C)
     norm = exchanges.x.load_norm(parameters.final_norm)
-    x, inv_rms = exchanges.x.take_normed(x_buffer, norm, parameters.eps, 16)
+    x, inv_rms = exchanges.x.stage_normed(x_buffer, norm, parameters.eps, 16)
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(num_head_blocks(VOCAB, C) // N):
         sums = stream.products(t, g, (), x, x_registers, N, FORMAT, HEAD_IN_FLIGHT)

@@ -160,9 +160,9 @@ def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) ->
         return words[2 * first : 2 * (first + count)]
 
     exchange = SimpleNamespace(poll=poll, size=num_chunks * 1024, capacity=capacity)
-    found = multiply_staged(modules, stream, experts.take(exchange, 0, bits), 1, row_format, piece)[
-        :, 0
-    ]
+    found = multiply_staged(
+        modules, stream, experts.stage_gated(exchange, 0, bits), 1, row_format, piece
+    )[:, 0]
     wanted = torch.zeros(HIDDEN)
     for part, weight, i in zip(gated.view(TOP_K, SIZE), WEIGHTS, CHOSEN, strict=True):
         weighed = (part.float() * weight).bfloat16().float()
