@@ -54,8 +54,8 @@ from nanovllm.devices.cuda.persistent.stream import (
     Stream,
     WeightRows,
     no_sums,
-    spread,
-    total,
+    reduce_sums,
+    store_sums,
 )
 
 
@@ -96,7 +96,7 @@ def project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buff
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
         sums = stream.products(t, g, resident, x, x_registers, N, FORMAT, stream.in_flight)
-        y = stream.add_up(sums, N) * inv_rms
+        y = stream.reduce(sums, N) * inv_rms
         if parameters.has_bias:
             block, row, column = sum_indices(stream.blocks, stream.rows)
             column = (i * N + block) * CHUNK + stream.cta * 8 + column
@@ -115,7 +115,7 @@ def route(stream, t, g, exchanges, norm, parameters, experts, buffer):
     FORMAT: gl.constexpr = format_of(exchanges.y.width, 16)
     x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, 16)
     sums = stream.products(t, g, (), x, ((), ()), 1, FORMAT, stream.in_flight)
-    exchanges.routed.publish(stream.add_up(sums, 1) * inv_rms, 0, buffer, 1)
+    exchanges.routed.publish(stream.reduce(sums, 1) * inv_rms, 0, buffer, 1)
     if stream.bits < 16:
         x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, stream.bits)
     experts.choose(exchanges.routed, buffer)
@@ -170,7 +170,7 @@ def project_back(
                 totals, g = add_columns(stream, t + i * N * B, g, part, totals, N, FORMAT, PIECE)
         for b in gl.static_range(B):
             sums = sums + (by_row(totals[b], bits),)
-    residual = (residual + stream.add_up(sums, B)).to(gl.bfloat16).to(gl.float32)
+    residual = (residual + stream.reduce(sums, B)).to(gl.bfloat16).to(gl.float32)
     target.publish(residual, 0, target_buffer, num_blocks(target.stored))
     return residual, t + B * FORMAT.tiles, g
 
@@ -224,10 +224,10 @@ def project_gate_up(stream, t, g, exchanges, norm, parameters, experts, buffer):
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
         sums = stream.products(t, g, resident, x, x_registers, 2 * N, FORMAT, stream.in_flight)
-        spread(stream.sums, sums, 0, 2, N, stream.rows)
-        spread(stream.more_sums, sums, 1, 2, N, stream.rows)
-        gate = total(stream.sums, stream.blocks, stream.rows) * inv_rms
-        up = total(stream.more_sums, stream.blocks, stream.rows) * inv_rms
+        store_sums(stream.sums, sums, 0, 2, N, stream.rows)
+        store_sums(stream.more_sums, sums, 1, 2, N, stream.rows)
+        gate = reduce_sums(stream.sums, stream.blocks, stream.rows) * inv_rms
+        up = reduce_sums(stream.more_sums, stream.blocks, stream.rows) * inv_rms
         exchanges.gated.publish(gate / (1.0 + gl.exp(-gate)) * up, i * N, buffer, N)
         t += 2 * N * FORMAT.tiles
         g += 2 * N * FORMAT.tiles // group_tiles(2 * N, FORMAT)
@@ -244,7 +244,7 @@ def project_logits(stream, t, g, exchanges, parameters, x_buffer, logits, VOCAB:
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(num_head_blocks(VOCAB, C) // N):
         sums = stream.products(t, g, (), x, x_registers, N, FORMAT, HEAD_IN_FLIGHT)
-        y = stream.add_up(sums, N) * inv_rms
+        y = stream.reduce(sums, N) * inv_rms
         block, row, column = sum_indices(stream.blocks, stream.rows)
         column = (i * N + block) * CHUNK + stream.cta * 8 + column
         is_ours = (block < N) & (column < VOCAB) & (row >= 0)

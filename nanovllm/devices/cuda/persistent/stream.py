@@ -45,12 +45,12 @@ RING_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
 
 
 @gluon.jit
-def spread(
+def store_sums(
     memory, sums, first: gl.constexpr, step: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr
 ):
     """Store the warps' sums of N blocks in shared memory: every `step`-th of `sums` from `first`.
 
-    `total` adds them up.
+    `reduce_sums` adds them up.
     """
     # The four threads of a weight row have up to four batch rows. With fewer rows several threads
     # hold the same sums, and each of these stores some of the blocks.
@@ -75,7 +75,7 @@ def spread(
 
 
 @gluon.jit
-def total(memory, BLOCKS: gl.constexpr, ROWS: gl.constexpr):
+def reduce_sums(memory, BLOCKS: gl.constexpr, ROWS: gl.constexpr):
     """Add up the sums of all warps: [blocks, rows, 8 weight rows]."""
     L: gl.constexpr = sums_layout(BLOCKS, ROWS)
     sums = gl.sum(memory.load(gl.SliceLayout(1, L)), 0)
@@ -150,9 +150,9 @@ class Stream:
         )
 
     @gluon.jit
-    def add_up(self, sums, N: gl.constexpr):
-        spread(self.sums, sums, 0, 1, N, self.rows)
-        return total(self.sums, self.blocks, self.rows)
+    def reduce(self, sums, N: gl.constexpr):
+        store_sums(self.sums, sums, 0, 1, N, self.rows)
+        return reduce_sums(self.sums, self.blocks, self.rows)
 
     @gluon.jit
     def fetch(

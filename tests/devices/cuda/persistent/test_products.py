@@ -251,4 +251,4 @@ def multiply_staged(
     """Return the sums of the 8 weight rows of each block, for each row: [blocks, rows, 8]."""
     x_registers = stream.load_x_registers(staged, row_format)
     sums = stream.products(0, 0, (), staged, x_registers, num_blocks, row_format, 99, piece)
-    return stream.add_up(sums, num_blocks)[:num_blocks]
+    return stream.reduce(sums, num_blocks)[:num_blocks]
