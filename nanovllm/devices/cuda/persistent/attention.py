@@ -30,10 +30,10 @@ from nanovllm.devices.cuda.persistent.exchange import (
 )
 from nanovllm.devices.cuda.persistent.products import (
     ONE,
-    each,
     floats_type,
-    joined,
     quad_lane,
+    stacked,
+    unpacked,
 )
 from nanovllm.devices.cuda.persistent.sizes import (
     PART_WORDS,
@@ -169,7 +169,7 @@ def poll_parts_asm(count):
 
 
 @gluon.constexpr_function
-def empty_parts_asm():
+def clear_parts_asm():
     code = f"{{ .reg .b64 k; .reg .pred p; .reg .b32 e; {KEEP.value} mov.u32 e, -1; "
     code += "setp.ne.u32 p, $2, 0; "
     for n in range(3):
@@ -187,14 +187,14 @@ def store_eight_asm():
 
 
 @gluon.jit
-def parts_of_thread():
+def thread_indices():
     warp = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, ONE)))[:, None, None]
     head = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, ONE)))[None, :, None]
     return warp, head, quad_lane()
 
 
 @gluon.jit
-def of_heads(t):
+def broadcast_heads(t):
     """Broadcast a tensor [8 heads] to the layout of the sums."""
     t = gl.convert_layout(t, gl.SliceLayout(0, gl.SliceLayout(2, ONE)), assert_trivial=True)
     return gl.expand_dims(gl.expand_dims(t, 0), 2)
@@ -372,7 +372,7 @@ class Attention:
     def load_values(self, cache, offset, num_keys):
         """Load a word of each of 8 values in every thread: a warp has 16 of the dimensions."""
         STRIDE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
-        warp, n, q = parts_of_thread()
+        warp, n, q = thread_indices()
         word = warp % (self.dim // 16) * 8 + n
         addresses = (cache + (offset + (q * (8 * STRIDE) + word))).to(gl.int64)
         return gl.inline_asm_elementwise(
@@ -560,7 +560,7 @@ class Attention:
             )
             found = found + (gl.join(even, odd),)
         # [4, 8 heads, dim / 64, 4, 2 keys, first and last 32 keys]
-        pairs = gl.permute(joined(found), [5, 2, 1, 0, 3, 4])
+        pairs = gl.permute(stacked(found), [5, 2, 1, 0, 3, 4])
         scores.store(gl.reshape(pairs, [2 * SEGMENTS, 8, 4, 8]))
 
     @gluon.jit
@@ -587,7 +587,7 @@ class Attention:
         rescale = gl.exp2(max_score - new_max)
         rescaled = ()
         for n in gl.static_range(4):
-            rescaled = rescaled + (sums[n] * of_heads(rescale),)
+            rescaled = rescaled + (sums[n] * broadcast_heads(rescale),)
         sums = rescaled
         total = gl.zeros([8, 4, 8], gl.float32, SCORES)
         for i in gl.static_range(2):
@@ -599,7 +599,7 @@ class Attention:
     @gluon.jit
     def add_values(self, sums, p, v):
         """Add P V for 32 keys to the sums of 8 heads: each warp has 16 of the dimensions."""
-        p = each(gl.expand_dims(p, 0) + gl.zeros([8, 8, 4, 8], gl.float32, TILE), 8)
+        p = unpacked(gl.expand_dims(p, 0) + gl.zeros([8, 8, 4, 8], gl.float32, TILE), 8)
         probabilities = ()
         for n in gl.static_range(4):
             probabilities = probabilities + (pack(p[2 * n], p[2 * n + 1]),)
@@ -623,7 +623,7 @@ class Attention:
     def store_partial(self, segment, split, sums, max_score, denominator, buffer):
         """Store the partial result of a split for `join`; no two threads store the same value."""
         D: gl.constexpr = self.dim
-        warp, head, four = parts_of_thread()
+        warp, head, four = thread_indices()
         column = (segment.head * self.group + head) * D + warp * 16 + four * 4
         part = self.part(buffer, segment.row, column // 8, split)
         is_ours = (head < self.group) & (warp < D // 16) & (four >= 0)
@@ -631,8 +631,9 @@ class Attention:
         gl.inline_asm_elementwise(
             store_part_asm(), "=r,l,l,f,f,f,f,f,f,r,r",
             ((part + four % 2 * 4).to(gl.int64), (part + 8).to(gl.int64)) + sums
-            + (of_heads(max_score) + zero, of_heads(denominator) + zero, gl.where(is_ours, 1, 0),
-               gl.where(is_ours & (four % 2 == 0), 1, 0)), gl.int32, False, 1,
+            + (broadcast_heads(max_score) + zero, broadcast_heads(denominator) + zero,
+               gl.where(is_ours, 1, 0), gl.where(is_ours & (four % 2 == 0), 1, 0)),
+            gl.int32, False, 1,
         )  # fmt: skip
 
     @gluon.jit
@@ -685,7 +686,7 @@ class Attention:
         )  # fmt: skip
         # `found` is an operand so that the parts are cleared after they have been polled.
         gl.inline_asm_elementwise(
-            empty_parts_asm(), "=r,l,r,r", [addresses, is_active, found[0]], gl.int32, False, 1
+            clear_parts_asm(), "=r,l,r,r", [addresses, is_active, found[0]], gl.int32, False, 1
         )
         max_score = bits_to_float(found[8])
         rescale = gl.exp2(max_score - gl.expand_dims(gl.max(max_score, 1), 1))

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.devices.cuda.persistent.products import joined, stage, stage_words
+from nanovllm.devices.cuda.persistent.products import stacked, stage, stage_words
 from nanovllm.devices.cuda.persistent.sizes import (
     gated_capacity,
     gated_parts,
@@ -292,7 +292,7 @@ class Exchange:
             squares = more
             staged = stage(staged, k, rows, BITS)
         memory = gl.allocate_shared_memory(gl.float32, [self.rows, 8], S2)
-        memory.permute([1, 0]).store(gl.sum(joined(squares), 1))
+        memory.permute([1, 0]).store(gl.sum(stacked(squares), 1))
         L: gl.constexpr = sums_layout(self.blocks, self.rows)
         P: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, L)))
         mean = gl.sum(memory.permute([1, 0]).load(P), 0) / self.width

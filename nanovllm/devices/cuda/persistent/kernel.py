@@ -190,19 +190,19 @@ def add_columns(
     for b in range(len(totals)):
         own = totals[0]
         for k in gl.static_range(1, len(totals)):
-            own = chosen(b == k, totals[k], own)
+            own = select(b == k, totals[k], own)
         own = stream.add_tiles(
             t + b * N, g + b, x, x_registers, 0, N, own, FORMAT, stream.in_flight, PIECE
         )
         found = ()
         for k in gl.static_range(len(totals)):
-            found = found + (chosen(b == k, own, totals[k]),)
+            found = found + (select(b == k, own, totals[k]),)
         totals = found
     return totals, g + len(totals)
 
 
 @gluon.jit
-def chosen(condition, ours, others):
+def select(condition, ours, others):
     """Elementwise `where` on two tuples of tensors."""
     found = ()
     for k in gl.static_range(len(ours)):

@@ -50,7 +50,7 @@ def num_sets(bits, rows):
 
 
 @gluon.jit
-def joined(values):
+def stacked(values):
     """Stack tensors, one for each row, along a new last dimension."""
     N: gl.constexpr = len(values)
     if N == 1:
@@ -59,7 +59,7 @@ def joined(values):
         evens, odds = (), ()
         for r in gl.static_range(N // 2):
             evens, odds = evens + (values[2 * r],), odds + (values[2 * r + 1],)
-        pairs = gl.join(joined(evens), joined(odds))
+        pairs = gl.join(stacked(evens), stacked(odds))
         found = gl.reshape(pairs, with_last(values[0].shape, N))
     return found
 
@@ -78,7 +78,7 @@ def stage(staged, k: gl.constexpr, rows, BITS: gl.constexpr):
     half a piece for 4-bit weights.
     """
     R: gl.constexpr = len(rows)
-    x = joined(rows)
+    x = stacked(rows)
     if BITS == 16:
         # A thread's weights are consecutive words: the first and the third go to one row of A.
         both = gl.allocate_shared_memory(gl.bfloat16, [2, 8, R, 2, 4, 4, 2], S7)
@@ -108,7 +108,7 @@ def stage_words(staged, rows):
     """Store a chunk for 16-bit weights in shared memory: two words of each thread for each row."""
     R: gl.constexpr = len(rows)
     both = gl.allocate_shared_memory(gl.int32, [2, 8, R, 2, 4, 4], S6)
-    words = gl.reshape(joined(rows), [2, 8, 4, 4, 2, R])
+    words = gl.reshape(stacked(rows), [2, 8, 4, 4, 2, R])
     both.store(gl.permute(words, [0, 1, 5, 4, 2, 3]))
     return staged + two_pieces(both, R)
 
@@ -136,15 +136,15 @@ def load_x(piece, BITS: gl.constexpr, ROWS: gl.constexpr):
     for s in gl.static_range(num_sets(BITS, ROWS)):
         x = gl.expand_dims(words.slice(s * N, N, 1).load(gl.SliceLayout(1, L)), 1)
         x = gl.reshape(x + gl.zeros([8, 4 // N, N, 2, 4, V, 4], gl.int32, L), [8, 8, 4, 4 * V])
-        own = each(x, 4 * V)
+        own = unpacked(x, 4 * V)
         if BITS == 4:
-            own = of_own_block(own)
+            own = mask_quant_group(own)
         found = found + own
     return found
 
 
 @gluon.jit
-def of_own_block(words):
+def mask_quant_group(words):
     """Zero the words of x unless a thread's weights are in the quant group of its column of B."""
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, ONE)))[None, :, None]
     is_own = gl.zeros([8, 8, 4], gl.int32, ONE) + column // 4 == quad_lane() // 2
@@ -161,21 +161,21 @@ def quad_lane():
 
 
 @gluon.jit
-def each(t, N: gl.constexpr):
+def unpacked(t, N: gl.constexpr):
     """Split [8, 8, 4, N], N words in each thread, into N tensors of one word."""
     words = ()
     if N == 1:
-        words = (one(t),)
+        words = (as_words(t),)
     else:
         even, odd = gl.split(gl.reshape(t, [8, 8, 4, N // 2, 2]))
-        evens, odds = each(even, N // 2), each(odd, N // 2)
+        evens, odds = unpacked(even, N // 2), unpacked(odd, N // 2)
         for k in gl.static_range(N // 2):
             words = words + (evens[k], odds[k])
     return words
 
 
 @gluon.jit
-def one(t):
+def as_words(t):
     return gl.convert_layout(gl.reshape(t, [8, 8, 4]), ONE, assert_trivial=True)
 
 
@@ -185,7 +185,7 @@ def load_words(slot, HALVES: gl.constexpr):
     words = ()
     for a in gl.static_range(HALVES):
         half = slot.slice(8 * a, 8, 0).load(HALF)
-        words = words + each(gl.reshape(half, [8, 8, 4, 8]), 8)
+        words = words + unpacked(gl.reshape(half, [8, 8, 4, 8]), 8)
     return words
 
 
@@ -207,9 +207,9 @@ def load_scales(slot, HALVES: gl.constexpr, BITS: gl.constexpr, PIECE: gl.conste
     words = gl.permute(gl.reshape(words, [4 // P, HALVES, 8, P, 8]), [2, 4, 3, 0, 1])
     if HALVES == 2:
         first, second = gl.split(gl.reshape(words, [8, 8, 4, 2]))
-        found = one(first), one(second)
+        found = as_words(first), as_words(second)
     else:
-        found = (one(words),)
+        found = (as_words(words),)
     return found
 
 
@@ -242,7 +242,7 @@ def products(sets, j, first, words):
 
 
 @gluon.constexpr_function
-def collected(sets, first, second):
+def collect_sums(sets, first, second):
     """Add up the two elements of C that belong to a thread's weight row, for each set."""
     code = ""
     for s in range(sets):
@@ -260,7 +260,7 @@ def plain_asm(halves, sets):
         code += "".join(f"mov.b32 p{i}, ${first + i}; " for i in range(4))
         half, rest = divmod(j, 2)
         code += products(sets, j, sets * (1 + 4 * half) + 2 * rest, 4)
-    return code + collected(sets, 0, 3)
+    return code + collect_sums(sets, 0, 3)
 
 
 @gluon.constexpr_function
@@ -278,7 +278,7 @@ def fp8_asm(sets):
         code += f"lop3.b32 {odd}, {word}, {SIGN}, t, 0xEA; "
         if j % 2:
             code += products(sets, j // 2, sets + j - 1, 8)
-    return code + collected(sets, 0, 3)
+    return code + collect_sums(sets, 0, 3)
 
 
 @gluon.constexpr_function
@@ -294,7 +294,7 @@ def int4_asm(sets):
         for n in range(1, 4):
             code += f"shr.u32 t, {word}, {4 * n}; lop3.b32 p{n}, t, {NIBBLES}, {MIDDLES}, 0xEA; "
         code += products(sets, j, sets + 2 * j, 16)
-    return code + collected(sets, 0, 3)
+    return code + collect_sums(sets, 0, 3)
 
 
 @gluon.constexpr_function
@@ -303,7 +303,7 @@ def sum_asm():
     code = accumulators() + "".join(f"mov.b32 p{i}, {ONES}; " for i in range(4))
     for j in range(8):
         code += products(1, j, 1 + 2 * j, 16)
-    return code + collected(1, 0, 1)
+    return code + collect_sums(1, 0, 1)
 
 
 @gluon.constexpr_function
@@ -347,7 +347,7 @@ def multiply(w, x, x_sums, totals, FORMAT: gl.constexpr):
     SETS: gl.constexpr = num_sets(FORMAT.bits, FORMAT.rows)
     if FORMAT.bits == 16:
         all_of_x = x[0] if HALVES == 1 else x[0] + x[1]
-        totals = added(totals, run(plain_asm(HALVES, SETS), all_of_x + w, SETS))
+        totals = add_all(totals, run(plain_asm(HALVES, SETS), all_of_x + w, SETS))
     else:
         for a in gl.static_range(HALVES):
             words, scale = w[8 * a : 8 * a + 8], w[8 * HALVES + a]
@@ -361,12 +361,12 @@ def multiply(w, x, x_sums, totals, FORMAT: gl.constexpr):
                 for s in gl.static_range(SETS):
                     centred = sums[s] - lower_half(scale) * x_sums[a][s]
                     scaled = scaled + (centred * upper_half(scale),)
-            totals = added(totals, scaled)
+            totals = add_all(totals, scaled)
     return totals
 
 
 @gluon.jit
-def added(totals, sums):
+def add_all(totals, sums):
     found = ()
     for s in gl.static_range(len(totals)):
         found = found + (totals[s] + sums[s],)

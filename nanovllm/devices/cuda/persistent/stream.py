@@ -12,13 +12,13 @@ from nanovllm.devices.cuda.persistent.exchange import CHUNK
 from nanovllm.devices.cuda.persistent.products import (
     ONE,
     by_row,
-    joined,
     load_scales,
     load_words,
     load_x,
     multiply,
     num_sets,
     quad_lane,
+    stacked,
     sums_of,
 )
 from nanovllm.devices.cuda.persistent.sizes import (
@@ -68,8 +68,8 @@ def store_sums(
                 if c * EACH + b < N:
                     value = gl.where(copy == c, sums[first + (c * EACH + b) * step][f], value)
             fours = fours + (value,)
-        stored = stored + (joined(fours),)
-    values = gl.reshape(joined(stored), [8, 8, COPIES, 4 // COPIES, FOURS, EACH])
+        stored = stored + (stacked(fours),)
+    values = gl.reshape(stacked(stored), [8, 8, COPIES, 4 // COPIES, FOURS, EACH])
     values = gl.permute(values, [0, 2, 5, 4, 3, 1])
     memory.slice(0, BLOCKS, 1).store(gl.reshape(values, [8, BLOCKS, ROWS, 8]))
 
