@@ -27,11 +27,9 @@ from nanovllm.devices.cuda.persistent.products import SCALES, by_row
 from nanovllm.devices.cuda.persistent.sizes import (
     ExpertsShape,
     StepShape,
-    back_group,
     blocks_at_once,
-    columns_at_once,
     format_of,
-    gated_at_once,
+    gate_blocks_at_once,
     gated_width,
     group_tiles,
     head_blocks_at_once,
@@ -40,10 +38,12 @@ from nanovllm.devices.cuda.persistent.sizes import (
     num_in_flight,
     num_slots,
     num_sum_blocks,
+    output_group,
     q_width,
     qkv_width,
     scale_piece,
     slot_scales,
+    tiles_at_once,
 )
 from nanovllm.devices.cuda.persistent.stream import (
     HEAD_IN_FLIGHT,
@@ -123,7 +123,7 @@ def route(stream, t, g, exchanges, norm, parameters, experts, buffer):
 
 
 @gluon.jit
-def project_back(
+def project_output(
     stream, t, g, source, target, residual, experts, buffer, target_buffer, GATED: gl.constexpr
 ):
     """Add a projection of `source` to the residual stream: `o`, or `down` if GATED."""
@@ -153,7 +153,7 @@ def project_back(
         )
         g += 1
     else:
-        N: gl.constexpr = columns_at_once(B, FORMAT)
+        N: gl.constexpr = tiles_at_once(B, FORMAT)
         CHUNKS: gl.constexpr = N * source.size // CHUNK // FORMAT.tiles
         totals = ()
         for _ in gl.static_range(B):
@@ -217,7 +217,7 @@ def project_gate_up(stream, t, g, exchanges, norm, parameters, experts, buffer):
         x, inv_rms, t, g = route(stream, t, g, exchanges, norm, parameters, experts, buffer)
     B: gl.constexpr = num_blocks(exchanges.gated.width)
     FORMAT: gl.constexpr = format_of(exchanges.y.width, stream.bits, stream.rows)
-    N: gl.constexpr = gated_at_once(B, FORMAT, experts.count > 0)
+    N: gl.constexpr = gate_blocks_at_once(B, FORMAT, experts.count > 0)
     resident = stream.load_tiles_early(t, g, 2 * B, FORMAT, stream.in_flight)
     if experts.count == 0:
         x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, stream.bits)
@@ -335,14 +335,14 @@ def compute(
                 attention.prefetch_unit(found, k_cache + skip, v_cache + skip)
         attention.join(exchanges.attended, is_active, buffer)
         norm = exchanges.y.load_norm(parameters.norms + (2 * layer + 1) * NORM)
-        residual, t, g = project_back(
+        residual, t, g = project_output(
             stream, t, g, exchanges.attended, exchanges.y, residual, experts, buffer, buffer, False
         )
         fence()
         t, g = project_gate_up(stream, t, g, exchanges, norm, parameters, experts, buffer)
         norm = exchanges.x.load_norm(parameters.norms + later * (2 * NORM))
         x_buffer = next_buffer(x_buffer)
-        residual, t, g = project_back(
+        residual, t, g = project_output(
             stream, t, g, exchanges.gated, exchanges.x, residual, experts, buffer, x_buffer, True
         )
         buffer = next_buffer(buffer)
@@ -375,14 +375,14 @@ def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
     BV: gl.constexpr = num_head_blocks(VOCAB, V.tiles)
     # Tiles in a group
     GQ: gl.constexpr = group_tiles(blocks_at_once(BQ, H), H)
-    GO: gl.constexpr = back_group(B, A)
-    GG: gl.constexpr = group_tiles(2 * gated_at_once(BM, H, EXPERTS > 0), H)
-    GD: gl.constexpr = back_group(B, M)
+    GO: gl.constexpr = output_group(B, A)
+    GG: gl.constexpr = group_tiles(2 * gate_blocks_at_once(BM, H, EXPERTS > 0), H)
+    GD: gl.constexpr = output_group(B, M)
     GR: gl.constexpr = group_tiles(1, V)
     GV: gl.constexpr = group_tiles(head_blocks_at_once(V.tiles), V)
     # Tiles of a block that come before those of the next block
-    CO: gl.constexpr = columns_at_once(B, A)
-    CD: gl.constexpr = columns_at_once(B, M)
+    CO: gl.constexpr = tiles_at_once(B, A)
+    CD: gl.constexpr = tiles_at_once(B, M)
     F: gl.constexpr = stream.in_flight
     t, g = gl.to_tensor(0), gl.to_tensor(0)
     owners = gl.zeros([32], gl.int32, LANES)

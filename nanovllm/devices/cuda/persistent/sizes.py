@@ -131,7 +131,7 @@ def num_chunks(width, bits=16):
     if num_halves(width, bits) == 1:
         return -(-size // 2)
     chunks = -(-width // 1024)
-    while chunks % size or leaves_rest(chunks) or leaves_rest(chunks // size):
+    while chunks % size or has_remainder(chunks) or has_remainder(chunks // size):
         chunks += 1
     return chunks
 
@@ -143,7 +143,7 @@ def num_stored(width):
 
 
 @gluon.constexpr_function
-def leaves_rest(count):
+def has_remainder(count):
     """Whether `count` items do not divide into groups of equal size (up to six are one group)."""
     return count > 6 and all(count % size for size in (4, 5, 6, 7, 3))
 
@@ -219,7 +219,7 @@ def is_resident(blocks, row_format):
 
 
 @gluon.constexpr_function
-def goes_by_tile(blocks, row_format):
+def is_streamed(blocks, row_format):
     """Whether tiles are multiplied as they arrive, one by one, instead of loading all first."""
     return is_wide(row_format) and not is_resident(blocks, row_format)
 
@@ -227,7 +227,7 @@ def goes_by_tile(blocks, row_format):
 @gluon.constexpr_function
 def blocks_at_once(blocks, row_format):
     """Blocks that are multiplied before their sums are reduced over the warps."""
-    if goes_by_tile(blocks, row_format):
+    if is_streamed(blocks, row_format):
         return 1
     return max(
         n
@@ -237,7 +237,7 @@ def blocks_at_once(blocks, row_format):
 
 
 @gluon.constexpr_function
-def columns_at_once(blocks, row_format):
+def tiles_at_once(blocks, row_format):
     """Tiles of each block of `o` or `down` that are multiplied before more of x is staged.
 
     Limited by the shared memory for x, and by the size of the unrolled code.
@@ -249,17 +249,17 @@ def columns_at_once(blocks, row_format):
 
 
 @gluon.constexpr_function
-def back_group(blocks, row_format):
+def output_group(blocks, row_format):
     """Tiles in a group of `o` or `down`."""
     return (
         blocks * row_format.tiles
         if is_resident(blocks, row_format)
-        else columns_at_once(blocks, row_format)
+        else tiles_at_once(blocks, row_format)
     )
 
 
 @gluon.constexpr_function
-def gated_at_once(blocks, row_format, is_of_experts):
+def gate_blocks_at_once(blocks, row_format, is_of_experts):
     """Blocks of gate, and as many of up, that are loaded together: all, if they fit into registers.
 
     The copies of experts' weights start late, so multiplication begins after two blocks of each.
@@ -272,7 +272,7 @@ def gated_at_once(blocks, row_format, is_of_experts):
 
 
 @gluon.constexpr_function
-def group_chunks(tiles):
+def wide_group_tiles(tiles):
     """Tiles in a group of a wide weight row: a divisor of `tiles`."""
     return next(size for size in (4, 5, 6, 7, 3, 2, 1) if tiles % size == 0)
 
@@ -280,8 +280,8 @@ def group_chunks(tiles):
 @gluon.constexpr_function
 def group_tiles(blocks, row_format):
     """Tiles in a group, when `blocks` blocks are multiplied together."""
-    if goes_by_tile(blocks, row_format):
-        return group_chunks(row_format.tiles)
+    if is_streamed(blocks, row_format):
+        return wide_group_tiles(row_format.tiles)
     return blocks * row_format.tiles
 
 
@@ -324,7 +324,7 @@ def slot_scales(shape):
 
 
 @gluon.constexpr_function
-def back_columns(shape, rows):
+def output_chunks(shape, rows):
     """Chunks of x that are staged at once, for `o` and for `down`."""
     blocks, found = num_blocks(shape.hidden), []
     for width in (q_width(shape), gated_width(shape)):
@@ -333,7 +333,7 @@ def back_columns(shape, rows):
         parts = (
             1
             if shape.experts.num_experts
-            else row_format.tiles // columns_at_once(blocks, row_format)
+            else row_format.tiles // tiles_at_once(blocks, row_format)
         )
         found.append(whole // parts)
     return found
@@ -342,7 +342,7 @@ def back_columns(shape, rows):
 @gluon.constexpr_function
 def num_slots(shape, rows):
     """Slots of the ring that fit into shared memory beside the scratch memory of the phases."""
-    num_staged = max(num_chunks(shape.hidden, shape.bits), *back_columns(shape, rows))
+    num_staged = max(num_chunks(shape.hidden, shape.bits), *output_chunks(shape, rows))
     heads = num_head_vectors(shape.num_heads // shape.num_kv_heads, rows) * shape.head_dim * 2
     sums = 2 * 256 * num_sum_blocks(shape, rows) * rows
     scratch = max(num_staged * 2048 * rows, 8192) + heads + sums + 3072
@@ -358,7 +358,7 @@ def num_sum_blocks(shape, rows):
             4,
             num_blocks(num_stored(shape.hidden)),
             blocks_at_once(num_blocks(qkv_width(shape)), row_format),
-            gated_at_once(num_blocks(shape.mlp), row_format, shape.experts.num_experts > 0),
+            gate_blocks_at_once(num_blocks(shape.mlp), row_format, shape.experts.num_experts > 0),
             head_blocks_at_once(head.tiles),
         )
     )

@@ -22,7 +22,6 @@ from nanovllm.devices.cuda.persistent.products import (
     sums_of,
 )
 from nanovllm.devices.cuda.persistent.sizes import (
-    group_chunks,
     is_resident,
     is_wide,
     num_copies,
@@ -34,6 +33,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
     tile_scales,
     tile_words,
     tiles_in_flight,
+    wide_group_tiles,
 )
 
 HEAD_IN_FLIGHT = gl.constexpr(4)  # tiles of the LM head in flight at once
@@ -304,7 +304,7 @@ class Stream:
         """
         sums = ()
         if len(resident) == 0 and is_wide(FORMAT):
-            N: gl.constexpr = group_chunks(FORMAT.tiles)
+            N: gl.constexpr = wide_group_tiles(FORMAT.tiles)
             for _ in gl.static_range(COUNT):
                 totals = no_sums(FORMAT)
                 for i in gl.static_range(FORMAT.tiles // N):

@@ -13,15 +13,11 @@ from nanovllm.devices.cuda.persistent.sizes import (
     ExpertsShape,
     RowFormat,
     StepShape,
-    back_columns,
-    back_group,
     blocks_at_once,
-    columns_at_once,
     expert_columns,
     format_of,
-    gated_at_once,
+    gate_blocks_at_once,
     gated_width,
-    group_chunks,
     group_tiles,
     head_blocks_at_once,
     is_resident,
@@ -32,7 +28,11 @@ from nanovllm.devices.cuda.persistent.sizes import (
     num_slots,
     num_splits,
     num_tiles,
+    output_chunks,
+    output_group,
     piece_segments,
+    tiles_at_once,
+    wide_group_tiles,
 )
 from tests.devices.cuda.persistent.test_step import EXPERTS, SHAPES
 
@@ -67,7 +67,7 @@ def test_vectors_are_whole_quantized_tiles(width: int, bits: int) -> None:
     chunks, tiles = num_chunks(width, bits), num_tiles(width, bits)
     assert width <= chunks * 1024 == tiles * (16 // bits) * 512 * num_halves(width, bits)
     for count in (chunks, tiles):
-        assert count <= 6 or (count % group_chunks(count) == 0 and group_chunks(count) > 1)
+        assert count <= 6 or (count % wide_group_tiles(count) == 0 and wide_group_tiles(count) > 1)
 
 
 @pytest.mark.parametrize("width", range(64, 30000, 448))
@@ -75,7 +75,7 @@ def test_wide_vectors_are_whole_groups(width: int) -> None:
     chunks = num_chunks(width)
     assert width <= chunks * 1024
     assert chunks - -(-width // 1024) <= 1 + (chunks > 20)
-    assert chunks <= 6 or (chunks % group_chunks(chunks) == 0 and group_chunks(chunks) > 1)
+    assert chunks <= 6 or (chunks % wide_group_tiles(chunks) == 0 and wide_group_tiles(chunks) > 1)
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -87,13 +87,13 @@ def test_blocks_are_multiplied_in_equal_parts(
     rows: int, blocks: int, tiles: int, halves: int, bits: int
 ) -> None:
     row_format = RowFormat(tiles, halves, bits, rows)
-    assert tiles % columns_at_once(blocks, row_format) == 0
+    assert tiles % tiles_at_once(blocks, row_format) == 0
     at_once = blocks_at_once(blocks, row_format)
     assert blocks % at_once == 0
     assert at_once == 1 or at_once * tiles <= 6
     assert at_once == blocks or not is_resident(blocks, row_format)
     for is_of_experts in (False, True):
-        gated = gated_at_once(blocks, row_format, is_of_experts)
+        gated = gate_blocks_at_once(blocks, row_format, is_of_experts)
         assert blocks % gated == 0
         assert gated == 1 or 2 * gated * tiles <= 6
         assert gated == blocks or not is_resident(2 * blocks, row_format)
@@ -136,13 +136,15 @@ def test_groups_fit_the_ring(name: str, bits: int) -> None:
         head, blocks = format_of(shape.hidden, 16, rows), num_blocks(shape.hidden)
         groups = [
             group_tiles(blocks_at_once(num_blocks(shape.qkv), hidden), hidden),
-            back_group(blocks, q),
-            group_tiles(2 * gated_at_once(num_blocks(shape.mlp), hidden, bool(experts)), hidden),
-            back_group(blocks, mlp),
+            output_group(blocks, q),
+            group_tiles(
+                2 * gate_blocks_at_once(num_blocks(shape.mlp), hidden, bool(experts)), hidden
+            ),
+            output_group(blocks, mlp),
             group_tiles(head_blocks_at_once(head.tiles), head),
         ]
         assert max(groups) <= MIN_SLOTS <= num_slots(shape, rows)
-        assert experts or max(back_columns(shape, rows)) * rows <= 48
+        assert experts or max(output_chunks(shape, rows)) * rows <= 48
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
