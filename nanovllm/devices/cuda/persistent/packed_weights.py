@@ -16,14 +16,13 @@ from nanovllm.devices.cuda.persistent.persistent_step import (
     StepTensors,
     device_problem,
 )
-from nanovllm.devices.cuda.persistent.products import LOWER, MIDDLE
+from nanovllm.devices.cuda.persistent.products import FP8_SCALE_FACTOR, INT4_OFFSET
 from nanovllm.devices.cuda.persistent.sizes import NO_EXPERTS, ExpertsShape, StepShape
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import SparseMLP
 from nanovllm.models.decoder import DecoderLayer, DecoderModel
 from nanovllm.ops.interface import NormWeights, QKNormWeights, Routing
-from nanovllm.ops.quantized_weight import BLOCK, QuantizedWeight, num_blocks
-from nanovllm.ops.quantized_weight import MIDDLE as MIDDLE_VALUE
+from nanovllm.ops.quantized_weight import BLOCK, MIDDLE, QuantizedWeight, num_blocks
 from nanovllm.worker.kv_cache import KVCacheSpec
 
 KEY_TILE = 32  # keys that are loaded together, from one KV-cache block
@@ -198,15 +197,15 @@ def move_together(weights: list[CudaWeight]) -> Tensor | StackedQuantized:
 def pack_scales(weight: QuantizedWeight) -> Tensor:
     """Pack the scale, and with 4 bits the zero point, of each quant group: int32 [out, in / 128].
 
-    An FP8 scale is a float32 times LOWER. A 4-bit word has the zero point plus 128 in its lower
-    half and the scale in its upper half, both bfloat16.
+    An FP8 scale is a float32 times FP8_SCALE_FACTOR. A 4-bit word has the zero point plus
+    INT4_OFFSET in its lower half and the scale in its upper half, both bfloat16.
     """
     if weight.bits == 8:
-        scales = weight.scales.expand(-1, num_blocks(weight.num_in)) * LOWER
+        scales = weight.scales.expand(-1, num_blocks(weight.num_in)) * FP8_SCALE_FACTOR
         return scales.contiguous().view(torch.int32)
     zeros = weight.zero_points
-    zeros = torch.full_like(weight.scales, MIDDLE_VALUE) if zeros is None else zeros
-    halves = (zeros + MIDDLE).bfloat16(), weight.scales.bfloat16()
+    zeros = torch.full_like(weight.scales, MIDDLE) if zeros is None else zeros
+    halves = (zeros + INT4_OFFSET).bfloat16(), weight.scales.bfloat16()
     return torch.stack(halves, -1).view(torch.int32).squeeze(-1)
 
 

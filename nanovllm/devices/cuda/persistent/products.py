@@ -21,11 +21,11 @@ ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
 SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))  # scales of a tile, not swizzled
 # The bits of an FP8 value, moved to their positions in bfloat16, are that value times 2**-120. To
 # compensate, x is scaled up: |x| < 2**27 stays finite, and sums do not underflow in float32.
-RAISE = gl.constexpr(2.0**100)
-LOWER = 2.0**20  # multiplied into FP8 scales, to undo the rest of 2**-120
-MIDDLE = 128  # added to 4-bit values, which become the low mantissa bits of a bfloat16
-SIGN, REST = "0x80008000", "0x07f007f0"
-NIBBLES, MIDDLES, ONES = "0x000f000f", "0x43004300", "0x3f803f80"
+FP8_X_SCALE = gl.constexpr(2.0**100)
+FP8_SCALE_FACTOR = 2.0**20  # multiplied into FP8 scales, to undo the rest of 2**-120
+INT4_OFFSET = 128  # added to 4-bit values, which become the low mantissa bits of a bfloat16
+SIGNS, EXPONENT_AND_MANTISSA = "0x80008000", "0x07f007f0"
+NIBBLES, OFFSETS, ONES = "0x000f000f", "0x43004300", "0x3f803f80"
 
 
 @gluon.constexpr_function
@@ -88,7 +88,7 @@ def stage(staged, k: gl.constexpr, rows, BITS: gl.constexpr):
     elif BITS == 8:
         # A word holds four weights, 32 columns apart: the first and the third become a pair.
         piece = gl.allocate_shared_memory(gl.bfloat16, [8, R, 2, 2, 4, 4, 2], S7)
-        values = gl.reshape((x * RAISE).to(gl.bfloat16), [8, 2, 2, 4, 2, 4, R])
+        values = gl.reshape((x * FP8_X_SCALE).to(gl.bfloat16), [8, 2, 2, 4, 2, 4, R])
         piece.store(gl.permute(values, [0, 6, 4, 2, 3, 5, 1]))
         staged = staged + (piece,)
     else:
@@ -272,10 +272,12 @@ def fp8_asm(sets):
     code = accumulators(sets)
     for j in range(8):
         word, even, odd = f"${9 * sets + j}", f"p{j % 2 * 2}", f"p{j % 2 * 2 + 1}"
-        code += f"shl.b32 t, {word}, 4; and.b32 t, t, {REST}; shl.b32 s, {word}, 8; "
-        code += f"lop3.b32 {even}, s, {SIGN}, t, 0xEA; "
-        code += f"shr.u32 t, {word}, 4; and.b32 t, t, {REST}; "
-        code += f"lop3.b32 {odd}, {word}, {SIGN}, t, 0xEA; "
+        code += (
+            f"shl.b32 t, {word}, 4; and.b32 t, t, {EXPONENT_AND_MANTISSA}; shl.b32 s, {word}, 8; "
+        )
+        code += f"lop3.b32 {even}, s, {SIGNS}, t, 0xEA; "
+        code += f"shr.u32 t, {word}, 4; and.b32 t, t, {EXPONENT_AND_MANTISSA}; "
+        code += f"lop3.b32 {odd}, {word}, {SIGNS}, t, 0xEA; "
         if j % 2:
             code += products(sets, j // 2, sets + j - 1, 8)
     return code + collect_sums(sets, 0, 3)
@@ -290,9 +292,9 @@ def int4_asm(sets):
     code = accumulators(sets)
     for j in range(8):
         word = f"${17 * sets + j}"
-        code += f"lop3.b32 p0, {word}, {NIBBLES}, {MIDDLES}, 0xEA; "
+        code += f"lop3.b32 p0, {word}, {NIBBLES}, {OFFSETS}, 0xEA; "
         for n in range(1, 4):
-            code += f"shr.u32 t, {word}, {4 * n}; lop3.b32 p{n}, t, {NIBBLES}, {MIDDLES}, 0xEA; "
+            code += f"shr.u32 t, {word}, {4 * n}; lop3.b32 p{n}, t, {NIBBLES}, {OFFSETS}, 0xEA; "
         code += products(sets, j, sets + 2 * j, 16)
     return code + collect_sums(sets, 0, 3)
 
