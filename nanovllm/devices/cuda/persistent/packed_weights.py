@@ -106,18 +106,18 @@ def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpe
     matrices = [matrix for layer in layers for matrix in layer.matrices]
     if len({_bits(matrix) for matrix in matrices}) > 1:
         return "its weights differ in bits"
-    if any(map(_is_unusual, matrices)):
+    if any(map(_is_unsupported, matrices)):
         return "its quant groups are not of 128 values, or its scales are not exact in bfloat16"
     if len({layer.routing for layer in layers}) > 1:
         return "some layers have experts, and some have none"
     return (
         device_problem(head.device)
         or step_shape(model, layers).problem
-        or _odd_layers(model, layers)
+        or _find_layer_problem(model, layers)
     )
 
 
-def _odd_layers(model: DecoderModel, layers: list[StepLayer]) -> str | None:
+def _find_layer_problem(model: DecoderModel, layers: list[StepLayer]) -> str | None:
     if model.model.embed_tokens.scale != 1:
         return "it scales embeddings"
     if any(linear.activation not in (None, "silu") for layer in layers for linear in layer.linears):
@@ -229,7 +229,7 @@ def _words(weight: CudaWeight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.qweight
 
 
-def _is_unusual(weight: CudaWeight) -> bool:
+def _is_unsupported(weight: CudaWeight) -> bool:
     if isinstance(weight, Tensor) or weight.bits == 8:
         return False
     return weight.group != BLOCK or not _is_bfloat16(weight.scales)

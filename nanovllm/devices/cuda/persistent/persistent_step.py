@@ -93,22 +93,22 @@ class PersistentStep:
         weights = tensors.qkv, tensors.o, tensors.gate_up
         router = tensors.head if tensors.router is None else tensors.router
         self._weights = (
-            *[part for weight in weights for part in describe_both(weight)],
-            *describe_both(tensors.down, is_of_experts=shape.experts.num_experts > 0),
-            describe_both(router)[0],
-            describe_both(tensors.head)[0],
+            *[part for weight in weights for part in make_descriptors(weight)],
+            *make_descriptors(tensors.down, is_of_experts=shape.experts.num_experts > 0),
+            make_descriptors(router)[0],
+            make_descriptors(tensors.head)[0],
         )
         norms, bias = tensors.qk_norms, tensors.qkv_bias
         self._vectors = (
             tensors.embedding,
-            four_in_one(tensors.norms, shape.bits),
-            four_in_one(tensors.final_norm, shape.bits),
+            pack_norms(tensors.norms, shape.bits),
+            pack_norms(tensors.final_norm, shape.bits),
             None if norms is None else norms.contiguous().view(torch.int32),
             None if bias is None else bias.contiguous(),
             tensors.rope,
         )
         # Keyed by the number of rows: each kernel has its own current buffers.
-        self._exchanges = {rows: empty_exchanges(shape, rows, device) for rows in self.rows}
+        self._exchanges = {rows: allocate_exchanges(shape, rows, device) for rows in self.rows}
         self._buffer_indices = {
             rows: torch.zeros(2, dtype=torch.int32, device=device) for rows in self.rows
         }
@@ -183,7 +183,7 @@ class PersistentStep:
         return gave_up
 
 
-def describe_both(
+def make_descriptors(
     weight: Tensor | StackedQuantized, is_of_experts: bool = False
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Make the TMA descriptors of weights and of their scales; without scales both are the same.
@@ -194,22 +194,22 @@ def describe_both(
     plain = weight if isinstance(weight, Tensor) else weight.words.view(torch.bfloat16)
     width = plain.shape[-1] * 16 // bits
     piece = piece_segments(width, bits) if is_of_experts else 8 * num_halves(width, bits)
-    described = describe(plain, piece)
+    descriptor = make_descriptor(plain, piece)
     if isinstance(weight, Tensor):
-        return described, described
-    scales = by_tile(weight.scales, bits, is_of_experts)
+        return descriptor, descriptor
+    scales = arrange_scales(weight.scales, bits, is_of_experts)
     size = 8 * segment_groups(bits) * piece
-    return described, TensorDescriptor(scales, [scales.numel()], [1], [size], SCALES.value)
+    return descriptor, TensorDescriptor(scales, [scales.numel()], [1], [size], SCALES.value)
 
 
-def describe(weight: Tensor, piece: int) -> TensorDescriptor:
+def make_descriptor(weight: Tensor, piece: int) -> TensorDescriptor:
     """Make a TMA descriptor of weight rows [..., width]: a copy is `piece` segments of 8 rows."""
     width = weight.shape[-1]
     shape = [width // 64, weight.numel() // width, 64]
     return TensorDescriptor(weight, shape, [64, width, 1], [piece, 8, 64], RING.value)
 
 
-def by_tile(scales: Tensor, bits: int, is_of_experts: bool = False) -> Tensor:
+def arrange_scales(scales: Tensor, bits: int, is_of_experts: bool = False) -> Tensor:
     """Lay out scales [..., out, groups] for 8 weight rows at a time, quant group by quant group.
 
     Weight rows are padded to whole tiles or, for `down` of experts, to `expert_segments`.
@@ -223,28 +223,28 @@ def by_tile(scales: Tensor, bits: int, is_of_experts: bool = False) -> Tensor:
     return whole.view(-1, 8, padded).transpose(1, 2).contiguous().flatten()
 
 
-def four_in_one(norms: Tensor, bits: int = 16) -> Tensor:
+def pack_norms(norms: Tensor, bits: int = 16) -> Tensor:
     """Pad norm weights [..., hidden] to whole chunks, and view four bfloat16 as one int64."""
     padding = num_chunks(norms.shape[-1], bits) * 1024 - norms.shape[-1]
     padded: Tensor = torch.nn.functional.pad(norms, (0, padding))
     return padded.contiguous().view(torch.int64)
 
 
-def empty_exchanges(shape: StepShape, rows: int, device: torch.device) -> tuple[Tensor, ...]:
+def allocate_exchanges(shape: StepShape, rows: int, device: torch.device) -> tuple[Tensor, ...]:
     """Allocate the buffers of all exchanges, in the order of `make_exchanges`."""
     widths = num_stored(shape.hidden), shape.q, num_stored(shape.hidden)
-    x, attended, y = (empty_exchange(width, rows, device, shape.bits) for width in widths)
+    x, attended, y = (allocate_exchange(width, rows, device, shape.bits) for width in widths)
     parts, capacity = gated_parts(shape), gated_capacity(shape)
-    gated = empty_exchange(shape.mlp, rows, device, shape.bits, parts, capacity)
-    qkv = empty_exchange(shape.qkv, rows, device)
-    routed = empty_exchange(shape.experts.num_experts, rows, device)
+    gated = allocate_exchange(shape.mlp, rows, device, shape.bits, parts, capacity)
+    qkv = allocate_exchange(shape.qkv, rows, device)
+    routed = allocate_exchange(shape.experts.num_experts, rows, device)
     count = rows * num_parts(shape.q) * num_splits(shape.num_kv_heads)
     sizes = NUM_BUFFERS.value, count, PART_WORDS.value
     partials = torch.full(sizes, -1, dtype=torch.int32, device=device)
     return x, qkv, partials, attended, y, gated, routed
 
 
-def empty_exchange(
+def allocate_exchange(
     width: int,
     rows: int,
     device: torch.device,

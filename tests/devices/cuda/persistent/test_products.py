@@ -16,7 +16,7 @@ from tests.ops.quantized_products import quantize_blocks, quantize_int4
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from nanovllm.devices.cuda.persistent.packed_weights import pack_scales
-from nanovllm.devices.cuda.persistent.persistent_step import by_tile
+from nanovllm.devices.cuda.persistent.persistent_step import arrange_scales
 from nanovllm.devices.cuda.persistent.sizes import (
     ExpertsShape,
     StepShape,
@@ -196,7 +196,7 @@ def sources(*weights: Any, is_of_experts: bool = False) -> tuple[Source, Source]
         bits = weights[0].bits
         weight_rows = torch.cat([weight.qweight for weight in weights]).view(torch.bfloat16)
         parts = torch.cat([pack_scales(weight) for weight in weights])
-        scales = by_tile(parts, bits, is_of_experts)
+        scales = arrange_scales(parts, bits, is_of_experts)
     width = weight_rows.shape[1] * 16 // bits
     piece = piece_segments(width, bits) if is_of_experts else 8 * num_halves(width, bits)
     values = weight_rows.view(len(weight_rows), -1, 64).transpose(0, 1).view(torch.int16).numpy()

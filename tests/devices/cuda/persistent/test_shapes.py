@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from nanovllm.devices.cuda.persistent.persistent_step import empty_exchange
+from nanovllm.devices.cuda.persistent.persistent_step import allocate_exchange
 from nanovllm.devices.cuda.persistent.sizes import (
     MIN_SLOTS,
     ExpertsShape,
@@ -116,7 +116,7 @@ def test_experts_rows_are_padded_to_few_pieces(size: int, bits: int) -> None:
 
 
 def test_padding_of_experts_is_not_polled() -> None:
-    memory = empty_exchange(3 * 768, 1, torch.device("cpu"), 4, 3, 1024)
+    memory = allocate_exchange(3 * 768, 1, torch.device("cpu"), 4, 3, 1024)
     columns = torch.arange(memory.shape[-1])
     is_value = (columns < 3 * 1024) & (columns % 1024 < 768)
     assert memory.shape[-1] == 4096
