@@ -302,27 +302,27 @@ def compute(
     exchanges.x.publish(residual, 0, x_buffer, num_blocks(exchanges.x.stored))
     heads = attention.allocate_heads()
     ends, first_split, last_split = attention.divide_splits()
-    begun, num_begun = attention.segment(ends, first_split, last_split)
-    offsets = attention.find_unit(begun, begun.first)
+    first_segment, num_first_splits = attention.segment(ends, first_split, last_split)
+    offsets = attention.find_unit(first_segment, first_segment.first)
     is_active = attention.active()
     t, g = gl.to_tensor(0), gl.to_tensor(0)
     norm = exchanges.x.load_norm(parameters.norms)
     for layer in range(num_layers):
         offset = layer.to(gl.int64) * stride
         k_cache, v_cache = k_caches + offset, v_caches + offset
-        later = gl.minimum(layer + 1, num_layers - 1)
-        skip = (later - layer).to(gl.int64) * stride
-        num_keys = begun.end - begun.first
+        next_layer = gl.minimum(layer + 1, num_layers - 1)
+        skip = (next_layer - layer).to(gl.int64) * stride
+        num_keys = first_segment.end - first_segment.first
         first_k = attention.load_keys(k_cache, offsets[0], num_keys)
         first_v = attention.load_values(v_cache, offsets[0], num_keys)
         qk_norms = attention.load_norms(parameters.qk_norms + layer * D)
         t, g = project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buffer)
         k = first_k, attention.load_keys(k_cache, offsets[1], num_keys - 32)
         v = first_v, attention.load_values(v_cache, offsets[1], num_keys - 32)
-        prefetch_layer(exchanges, attention, parameters, later)
+        prefetch_layer(exchanges, attention, parameters, next_layer)
         if num_keys > 0:
             attention.prefetch_unit(offsets, k_cache + skip, v_cache + skip)
-        split, segment, count = first_split, begun, num_begun
+        split, segment, count = first_split, first_segment, num_first_splits
         while split < last_split:
             attention.rotate_heads(segment, heads, qk_norms, parameters, buffer)
             attention.attend(segment, heads, k_cache, v_cache, skip, k, v, buffer)
@@ -340,7 +340,7 @@ def compute(
         )
         fence()
         t, g = project_gate_up(stream, t, g, exchanges, norm, parameters, experts, buffer)
-        norm = exchanges.x.load_norm(parameters.norms + later * (2 * NORM))
+        norm = exchanges.x.load_norm(parameters.norms + next_layer * (2 * NORM))
         x_buffer = next_buffer(x_buffer)
         residual, t, g = project_output(
             stream, t, g, exchanges.gated, exchanges.x, residual, experts, buffer, x_buffer, True
