@@ -250,7 +250,7 @@ class Attention:
     qkv: Exchange
     num_heads: gl.constexpr
     num_kv_heads: gl.constexpr
-    group: gl.constexpr
+    group: gl.constexpr  # query heads per KV head
     dim: gl.constexpr
     block_size: gl.constexpr
     rows: gl.constexpr
@@ -322,7 +322,10 @@ class Attention:
 
     @gluon.jit
     def segment(self, ends, item, last):
-        """The segment from split `item` on, which ends with its row and head; and its splits."""
+        """The segment that starts at split `item`, and its number of splits.
+
+        It ends with its row and head, or at split `last`.
+        """
         row, begin = gl.to_tensor(0), gl.to_tensor(0)
         for r in gl.static_range(self.rows - 1):
             row += gl.where(item >= ends[r], 1, 0)
@@ -422,18 +425,14 @@ class Attention:
         D: gl.constexpr = self.dim
         VECTORS: gl.constexpr = num_head_vectors(G, self.new)
         vector, is_q, is_v = self.vector(), self.vector() < G, self.vector() >= G + self.new
-        behind = segment.before - (vector - gl.where(is_v, G + self.new, G))  # in rows
+        behind = segment.before - (vector - gl.where(is_v, G + self.new, G))  # rows back
         behind = gl.where(is_q | (behind < 0), 0, gl.minimum(behind, segment.before))
         HALF: gl.constexpr = D // 2
-        address = parameters.rope + ((segment.position - behind) * D + self.column() * 2)
-        c0, c1, s0, s1 = (
-            gl.load(address),
-            gl.load(address + 1),
-            gl.load(address + HALF),
-            gl.load(address + HALF + 1),
-        )
-        of_kv = self.num_heads + segment.head + gl.where(is_v, self.num_kv_heads, 0)
-        head = gl.where(is_q, segment.head * G + vector, of_kv)
+        rope = parameters.rope + ((segment.position - behind) * D + self.column() * 2)
+        c0, c1 = gl.load(rope), gl.load(rope + 1)
+        s0, s1 = gl.load(rope + HALF), gl.load(rope + HALF + 1)
+        kv_head = self.num_heads + segment.head + gl.where(is_v, self.num_kv_heads, 0)
+        head = gl.where(is_q, segment.head * G + vector, kv_head)
         offset = (segment.row - behind) * self.qkv.size + head * D + self.column() * 2
         addresses = (self.qkv.address(buffer) + offset).to(gl.int64)
         N: gl.constexpr = VECTORS // 8
@@ -676,9 +675,8 @@ class Attention:
         N: gl.constexpr = C * S // 256
         row, chunk, split = self.join_indices()
         group = chunk * NUM_CTAS + self.qkv.cta
-        addresses = self.part(buffer, row, gl.minimum(group, num_parts(WIDTH) - 1), split).to(
-            gl.int64
-        )
+        parts = self.part(buffer, row, gl.minimum(group, num_parts(WIDTH) - 1), split)
+        addresses = parts.to(gl.int64)
         found = gl.inline_asm_elementwise(
             poll_parts_asm(N), registers(10 * N, 2 * N, N),
             [addresses, addresses * 0 + self.qkv.flag.to(gl.int64), is_active],
@@ -695,8 +693,7 @@ class Attention:
         sums = ()
         for n in gl.static_range(8):
             sums = sums + (gl.sum(bits_to_float(found[n]) * rescale, 1) / denominator,)
-        # The first four threads of a group store both copies, and clear those of the previous
-        # buffer.
+        # A group's first four threads store both copies, and clear those of the previous buffer.
         previous = gl.where(buffer == 0, NUM_BUFFERS - 1, buffer - 1)
         copy = gl.where(split < 2, buffer, previous) * 2 + split % 2
         words = ()

@@ -24,8 +24,8 @@ from nanovllm.devices.cuda.persistent.sizes import (
 NUM_CTAS = gl.constexpr(128)
 NUM_BUFFERS = gl.constexpr(3)  # used in rotation: two fences separate two uses of a buffer
 CHUNK = gl.constexpr(1024)  # columns of a chunk, and weight rows of a block
-CHECK_SPINS = gl.constexpr(1 << 12)  # polls between two looks at the timeout flag
-MAX_CHECKS = gl.constexpr(1 << 8)  # looks at the flag before a poll times out: about a second
+CHECK_SPINS = gl.constexpr(1 << 12)  # polls between two checks of the timeout flag
+MAX_CHECKS = gl.constexpr(1 << 8)  # checks of the flag before a poll times out: about a second
 # The maximum score where there are no keys, and its bits
 NO_SCORE, NO_SCORE_BITS = gl.constexpr(-1e30), "0xF149F2CA"
 

@@ -141,16 +141,9 @@ def project_output(
             else stage_all(source, buffer, bits)
         )
         sums = stream.products(
-            t,
-            g,
-            resident,
-            x,
-            stream.load_x_registers(x, FORMAT),
-            B,
-            FORMAT,
-            stream.in_flight,
+            t, g, resident, x, stream.load_x_registers(x, FORMAT), B, FORMAT, stream.in_flight,
             PIECE,
-        )
+        )  # fmt: skip
         g += 1
     else:
         N: gl.constexpr = tiles_at_once(B, FORMAT)

@@ -361,8 +361,8 @@ def multiply(w, x, x_sums, totals, FORMAT: gl.constexpr):
             else:
                 sums = run(int4_asm(SETS), x[a] + words, SETS)
                 for s in gl.static_range(SETS):
-                    centred = sums[s] - lower_half(scale) * x_sums[a][s]
-                    scaled = scaled + (centred * upper_half(scale),)
+                    centered = sums[s] - lower_half(scale) * x_sums[a][s]
+                    scaled = scaled + (centered * upper_half(scale),)
             totals = add_all(totals, scaled)
     return totals
 
@@ -395,7 +395,7 @@ def by_row(totals, BITS: gl.constexpr):
     if BITS == 4:
         whole = ()
         for s in gl.static_range(len(totals)):
-            whole = whole + (both_blocks(totals[s]),)
+            whole = whole + (add_other_group(totals[s]),)
         totals = whole
         if len(whole) > 1:
             totals = ()
@@ -405,6 +405,6 @@ def by_row(totals, BITS: gl.constexpr):
 
 
 @gluon.jit
-def both_blocks(total):
+def add_other_group(total):
     asm: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 2, 0x1f, 0xffffffff;"
     return total + gl.inline_asm_elementwise(asm, "=f,f", [total], gl.float32, False, 1)

@@ -213,9 +213,8 @@ def max_resident(row_format):
 @gluon.constexpr_function
 def is_resident(blocks, row_format):
     """Whether all tiles of a projection are loaded into registers before x has arrived."""
-    return blocks * row_format.tiles <= max_resident(row_format) and (
-        row_format.bits == 16 or not is_wide(row_format)
-    )
+    fits = blocks * row_format.tiles <= max_resident(row_format)
+    return fits and (row_format.bits == 16 or not is_wide(row_format))
 
 
 @gluon.constexpr_function
@@ -251,11 +250,9 @@ def tiles_at_once(blocks, row_format):
 @gluon.constexpr_function
 def output_group(blocks, row_format):
     """Tiles in a group of `o` or `down`."""
-    return (
-        blocks * row_format.tiles
-        if is_resident(blocks, row_format)
-        else tiles_at_once(blocks, row_format)
-    )
+    if is_resident(blocks, row_format):
+        return blocks * row_format.tiles
+    return tiles_at_once(blocks, row_format)
 
 
 @gluon.constexpr_function
@@ -330,11 +327,8 @@ def output_chunks(shape, rows):
     for width in (q_width(shape), gated_width(shape)):
         row_format = format_of(width, shape.bits, rows)
         whole = num_chunks(width, shape.bits)
-        parts = (
-            1
-            if shape.experts.num_experts
-            else row_format.tiles // tiles_at_once(blocks, row_format)
-        )
+        at_once = tiles_at_once(blocks, row_format)
+        parts = 1 if shape.experts.num_experts else row_format.tiles // at_once
         found.append(whole // parts)
     return found
 
@@ -422,7 +416,7 @@ def num_splits(num_kv_heads):
 
 @gluon.constexpr_function
 def num_parts(q_width):
-    """Groups of 8 columns of a row's attention output, padded so that every CTA has as many."""
+    """Groups of 8 columns of a row's attention output, padded to the same number for every CTA."""
     return -(-q_width // 1024) * 128
 
 

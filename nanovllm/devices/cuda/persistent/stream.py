@@ -177,16 +177,9 @@ class Stream:
                 scale_offset = (row // 8 * FORMAT.tiles + tile) * tile_scales(FORMAT)
                 is_in_bounds = weight_row < weight_rows.count
                 self.copy(
-                    weights,
-                    t,
-                    is_in_bounds,
-                    row,
-                    tile * 16,
-                    scale_offset,
-                    0,
-                    8 * FORMAT.halves,
+                    weights, t, is_in_bounds, row, tile * 16, scale_offset, 0, 8 * FORMAT.halves,
                     FORMAT,
-                )
+                )  # fmt: skip
                 t += 1
         return t, g + BLOCKS * PARTS * FORMAT.tiles // GROUP, owners
 
@@ -259,8 +252,10 @@ class Stream:
         return w
 
     @gluon.jit
-    def load_tiles(self, t, g, N: gl.constexpr, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr,
-             PIECE: gl.constexpr):  # fmt: skip
+    def load_tiles(
+        self, t, g, N: gl.constexpr, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr,
+        PIECE: gl.constexpr,
+    ):  # fmt: skip
         """Load a group of N tiles into registers, each with its scales."""
         self.wait(t, N, tiles_in_flight(FORMAT, IN_FLIGHT, self.slots))
         w = ()
