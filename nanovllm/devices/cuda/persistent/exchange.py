@@ -324,17 +324,17 @@ class Exchanges:
     attended: Exchange
     y: Exchange  # residual stream before the MLP
     gated: Exchange
-    routed: Exchange  # router logits; unused without experts
+    router_logits: Exchange  # router logits; unused without experts
 
     @gluon.constexpr_function
-    def __init__(self, x, qkv, attended, y, gated, routed):
+    def __init__(self, x, qkv, attended, y, gated, router_logits):
         self.x, self.qkv, self.attended, self.y, self.gated = x, qkv, attended, y, gated
-        self.routed = routed
+        self.router_logits = router_logits
 
 
 @gluon.jit
 def make_exchanges(memories, flag, cta, SHAPE: gl.constexpr, ROWS: gl.constexpr):
-    x, qkv, _, attended, y, gated, routed = memories
+    x, qkv, _, attended, y, gated, router_logits = memories
     BITS: gl.constexpr = SHAPE.bits
     B: gl.constexpr = num_sum_blocks(SHAPE, ROWS)
     PARTS: gl.constexpr = gated_parts(SHAPE)
@@ -344,5 +344,5 @@ def make_exchanges(memories, flag, cta, SHAPE: gl.constexpr, ROWS: gl.constexpr)
         Exchange(attended, flag, cta, q_width(SHAPE), BITS, ROWS, B),
         Exchange(y, flag, cta, SHAPE.hidden, BITS, ROWS, B, of_all=True),
         Exchange(gated, flag, cta, SHAPE.mlp, BITS, ROWS, B, PARTS, gated_capacity(SHAPE)),
-        Exchange(routed, flag, cta, SHAPE.experts.num_experts, 16, ROWS, B),
+        Exchange(router_logits, flag, cta, SHAPE.experts.num_experts, 16, ROWS, B),
     )

@@ -24,8 +24,8 @@ LOWEST = gl.constexpr(-(1 << 31))
 
 
 @gluon.constexpr_function
-def meets(rank, capacity, chunk):
-    """Whether a chunk has columns of the expert with a rank; each expert has `capacity` columns."""
+def overlaps(rank, capacity, chunk):
+    """Whether a chunk has columns of the expert of a rank; each expert has `capacity` columns."""
     return rank * capacity < (chunk + 1) * 1024 and (rank + 1) * capacity > chunk * 1024
 
 
@@ -49,7 +49,7 @@ class Experts:
         self.size, self.is_normalized = gl.constexpr(size), gl.constexpr(is_normalized)
 
     @gluon.jit
-    def choose(self, routed, buffer):
+    def choose(self, router_logits, buffer):
         """Poll the router's logits, and tell the loading warp the top-k experts.
 
         Every warp finds them independently. A key is an integer that grows with the logit in its
@@ -57,7 +57,7 @@ class Experts:
         """
         N: gl.constexpr = (self.count + 127) // 128
         lane = thread_index() % 32
-        words = routed.poll_from(lane * 4, buffer, N, 128)
+        words = router_logits.poll_from(lane * 4, buffer, N, 128)
         keys = ()
         for n in gl.static_range(N):
             for j in gl.static_range(4):
@@ -71,10 +71,10 @@ class Experts:
             best = gl.expand_dims(gl.max(largest(left), 1), 1)
             found = gl.where(lane == rank, best, found)
             left = without(left, best)
-        self.keep(keys, found, lane)
+        self.store_chosen(keys, found, lane)
 
     @gluon.jit
-    def keep(self, keys, found, lane):
+    def store_chosen(self, keys, found, lane):
         """Store the ids of the chosen experts in shared memory, and then their weights."""
         self.ids._reinterpret(gl.int32, [8, 32], S2).store(LOW - (found & LOW))
         gl.thread_barrier()
@@ -111,7 +111,7 @@ class Experts:
             column = k * CHUNK + thread_index() * 4
             w = column * 0.0
             for rank in gl.static_range(self.top_k):
-                if meets(rank, gated.capacity, k):
+                if overlaps(rank, gated.capacity, k):
                     w = gl.where(column >= rank * gated.capacity, self.weight(rank), w)
             pair = gl.join(w, w)
             expert_weights = gl.reshape(gl.join(pair, pair), [8, 128])

@@ -115,10 +115,10 @@ def route(stream, t, g, exchanges, norm, parameters, experts, buffer):
     FORMAT: gl.constexpr = format_of(exchanges.y.width, 16)
     x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, 16)
     sums = stream.products(t, g, (), x, ((), ()), 1, FORMAT, stream.in_flight)
-    exchanges.routed.publish(stream.reduce(sums, 1) * inv_rms, 0, buffer, 1)
+    exchanges.router_logits.publish(stream.reduce(sums, 1) * inv_rms, 0, buffer, 1)
     if stream.bits < 16:
         x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, stream.bits)
-    experts.choose(exchanges.routed, buffer)
+    experts.choose(exchanges.router_logits, buffer)
     return x, inv_rms, t + FORMAT.tiles, g + FORMAT.tiles // group_tiles(1, FORMAT)
 
 
@@ -389,8 +389,8 @@ def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
             t, g, owners = stream.fetch(gate_up, gates, t, g, owners, BM, H, 2, GG, F)
             t, g, owners = stream.fetch(down, weight_rows, t, g, owners, B, M, 1, GD, F, CD)
         else:
-            routed = WeightRows(layer * EXPERTS, EXPERTS)
-            t, g, owners = stream.fetch(router, routed, t, g, owners, 1, V, 1, GR, F)
+            router_rows = WeightRows(layer * EXPERTS, EXPERTS)
+            t, g, owners = stream.fetch(router, router_rows, t, g, owners, 1, V, 1, GR, F)
             chosen = experts.wait(layer)
             gates = ExpertRows(chosen, MLP, experts.size)
             t, g, owners = stream.fetch(gate_up, gates, t, g, owners, BM, H, 2, GG, F)

@@ -237,11 +237,11 @@ def allocate_exchanges(shape: StepShape, rows: int, device: torch.device) -> tup
     parts, capacity = gated_parts(shape), gated_capacity(shape)
     gated = allocate_exchange(shape.mlp, rows, device, shape.bits, parts, capacity)
     qkv = allocate_exchange(shape.qkv, rows, device)
-    routed = allocate_exchange(shape.experts.num_experts, rows, device)
+    router_logits = allocate_exchange(shape.experts.num_experts, rows, device)
     count = rows * num_parts(shape.q) * num_splits(shape.num_kv_heads)
     sizes = NUM_BUFFERS.value, count, PART_WORDS.value
     partials = torch.full(sizes, -1, dtype=torch.int32, device=device)
-    return x, qkv, partials, attended, y, gated, routed
+    return x, qkv, partials, attended, y, gated, router_logits
 
 
 def allocate_exchange(

@@ -42,9 +42,9 @@ def make_weight(
         quantized = quantize_blocks(values)
         scales = quantized.scales * (1 + torch.rand(quantized.scales.shape))  # one per weight row
         return QuantizedWeight(8, pack_words(quantized.values), scales, None, num_in)
-    quantized, scales = quantize_int4(values, 128)
+    int4, scales = quantize_int4(values, 128)
     zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if has_zeros else None
-    return QuantizedWeight(4, pack_words(quantized), scales.bfloat16(), zeros, num_in)
+    return QuantizedWeight(4, pack_words(int4), scales.bfloat16(), zeros, num_in)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_experts_are_chosen_by_their_logits(
         first = np.broadcast_to(column // 2, (8, 32))
         return [array(words[first + k // 2 * step // 2 + k % 2]) for k in range(2 * count)]
 
-    routed = SimpleNamespace(poll_from=poll_from)
+    router_logits = SimpleNamespace(poll_from=poll_from)
     experts = make_experts(modules, (count, top_k, 64, is_normalized))
-    experts.choose(routed, 0)
+    experts.choose(router_logits, 0)
     odds = logits.float().softmax(0)
     order = sorted(range(count), key=lambda i: (-float(odds[i]), i))[:top_k]
     total = odds[order].sum() if is_normalized else 1.0
