@@ -124,6 +124,7 @@ class PersistentStep:
         return (6144 if rows == MAX_ROWS else 8192) * (2 if self.shape.hidden >= 4096 else 1)
 
     def suits(self, caches: list[LayerCache]) -> bool:
+        """Return whether the kernel's 32-bit offsets can address the caches."""
         return caches[0].k.nbytes < MAX_CACHE_BYTES
 
     def run(
