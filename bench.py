@@ -3,9 +3,10 @@
     python bench.py --engine nanovllm transformers --model smollm2
     python bench.py --model qwen3-0.6b --load-format dummy --case mixed bs1 bs64 bs256 prefill
 
-One measure for every engine: the time from handing over all prompts to the last token, prompts
-included, divided by the steps (the tokens of an answer) or dividing the tokens. Each engine has a
-process of its own. On a CPU, whose speed comes and goes, they take turns; only ratios count there.
+Every engine is measured in the same way: the time from submitting all prompts to the last token,
+including prefill, reported per step (output tokens per request) or as tokens per second. Each
+engine has its own process. On a CPU, whose speed fluctuates, they take turns; compare only ratios
+there.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from nanovllm.devices.cuda.memory import has_cuda
 from nanovllm.errors import ConfigError
 from nanovllm.models.registry import read_config
 
-# Prompts, tokens of each, tokens of each answer.
+# Number of prompts x prompt tokens x output tokens.
 CASES = {
     "first": "1x512x1",
     "bs1": "1x128x512",
@@ -63,9 +64,9 @@ CASES = {
 @dataclass(frozen=True, slots=True)
 class Case:
     name: str
-    unit: str  # "tok/s": more is better; "ms/step, whole run": less is
+    unit: str  # "tok/s" (higher is better) or "ms/step, whole run" (lower is better)
     workload: Workload
-    num_units: int  # tokens or steps of a run
+    num_units: int  # tokens or steps per run
 
     def value(self, seconds: float) -> float:
         return self.num_units / seconds if "tok/s" in self.unit else 1000 * seconds / self.num_units
@@ -73,7 +74,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    seconds: list[list[float]]  # by case, then by run
+    seconds: list[list[float]]  # [cases][runs]
     peak_bytes: int
 
 
@@ -118,12 +119,12 @@ def sizes_of(name: str) -> list[int]:
     sizes = CASES.get(name, name).split("x")
     if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
         known = ", ".join(["mixed", *CASES])
-        raise ConfigError(f"--case {name}: neither one of {known} nor sizes such as 16x128x256")
+        raise ConfigError(f"--case {name} is neither one of {known} nor sizes such as 16x128x256")
     return [int(size) for size in sizes]
 
 
 def measure_all(args: argparse.Namespace, workloads: list[Workload]) -> dict[str, Measured]:
-    """Time every engine; on a GPU one after the other, since each may take all of its memory."""
+    """Time every engine; on a GPU one after the other, since each may use all memory."""
     groups = [args.engine] if args.device == "cpu" else [[name] for name in args.engine]
     measured = {}
     for group in groups:
@@ -132,11 +133,11 @@ def measure_all(args: argparse.Namespace, workloads: list[Workload]) -> dict[str
             for name in group:
                 engines[name] = EngineProcess(name, args, workloads)
                 stack.callback(engines[name].hang_up)
-                args.dtype = engines[name].dtype  # the first's choice is all's
+                args.dtype = engines[name].dtype  # all engines use the first one's dtype
             rounds = [
                 [[engine.run(index) for engine in engines.values()] for _ in range(args.repeats)]
                 for index in range(len(workloads))
-            ]  # seconds by case, round and engine
+            ]  # seconds: [cases][rounds][engines]
             for position, (name, engine) in enumerate(engines.items()):
                 seconds = [[each[position] for each in case] for case in rounds]
                 measured[name] = Measured(seconds, engine.end())
@@ -151,7 +152,7 @@ def floor(case: Case, cost: ModelCost, rates: Rates | None) -> float | None:
 
 
 def table(cases: list[Case], measured: dict[str, Measured], floors: list[float | None]) -> str:
-    """Medians; in brackets, how many times better the first engine is than another."""
+    """Return a table of medians; in brackets, how much better the first engine is."""
     header = ["", *measured, "floor"]
     rows = []
     for index, (case, best) in enumerate(zip(cases, floors, strict=True)):
@@ -186,31 +187,31 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add, count = parser.add_argument, at_least(1)
-    text = f"of {', '.join(ENGINES)} (default: nanovllm)"
+    text = f"one or more of {', '.join(ENGINES)} (default: nanovllm)"
     add("--engine", nargs="+", choices=ENGINES, default=["nanovllm"], metavar="NAME", help=text)
     text = "mixed, sized by the options below; "
     text += ", ".join(f"{name} ({sizes})" for name, sizes in CASES.items())
-    text += "; or other sizes: prompts x tokens of each x tokens of each answer"
+    text += "; or other sizes: prompts x prompt tokens x output tokens"
     add("--case", nargs="+", metavar="NAME", help=f"{text} (default: mixed first)")
     add("--model", default="smollm2", help="folder, .gguf file or hub id (default: smollm2)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
-    text = "auto is the first engine's choice, and then all others' (default: auto)"
+    text = "auto: the first engine chooses, and the others use the same (default: auto)"
     add("--dtype", default="auto", help=text)
     add("--load-format", default="auto", help="dummy: random weights, no download (default: auto)")
     add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6)")
-    add("--seed", type=int, default=0, help="of the mixed prompts and lengths (default: 0)")
-    add("--num-seqs", type=count, help="mixed prompts (default: 256, on a CPU 16)")
-    add("--max-input-len", type=count, help="tokens (default: 1024 and at least 100; CPU 256, 16)")
-    add("--max-output-len", type=count, help="the same for the answers")
-    add("--tensor-parallel-size", type=count, default=1, help="devices to split over (default: 1)")
-    add("--hf-batch", type=count, help="prompts that transformers gets at once (default: all)")
+    add("--seed", type=int, default=0, help="seed of the mixed prompts and lengths (default: 0)")
+    add("--num-seqs", type=count, help="number of mixed prompts (default: 256, on a CPU 16)")
+    add("--max-input-len", type=count, help="default: 1024 (and at least 100); on a CPU 256 (16)")
+    add("--max-output-len", type=count, help="the same for the outputs")
+    add("--tensor-parallel-size", type=count, default=1, help="devices to shard over (default: 1)")
+    add("--hf-batch", type=count, help="batch size of transformers (default: all)")
     add_result_options(parser)
     add_rate_options(parser)
     return complete(parser.parse_args(dashed(sys.argv[1:])))
 
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:
-    """Choose what is left to the device, and refuse what cannot run before anything is loaded."""
+    """Fill in defaults that depend on the device; refuse what cannot run before loading."""
     if args.device == "auto":
         args.device = "cuda" if has_cuda() else "cpu"
     num_seqs, args.min_len, max_len = (16, 16, 256) if args.device == "cpu" else (256, 100, 1024)
@@ -219,7 +220,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     args.max_output_len = args.max_output_len or max_len
     args.case = args.case or ["mixed", "first"]
     if "transformers" in args.engine and args.tensor_parallel_size > 1:
-        raise ConfigError("--engine transformers runs on one device, not on --tensor-parallel-size")
+        raise ConfigError("--engine transformers runs on one device; drop --tensor-parallel-size")
     if "vllm" in args.engine and importlib.util.find_spec("vllm") is None:
         raise ConfigError("--engine vllm needs vLLM: pip install vllm")
     return args

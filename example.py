@@ -1,4 +1,4 @@
-"""Answer several prompts as one continuously batched job, streaming; `make demo` runs this."""
+"""Run several prompts as one continuously batched job, streaming; `make demo` runs this."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from nanovllm.cli.options import dashed
 from nanovllm.cli.output import RunStats, print_in_order
 from nanovllm.cli.start import configure_logging
 
-# Every prompt starts with this text; the prefix cache computes its first block, 64 tokens, once.
+# Every prompt starts with this text; with the prefix cache, its first block is computed once.
 SYSTEM = (
     "You are a helpful AI assistant. You answer every question truthfully, in plain words and in "
     "no more than two short sentences, so that everyone understands the answer. You do not repeat "
@@ -40,7 +40,7 @@ def main() -> int:
         tensor_parallel_size=args.tensor_parallel_size,
     ) as llm:
         prompts = as_chat(llm, QUESTIONS)
-        # Without a view: for output in llm.generate(prompts, params): print(output.text)
+        # Without streaming: for output in llm.generate(prompts, params): print(output.text)
         stats = RunStats()
         print_in_order(llm.stream(prompts, params), QUESTIONS, stats)
         print("\n" + stats.summary())
@@ -53,7 +53,7 @@ def as_chat(llm: LLM, questions: list[str]) -> list[str] | list[list[int]]:
         return questions
     system = {"role": "system", "content": SYSTEM}
     conversations = [[system, {"role": "user", "content": question}] for question in questions]
-    return llm.apply_chat_template(conversations, enable_thinking=False)  # Qwen3: answer at once
+    return llm.apply_chat_template(conversations, enable_thinking=False)  # Qwen3: skip reasoning
 
 
 def parse_args() -> argparse.Namespace:
@@ -62,12 +62,10 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="smollm2", help="folder, .gguf file, hub id, or qwen3")
     parser.add_argument("--device", default="auto", help="where to run")
-    parser.add_argument("--max-tokens", type=int, default=128, help="per answer")
+    parser.add_argument("--max-tokens", type=int, default=128, help="per output")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument(
-        "--enforce-eager", action="store_true", help="run without recorded steps or graphs"
-    )
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices to split over")
+    parser.add_argument("--enforce-eager", action="store_true", help="run without captured graphs")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices to shard over")
     return parser.parse_args(dashed(sys.argv[1:]))
 
 

@@ -1,4 +1,4 @@
-"""nanovllm, transformers and vLLM, each in a process of its own, run the same workloads."""
+"""Run the same workloads with nanovllm, transformers and vLLM, each in its own process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import NanovllmError
 from nanovllm.models.registry import read_config
 
-NUM_WARM_UP_TOKENS = 8  # of each answer
+NUM_WARM_UP_TOKENS = 8  # per output
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Engine:
 
 
 class EngineProcess:
-    """An engine in a fresh process: no other one's memory or compiled kernels are there."""
+    """An engine in a fresh process, free of other engines' memory and compiled kernels."""
 
     def __init__(self, name: str, args: argparse.Namespace, workloads: list[Workload]) -> None:
         context = get_context("spawn")
@@ -50,33 +50,33 @@ class EngineProcess:
         self._process = context.Process(target=serve, args=arguments)
         self._process.start()
         theirs.close()
-        self.dtype: str = self._answer()
+        self.dtype: str = self._receive()
 
     def run(self, index: int) -> float:
-        """Return how many seconds a workload took, from the call to the last token."""
+        """Return the seconds that a workload took, from the call to the last token."""
         self._connection.send(index)
-        seconds: float = self._answer()
+        seconds: float = self._receive()
         return seconds
 
     def end(self) -> int:
-        """Close the engine; return the most bytes that were in use."""
+        """Close the engine; return its peak memory in bytes."""
         self._connection.send(None)
-        peak_bytes: int = self._answer()
+        peak_bytes: int = self._receive()
         return peak_bytes
 
     def hang_up(self) -> None:
-        """Let the process end, whatever it waits for."""
+        """Close the connection, which ends the process, and wait for it."""
         self._connection.close()
         self._process.join()
 
-    def _answer(self) -> Any:
+    def _receive(self) -> Any:
         try:
-            answer = self._connection.recv()
+            message = self._connection.recv()
         except EOFError:
-            raise SystemExit(1) from None  # it has said why
-        if isinstance(answer, NanovllmError):
-            raise answer
-        return answer
+            raise SystemExit(1) from None  # the child has printed its error
+        if isinstance(message, NanovllmError):
+            raise message
+        return message
 
 
 def serve(
@@ -95,10 +95,11 @@ def serve(
             began = time.perf_counter()
             num_tokens = engine.run(workloads[index])
             connection.send(time.perf_counter() - began)
-            assert num_tokens == workloads[index].num_new_tokens, "an answer has the wrong length"
-        peak_bytes = bytes_in_use(args.device)  # on a GPU while the engine is there,
+            assert num_tokens == workloads[index].num_new_tokens, "an output has the wrong length"
+        # A GPU's memory is read while the engine is open, that of its processes once they ended.
+        peak_bytes = bytes_in_use(args.device)
         engine.close()
-        connection.send(max(peak_bytes, bytes_in_use(args.device)))  # of its processes after
+        connection.send(max(peak_bytes, bytes_in_use(args.device)))
     except NanovllmError as error:
         connection.send(error)
     except (EOFError, KeyboardInterrupt):
@@ -106,7 +107,7 @@ def serve(
 
 
 def bytes_in_use(device: str) -> int:
-    """All that is taken of the first GPU, or the largest RSS of this process and its workers."""
+    """Return the used memory of the first GPU, or the peak RSS of this process and its workers."""
     if device != "cpu":
         free, total = torch.cuda.mem_get_info()
         return total - free
@@ -116,7 +117,7 @@ def bytes_in_use(device: str) -> int:
 
 
 def start_nanovllm(args: argparse.Namespace, workloads: list[Workload]) -> Engine:
-    """Slots and blocks are those that the workloads need, not all that memory allows."""
+    """Start our engine with only the slots and KV-cache blocks that the workloads need."""
     block_size = EngineConfig("").kvcache_block_size
     num_blocks = max(sum(-(-n // block_size) for n in work.total_lens) for work in workloads)
     llm = LLM(
@@ -136,7 +137,7 @@ def start_vllm(args: argparse.Namespace, workloads: list[Workload]) -> Engine:
     from vllm import SamplingParams as TheirParams
 
     model, _ = ALIASES.get(args.model, (args.model, None))
-    if (config := Path(model_path(model))).suffix == ".json":  # it takes folders only
+    if (config := Path(model_path(model))).suffix == ".json":  # vLLM accepts folders only
         model = tempfile.mkdtemp()
         shutil.copy(config, Path(model) / "config.json")
     llm = TheirLLM(model, **shared_options(args, workloads))
@@ -145,7 +146,7 @@ def start_vllm(args: argparse.Namespace, workloads: list[Workload]) -> Engine:
 
 
 def shared_options(args: argparse.Namespace, workloads: list[Workload]) -> dict[str, Any]:
-    """vLLM's options, prompts and sampling parameters are spelled as ours."""
+    """Return the options of vLLM and nanovllm, which have the same names."""
     names = ("dtype", "load_format", "tensor_parallel_size")
     longest = max(max(work.total_lens) for work in workloads)
     options = {name: getattr(args, name) for name in names}
@@ -155,7 +156,7 @@ def shared_options(args: argparse.Namespace, workloads: list[Workload]) -> dict[
 def run_generate(
     generate: Callable[..., list[Any]], params: type, temperature: float, workload: Workload
 ) -> list[Any]:
-    salt = uuid.uuid4().hex  # no pass finds another's prompts in the cache
+    salt = uuid.uuid4().hex  # prevents prefix-cache hits between passes
     prompts = [{"prompt_token_ids": ids, "cache_salt": salt} for ids in workload.prompts]
     options = {"temperature": temperature, "ignore_eos": True}
     settings = [params(max_tokens=count, **options) for count in workload.max_tokens]
@@ -163,7 +164,7 @@ def run_generate(
 
 
 def start_transformers(args: argparse.Namespace, workloads: list[Workload]) -> Engine:
-    """Left-padded batches, each of which runs until its longest answer is done."""
+    """Start transformers, which runs left-padded batches until their longest output is done."""
     model = load_transformers(args.model, args.device, args.dtype, args.load_format)
 
     def run(workload: Workload) -> int:
@@ -172,13 +173,13 @@ def start_transformers(args: argparse.Namespace, workloads: list[Workload]) -> E
             rows = slice(first, first + size)
             max_tokens = max(workload.max_tokens[rows])
             generate_padded(model, workload.prompts[rows], max_tokens, args.temperature)
-        return workload.num_new_tokens  # what is computed beyond does not count
+        return workload.num_new_tokens  # tokens beyond the requested ones do not count
 
     return Engine(str(model.dtype).removeprefix("torch."), run)
 
 
 def load_transformers(name: str, device: str, dtype: str, load_format: str = "auto") -> Any:
-    """Load the weights that nanovllm loads, or make random ones."""
+    """Load the same weights as nanovllm, or create random ones."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     is_dummy = load_format == "dummy"
@@ -189,12 +190,12 @@ def load_transformers(name: str, device: str, dtype: str, load_format: str = "au
     config = AutoConfig.for_model(**checkpoint.config)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
-    if not is_dummy:  # GGUF, for which transformers itself would need one more package
+    if not is_dummy:  # GGUF, for which transformers would need another package
         stored = list_tensors(checkpoint.weight_files[0])
         weights = {each.name: torch.from_numpy(np.concatenate([*each.read()])) for each in stored}
         missing, unexpected = model.load_state_dict(weights, strict=False)
         assert not unexpected
-        assert set(missing) <= {"lm_head.weight"}  # tied
+        assert set(missing) <= {"lm_head.weight"}  # tied embeddings
     return model
 
 
@@ -208,12 +209,12 @@ def generate_padded(
     output = model.generate(
         torch.tensor(rows, device=model.device),
         attention_mask=torch.tensor(mask, device=model.device),
-        min_new_tokens=max_tokens,  # ignores the end-of-sequence token
+        min_new_tokens=max_tokens,  # ignore EOS
         max_new_tokens=max_tokens,
         pad_token_id=0,
         **(sampled if temperature else {"do_sample": False}),
     )
-    assert output.cpu().shape[1] == width + max_tokens  # on the host: the device is done
+    assert output.cpu().shape[1] == width + max_tokens  # .cpu() waits for the device
 
 
 ENGINES = {

@@ -1,6 +1,6 @@
-"""The physical floor: bytes and operations that a workload cannot do without, at a device's rates.
+"""The physical floor of a workload: its minimum bytes and operations at a device's rates.
 
-Only matrices, KV and attention are counted: whatever an engine does, it cannot be faster.
+Only matrices, the KV cache and attention are counted: no engine can be faster.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanovllm.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device sustains. The defaults are an H200's: a device copy, a bf16 8192^3 product."""
+    """Sustained rates; the defaults are an H200's device copy and bf16 8192^3 matmul."""
 
     bytes_per_second: float = 4.28e12
     flops_per_second: float = 788e12
@@ -27,7 +27,7 @@ class Rates:
 
 
 def rates_of(device_name: str, bandwidth: float | None, tflops: float | None) -> Rates | None:
-    """The rates given in tera, or an H200's on an H200; those of other devices are not known."""
+    """Return the given rates (in tera units), those of an H200 on an H200, or None elsewhere."""
     given = [bandwidth, tflops]
     if not all(rate is None or 0 < rate < math.inf for rate in given):
         raise ConfigError(f"--bandwidth and --tflops must be above 0, got {bandwidth}, {tflops}")
@@ -35,7 +35,7 @@ def rates_of(device_name: str, bandwidth: float | None, tflops: float | None) ->
         if given == [None, None]:
             return None
         raise ConfigError(
-            f"the rates of this device ({device_name}) are not known: give both --bandwidth "
+            f"the rates of this device ({device_name}) are unknown: give both --bandwidth "
             "and --tflops, or neither"
         )
     default = Rates()
@@ -46,7 +46,7 @@ def rates_of(device_name: str, bandwidth: float | None, tflops: float | None) ->
 
 
 def add_rate_options(parser: argparse.ArgumentParser) -> None:
-    title = "floor (of an H200; elsewhere there is one if both are given)"
+    title = "floor (known for an H200; on other devices, give both)"
     add = parser.add_argument_group(title).add_argument
     bandwidth, tflops = (rate / 1e12 for rate in asdict(Rates()).values())
     text = f"TB/s that memory sustains (default: on an H200, {bandwidth:g})"
@@ -59,22 +59,22 @@ def add_rate_options(parser: argparse.ArgumentParser) -> None:
 class ModelCost:
     """What a model costs per token or per step, counted from its config."""
 
-    layer_weights: int  # elements of all layers' matrices: every token meets each once
-    head_weights: int  # of the LM head: only tokens that are sampled from meet it
-    kv_bytes: int  # of one token, all layers
-    attention_flops: int  # of one token attending to one token, all layers and heads
+    layer_weights: int  # elements of the matrices of all layers, used by every token
+    head_weights: int  # elements of the LM head, used only for sampling
+    kv_bytes: int  # per token, all layers
+    attention_flops: int  # of one query token with one key token, all layers and heads
     itemsize: int
-    expert_weights: int = 0  # of one expert, all layers: every token meets top_k of the experts
+    expert_weights: int = 0  # elements of one expert in all layers; a token uses top_k experts
     num_experts: int = 1
     top_k: int = 0
 
     def weight_bytes(self, num_tokens: int) -> float:
-        """Read in a step; of an input embedding that is not also the head, a few rows are.
+        """Return the bytes read in a step; the few rows of an untied input embedding are ignored.
 
-        Tokens that choose experts evenly and independently meet this many of them on average.
+        The number of experts is the expectation if tokens choose evenly and independently.
         """
-        met = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
-        elements = self.layer_weights + self.head_weights + met * self.expert_weights
+        num_used = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
+        elements = self.layer_weights + self.head_weights + num_used * self.expert_weights
         return elements * self.itemsize
 
 
@@ -84,7 +84,9 @@ def model_cost(config: ModelConfig, itemsize: int, kv_cache_dtype: str = "auto")
     kv_size = config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (2 * q_size + 2 * kv_size)
     mlp = 3 * config.hidden_size * config.intermediate_size
-    num_whole = sum(layer.window is None for layer in config.layers)  # windows are left out
+    num_whole = sum(
+        layer.window is None for layer in config.layers
+    )  # sliding windows are not counted
     cost = ModelCost(
         layer_weights=config.num_layers * (attention + mlp),
         head_weights=config.vocab_size * config.hidden_size,
@@ -112,7 +114,7 @@ def _with_experts(
 def step_floor(
     cost: ModelCost, rates: Rates, num_tokens: int, num_sampled: int, num_kv: int, num_pairs: int
 ) -> float:
-    """Seconds of a step: products, then attention, each bound by memory or by arithmetic."""
+    """Return the seconds of a step: products, then attention, each memory- or compute-bound."""
     per_token = cost.layer_weights + cost.top_k * cost.expert_weights
     product_flops = 2 * (per_token * num_tokens + cost.head_weights * num_sampled)
     return max(
@@ -127,14 +129,14 @@ def step_floor(
 def prefill_floor(
     cost: ModelCost, rates: Rates, prompt_lens: Sequence[int], num_cached: int = 0
 ) -> float:
-    """Seconds until every prompt has its first token; `num_cached` tokens of each are known."""
+    """Return the seconds until all first tokens; `num_cached` tokens of each prompt are cached."""
     num_tokens = sum(length - num_cached for length in prompt_lens)
     pairs = sum(n * (n + 1) // 2 - num_cached * (num_cached + 1) // 2 for n in prompt_lens)
     return step_floor(cost, rates, num_tokens, len(prompt_lens), sum(prompt_lens), pairs)
 
 
 def decode_floor(cost: ModelCost, rates: Rates, workload: Workload) -> float:
-    """Seconds from the first token of all to the end, when all prompts run together."""
+    """Return the seconds from the first tokens to the end, when all prompts run together."""
     rows = list(zip(workload.prompt_lens, workload.max_tokens, strict=True))
     seconds = 0.0
     for step in range(1, max(workload.max_tokens)):

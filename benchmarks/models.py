@@ -1,4 +1,4 @@
-"""Models by name: the shapes of well-known ones, so that nothing need be downloaded."""
+"""Configs of well-known models by name, so that nothing needs to be downloaded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def model_names() -> list[str]:
 
 
 def model_path(model: str) -> str:
-    """Return the config file of a known name; a folder, a file or a hub id stays as it is."""
+    """Return the config file of a known name; return a folder, file or hub id unchanged."""
     name = model.lower()
     return str(CONFIGS / f"{name}.json") if name in model_names() else model

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Measure what benchmarks/RESULTS.md has from a GPU, the most important first, and rewrite its tables.
+# Measure the GPU tables of benchmarks/RESULTS.md, the most important first, and rewrite them.
 #
 #     benchmarks/report.sh [PATTERN]       e.g. '*-8b'; PYTHON names the interpreter (default: python)
 #
-# Results are appended to benchmarks/results.jsonl. A part that fails, or takes longer than LIMIT
-# seconds (default: 200) with all that it starts, is reported at the end; the others run.
+# Results are appended to benchmarks/results.jsonl. A part that fails or takes longer than LIMIT
+# seconds (default: 200) is reported at the end; the other parts still run.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 pattern=${1:-*} python=${PYTHON:-python} num_run=0 failed=()
 
 part() { # NAME ARGUMENTS...
-    # shellcheck disable=SC2053  # a pattern
+    # shellcheck disable=SC2053  # $pattern is a glob
     [[ $1 == $pattern ]] || return 0
     num_run=$((num_run + 1))
     echo "[$1] ${*:2}"

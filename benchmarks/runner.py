@@ -1,4 +1,4 @@
-"""Run a workload through the engine's own step loop, and time it."""
+"""Run and time a workload in the engine's step loop."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ TEMPERATURE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    seconds: float  # from the first prompt handed over to the last token
+    seconds: float  # from submitting the first prompt to the last token
     first_token_seconds: float  # mean over the prompts
-    decode_seconds: float  # from the step that gave the last prompt its first token, to the end
-    num_decode_steps: int  # in that time
-    num_cached_tokens: int  # prompt tokens that an earlier prompt had left in the cache
+    decode_seconds: float  # from the step in which the last prompt got its first token to the end
+    num_decode_steps: int  # steps within decode_seconds
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
 
 
 @contextlib.contextmanager
 def open_llm(args: argparse.Namespace) -> Iterator[LLM]:
-    """Start an engine that takes and gives token ids; the model may be one of configs/."""
+    """Start an engine without a tokenizer; the model may be one of configs/."""
     config = engine_config(args)
     config = replace(config, model=model_path(config.model), skip_tokenizer_init=True)
     with load_llm(config, args.threads) as llm:
@@ -39,7 +39,7 @@ def open_llm(args: argparse.Namespace) -> Iterator[LLM]:
 
 
 def run_once(llm: LLM, workload: Workload, cache_salt: str, **params: Any) -> Timing:
-    """Time a pass; `params` are sampling parameters of every request beside the usual ones."""
+    """Time one pass; `params` are additional sampling parameters of every request."""
     check_fits(llm, workload)
     start = time.perf_counter()
     add_workload(llm, workload, cache_salt, **params)
@@ -49,14 +49,14 @@ def run_once(llm: LLM, workload: Workload, cache_salt: str, **params: Any) -> Ti
     while not engine.is_finished():
         step = engine.step()
         outputs += step.finished
-        if num_left > 0:  # a prompt still waits for its first token
+        if num_left > 0:  # prefill is not finished
             num_left -= step.num_prefill_tokens
             decode_start = time.perf_counter()
         elif step.num_decode_tokens:
             num_steps += 1
     end = time.perf_counter()
     num_new_tokens = sum(len(output.token_ids) for output in outputs)
-    assert num_new_tokens == workload.num_new_tokens, "an answer has the wrong length"
+    assert num_new_tokens == workload.num_new_tokens, "an output has the wrong length"
     first_token = sum(output.time_to_first_token for output in outputs) / len(outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
     return Timing(end - start, first_token, end - decode_start, num_steps, num_cached)
@@ -70,10 +70,10 @@ def add_workload(llm: LLM, workload: Workload, cache_salt: str, **params: Any) -
 
 
 def check_fits(llm: LLM, workload: Workload) -> None:
-    """Sequences that are cut short would be measured as if they had been cheap."""
+    """Raise ConfigError if a sequence would be cut off, which would look like a fast run."""
     limit, longest = llm.engine.core.max_len, max(workload.total_lens)
     if longest > limit:
         raise ConfigError(
             f"the workload has a sequence of {longest} tokens, but the engine ends them "
-            f"at {limit}: raise --max-model-len, or choose a model or a pool that holds more"
+            f"at {limit}: raise --max-model-len, or choose a model or KV cache that holds more"
         )

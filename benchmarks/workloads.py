@@ -1,4 +1,4 @@
-"""What is asked of the engine: random token ids, the same ones on every run and machine."""
+"""Workloads of random token ids, identical on every run and machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LAST_ID = 10000
 @dataclass(frozen=True, slots=True)
 class Workload:
     prompts: list[list[int]]
-    max_tokens: list[int]  # per prompt; the end-of-sequence token does not end an answer
+    max_tokens: list[int]  # per prompt; EOS is ignored
 
     @property
     def prompt_lens(self) -> list[int]:
@@ -27,7 +27,7 @@ class Workload:
 
     @property
     def total_lens(self) -> list[int]:
-        """Tokens of each sequence, prompt and answer."""
+        """Tokens of each sequence: prompt and output."""
         return [sum(lens) for lens in zip(self.prompt_lens, self.max_tokens, strict=True)]
 
 
@@ -39,10 +39,10 @@ def mixed(
     min_len: int = 100,
     seed: int = 0,
 ) -> Workload:
-    """nano-vLLM's benchmark: 142,827 tokens in and 133,966 out, lengths from 100 to 1,024.
+    """Return nano-vLLM's benchmark: 142,827 tokens in and 133,966 out, lengths of 100 to 1,024.
 
-    Lengths and ids are drawn in turn, prompt by prompt, and the answers' lengths after them all:
-    another order gives other numbers.
+    The order of the random draws matters: length and ids of each prompt in turn, then all output
+    lengths.
     """
     rng = random.Random(seed)
     last_id = min(LAST_ID, vocab_size - 1)
@@ -55,7 +55,7 @@ def mixed(
 
 
 def mixed_name(num_prompts: int, max_input_len: int, max_output_len: int) -> str:
-    """ "nano", or what a smaller one is called in results."""
+    """Return the name in results: "nano", or one with the sizes of a smaller workload."""
     if (num_prompts, max_input_len, max_output_len) == (256, 1024, 1024):
         return "nano"
     lengths = [max_input_len] + [max_output_len] * (max_input_len != max_output_len)
@@ -63,7 +63,7 @@ def mixed_name(num_prompts: int, max_input_len: int, max_output_len: int) -> str
 
 
 def uniform(vocab_size: int, num_prompts: int, prompt_len: int, max_tokens: int) -> Workload:
-    """Prompts of one length and answers of one length."""
+    """Return prompts of one length with outputs of one length."""
     rng = random.Random(0)
     last_id = min(LAST_ID, vocab_size - 1)
     prompts = [[rng.randint(0, last_id) for _ in range(prompt_len)] for _ in range(num_prompts)]
@@ -71,6 +71,6 @@ def uniform(vocab_size: int, num_prompts: int, prompt_len: int, max_tokens: int)
 
 
 def shared_prefix(vocab_size: int, prefix_len: int, tail_len: int = 20) -> tuple[Workload, ...]:
-    """Two prompts, to be asked one after the other, that are equal but for their tails."""
+    """Return two prompts, to run one after the other, that differ only in their tails."""
     first, second = uniform(vocab_size, 2, prefix_len + tail_len, 1).prompts
     return Workload([first], [1]), Workload([first[:prefix_len] + second[prefix_len:]], [1])

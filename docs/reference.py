@@ -16,7 +16,7 @@ from nanovllm.serve.server_options import ServerOptions
 
 PATH = Path(__file__).parent / "reference.md"
 INTRODUCTION = """\
-`make reference` generates this page from the fields of the option dataclasses. `--no-` turns a switch off, as in `--no-enforce-eager`."""
+`make reference` generates this page from the fields of the option dataclasses. Every switch has a negative form, as in `--no-enforce-eager`."""
 SECTIONS: dict[str, tuple[type[Any], str]] = {
     "Engine": (
         EngineConfig,

@@ -32,7 +32,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first asked for, so that `nanovllm --help` needs no torch."""
+    """Import a public name on first access, so that `nanovllm --help` needs no torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""AsyncLLM: answers as asynchronous streams, over cores that run in processes of their own."""
+"""AsyncLLM: asynchronous generation, with engine cores in their own processes."""
 
 from __future__ import annotations
 
@@ -38,37 +38,41 @@ if TYPE_CHECKING:
     from nanovllm.engine_options import EngineOptions
 
 
-GUESSED_TOKENS = 256  # of an answer that may be longer
-STARTED_ANEW = "it is started anew"
-GIVEN_UP = f"{MAX_FAILURES} in a row lasted less than {SOON_SECONDS:.0f} s, so no more are started"
+GUESSED_TOKENS = 256  # completion length assumed for load balancing, unless max_tokens is less
+RESTARTING = "it is being restarted"
+GIVEN_UP = (
+    f"{MAX_FAILURES} in a row failed within {SOON_SECONDS:.0f} s of starting, so it is not "
+    "restarted"
+)
 Pieces = Unread[StreamPiece]
 
 logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
-    """A language model that answers any number of callers at once.
+    """A language model that serves any number of concurrent asyncio callers.
 
     >>> llm = AsyncLLM("smollm2")
     >>> async for piece in llm.generate("The capital of France is"):
     ...     print(piece.text, end="")
 
-    The model runs in another process, so tokenizing, detokenizing and whatever else this one does
-    never hold up a step. A caller who does not read holds up nobody: what came for it is joined to
-    one piece. When the process dies or hangs, every caller gets the error that says so; with
-    `restart_core` another one is started, and answers new requests once it is ready.
+    The engine core runs in another process, so tokenization, detokenization and other work in this
+    process never delay a step. A slow reader delays no one: its unread pieces are joined into one.
+    If the process dies or hangs, every caller gets an error; with `restart_core`, a new process
+    replaces it and serves new requests once it is ready.
 
-    With `data_parallel_size` above 1 there are several such processes, each with the whole model.
-    A request goes where its prefix is cached, or to the least loaded, and stays there; when one
-    process dies or hangs, only its own callers get an error.
+    With `data_parallel_size` above 1 there are several replicas: processes that each hold the whole
+    model. A request goes to the replica that has cached its prefix, or else to the least loaded
+    one. If a replica dies or hangs, only its own requests fail.
 
-    Prompts are read in chunks that leave streams a token every `target_inter_token_ms`, and CUDA
-    graphs are captured before the engine is ready. None puts throughput first, as `LLM` does.
+    Prompts are prefilled in chunks, so that each stream gets a token about every
+    `target_inter_token_ms`, and CUDA graphs are captured before the engine is ready. None favors
+    throughput, as `LLM` does.
 
-    With `in_process` the engine core is a thread of this process instead, so that `breakpoint()`
-    works in it: nothing watches it, and it may pause for as long as you like.
+    With `in_process` the engine core runs in a thread of this process instead, so that
+    `breakpoint()` works in it. There is no watchdog then: it may pause for any length of time.
 
-    Other options are those of `LLM`.
+    All other options are those of `LLM`.
     """
 
     def __init__(
@@ -79,10 +83,10 @@ class AsyncLLM:
         in_process: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
-        self._streams: dict[int, ResponseStream] = {}  # by seq_id
+        self._streams: dict[int, ResponseStream] = {}  # keyed by seq_id
         # Guards the output processor, the streams, the router and the replicas.
         self._lock = threading.Lock()
-        # Grammars that are slow to compile only delay requests that have one too.
+        # A separate pool, so that slow grammars delay only other requests with grammars.
         self._compiling = ThreadPoolExecutor(16, "nanovllm-prepare")
         self._in_process = in_process
         self._is_ready = self._restart_core = False
@@ -97,17 +101,17 @@ class AsyncLLM:
         atexit.register(self.close)
         try:
             self.replicas.append(self._start(0))
-            # The first one fetches a model that is not here; the others then find it.
+            # The first replica downloads the model if needed; the others then find it locally.
             found = self.replicas[0].found.result()
             self.replicas += map(self._start, numbers[1:])
             self.config, self.model_config = found.config, found.model_config
             self.generation_config = found.checkpoint.generation_config
             self.input_processor = create_input_processor(found, is_remote=True)
             self.output_processor = OutputProcessor(self.input_processor.tokenizer)
-            gc.collect()  # or a full one comes amid the first requests: see start_core
+            gc.collect()  # avoid a full collection during the first requests: see `start_core`
             infos = [replica.wait_until_ready().info for replica in self.replicas]
             self._router.max_blocks = min(info.num_blocks for info in infos)
-            with self._lock:  # from now on a core that fails may be replaced
+            with self._lock:  # from now on, failed replicas may be restarted
                 for error in filter(None, (replica.error for replica in self.replicas)):
                     raise error
                 self._is_ready, self._restart_core = True, restart_core
@@ -124,11 +128,11 @@ class AsyncLLM:
         cache_salt: str | None = None,
         is_streaming: bool = True,
     ) -> AsyncGenerator[StreamPiece, None]:
-        """Yield text as it comes; the last piece of a prompt has its `output`.
+        """Yield text as it is generated; the last piece carries the request's `output`.
 
-        Leaving the iterator early, or canceling the task, aborts the request; so does `abort`
-        with its `request_id`. Without `is_streaming` there is one piece, the last, and no work for
-        others.
+        Closing the iterator early, or canceling the task, aborts the request; so does `abort`
+        with its `request_id`. With `is_streaming=False` only the last piece is produced, which
+        saves the work for the others.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         return self._generate(prompt, params, cache_salt, is_streaming, request_id=request_id)
@@ -143,24 +147,26 @@ class AsyncLLM:
         is_streaming: bool = True,
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[StreamPiece, None]:
-        """Answer one conversation as `generate` does, formatted by the model's chat template."""
+        """Generate a reply to one conversation, formatted with the model's chat template."""
         given = template_options(options)
         prompts = await asyncio.to_thread(prompts_of, self.input_processor, messages, **given)
         if len(prompts) > 1:
-            raise RequestError(f"chat answers one conversation, got {len(prompts)}")
-        answer = self.generate(
+            raise RequestError(
+                f"AsyncLLM.chat takes one conversation, got {len(prompts)}; call it for each one"
+            )
+        stream = self.generate(
             prompts[0],
             sampling_params,
             request_id,
             cache_salt=cache_salt,
             is_streaming=is_streaming,
         )
-        async with contextlib.aclosing(answer) as pieces:
+        async with contextlib.aclosing(stream) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the model's tokenizer; with `skip_tokenizer_init` there is none, which raises."""
+        """Return the model's tokenizer; raise RequestError with `skip_tokenizer_init`."""
         return self.input_processor.get_tokenizer()
 
     async def embed(
@@ -174,7 +180,7 @@ class AsyncLLM:
         return embedding_of(piece.output, normalize)
 
     async def watch(self, engine: int = 0) -> AsyncGenerator[EngineState, None]:
-        """Yield snapshots of one replica as it changes, until the caller leaves."""
+        """Yield a snapshot of one replica whenever it changes, until the caller stops iterating."""
         replica = self.replicas[engine]
         if replica.error is not None:
             raise copy_error(replica.error)
@@ -183,9 +189,9 @@ class AsyncLLM:
                 yield state
 
     def abort(self, seq_id: int | str) -> None:
-        """End a request now, by its seq_id or request_id.
+        """Abort a request, given its seq_id or request_id.
 
-        Its stream ends with what it had, for the reason "abort".
+        Its stream ends with the output so far and the finish reason "abort".
         """
         with self._lock:
             ids = [i for i in self.output_processor.seq_ids_of(seq_id) if i in self._streams]
@@ -195,7 +201,7 @@ class AsyncLLM:
                 self.replicas[stream.replica].finish(Finish(unfinished, "abort"))
 
     def close(self, reason: NanovllmError | None = None) -> None:
-        """End the processes of all cores; whoever waits gets an error. Once is enough."""
+        """End all engine cores; pending requests fail. Further calls do nothing."""
         self._closing.set()
         atexit.unregister(self.close)
         self._compiling.shutdown(wait=False, cancel_futures=True)
@@ -214,22 +220,22 @@ class AsyncLLM:
 
     @property
     def num_requests(self) -> int:
-        """Those that are under way."""
+        """Number of requests in progress."""
         return len(self._streams)
 
     @property
     def max_len(self) -> int:
-        """Where sequences end, in all replicas."""
+        """Maximum sequence length that every replica supports."""
         return min(replica.max_len for replica in self.replicas)
 
     @property
     def stats(self) -> CoreStats:
-        """The sums over all replicas."""
+        """Sums over all replicas."""
         return total([replica.stats for replica in self.replicas])
 
     @property
     def error(self) -> NanovllmError | None:
-        """Why no replica can answer, for now or for good."""
+        """The error if all replicas have failed, temporarily or permanently, else None."""
         errors = [replica.error for replica in self.replicas]
         return None if None in errors else errors[0]
 
@@ -237,7 +243,7 @@ class AsyncLLM:
         calls = self._collect, self._lost
         if not self._in_process:
             return Replica(self._given, number, *calls)
-        from nanovllm.serve.core_process import serve  # and torch with it
+        from nanovllm.serve.core_process import serve  # imports torch
 
         return Replica(self._given, number, *calls, serve)
 
@@ -271,10 +277,10 @@ class AsyncLLM:
     async def _prepare(
         self, prepare: Callable[[], RequestState], prompt: str | list[int], params: SamplingParams
     ) -> RequestState:
-        """Check and tokenize a prompt, in another thread if that may take a while.
+        """Validate and tokenize a prompt, in another thread if that may take long.
 
-        Another thread could only begin once the event loop's gives up Python's lock: of many
-        callers in one turn of the loop, the first would be served after the last had called.
+        Short work stays in the event loop's thread: another thread could start only after that one
+        releases the GIL, so the first of many callers would wait for all of them.
         """
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
         if asked is not None:
@@ -287,12 +293,12 @@ class AsyncLLM:
         return await asyncio.to_thread(prepare)
 
     def _begin(self, state: RequestState) -> ResponseStream:
-        """Send a request to the replica that has its prefix, or the least to do."""
+        """Send a request to the replica that has cached its prefix, or to the least loaded one."""
         requests = [completion.request for completion in state.completions]
         first = requests[0]
         lengths = [min(each.params.max_new_tokens, GUESSED_TOKENS) for each in requests]
-        is_of_use = self.config.enable_prefix_caching and len(self.replicas) > 1
-        ids = first.token_ids if is_of_use else ()
+        has_choice = self.config.enable_prefix_caching and len(self.replicas) > 1
+        ids = first.token_ids if has_choice else ()
         with self._lock:
             self._raise_if_failed()
             replica = self._router.choose(ids, first.cache_salt)
@@ -303,16 +309,16 @@ class AsyncLLM:
             self._streams[state.seq_id] = stream
             self.output_processor.add(state)
         core.add(requests)
-        stream.unread.loop.call_soon(core.flush)  # together with requests of other callers
+        stream.unread.loop.call_soon(core.flush)  # batches requests of several callers
         return stream
 
     def _end(self, seq_id: int) -> ResponseStream | None:
-        """With the lock: expect no more for a stream, unless its replica failed before."""
+        """Remove a stream, and return it unless its replica failed. The caller holds the lock."""
         self._router.finished(seq_id)
         return self._streams.pop(seq_id, None)
 
     def _drop(self, seq_id: int) -> None:
-        """End a request and discard its output."""
+        """Abort a request and discard its output."""
         with self._lock:
             stream = self._end(seq_id)
             unfinished = self.output_processor.unfinished(seq_id)
@@ -321,13 +327,13 @@ class AsyncLLM:
             self.replicas[stream.replica].finish(Finish(unfinished, "abort"))
 
     def _collect(self, replica: Replica, step: EngineCoreOutputs) -> None:
-        """In a core's thread: turn a step into text, and wake those who wait for it."""
+        """Turn a step into text and wake its readers. Runs in the thread of a replica."""
 
         def finish_later(seq_id: int, reason: FinishReason) -> None:
             replica.finish(Finish([seq_id], reason))
 
         with self._lock:
-            if not self._streams:  # an idle core may say so before there is an output processor
+            if not self._streams:  # a step may arrive before there is an output processor
                 return
             output = self.output_processor.process(step, finish_later)
             streamed = {piece.seq_id for piece in output.pieces}
@@ -338,13 +344,13 @@ class AsyncLLM:
                 for each in output.finished
                 if each.seq_id not in streamed
             ]
-            news: dict[asyncio.AbstractEventLoop, list[tuple[Pieces, StreamPiece]]] = {}
+            by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Pieces, StreamPiece]]] = {}
             for piece in (*output.pieces, *whole):
                 unread = self._streams[piece.seq_id].unread
-                news.setdefault(unread.loop, []).append((unread, piece))
+                by_loop.setdefault(unread.loop, []).append((unread, piece))
                 if piece.output is not None:
                     self._end(piece.seq_id)
-        for pairs in news.values():  # one call for each loop
+        for pairs in by_loop.values():  # one call per event loop
             pairs[0][0].call(_push_all, pairs)
 
     def _raise_if_failed(self) -> None:
@@ -353,16 +359,16 @@ class AsyncLLM:
             raise copy_error(error)
 
     def _lost(self, replica: Replica, error: NanovllmError) -> None:
-        """In a core's thread: fail the callers of a replica, and have it replaced if it is to be.
+        """Fail all requests of a replica, and restart it if configured to.
 
-        The other replicas go on.
+        Runs in the thread of the replica; the other replicas are unaffected.
         """
         delay = None
         with self._lock:
             if self._is_ready and not self._closing.is_set():
                 if self._restart_core:
                     delay = replica.restart_delay()
-                    outlook = GIVEN_UP if delay is None else STARTED_ANEW
+                    outlook = GIVEN_UP if delay is None else RESTARTING
                     what, *traceback = str(error).split("\n", 1)
                     error = EngineError("\n".join([f"{what}; {outlook}", *traceback]))
                 logger.error("%s", error)
@@ -371,15 +377,15 @@ class AsyncLLM:
             ids = [i for i, stream in self._streams.items() if stream.replica == replica.number]
             for seq_id in ids:
                 stream = self._streams.pop(seq_id)
-                self.output_processor.forget(seq_id)  # what it sent before may still come
+                self.output_processor.forget(seq_id)  # outputs sent earlier may still arrive
                 stream.unread.call(stream.unread.end, error)
         replica.subscribers.end(error)
         if delay is not None:
             threading.Thread(target=self._replace, args=[replica, delay], daemon=True).start()
 
     def _replace(self, lost: Replica, delay: float) -> None:
-        """In a thread of its own: put another core in the place of one that failed."""
-        lost.close()  # returns once its process is gone, and what it held is free
+        """Start a new replica in place of a failed one. Runs in its own thread."""
+        lost.close()  # returns once its process has ended and its memory is free
         self._closing.wait(delay)
         with self._lock:
             if self._closing.is_set():
@@ -389,26 +395,26 @@ class AsyncLLM:
         try:
             replica.wait_until_ready()
         except NanovllmError:
-            return  # `_lost` was called, and sees to the next one
+            return  # `_lost` was called, and schedules the next restart
         with self._lock:
             if replica.has_failed:
                 return
             replica.num_restarts += 1
             replica.error = None
             self._router.joined(replica.number)
-        logger.warning("%s was started anew (process %d)", replica.name, replica.pid)
+        logger.warning("%s was restarted (process %d)", replica.name, replica.pid)
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseStream:
-    """A request that is under way."""
+    """The unread pieces of a request in progress, and the replica that runs it."""
 
     unread: Pieces
-    replica: int  # where it is answered
+    replica: int  # index into `AsyncLLM.replicas`
 
 
 def joined(pieces: list[StreamPiece]) -> list[StreamPiece]:
-    """Join what came for each completion; the last piece of all stays last."""
+    """Join the pieces of each completion into one; the piece with the output stays last."""
     by_sample: dict[int, list[StreamPiece]] = {}
     for piece in pieces:
         by_sample.setdefault(piece.sample, []).append(piece)

@@ -1,4 +1,4 @@
-"""What the user asked for (EngineConfig), what the checkpoint says (ModelConfig): no torch here."""
+"""EngineConfig, the user's options, and ModelConfig, read from the checkpoint. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, Literal
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.validation import check_choices, check_types, option, require, suggest_fields
 
-WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
-SERVING_TARGET_MS = 25.0  # target_inter_token_ms of AsyncLLM and of servers
+WHOLE_CONTEXT = 2**31 - 1  # a max_model_len that stands for the model's own limit
+SERVING_TARGET_MS = 25.0  # default target_inter_token_ms of AsyncLLM and of servers
 DTYPES = ("float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are the same
-DTYPE_NAMES = {"half": "float16", "float": "float32"}  # other names that PyTorch and vLLM have
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
+DTYPE_NAMES = {"half": "float16", "float": "float32"}  # aliases in PyTorch and vLLM
 QUANTIZATION_METHODS = ("fp8", "compressed-tensors", "awq", "gptq")  # vLLM's names
 _COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size")
 
 
 def tokens(text: str) -> int:
-    """Parse a number of tokens as vLLM does: 1k is 1000, 1K is 1024, auto the model's own limit."""
+    """Parse a number of tokens as vLLM does: 1k is 1000, 1K is 1024, auto is the model's limit."""
     if text == "auto":
         return WHOLE_CONTEXT
     factors = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
@@ -33,56 +33,67 @@ def tokens(text: str) -> int:
 @suggest_fields
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Every option of `LLM(...)`; the first nine are nano-vLLM's."""
+    """The options of `LLM(...)`; the first nine are also nano-vLLM's."""
 
     model: str
     max_num_batched_tokens: int = option(
-        16384, "most tokens in one step; longer prompts are prefilled in chunks", parse=tokens
+        16384, "maximum tokens per step; longer prompts are prefilled in chunks", parse=tokens
     )
-    max_num_seqs: int = option(512, "most sequences running at once; the others wait")
-    max_model_len: int = option(4096, "most tokens of prompt and output, as in 32K", parse=tokens)
-    gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use")
-    tensor_parallel_size: int = option(1, "GPUs, or CPU processes, to shard over", alias="-tp")
-    enforce_eager: bool = option(False, "run without graphs or recorded steps, for debugging")
+    max_num_seqs: int = option(512, "maximum running sequences; further ones wait")
+    max_model_len: int = option(
+        4096, "maximum length of prompt plus output in tokens, such as 32K", parse=tokens
+    )
+    gpu_memory_utilization: float = option(0.9, "fraction of a GPU's memory to use")
+    tensor_parallel_size: int = option(
+        1, "number of GPUs, or CPU processes, to shard the model over", alias="-tp"
+    )
+    enforce_eager: bool = option(False, "run without CUDA graphs or recorded steps, for debugging")
     kvcache_block_size: int = option(
-        64, "tokens per block of the KV cache, a multiple of 16", alias="--block-size"
+        64, "tokens per KV-cache block, a multiple of 16", alias="--block-size"
     )
     num_kvcache_blocks: int = option(
         -1, "blocks in the KV cache; -1: as memory allows", alias="--num-gpu-blocks-override"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to run; auto prefers a GPU")
-    dtype: str = option("auto", "float32, bfloat16, float16; auto suits the model and the device")
-    seed: int = option(0, "seeds the requests that have no seed of their own")
+    dtype: str = option(
+        "auto", "float32, bfloat16 or float16; auto depends on the model and the device"
+    )
+    seed: int = option(0, "seed for requests without a seed of their own")
     enable_prefix_caching: bool = option(
-        True, "compute the prefix that prompts share once", alias="--prefix-caching"
+        True, "reuse the KV cache of shared prompt prefixes", alias="--prefix-caching"
     )
-    load_format: Literal["auto", "dummy"] = option("auto", "dummy: random weights, from a config")
-    skip_tokenizer_init: bool = option(False, "take and return token ids, without text")
+    load_format: Literal["auto", "dummy"] = option(
+        "auto", "dummy: random weights, needs only config.json"
+    )
+    skip_tokenizer_init: bool = option(False, "accept and return token ids only, no text")
     attention_backend: Literal["auto", "triton", "sdpa", "flash_attn"] = option(
-        "auto", "auto is the fastest, sdpa a reference in plain torch, flash_attn its package"
+        "auto",
+        "auto: the fastest; sdpa: a reference in plain torch; flash_attn: the flash-attn package",
     )
-    depth: int | None = option(None, "steps planned ahead, 0 or 1", unset="the device's choice")
+    depth: int | None = option(None, "steps planned ahead: 0 or 1", unset="the device's default")
     target_inter_token_ms: float | None = option(
         None,
-        "prefill in chunks, so that tokens of streams come no more than this apart",
-        unset="none, throughput comes first; AsyncLLM and serve: 25",
+        "prefill in chunks, so that streams wait at most about this long between tokens",
+        unset="none, for throughput; AsyncLLM and serve: 25",
     )
-    step_timeout: float = option(300.0, "seconds until a step counts as hung; 0: no watchdog")
+    step_timeout: float = option(
+        300.0, "seconds after which the watchdog treats a step as hung; 0: no watchdog"
+    )
     revision: str | None = option(None, "branch, tag or commit of a hub model", unset="main")
     distributed_executor_backend: Literal["mp", "uni", "ray"] = option(
-        "mp", "processes of several GPUs: mp, here; ray, on a cluster; uni: only one process"
+        "mp", "how to run several ranks: mp, local processes; ray, a cluster; uni, one process only"
     )
-    data_parallel_size: int = option(1, "engines that share the requests", alias="-dp")
-    kv_cache_dtype: str = option("auto", "fp8 holds nearly twice as many tokens; auto: as dtype")
+    data_parallel_size: int = option(1, "number of replicas that share the requests", alias="-dp")
+    kv_cache_dtype: str = option("auto", "fp8 fits nearly twice the tokens; auto: same as dtype")
     quantization: str | None = option(
         None,
-        "fp8 quantizes while loading; of a quantized checkpoint, its method",
+        "fp8 quantizes while loading; for a quantized checkpoint, its method",
         alias="-q",
-        unset="as the checkpoint is",
+        unset="the checkpoint's own",
     )
 
     def __post_init__(self) -> None:
-        if type(self.dtype).__name__ == "dtype":  # torch.bfloat16
+        if type(self.dtype).__name__ == "dtype":  # a torch.dtype, without importing torch
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         check_types(self)
         check_choices(self)
@@ -93,7 +104,9 @@ class EngineConfig:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in (*_COUNTS, "max_model_len", "kvcache_block_size", "num_kvcache_blocks"):
             self._require(name, getattr(self, name) < 2**31, "below 2**31")
-        self._require("max_model_len", self.max_model_len >= 2, "2 or more: prompt and answer")
+        self._require(
+            "max_model_len", self.max_model_len >= 2, "at least 2: one token of prompt and output"
+        )
         self._require("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
         is_multiple = self.kvcache_block_size >= 16 and self.kvcache_block_size % 16 == 0
         self._require("kvcache_block_size", is_multiple, "a multiple of 16")
@@ -107,8 +120,8 @@ class EngineConfig:
         self._require("kv_cache_dtype", is_known, f"one of {KV_CACHE_DTYPES}")
         if self.kv_cache_dtype != "auto" and self.attention_backend == "flash_attn":
             raise ConfigError(
-                f"attention_backend='flash_attn' does not read kv_cache_dtype="
-                f"{self.kv_cache_dtype!r}; use another one, or leave kv_cache_dtype out"
+                f"attention_backend='flash_attn' does not support kv_cache_dtype="
+                f"{self.kv_cache_dtype!r}; use another backend, or leave out kv_cache_dtype"
             )
         is_known = self.quantization in (None, *QUANTIZATION_METHODS)
         self._require("quantization", is_known, f"None or one of {QUANTIZATION_METHODS}")
@@ -121,8 +134,8 @@ class EngineConfig:
         self._require("step_timeout", is_time, "a number of seconds, or 0 for no limit")
 
     @property
-    def is_for_streams(self) -> bool:
-        """Whether requests must not wait for graphs, so that these are captured before them."""
+    def optimizes_latency(self) -> bool:
+        """Whether latency matters, so that graphs are captured before the first request."""
         return self.target_inter_token_ms is not None
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:
@@ -130,7 +143,7 @@ class EngineConfig:
 
 
 def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
-    """Check the options of an engine, which may have options of vLLM's among them."""
+    """Create an EngineConfig from keyword arguments, which may include vLLM's options."""
     if not options.keys() <= EngineConfig.__dataclass_fields__.keys():
         from nanovllm.engine_options import drop_vllm_options
 
@@ -140,7 +153,7 @@ def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: the base and how its frequencies are scaled for longer contexts."""
+    """Rotary embedding: its base, and how the frequencies are scaled for longer contexts."""
 
     theta: float
     kind: str = "default"
@@ -148,42 +161,44 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
-    factors: tuple[float, ...] = ()  # "factors": a divisor per frequency, as GGUF stores them
-    beta_fast: float = 32.0  # "yarn": faster frequencies stay, in turns over the trained context
-    beta_slow: float = 1.0  # slower ones are divided by the factor
-    is_truncated: bool = True  # the borders between them fall on whole frequencies
-    attention_factor: float = 1.0  # of cosines and sines
+    factors: tuple[float, ...] = ()  # for kind "factors": a divisor per frequency, as in GGUF
+    # For kind "yarn", in rotations over the trained context: frequencies above `beta_fast` are
+    # kept, those below `beta_slow` are divided by `factor`, and those between are interpolated.
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_truncated: bool = True  # round the boundaries of the interpolation to whole indices
+    attention_factor: float = 1.0  # multiplies cosines and sines
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """What attention may do differently in each layer."""
+    """Attention settings that may differ between layers."""
 
     rope: RopeConfig
-    window: int | None = None  # how many of the newest tokens are seen; None: all
+    window: int | None = None  # sliding window in tokens; None: full attention
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """A mixture of experts in place of the MLP."""
+    """A mixture of experts that replaces the MLP."""
 
     num_experts: int
     top_k: int
-    size: int  # of one expert
-    is_normalized: bool  # whether the weights of a token's experts are made to sum to one
-    dense_layers: frozenset[int] = frozenset()  # those that keep a plain MLP
+    size: int  # intermediate size of one expert
+    is_normalized: bool  # whether the weights of a token's experts are normalized to sum to one
+    dense_layers: frozenset[int] = frozenset()  # indices of layers with a plain MLP
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts or self.size < 1:
             raise CheckpointError(
-                f"config.json sends each token to {self.top_k} (num_experts_per_tok) of "
-                f"{self.num_experts} experts of size {self.size}"
+                f"config.json routes each token to {self.top_k} (num_experts_per_tok) of "
+                f"{self.num_experts} experts of size {self.size}, which is impossible"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The sizes and constants that a decoder-only family needs, read from config.json's layout."""
+    """Sizes and constants of a decoder-only model, read from its config.json."""
 
     architecture: str
     vocab_size: int
@@ -203,7 +218,7 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     embedding_scale: float = 1.0
-    norm_offset: float = 0.0  # what checkpoints leave out of norm weights: 1 where w means 1 + w
+    norm_offset: float = 0.0  # added to norm weights: 1 where checkpoints store w for 1 + w
     experts: ExpertsConfig | None = None
 
     @property
@@ -212,7 +227,7 @@ class ModelConfig:
 
     @property
     def num_weights_per_token(self) -> int:
-        """About as many as multiply a token's activations."""
+        """Approximate number of weights that each token is multiplied with."""
         hidden, size, experts = self.hidden_size, self.intermediate_size, self.experts
         if experts is not None:
             size = experts.top_k * experts.size

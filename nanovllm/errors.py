@@ -1,16 +1,16 @@
-"""Every error nanovllm raises on purpose: each says what was wrong, the value, and what to do."""
+"""The exceptions nanovllm raises; each message states the problem, the value and the fix."""
 
 
 class NanovllmError(Exception):
-    """Base of all errors raised by nanovllm, with their machine-readable parts."""
+    """Base of all errors raised by nanovllm, with machine-readable attributes."""
 
-    status = 500  # of an HTTP response
+    status = 500  # HTTP status code
 
     def __init__(
         self,
         *args: object,
-        param: str | None = None,  # the option, or the field of a request, that is wrong
-        code: str | None = None,
+        param: str | None = None,  # the invalid option or request field
+        code: str | None = None,  # OpenAI's error code, such as "context_length_exceeded"
         status: int | None = None,
     ) -> None:
         super().__init__(*args)
@@ -20,7 +20,7 @@ class NanovllmError(Exception):
 
 
 class ConfigError(NanovllmError, ValueError):
-    """An engine or sampling option has a value that cannot work."""
+    """An engine or sampling option has an invalid value."""
 
     status = 400
 
@@ -32,7 +32,7 @@ class RequestError(NanovllmError, ValueError):
 
 
 class PromptTooLongError(RequestError):
-    """A prompt does not fit into the context."""
+    """A prompt is longer than the context."""
 
     def __init__(
         self, *args: object, param: str = "prompt", code: str = "context_length_exceeded"
@@ -41,7 +41,7 @@ class PromptTooLongError(RequestError):
 
 
 class GrammarError(RequestError):
-    """A grammar cannot be enforced; `param` is the field that holds it."""
+    """A grammar cannot be enforced; `param` is the field that contains it."""
 
     def __init__(self, *args: object, param: str = "structured_outputs") -> None:
         super().__init__(*args, param=param)
@@ -51,22 +51,22 @@ class GrammarError(RequestError):
 
 
 class CheckpointError(NanovllmError):
-    """A model folder, file or hub id cannot be loaded."""
+    """A model (a folder, a file or a hub id) cannot be loaded."""
 
 
 class UnsupportedModelError(CheckpointError):
-    """The checkpoint is readable but its architecture or a variant of it is not supported."""
+    """The checkpoint's architecture, or a variant of it, is not supported."""
 
 
 class UnsupportedQuantisationError(UnsupportedModelError, ConfigError):
-    """The checkpoint's weights are quantized in a way that cannot be read."""
+    """The quantization of the checkpoint is not supported."""
 
 
 class EngineError(NanovllmError, RuntimeError):
-    """The engine is closed or has failed and can serve nothing more."""
+    """The engine is closed or has failed, and can serve no more requests."""
 
     status = 503
 
 
 class WorkerError(EngineError):
-    """A worker process raised or died, and took its engine with it."""
+    """A worker process raised an error or died, so its engine has failed."""

@@ -1,7 +1,7 @@
-"""LLM: offline generation and chat over an engine.
+"""LLM: offline generation and chat.
 
 The functions at the end build an engine. They alone choose its device, executor and grammar engine,
-and import them when they are needed: a process without the core needs no torch.
+and import these on demand, so that a process without an engine core needs no torch.
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ logger = logging.getLogger(__name__)
 
 
 class LLM:
-    """A language model, ready to generate.
+    """A language model for offline generation.
 
     >>> with LLM("smollm2") as llm:
     ...     print(llm.generate("The capital of France is")[0].text)
 
-    Several threads may use it at once: their requests run as one batch, and each caller gets its
-    own answers.
+    Thread-safe: requests of several threads run in one batch, and each caller gets its own
+    outputs.
 
-    Keyword arguments are the fields of `nanovllm.config.EngineConfig`. Options of vLLM that have
-    no effect here are accepted with a warning; others raise TypeError.
+    Keyword arguments are the fields of `nanovllm.config.EngineConfig`. vLLM options that have no
+    effect here are accepted with a warning; unknown options raise TypeError.
     """
 
     def __init__(self, model: str | Path, **options: Unpack[EngineOptions]) -> None:
         self.engine = create_engine(engine_config(model, options))
-        weakref.finalize(self, self.engine.close)  # when it is dropped, or the interpreter exits
+        # Close the engine when this object is collected or the interpreter exits.
+        weakref.finalize(self, self.engine.close)
         self.engine.start()
 
     def generate(
@@ -76,7 +77,7 @@ class LLM:
         *,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Answer every prompt, batched continuously; results come in the order of the prompts."""
+        """Complete all prompts with continuous batching; return outputs in the prompts' order."""
         requests = self._prepare(prompts, sampling_params, cache_salt)
         return self._run(requests, use_tqdm)
 
@@ -88,10 +89,10 @@ class LLM:
         cache_salt: str | None = None,
         on_refusal: Callable[[int, RequestError], None] | None = None,
     ) -> Generator[StreamPiece, None, None]:
-        """Like `generate`, but yield text as it comes; closing the iterator aborts the rest.
+        """Like `generate`, but yield text as it is generated; closing the iterator aborts the rest.
 
-        With `on_refusal` a prompt that cannot run is reported by its index, and the others are
-        answered; without, it raises.
+        An invalid prompt raises, unless `on_refusal` is given: it is then called with the prompt's
+        index and the error, and the other prompts run.
         """
         requests = self._prepare(
             prompts, sampling_params, cache_salt, on_refusal, is_streaming=True
@@ -108,9 +109,9 @@ class LLM:
         *,
         cache_salt: str | None = None,
     ) -> Generator[tuple[int, RequestOutput], None, None]:
-        """Answer any number of prompts: yield the index and the output of each as it finishes.
+        """Complete any number of prompts; yield the index and output of each as it finishes.
 
-        Prompts, and their parameters if each has its own, are read when there is room for more.
+        Prompts, and parameters if each prompt has its own, are read lazily, as others finish.
         """
 
         def take(count: int) -> dict[int, RequestState]:
@@ -124,9 +125,9 @@ class LLM:
             return requests
 
         pairs = enumerate(_with_params(prompts, sampling_params))
-        indices: dict[int, int] = {}  # by seq_id
+        indices: dict[int, int] = {}  # keyed by seq_id
         group = RequestGroup(is_streaming=True)
-        # As many requests wait as run.
+        # Keep as many requests waiting as can run, so that the batch stays full.
         steps = self.engine.stream(group, take(2 * self.engine.config.max_num_seqs))
         with contextlib.closing(steps):
             for step in steps:
@@ -144,7 +145,7 @@ class LLM:
         cache_salt: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, formatted by the model's chat template.
+        """Reply to one conversation or a list of them, formatted with the model's chat template.
 
         Options are the fields of `nanovllm.engine.conversations.ChatOptions`.
         """
@@ -159,7 +160,7 @@ class LLM:
         cache_salt: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> Generator[StreamPiece, None, None]:
-        """Like `chat`, but yield text as it comes, as `stream` does."""
+        """Like `chat`, but yield text as it is generated, as `stream` does."""
         prompts = self.apply_chat_template(messages, **template_options(options))
         return self.stream(prompts, sampling_params, cache_salt=cache_salt)
 
@@ -172,10 +173,10 @@ class LLM:
         *,
         cache_salt: str | None = None,
     ) -> list[EmbeddingOutput]:
-        """Return a vector for each prompt: a list of floats, in float32's precision.
+        """Return an embedding for each prompt: a list of floats with float32 precision.
 
         It is the hidden state of the last token, or the mean over all tokens, after the model's
-        final norm. `normalize` divides it by its length.
+        final norm. `normalize` scales it to length one.
         """
         check_pooling(pooling)
         params = SamplingParams(max_tokens=1)
@@ -189,9 +190,9 @@ class LLM:
         *,
         cache_salt: str | None = None,
     ) -> list[Score]:
-        """Return how likely each continuation of a prompt is: a text, or token ids.
+        """Return the logprobs of each continuation (text or token ids) of a prompt.
 
-        A text is tokenized together with the prompt, as the model would read both.
+        Text is tokenized together with the prompt, as the model would see both.
         """
         first = as_prompt(prompt, cache_salt)
         continued = continue_prompt(
@@ -206,7 +207,7 @@ class LLM:
         return prompts_of(self.engine.input_processor, messages, **options)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the model's tokenizer; with `skip_tokenizer_init` there is none, which raises."""
+        """Return the model's tokenizer; raise RequestError with `skip_tokenizer_init`."""
         return self.engine.input_processor.get_tokenizer()
 
     def add_request(
@@ -217,7 +218,7 @@ class LLM:
         cache_salt: str | None = None,
         request_id: str | None = None,
     ) -> int:
-        """Queue one prompt for `step`; returns its seq_id."""
+        """Queue one prompt for `step`; return its seq_id."""
         params = SamplingParams() if sampling_params is None else sampling_params
         state = self._request_state(
             prompt, params, cache_salt, is_streaming=True, request_id=request_id
@@ -226,29 +227,30 @@ class LLM:
         return state.seq_id
 
     def step(self) -> StepOutput:
-        """Run one engine step, and return what is new of the prompts of `add_request`.
+        """Run one engine step; return the new outputs of the requests from `add_request`.
 
-        `pieces` has the new tokens and text of every request that runs, `finished` the outputs of
-        those that ended.
+        `pieces` holds the new tokens and text of running requests, `finished` the outputs of those
+        that have finished.
         """
         return self.engine.call(self.engine.step)
 
     def is_finished(self) -> bool:
+        """Whether no request is left for `step`."""
         return self.engine.call(self.engine.is_finished)
 
     def abort(self, seq_id: int | str) -> RequestOutput | None:
-        """End a request now, by its seq_id or its request_id.
+        """Abort a request, given its seq_id or request_id.
 
-        Returns what it had, or None when it is not running.
+        Returns its partial output, or None if it is not running.
         """
         return self.engine.call(partial(self.engine.abort, seq_id))
 
     def abort_all(self) -> list[RequestOutput]:
-        """End every request of every caller now; returns what each had."""
+        """Abort all requests of all callers; return their partial outputs."""
         return self.engine.call(self.engine.abort_all)
 
     def close(self) -> None:
-        """Free the model and its cache, after the step that runs; once is enough."""
+        """Free the model and its KV cache after the current step; further calls do nothing."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -265,7 +267,7 @@ class LLM:
         on_refusal: Callable[[int, RequestError], None] | None = None,
         **options: Any,
     ) -> dict[int, RequestState]:
-        """Check and tokenize the prompts of one call, by their index; nothing is queued yet."""
+        """Validate and tokenize the prompts of one call, keyed by index, without queueing them."""
         self.engine.raise_if_closed()
         items = split_prompts(prompts)
         requests: dict[int, RequestState] = {}
@@ -286,9 +288,9 @@ class LLM:
         return self.engine.prepare(prompt.content, params, cache_salt=prompt.cache_salt, **options)
 
     def _run(self, requests: dict[int, RequestState], use_tqdm: bool) -> list[RequestOutput]:
-        """Return the outputs of requests in their order."""
+        """Run requests to completion, with a progress bar; return their outputs in order."""
         outputs: dict[int, RequestOutput] = {}
-        num_input = num_output = 0  # tokens of the finished prompts
+        num_input = num_output = 0  # tokens of finished requests
         is_hidden = not use_tqdm or sys.stderr is None
         steps = self.engine.stream(RequestGroup(is_streaming=False), requests)
         bar = tqdm(total=len(requests), desc="Prompts", dynamic_ncols=True, disable=is_hidden)
@@ -308,7 +310,7 @@ class LLM:
 def _with_params(
     prompts: Iterable[Any], params: SamplingParams | Iterable[SamplingParams] | None
 ) -> Iterator[tuple[Any, SamplingParams]]:
-    """Pair each prompt with its parameters; a text or a dict is one prompt."""
+    """Pair each prompt with its parameters; a string or a dict is one prompt."""
     prompts = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
     params = SamplingParams() if params is None else params
     each = itertools.repeat(params) if isinstance(params, SamplingParams) else iter(params)
@@ -331,7 +333,7 @@ class StartedCore:
 def create_engine(config: EngineConfig) -> EngineThread:
     import torch
 
-    with torch.device("cpu"):  # ignores a default device that the caller set for other work
+    with torch.device("cpu"):  # override a default device that the caller may have set
         resolved = resolve_model(config)
         input_processor = create_input_processor(resolved)
         started = start_core(resolved, input_processor.get_grammars)
@@ -340,7 +342,7 @@ def create_engine(config: EngineConfig) -> EngineThread:
 
 
 def resolve_model(config: EngineConfig) -> ResolvedModel:
-    """Find the model, and check that it can run here before anything large is downloaded."""
+    """Find the model, and check that it can run here before its weights are downloaded."""
     from nanovllm.models.registry import read_config
     from nanovllm.worker.memory_check import check_model
 
@@ -357,10 +359,12 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
 
 
 def create_input_processor(resolved: ResolvedModel, is_remote: bool = False) -> InputProcessor:
-    """Load the tokenizer; a remote core, like workers, is in another process."""
+    """Load the tokenizer; `is_remote` means that the engine core is in another process."""
     config, vocab_size = resolved.config, resolved.model_config.vocab_size
     if config.data_parallel_size > 1 and not is_remote:
-        raise ConfigError("data_parallel_size is for AsyncLLM, `nanovllm serve` and `batch`")
+        raise ConfigError(
+            "data_parallel_size is supported by AsyncLLM, `nanovllm serve` and `batch`, not by LLM"
+        )
     has_workers = is_remote or config.tensor_parallel_size > 1
     vocabulary = resolved.load_vocabulary()
     create = partial(_create_grammars, vocab_size, lambda: vocabulary)
@@ -368,7 +372,7 @@ def create_input_processor(resolved: ResolvedModel, is_remote: bool = False) -> 
 
 
 def create_grammars(resolved: ResolvedModel) -> GrammarEngine:
-    """Create the grammar engine of a core whose input processor is in another process."""
+    """Create the grammar engine for a core whose input processor is in another process."""
     return _create_grammars(resolved.model_config.vocab_size, resolved.load_vocabulary)
 
 
@@ -396,14 +400,15 @@ def start_core(
         depth = info.depth if config.depth is None else config.depth
         core = EngineCore(scheduler, executor, depth, config.max_model_len, create_grammars)
         # A full garbage collection takes 60 ms, as it visits every imported module. After this
-        # one, the next follows only once the number of long-lived objects has grown by a quarter.
+        # one, the next runs only once the number of long-lived objects has grown by a quarter.
         gc.collect()
-    except BaseException:  # Ctrl-C: at a prompt its traceback would keep the workers
+    except BaseException:  # after Ctrl-C in a REPL, the traceback would keep the workers alive
         executor.close()
         raise
     if core.max_len < config.max_model_len:
         logger.warning(
-            "The KV cache holds %d tokens, fewer than max_model_len=%d: sequences end there",
+            "The KV cache holds %d tokens, fewer than max_model_len=%d; sequences end at that "
+            "length",
             core.max_len,
             config.max_model_len,
         )
@@ -413,7 +418,7 @@ def start_core(
 def create_executor(
     config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint
 ) -> Executor:
-    """One worker in this process, several in their own, or on a Ray cluster."""
+    """Create one worker in this process, or several in other processes or on a Ray cluster."""
     if config.distributed_executor_backend == "ray" or config.tensor_parallel_size > 1:
         from nanovllm.parallel.multiproc_executor import MultiprocExecutor
 
@@ -424,7 +429,7 @@ def create_executor(
 
 
 def _check_device(config: EngineConfig) -> Device | None:
-    """Return the device of one rank; None if only the processes of the ranks may touch it."""
+    """Return the device to check a model against; None if only the ranks' processes may use it."""
     if not _has_devices():
         return _create_device(config)
     from nanovllm.devices.choose import check_device
@@ -443,5 +448,5 @@ def _create_device(config: EngineConfig) -> Device:
 
 
 def _has_devices() -> bool:
-    """Whether the kernels are installed: without `devices/`, the engine runs on plain torch."""
+    """Whether `devices/` with the kernels is installed; without it, plain torch is used."""
     return find_spec("nanovllm.devices") is not None

@@ -1,4 +1,4 @@
-"""What the engine hands back: a record per finished request, per streamed piece, per step."""
+"""Outputs of the engine: a record per finished request, streamed piece and step."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 
 class Logprob(NamedTuple):
-    """How likely the model found a token, whatever was then sampled."""
+    """The model's logprob for one token at one position."""
 
     logprob: float
-    rank: int  # 1 is the most likely
+    rank: int  # 1 for the most likely token
     decoded_token: str | None  # None without a tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One sample of a prompt."""
+    """One completion of a prompt."""
 
     index: int
     text: str
@@ -26,39 +26,39 @@ class CompletionOutput:
     logprobs: Sequence[dict[int, Logprob]] | None
     cumulative_logprob: float | None
     finish_reason: str
-    # The stop string or token that ended it; "num_kvcache_blocks" if the KV cache holds no more.
+    # The stop string or token that ended it; "num_kvcache_blocks" if it filled the KV cache.
     stop_reason: str | int | None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput(Mapping[str, Any]):
-    """The answer to one prompt; also a mapping, as in `output["text"]` or `dict(output)`.
+    """The output of one request; also a mapping, as in `output["text"]` or `dict(output)`.
 
-    Where several samples were asked for, what is not in `outputs` is the first one's.
+    `outputs` holds all `n` completions; fields like `text` and `token_ids` are the first one's.
     """
 
     seq_id: int
-    prompt: str | None  # None when the prompt came as token ids
+    prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: list[int]
     text: str
     token_ids: list[int]
-    finish_reason: str  # "stop", "length", "abort", or "error" with a text in `error`
-    num_cached_tokens: int  # prompt tokens served by the prefix cache
-    time_to_first_token: float  # seconds from arrival; 0.0 when there was no token
+    finish_reason: str  # "stop", "length", "abort", or "error" with the reason in `error`
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    time_to_first_token: float  # seconds from arrival; 0.0 if there was no token
     duration: float  # seconds from arrival to the last token
     error: str | None = None  # why the request failed, if it did
-    # If asked for: of every token, by token id; the token itself first, then the most likely ones.
+    # One dict per token, if requested, keyed by token id: the token itself, then the top tokens.
     logprobs: Sequence[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for its first token
-    outputs: list[CompletionOutput] = dataclasses.field(default_factory=list)  # all samples
-    pooled: list[float] | None = None  # what `LLM.embed` makes an embedding of
-    queue_time: float = 0.0  # seconds from arrival to the first step; 0.0 when there was none
-    request_id: str = ""  # the caller's own, or the seq_id as a text
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first item is None
+    outputs: list[CompletionOutput] = dataclasses.field(default_factory=list)  # all completions
+    pooled: list[float] | None = None  # pooled hidden states, not normalized, for `LLM.embed`
+    queue_time: float = 0.0  # seconds from arrival to the first step; 0.0 if there was none
+    request_id: str = ""  # chosen by the caller, or else the seq_id as a string
 
     @property
     def finished(self) -> bool:
-        """Always True: this is the last output of a request, and pieces are what precedes it."""
+        """Always True: a request has only one output; partial results are StreamPieces."""
         return True
 
     def __getitem__(self, field: str) -> Any:
@@ -76,33 +76,33 @@ class RequestOutput(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The vector of one prompt."""
+    """The embedding of one prompt."""
 
-    embedding: list[float]  # as many as the model's hidden size
+    embedding: list[float]  # [hidden_size]
     prompt_token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How likely the model finds a continuation of a prompt."""
+    """The logprobs of a prompt's continuation."""
 
-    logprob: float  # of all its tokens
+    logprob: float  # sum over all tokens of the continuation
     token_logprobs: list[float]
     token_ids: list[int]
-    is_greedy: bool  # whether each token is the most likely
+    is_greedy: bool  # whether every token is the most likely one
 
 
 @dataclass(frozen=True, slots=True)
 class StreamPiece:
-    """New text and tokens of one streamed request; `output` is set on its last piece."""
+    """New text and tokens of one streamed request; its last piece has an `output`."""
 
     seq_id: int
     text: str
     token_ids: list[int]
     output: RequestOutput | None
-    logprobs: Sequence[dict[int, Logprob]] | None = None  # of token_ids, if asked for
-    sample: int = 0  # of several
-    index: int = 0  # of the prompt among those given to `LLM.stream`
+    logprobs: Sequence[dict[int, Logprob]] | None = None  # one dict per new token, if requested
+    sample: int = 0  # index of the completion, below SamplingParams.n
+    index: int = 0  # index of the prompt among those passed to `LLM.stream`
     request_id: str = ""
 
     @property
@@ -112,7 +112,7 @@ class StreamPiece:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one engine step finished, what is new of each request, and how many tokens it ran."""
+    """Finished requests, new pieces and token counts of one engine step."""
 
     finished: list[RequestOutput]
     pieces: list[StreamPiece]

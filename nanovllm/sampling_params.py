@@ -1,4 +1,4 @@
-"""How one request is sampled and when it stops: frozen and validated once, at construction."""
+"""SamplingParams: how a request is sampled and when it stops, validated at construction."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from nanovllm.errors import ConfigError
 from nanovllm.validation import as_python, check_types, option, require, suggest_fields
 
-MAX_LOGPROBS = 100  # a position
-MAX_SAMPLES = 10_000  # a prompt
+MAX_LOGPROBS = 100  # per position
+MAX_SAMPLES = 10_000  # per prompt
 RANGES = {
     "temperature": (0, 100),
     "min_p": (0, 1),
@@ -23,10 +23,10 @@ RANGES = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 NO_LIMIT = 2**31 - 1
-NO_TOKEN = -1  # in place of a sampled token: the logits were no numbers to sample from
+NO_TOKEN = -1  # replaces a sampled token if the logits had no valid token to sample
 STRUCTURED = "structured_outputs"
 GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object")
-REASONING_KEYS = ("after", "opened_by")  # the text that ends and begins what comes before
+REASONING_KEYS = ("after", "opened_by")  # end and start markers of the reasoning before it
 EXPECTED = {
     "json": "a JSON schema: a dictionary, true or false, or one of them as text",
     "regex": "a non-empty string",
@@ -41,41 +41,56 @@ EXPECTED = {
 @suggest_fields
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling applies temperature, then top_k, top_p on what is left, then min_p.
+    """Options that control sampling and stopping.
 
-    Before that the model's logits are edited: what is not allowed goes, bias is added, and the
-    penalties lower what was said before (repetition: in the prompt too). Then `logits_processors`
-    have their turn, which docs/requests.md describes.
+    Sampling applies temperature, then top_k, then top_p to the tokens that are left, then min_p.
+    Before that, the logits are edited: forbidden tokens are masked, biases are added, penalties
+    lower the tokens of the output (the repetition penalty also those of the prompt), and then
+    `logits_processors` run. See docs/requests.md.
     """
 
-    temperature: float = option(1.0, "0 takes the most probable token; higher is more varied")
-    max_tokens: int | None = option(64, "most tokens to generate", unset="the rest of the context")
+    temperature: float = option(1.0, "0 is greedy; higher values give more varied output")
+    max_tokens: int | None = option(
+        64, "maximum number of output tokens", unset="the rest of the context"
+    )
     ignore_eos: bool = option(False, "continue past the end-of-sequence token")
-    top_k: int = option(0, "sample from this many of the most probable tokens; 0 for all")
-    top_p: float = option(1.0, "sample from the most probable tokens with this total probability")
-    min_p: float = option(0.0, "drop tokens less probable than this share of the most probable")
-    seed: int | None = option(None, "repeat the same choices for the same prompt", unset="random")
-    stop: str | Iterable[str] = option((), "end before one of these texts")
-    stop_token_ids: Iterable[int] = option((), "end at one of these tokens")
-    min_tokens: int = option(0, "nothing ends the output before this many tokens")
-    skip_special_tokens: bool = option(True, "leave special tokens out of the text")
-    presence_penalty: float = option(0.0, "lower the logits of tokens in the output")
-    frequency_penalty: float = option(0.0, "the same, as often as they are in the output")
-    repetition_penalty: float = option(1.0, "divide the logits of tokens in prompt and output")
-    logit_bias: Mapping[int, float] | None = option(None, "add to logits, by token id", hash=False)
+    top_k: int = option(0, "sample from this many of the most likely tokens; 0 for all")
+    top_p: float = option(1.0, "sample from the most likely tokens with this total probability")
+    min_p: float = option(
+        0.0, "drop tokens whose probability is below this fraction of the most likely one's"
+    )
+    seed: int | None = option(None, "makes sampling reproducible", unset="random")
+    stop: str | Iterable[str] = option((), "stop before any of these strings")
+    stop_token_ids: Iterable[int] = option((), "stop at any of these tokens")
+    min_tokens: int = option(0, "minimum number of output tokens before anything stops it")
+    skip_special_tokens: bool = option(True, "omit special tokens from the text")
+    presence_penalty: float = option(
+        0.0, "subtracted from the logits of tokens that are in the output"
+    )
+    frequency_penalty: float = option(
+        0.0, "subtracted from the logits of tokens for each occurrence in the output"
+    )
+    repetition_penalty: float = option(
+        1.0, "reduces the logits of tokens that are in the prompt or the output"
+    )
+    logit_bias: Mapping[int, float] | None = option(
+        None, "values to add to logits, keyed by token id", hash=False
+    )
     allowed_token_ids: Iterable[int] | None = option(None, "sample only these tokens", unset="all")
-    bad_words: Iterable[str] = option((), "never generate these, with a space before or without")
+    bad_words: Iterable[str] = option(
+        (), "never generate these words, with or without a leading space"
+    )
     include_stop_str_in_output: bool = option(False, "keep the stop string in the text")
-    truncate_prompt_tokens: int | None = option(None, "most prompt tokens, the last ones")
-    priority: int = option(0, "lower is served first")
-    n: int = option(1, "samples of the prompt; sample i has the seed + i")
-    logprobs: int | None = option(None, "output logprobs, with this many of the most probable")
-    prompt_logprobs: int | None = option(None, "the same for each prompt token")
+    truncate_prompt_tokens: int | None = option(None, "keep only this many last prompt tokens")
+    priority: int = option(0, "lower values are scheduled first")
+    n: int = option(1, "number of completions; completion i uses seed + i")
+    logprobs: int | None = option(None, "return output logprobs, with this many top logprobs each")
+    prompt_logprobs: int | None = option(None, "the same for prompt tokens")
     logits_processors: Iterable[Callable[..., Any] | str] = option(
-        (), "functions that change logits, or their names as 'module:function'"
+        (), "functions that modify logits, or their names as 'module:function'"
     )
     structured_outputs: Mapping[str, Any] | None = option(
-        None, "make the output fit a JSON schema, a regex, a choice or a grammar", hash=False
+        None, "constrain the output to a JSON schema, regex, choice or grammar", hash=False
     )
 
     def __post_init__(self) -> None:
@@ -97,12 +112,12 @@ class SamplingParams:
 
     @property
     def max_new_tokens(self) -> int:
-        """`max_tokens` as a number; without a limit, more than any context holds."""
+        """`max_tokens` as a number; if None, more than any context holds."""
         return NO_LIMIT if self.max_tokens is None else self.max_tokens
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing edits the logits, and nothing is returned beside the tokens."""
+        """Whether no option edits the logits or returns anything but tokens."""
         return not (
             self.can_exclude_tokens
             or self.has_penalties
@@ -118,7 +133,7 @@ class SamplingParams:
 
     @property
     def can_exclude_tokens(self) -> bool:
-        """Whether these options, and not only the model's logits, may leave no token to sample."""
+        """Whether these options alone may leave no token to sample."""
         return bool(
             self.allowed_token_ids
             or self.bad_words
@@ -158,7 +173,7 @@ class SamplingParams:
 
 
 def _as_bias(value: Any) -> dict[int, float] | None:
-    """Token ids may be strings of digits, as JSON has them for keys."""
+    """Convert a bias to a dict; token ids may be strings of digits, as JSON keys are."""
     if value is None:
         return None
     items = value.items() if isinstance(value, Mapping) else [(None, None)]
@@ -183,7 +198,7 @@ def _is_path(value: object) -> bool:
 
 def _is_id(key: object) -> bool:
     if isinstance(key, str):
-        return key.isascii() and key.isdigit() and len(key) <= 20  # int() refuses long ones
+        return key.isascii() and key.isdigit() and len(key) <= 20  # int() rejects very long ones
     return isinstance(key, int) and not isinstance(key, bool)
 
 
@@ -192,8 +207,8 @@ def _is_number(value: object) -> bool:
 
 
 def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:
-    """A string, None or any iterable of items becomes a tuple."""
-    if type(value) is tuple and not value:  # as it mostly is
+    """Convert a string, None or any iterable of items to a tuple."""
+    if type(value) is tuple and not value:  # fast path for the default
         return ()
     items = (value,) if isinstance(value, str) else () if value is None else value
     items = tuple(map(as_python, items)) if isinstance(items, Iterable) else (None,)
@@ -203,7 +218,7 @@ def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:
 
 
 def check_structured(value: object) -> dict[str, Any]:
-    """Validate `structured_outputs` and return a copy that the caller cannot change."""
+    """Validate `structured_outputs`; return a copy, so that later changes have no effect."""
     fields = value if isinstance(value, Mapping) else {}
     kinds = [key for key in fields if key in GRAMMAR_KINDS]
     expected = (

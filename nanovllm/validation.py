@@ -1,4 +1,4 @@
-"""Validation of options and requests: every error names the parameter that is wrong."""
+"""Validate options and requests; every error names the invalid parameter."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def require(
     value: object,
     kind: type[NanovllmError] = RequestError,
 ) -> None:
+    """Raise an error of type `kind` about `param` unless `is_valid`."""
     if not is_valid:
         raise kind(f"{param} must be {expected}, got {value!r:.80}", param=param)
 
 
 def require_text(param: str, value: object) -> None:
-    """Raise RequestError for anything that a tokenizer or a hash could not encode."""
+    """Raise RequestError unless the value is a string that can be encoded as UTF-8."""
     require(isinstance(value, str), param, "a string", value)
     try:
         str(value).encode()
@@ -47,7 +48,7 @@ def require_text(param: str, value: object) -> None:
 
 @contextlib.contextmanager
 def errors_about(param: str, kind: type[RequestError] = RequestError) -> Iterator[None]:
-    """Name the parameter in errors of one kind, in place of what these name themselves."""
+    """Set `param` on errors of type `kind` that are raised in this context."""
     try:
         yield
     except kind as error:
@@ -56,13 +57,13 @@ def errors_about(param: str, kind: type[RequestError] = RequestError) -> Iterato
 
 
 def check_types(record: Any) -> None:
-    """Raise ConfigError for the first field whose value is not of its annotated, simple type.
+    """Raise ConfigError for the first field whose value does not match its simple type annotation.
 
-    Numpy's numbers in a frozen record become Python's, which they equal.
+    Converts numpy scalars to Python numbers, even in a frozen record.
     """
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
-        if value is field.default:  # as nearly all are, of many requests
+        if value is field.default:  # fast path: nearly all fields have their default
             continue
         expected = _TYPES.get(str(field.type), ())
         if type(value) in expected:
@@ -76,7 +77,7 @@ def check_types(record: Any) -> None:
 
 
 def suggest_fields(record: type[T]) -> type[T]:
-    """Have a dataclass say which of its fields an unknown keyword was probably meant to be."""
+    """Make a dataclass suggest the closest field name for an unknown keyword argument."""
     made: Any = record
     init, known = made.__init__, frozenset(made.__dataclass_fields__)
 
@@ -95,17 +96,17 @@ def suggest_fields(record: type[T]) -> type[T]:
 
 
 def option(default: T, help: str, hash: bool | None = None, **details: Any) -> T:
-    """Make a field with its `help`, for the command line and docs/reference.md.
+    """Create a dataclass field with `help` for the command line and docs/reference.md.
 
-    `details` may have `alias` (of its flag), `unset` (what None or () means), `parse` (a
-    function that reads the text of a flag) and `env` (a variable that has the default).
+    `details` may include `alias` (another flag), `unset` (what None or () means), `parse` (a
+    function that parses the flag's text) and `env` (an environment variable with the default).
     """
     made: Any = dataclasses.field(default=default, hash=hash, metadata={"help": help, **details})
     return cast(T, made)
 
 
 def check_choices(record: Any) -> None:
-    """Raise ConfigError for the first field whose value is not one of its annotated Literal."""
+    """Raise ConfigError for the first field whose value is not in its Literal annotation."""
     for name, hint in get_type_hints(type(record)).items():
         value, choices = getattr(record, name), choices_of(hint)
         is_none = value is None and type(None) in get_args(hint)
@@ -115,13 +116,13 @@ def check_choices(record: Any) -> None:
 
 
 def choices_of(hint: Any) -> tuple[str, ...]:
-    """Return the values of a Literal, which may be one of a union; () for other types."""
+    """Return the values of a Literal, which may be part of a union; () for other types."""
     literals = [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal]
     return get_args(literals[0]) if literals else ()
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """What to add to an error about an unknown name: the known one that it resembles, if any."""
+    """Return a "did you mean" suffix with the most similar known name, or an empty string."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1)
     if name.startswith("guided_") and "structured_outputs" in names:  # vLLM's older names
@@ -130,5 +131,5 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def as_python(value: Any) -> Any:
-    """Python's own number for a scalar of numpy or torch; anything else stays as it is."""
+    """Convert a scalar of numpy or torch to a Python number; return other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value

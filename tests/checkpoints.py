@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, and what transformers generates from them."""
+"""Tiny random checkpoints, and the tokens that transformers generates from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformers import (
 )
 
 VOCAB_SIZE = 160
-MIN_GAP = 1e-3  # between the two best logits; below it a tie could fall either way
+MIN_GAP = 1e-3  # smallest difference of the top two logits; below it, rounding could decide
 
 SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -64,9 +64,9 @@ YARN_ROPE = {
     "original_max_position_embeddings": 40,
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
-WINDOW = 20  # no multiple of a block
+WINDOW = 20  # not a multiple of the block size
 
-# A checkpoint for what each further family adds.
+# One checkpoint for the features that each further family adds.
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama-linear": LlamaConfig(
         **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
@@ -92,7 +92,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "gemma3": Gemma3TextConfig(
         **SIZES,
         head_dim=16,
-        tie_word_embeddings=False,  # tied ones, scaled as they are, repeat the last token
+        tie_word_embeddings=False,  # tied, scaled embeddings would repeat the last token
         query_pre_attn_scalar=24,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"],
@@ -114,7 +114,7 @@ class TinyCheckpoint:
     model: Any  # the transformers model
 
     def generate(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """Greedy tokens, each a clear winner."""
+        """Return greedy tokens, each ahead of the second by a clear gap."""
         return list(_generate(self.model, tuple(prompt), max_tokens))
 
     @cached_property
@@ -122,13 +122,13 @@ class TinyCheckpoint:
         return copy.deepcopy(self.model).double()
 
     def logprobs(self, token_ids: list[int]) -> torch.Tensor:
-        """Log-probabilities of what follows each token, computed in float64."""
+        """Return the logprobs of the token after each position, computed in float64."""
         with torch.inference_mode():
             logits: torch.Tensor = self._exact(torch.tensor([token_ids])).logits[0]
         return logits.log_softmax(-1)
 
     def answers(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        """Greedy tokens of many prompts, each a clear winner: the same as `generate`, but faster.
+        """Return greedy tokens of many prompts: the same as `generate`, but faster.
 
         All run side by side, padded at the end, where causal attention does not look.
         """
@@ -145,7 +145,7 @@ class TinyCheckpoint:
                 logits = self.model(ids[:, :width], use_cache=False).logits[rows, lengths + i - 1]
                 top2 = logits.topk(2)
                 gap = (top2.values[:, 0] - top2.values[:, 1]).min().item()
-                if gap < 1.05 * MIN_GAP:  # company rounds otherwise: let `generate` say
+                if gap < 1.05 * MIN_GAP:  # a batch rounds differently: let `generate` decide
                     return [self.generate(prompt, max_tokens) for prompt in prompts]
                 ids[rows, lengths + i] = top2.indices[:, 0]
         return [
@@ -156,7 +156,7 @@ class TinyCheckpoint:
 
 @cache
 def _generate(model: Any, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
-    """Remembered, as many tests ask for the same."""
+    """Cached, because many tests need the same tokens."""
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -173,7 +173,7 @@ def _generate(model: Any, prompt: tuple[int, ...], max_tokens: int) -> list[int]
 
 
 def _depends_on_company(config: PreTrainedConfig) -> bool:
-    """Whether the longest row of a batch decides how all are rotated."""
+    """Whether the longest row of a batch determines the RoPE frequencies of all rows."""
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("rope_type") == "dynamic"
 
@@ -183,9 +183,9 @@ def make_checkpoint(path: Path, config: PreTrainedConfig, seed: int = 0) -> Tiny
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:  # norms and biases: not the ones and zeros they start with
+            if parameter.dim() == 1:  # norms and biases would otherwise be ones and zeros
                 parameter.add_(0.1 * torch.randn(parameter.shape))
-            if name == "model.norm.weight":  # spreads the logits, so that near ties are rare
+            if name == "model.norm.weight":  # larger logits make near ties rare
                 offset = 1.0 if isinstance(config, Gemma3TextConfig) else 0.0
                 parameter.add_(offset).mul_(10.0).sub_(offset)
     model.save_pretrained(path)

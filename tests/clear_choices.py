@@ -1,4 +1,4 @@
-"""Tokens that stay the same if rounding moves the logits a little, as more ranks do."""
+"""Check that tokens do not depend on small rounding differences, as between numbers of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_MOVES = 20
 def assert_clear(
     checkpoint: TinyCheckpoint, prompt: list[int], answer: list[int], params: SamplingParams
 ) -> None:
-    """Hold an answer against transformers' logits: moved ones must give the same tokens."""
+    """Assert that transformers' logits give the same tokens even after small random changes."""
     ids = torch.tensor([[*prompt, *answer[:-1]]])
     logits = checkpoint.model(ids).logits[0, len(prompt) - 1 :]  # [len(answer), vocab_size]
     logits[: params.min_tokens, params.stop_token_ids] = -torch.inf
@@ -32,7 +32,7 @@ def assert_clear(
 
 
 def columns_of(params: SamplingParams, num_rows: int) -> SamplingColumns:
-    """What the sampler is given for one request's tokens."""
+    """Return the sampler's input for the tokens of one request."""
 
     def repeat(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((num_rows,), value, dtype=dtype)

@@ -18,8 +18,8 @@ from tests.kept_kernels import keep_kernels, restore_kernels
 if TYPE_CHECKING:
     from tests.checkpoints import TinyCheckpoint
 
-# The longest come first, so that no process is left with one when the others are done. Types are
-# checked while another process compiles the CPU kernels, which it would have to compile too.
+# The longest tests come first, so that none is still running when all others are done. Types are
+# checked while another process compiles the CPU kernels, so that not both compile them.
 FIRST = (
     "tests/test_types.py",
     "tests/devices/cpu/test_numba_attention.py",
@@ -42,7 +42,7 @@ SHARED = {
     "tests/serve/": "server",
     "tests/ray/": "ray",
     "tests/clients/": "clients",
-    # Compiled after the other kernels, those of experts take half the time.
+    # The kernels of experts compile in half the time after the other kernels.
     "tests/devices/cpu/test_numba_attention.py": "kernels",
     "tests/devices/cpu/test_experts.py": "kernels",
 }
@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def count(request: pytest.FixtureRequest) -> Callable[..., int]:
-    """How many of the generated cases to run: a tenth or `few`, or all with --all-counts."""
+    """Return how many generated cases to run: a tenth or `few`, or all with --all-counts."""
     is_whole = request.config.getoption("--all-counts")
 
     def num_cases(number: int, few: int | None = None) -> int:
@@ -64,9 +64,9 @@ def count(request: pytest.FixtureRequest) -> Callable[..., int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let several processes share the cores; tests of threads ask for as many as they want."""
+    """Let several processes share the cores; tests of threads set their own number."""
     worker = getattr(config, "workerinput", None)
-    if worker is None:  # the process that only hands out tests needs no torch
+    if worker is None:  # the xdist controller needs no torch
         restore_kernels()
     else:
         import torch
@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is collected is never garbage; looking for some in all the imports takes long."""
+    """Disable garbage collection while tests are collected: visiting all imports is slow."""
     gc.disable()
     try:
         return (yield)
@@ -85,7 +85,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files without a test that `-m` selects: importing all of them takes long."""
+    """Skip files without a test that `-m` selects, because importing all of them is slow."""
     mark = config.option.markexpr.partition(" ")[0]
     if mark not in ("slow", "endurance") or not collection_path.match("test_*.py"):
         return None
@@ -106,7 +106,7 @@ def order_of(nodeid: str) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of a file in one process, and all that share what takes long to make."""
+    """Keep the tests of a file, and tests that share slow fixtures, in one process."""
     from xdist.scheduler import LoadFileScheduling
 
     class FilesOrShared(LoadFileScheduling):
@@ -119,7 +119,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_imports() -> None:
-    """Freeze what there is, as an application may: every engine collects garbage when it starts."""
+    """Freeze all objects, as an application may: every engine collects garbage when it starts."""
     gc.freeze()
 
 
@@ -157,7 +157,7 @@ def checkpoint_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(checkpoint_root: Path) -> Callable[[str], TinyCheckpoint]:
-    """A tiny random checkpoint by variant name, made once per session."""
+    """Return a function from variant name to tiny random checkpoint, created once per session."""
     from tests.checkpoints import shared_checkpoint
 
     return lambda variant: shared_checkpoint(checkpoint_root, variant)
@@ -165,7 +165,7 @@ def tiny(checkpoint_root: Path) -> Callable[[str], TinyCheckpoint]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For tiny models: where cores are busy, meeting a second thread in every kernel takes long."""
+    """Use one thread for tiny models: synchronizing two in every kernel is slow on busy cores."""
     import torch
 
     num_threads = torch.get_num_threads()

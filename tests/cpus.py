@@ -1,4 +1,4 @@
-"""What other CPUs can do, for tests that choose as one of them would."""
+"""Feature sets of other CPUs, for tests of the choices that depend on them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CPUS = {
 
 
 class Products:
-    """Notes the products of many rows, and computes those that only another CPU could."""
+    """Records the products of many rows, and emulates those that this CPU does not support."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.noted: set[str] = set()
@@ -60,7 +60,7 @@ class Products:
 
 @pytest.fixture(params=list(CPUS))
 def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of the CPU that engines made from now on take this one for."""
+    """The name of the CPU that new engines believe to run on."""
     monkeypatch.setattr(cpu_device, "find_cpu_features", lambda: CPUS[request.param])
     name: str = request.param
     return name

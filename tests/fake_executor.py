@@ -21,7 +21,7 @@ def predict(context: list[int]) -> int:
 
 
 def reference(prompt: list[int], max_tokens: int) -> list[int]:
-    """The output without cache, batch or schedule."""
+    """Return the output computed without cache, batching or scheduling."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens:
         tokens.append(predict(tokens))
@@ -39,7 +39,7 @@ class Done:
 
 
 class FakeExecutor:
-    """Runs plans in submission order, as one stream would; writes of a step precede its reads."""
+    """Runs plans in submission order, like one CUDA stream; a step writes before it reads."""
 
     def __init__(self, num_blocks: int, block_size: int, depth: int = 0) -> None:
         self.info = ExecutorInfo(num_blocks, depth, "fake", "none")
@@ -47,7 +47,7 @@ class FakeExecutor:
         self.kv = np.full((num_blocks, block_size), -1)
         self.tokens: dict[int, dict[int, int]] = {}
         self.block_tables: dict[int, list[int]] = {}
-        self.pooled: dict[int, list[int]] = {}  # by slot: length of the prompt, sum of its tokens
+        self.pooled: dict[int, list[int]] = {}  # keyed by slot: prompt length and sum of tokens
         self.plans: list[StepPlan] = []
 
     def start(self) -> ExecutorInfo:
@@ -81,7 +81,7 @@ class FakeExecutor:
         return Done(StepResult(np.array(sampled, np.int32)[:, None], pooled=pooled))
 
     def _pool(self, rows: list[tuple[int, int, int]]) -> list[list[int]]:
-        """Return the sum of the tokens of the prompts that end, each added when it ran."""
+        """Return the token sums of the prompts that end, accumulated over their chunks."""
         vectors = []
         for slot, start, count in rows:
             if slot in self.pooled:

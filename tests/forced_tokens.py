@@ -1,4 +1,4 @@
-"""Make an engine answer what a test says, and keep the logits it would have answered from."""
+"""Force an engine to generate given tokens, and record its logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ids = list[list[int]]
 
 
 def forced_logits(llm: LLM, prompts: Ids, answers: Ids) -> list[Tensor]:
-    """Return the logits of every token of every answer, [len(answer), vocab_size] each."""
+    """Return the logits of each completion's tokens, [len(completion), vocab_size] each."""
     runner = runner_of(llm)
     before = runner.forward
     forced = ForcedTokens(before, [p + a for p, a in zip(prompts, answers, strict=True)])
@@ -32,9 +32,9 @@ def forced_logits(llm: LLM, prompts: Ids, answers: Ids) -> list[Tensor]:
 
 
 class ForcedTokens:
-    """A Forward that records logits, then leaves only the token that is to come next.
+    """A Forward that records logits, then masks all but the token that is to come next.
 
-    A sequence's seed is its index in `sequences`: prompts and answers.
+    A sequence's seed is its index in `sequences`, pairs of prompts and completions.
     """
 
     def __init__(self, forward: Forward, sequences: Ids) -> None:

@@ -1,4 +1,4 @@
-"""Run modules by Triton's interpreter: TRITON_INTERPRET=1 python -m tests.interpreted A,B ..."""
+"""Run modules in Triton's interpreter: TRITON_INTERPRET=1 python -m tests.interpreted A,B ..."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def main() -> None:
 
 
 def patch_language_once(patch_language: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Leave the language patched; the interpreter patches it at each call of each device function.
+    """Patch the language once; the interpreter patches it at each call of a device function.
 
-    That is half of its time.
+    That takes half of its time.
     """
     patched: set[int] = set()
 
@@ -44,7 +44,7 @@ def patch_language_once(patch_language: Callable[[Any], object]) -> Callable[[An
 
 
 def by_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Find what a type is in numpy once; the interpreter makes a table of all at each look."""
+    """Cache the numpy type of each Triton type; the interpreter rebuilds a table each time."""
     found: dict[str, Any] = {}
 
     def look_up(kind: Any) -> Any:
@@ -56,7 +56,7 @@ def by_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def round_to_fp8(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """Round to FP8 as devices do; the interpreter loses what is carried to the exponent."""
+    """Round to FP8 as devices do; the interpreter loses the carry into the exponent."""
 
     def convert_float(values: Any, kind: Any, target: Any, rounding: Any) -> Any:
         if target.name != "fp8e4nv" or kind.name != "fp32":
@@ -68,7 +68,7 @@ def round_to_fp8(convert: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def describe_once(init: Callable[..., None]) -> Callable[..., None]:
-    """Name and check a block's type once, not for the result of each operation: a fifth of it."""
+    """Create each block type once, not for each operation's result: a fifth of the time."""
     known: dict[Any, dict[str, Any]] = {}
 
     def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -82,7 +82,7 @@ def describe_once(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def shape_once(init: Callable[..., None]) -> Callable[..., None]:
-    """Shard the shape that all tensors of a type have."""
+    """Compute the shape of each tensor type once, and share it between tensors."""
     known: dict[str, dict[str, Any]] = {}
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:

@@ -61,7 +61,7 @@ REFUSED: list[dict[str, Any]] = [
 
 
 def random_schema(seed: int, has_conditions: bool = True) -> dict[str, Any]:
-    """A schema; about one of ten holds a part that must be refused."""
+    """Return a random schema; about one in ten contains a part that must be rejected."""
     rng = random.Random(seed)
     names = ["node", "Größe", "x~y"]
     schema = _object(rng, 3)

@@ -1,4 +1,4 @@
-"""Keep the machine code of the CPU kernels outside the clone: a new clone need not compile them.
+"""Cache compiled CPU kernels outside the clone, so that a new clone need not compile them.
 
 Numba keeps it beside the sources, and loads it where a source has the time and size that it had.
 """
@@ -18,11 +18,11 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[1] / "nanovllm" / "devices" / "cpu" / "kernels"
 COMPILED = SOURCES / "__pycache__"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm-tests"
-STAMPS = "stamps.json"  # when each source was changed, in nanoseconds
+STAMPS = "stamps.json"  # modification time of each source, in nanoseconds
 
 
 def restore_kernels() -> None:
-    """Fill a clone that has compiled nothing yet."""
+    """Copy cached kernels to a clone that has compiled none yet."""
     kept = _folder()
     if kept is None or not kept.exists() or _compiled(COMPILED):
         return
@@ -34,7 +34,7 @@ def restore_kernels() -> None:
 
 
 def keep_kernels() -> None:
-    """Keep what is compiled, if it is more than what is kept."""
+    """Update the cache if this clone has compiled more kernels."""
     kept = _folder()
     if kept is None or len(_compiled(COMPILED)) <= len(_compiled(kept)):
         return
@@ -47,12 +47,12 @@ def keep_kernels() -> None:
     shutil.rmtree(kept, ignore_errors=True)
     try:
         new.rename(kept)
-    except OSError:  # another process was first
+    except OSError:  # another process was faster
         shutil.rmtree(new)
 
 
 def _folder() -> Path | None:
-    """A folder for these sources, this numba and this Python; None without numba."""
+    """Return the cache folder for these sources, numba and Python; None without numba."""
     try:
         names = f"{version('numba')} {sys.version} {platform.platform()}"
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""A tokenizer for tiny models: the text of a token is its number."""
+"""A tokenizer for tiny models: the text of a token is its id."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nanovllm import LLM
 
 
 class NumberTokenizer:
-    """Every third token is a special one."""
+    """Decodes ids as numbers; every third token is special."""
 
     eos_token_id = None
 
@@ -23,7 +23,7 @@ class NumberTokenizer:
 
 
 def read_numbers(llm: LLM, eos_token_ids: tuple[int, ...] = ()) -> None:
-    """Let an engine without a tokenizer have this one."""
+    """Give this tokenizer to an engine without one."""
     input_processor, tokenizer = llm.engine.input_processor, NumberTokenizer()
     input_processor.tokenizer = tokenizer  # type: ignore[assignment]
     llm.engine.output_processor.tokenizer = tokenizer  # type: ignore[assignment]

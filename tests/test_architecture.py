@@ -1,4 +1,4 @@
-"""Forbidden imports and forbidden state, read from the source of every file of the package."""
+"""Check every source file of the package for forbidden imports and forbidden state."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from tests.checkpoints import TinyCheckpoint
 ROOT = Path(__file__).parent.parent
 PACKAGE = "nanovllm"
 
-# They run in processes without torch, and where neither torch nor transformers is installed.
+# These run in processes without torch, and where neither torch nor transformers is installed.
 TORCH_FREE = (
     *("config.py", "sampling_params.py", "outputs.py", "llm.py", "async_llm.py", "engine/"),
     *("structured/", "serve/replica.py", "serve/core_records.py", "serve/subscribers.py"),
     *("serve/routing.py", "serve/parsing/", "serve/openai/", "serve/anthropic/"),
 )
-# Dotted names, and the only files that may use them.
+# Dotted names and the only files that may use them.
 ONLY_IN = {
     "torch.cuda": ("devices/cuda/",),
     "torch.distributed": ("parallel/rendezvous.py",),
-    # What a child inherits.
+    # The environment that child processes inherit.
     "os.environ": (
         "config.py",
         "cli/options.py",
         "cli/serve.py",
         "cli/start.py",
         "parallel/supervisor.py",
-        "devices/cuda/memory.py",  # CC, which Triton reads too
+        "devices/cuda/memory.py",  # sets CC, which Triton reads too
         "devices/replica_share.py",
     ),
     "os.getenv": ("config.py",),
 }
 ALLOWED_CHANGES = {
-    # The one way to learn what Triton would launch, put back when that is known.
+    # The only way to find out what Triton would launch; restored afterwards.
     "devices/cuda/compile_ahead.py": "knobs.runtime.jit_cache_hook",
-    # What --threads sets for the engines that are child processes.
+    # The --threads option sets it for engines in child processes.
     "cli/start.py": "os.environ['OMP_NUM_THREADS']",
-    # The one way to hide GPUs from all threads and children of a process.
+    # The only way to hide GPUs from all threads and children of a process.
     "devices/replica_share.py": "os.environ[VISIBLE]",
 }
 MUTATORS = re.compile(
@@ -66,7 +66,7 @@ def trees() -> dict[Path, ast.Module]:
 
 
 def test_host_files_do_not_import_torch(trees: dict[Path, ast.Module]) -> None:
-    """Where torch may be imported at all, it is in functions of `LLM`."""
+    """Only functions that build an engine may import torch."""
     for path, tree in trees.items():
         if relative(path).startswith(TORCH_FREE):
             assert not roots(tree.body) & {"torch", "transformers"}, path
@@ -85,7 +85,7 @@ def test_no_module_state_changes_at_run_time(trees: dict[Path, ast.Module]) -> N
 
 
 def run_script(script: str, *arguments: str) -> str:
-    """Run in a fresh process, so that nothing is imported yet."""
+    """Run a script in a fresh process, so that nothing is imported yet."""
     command = [sys.executable, "-c", script, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert result.returncode == 0, result.stderr
@@ -119,8 +119,8 @@ print(run.make_server.__name__)
 
 
 def test_a_program_with_an_engine(tiny: Callable[[str], TinyCheckpoint]) -> None:
-    """Nothing happens at import, no server is needed, and the first steps import nothing large:
-    neither torch's compiler nor what it needs, which would take seconds in the second token."""
+    """Imports have no side effects or need of a server, and the first steps import nothing large:
+    torch's compiler and its dependencies would delay the second token by seconds."""
     script = """
 import logging, os, signal, sys, torch
 sys.modules.update(dict.fromkeys(["fastapi", "uvicorn", "prometheus_client", "pydantic", "yaml"]))
@@ -193,7 +193,7 @@ def test_the_name_check_sees_violations(file: str, source: str) -> None:
 
 
 def roots(nodes: Iterable[ast.AST]) -> set[str]:
-    """The packages that statements import."""
+    """Return the packages that statements import."""
     found: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -231,7 +231,7 @@ def misplaced_names(file: str, tree: ast.Module) -> list[str]:
 
 
 def state_changes(tree: ast.Module) -> list[str]:
-    """Statements inside functions that change something a module or a class holds."""
+    """Return the statements inside functions that change the state of a module or a class."""
     module_names = bound_names(tree.body)
     found = [
         f"line {node.lineno}: cached function {node.name}"
@@ -253,7 +253,7 @@ def state_changes(tree: ast.Module) -> list[str]:
 
 
 def bound_names(body: list[ast.stmt]) -> set[str]:
-    """Names that a module or function binds itself, not counting nested functions and classes."""
+    """Return the names that a module or function binds, without nested functions and classes."""
     names: set[str] = set()
     pending: list[ast.AST] = list(body)
     while pending:
@@ -270,7 +270,7 @@ def bound_names(body: list[ast.stmt]) -> set[str]:
 
 
 def changed_roots(node: ast.AST) -> Iterator[str]:
-    """Names whose attribute, item or content a statement or call changes."""
+    """Return the names whose attribute, item or content a statement or call changes."""
     is_place = isinstance(node, ast.Attribute | ast.Subscript)
     if is_place and isinstance(node.ctx, ast.Store | ast.Del):
         yield root_name(node)
@@ -280,7 +280,7 @@ def changed_roots(node: ast.AST) -> Iterator[str]:
 
 
 def is_module_alias(name: ast.expr) -> bool:
-    """`np.add(...)` calls a function of a module; `names.add(...)` changes a set."""
+    """Tell `np.add(...)`, a function of a module, from `names.add(...)`, which changes a set."""
     return isinstance(name, ast.Name) and name.id in ("np", "torch", "F")
 
 

@@ -1,4 +1,4 @@
-"""`bench.py`: several engines, the same workloads, one measure."""
+"""`bench.py`: several engines run the same workloads and are measured alike."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKLOAD = ["--num-seqs", "2", "--max-input-len", "20", "--max-output-len", "8",
 
 @pytest.mark.slow
 def test_engines_run_the_same_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tiny model in float32: transformers would take minutes where bf16 is emulated."""
+    """A tiny model in float32: with emulated bfloat16, transformers would take minutes."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     results = tmp_path / "results.jsonl"
     engines = ["nanovllm", "transformers"]
@@ -73,11 +73,14 @@ def test_the_table_says_how_much_better() -> None:
     [
         (
             ["--engine", "transformers", "--tensor-parallel-size", "2"],
-            "bench.py: error: --engine transformers runs on one device, not on --tensor-parallel",
+            "bench.py: error: --engine transformers runs on one device; drop --tensor-parallel",
         ),
         (["--num-seqs", "-3"], "bench.py: error: argument --num-seqs: must be at least 1, got -3"),
         (["--num_seqs", "0"], "bench.py: error: argument --num-seqs: must be at least 1, got 0"),
-        (["--case", "bs1", "8x8"], "bench.py: error: --case 8x8: neither one of mixed, first, bs1"),
+        (
+            ["--case", "bs1", "8x8"],
+            "bench.py: error: --case 8x8 is neither one of mixed, first, bs1",
+        ),
         (["--engine", "vllm"], "bench.py: error: --engine vllm needs vLLM: pip install vllm"),
         (["--max-output-len", "no"], "bench.py: error: argument --max-output-len: invalid integer"),
     ],

@@ -1,4 +1,4 @@
-"""README.md and docs/: what they name is there, and what they show runs."""
+"""README.md and docs/: the files and options they mention exist, and their examples run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from nanovllm.cli import build_parser, main, parse
 from tests import test_rings as rings
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "RESULTS.md"]
+FOLDERS = (ROOT, ROOT / "docs", ROOT / "benchmarks", ROOT / "benchmarks" / "notes")
+DOCUMENTS = [path for folder in FOLDERS for path in folder.glob("*.md")]
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
-# Files that users have, not we.
+# Files of users, which are not in the repository.
 THEIRS = {"config.json", "generation_config.json", "config.yaml", "server.yaml", "trace.json"}
 THEIRS |= {"result.json", "openapi.json", "OUTPUT.job.json"}
-OTHER_PROGRAMS = {"--no-deps", "--backend"}  # pip's, guidellm's
+OTHER_PROGRAMS = {"--no-deps", "--backend"}  # options of pip and guidellm
 
 
 def read(name: str) -> str:
@@ -62,7 +63,7 @@ def test_files_that_are_named_are_there() -> None:
 
 
 def commands() -> Iterator[str]:
-    """Whole commands, from blocks of code; benchmarks have a test of their own."""
+    """Yield the commands in code blocks, except benchmarks, which have their own test."""
     for path in DOCUMENTS:
         for _, block in BLOCK.findall(path.read_text(encoding="utf-8")):
             for line in block.replace("\\\n", "").splitlines():
@@ -89,9 +90,9 @@ def options_of(parser: ArgumentParser) -> set[str]:
 
 def test_flags_that_are_named_are_there() -> None:
     known = options_of(build_parser()) | OTHER_PROGRAMS
-    # The changelog names what is gone, and benchmarks have a test of their own.
-    for path in DOCUMENTS[:-1]:
-        if path.name == "CHANGELOG.md":
+    # The changelog mentions removed files, and benchmarks have their own test.
+    for path in DOCUMENTS:
+        if path.name == "CHANGELOG.md" or path.is_relative_to(ROOT / "benchmarks"):
             continue
         flags = re.findall(r"`(--[\w-]+)", prose(path))
         assert [flag for flag in flags if flag not in known] == [], path.name
@@ -111,7 +112,7 @@ def test_the_reference_is_up_to_date() -> None:
 def test_the_first_command_gives_the_answer_that_is_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On every CPU: no token of it is a close choice."""
+    """The output is the same on every CPU, because no token is a close choice."""
     monkeypatch.setattr("sys.stdin", None)
     [(command, answer)] = re.findall(
         r"^nanovllm (generate .*)\n(?:.*\n)*?```\n```\n(.*)\n\nprompts", read("README.md"), re.M
@@ -123,12 +124,13 @@ def test_the_first_command_gives_the_answer_that_is_shown(
 
 @pytest.mark.slow
 def test_programs_run() -> None:
-    """Those of tests/clients, tests/models and tests/test_logits_processors.py aside."""
+    """Runs all programs but those in tests/clients, tests/models and test_logits_processors.py."""
     scope: dict[str, Any] = {"json": json, "prompts": ["Two plus two is", "The sky is"]}
     names = "README.md", "docs/structured-output.md", "docs/requests.md", "docs/batch-jobs.md"
     for name in names:
         programs = [text for language, text in BLOCK.findall(read(name)) if language == "python"]
-        shorter = re.sub(r"max_tokens=2\d\d\)", "max_tokens=16)", programs[0])  # but no JSON
+        # The JSON example keeps its max_tokens.
+        shorter = re.sub(r"max_tokens=2\d\d\)", "max_tokens=16)", programs[0])
         exec(compile(shorter, name, "exec"), scope)
     scope["llm"].close()
     assert len(scope["outputs"]) == 2

@@ -1,4 +1,4 @@
-"""Bias, allowed ids, bad words and penalties through the engine, against a plain reference."""
+"""Bias, allowed ids, bad words and penalties in the engine, against a simple reference."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ BAD_WORDS = ((4,), (8, 9), (7, 7, 7))
 def edited(
     logits: np.ndarray, prompt: list[int], answer: list[int], params: SamplingParams, words: Any
 ) -> np.ndarray:
-    """One token after the other, as the documentation says it."""
+    """Edit logits one token at a time, as the documentation specifies."""
     logits = logits.astype(np.float64)
     allowed = params.allowed_token_ids
     for token_id in range(len(logits)):
@@ -82,7 +82,7 @@ def edited(
 def reference(
     checkpoint: TinyCheckpoint, prompt: list[int], params: SamplingParams, words: Any = ()
 ) -> list[int]:
-    """Greedy tokens, each a clear winner after the edits."""
+    """Return greedy tokens, each ahead of the second by a clear gap after the edits."""
     answer: list[int] = []
     while len(answer) < params.max_tokens:
         with torch.inference_mode():
@@ -124,7 +124,7 @@ def wanted(tiny: Any) -> list[list[int]]:
 def test_every_edit_beside_every_other(
     tiny: Any, wanted: list[list[int]], device: str, mode: str
 ) -> None:
-    """Twice, the second time from the prefix cache; rows without edits get transformers' tokens."""
+    """Runs twice, then from the prefix cache; rows without edits equal transformers."""
     checkpoint, prompts = tiny("qwen3"), make_prompts()[: len(EDITS)]
     params = [greedy(edits) for edits in EDITS]
     with LLM(checkpoint.path, device=device, **OPTIONS, **MODES[mode]) as llm:
@@ -139,7 +139,7 @@ def test_every_edit_beside_every_other(
 def test_rows_are_edited_a_few_at_a_time(
     tiny: Any, wanted: list[list[int]], device: str, monkeypatch: Any
 ) -> None:
-    """As where sequences are long; `tests/worker/test_logits_edits.py` has how they are divided."""
+    """As for long sequences; `tests/worker/test_logits_edits.py` tests how rows are split."""
     monkeypatch.setattr("nanovllm.worker.logits_edits.MAX_TOKENS", 60)
     params = [greedy(edits) for edits in EDITS]
     with LLM(tiny("qwen3").path, device=device, **OPTIONS) as llm:
@@ -149,8 +149,8 @@ def test_rows_are_edited_a_few_at_a_time(
 @DEVICES
 @pytest.mark.parametrize("depth", [0, 1])
 def test_bad_words_of_several_tokens(tiny: Any, device: str, depth: int) -> None:
-    """A word counts where the answer holds the tokens before its last one, not where the prompt
-    does; each has its turn, as those that the model likes to say are taken from its answer."""
+    """A bad word's first tokens must be in the output, not in the prompt. The words come from
+    unedited completions, so that the model would generate each of them."""
     checkpoint, prompts = tiny("qwen3"), make_prompts()[:6]
     free = [reference(checkpoint, prompt, greedy({})) for prompt in prompts]
     words = [(*BAD_WORDS, tuple(a[2:4]), tuple(a[5:8]), (a[0],), (p[-1], a[0])) for p, a in
@@ -174,7 +174,7 @@ def test_bad_words_of_several_tokens(tiny: Any, device: str, depth: int) -> None
 
 
 def halve(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """And make what was said last a little likelier."""
+    """Halve all logits and raise that of the newest token a little."""
     logits = logits / 2
     logits[output_token_ids[-1:]] += 1
     return logits
@@ -201,7 +201,7 @@ DRAWN: list[dict[str, Any]] = [
 @pytest.mark.slow
 @DEVICES
 def test_draws_follow_the_edited_probabilities(tiny: Any, device: str) -> None:
-    """The second of two tokens, where the first one was the commonest; all kinds in one batch."""
+    """Checks the second token after the most frequent first one; all kinds run in one batch."""
     checkpoint, prompt, num_draws = tiny("qwen3"), [3, 14, 15, 14, 65], 600
     allowed = {"allowed_token_ids": [*range(5, 50, 5), 14]}
     params = [

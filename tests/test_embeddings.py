@@ -1,4 +1,4 @@
-"""Embeddings equal the pooled hidden states of transformers, whatever else is in the batch."""
+"""Embeddings equal the pooled hidden states of transformers, regardless of the batch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def assert_right(
     ],
 )
 def test_they_equal_transformers(tiny: Any, device: str, mode: str, pooling: Any) -> None:
-    """Twice, the second time with the prompts in the cache."""
+    """Runs twice, the second time with the prompts in the cache."""
     checkpoint, prompts = tiny("qwen3"), [[9], *make_prompts(), [*range(128)]]
     with LLM(checkpoint.path, device=device, **OPTIONS, **EMBED_MODES[mode]) as llm:
         for _ in range(2):
@@ -94,7 +94,7 @@ def test_worker_processes(tiny: Any) -> None:
 @DEVICES
 @pytest.mark.parametrize("mode", ["ahead", "chunked", "preempted"])
 def test_beside_answers(tiny: Any, device: str, mode: str) -> None:
-    """Callers in three threads: what is generated stays as it is alone, prompt scores too."""
+    """Three threads embed, generate and score; each gets the same results as alone."""
     checkpoint, prompts = tiny("qwen3"), make_prompts()[:10]
     greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, prompt_logprobs=0)
     vectors: dict[str, Any] = {}
@@ -123,7 +123,7 @@ def test_beside_answers(tiny: Any, device: str, mode: str) -> None:
 
 
 def test_chunks_add_up_after_preemption(tiny: Any) -> None:
-    """Answers outgrow the pool amid prompts that are read in small pieces."""
+    """Completions outgrow the pool while prompts are prefilled in small chunks."""
     checkpoint, prompts = tiny("qwen3"), [[*range(i, i + 100)] for i in range(3)]
     options = {**OPTIONS, "num_kvcache_blocks": 13, "max_num_batched_tokens": 8, "depth": 1}
     long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, priority=-1)
@@ -136,7 +136,7 @@ def test_chunks_add_up_after_preemption(tiny: Any) -> None:
 
 
 def test_states_are_widened_a_few_at_a_time(tiny: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("nanovllm.worker.logits_reads.TOKENS_AT_A_TIME", 7)
+    monkeypatch.setattr("nanovllm.worker.prompt_logprobs.TOKENS_AT_A_TIME", 7)
     checkpoint, prompts = tiny("qwen3"), [[*range(70)], [3], [*range(14)], [*range(15)], [5, 6]]
     with LLM(checkpoint.path, device="cpu", **OPTIONS) as llm:
         outputs = llm.embed(prompts, "mean", normalize=False, use_tqdm=False)
@@ -144,7 +144,7 @@ def test_states_are_widened_a_few_at_a_time(tiny: Any, monkeypatch: Any) -> None
 
 
 def test_last_takes_cached_blocks_and_mean_none(tiny: Any) -> None:
-    """What each of them computes fills the cache for others."""
+    """Both kinds fill the cache for other requests."""
     with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
         sizes = []
         run = runner_of(llm).run

@@ -13,8 +13,9 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from tests.checkpoints import FAMILIES, VARIANTS, VOCAB_SIZE, TinyCheckpoint
 
-BORDERS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49)  # around every border of 16-token blocks
-pytestmark = pytest.mark.usefixtures("one_thread")  # tests/worker has the same with several
+# Lengths around the boundaries of 16-token blocks.
+BORDERS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49)
+pytestmark = pytest.mark.usefixtures("one_thread")  # tests/worker covers several threads
 MAX_TOKENS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
@@ -58,15 +59,16 @@ MODES = {
     "block-48": {"kvcache_block_size": 48, "max_num_batched_tokens": 10},
     "block-256": {"kvcache_block_size": 256},
     "eager": {"enforce_eager": True},
-    "many-rows": {"max_num_seqs": 20},  # more than a recorded step has
+    "many-rows": {"max_num_seqs": 20},  # more rows than a recorded step supports
 }
 
 
-FAMILY_MODES = {"plain": 0, "preempted-chunked": 1, "eager": 0, "many-rows": 1}  # with this depth
+# The depth for each mode.
+FAMILY_MODES = {"plain": 0, "preempted-chunked": 1, "eager": 0, "many-rows": 1}
 
 
 def variant_cases() -> Iterator[tuple[str, str, int]]:
-    """Deal all pairs of a mode and a depth to the variants."""
+    """Distribute all pairs of a mode and a depth over the variants."""
     variants = list(VARIANTS)
     for number, (depth, mode) in enumerate(itertools.product((0, 1), MODES)):
         yield variants[number % len(variants)], mode, depth
@@ -79,7 +81,8 @@ def family_cases() -> Iterator[tuple[str, str, int]]:
             yield family, *modes[(number + index) % len(modes)]
 
 
-CASES = sorted([*variant_cases(), *family_cases()])  # a model's cases share its answers
+# Sorted, so that the cases of one model share its reference outputs.
+CASES = sorted([*variant_cases(), *family_cases()])
 
 
 @pytest.mark.parametrize(("case", "mode", "depth"), CASES, indirect=["case"])
@@ -90,7 +93,7 @@ def test_equals_transformers(case: Case, mode: str, depth: int) -> None:
 def check(case: Case, mode: str, depth: int) -> None:
     options = {"kvcache_block_size": 16, "max_num_seqs": 8, "max_model_len": 128, **MODES[mode]}
     with LLM(case.path, skip_tokenizer_init=True, depth=depth, **options) as llm:
-        for max_tokens in (MAX_TOKENS, 5):  # the second time everything is cached
+        for max_tokens in (MAX_TOKENS, 5):  # the second time, everything is cached
             params = replace(GREEDY, max_tokens=max_tokens)
             outputs = llm.generate(case.prompts, params, use_tqdm=False)
             want = [answer[:max_tokens] for answer in case.answers]

@@ -1,4 +1,4 @@
-"""Engines answer rightly by the choices of every kind of CPU, whichever one runs the tests."""
+"""Engines give correct outputs with the choices of every kind of CPU, on any CPU."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "kvcache_block_size": 16,
     "max_model_len": 160,
-    "max_num_seqs": 24,  # more than one product of ours takes
+    "max_num_seqs": 24,  # more rows than our matmul kernel takes at once
 }
-# What runs products of many rows, and what "auto" makes of a checkpoint stored in bfloat16.
+# The kernel for products of many rows, and the dtype that "auto" chooses for bfloat16 weights.
 CHOICES = {
     "amx": ("packed bfloat16", "packed float32", BF16),
     "avx512": ("rows float32", "packed float32", BF16),
@@ -65,7 +65,7 @@ def test_products_and_dtypes_are_chosen_by_the_record(
         torch.testing.assert_close(y.double(), want, rtol=1e-2, atol=1e-2)
         assert products.noted == {choice}
         products.noted.clear()
-        ops.pack_linear(weight, bias, None, False)(x)  # no room for a second copy
+        ops.pack_linear(weight, bias, None, False)(x)  # there is no room for a second copy
         assert products.noted == {choice.replace("packed", "rows")}
         products.noted.clear()
     for stored in ("bfloat16", "float16"):
@@ -96,7 +96,7 @@ def test_logits_in_bfloat16_are_as_exact_as_those_of_transformers(
     products = Products(monkeypatch)
     with warnings.catch_warnings():
         if BF16 not in CPUS[cpu].multiplies:
-            warnings.simplefilter("error")  # torch says what it must emulate
+            warnings.simplefilter("error")  # torch warns about emulated dtypes
         path = checkpoint(checkpoint_root, variant).path
         with LLM(path, dtype="bfloat16", **OPTIONS) as llm:
             ours = torch.cat(forced_logits(llm, prompts, answers))

@@ -1,4 +1,4 @@
-"""Each parameter beside all others: a request gets what it gets alone, however it is run."""
+"""A request with any parameter gets the same output alone and in a batch with all others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shift(output_token_ids: list[int], logits: Tensor) -> Tensor:
     return logits.roll(1 + len(output_token_ids))
 
 
-# By field: what a request asks for, and what it is held against, which must give something else.
+# For each field: a request's value, and another value, which must give a different output.
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "temperature": ({"temperature": 2.0}, {"temperature": 0}),
     "max_tokens": ({"max_tokens": 3}, {}),
@@ -106,7 +106,7 @@ PLAIN = make_params({})
 
 
 def summary(output: RequestOutput) -> list[Any]:
-    """All of an answer but for times, ids and log-probabilities, which rounding moves."""
+    """Return an output without times, ids and logprobs, which rounding changes."""
     best = [output.prompt_token_ids, output.text, output.finish_reason, output.error]
     return [best, [(each.token_ids, each.text, each.stop_reason) for each in output.outputs]]
 
@@ -128,7 +128,7 @@ def prompts_for(number: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(tiny: Any) -> Any:
-    """The answer to each request when nobody else is there, by device: each has its own noise."""
+    """Return each request's output when it runs alone; the noise depends on the device."""
 
     @cache
     def answers(device: str) -> list[RequestOutput]:
@@ -141,7 +141,7 @@ def alone(tiny: Any) -> Any:
 
 
 def test_every_field_is_here() -> None:
-    elsewhere = {"structured_outputs"}  # in test_structured.py: they need a real tokenizer
+    elsewhere = {"structured_outputs"}  # tested in test_structured.py, with a real tokenizer
     assert {field.name for field in fields(SamplingParams)} == {*FEATURES, *elsewhere}
 
 
@@ -156,7 +156,7 @@ def test_each_changes_something(tiny: Any, alone: Any) -> None:
 
 @pytest.mark.parametrize(("device", "mode"), CASES)
 def test_all_side_by_side(tiny: Any, alone: Any, device: str, mode: str) -> None:
-    """Every other row asks for nothing; twice, the second time with the prompts in the cache."""
+    """Every other row has no options. Runs twice, the second time with cached prompts."""
     checkpoint, prompts = tiny("qwen3"), prompts_for(len(ASKED))
     params = [param for asked in ASKED for param in (asked, PLAIN)]
     doubled = [prompt for prompt in prompts for _ in range(2)]
@@ -178,7 +178,7 @@ def test_all_side_by_side(tiny: Any, alone: Any, device: str, mode: str) -> None
 
 
 def test_eight_samples_equal_eight_requests(tiny: Any) -> None:
-    """With all that can be combined; their seeds follow one another."""
+    """Uses all options that can be combined; the requests have consecutive seeds."""
     asked = replace(make_params(COMBINED), n=8, prompt_logprobs=None)
     ones = [replace(asked, n=1, seed=1 + i) for i in range(8)]
     prompt = prompts_for(9)[8]

@@ -1,4 +1,4 @@
-"""`example.py`, the job of `make demo`, at a terminal and in a pipe."""
+"""`example.py`, which `make demo` runs, in a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def test_the_demo_at_a_terminal() -> None:
     assert process.text.index("The capital of France is Paris.") > question
     rows = process.text.rstrip().splitlines()
     assert rows[-6].startswith("prompts       8, ")
-    assert rows[-2] == "prefix cache  448 of 799 prompt tokens"  # a block of 64 for seven of them
+    # Seven prompts share a block of 64 tokens.
+    assert rows[-2] == "prefix cache  448 of 799 prompt tokens"
 
 
 @pytest.mark.slow
 def test_the_demo_in_a_pipe() -> None:
-    """On three ranks: the model has nine heads and three of keys and values."""
+    """Runs on three ranks: the model has nine heads and three KV heads."""
     options = ["--model", "smollm2", "--max_tokens", "10", "--tensor-parallel-size", "3"]
     result = run_program("example.py", *options, timeout=1200)
     assert (result.returncode, result.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""A KV cache of eight bits: the answers are those of a model whose cache rounds alike."""
+"""FP8 KV cache: outputs equal those of transformers with a cache that rounds alike."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class RoundedCache(DynamicCache):
-    """transformers' cache, which keeps and returns what eight bits hold of keys and values."""
+    """A transformers cache that rounds keys and values to FP8."""
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **options: Any) -> Any:
         of_q, of_k = hadamard_exponents(keys.shape[-1])
         transformed_keys = dequantize(quantize(hadamard_transform(keys, of_k)), torch.float32)
-        keys = hadamard_transform(transformed_keys, of_q)  # its own inverse, but for the scale
+        keys = hadamard_transform(transformed_keys, of_q)  # its own inverse, except for the scale
         values = dequantize(quantize(values), values.dtype)
         return super().update(keys, values, *args, **options)
 
@@ -57,12 +57,12 @@ class RoundedCache(DynamicCache):
 @dataclass(frozen=True)
 class Answer:
     token_ids: list[int]
-    num_clear: int  # those before the first that rounding could change
+    num_clear: int  # tokens before the first that rounding could change
 
 
 @torch.inference_mode()
 def answer(model: Any, prompt: list[int]) -> Answer:
-    """Token by token, as a model reads that has no cache but this."""
+    """Generate token by token with the rounded cache."""
     cache, token_ids, gaps = RoundedCache(config=model.config), list(prompt), []
     read = prompt
     for _ in range(MAX_TOKENS):
@@ -90,14 +90,14 @@ def check(llm: LLM, answers: list[Answer]) -> None:
 
 
 def test_rounding_shows(tiny: Any, answers: list[Answer]) -> None:
-    """Else the other tests would prove nothing."""
+    """Otherwise the other tests would prove nothing."""
     exact = tiny("qwen3").answers(make_prompts(), MAX_TOKENS)
     assert any(want.token_ids != each for want, each in zip(answers, exact, strict=True))
 
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_answers(tiny: Any, answers: list[Answer], mode: str) -> None:
-    """A chunk reads its own keys rounded, so how prompts are cut changes nothing."""
+    """A chunk reads even its own keys rounded, so chunk sizes do not matter."""
     with LLM(tiny("qwen3").path, **{**OPTIONS, **MODES[mode]}) as llm:
         check(llm, answers)
         if mode == "preempted":
@@ -107,7 +107,7 @@ def test_answers(tiny: Any, answers: list[Answer], mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_how_prompts_are_cut_changes_nothing(tiny: Any, family: str) -> None:
-    """Windows, experts and every rotation: whole prompts, chunks and prefixes that are cached."""
+    """Covers windows, experts and every RoPE kind: whole prompts, chunks and cached prefixes."""
     answers = []
     for mode in ("plain", "chunked", "preempted"):
         with LLM(tiny(family).path, **{**OPTIONS, **MODES[mode]}) as llm:
@@ -117,7 +117,7 @@ def test_how_prompts_are_cut_changes_nothing(tiny: Any, family: str) -> None:
 
 
 def test_plain_torch(tiny: Any) -> None:
-    """What float16 runs on; whose answers differ where two tokens are about as likely."""
+    """Plain torch also runs float16, whose outputs differ where two tokens are nearly tied."""
     with LLM(tiny("qwen3").path, **{**OPTIONS, "dtype": "float16"}) as llm:
         outputs = llm.generate(make_prompts(), GREEDY, use_tqdm=False)
     assert [len(output.token_ids) for output in outputs] == [MAX_TOKENS] * len(outputs)
@@ -129,7 +129,7 @@ def test_two_ranks(tiny: Any, answers: list[Answer]) -> None:
 
 
 def test_samples_share_and_copy_blocks(tiny: Any) -> None:
-    """Two answers to one prompt, the second from a copied block, are those of two requests."""
+    """Two samples of one prompt, the second with a copied block, equal two requests."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     with LLM(tiny("qwen3").path, **OPTIONS) as llm:
         (alone,) = llm.generate([list(range(40))], params, use_tqdm=False)
@@ -152,7 +152,7 @@ def test_the_same_memory_holds_more_tokens(
         num_blocks = 3
         caches = spec.views(torch.zeros(num_blocks * spec.block_bytes, dtype=torch.uint8), 3)
         used = sum(part.nbytes for cache in caches for part in cache.parts)
-        assert used == num_blocks * spec.block_bytes  # scales are counted
+        assert used == num_blocks * spec.block_bytes  # includes the scales
         sizes.append(spec.block_bytes)
     assert sizes[0] / sizes[1] >= least
     assert sizes[1] == sizes[2]
@@ -165,7 +165,7 @@ def test_the_same_memory_holds_more_tokens(
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of"),
         (
             {"kv_cache_dtype": "fp8", "attention_backend": "flash_attn"},
-            "flash_attn' does not read kv_cache_dtype='fp8'",
+            "flash_attn' does not support kv_cache_dtype='fp8'",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""`LLM.generate_stream`: any number of prompts, read as there is room for them."""
+"""`LLM.generate_stream`: any number of prompts, read lazily."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_outputs_are_those_of_generate_and_prompts_are_read_late(llm: LLM) -> No
 
     found: dict[int, list[int]] = {}
     for index, output in llm.generate_stream(prompts(), iter(params)):
-        assert num_read - len(found) <= 8 + 4  # two batches, and one that has just finished
+        assert num_read - len(found) <= 8 + 4  # two batches, and the one that has just finished
         found[index] = output.token_ids
     expected = llm.generate(PROMPTS, params, use_tqdm=False)
     assert [found[i] for i in range(40)] == [output.token_ids for output in expected]
@@ -78,7 +78,8 @@ def test_a_dict_is_one_prompt(llm: LLM) -> None:
     prompt = {"prompt_token_ids": PROMPTS[0]}
     ((index, output),) = llm.generate_stream(prompt, params)
     assert (index, output.prompt_token_ids) == (0, PROMPTS[0])
-    with pytest.raises(RequestError, match="skip_tokenizer_init"):  # a text, and not its letters
+    # A string is one prompt, not a sequence of letters.
+    with pytest.raises(RequestError, match="skip_tokenizer_init"):
         list(llm.generate_stream("some text", params))
 
 

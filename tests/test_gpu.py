@@ -51,7 +51,7 @@ def case(request: pytest.FixtureRequest, tiny: Any) -> tuple[str, list[list[int]
 
 @cache
 def expected(checkpoint: TinyCheckpoint) -> list[list[int]]:
-    """What transformers answers to `make_prompts()`."""
+    """Return the completions of `make_prompts()` by transformers."""
     return [checkpoint.generate(prompt, MAX_TOKENS) for prompt in make_prompts()]
 
 
@@ -59,7 +59,7 @@ def expected(checkpoint: TinyCheckpoint) -> list[list[int]]:
 def test_equals_transformers(case: Any, mode: str) -> None:
     path, prompts, want = case
     with LLM(path, **{**OPTIONS, **MODES[mode]}) as llm:
-        for _ in range(2):  # the second time everything is cached
+        for _ in range(2):  # the second time, everything is cached
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
             assert [output.token_ids for output in outputs] == want
         scheduler = llm.engine.core.scheduler
@@ -82,7 +82,7 @@ def test_block_sizes(tiny: Any, block_size: int) -> None:
 
 @pytest.mark.parametrize("caching", [False, True], ids=["no-cache", "cache"])
 def test_batches_of_1_to_300(tiny: Any, caching: bool) -> None:
-    """Sequences enter and leave, so that graphs of every size run, padded and full."""
+    """Sequences arrive and finish, so that graphs of every size run, padded and full."""
     checkpoint = tiny("qwen3")
     prompts, want = make_prompts(), expected(checkpoint)
     rng = random.Random(0)
@@ -95,7 +95,7 @@ def test_batches_of_1_to_300(tiny: Any, caching: bool) -> None:
 
 
 class BothWays:
-    """Runs decode steps eagerly and from their graph, and keeps both logits."""
+    """Runs decode steps both eagerly and from their graph, and keeps both logits."""
 
     def __init__(self, graphed: Forward) -> None:
         self.graphed = graphed
@@ -104,7 +104,7 @@ class BothWays:
     def __call__(self, plan: StepPlan) -> StepLogits:
         if not is_decode(plan):
             return self.graphed(plan)
-        steps = getattr(self.graphed, "__self__", self.graphed)  # it may be a method of theirs
+        steps = getattr(self.graphed, "__self__", self.graphed)  # may be a bound method
         eager = steps.eager(plan).values.clone()
         step = self.graphed(plan)
         self.pairs.append((step.values.clone(), eager))
@@ -114,8 +114,8 @@ class BothWays:
 @pytest.mark.parametrize(
     ("max_rows", "max_len", "tolerances"),
     [
-        (8, 64, (0.0, 0.0)),  # no padding, no split context: the very same kernels
-        (40, 160, (0.03, 0.004)),  # padded products and split contexts are rounded differently
+        (8, 64, (0.0, 0.0)),  # no padding, no key splits: identical kernels
+        (40, 160, (0.03, 0.004)),  # padded products and key splits are rounded differently
     ],
     ids=["exact", "padded"],
 )
@@ -141,7 +141,7 @@ def test_graphs_equal_eager_steps(
 
 
 def test_two_engines_take_turns(tiny: Any) -> None:
-    """Tables, graphs and caches of one engine are not those of another."""
+    """Engines do not share tables, graphs or caches."""
     checkpoints = [tiny("qwen3"), tiny("llama")]
     prompts = make_prompts()
     llms = [LLM(checkpoint.path, **OPTIONS) for checkpoint in checkpoints]
@@ -159,7 +159,7 @@ def test_two_engines_take_turns(tiny: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["plain", "eager", "preempted-chunked", "few-slots"])
 def test_a_device_that_lags_behind(tiny: Any, mode: str) -> None:
-    """While a step's copies still wait to run, the host makes the next step's."""
+    """The host prepares the next step's copies while those of the previous one are pending."""
     checkpoint = tiny("qwen3")
     with LLM(checkpoint.path, **{**OPTIONS, **MODES[mode]}) as llm:
         slow_down(llm)
@@ -169,7 +169,7 @@ def test_a_device_that_lags_behind(tiny: Any, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["plain", "preempted-chunked"])
 def test_aborts_leave_the_others_alone(tiny: Any, mode: str) -> None:
-    """Those that are aborted write the blocks that the others share, at times not to the end."""
+    """Aborted requests write blocks that the others share, and sometimes do not complete them."""
     checkpoint, rng = tiny("qwen3"), random.Random(5)
     doomed, ids, outputs = [], [], {}
     with LLM(checkpoint.path, **{**OPTIONS, **MODES[mode]}) as llm:
@@ -186,7 +186,7 @@ def test_aborts_leave_the_others_alone(tiny: Any, mode: str) -> None:
 
 
 def slow_down(llm: LLM) -> None:
-    """Let the device begin every step late."""
+    """Make the device begin every step late."""
     buffers = runner_of(llm).eager.tables
     update = buffers.update
 
@@ -209,7 +209,7 @@ def test_no_step_waits_for_the_device(tiny: Any, mode: str) -> None:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Torch raises where it would wait for the device; the event behind a step's tokens is fine."""
+    """Make torch raise if it would wait for the device; waiting for the tokens' event is fine."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -1,4 +1,4 @@
-"""Engines with a KV cache of eight bits on a GPU give the answers of one that rounds alike."""
+"""Engines with an FP8 KV cache on a GPU give the completions of a reference that also quantizes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ pytestmark = NEEDS_GPU
 
 @pytest.mark.parametrize("mode", ["plain", "chunked", "preempted", "eager", "reference"])
 def test_answers_on_a_gpu(tiny: Any, answers: list[Answer], mode: str) -> None:
-    """The same tokens by CUDA's kernels and graphs."""
+    """The CUDA kernels and graphs give the same tokens."""
     with LLM(tiny("qwen3").path, **{**OPTIONS, **MODES[mode]}, device="cuda") as llm:
         check(llm, answers)
 
 
 def test_rows_that_share_their_first_keys_on_a_gpu(tiny: Any) -> None:
-    """Many answers to one prompt: its keys are read once for all, and nothing else changes."""
+    """Many completions share a long prefix, whose keys are read once; the tokens do not change."""
     prompt, params = list(range(90)), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     options = {**OPTIONS, "max_num_seqs": 90, "max_model_len": 512, "device": "cuda"}
     prompts = [prompt * 5 + [i] for i in range(90)]
@@ -36,5 +36,5 @@ def test_rows_that_share_their_first_keys_on_a_gpu(tiny: Any) -> None:
 
 
 def test_heads_that_tensor_cores_do_not_take_are_refused(tiny: Any) -> None:
-    with pytest.raises(ConfigError, match="heads of 16"):
+    with pytest.raises(ConfigError, match="head_dim > 16 on GPUs, got 16"):
         LLM(tiny("qwen3-tied").path, **OPTIONS, device="cuda")

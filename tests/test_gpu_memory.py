@@ -1,4 +1,4 @@
-"""Memory: steps leave nothing behind, `close` gives it back, the share asked for is kept to."""
+"""Memory: steps do not leak, `close` frees it, and `gpu_memory_utilization` is respected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.test_sampled_requests import KINDS
 MIB = 1 << 20
 GIB = 1 << 30
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "kvcache_block_size": 16}
-# Keys and values of a token take 32 KiB, so that the pool wants far more than it gets.
+# Keys and values take 32 KiB per token, so that the cache wants far more memory than it gets.
 LARGE_CACHE = {
     **CONFIG,
     "hidden_size": 256,
@@ -38,8 +38,8 @@ LARGE_CACHE = {
 
 @dataclass(frozen=True)
 class Usage:
-    allocated: int  # by torch on the device, in use
-    reserved: int  # by torch on the device, in use or kept for later
+    allocated: int  # device bytes that torch uses
+    reserved: int  # device bytes that torch uses or caches
     pinned: int
     resident: int
 
@@ -56,7 +56,7 @@ def usage() -> Usage:
 
 
 class Churn:
-    """Requests of every kind that come, end and are aborted; some prompts begin alike."""
+    """Requests of every kind that arrive, finish and are aborted; some prompts share a prefix."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -66,7 +66,7 @@ class Churn:
         self.num_finished = self.num_cached = 0
 
     def run(self, num_steps: int) -> Usage:
-        """Return what is in use when every request that came has ended."""
+        """Return the memory in use after every request has finished."""
         for _ in range(num_steps):
             while len(self.live) < 12 and self.rng.random() < 0.6:
                 self.live.append(self.llm.add_request(*self._request()))
@@ -112,14 +112,14 @@ def test_two_thousand_steps_leave_nothing_behind(tiny: Any, device: str) -> None
     assert churn.num_finished > 400
     assert churn.num_cached > 1000
     assert last.allocated <= first.allocated
-    assert last.reserved <= first.reserved + 4 * MIB  # two segments: how they are cut varies
+    assert last.reserved <= first.reserved + 4 * MIB  # two segments: fragmentation varies
     assert last.pinned <= first.pinned + MIB
-    assert last.resident <= middle.resident + 12 * MIB  # libraries' caches fill up for longer
+    assert last.resident <= middle.resident + 12 * MIB  # caches of libraries take longer to fill
 
 
 @pytest.fixture(params=[pytest.param(None, marks=NEEDS_GPU, id="cuda")])
 def device_bytes() -> int:
-    """The size of a device on which torch holds nothing it does not need."""
+    """Free torch's cached memory; return the size of the device's memory."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[1]
@@ -132,7 +132,7 @@ def used_bytes() -> int:
 
 
 def test_close_gives_the_memory_back(tiny: Any, device_bytes: int) -> None:
-    """And engines can follow one another; cuBLAS keeps a workspace of 32 MiB for each stream."""
+    """Engines can follow one another; cuBLAS keeps a workspace of 32 MiB for each stream."""
     before = usage()
     rounds = []
     for _ in range(3):
@@ -163,7 +163,7 @@ def large_cache(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_the_share_of_the_memory_is_kept_to(large_cache: dict[str, Any], device_bytes: int) -> None:
-    """With everything at work, and with memory that is not the engine's."""
+    """Under full load, with and without memory that does not belong to the engine."""
     share = used_bytes() / device_bytes + 0.1
     pools = []
     for num_other_bytes in (0, 2 * GIB):
@@ -175,7 +175,7 @@ def test_the_share_of_the_memory_is_kept_to(large_cache: dict[str, Any], device_
             llm.generate(prompts, params, use_tqdm=False)
             used_share = used_bytes() / device_bytes
         assert used_share <= share + 0.003
-        assert used_share >= share - 0.02 - GIB / device_bytes  # what is reserved may be left over
+        assert used_share >= share - 0.02 - GIB / device_bytes  # part of the reserve may be unused
         del other, llm
         torch.cuda.empty_cache()
     block_bytes = 32 * 32 * 1024

@@ -1,7 +1,7 @@
-"""Every CUDA kernel in small shapes, and an engine without graphs: what `make sanitize` runs.
+"""Every CUDA kernel in small shapes, and an engine without graphs, for `make sanitize`.
 
-Memcheck slows kernels down many times and sees allocations only if torch does not cache them,
-which rules graphs out.
+Memcheck makes kernels many times slower, and sees allocations only if torch does not cache them,
+which rules out graphs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_fused(check: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_experts(dtype: torch.dtype) -> None:
-    """Routing, alone and after a norm, pairs and sorted pairs, tiles of every shape."""
+    """Routing alone and after a norm, pairs and sorted pairs, and tiles of every shape."""
     experts_cases.check_routing(dtype, "cuda")
     experts_cases.check_experts(dtype, "cuda")
     experts_cases.check_every_tile(dtype, "cuda")
@@ -54,11 +54,11 @@ def test_experts(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_stored_weights(dtype: torch.dtype) -> None:
-    """Codes of 4 bits and in FP8, by output and by group: products, splits, widening, rounding."""
+def test_quantized_weights(dtype: torch.dtype) -> None:
+    """Int4 and FP8 weights with scales per output and per group: every kernel that reads them."""
     quantized_cases.check_products(dtype, "cuda")
     quantized_cases.check_partial_sums(dtype, "cuda")
-    quantized_cases.check_widening(dtype, "cuda")
+    quantized_cases.check_dequantize(dtype, "cuda")
     quantized_cases.check_quantized_rows(dtype, "cuda")
     quantized_cases.check_normed_rows(dtype, "cuda")
     quantized_cases.check_scaled_sums(dtype, "cuda")
@@ -67,7 +67,7 @@ def test_stored_weights(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "tma", "shared"])
 def test_attention(kind: str) -> None:
-    """Whole and split contexts, and what combines them; heads of every size and in every dtype."""
+    """Unsplit and split contexts and their join, for every head dimension and dtype."""
     if kind == "tma" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     drawn = paged_attention_cases.sample(kind, 5, DTYPES, paged_attention_cases.SMALL)
@@ -76,7 +76,7 @@ def test_attention(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "shared"])
-def test_attention_over_codes(kind: str) -> None:
+def test_attention_over_fp8_keys(kind: str) -> None:
     for case in paged_attention_cases.sample(kind, 4, DTYPES, paged_attention_cases.SMALL):
         paged_attention_cases.verify(replace(case, is_fp8=True), kind, "cuda")
 
@@ -98,7 +98,7 @@ def test_sampling_with_every_cut(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("has_experts", [False, True])
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_persistent_step(bits: int, has_experts: bool) -> None:
-    """A few contexts, each shorter or longer than what one program reads; also several rows."""
+    """A few contexts, shorter and longer than the keys of one CTA; also several rows."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     from nanovllm.devices.cuda.persistent.sizes import NO_EXPERTS, ExpertsShape, StepShape
@@ -106,7 +106,7 @@ def test_persistent_step(bits: int, has_experts: bool) -> None:
 
     experts = ExpertsShape(6, 2, 256) if has_experts else NO_EXPERTS
     shape = StepShape(256, 4, 2, 128, 512, 1000, bits, experts)
-    num_layers = 1 if has_experts else 2  # a choice that is nearly a tie may fall either way
+    num_layers = 1 if has_experts else 2  # a near tie may choose a different expert
     step = RandomStep(shape, Variant(num_layers, block_size=32), 700, 4)
     lengths = {1: 1, 2: 33, 3: 650, 4: 129}
     batches = [([slot], False) for slot in lengths]
@@ -122,7 +122,7 @@ def test_persistent_step(bits: int, has_experts: bool) -> None:
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_an_engine_without_graphs(tiny: Any, dtype: str, kv_cache_dtype: str) -> None:
-    """Chunks, prefix hits, preemption, one row and several, every kind of sampling."""
+    """Prefill chunks, prefix hits, preemption, one and several rows, and every kind of sampling."""
     prompts = make_prompts()
     with LLM(
         tiny("qwen3").path,

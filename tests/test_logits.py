@@ -1,4 +1,4 @@
-"""Logits in every dtype are as near to the exact ones as those of transformers on that device."""
+"""Logits in every dtype are as close to the exact ones as transformers' on the same device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WIDE = Qwen3Config(  # heads as large as those of real models
 )
 PROMPT_LENS = (1, 2, 15, 16, 17, 48, 70, 130)
 NUM_NEW = 12
-# How much worse than transformers' own error the root mean square and the largest may be.
+# Allowed ratios of our RMS error and our largest error to those of transformers.
 FACTORS = {"float32": 3.0, "float16": 1.5, "bfloat16": 1.5}
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -49,7 +49,7 @@ CASES = [
     *(("wide", "bfloat16", mode) for mode in MODES if mode != "padded"),
     ("wide", "float16", "plain"),
     ("wide", "float32", "plain"),
-    # Prompts beyond the trained context are rotated otherwise there: docs/architecture.md.
+    # transformers rotates prompts beyond the trained context differently: docs/architecture.md.
     *((name, "float32", "chunked") for name in FAMILIES if name != "llama-dynamic"),
     ("qwen3-tied", "bfloat16", "alone"),
     ("llama-mha-bias", "bfloat16", "plain"),
@@ -61,8 +61,8 @@ CASES = [
     ("qwen3-moe", "bfloat16", "plain"),
     ("qwen3-yarn", "bfloat16", "plain"),
 ]
-FAST = (0, 4, *range(5, len(CASES), 4))  # every dtype of the first model among them
-CUDA_CASES = [  # other kernels there, and the same ones on a CPU
+FAST = (0, 4, *range(5, len(CASES), 4))  # includes every dtype of the first model
+CUDA_CASES = [  # different kernels on CUDA, the same ones on a CPU
     ("wide", "bfloat16", "padded"),
     ("wide", "float16", "alone"),
     ("llama-tied-rope", "float16", "alone"),
@@ -79,7 +79,7 @@ def checkpoint(root: Path, name: str) -> TinyCheckpoint:
 
 @cache
 def make_sequences(vocab_size: int) -> tuple[Ids, Ids]:
-    """Prompts and what is to follow them; some prompts begin alike, two are equal."""
+    """Return prompts and their continuations; some prompts share a prefix, two are equal."""
     rng = random.Random(4)
     lens = PROMPT_LENS * 2
     prompts = [rng.choices(range(vocab_size), k=length) for length in lens]
@@ -89,11 +89,11 @@ def make_sequences(vocab_size: int) -> tuple[Ids, Ids]:
 
 @cache
 def transformers_logits(root: Path, name: str, device: str, dtype: str) -> tuple[Tensor, Tensor]:
-    """Exact logits of the rounded weights, and those that transformers computes in `dtype`."""
+    """Return the exact logits of the rounded weights, and transformers' logits in `dtype`."""
     model, path = checkpoint(root, name).model, checkpoint(root, name).path
     rounded = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
     exact = copy.deepcopy(model).double().to(device)
-    exact.set_experts_implementation("eager")  # the others know no float64
+    exact.set_experts_implementation("eager")  # the others do not support float64
     exact.load_state_dict(rounded.state_dict())
     prompts, answers = make_sequences(rounded.config.vocab_size)
     both: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -107,7 +107,7 @@ def transformers_logits(root: Path, name: str, device: str, dtype: str) -> tuple
 
 @contextmanager
 def native_products(device: str, dtype: str) -> Iterator[None]:
-    """Where the CPU emulates a dtype, compute what one that has it would, and in less time."""
+    """If the CPU emulates a dtype, compute the results of native support, which is faster."""
     linear, attend = F.linear, F.scaled_dot_product_attention
     is_native = getattr(torch, dtype) in find_cpu_features().multiplies
 
@@ -159,14 +159,14 @@ def test_as_exact_as_transformers(
         gpu_memory_utilization=0.2,
         **options,
     ) as llm:
-        for _ in range(2):  # the second time every prompt is cached
+        for _ in range(2):  # the second time, every prompt is cached
             ours = torch.cat(forced_logits(llm, prompts, answers))
             errors = [most_rows(logits - exact, name) for logits in (ours, theirs)]
             assert_as_exact(*errors, FACTORS[dtype])
 
 
 def most_rows(errors: Tensor, name: str) -> Tensor:
-    """With experts, leave out the worst few: near a tie rounding chooses another expert."""
+    """With experts, omit the few worst rows: near a tie, rounding selects another expert."""
     if name not in ("mixtral", "qwen3-moe"):
         return errors
     order = errors.square().mean(1).argsort()
@@ -174,7 +174,7 @@ def most_rows(errors: Tensor, name: str) -> Tensor:
 
 
 def assert_as_exact(ours: Tensor, theirs: Tensor, factor: float) -> None:
-    """Compare errors: their root mean square, and the largest one."""
+    """Compare the RMS error and the largest error."""
     assert ours.isfinite().all()
     assert ours.square().mean().sqrt() <= factor * theirs.square().mean().sqrt()
     assert ours.abs().max() <= 2 * factor * theirs.abs().max()

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens equal those of transformers, whatever a batch asks for."""
+"""Logprobs equal those of transformers, regardless of what else a batch asks for."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_right(checkpoint: TinyCheckpoint, output: RequestOutput, num_top: int
 @DEVICES
 @pytest.mark.parametrize("mode", list(MODES))
 def test_they_are_the_models_own(tiny: Any, device: str, mode: str) -> None:
-    """Twice, the second time from the prefix cache."""
+    """Runs twice, the second time from the prefix cache."""
     checkpoint, params = tiny("qwen3"), make_params()
     prompts = make_prompts()[: len(params)]
     with LLM(checkpoint.path, device=device, **OPTIONS, **MODES[mode]) as llm:
@@ -124,7 +124,7 @@ def assert_prompt_right(checkpoint: TinyCheckpoint, output: RequestOutput, num_t
 @DEVICES
 @pytest.mark.parametrize("mode", list(MODES))
 def test_those_of_prompts(tiny: Any, device: str, mode: str) -> None:
-    """Beside rows that do not ask; the second time the prompts are cached, and still computed."""
+    """Runs beside rows without logprobs; cached prompts are computed again for logprobs."""
     checkpoint = tiny("qwen3")
     params = [
         SamplingParams(seed=i, ignore_eos=True, **asked) for i, asked in enumerate(PROMPT_ASKED)
@@ -144,11 +144,12 @@ def test_those_of_prompts(tiny: Any, device: str, mode: str) -> None:
                     assert output.num_cached_tokens == 0
                     assert_prompt_right(checkpoint, output, param.prompt_logprobs)
         hit = llm.generate([prompts[3]], SamplingParams(max_tokens=1), use_tqdm=False)[0]
-        assert hit.num_cached_tokens == 96 or mode == "preempted"  # it filled the cache
+        # The scored request filled the cache.
+        assert hit.num_cached_tokens == 96 or mode == "preempted"
 
 
 def test_long_prompts_are_scored_piece_by_piece(tiny: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("nanovllm.worker.logits_reads.POSITIONS_AT_A_TIME", 7)
+    monkeypatch.setattr("nanovllm.worker.prompt_logprobs.POSITIONS_AT_A_TIME", 7)
     params = SamplingParams(prompt_logprobs=3, max_tokens=0)
     with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
         outputs = llm.generate([[*range(90)], [*range(40)]], params, use_tqdm=False)
@@ -166,7 +167,7 @@ def test_a_prompt_that_streams_no_token(tiny: Any) -> None:
 
 
 def test_a_stop_token_behind_a_prompt_that_is_only_scored(tiny: Any) -> None:
-    """What is sampled for want of a shorter way stops nothing, and harms nobody beside it."""
+    """With max_tokens=0 a sampled stop token is ignored, and other rows are unaffected."""
     every = list(range(160))
     scored = SamplingParams(prompt_logprobs=1, max_tokens=0, stop_token_ids=every)
     other = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -198,7 +199,7 @@ def test_scores(tiny: Any) -> None:
 
 
 def test_scores_take_every_form_of_a_prompt(tiny: Any) -> None:
-    """As the README has them; a salt in a dict keeps what is scored apart."""
+    """Covers the README's examples; a salt in a dict isolates the cache of a scored prompt."""
     ids, continuations = list(range(40)), [[9, 2], [6]]
     with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
         want = llm.score(ids, continuations)

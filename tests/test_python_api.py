@@ -1,4 +1,4 @@
-"""vLLM's Python interface: options by their types, conversations, ids of requests, steps."""
+"""vLLM's Python interface: typed options, conversations, request ids, steps."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def async_llm(path: Path) -> Iterator[AsyncLLM]:
 
 
 def test_the_signature_has_every_option() -> None:
-    """Editors complete what the TypedDict lists, and type checkers read its types."""
+    """Editors and type checkers use the TypedDict."""
     typed = {name: each.__forward_arg__ for name, each in EngineOptions.__annotations__.items()}
     aliases = {"block_size": typed.pop("block_size")}
     own = {field.name: str(field.type) for field in fields(EngineConfig) if field.name != "model"}
@@ -89,7 +89,7 @@ def test_other_types_of_numbers_are_refused() -> None:
 
 def test_block_size_is_an_alias() -> None:
     assert engine_config("x", {"block_size": 32}).kvcache_block_size == 32
-    with pytest.raises(TypeError, match="block_size is another name of kvcache_block_size"):
+    with pytest.raises(TypeError, match="block_size is another name for kvcache_block_size"):
         engine_config("x", {"block_size": 32, "kvcache_block_size": 32})
 
 
@@ -99,10 +99,10 @@ def test_options_that_only_vllm_needs(caplog: pytest.LogCaptureFixture) -> None:
     assert engine_config("x", {**given, **harmless, "seed": 3}) == EngineConfig("x", seed=3)
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        "trust_remote_code changes nothing: code from a repository is never run",
-        "swap_space changes nothing: there is no swap space",
-        "pipeline_parallel_size 1 changes nothing",
-        "cpu_offload_gb 0 changes nothing",
+        "trust_remote_code has no effect: code from a repository is never run",
+        "swap_space has no effect: there is no swap space",
+        "pipeline_parallel_size 1 has no effect",
+        "cpu_offload_gb 0 has no effect",
     ]
     with pytest.raises(ConfigError, match="pipeline_parallel_size 2 is not supported"):
         engine_config("x", {"pipeline_parallel_size": 2})
@@ -145,7 +145,7 @@ def test_chat_continues_the_last_message_or_begins_none(llm: LLM) -> None:
     both = {"add_generation_prompt": True, "continue_final_message": True}
     with pytest.raises(RequestError, match="exclude each other"):
         llm.chat(BEGUN, GREEDY, **both)
-    # As vLLM's callers spell it, and as it was spelled here before.
+    # As callers of vLLM write it, and as it was written here before.
     both["add_generation_prompt"] = False
     assert prompt(BEGUN, **both) == prompt(BEGUN, chat_template_kwargs=both)
 
@@ -229,7 +229,8 @@ def test_requests_have_ids_of_their_callers(llm: LLM) -> None:
 
 
 def test_async_requests_are_aborted_by_the_ids_of_their_callers(async_llm: AsyncLLM) -> None:
-    last = ask_and_pause(async_llm, lambda: async_llm.abort("mine"))
+    # LONG: an abort that is sent now may be handled a few steps later.
+    last = ask_and_pause(async_llm, lambda: async_llm.abort("mine"), LONG)
     assert last.output is not None
     assert (last.output.request_id, last.output.finish_reason) == ("mine", "abort")
 
@@ -254,7 +255,7 @@ def test_a_step_returns_the_new_tokens_of_every_request(llm: LLM) -> None:
 
 
 def test_steps_of_others_lose_nothing(llm: LLM) -> None:
-    """What they bring for requests of `add_request` waits for the next step."""
+    """Outputs for requests of `add_request` are kept for the next `step`."""
     [alone] = llm.generate([[65, 66]], GREEDY, use_tqdm=False)
     seq_id = llm.add_request([65, 66], GREEDY)
     llm.generate([[67] * 40], GREEDY, use_tqdm=False)
@@ -285,7 +286,9 @@ def test_a_progress_bar_counts_prompts_and_tokens(llm: LLM) -> None:
 # Debugging
 
 
-def ask_and_pause(llm: AsyncLLM, meanwhile: Callable[[], object]) -> StreamPiece:
+def ask_and_pause(
+    llm: AsyncLLM, meanwhile: Callable[[], object], given: SamplingParams = GREEDY
+) -> StreamPiece:
     """Call a function while the core is in its first step, at a breakpoint."""
     paused, go_on = threading.Event(), threading.Event()
 
@@ -295,7 +298,7 @@ def ask_and_pause(llm: AsyncLLM, meanwhile: Callable[[], object]) -> StreamPiece
         assert go_on.wait(240)
 
     async def ask() -> StreamPiece:
-        params = replace(GREEDY, logits_processors=[f"{__name__}:pause"])
+        params = replace(given, logits_processors=[f"{__name__}:pause"])
         answer = llm.generate([1, 2, 3], params, "mine", is_streaming=False)
         task = asyncio.ensure_future(anext(answer))
         assert await asyncio.to_thread(paused.wait, 240)

@@ -1,4 +1,4 @@
-"""A folder is a floor, and floors only look down: every import names a lower floor, or its own."""
+"""Layering: every import names a lower folder, or the same one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEVELS = {name: level for level, names in enumerate(FLOORS) for name in names.sp
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Every module of the package that a file imports, at any level, for types as well."""
+    """Return all modules of the package that a file imports, at any level, also for types."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path} has a relative import"
@@ -38,7 +38,7 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 
 def sources() -> Iterator[tuple[Path, str]]:
-    """Yield every file with its floor; the package and its command may import anything."""
+    """Yield every file with its layer; the package and its command may import anything."""
     for path in sorted(PACKAGE.rglob("*.py")):
         floor = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if not floor.startswith("__"):
@@ -67,7 +67,7 @@ def test_the_core_runs_alone(tiny: Callable[[str], TinyCheckpoint], tmp_path: Pa
         want = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     ignored = shutil.ignore_patterns("__pycache__", *OUTER)
     shutil.copytree(PACKAGE, tmp_path / "nanovllm", ignore=ignored)
-    # An editable install would find the folders that are missing here.
+    # An editable install would find the folders that are missing in this copy.
     script = f"""
 import sys
 sys.meta_path = [each for each in sys.meta_path if "Editable" not in repr(each)]

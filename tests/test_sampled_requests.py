@@ -1,4 +1,4 @@
-"""Sampling through the engine, on every device: company, cuts, min_tokens, exact probabilities."""
+"""Sampling in the engine, on every device: batching, truncation, min_tokens, probabilities."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def mixed_params(num_prompts: int) -> list[SamplingParams]:
-    """Every kind of sampling, each request with a seed of its own."""
+    """Return every kind of sampling, each with its own seed."""
     return [
         SamplingParams(**KINDS[i % len(KINDS)], seed=i, max_tokens=12, ignore_eos=True)
         for i in range(num_prompts)
@@ -59,7 +59,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(tiny: Any, device: st
 
 
 def test_cuts_that_leave_one_token_are_greedy(tiny: Any, device: str) -> None:
-    """Beside rows that are cut less, and not at all."""
+    """Runs beside rows with less truncation and with none."""
     checkpoint, prompts = tiny("qwen3"), make_prompts()
     cuts: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -83,7 +83,7 @@ def test_cuts_that_leave_one_token_are_greedy(tiny: Any, device: str) -> None:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 8])
 def test_min_tokens_rule_out_stop_tokens(tiny: Any, device: str, max_num_seqs: int) -> None:
-    """Greedy, beside rows without a minimum, as transformers does it with min_new_tokens."""
+    """Greedy, beside rows without a minimum; equals transformers with min_new_tokens."""
     checkpoint, prompts = tiny("qwen3"), make_prompts()[:10]
     stop_token_ids = list(range(0, VOCAB_SIZE, 2))
     minimums = [0, 1, 5, 11, MAX_TOKENS, 0, 3, 7, 2, MAX_TOKENS - 1]

@@ -1,4 +1,4 @@
-"""SamplingParams: values that make no sense are errors that name their field."""
+"""SamplingParams: invalid values raise errors that name the field."""
 
 from __future__ import annotations
 

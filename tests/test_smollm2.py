@@ -38,7 +38,7 @@ def test_equals_transformers_token_for_token(llm: LLM, model: Any) -> None:
     outputs = llm.generate(prompts, params, use_tqdm=False)
 
     for prompt, output in zip(prompts, outputs, strict=True):
-        # Greedy decoding, all of its steps in one: each token is what its predecessors lead to.
+        # Verify greedy decoding in one pass: each token is the argmax after its predecessors.
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + output.token_ids])).logits[0]
         top2 = logits[len(prompt) - 1 : -1].topk(2)
@@ -49,7 +49,7 @@ def test_equals_transformers_token_for_token(llm: LLM, model: Any) -> None:
 
 @pytest.mark.slow
 def test_logprobs_equal_transformers(llm: LLM, model: Any) -> None:
-    """Of prompts and of answers, the most likely tokens in the same order, with their texts."""
+    """Top tokens of prompts and completions have the same order and the same texts."""
     params = SamplingParams(seed=1, max_tokens=9, ignore_eos=True, logprobs=5, prompt_logprobs=5)
     tokenizer = llm.get_tokenizer()
     assert tokenizer is not None

@@ -1,4 +1,4 @@
-"""Several workers give token for token what one gives: every family, float32, gloo, one process."""
+"""Several workers generate the same tokens as one: every family, float32, gloo, one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.threaded_ranks import ThreadedExecutor, engines_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ODD_SIZES = {**SIZES, "vocab_size": VOCAB_SIZE - 3, "initializer_range": 0.3}
-# Vocabularies that divide by neither number of ranks, the second with few tokens for the last.
+# Vocabularies that neither number of ranks divides; the second leaves the last rank few tokens.
 ODD: dict[str, PreTrainedConfig] = {
     "odd-vocabulary": LlamaConfig(**ODD_SIZES, tie_word_embeddings=False),
     "odd-tied": LlamaConfig(**{**ODD_SIZES, "vocab_size": 149}, tie_word_embeddings=True),
@@ -42,12 +42,12 @@ OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "skip_tokenizer_init": True,
 }
-# All at once: prompts in chunks, sequences preempted and resumed, prefixes found in the cache.
+# All at once: chunked prompts, preempted and resumed sequences, cached prefixes.
 CROWDED = {"max_num_batched_tokens": 50, "num_kvcache_blocks": 6}
 
 
 def make_prompts() -> list[list[int]]:
-    """The first ones fill a block each and soon want a second; the others begin alike."""
+    """The first prompts fill a block each and soon need another; the others share a prefix."""
     rng = random.Random(5)
     lens = (15, 14, 15, 1, 15, 16)
     prompts = [[rng.randrange(LARGEST_ID) for _ in range(length)] for length in lens]
@@ -74,7 +74,7 @@ def checkpoint(root: Path, name: str) -> TinyCheckpoint:
 
 
 def generate(path: Path, num_rounds: int = 1, **options: Any) -> list[list[int]]:
-    """Answer every prompt, again and again: later all of them are cached, if they may be."""
+    """Complete every prompt repeatedly; in later rounds all are cached, if enabled."""
     with LLM(path, **{**OPTIONS, **options}) as llm:
         outputs = [
             output
@@ -92,7 +92,7 @@ def generate(path: Path, num_rounds: int = 1, **options: Any) -> list[list[int]]
 
 @cache
 def one_worker(root: Path, name: str) -> list[list[int]]:
-    """What any number of ranks has to say, as no choice is so close that rounding decides it."""
+    """The expected tokens for any number of ranks: no choice is close enough for rounding."""
     answers = generate(checkpoint(root, name).path)
     assert len({tuple(answer) for answer in answers}) > len(PROMPTS) - 2
     for prompt, answer, params in zip(PROMPTS, answers, PARAMS, strict=True):
@@ -133,7 +133,7 @@ def test_modes(checkpoint_root: Path, mode: str) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_aborts_leave_the_others_alone(checkpoint_root: Path, depth: int) -> None:
-    """Those that are aborted write the blocks that the others share, at times not to the end."""
+    """Aborted requests write blocks that others share, sometimes only in part."""
     path, rng = checkpoint(checkpoint_root, "qwen3").path, random.Random(0)
     doomed, ids, aborted = [], [], []
     outputs: dict[int, list[int]] = {}
@@ -152,7 +152,7 @@ def test_aborts_leave_the_others_alone(checkpoint_root: Path, depth: int) -> Non
 
 
 def test_a_group_of_one(checkpoint_root: Path) -> None:
-    """It talks to itself, as a CUDA graph with NCCL in it does on one device."""
+    """It communicates with itself, as a CUDA graph with NCCL does on one device."""
     check(checkpoint_root, "gemma3", size=1)
 
 

@@ -1,4 +1,4 @@
-"""The package has the types that it says; as a test, so that other tests can run meanwhile."""
+"""Type-check the package; as a test, so that it runs in parallel with others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_types() -> None:
-    """Without the results of an earlier run it takes half a minute, on one core.
+    """Without a cache it takes half a minute on one core.
 
-    They are kept outside the clone: mypy compares the contents of files whose times differ.
+    The cache is outside the clone: mypy compares contents if modification times differ.
     """
     command = [sys.executable, "-m", "mypy", "--cache-dir", str(CACHE / "mypy"), "nanovllm"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What is installed from a wheel: every module and every file that they read."""
+"""A wheel installs every module and every data file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.slow
 def test_a_wheel_holds_the_whole_package(tmp_path: Path) -> None:
-    """Built from a copy, as building leaves files behind; setuptools is there as torch needs it."""
+    """Builds from a copy, because it leaves files behind; torch depends on setuptools."""
     source, out = tmp_path / "source", tmp_path / "out"
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "nanovllm", source / "nanovllm", ignore=ignore)
@@ -38,7 +38,7 @@ def test_a_wheel_holds_the_whole_package(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["numba", "torch", "triton"])
 def test_private_interfaces_are_of_releases_that_are_tested(name: str) -> None:
-    """A release that nobody tried is not installed; the one that is pinned is."""
+    """Only the pinned, tested releases may be installed."""
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
     found = [line.strip(' ",') for line in lines if line.strip().startswith(f'"{name}>=')]
     (required,) = (Requirement(each).specifier for each in found)

@@ -1,4 +1,4 @@
-"""Several ranks in threads of one process, connected by gloo, or one by NCCL."""
+"""Several ranks in threads of one process, connected by gloo, or one rank with NCCL."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MakeDevice = Callable[[EngineConfig, TPGroup], Device]
 
 
 class Ranks:
-    """A thread for each rank, which does what it is told in order."""
+    """One thread per rank, each of which runs its tasks in order."""
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(size)]
@@ -55,14 +55,14 @@ class PendingOnAll:
     steps: list[Future[Any]]
 
     def result(self) -> StepResult:
-        """Wait for every rank; all of them know the tokens."""
+        """Wait for every rank; all of them return the same tokens."""
         results: list[StepResult] = [step.result().result() for step in self.steps]
         assert all((other.tokens == results[0].tokens).all() for other in results)
         return results[0]
 
 
 class ThreadedExecutor:
-    """One worker for each rank."""
+    """An executor with one worker per rank."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ def engines_of(
     size: int, backend: str = "gloo", make_device: MakeDevice = create_device
 ) -> Iterator[None]:
     """Make engines run on several ranks."""
-    tqdm.set_lock(threading.RLock())  # an interrupt of some other test may have left it locked
+    tqdm.set_lock(threading.RLock())  # an interrupt in another test may have left it locked
     executor = partial(ThreadedExecutor, size=size, backend=backend, make_device=make_device)
     with mock.patch.object(llm_module, "create_executor", executor):
         yield

@@ -1,14 +1,14 @@
-"""How long users wait for tokens while requests arrive at random, from the first second on.
+"""Measure token latency while requests arrive at random, from the first second on.
 
     python -m benchmarks.engine.arrivals [--model qwen3-0.6b] [--rate 200] [--seconds 6]
 
-Starts a fresh `AsyncLLM` with random weights and its default options, then sends it requests as a
-Poisson process in several windows, each with new prompts and the first one included. Percentiles
-are of the time from arrival to the first token, and between two tokens of a stream; gaps that end
-after the last arrival do not count, as fewer and fewer streams run by then.
+Starts a fresh `AsyncLLM` with random weights and default options, then sends requests as a Poisson
+process in several windows, each with new prompts; the first window, which is cold, counts too. The
+percentiles are those of the time to first token and of the inter-token latency. Gaps that end after
+the last arrival are excluded, as fewer and fewer streams run by then.
 
-The bars, on one H200, hold for every window. Qwen3-0.6B at 200 requests a second: 10 ms between
-tokens and 50 ms to the first, both p99. Qwen3-8B at 40: 25 ms and 200 ms.
+The targets on one H200 apply to every window. Qwen3-0.6B at 200 requests per second: p99 of 10 ms
+between tokens and 50 ms to the first token. Qwen3-8B at 40 requests per second: 25 ms and 200 ms.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Seconds."""
+    """Latencies in seconds."""
 
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Milliseconds."""
+    """Latencies of one window in milliseconds."""
 
     first_p50: float
     first_p99: float
@@ -93,7 +93,7 @@ async def run_windows(llm: AsyncLLM, args: argparse.Namespace) -> None:
 
 
 async def serve(llm: AsyncLLM, prompts: Prompts, due: list[float], new_tokens: int) -> Waits:
-    """Send each prompt when it is due, in seconds from now, and wait for all of the tokens."""
+    """Send each prompt when it is due, in seconds from now, and wait for all tokens."""
     params = SamplingParams(temperature=0.6, max_tokens=new_tokens, ignore_eos=True)
     waits, begin = Waits(), time.perf_counter()
 
@@ -124,16 +124,16 @@ def summarize(waits: Waits) -> Window:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", default="qwen3-0.6b", help="whose shapes to use (default: %(default)s)")
-    add("--rate", type=float, default=200.0, help="requests a second (default: %(default)s)")
-    add("--seconds", type=float, default=6.0, help="of a window (default: %(default)s)")
+    add("--model", default="qwen3-0.6b", help="model whose shapes are used (default: %(default)s)")
+    add("--rate", type=float, default=200.0, help="requests per second (default: %(default)s)")
+    add("--seconds", type=float, default=6.0, help="length of a window (default: %(default)s)")
     add("--windows", type=at_least(1), default=4, help="(default: %(default)s)")
     add("--prompt-len", type=at_least(1), default=512, help="in tokens (default: %(default)s)")
     add("--new-tokens", type=at_least(2), default=128, help="(default: %(default)s)")
     add("--target-inter-token-ms", type=float, default=25.0, help="(default: %(default)s)")
-    add("--seed", type=int, default=0, help="of prompts and arrivals (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of prompts and arrivals (default: %(default)s)")
     add("--json", metavar="FILE", help="append each window as a line of JSON (default: none)")
-    add("-v", "--verbose", action="store_true", help="tell what the engine does (default: no)")
+    add("-v", "--verbose", action="store_true", help="log engine activity (default: no)")
     return parser.parse_args(dashed(sys.argv[1:]))
 
 

@@ -1,9 +1,9 @@
-"""What it costs that the core is in another process: tokens a second, streamed and in this process.
+"""Measure the cost of running the core in another process: `AsyncLLM` streams against `LLM`.
 
     python -m benchmarks.engine.async_streams [--model smollm2] [--streams 64] [--rounds 3]
 
-Both engines are there at once and take turns, so that a busy machine slows them alike.
-The bar is 95% on a CPU and 90% on a GPU.
+Both engines are loaded at the same time and take turns, so that other load on the machine slows
+them alike. The target is 95% of the throughput on a CPU and 90% on a GPU.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def main() -> None:
                     rate(lambda: asyncio.run(stream_all(remote, prompts, params)), args),
                 )
                 for _ in range(args.rounds + 1)
-            ][1:]  # the first warms up
+            ][1:]  # the first round is a warm-up
         finally:
             remote.close()
     for name, values in zip(("LLM", "AsyncLLM"), zip(*rates, strict=True), strict=True):
-        print(f"{name}: {statistics.median(values):,.0f} tok/s of {args.streams} streams")
+        print(f"{name}: {statistics.median(values):,.0f} tok/s with {args.streams} streams")
     shares = [streamed / whole for whole, streamed in rates]
     each = " ".join(f"{share:.3f}" for share in shares)
     print(f"AsyncLLM / LLM: {statistics.median(shares):.3f}, the median of the rounds {each}")

@@ -1,12 +1,12 @@
-"""What `nanovllm batch` costs beside `generate`: tokens a second of the same requests by both.
+"""Compare the throughput of `nanovllm batch` with that of `generate` on the same requests.
 
     python -m benchmarks.engine.batch_rate [--model qwen3-0.6b] [--num-seqs 256] [--rounds 3]
 
-The requests are those of nano-vLLM's benchmark, whose prompts are ids. Weights are random and the
-vocabulary is made up; both sides turn every token into text. Both engines are there at once and
-take turns, each without the garbage of the turns before, as in a process of its own. A job is
-timed from reading its rows to its last line, without the engine's start.
-The bar is 95%.
+The requests are those of nano-vLLM's benchmark, whose prompts are token ids. Weights are random and
+the vocabulary is synthetic; both sides detokenize every token. Both engines are loaded at the same
+time and take turns; garbage is collected before each turn, as if each had its own process. A job is
+timed from reading its rows to writing its last line, without starting the engine. The target is
+95%.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.structured_cost import made_up
+from benchmarks.engine.structured_cost import synthetic_tokenizer
 from benchmarks.models import model_path
 from benchmarks.workloads import Workload, mixed
 from nanovllm import LLM, SamplingParams
@@ -44,14 +44,16 @@ def main() -> None:
         vocab_size = write_model(model_path(args.model), folder)
         work = mixed(vocab_size, args.num_seqs, args.max_len, args.max_len)
         options: dict[str, Any] = {"load_format": "dummy", "device": args.device}
-        config = EngineConfig(str(folder), gpu_memory_utilization=0.7, **options)  # both together
+        config = EngineConfig(
+            str(folder), gpu_memory_utilization=0.7, **options
+        )  # for both engines
         with LLM(folder, gpu_memory_utilization=0.35, **options) as llm:
             engine = RowEngine(RowOptions(config, ServerOptions(served_model_name=("random",))))
             try:
                 rates = [
                     (generated(llm, work), batched(engine, config, work, folder))
                     for _ in range(args.rounds + 1)
-                ][1:]  # the first warms up
+                ][1:]  # the first round is a warm-up
             finally:
                 engine.close()
     for kind, values in zip(("generate", "batch"), zip(*rates, strict=True), strict=True):
@@ -61,10 +63,10 @@ def main() -> None:
 
 
 def write_model(config_file: str, folder: Path) -> int:
-    """Make a checkpoint without weights, of a config and as many made-up tokens; return those."""
+    """Write a checkpoint of a config and a synthetic vocabulary; return the vocabulary size."""
     shutil.copy(config_file, folder / "config.json")
     vocab_size = int(json.loads(Path(config_file).read_text())["vocab_size"])
-    made_up(vocab_size).save(str(folder / "tokenizer.json"))
+    synthetic_tokenizer(vocab_size).save(str(folder / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     return vocab_size
@@ -79,7 +81,7 @@ def generated(llm: LLM, work: Workload) -> float:
 
 
 def batched(engine: RowEngine, config: EngineConfig, work: Workload, folder: Path) -> float:
-    path, output = folder / "rows.jsonl", folder / "answers.jsonl"
+    path, output = folder / "rows.jsonl", folder / "output.jsonl"
     salt = uuid.uuid4().hex
     with path.open("w", encoding="utf-8") as file:
         for prompt, max_tokens in zip(work.prompts, work.max_tokens, strict=True):
@@ -103,7 +105,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="qwen3-0.6b", help="a known name or a config file")
     parser.add_argument("--num-seqs", type=int, default=256)
-    parser.add_argument("--max-len", type=int, default=1024, help="of prompts and of answers")
+    parser.add_argument(
+        "--max-len", type=int, default=1024, help="of prompts and of outputs, in tokens"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="auto")
     return parser.parse_args()

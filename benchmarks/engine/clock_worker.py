@@ -1,4 +1,4 @@
-"""A worker without a model that tells when each plan had reached every rank."""
+"""A worker without a model that reports when each plan has reached every rank."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Notes when plans come, by the monotonic clock that all processes share.
+    """Records when plans arrive, by the monotonic clock that all processes share.
 
-    A plan without rows asks for the notes since the last such plan: of each, that of the last rank.
+    A plan without rows requests the times recorded since the last such plan; for each plan, that of
+    the slowest rank is returned.
     """
 
     group: TPGroup
-    notes: list[int] = field(default_factory=list)
+    arrivals: list[int] = field(default_factory=list)
 
     def start(self) -> ExecutorInfo:
         return ExecutorInfo(1, 1, "cpu", "none")
 
     def submit(self, plan: StepPlan) -> Times:
         if len(plan.slots):
-            self.notes.append(time.monotonic_ns())
+            self.arrivals.append(time.monotonic_ns())
             return Times([])
-        columns = self.group.gather_columns(torch.tensor(self.notes).unsqueeze(1))
-        self.notes.clear()
+        columns = self.group.gather_columns(torch.tensor(self.arrivals).unsqueeze(1))
+        self.arrivals.clear()
         return Times(columns.max(dim=1).values.tolist())
 
 

@@ -1,12 +1,12 @@
-"""What an engine on a CPU chooses, against what it does not: engines that take turns in one run.
+"""Compare the defaults of the CPU engine with their alternatives; engines take turns in one run.
 
     python -m benchmarks.engine.cpu_choices dtype     # bfloat16 or float32
     python -m benchmarks.engine.cpu_choices depth     # steps planned ahead: 0 or 1
-    python -m benchmarks.engine.cpu_choices threads   # all or one, also where cores are busy
+    python -m benchmarks.engine.cpu_choices threads   # all or one, also on busy cores
 
-dtype="auto" keeps a checkpoint in bfloat16 where decoding gains and the prompt loses at most a
-tenth. Where cores are busy, all threads should take at most 1.5 times as long as one. Medians of
-the rounds count, by the clock and by the time of the cores, which says more where others use them.
+dtype="auto" keeps a checkpoint in bfloat16 where decode gains and prefill loses at most a tenth. On
+busy cores, all threads should take at most 1.5 times as long as one. Reports medians over the
+rounds of wall-clock time and of CPU time, which is more reliable on a shared machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.workloads import Workload, mixed, uniform
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli.options import at_least
 
-NUM_IDS = 10_000  # that prompts are drawn from
+NUM_IDS = 10_000  # prompts are drawn from these token ids
 CLOCKS = {"clock": time.perf_counter, "cores": time.process_time}
 
 
@@ -73,7 +73,7 @@ def runner(llm: LLM, workload: Workload, num_threads: int | None = None) -> Call
 
 def report(name: str, runs: dict[str, Callable[[], None]], num_rounds: int) -> None:
     for clock, read in CLOCKS.items():
-        rounds = take_turns(runs, num_rounds + 1, read)  # the first warms up
+        rounds = take_turns(runs, num_rounds + 1, read)  # the first round is a warm-up
         times = {each: 1000 * statistics.median(rounds[each][1:]) for each in runs}
         shown = ", ".join(f"{each} {took:.0f} ms" for each, took in times.items())
         first, second = times.values()

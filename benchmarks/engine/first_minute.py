@@ -1,10 +1,10 @@
-"""What a user waits for: from the keystroke to the first token of `nanovllm generate`, and then.
+"""Measure what a user of `nanovllm generate` waits for: the first token and the gaps after it.
 
     python -m benchmarks.engine.first_minute [--runs 3] [-- OPTIONS OF nanovllm generate]
 
-Runs the real command behind a pipe, once to warm up (the kernels are compiled and kept then), and
-notes when each token's text arrives. The bars: the first within 6 s on two cores, and no later one
-more than 3 times the median after the one before.
+Runs the real command behind a pipe, once as a warm-up (which compiles and caches the kernels), and
+records when the text of each token arrives. The targets: the first token within 6 s on two cores,
+and no gap longer than 3 times the median.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from benchmarks.report.records import check_writable, keep, versions_text
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least, dashed
 
-FIRST_BAR, GAP_BAR = 6.0, 3.0  # seconds; times the median
+FIRST_BAR, GAP_BAR = 6.0, 3.0  # seconds; multiple of the median gap
 PROMPT = "Why is the sky blue?"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     first: float  # seconds from the start of the process to its first text
-    median_gap: float  # between two arrivals
+    median_gap: float  # seconds between two arrivals
     longest_gap: float
     total: float
 
     @property
     def stall(self) -> float:
-        """The longest wait after the first token, in medians."""
+        """The longest gap, as a multiple of the median gap."""
         return self.longest_gap / self.median_gap
 
     @property
@@ -66,9 +66,9 @@ def main() -> int:
 
 
 def measure(command: list[str]) -> Run:
-    """Run the command and note when text arrives."""
+    """Run the command and record when text arrives."""
     start = time.perf_counter()
-    # As on a user's machine: modules and kernels are kept compiled.
+    # Keep compiled modules and kernels, as on a user's machine.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment
@@ -79,8 +79,8 @@ def measure(command: list[str]) -> Run:
             times.append(time.perf_counter() - start)
     if process.returncode:
         raise SystemExit(process.returncode)
-    assert len(times) > 10, "too few pieces of text to tell anything"
-    # The last piece is the end of the line, written when the answer is over.
+    assert len(times) > 10, "too few pieces of text for a measurement"
+    # The last piece is the final newline, which is not a token.
     gaps = [after - before for before, after in itertools.pairwise(times)][:-1]
     total = time.perf_counter() - start
     return Run(times[0], statistics.median(gaps), max(gaps), total)
@@ -89,9 +89,11 @@ def measure(command: list[str]) -> Run:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--runs", type=at_least(1), default=3, help="after one to warm up (default: 3)")
+    add(
+        "--runs", type=at_least(1), default=3, help="timed runs, after one warm-up run (default: 3)"
+    )
     add("--json", metavar="FILE", help="append each run as a line of JSON (default: none)")
-    add("options", nargs="*", metavar="OPTION", help="of nanovllm generate, after --")
+    add("options", nargs="*", metavar="OPTION", help="options of nanovllm generate, after --")
     return parser.parse_args(dashed(sys.argv[1:]))
 
 

@@ -1,14 +1,14 @@
-"""A GGUF file as it is stored, widened to bfloat16, and in llama.cpp: the three take turns.
+"""Compare a GGUF file kept quantized, dequantized to bfloat16, and in llama.cpp, in turns.
 
     python -m benchmarks.engine.gguf_peers [--llama PYTHON] [--threads 2] [--rounds 5]
         [--load "1 request"]
 
-PYTHON is that of an environment with llama-cpp-python, built from its source package for this CPU
-(pip install --no-binary llama-cpp-python llama-cpp-python); without it two take turns. Each has a
-process of its own, which waits while another one works. Three loads: one request of 16 + 64 tokens,
-16 such requests at once, and a prompt of 512 tokens. Printed are medians, by the clock and by the
-time of the cores, which says more where others use them, and how many times as fast as each other
-side the stored file is.
+PYTHON is the interpreter of an environment with llama-cpp-python, built from source for this CPU
+(pip install --no-binary llama-cpp-python llama-cpp-python); without it, only the first two are
+compared. Each side has its own process, which waits while another one works. There are three loads:
+one request of 16 + 64 tokens, 16 such requests at once, and a prompt of 512 tokens. Prints medians
+of wall-clock time and of CPU time, which is more reliable on a shared machine, and how many times
+as fast the quantized file is.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from unittest import mock
 from nanovllm.cli.options import at_least
 
 LLAMA_SIDE = Path(__file__).with_name("llama_side.py")
-# How many requests, tokens of their prompts, and new tokens.
+# Number of requests, tokens per prompt, new tokens per request.
 LOADS = {"1 request": (1, 16, 64), "16 requests": (16, 16, 64), "512-token prompt": (1, 512, 1)}
-NUM_IDS = 10_000  # that prompts are drawn from
+NUM_IDS = 10_000  # prompts are drawn from these token ids
 Times = dict[str, float]
 
 
@@ -48,19 +48,19 @@ def main() -> None:
         for name in args.load or LOADS:
             num_requests, prompt_len, num_new = LOADS[name]
             times: dict[str, list[Times]] = {side: [] for side in sides}
-            for round_number in range(args.rounds + 1):  # the first one warms up
+            for round_number in range(args.rounds + 1):  # the first round is a warm-up
                 prompts = draw_prompts(num_requests, prompt_len, seed=round_number)
                 for side, process in sides.items():
                     taken = process.ask({"prompts": prompts, "num_new": num_new})
                     times[side] += [taken] * (round_number > 0)
-            print(summarise(name, times, num_requests * max(num_new, prompt_len)), flush=True)
+            print(summarize(name, times, num_requests * max(num_new, prompt_len)), flush=True)
     finally:
         for process in sides.values():
             process.close()
 
 
 class Side:
-    """A process that answers a line of JSON, a load, with another, the seconds it took."""
+    """A process that reads a load as a line of JSON, and writes the seconds it took."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -80,18 +80,18 @@ class Side:
 
     def close(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()  # which ends it
+        self._process.stdin.close()  # ends the process
         self._process.wait()
 
 
 def draw_prompts(num_requests: int, prompt_len: int, seed: int) -> list[list[int]]:
-    """Draw other ids in every round, so that no prompt is cached."""
+    """Draw new ids for every round, so that no prompt is cached."""
     numbers = random.Random(f"{num_requests} {prompt_len} {seed}")
     return [[numbers.randrange(NUM_IDS) for _ in range(prompt_len)] for _ in range(num_requests)]
 
 
-def summarise(name: str, times: dict[str, list[Times]], num_tokens: int) -> str:
-    """The tokens that each side makes or reads in a second, and the ratios to the first."""
+def summarize(name: str, times: dict[str, list[Times]], num_tokens: int) -> str:
+    """Return the tokens per second of each side, and how much slower it is than the first."""
     lines = [f"{name}:"]
     medians = {
         side: {
@@ -108,7 +108,7 @@ def summarise(name: str, times: dict[str, list[Times]], num_tokens: int) -> str:
 
 
 def serve_side(args: argparse.Namespace) -> None:
-    """Answer the loads on standard input in this process."""
+    """Run the loads from standard input in this process."""
     from nanovllm import LLM, SamplingParams
     from nanovllm.worker import memory_check as memory
     from nanovllm.worker import worker
@@ -146,10 +146,12 @@ def _own_command(side: str, args: argparse.Namespace) -> list[str]:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2", help="a GGUF file")
-    parser.add_argument("--llama", metavar="PYTHON", help="one that imports llama_cpp")
+    parser.add_argument(
+        "--llama", metavar="PYTHON", help="an interpreter that can import llama_cpp"
+    )
     parser.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=at_least(1), default=5)
-    parser.add_argument("--load", choices=LOADS, action="append", help="all, if none is named")
+    parser.add_argument("--load", choices=LOADS, action="append", help="(default: all)")
     parser.add_argument("--side", choices=("stored", "bfloat16"), help=argparse.SUPPRESS)
     return parser.parse_args()
 

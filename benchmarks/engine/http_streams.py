@@ -1,10 +1,10 @@
-"""What HTTP costs, and being watched: tokens a second of streams, and of `AsyncLLM` alone.
+"""Measure the cost of HTTP and of a dashboard: throughput of streams against `AsyncLLM` alone.
 
     python -m benchmarks.engine.http_streams [--model smollm2] [--streams 64] [--rounds 3]
 
-All use one engine and take turns; the HTTP clients are processes of their own, and so is who reads
-the engine's events. The bars are 95% on a CPU, and 98% while watched. The seconds of cores that
-each takes tell the same where other programs disturb the clock (Linux alone).
+All use one engine and take turns; the HTTP clients run in another process, and so does the
+subscriber to the engine's events. The targets are 95% on a CPU, and 98% with a subscriber. CPU time
+is compared too, as it is more reliable on a shared machine (Linux only).
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ def main() -> None:
     with served(args) as (llm, streams):
         for _ in range(args.rounds + 1):
             alone = measure(lambda: asyncio.run(stream_all(llm, streams.prompts, params)))
-            unwatched = measure(streams.post_all)
-            with watcher(streams.port):
-                watched = measure(streams.post_all)
-            rounds.append(Round(alone, unwatched, watched))
+            unsubscribed = measure(streams.post_all)
+            with subscriber(streams.port):
+                subscribed = measure(streams.post_all)
+            rounds.append(Round(alone, unsubscribed, subscribed))
             print(rounds[-1].describe(args.streams * args.max_tokens), flush=True)
     for name in ("seconds", "core_seconds"):
         http = statistics.median(
-            getattr(each.alone, name) / getattr(each.unwatched, name) for each in rounds[1:]
+            getattr(each.alone, name) / getattr(each.unsubscribed, name) for each in rounds[1:]
         )
-        watched_share = statistics.median(
-            getattr(each.unwatched, name) / getattr(each.watched, name) for each in rounds[1:]
+        subscribed_share = statistics.median(
+            getattr(each.unsubscribed, name) / getattr(each.subscribed, name) for each in rounds[1:]
         )
-        print(f"by {name}: HTTP / AsyncLLM {http:.3f}, watched / not {watched_share:.3f}")
+        print(f"by {name}: HTTP / AsyncLLM {http:.3f}, subscribed / not {subscribed_share:.3f}")
 
 
 class Streams:
-    """Clients of a server at a port, in a process of their own; each sends one prompt."""
+    """Clients of a server on a port, in a child process; each sends one prompt."""
 
     def __init__(self, port: int, prompts: list[list[int]], max_tokens: int) -> None:
         self.port, self.prompts = port, prompts
@@ -78,7 +78,7 @@ class Streams:
 
 @contextlib.contextmanager
 def served(args: argparse.Namespace) -> Iterator[tuple[AsyncLLM, Streams]]:
-    """An engine behind a server of this process, and the clients."""
+    """Yield an engine, served by this process, and its clients."""
     rng = random.Random(0)
     prompts = [[rng.randrange(10_000) for _ in range(64)] for _ in range(args.streams)]
     llm = AsyncLLM(model_path(args.model), max_model_len=1024, max_num_seqs=args.streams)
@@ -98,18 +98,18 @@ def served(args: argparse.Namespace) -> Iterator[tuple[AsyncLLM, Streams]]:
 
 class Cost(NamedTuple):
     seconds: float
-    core_seconds: float  # of all processes: what a busy machine changes least
+    core_seconds: float  # CPU time of all processes: least affected by other load
 
 
 class Round(NamedTuple):
     alone: Cost
-    unwatched: Cost
-    watched: Cost
+    unsubscribed: Cost
+    subscribed: Cost
 
     def describe(self, num_tokens: int) -> str:
         return "; ".join(
-            f"{name} {num_tokens / cost.seconds:,.0f} tok/s, {cost.core_seconds:.2f} s of cores"
-            for name, cost in zip(("AsyncLLM", "HTTP", "watched"), self, strict=True)
+            f"{name} {num_tokens / cost.seconds:,.0f} tok/s, {cost.core_seconds:.2f} s of CPU time"
+            for name, cost in zip(("AsyncLLM", "HTTP", "subscribed"), self, strict=True)
         )
 
 
@@ -120,7 +120,7 @@ def measure(run: Callable[[], object]) -> Cost:
 
 
 def core_seconds(pid: int) -> float:
-    """What a process and all that it started have used so far."""
+    """Return the CPU time of a process and all its descendants so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     used = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
     lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
@@ -128,11 +128,11 @@ def core_seconds(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def watcher(port: int) -> Iterator[None]:
-    """Another process that reads the engine's events."""
+def subscriber(port: int) -> Iterator[None]:
+    """Run another process that subscribes to the engine's events."""
     script = f"import urllib.request as u; list(u.urlopen('http://127.0.0.1:{port}/engine/events'))"
     process = subprocess.Popen([sys.executable, "-c", script])
-    time.sleep(1.0)  # until it is there
+    time.sleep(1.0)  # until it is connected
     try:
         yield
     finally:
@@ -141,7 +141,7 @@ def watcher(port: int) -> Iterator[None]:
 
 
 def run_client() -> None:
-    """Read a port, prompts and a length from each line; answer when all streams have ended."""
+    """Read a port, prompts and a length from each line; report when all streams have ended."""
     for line in sys.stdin:
         asyncio.run(_post_all(*json.loads(line)))
         print("done", flush=True)
@@ -152,7 +152,7 @@ async def _post_all(port: int, prompts: list[list[int]], max_tokens: int) -> Non
 
 
 async def _post(port: int, prompt: list[int], max_tokens: int) -> None:
-    """Read one stream to its end, with as little work as can be."""
+    """Read one stream to its end, with as little work as possible."""
     fields = {"temperature": 0.6, "ignore_eos": True, "stream": True}
     body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, **fields}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

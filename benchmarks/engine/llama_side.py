@@ -1,9 +1,9 @@
-"""The side of llama.cpp in gguf_peers.py: run by the Python of an environment that has it.
+"""The llama.cpp side of gguf_peers.py, run by an interpreter that can import llama_cpp.
 
     PYTHON llama_side.py FILE     # threads: OMP_NUM_THREADS
 
-Calls the library's C functions, as its own server does, so that no Python runs beside the model but
-the choice of the most likely token.
+Calls the library's C functions, as its own server does, so that Python only selects the most likely
+token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-MAX_TOKENS = 512  # of a batch
+MAX_TOKENS = 512  # per batch
 MAX_SEQS, MAX_LEN = 16, 1024
 
 
@@ -37,17 +37,17 @@ class Model:
         self._batch = llama_cpp.llama_batch_init(MAX_TOKENS, 0, 1)
 
     def generate(self, prompts: list[list[int]], num_new: int) -> list[list[int]]:
-        """Answer all prompts at once, each token the most likely one."""
+        """Decode all prompts greedily as one batch."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         newest, lengths = prompts, [0] * len(prompts)
-        answers: list[list[int]] = [[] for _ in prompts]
+        outputs: list[list[int]] = [[] for _ in prompts]
         for _ in range(num_new):
             tokens = self._step(newest, lengths)
             lengths = [length + len(ids) for length, ids in zip(lengths, newest, strict=True)]
             newest = [[token] for token in tokens]
-            for answer, token in zip(answers, tokens, strict=True):
-                answer.append(token)
-        return answers
+            for output, token in zip(outputs, tokens, strict=True):
+                output.append(token)
+        return outputs
 
     def _step(self, newest: list[list[int]], lengths: list[int]) -> list[int]:
         batch, count, last = self._batch, 0, []

@@ -1,13 +1,13 @@
-"""How fast weights load, and how much memory that takes beyond the weights themselves.
+"""Measure how fast weights load, and how much memory that takes beyond the weights.
 
     python -m benchmarks.engine.loading [--gigabytes 1] [--shards 4] [--dtype float32]
         [--device cpu] [--ranks 2]
 
 Writes a bf16 checkpoint of random weights into a temporary folder and loads it in fresh processes:
-cold, with the files out of the page cache where the system takes such advice, and warm. Memory is
-what the process holds (VmRSS before the model is made, VmHWM, its peak, when the last weight is in
-place). Pages of a mapped file count as long as they are mapped, although the system may take them.
-With --ranks, the first of several ranks loads its share.
+cold, with the files evicted from the page cache where the system supports that, and warm. Memory is
+the resident set of the process (VmRSS before the model is built; VmHWM, its peak, once the last
+weight is loaded). Pages of a mapped file count while they are mapped, although the system may
+reclaim them. With --ranks, the first of several ranks loads its shard.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ OTHER_BYTES = 2 * (2 * VOCAB * HIDDEN + HIDDEN)
 @dataclass(frozen=True, slots=True)
 class Load:
     file_bytes: int
-    weight_bytes: int  # in the dtype and on the device they were loaded to
+    weight_bytes: int  # in the target dtype
     seconds: float
-    held_bytes: int  # by the process before
+    held_bytes: int  # resident before loading
     peak_bytes: int
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def write_checkpoint(folder: Path, gigabytes: float, num_shards: int) -> None:
-    """Write about so many bytes; the first and last tensors, by name, are the largest."""
+    """Write a checkpoint of about this size; the first and last tensors by name are the largest."""
     num_layers = max(round((gigabytes * GB - OTHER_BYTES) / LAYER_BYTES), 1)
     write_random_weights(folder, CONFIG | {"num_hidden_layers": num_layers}, num_shards)
 
@@ -107,7 +107,7 @@ def write_random_weights(folder: Path, config: dict[str, Any], num_shards: int) 
 
 
 def drop_from_memory(folder: Path) -> None:
-    """Have the files read from the disk again, where the system takes such advice."""
+    """Evict the files from the page cache, where the system supports that."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -116,7 +116,7 @@ def drop_from_memory(folder: Path) -> None:
 
 
 def load_in_process(folder: Path, dtype: str, device: str, num_ranks: int = 1) -> Load:
-    """A fresh process, whose peak is its own."""
+    """Load in a fresh process, whose peak memory is not that of earlier work."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(measure, folder, dtype, device, num_ranks).result()
 
@@ -138,7 +138,7 @@ def measure(folder: Path, dtype: str, device: str, num_ranks: int) -> Load:
 
 
 def resident_bytes(name: str) -> int:
-    """Not from getrusage, whose peak a process inherits from the one that started it."""
+    """Read /proc: the peak of getrusage is inherited from the parent process."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status[name].split()[0]) * 1024
 
@@ -148,9 +148,9 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--gigabytes", type=float, default=1.0, help="size of the files (default: 1)")
     add("--shards", type=int, default=4, help="number of files (default: 4)")
-    add("--dtype", default="bfloat16", help="to load into (default: bfloat16, as stored)")
+    add("--dtype", default="bfloat16", help="target dtype (default: bfloat16, as stored)")
     add("--device", default="cpu", help="cpu, cuda or auto (default: cpu)")
-    add("--ranks", type=int, default=1, help="that share the weights (default: 1)")
+    add("--ranks", type=int, default=1, help="ranks that shard the weights (default: 1)")
     return parser.parse_args()
 
 

@@ -1,12 +1,12 @@
-"""How much memory quantized weights take while they are loaded on a CPU, and how fast that is.
+"""Measure the peak memory and the speed of loading quantized weights on a CPU.
 
     python -m benchmarks.engine.loading_quantized [--gigabytes 1]
         [--kinds gguf fp8 packed awq gptq]
 
-Writes checkpoints of random codes, so large that their weights in bfloat16 take about so many
-bytes, and loads each in a fresh process. A GGUF file's stay as they are stored, others are widened.
-The peak may be a tenth more than the weights as they are kept, plus 1 GB; the process itself, with
-torch, has about a third of that.
+Writes checkpoints of random quantized weights, sized by what they would take in bfloat16, and loads
+each in a fresh process. The weights of a GGUF file stay quantized; the others are dequantized. The
+peak may exceed the loaded weights by a tenth plus 1 GB; the process itself, with torch, takes about
+a third of that.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from nanovllm.devices.choose import create_device
 from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
-from nanovllm.worker.loader import UnpackedLayers, choose_layouts, load_weights
+from nanovllm.worker.loader import UnpackedLayers, load_weights
+from nanovllm.worker.quantized_layouts import choose_layouts
 
 GROUP = 128
 Parts = dict[str, Tensor]
@@ -76,7 +77,7 @@ def load_one(folder: Path, kind: str, gigabytes: float) -> Load:
 
 
 def measure_stored(file: Path) -> Load:
-    """Load weights that stay as they are stored, as an engine does; their size is the file's."""
+    """Load weights that stay quantized, as an engine does; their size is that of the file."""
     checkpoint = find_checkpoint(str(file), need_tokenizer=False)
     config, model_config = EngineConfig(str(file), device="cpu"), read_config(checkpoint.config)
     device = create_device(config)
@@ -96,7 +97,7 @@ def measure_stored(file: Path) -> Load:
 
 
 def write_gguf(file: Path, num_layers: int) -> None:
-    """Write a model in Q4_0, its embedding in Q8_0."""
+    """Write a model in Q4_0, with embedding and head in Q8_0."""
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(num_layers)
     writer.add_context_length(64)
@@ -151,8 +152,8 @@ def words(*shape: int) -> Tensor:
 
 
 def make_fp8(rows: int, columns: int) -> Parts:
-    codes = torch.randint(0, 127, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    return {"weight": codes, "weight_scale_inv": torch.rand(-(-rows // 128), -(-columns // 128))}
+    qweight = torch.randint(0, 127, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return {"weight": qweight, "weight_scale_inv": torch.rand(-(-rows // 128), -(-columns // 128))}
 
 
 def make_packed(rows: int, columns: int) -> Parts:
@@ -200,15 +201,13 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[int, int], Parts]]] = {
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add(
-        "--gigabytes", type=float, default=1.0, help="of weights, if they were widened (default: 1)"
-    )
+    add("--gigabytes", type=float, default=1.0, help="size in bfloat16 (default: 1)")
     add(
         "--kinds",
         nargs="+",
         default=["gguf", *KINDS],
         choices=["gguf", *KINDS],
-        help="of weights (default: all)",
+        help="formats (default: all)",
     )
     return parser.parse_args()
 

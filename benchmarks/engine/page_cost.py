@@ -1,11 +1,10 @@
-"""What the page in a browser costs the engine that it shows, where both share the cores.
+"""Measure what the dashboard page costs the engine when the browser shares its cores.
 
     python -m benchmarks.engine.page_cost [--streams 64] [--max-tokens 8] [--rounds 20]
 
-Streams of one server run in turns with the page open and with a blank one, in an order that changes
-from round to round: a machine that slows down speaks for neither. Printed are the ratio of each
-round, the median of all with its standard error, and what the browser took of the cores. The bar
-is 98%.
+Streams of one server run in turns with the page open and with a blank page, in an order that
+alternates between rounds, so that a machine that slows down favors neither. Prints the ratio of
+each round, the median with its standard error, and the CPU time of the browser. The target is 98%.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def main() -> None:
     args = parser.parse_args()
     path = shutil.which(args.browser)
     if path is None:
-        raise SystemExit(f"no browser is found under the name {args.browser}")
+        raise SystemExit(f"there is no browser named {args.browser}; set --browser")
     with served(args) as (_, streams):
         servers = children()
         with sync_playwright() as playwright:
@@ -45,7 +44,7 @@ def main() -> None:
 
 
 def compare(page: Any, streams: Streams, num_rounds: int, servers: set[int]) -> list[float]:
-    """Return how many times as long the streams take without the page as with it."""
+    """Return, for each round, the time without the page divided by the time with it."""
     places = {"blank": "about:blank", "engine": f"http://127.0.0.1:{streams.port}/"}
     ratios = []
     streams.post_all()
@@ -61,7 +60,7 @@ def compare(page: Any, streams: Streams, num_rounds: int, servers: set[int]) -> 
         ratios.append(taken["blank"] / taken["engine"])
         print(
             f"{ratios[-1]:.3f}: {taken['blank']:.2f} s with a blank page, {taken['engine']:.2f} s;"
-            f" the browser took {used['blank']:.2f} and {used['engine']:.2f} s of the cores",
+            f" the browser took {used['blank']:.2f} and {used['engine']:.2f} s of CPU time",
             flush=True,
         )
     return ratios
@@ -73,7 +72,7 @@ def children() -> set[int]:
 
 
 def browser_seconds(servers: set[int]) -> float:
-    """Of all processes that this one has started beside the server's and its clients'."""
+    """Return the CPU time of all child processes except the server's and its clients'."""
     return sum(core_seconds(pid) for pid in children() - servers)
 
 

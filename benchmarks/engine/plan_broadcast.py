@@ -1,9 +1,9 @@
-"""What it costs to tell the workers of a tensor-parallel engine what to do, without a model.
+"""Measure the cost of broadcasting step plans to tensor-parallel workers, without a model.
 
     python -m benchmarks.engine.plan_broadcast [--ranks N]
 
-"returns" is how long submit() keeps its caller, "arrives" is from its call until the last worker
-has decoded the plan: the bar for 256 decode rows is 0.2 ms.
+"returns" is the duration of submit(); "arrives" is the time from its call until the last worker has
+decoded the plan. The target for 256 decode rows is 0.2 ms.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure(executor: MultiprocExecutor, plan: StepPlan, num_steps: int = NUM_ST
 
 
 def decode_rows(num_rows: int) -> StepPlan:
-    """A steady step, in which one row in 64 gets a block."""
+    """Return a steady decode step, in which one row in 64 gets a new block."""
     column = np.ones(num_rows, np.int32)
     return StepPlan(
         slots=np.arange(num_rows, dtype=np.int32),
@@ -82,7 +82,7 @@ def decode_rows(num_rows: int) -> StepPlan:
 
 
 def long_prompts(num_rows: int, num_tokens: int) -> StepPlan:
-    """A step that admits prompts of many tokens."""
+    """Return a step that admits prompts of many tokens."""
     column = np.ones(num_rows, np.int32)
     token_ids = np.arange(num_tokens, dtype=np.int32)
     blocks = list(range(-(-num_tokens // 64)))

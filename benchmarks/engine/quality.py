@@ -1,14 +1,14 @@
-"""What rounding weights, keys and values costs: perplexity of a fixed text, on the CPU.
+"""Measure what quantizing weights and the KV cache costs: perplexity of a fixed text on a CPU.
 
     python -m benchmarks.engine.quality [--model smollm2] [--dtypes bfloat16 float32]
         [--text FILE] [--cases "fp8 weights" ...]
 
-The model is a GGUF file; "dequantized" is its twin of plain floats, and the checkpoints in FP8 are
-made of that, with the same projections in FP8 as `quantization="fp8"` rounds, or with "all" of
-them. The text is prose of this project as it once was, or the beginning of another. Each of its
-tokens but the first is predicted from all before it, whose keys and values come from the cache.
-"fp8 KV, not spread" rounds keys as they are, without the Hadamard matrix that spreads their
-outliers. Fails if more is lost than CASES allow.
+The model is a GGUF file; "dequantized" is the same model in float32, from which the FP8 checkpoints
+are made. They quantize the projections that `quantization="fp8"` quantizes, or "all". The text is
+prose from this project's documentation, or the beginning of --text. Each token but the first is
+predicted from all tokens before it, whose keys and values come from the cache. "fp8 KV, no
+Hadamard" quantizes keys directly, without the Hadamard transform that spreads their outliers. The
+script fails if a case loses more than CASES allows.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from nanovllm.ops.quantized_weight import BLOCK
 from tests.ops.quantized_products import quantize_blocks
 
 TEXT = Path(__file__).with_name("perplexity.txt")
-MAX_TOKENS = 2200  # of a text
-# What each case is held against, and how much it may lose, if there is a limit.
+MAX_TOKENS = 2200  # tokens of the text that are used
+# The baseline of each case, and the largest loss allowed (inf: no limit).
 CASES: dict[str, tuple[str, float]] = {
     "as stored": ("dequantized", 0.001),
     "fp8 KV": ("as stored", 0.005),
-    "fp8 KV, not spread": ("as stored", math.inf),
+    "fp8 KV, no Hadamard": ("as stored", math.inf),
     "fp8 weights": ("dequantized", 0.01),
     "fp8 by output": ("dequantized", 0.01),
     "fp8 by output, all": ("dequantized", math.inf),
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def measure(model: str, dtype: str, names: Sequence[str], text: Path = TEXT) -> dict[str, float]:
-    """Return the perplexity of these cases and of those that they are held against."""
+    """Return the perplexity of these cases and of their baselines."""
     wanted = dict.fromkeys(other for name in names for other in _needed(name))
     ids = load_tokenizer(find_checkpoint(model)).encode(text.read_text())[:MAX_TOKENS]
     with tempfile.TemporaryDirectory() as folder:
@@ -99,8 +99,8 @@ def _needed(name: str) -> list[str]:
 
 
 def _measure_one(model: str, ids: list[int], dtype: str, name: str, folder: Path) -> float:
-    if name == "fp8 KV, not spread":
-        with rounding_as_they_are():
+    if name == "fp8 KV, no Hadamard":
+        with quantizing_without_hadamard():
             return perplexity(model, ids, dtype, enforce_eager=True)
     if name in ("as stored", "fp8 KV"):
         return perplexity(model, ids, dtype, kv_cache_dtype="fp8" if "KV" in name else "auto")
@@ -128,7 +128,7 @@ def write_floats(
     make: Callable[[Tensor], Parts] | None,
     is_all: bool,
 ) -> None:
-    """Write a GGUF file as safetensors: float32, but for projections that `make` makes parts of."""
+    """Write a GGUF file as safetensors in float32; `make` quantizes the projections."""
     checkpoint = find_checkpoint(model)
     plain = {key: value for key, value in checkpoint.config.items() if key != BLOCK_TYPES_KEY}
     (folder / "config.json").write_text(json.dumps(plain | config))
@@ -166,8 +166,8 @@ MADE: dict[str, tuple[dict[str, Any], Callable[[Tensor], Parts] | None]] = {
 
 
 @contextlib.contextmanager
-def rounding_as_they_are() -> Iterator[None]:
-    """Have a plain cache keep what eight bits hold of each row; bfloat16 holds it exactly."""
+def quantizing_without_hadamard() -> Iterator[None]:
+    """Make a plain cache store the quantized value of each row; bfloat16 represents it exactly."""
     write = NumbaOps.rope_write
 
     def write_rounded(self: NumbaOps, *args: Any) -> None:

@@ -1,9 +1,9 @@
-"""A model whose weights stay quantized on the GPU: decode steps, prompts and mixed requests.
+"""Measure models whose weights stay quantized on the GPU: decode, prefill and mixed requests.
 
     python -m benchmarks.engine.quantized_weights --weights fp8 int4 --case bs1 prefill
 
-Weights are random, in the formats that checkpoints have; the head stays in bfloat16. Needs a CUDA
-device that reads such weights as they are stored.
+Weights are random, in the formats of real checkpoints; the LM head stays in bfloat16. Needs a CUDA
+device that supports these quantized weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _compressed(layout: str, weights: dict[str, Any]) -> dict[str, Any]:
     return {**method, "config_groups": {"group_0": group}}
 
 
-# What config.json says of weights, and the bits of each with its share of scales and zero points.
+# The quantization_config of config.json, and the bits per weight with scales and zero points.
 WEIGHTS: dict[str, tuple[dict[str, Any] | None, float]] = {
     "bf16": (None, 16),
     "fp8": (_compressed("float-quantized", _FP8), 8),
@@ -67,10 +67,10 @@ def main() -> int:
 
 
 def report(args: argparse.Namespace, name: str, bits: float, case: str, llm: LLM) -> None:
-    """Measure one case; print it, and keep it if asked."""
+    """Measure one case; print the result, and append it to the file if there is one."""
     config = llm.engine.model_config
     workload = workload_of(case, config.vocab_size)
-    passes = range(args.repeats + 1)  # the first one warms up
+    passes = range(args.repeats + 1)  # the first pass is a warm-up
     timings = [run_once(llm, workload, uuid.uuid4().hex) for _ in passes][1:]
     unit = UNITS.get(case, "ms/step")
     if case == "nano":
@@ -106,7 +106,7 @@ def workload_of(case: str, vocab_size: int) -> Workload:
 
 
 def read_floor(config: ModelConfig, bits: float) -> float:
-    """Milliseconds that an H200 takes to read the layers' weights, and the head in bfloat16."""
+    """Return the milliseconds that an H200 takes to read the quantized layers and the bf16 head."""
     cost = model_cost(config, 2)
     num_bytes = cost.layer_weights * bits / 8 + cost.head_weights * 2
     return 1000 * num_bytes / Rates().bytes_per_second
@@ -117,13 +117,11 @@ def parse_args() -> argparse.Namespace:
     add, weights = parser.add_argument, list(WEIGHTS)
     names = model_names()
     add("--model", choices=names, default="qwen3-8b", help="(default: %(default)s)")
-    text = f"of {', '.join(weights)} (default: all)"
+    text = f"one or more of {', '.join(weights)} (default: all)"
     add("--weights", nargs="+", choices=weights, default=weights, metavar="NAME", help=text)
-    text = f"of {', '.join(CASES)} (default: bs1 prefill)"
+    text = f"one or more of {', '.join(CASES)} (default: bs1 prefill)"
     add("--case", nargs="+", choices=CASES, default=["bs1", "prefill"], metavar="NAME", help=text)
-    add(
-        "--repeats", type=at_least(1), default=3, help="after one to warm up (default: %(default)s)"
-    )
+    add("--repeats", type=at_least(1), default=3, help="after a warm-up (default: %(default)s)")
     caches = ("auto", "fp8")
     add("--kv-cache-dtype", choices=caches, default="auto", help="(default: %(default)s)")
     add("--json", metavar="FILE", help="append each result as a line of JSON (default: none)")

@@ -1,8 +1,8 @@
-"""What features of requests cost: decode steps in which every row asks for one, and plain ones.
+"""Measure what request features cost: decode steps in which every row uses one, or none.
 
     python -m benchmarks.engine.request_features --model qwen3-0.6b --batch 256
 
-The features run one after the other, several times over. The bar: 1.15 of the plain step.
+The features run one after the other, in several rounds. The target is 1.15 times the plain step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> int:
         vocab_size = llm.engine.model_config.vocab_size
         workload = uniform(vocab_size, args.batch, args.prompt_len, args.new_tokens)
         runs: dict[str, list[float]] = {name: [] for name in FEATURES}
-        for _ in range(args.repeats + 1):  # the first warms up
+        for _ in range(args.repeats + 1):  # the first round is a warm-up
             for name, asked in FEATURES.items():
                 timing = run_once(llm, workload, uuid.uuid4().hex, **asked)
                 runs[name].append(1000 * timing.decode_seconds / timing.num_decode_steps)
@@ -65,7 +65,7 @@ def parse_args() -> argparse.Namespace:
     add("--batch", type=count, default=256, help="requests (default: %(default)s)")
     add("--prompt-len", type=count, default=128, help="tokens (default: %(default)s)")
     add("--new-tokens", type=at_least(2), default=256, help="(default: %(default)s)")
-    add("--repeats", type=count, default=3, help="after one to warm up (default: %(default)s)")
+    add("--repeats", type=count, default=3, help="after a warm-up (default: %(default)s)")
     add("--json", metavar="FILE", help="append each result as a line of JSON (default: none)")
     add_engine_options(parser, "qwen3-0.6b", load_format="dummy")
     return parser.parse_args(dashed(sys.argv[1:]))

@@ -1,12 +1,12 @@
-"""How much memory a server holds: the built-in model, after some requests, at rest.
+"""Measure the resident memory of an idle server with the built-in model, after some requests.
 
     python -m benchmarks.engine.resident_memory [--model smollm2] [--requests 8] [--limit 700]
 
-Starts `nanovllm serve` and sends it chat requests, each longer than the one before. Two processes
-count: the front, which answers HTTP, and the core, which runs the model. Printed are what each
-holds (VmRSS, of which "own" is not backed by files) and both together, where pages of a file that
-both have mapped count once. The keys and values of requests stay in the cache, so a line says how
-many tokens there were. Fails above the limit, in megabytes. Linux only.
+Starts `nanovllm serve` and sends it chat requests of growing length. Two processes count: the API
+server, which handles HTTP, and the core, which runs the model. Prints the resident memory of each
+("own" is not backed by files) and of both together, counting file pages that both have mapped once.
+The keys and values of requests stay in the cache, so the number of tokens is printed too. Fails
+above the limit, in megabytes. Linux only.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)")
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    own_bytes: int  # backed by no file
-    file_bytes: Counter[str]  # by name
+    own_bytes: int  # anonymous memory
+    file_bytes: Counter[str]  # keyed by file name
 
     @property
     def num_bytes(self) -> int:
@@ -69,11 +69,11 @@ def wait_until_up(server: subprocess.Popen[bytes], url: str) -> None:
             if server.poll() is not None:
                 raise SystemExit(f"the server ended: exit code {server.returncode}") from None
             time.sleep(1)
-    raise SystemExit("the server does not start")
+    raise SystemExit(f"the server did not start within {START_SECONDS} s")
 
 
 def chat(url: str, content: str) -> int:
-    """Return the number of tokens that went in and came out."""
+    """Return the number of prompt and output tokens."""
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 64}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
@@ -82,14 +82,14 @@ def chat(url: str, content: str) -> int:
 
 
 def report(when: str, pid: int) -> float:
-    """Print what the processes hold; return the sum in bytes."""
+    """Print the resident memory of the processes; return the sum in bytes."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    front, *cores = [read_resident(process) for process in (pid, *map(int, children))]
+    server, *cores = [read_resident(process) for process in (pid, *map(int, children))]
     files: Counter[str] = Counter()
-    for process in (front, *cores):
-        files |= process.file_bytes  # the larger number of each file
-    total = sum(process.own_bytes for process in (front, *cores)) + files.total()
-    print(f"{when}: front {describe(front)}", end="")
+    for process in (server, *cores):
+        files |= process.file_bytes  # the maximum per file
+    total = sum(process.own_bytes for process in (server, *cores)) + files.total()
+    print(f"{when}: API server {describe(server)}", end="")
     print("".join(f", core {describe(core)}" for core in cores), end="")
     print(f", together {total / MB:.0f} MB", flush=True)
     return total

@@ -1,8 +1,8 @@
-"""What scheduling costs in Python per row and step, with an executor that does nothing.
+"""Measure the Python cost of scheduling per row and step, with an executor that does nothing.
 
     python -m benchmarks.engine.scheduler_cost
 
-A step is schedule + submit + commit at depth 1; the bar is 3 us per row at 256 and at 1,024 rows.
+A step is schedule + submit + commit at depth 1; the target is 3 us per row at 256 and 1,024 rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_STEPS = 100
 
 
 class InstantExecutor:
-    """Every row samples token 5, at once."""
+    """An executor that takes no time; every row samples token 5."""
 
     def start(self) -> ExecutorInfo:
         return ExecutorInfo(0, 1, "none", "none")
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def decoding_core(num_rows: int) -> EngineCore:
-    """A core with requests that decode for long, and a device that takes no time."""
+    """Return a core with long-running decode requests and an instant executor."""
     scheduler = Scheduler(BlockManager(64 * num_rows, 32, True), num_rows, 16384)
     core = EngineCore(scheduler, InstantExecutor(), depth=1, max_model_len=4096)
     params = SamplingParams(max_tokens=2000)
@@ -57,7 +57,7 @@ def decoding_core(num_rows: int) -> EngineCore:
 
 
 def microseconds_per_row(num_rows: int) -> float:
-    """Median over rounds of steady decode, blocks growing and prefixes being hashed on the way."""
+    """Return the median over rounds of steady decode, including block allocation and hashing."""
     core = decoding_core(num_rows)
     for _ in range(5):
         core.step()

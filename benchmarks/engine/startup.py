@@ -1,10 +1,11 @@
-"""Seconds from the start of a process to its first token, with weights read from a local disk.
+"""Measure the time from process start to first token, with weights on a local disk.
 
     python -m benchmarks.engine.startup [--model qwen3-0.6b] [--target-inter-token-ms 25]
 
-Writes a checkpoint of random weights into a temporary folder and starts twice: cold, with no
-kernel and no Python file compiled and no weight in the page cache, and warm, with all of them. With
-a target all graphs are captured before the engine is ready, as in a server. The bars are for GPUs.
+Writes a checkpoint of random weights into a temporary folder and starts twice: cold, without
+compiled kernels, Python bytecode or weights in the page cache, and warm, with all of them. With
+--target-inter-token-ms, all graphs are captured before the engine is ready, as in a server. The
+targets are for GPUs.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def main() -> int:
 
 
 def write_checkpoint(model: str, folder: Path) -> None:
-    from benchmarks.engine.loading import write_random_weights  # brings torch
+    from benchmarks.engine.loading import write_random_weights  # imports torch
 
     found = find_checkpoint(model_path(model), need_weights=False, need_tokenizer=False)
     folder.mkdir()
@@ -78,7 +79,7 @@ def write_checkpoint(model: str, folder: Path) -> None:
 
 
 def start_process(folder: Path, is_cold: bool) -> Start:
-    """Run `measure` in a fresh process whose compiled kernels lie beside the checkpoint."""
+    """Run `measure` in a fresh process whose compile caches are in `folder`."""
     from benchmarks.engine.loading import drop_from_memory
 
     if is_cold:
@@ -104,7 +105,7 @@ def start_process(folder: Path, is_cold: bool) -> Start:
 
 def measure(args: argparse.Namespace) -> Start:
     from nanovllm import SamplingParams
-    from nanovllm.llm import LLM  # noqa: F401  # what an engine imports
+    from nanovllm.llm import LLM  # noqa: F401  # times the imports of an engine
 
     spans = {"imports": time.time() - args.began}
     time_phases(spans)
@@ -117,7 +118,7 @@ def measure(args: argparse.Namespace) -> Start:
 
 
 def time_phases(spans: Spans) -> None:
-    """Note how long the engine takes for each part of its start."""
+    """Record how long the engine takes for each phase of its start."""
     from nanovllm.devices.cuda.memory import has_cuda
     from nanovllm.worker import worker
 

@@ -1,16 +1,16 @@
-"""What our engine does in a step, beside the physical floor: decoding, cached prefixes, samples.
+"""Measure engine steps against the physical floor: decode, cached prefixes, parallel samples.
 
     python -m benchmarks.engine.steps latency [--model qwen3-0.6b] [--batch 1 8 64 256]
     python -m benchmarks.engine.steps prefix [--prefix-len 1000 4000]
     python -m benchmarks.engine.steps samples [--num-seqs 1024 --max-num-seqs 1024]
 
 Weights are random, in the shapes of a real model. The engine is stepped directly, so that handing
-results between threads is not measured; bench.py measures whole runs, prompts included.
+results between threads is not measured; bench.py measures whole runs, including prefill.
 
-latency: N prompts, from the step in which the last one got its first token to the end, divided by
-the steps in between. prefix: the time to the first token of a new prompt (cold), then of one that
-shares all but its last 20 tokens (cached). samples: many requests with one prompt, in tokens per
-second; the floor computes the prompt once.
+latency: time per decode step of N prompts, from the step in which the last one got its first token
+to the end. prefix: time to first token of a new prompt (cold), then of one that shares all but its
+last 20 tokens (cached). samples: tokens per second of many requests with the same prompt; the floor
+assumes that the prompt is computed once.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from nanovllm.cli.start import configure_logging
 @dataclass(frozen=True, slots=True)
 class Result:
     case: str  # "bs64", "cold-1000", ...
-    unit: str  # "tok/s": more is better; "ms" or "ms/step": less is
+    unit: str  # "tok/s" (higher is better), "ms" or "ms/step" (lower is better)
     runs: list[float]
-    floor: float | None  # None if the rates of the device are unknown, or weights are quantized
+    floor: float | None  # None if the device's rates are unknown or weights are quantized
     first_token_ms: float
 
     def line(self) -> str:
@@ -58,7 +58,7 @@ class Result:
         parts = [f"{self.case:<14}{number(value):>9} {self.unit:<8}"]
         if self.floor is not None:
             share = value / self.floor if self.unit == "tok/s" else self.floor / value
-            parts.append(f"floor {number(self.floor):>7} ({share:.0%} of what is possible)")
+            parts.append(f"floor {number(self.floor):>7} ({share:.0%} of the floor's speed)")
         parts.append(f"runs {' '.join(map(number, self.runs))}")
         if self.unit != "ms":
             parts.append(f"first token after {number(self.first_token_ms)} ms")
@@ -87,22 +87,22 @@ def main() -> int:
 
 
 class Bench:
-    """An engine, and what its floors are computed from."""
+    """An engine, with the costs and rates from which floors are computed."""
 
     def __init__(self, llm: LLM, rates: Rates | None, repeats: int) -> None:
         config = llm.engine.model_config
         self.vocab_size = config.vocab_size
         self._llm, self._repeats = llm, repeats
-        is_plain = llm.engine.config.quantization is None  # floors count plain weights
+        is_plain = llm.engine.config.quantization is None  # floors assume unquantized weights
         self._rates = rates if is_plain else None
         itemsize = 4 if llm.engine.info.dtype == "float32" else 2
         self._cost = model_cost(config, itemsize, llm.engine.config.kv_cache_dtype)
 
     def measure(self, *workloads: Workload) -> list[list[Timing]]:
-        """Return a list of passes for each workload, without the pass that warms up.
+        """Return a list of passes for each workload, without the warm-up pass.
 
-        The workloads of a pass share a cache salt: they find each other's prompts in the cache, but
-        none of another pass.
+        The workloads of a pass share a cache salt: they hit each other's prompts in the prefix
+        cache, but none of another pass.
         """
         passes = []
         for _ in range(self._repeats + 1):
@@ -128,7 +128,7 @@ Measure = Callable[[argparse.Namespace, Bench], Iterator[Result]]
 
 
 def latency(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
-    """Milliseconds per decode step, at each batch size."""
+    """Measure milliseconds per decode step at each batch size."""
     is_usual = (args.prompt_len, args.new_tokens) == (128, None)
     for num_seqs in args.batch:
         new_tokens = args.new_tokens or (512 if num_seqs == 1 else 256)
@@ -141,7 +141,7 @@ def latency(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
 
 
 def prefix(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
-    """Time to the first token of a prompt, and of one that shares its first tokens with it."""
+    """Measure the time to first token of a new prompt, and of one with a cached prefix."""
     for prefix_len in args.prefix_len:
         pair = shared_prefix(bench.vocab_size, prefix_len)
         for name, timings in zip(("cold", "cached"), bench.measure(*pair), strict=True):
@@ -151,10 +151,10 @@ def prefix(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
 
 
 def samples(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
-    """New tokens per second of many requests with the same prompt."""
+    """Measure new tokens per second of many requests with the same prompt."""
     one = uniform(bench.vocab_size, 1, args.prompt_len, args.new_tokens)
     workload = Workload(one.prompts * args.num_seqs, one.max_tokens * args.num_seqs)
-    # The floor: the prompt is computed once, and its keys are read for one of the samples.
+    # The floor computes the prompt once and reads its keys for only one of the samples.
     once = Workload([*one.prompts, *[[0]] * (args.num_seqs - 1)], workload.max_tokens)
     [timings] = bench.measure(workload)
     num_tokens = workload.num_new_tokens
@@ -171,7 +171,7 @@ def parse_args() -> argparse.Namespace:
     names, count = parser.add_subparsers(metavar="NAME", required=True), at_least(1)
     add = _add(names, latency)
     add("--batch", "--batch-size", type=count, nargs="+", default=[1, 8, 64, 256], metavar="N",
-        help="how many prompts run at once (default: 1 8 64 256)")  # fmt: skip
+        help="batch sizes (default: 1 8 64 256)")  # fmt: skip
     add("--prompt-len", type=count, default=128, metavar="N", help="tokens (default: 128)")
     add("--new-tokens", type=at_least(2), metavar="N", help="(default: 256, 512 at batch 1)")
     add = _add(names, prefix)
@@ -180,7 +180,7 @@ def parse_args() -> argparse.Namespace:
     add = _add(names, samples)
     add("--num-seqs", type=count, default=1024, metavar="N", help="samples (default: 1024)")
     add("--prompt-len", type=count, default=1000, metavar="N", help="tokens (default: 1000)")
-    add("--new-tokens", type=count, default=256, metavar="N", help="of each (default: 256)")
+    add("--new-tokens", type=count, default=256, metavar="N", help="per sample (default: 256)")
     return parser.parse_args(dashed(sys.argv[1:]))
 
 

@@ -1,12 +1,12 @@
-"""What a JSON schema on every row costs a decode step, beside the same rows without one.
+"""Measure the cost of a JSON schema on every row of a decode step.
 
     python -m benchmarks.engine.structured_cost --rows 64 [--model CONFIG_OR_CHECKPOINT]
 
-Weights are random; the bar is 15% at 64 rows of Qwen3-0.6B on an H200. The vocabulary is made up,
-of as many tokens as the model has, since a config brings none; `--tokenizer tokenizer.json` takes
-a real one. `--max-length N` bounds the strings of the schema, which makes some masks a hundred
-times as long: near the bound, every token of the vocabulary is tried. `--mask-us N` puts a pause
-of N microseconds a row in the place of llguidance, where that is missing.
+Weights are random; the target is 15% at 64 rows of Qwen3-0.6B on an H200. The vocabulary is
+synthetic and as large as the model's, since a config has none; `--tokenizer tokenizer.json` uses a
+real one. `--max-length N` bounds the strings of the schema, which makes some bitmasks a hundred
+times slower: near the bound, every token of the vocabulary is tried. `--mask-us N` replaces
+llguidance, where it is not installed, by a pause of N microseconds per row.
 """
 
 from __future__ import annotations
@@ -55,16 +55,20 @@ def main() -> None:
     )
     engine, vocab_size = llm.engine, llm.engine.model_config.vocab_size
     if args.mask_us is None:
-        backend = Tokenizer.from_file(args.tokenizer) if args.tokenizer else made_up(vocab_size)
+        backend = (
+            Tokenizer.from_file(args.tokenizer)
+            if args.tokenizer
+            else synthetic_tokenizer(vocab_size)
+        )
         tokenizer = SimpleNamespace(backend_tokenizer=backend)
-        end = min(vocab_size, backend.get_vocab_size()) - 1  # no answer gets there
+        end = min(vocab_size, backend.get_vocab_size()) - 1  # no output reaches it
         vocabulary = Vocabulary(tokenizer, frozenset({end}))
         grammars = GuidanceEngine(lambda: vocabulary, vocab_size)
     else:
         grammars = PausedGrammars(vocab_size, args.mask_us * 1e-6)
     engine.input_processor.grammars = engine.core.grammars = grammars
     plain, masked = [], []
-    for _ in range(4):  # in turns; the first of each warms up
+    for _ in range(4):  # in turns; the first round is a warm-up
         plain.append(milliseconds_per_step(llm, args.rows, args.steps, None))
         masked.append(milliseconds_per_step(llm, args.rows, args.steps, {"json": SCHEMA}))
     before, after = statistics.median(plain[1:]), statistics.median(masked[1:])
@@ -80,13 +84,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--max-length", type=int)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--tokenizer", help="the file of a vocabulary, in place of a made-up one")
+    source.add_argument("--tokenizer", help="a tokenizer.json to use instead of the synthetic one")
     source.add_argument("--mask-us", type=float)
     return parser.parse_args()
 
 
 class PausedGrammars:
-    """Stands in for grammars that allow every token, each mask of which takes as long."""
+    """Fake grammars that allow every token; each bitmask takes a fixed time."""
 
     def __init__(self, vocab_size: int, seconds: float) -> None:
         self.num_words, self.seconds = -(-vocab_size // 32), seconds
@@ -99,7 +103,7 @@ class PausedGrammars:
         return SimpleNamespace(finishes=lambda token_id: False, is_ready=True)
 
     def masks(self, matchers: list[Any], allocate: Any) -> tuple[np.ndarray, list[int]]:
-        if len(self.memory) < len(matchers):  # kept, as that of real masks is
+        if len(self.memory) < len(matchers):  # persistent, like the buffer of real bitmasks
             self.memory = allocate(len(matchers), self.num_words)
             self.memory.fill(-1)
         time.sleep(len(matchers) * self.seconds)
@@ -123,14 +127,14 @@ def milliseconds_per_step(llm: LLM, num_rows: int, num_steps: int, asked: Any) -
     for _ in range(num_steps):
         engine.step()
     seconds = time.perf_counter() - start
-    assert len(engine.abort_all()) == num_rows, "an answer ended early"
+    assert len(engine.abort_all()) == num_rows, "a sequence ended early"
     return seconds * 1000 / num_steps
 
 
-def made_up(vocab_size: int) -> Tokenizer:
-    """All bytes, and words of random letters as a vocabulary has them."""
+def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
+    """Return a synthetic vocabulary: all bytes, and words of random letters."""
     rng, letters = random.Random(0), "etaoinshrdlucmfwygpbvkxqjz"
-    # As byte-level vocabularies spell them: what is not printable moves up.
+    # Byte-level vocabularies map unprintable bytes to higher code points.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     texts = dict.fromkeys(map(chr, [*printable, *range(256, 256 + len(others))]))

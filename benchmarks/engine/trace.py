@@ -1,9 +1,9 @@
-"""What the GPU does in a step: how long it is busy, with what, and when it waits.
+"""Trace the GPU during engine steps: busy time, kernels and gaps.
 
     python -m benchmarks.engine.trace --batch 1 64 256
     python -m benchmarks.engine.trace --prefill --batch 16 --prompt-len 2048
 
-Steady decode steps or, with --prefill, those that read prompts. Open the trace, of the last batch,
+Traces steady decode steps or, with --prefill, prefill steps. Open the trace of the last batch size
 at https://ui.perfetto.dev. Needs a CUDA device.
 """
 
@@ -42,16 +42,16 @@ class Summary:
     """Times in microseconds, over the whole window."""
 
     window: float  # from the first activity to the end of the last
-    busy: float  # at least one activity runs
-    gaps: dict[str, float]  # by the activity that ended them
-    kernels: dict[str, list[float]]  # durations by name
+    busy: float  # while at least one activity runs
+    gaps: dict[str, float]  # keyed by the activity that ended the gap
+    kernels: dict[str, list[float]]  # durations, keyed by name
 
 
 def main() -> int:
     args = parse_args()
     configure_logging(args.verbose)
     if not has_cuda():
-        raise ConfigError("the trace is of a GPU, and this machine has no CUDA device")
+        raise ConfigError("the trace needs a GPU, and this machine has no CUDA device")
     check_writable(args.json)
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     with open_llm(args) as llm:
@@ -61,12 +61,12 @@ def main() -> int:
 
 
 def trace(llm: LLM, num_seqs: int, args: argparse.Namespace) -> None:
-    """Time some steps, then record as many; the engine is left without sequences."""
+    """Time some steps without the profiler, then profile as many; finish all sequences."""
     max_tokens = 1 if args.prefill else 3 * args.steps + 10
     vocab_size = llm.engine.model_config.vocab_size
     workload = uniform(vocab_size, num_seqs, args.prompt_len, max_tokens)
     check_fits(llm, workload)
-    run_steps(llm, workload, args)  # warms up
+    run_steps(llm, workload, args)  # warm-up
     bare_ms = statistics.mean(run_steps(llm, workload, args))
     activities = [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * args.host
     with profile(activities=activities) as profiler:
@@ -74,7 +74,7 @@ def trace(llm: LLM, num_seqs: int, args: argparse.Namespace) -> None:
     profiler.export_chrome_trace(args.out)
     while not llm.engine.is_finished():
         llm.engine.step()
-    summary = summarise(json.loads(Path(args.out).read_text())["traceEvents"])
+    summary = summarize(json.loads(Path(args.out).read_text())["traceEvents"])
     print(f"batch {num_seqs}, {num_steps} steps of {bare_ms:.3f} ms; trace in {args.out}")
     print(report(summary, num_steps), flush=True)
     idle = 100 * (1 - summary.busy / summary.window)
@@ -91,9 +91,9 @@ def trace(llm: LLM, num_seqs: int, args: argparse.Namespace) -> None:
 
 
 def run_steps(llm: LLM, workload: Workload, args: argparse.Namespace) -> list[float]:
-    """Return the milliseconds of steps that all read prompts, or that all decode."""
+    """Return the milliseconds of each step; all of them are prefill, or all are decode."""
     engine = llm.engine
-    if engine.is_finished():  # else they decode since the last call
+    if engine.is_finished():  # otherwise sequences are still decoding since the last call
         add_workload(llm, workload, uuid.uuid4().hex)
         num_left = 0 if args.prefill else workload.num_prompt_tokens
         while num_left > 0:
@@ -105,8 +105,8 @@ def run_steps(llm: LLM, workload: Workload, args: argparse.Namespace) -> list[fl
     return [1000 * (after - before) for before, after in pairwise(times)]
 
 
-def summarise(events: list[dict[str, Any]]) -> Summary:
-    """Add up what ran and the gaps between; activities that overlap count once as busy."""
+def summarize(events: list[dict[str, Any]]) -> Summary:
+    """Sum up activities and the gaps between them; overlapping activities count once as busy."""
     activities = [
         event for event in events if event.get("cat") in GPU_CATEGORIES and "dur" in event
     ]
@@ -125,7 +125,7 @@ def summarise(events: list[dict[str, Any]]) -> Summary:
 
 
 def report(summary: Summary, num_steps: int) -> str:
-    """A table of what takes the time of one step, as shares of the step."""
+    """Return a table of where the time of a step goes."""
     num_kernels = sum(map(len, summary.kernels.values()))
     rows = [
         (summary.busy, f"{num_kernels / num_steps:.1f} GPU busy"),
@@ -150,14 +150,16 @@ def parse_args() -> argparse.Namespace:
     add, count = parser.add_argument, at_least(1)
     add("--batch", type=count, nargs="+", default=[64], help="prompts (default: 64)")
     add("--prompt-len", type=count, default=128, help="tokens (default: %(default)s)")
-    add("--steps", type=count, default=50, help="of decoding to record (default: %(default)s)")
-    add("--prefill", action="store_true", help="record how prompts are read (default: decoding)")
+    add("--steps", type=count, default=50, help="decode steps to record (default: %(default)s)")
+    add("--prefill", action="store_true", help="record prefill steps (default: decode)")
     add(
         "--out",
         default="benchmarks/out/trace.json",
         help="the trace to write (default: %(default)s)",
     )
-    add("--host", action="store_true", help="record torch's operators too, which slows the host")
+    add(
+        "--host", action="store_true", help="also record torch operators, which slows down the host"
+    )
     add("--json", metavar="FILE", help="append each summary as a line of JSON (default: none)")
     add_engine_options(parser, "qwen3-0.6b", load_format="dummy")
     return parser.parse_args(dashed(sys.argv[1:]))

@@ -1,10 +1,10 @@
-"""What it costs an engine to be watched: CPU time of its loop, with and without a watcher.
+"""Measure what a subscriber costs the engine: CPU time of its loop, with and without one.
 
     python -m benchmarks.engine.watching_cost [--rows 64] [--step-ms 5]
 
-The device does nothing, so that all time is the host's: scheduling, and snapshots, packed for the
-socket. The least of some rounds counts. Steps of `--step-ms` are what a device
-would take; the bar is 2% of them.
+The device does nothing, so only host time is measured: scheduling, and snapshots serialized for the
+socket. The minimum over several rounds counts. `--step-ms` is the assumed duration of a step on a
+device; the target is 2% of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pickle
 import time
 
 from benchmarks.engine.scheduler_cost import decoding_core
-from nanovllm.serve.core_process import SECONDS_BETWEEN, take_snapshot
+from nanovllm.serve.core_process import SNAPSHOT_SECONDS, take_snapshot
 from nanovllm.serve.core_records import CoreStats
 
 NUM_STEPS = 400
@@ -25,27 +25,27 @@ def main() -> None:
     args = parse_args()
     for num_rows in args.rows:
         pairs = [
-            [seconds(num_rows, args.step_ms, is_watched) for is_watched in (False, True)]
+            [seconds(num_rows, args.step_ms, has_subscriber) for has_subscriber in (False, True)]
             for _ in range(ROUNDS)
         ]
-        alone, watched = map(min, zip(*pairs, strict=True))
-        share = (watched - alone) / (args.step_ms / 1000)
+        alone, subscribed = map(min, zip(*pairs, strict=True))
+        share = (subscribed - alone) / (args.step_ms / 1000)
         print(
-            f"{num_rows:5d} rows: {alone * 1e6:7.1f} us a step alone, {watched * 1e6:7.1f} watched:"
-            f" {share:.2%} of {args.step_ms:g} ms"
+            f"{num_rows:5d} rows: {alone * 1e6:7.1f} us per step, {subscribed * 1e6:7.1f} with a"
+            f" subscriber: {share:.2%} of {args.step_ms:g} ms"
         )
 
 
-def seconds(num_rows: int, step_ms: float, is_watched: bool) -> float:
-    """CPU seconds of a step of steady decode."""
+def seconds(num_rows: int, step_ms: float, has_subscriber: bool) -> float:
+    """Return the CPU seconds of a steady decode step."""
     core = decoding_core(num_rows)
-    steps_between = round(SECONDS_BETWEEN / (step_ms / 1000))
+    steps_between = round(SNAPSHOT_SECONDS / (step_ms / 1000))
     for _ in range(5):
         core.step()
     begin = time.process_time()
     for step in range(NUM_STEPS):
         core.step()
-        if is_watched and step % steps_between == 0:
+        if has_subscriber and step % steps_between == 0:
             stats = CoreStats(num_running=num_rows, num_decode_tokens=step)
             pickle.dumps(take_snapshot(core, stats, 0.0), pickle.HIGHEST_PROTOCOL)
     return (time.process_time() - begin) / NUM_STEPS

@@ -1,14 +1,14 @@
-"""Products on the CPU: torch's, oneDNN's with packed weights, and ours, which take turns.
+"""Compare matrix products on the CPU in turns: torch, oneDNN with packed weights, and ours.
 
     python -m benchmarks.kernels.cpu_products linear    # SmolLM2's projections, few rows
     python -m benchmarks.kernels.cpu_products experts   # a layer of Qwen3-30B-A3B's experts
-    python -m benchmarks.kernels.cpu_products blocks    # weights as GGUF stores them, and bfloat16
+    python -m benchmarks.kernels.cpu_products blocks    # GGUF weights and bfloat16
 
 Weights are random. Projections of all layers run in turn, so that weights come from memory as they
-do in a decode step. Experts are all of them in bfloat16 and half of them in float32; beside them
-run a loop over experts as models are often written, and "sum": how long torch takes to add up the
-weights of those that were chosen, each of which has to be read once. Of weights as blocks there is
-one large projection of each type. Medians count.
+do in a decode step. All experts run in bfloat16 and half of them in float32. They are compared with
+a loop over experts, as models are often written, and with "sum": the time torch takes to add up the
+weights of the chosen experts, each of which must be read once. For GGUF weights, there is one large
+projection of each quantization type. Reports medians.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from benchmarks.kernels.timing import take_turns
 from nanovllm.cli.options import at_least
-from nanovllm.devices.cpu.blocks import to_panels
 from nanovllm.devices.cpu.features import find_cpu_features
+from nanovllm.devices.cpu.gguf_weights import to_panels
 from nanovllm.devices.cpu.kernels.block_types import TYPES
 from nanovllm.devices.cpu.ops import NumbaOps, pack_onednn
 from nanovllm.devices.cpu.program import Launcher
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measure_linear(ops: NumbaOps, dtype: torch.dtype, rows: list[int]) -> None:
-    ops.max_linear_rows = max(rows)  # our kernel runs them all
+    ops.max_linear_rows = max(rows)  # so that our kernel runs all of them
     weights = [torch.randn(shape).to(dtype) for shape in SHAPES]
     product_dtype = FEATURES.product_dtype(dtype)
     models = {
@@ -73,7 +73,7 @@ def measure_linear(ops: NumbaOps, dtype: torch.dtype, rows: list[int]) -> None:
 
 
 def measure_blocks(rows: list[int]) -> None:
-    """Random bytes: what they stand for does not matter here, only that they are finite."""
+    """Measure GGUF weights of random bytes, whose values only need to be finite."""
     ops = NumbaOps(Launcher(torch.bfloat16), FEATURES)
     plain = ops.pack_linear(torch.randn(BLOCKS_SHAPE).bfloat16(), None, None, has_room=True)
     num_out, num_in = BLOCKS_SHAPE
@@ -93,7 +93,7 @@ def run_all(linears: list[Callable[[Tensor], Tensor]], inputs: list[Tensor]) -> 
 
 
 def measure_experts(ops: NumbaOps, dtype: torch.dtype, num_experts: int, rows: list[int]) -> None:
-    ops.max_expert_rows = max(rows) * ROUTING.top_k  # our kernels run them all
+    ops.max_expert_rows = max(rows) * ROUTING.top_k  # so that our kernels run all of them
     gate_up = make(num_experts, 2 * EXPERT_SIZE, HIDDEN, dtype=dtype)
     down = make(num_experts, HIDDEN, EXPERT_SIZE, dtype=dtype)
     library = TorchOps(FEATURES.product_dtype(dtype))
@@ -113,7 +113,7 @@ def measure_experts(ops: NumbaOps, dtype: torch.dtype, num_experts: int, rows: l
 
 
 def make(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Small random numbers; the float32 of all of them would not fit beside the result."""
+    """Return small random weights, made expert by expert: all in float32 would not fit."""
     weight = torch.empty(shape, dtype=dtype)
     for expert in weight:
         expert.copy_(torch.randn(shape[1:]) / shape[2] ** 0.5)
@@ -121,7 +121,7 @@ def make(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def loop(gate_up: Tensor, down: Tensor, x: Tensor, logits: Tensor) -> Tensor:
-    """A mask for each expert, and a sum in place."""
+    """Compute the experts one by one, with a mask each."""
     ids, weights = route(logits, ROUTING)
     out = torch.zeros_like(x)
     mask = F.one_hot(ids, len(down)).permute(2, 1, 0)  # [experts, top_k, tokens]
@@ -144,8 +144,15 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("products", choices=["linear", "experts", "blocks"])
-    add("--rows", type=at_least(1), nargs="+", metavar="N", help="or tokens (default: several)")
-    add("--experts", type=at_least(16), default=128, help="float32 takes half (default: 128)")
+    add(
+        "--rows", type=at_least(1), nargs="+", metavar="N", help="rows or tokens (default: several)"
+    )
+    add(
+        "--experts",
+        type=at_least(16),
+        default=128,
+        help="number of experts; float32 uses half (default: 128)",
+    )
     return parser.parse_args()
 
 

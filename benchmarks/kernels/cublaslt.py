@@ -1,4 +1,4 @@
-"""cuBLASLt, which torch has loaded, by ctypes: products whose algorithm the caller chooses."""
+"""ctypes bindings to the cuBLASLt that torch has loaded; the caller chooses the algorithm."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from torch import Tensor
 
 MAX_RESULTS = 256
 WORKSPACE_BYTES = 64 << 20
-# From cublasLt.h and library_types.h.
+# Constants of cublasLt.h and library_types.h.
 TYPES = {torch.bfloat16: 14, torch.float32: 0}
 COMPUTE_32F = 68
-TRANSPOSE_A = 3  # of a product's description
-MAX_WORKSPACE = 1  # of preferences
-TILE_IDS = 6  # of what an algorithm can
+TRANSPOSE_A = 3  # attribute of a matmul descriptor
+MAX_WORKSPACE = 1  # attribute of the preferences
+TILE_IDS = 6  # capability of an algorithm
 NO_REDUCTION, SUMS_IN_FLOAT32 = 0, 2
 
 
 class Setting(NamedTuple):
-    """Of an algorithm."""
+    """A configuration attribute of an algorithm."""
 
     number: int
     kind: type[c_uint16] | type[c_uint32] = c_uint32
@@ -52,7 +52,7 @@ SETTINGS = {
 
 
 class Algorithm(ctypes.Structure):
-    """How a product is computed; plain data that may be kept for the same library."""
+    """cublasLtMatmulAlgo_t: plain data, valid for the same library version."""
 
     _fields_ = (("data", c_uint64 * 8),)
 
@@ -71,7 +71,7 @@ class Found(ctypes.Structure):
 
 
 class CublasLt:
-    """The library, and memory that its products may use one after the other."""
+    """The library, its handle, and a workspace shared by consecutive products."""
 
     def __init__(self) -> None:
         assert torch.version.cuda is not None
@@ -89,13 +89,13 @@ class ProductShape:
     num_out: int
     num_in: int
     out_dtype: torch.dtype = torch.bfloat16
-    adds: bool = False  # to what is there
+    adds: bool = False  # accumulate into y
 
 
 class Product:
-    """y [rows, out] = x [rows, in] @ weight [out, in].t(), or y += that.
+    """Computes y [rows, out] = x [rows, in] @ weight [out, in].t(), or adds it to y.
 
-    In the library's order, by columns, these are y [out, rows], x [in, rows], weight [in, out].
+    In the library's column-major order these are y [out, rows], x [in, rows], weight [in, out].
     """
 
     def __init__(self, library: CublasLt, shape: ProductShape) -> None:
@@ -133,7 +133,7 @@ class Product:
         return y
 
     def proposed(self) -> list[Algorithm]:
-        """What the library proposes, the best by its own estimate first."""
+        """Return the algorithms that the library's heuristic proposes, best first."""
         calls, preference = self.library.calls, c_void_p()
         check(calls.cublasLtMatmulPreferenceCreate(byref(preference)))
         most = c_uint64(WORKSPACE_BYTES)
@@ -157,7 +157,7 @@ class Product:
         ]
 
     def changed(self, algorithm: Algorithm, **settings: int) -> Algorithm | None:
-        """The same with other settings, if it can."""
+        """Return the algorithm with other settings, or None if it does not support them."""
         changed, found = Algorithm.from_buffer_copy(algorithm), Found()
         for name, value in settings.items():
             number, kind = SETTINGS[name]
@@ -176,7 +176,7 @@ class Product:
         return self.changed(algorithm, splits=num_splits, reduction=reduction)
 
     def tiles(self, algorithm: Algorithm) -> list[int]:
-        """The sizes of tiles that such an algorithm may have, by the numbers of cublasLt.h."""
+        """Return the tile sizes that an algorithm supports, as enum values of cublasLt.h."""
         tiles, size = (c_uint32 * 1024)(), c_size_t()
         read = self.library.calls.cublasLtMatmulAlgoCapGetAttribute
         check(read(byref(algorithm), TILE_IDS, tiles, c_size_t(sizeof(tiles)), byref(size)))

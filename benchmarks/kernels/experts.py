@@ -1,10 +1,10 @@
-"""A layer of experts on a GPU: microseconds of the engine's kernels, beside the floor.
+"""Time the engine's MoE kernels on a GPU in microseconds, against the floor.
 
     python -m benchmarks.kernels.experts [--tokens 1 ...] [--shape 128 8 2048 768] [--weights NAME]
 
-Times are medians over replays of a CUDA graph, in which layers take turns so that the cache does
-not help. "pairs" and "sorted" are the two ways to run them, and "ours" is the one chosen. The floor
-reads each expert that was chosen once, or multiplies.
+Times are medians over replays of a CUDA graph that rotates through layers to defeat the L2 cache.
+"pairs" and "sorted" are the two implementations, and "ours" is the one the engine chooses. The
+floor is the time to read each chosen expert once or to multiply, whichever is longer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import codes
+from benchmarks.kernels import quantized_linear
 from benchmarks.kernels.timing import GpuTimer, floor, line
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
@@ -33,7 +33,7 @@ from nanovllm.ops.torch_ops import TorchOps
 
 DTYPE = torch.bfloat16
 TOKENS = [1, 2, 4, 8, 16, 64, 256, 512, 4096]
-SHAPE = [128, 8, 2048, 768]  # Qwen3-30B-A3B's: experts, of which chosen, hidden size, expert size
+SHAPE = [128, 8, 2048, 768]  # of Qwen3-30B-A3B: experts, top_k, hidden size, expert size
 MAX_PAIR_TOKENS = 32
 NUM_LAYERS = 6
 
@@ -75,9 +75,11 @@ def make_weights(
     kind: str, num_experts: int, top_k: int, hidden: int, size: int
 ) -> tuple[CudaWeight, CudaWeight]:
     if kind != "bf16":
-        gate_up_shape = codes.Shape(num_experts * 2 * size, hidden)
-        down_shape = codes.Shape(num_experts * hidden, size)
-        return codes.make_weight(kind, gate_up_shape), codes.make_weight(kind, down_shape)
+        gate_up_shape = quantized_linear.Shape(num_experts * 2 * size, hidden)
+        down_shape = quantized_linear.Shape(num_experts * hidden, size)
+        return quantized_linear.make_weight(kind, gate_up_shape), quantized_linear.make_weight(
+            kind, down_shape
+        )
     gate_up = torch.empty(num_experts, 2 * size, hidden, device="cuda", dtype=DTYPE)
     down = torch.empty(num_experts, hidden, size, device="cuda", dtype=DTYPE)
     return gate_up.normal_(std=hidden**-0.5), down.normal_(std=size**-0.5)
@@ -124,7 +126,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     text = f"default: {' '.join(map(str, TOKENS))}"
     add("--tokens", nargs="+", type=at_least(1), default=TOKENS, metavar="N", help=text)
-    text = "experts, chosen, hidden size, expert size (default: Qwen3-30B-A3B's)"
+    text = "experts, top_k, hidden size, expert size (default: Qwen3-30B-A3B)"
     add("--shape", nargs=4, type=at_least(1), default=SHAPE, metavar="N", help=text)
     kinds = ["bf16", "fp8", "int4"]
     add("--weights", choices=kinds, default="bf16", help="(default: %(default)s)")

@@ -1,11 +1,11 @@
-"""Products in FP8 on both sides on a GPU: scaled by the library or by what follows, by rows.
+"""Time FP8 x FP8 products on a GPU, scaled by the library or by the next kernel, by rows.
 
     python -m benchmarks.kernels.fp8_products [--rows 64 128 256] [--shapes qkv o gate_up down]
 
-Shapes are Qwen3-8B's. A product is timed with what a layer has around it: what rounds its rows, and
-the norm or gate that takes its sums. What these take without it is told beside, and so is a product
-of rows that are not rounded. Times are medians over replays of a CUDA graph, in which so many
-weights take turns that the cache does not help.
+Shapes are Qwen3-8B's. A product is timed with its neighbors in a layer: the kernel that quantizes
+its rows, and the norm or gate that consumes its sums. The time of these neighbors alone, and that
+of a product with unquantized rows, are printed too. Times are medians over replays of a CUDA graph
+that rotates through enough weights to defeat the L2 cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.floors import Rates
-from benchmarks.kernels.codes import SHAPES, Shape, make_weight
+from benchmarks.kernels.quantized_linear import SHAPES, Shape, make_weight
 from benchmarks.kernels.timing import GpuTimer, Run, line
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
@@ -40,13 +40,13 @@ from nanovllm.devices.cuda.kernels.linear_fp8 import (
 from nanovllm.ops.interface import NormWeights, ResidualStream
 
 DTYPE = torch.bfloat16
-MIN_BYTES = 200_000_000  # of the weights that take turns
-MAX_WIDENED = 64  # rows, of products that widen the weight
+MIN_BYTES = 200_000_000  # of the rotating weights
+MAX_DEQUANTIZED_ROWS = 64  # rows of products that dequantize the weight
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A shape with some rows; a norm or, where its sums go to one, rounding comes before it."""
+    """A shape with a number of rows; a norm or, if one follows, quantization precedes it."""
 
     shape: Shape
     x: Tensor
@@ -87,7 +87,7 @@ class Case:
         fp8_quantize(self.x, by_block=False)
         return fp8_norm(ResidualStream(self.residual, y), self.norm_out).scales
 
-    def widened(self, counters: Tensor, weight: LibraryWeight) -> Tensor:
+    def dequantized(self, counters: Tensor, weight: LibraryWeight) -> Tensor:
         if not self.shape.is_summed:
             x = rms_norm(ResidualStream(self.x), self.norm_in)
             return few_rows_linear(x, weight.stored, None, self.shape.activation, counters)
@@ -119,9 +119,9 @@ def measure(timer: GpuTimer, case: Case) -> dict[str, float]:
     }
     if len(case.x) <= MAX_SUM_ROWS:
         ways["scaled after"] = [partial(case.scaled_after, weight) for weight in case.weights]
-    if len(case.x) <= MAX_WIDENED:
+    if len(case.x) <= MAX_DEQUANTIZED_ROWS:
         counters = make_counters(case.x.device)
-        ways["not rounded"] = [partial(case.widened, counters, weight) for weight in case.weights]
+        ways["unquantized rows"] = [partial(case.dequantized, counters, w) for w in case.weights]
     return {name: timer.microseconds(calls) for name, calls in ways.items()}
 
 

@@ -1,10 +1,11 @@
-"""Products of 64 to 256 rows on a GPU: does the library have a faster way than the one it takes?
+"""Search cuBLASLt for algorithms that are faster than its default, for 64 to 256 rows on a GPU.
 
     python -m benchmarks.kernels.library_choice [--models qwen3-0.6b ...] [--rows 64 ...]
 
-For each projection, in microseconds with cold weights: torch's call of cuBLAS, what the engine
-runs, and the fastest algorithm of cuBLASLt, of as many as can be timed in some seconds. Then the
-projections and norms of whole layers, with the engine's products and with the fastest ones.
+Prints for each projection, in microseconds with cold weights, the time of torch's cuBLAS call, of
+the engine's kernel, and of the fastest cuBLASLt algorithm among those that can be timed within
+--seconds. Then times the projections and norms of whole layers, with the engine's products and with
+the fastest ones.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from nanovllm.models.config_json import read_model_config
 from nanovllm.ops.interface import NormWeights, ResidualStream
 
 MODELS, ROWS = ["qwen3-0.6b", "qwen3-8b"], [64, 128, 192, 256]
-QUICK_BYTES, QUICK_REPLAYS = 160_000_000, 2  # of weights that take turns when all are timed
-NUM_FINAL = 6  # that are timed again, as long as the others
+QUICK_BYTES, QUICK_REPLAYS = 160_000_000, 2  # for the first pass over all algorithms
+NUM_FINAL = 6  # fastest algorithms, which are timed again for longer
 LAYER_BYTES = 800_000_000  # of the layers that are timed together
 SPLITS = range(1, 9)
-CLUSTERS = 2, 3, 5, 6, 4, 8  # 1x1, 2x1, 1x2, 2x2, 4x1 and 1x4 programs that share what they read
+CLUSTERS = 2, 3, 5, 6, 4, 8  # enum values of 1x1, 2x1, 1x2, 2x2, 4x1 and 1x4 CTAs
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,13 @@ class Best:
 
 
 class Chooser:
-    """Times algorithms of the library."""
+    """Times the library's algorithms and finds the fastest."""
 
     def __init__(self, timer: GpuTimer, seconds: float) -> None:
         self.library, self.timer, self.seconds = CublasLt(), timer, seconds
 
     def best(self, shape: ProductShape, x: Tensor, weights: list[Tensor]) -> Best:
-        """Time each algorithm for a moment, until time is up, then the fastest for longer."""
+        """Time each algorithm briefly until time is up, then the fastest ones for longer."""
         product = Product(self.library, shape)
         y = torch.zeros(shape.num_rows, shape.num_out, device="cuda", dtype=shape.out_dtype)
         few = weights[: max(2, QUICK_BYTES // weights[0].nbytes)]
@@ -82,7 +83,7 @@ class Chooser:
             for _, each in fastest
         ]
         if not final:
-            raise EngineError(f"no algorithm of cuBLASLt gave the right product of {shape}")
+            raise EngineError(f"no cuBLASLt algorithm gave the correct product of {shape}")
         took, algorithm = min(final, key=lambda each: each[0])
         return Best(algorithm, product, took, len(times))
 
@@ -92,7 +93,7 @@ class Chooser:
 
 
 def candidates(product: Product) -> Iterator[Algorithm]:
-    """What the library proposes; that with other splits; then the first with any size of tiles."""
+    """Yield the library's proposals, those with other splits, and the first with all tiles."""
     proposed = product.proposed()
     yield from proposed
     for num_splits in SPLITS:
@@ -123,7 +124,7 @@ def main() -> int:
 
 
 def compare(chooser: Chooser, name: str, shape: Shape, num_rows: int) -> dict[str, Best]:
-    """Print the times of one projection; return the best algorithms, by what they compute."""
+    """Print the times of one projection; return the best algorithms, keyed by kind of output."""
     timer, weights = chooser.timer, make_weights(shape, torch.device("cuda"))
     x = torch.randn(num_rows, shape.num_in, device="cuda", dtype=torch.bfloat16)
     wanted = ProductShape(num_rows, shape.num_out, shape.num_in)
@@ -151,7 +152,7 @@ class LayerWeights:
 
 
 class Layers:
-    """The projections and norms of layers, with attention left out."""
+    """The projections and norms of layers, without attention."""
 
     def __init__(self, shapes: dict[str, Shape], num_rows: int) -> None:
         names = ("qkv", "o", "gate_up", "down")
@@ -167,7 +168,7 @@ class Layers:
         self.ops = TritonOps()
 
     def engine(self, found: dict[str, Best]) -> Tensor:
-        """What the engine runs, but with the products that were found in place of its own."""
+        """Run the layers as the engine does, with the products in `found` replacing its own."""
         hidden = ResidualStream(self.residual.clone())
         for weights in self.weights:
             x, residual = self.ops.norm(hidden, self.norm)
@@ -225,7 +226,7 @@ def compare_layers(
 
 
 def least(timer: GpuTimer, calls: Sequence[Run]) -> float:
-    """The better of two: what is recorded a second time may take less, by a tenth and more."""
+    """Return the better of two: a second capture may be faster by a tenth or more."""
     return min(timer.microseconds(calls) for _ in range(2))
 
 
@@ -236,11 +237,11 @@ def random(*size: int) -> Tensor:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    text = f"of {', '.join(model_names())} (default: {' '.join(MODELS)})"
+    text = f"one or more of {', '.join(model_names())} (default: {' '.join(MODELS)})"
     add("--models", nargs="+", choices=model_names(), default=MODELS, metavar="NAME", help=text)
     text = "rows of x (default: 64 128 192 256)"
     add("--rows", nargs="+", type=at_least(1), default=ROWS, metavar="N", help=text)
-    text = "at most, for the first timing of one product's algorithms (default: 1)"
+    text = "time limit of the first pass over a product's algorithms (default: 1)"
     add("--seconds", type=float, default=1.0, metavar="S", help=text)
     return parser.parse_args()
 

@@ -1,9 +1,9 @@
-"""Projections on a GPU: microseconds of cuBLAS and of the engine's kernels, beside the floor.
+"""Time projections on a GPU in microseconds: cuBLAS and the engine's kernels against the floor.
 
     python -m benchmarks.kernels.linear [--models qwen3-8b ...] [--rows 1 64 ...]
 
-Times are medians over replays of a CUDA graph, in which so many weights take turns that the cache
-does not help.
+Times are medians over replays of a CUDA graph that rotates through enough weights to defeat the L2
+cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nanovllm.models.config_json import read_model_config
 
 ROWS = [1, 8, 32, 64, 128, 256]
 DTYPE = torch.bfloat16
-MIN_BYTES, MIN_CALLS = 420_000_000, 8  # of the weights that take turns; in one graph
+MIN_BYTES, MIN_CALLS = 420_000_000, 8  # of the rotating weights; calls per graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Shape:
     num_out: int
     num_in: int
     is_gated: bool = False
-    is_summed: bool = False  # a norm follows, which may be left to finish the sum
+    is_summed: bool = False  # a norm follows, which may add up the partial sums
 
     @property
     def num_bytes(self) -> int:
@@ -62,13 +62,13 @@ def main() -> int:
             }
             times = timer.measure(calls, library(shape, x, weights[0]))
             label = f"{num_rows:>5} rows"
-            best = floor(shape.num_bytes, shape.num_bytes * num_rows)  # two operations an element
+            best = floor(shape.num_bytes, shape.num_bytes * num_rows)  # two operations per element
             print(line(label, times, best), flush=True)
     return 0
 
 
 def shapes_by_name(models: list[str]) -> dict[Shape, list[str]]:
-    """Each shape that occurs, once, and the projections that have it."""
+    """Return each distinct shape with the projections that have it."""
     names: dict[Shape, list[str]] = {}
     for model in models:
         config = read_model_config(json.loads(Path(model_path(model)).read_text()))
@@ -78,7 +78,7 @@ def shapes_by_name(models: list[str]) -> dict[Shape, list[str]]:
 
 
 def shapes_of(config: ModelConfig) -> dict[str, Shape]:
-    """The projections of a model by name."""
+    """Return the projections of a model, keyed by name."""
     hidden_size, inner_size = config.hidden_size, config.intermediate_size
     q_size = config.num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
@@ -104,7 +104,7 @@ def library(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def chosen(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
-    """What the engine runs."""
+    """Run the projection as the engine does."""
     activation = "silu" if shape.is_gated else None
     packed = TritonOps().pack_linear(weight, None, activation, has_room=False)
     if not shape.is_summed:
@@ -118,7 +118,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     models = model_names()
-    text = f"of {', '.join(models)} (default: all)"
+    text = f"one or more of {', '.join(models)} (default: all)"
     add("--models", nargs="+", choices=models, default=models, metavar="NAME", help=text)
     text = "rows of x (default: 1 8 32 64 128 256)"
     add("--rows", nargs="+", type=at_least(1), default=ROWS, metavar="N", help=text)

@@ -1,14 +1,14 @@
-"""The whole decode step of some rows as one kernel: its time, beside its error.
+"""Measure the persistent kernel, which runs the decode step of up to eight rows: time and error.
 
     python -m benchmarks.kernels.persistent_step --model qwen3-0.6b --contexts 37 400 2000 8000
         [--rows 1 2 4 8] [--verify] [--bits 8] [--layers 12]
 
 Rows are sequences of their own, or with --verify the last tokens of one.
 
-Weights and cache are random. The time is that of a replayed graph of ten steps, the median of three
-times ten replays; the error is that of the logits against float32 on the same device, the median of
-some tokens (a choice of experts that is nearly a tie may fall either way), with that of plain torch
-in bfloat16 beside it.
+Weights and cache are random. The time is the median of three measurements, each of ten replays of a
+graph with ten steps. The error is that of the logits against float32 on the same device, next to
+the error of plain torch in bfloat16. Both are medians over several tokens, because a routing
+decision that is nearly a tie may go either way.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--contexts", type=int, nargs="+", default=[37, 400, 2000, 8000, 32000])
-    parser.add_argument("--bits", type=int, choices=(16, 8, 4), default=16, help="of a weight")
-    parser.add_argument("--layers", type=int, help="instead of the model's own number")
+    parser.add_argument("--bits", type=int, choices=(16, 8, 4), default=16, help="per weight")
+    parser.add_argument("--layers", type=int, help="(default: as in the model)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
-    parser.add_argument("--verify", action="store_true", help="rows are of one sequence")
-    parser.add_argument("--tokens", type=int, default=9, help="whose error is measured")
+    parser.add_argument("--verify", action="store_true", help="rows are positions of one sequence")
+    parser.add_argument("--tokens", type=int, default=9, help="tokens whose error is measured")
     args = parser.parse_args()
     timer = GpuTimer()
     config = read_config(json.loads(Path(model_path(args.model)).read_text()))
@@ -58,7 +58,7 @@ def main() -> int:
     given = step.given
     weights = given.qkv, given.o, given.gate_up, given.down, given.head
     num_bytes = sum(weight.nbytes for weight in weights)
-    if experts.num_experts:  # of all of them, a step reads some
+    if experts.num_experts:  # a step reads only the chosen experts
         share = experts.top_k / experts.num_experts
         num_bytes -= round((1 - share) * (given.gate_up.nbytes + given.down.nbytes))
     key_bytes = layers * 4 * config.num_kv_heads * config.head_dim

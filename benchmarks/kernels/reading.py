@@ -1,12 +1,12 @@
-"""Decode steps on a GPU: how long would they take if their kernels did nothing but read?
+"""Time decode steps on a GPU whose kernels do nothing but read memory.
 
     python -m benchmarks.kernels.reading [--models qwen3-0.6b ...] [--rows 64 ...] [--context N]
 
-A kernel of a few microseconds does not reach a device's bandwidth: it takes time until the first
-bytes come, and while its last programs end. So a step of kernels, one after the other, has a floor
-above that of its bytes. In microseconds: the kernels of a layer as reads of what they read, the
-engine's attention beside the read of its keys and values, and whole steps of reads, where weights
-are read after the kernel before, or while it runs.
+A kernel of a few microseconds does not reach the device's bandwidth: memory idles until the first
+bytes arrive and while its last CTAs finish. A sequence of kernels therefore has a higher floor than
+its bytes alone. Prints, in microseconds, reads of what each kernel of a layer reads, the engine's
+attention next to the read of its keys and values, and whole steps of reads in which weights are
+read after the previous kernel, or while it runs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from nanovllm.ops.interface import LayerCache
 
 MODELS, ROWS, CONTEXT = ["qwen3-0.6b"], [64, 128, 256], 256
 BLOCK_SIZE = 64
-WEIGHTS = frozenset({"qkv", "o", "gate_up", "down", "head"})  # which no kernel writes
-# The fastest of nine shapes on an H200: a program reads 32 KB, all at once, and ends.
+WEIGHTS = frozenset({"qkv", "o", "gate_up", "down", "head"})  # never written by a kernel
+# The fastest of nine shapes on an H200: a CTA issues all loads of its 32 KB at once, and ends.
 WORDS, NUM_LOADS = 2048, 4
 PROGRAM_WORDS = WORDS * NUM_LOADS
 
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def times_of(timer: GpuTimer, config: ModelConfig, num_rows: int, context: int) -> dict[str, float]:
-    """Microseconds by what was timed."""
+    """Return microseconds, keyed by what was timed."""
     layer, head = layer_bytes(config, num_rows, context), shapes_of(config)["head"].num_bytes
     size = config.num_layers * sum(layer.values()) + head
     memory = torch.zeros(size // 4 + PROGRAM_WORDS, device="cuda", dtype=torch.int32)
@@ -78,14 +78,14 @@ def times_of(timer: GpuTimer, config: ModelConfig, num_rows: int, context: int) 
 
 
 def layer_bytes(config: ModelConfig, num_rows: int, context: int) -> Mapping[str, int]:
-    """What each kernel of a layer reads: its weights, or its keys and values, or its rows."""
+    """Return the bytes that each kernel reads: its weights, its keys and values, or its rows."""
     shapes = shapes_of(config)
     kv_size = 2 * config.num_kv_heads * config.head_dim
     norm = num_rows * config.hidden_size * DTYPE.itemsize
     return {
         "norm": norm,
         "qkv": shapes["qkv"].num_bytes,
-        "turn and store": num_rows * shapes["qkv"].num_out * DTYPE.itemsize,
+        "rope and store": num_rows * shapes["qkv"].num_out * DTYPE.itemsize,
         "attention": num_rows * context * kv_size * DTYPE.itemsize,
         "o": shapes["o"].num_bytes,
         "norm of the mlp": norm,
@@ -97,7 +97,7 @@ def layer_bytes(config: ModelConfig, num_rows: int, context: int) -> Mapping[str
 def chain(
     memory: Tensor, sizes: list[tuple[str, int]], num_rows: int, ahead: frozenset[str]
 ) -> list[Run]:
-    """A read of each size, one behind the other in memory; some begin before the last has ended."""
+    """Return reads of consecutive memory; those in `ahead` begin before the previous one ends."""
     reads: list[Run] = []
     found, begin = torch.zeros(1, device=memory.device, dtype=torch.int32), 0
     for name, size in sizes:
@@ -138,12 +138,12 @@ def _read(  # type: ignore[no-untyped-def]
         total += tl.load(memory + at + i * WORDS, mask=at + i * WORDS < size, other=0)
     if IS_AHEAD:
         wait_for_inputs(OVERLAP)
-    if tl.sum(total) == 1:  # never, but the compiler does not know that memory is zeros
+    if tl.sum(total) == 1:  # never true, but the compiler does not know that memory is all zeros
         tl.store(found, 1)
 
 
 def attention(config: ModelConfig, num_rows: int, context: int) -> list[Run]:
-    """The engine's, in as many layers as the model has, over blocks in random order."""
+    """Return the engine's attention calls of all layers, over blocks in random order."""
     device = torch.device("cuda")
     width = -(-context // BLOCK_SIZE)
     blocks = torch.randperm(num_rows * width, device=device).int().view(num_rows, width)
@@ -165,11 +165,11 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     models = model_names()
-    text = f"of {', '.join(models)} (default: {' '.join(MODELS)})"
+    text = f"one or more of {', '.join(models)} (default: {' '.join(MODELS)})"
     add("--models", nargs="+", choices=models, default=MODELS, metavar="NAME", help=text)
     text = "sequences in a step (default: 64 128 256)"
     add("--rows", nargs="+", type=at_least(1), default=ROWS, metavar="N", help=text)
-    text = "tokens of each (default: 256)"
+    text = "tokens per sequence (default: 256)"
     add("--context", type=at_least(1), default=CONTEXT, metavar="N", help=text)
     return parser.parse_args()
 

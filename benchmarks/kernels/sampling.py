@@ -1,9 +1,9 @@
-"""Sampling on a GPU: microseconds of each variant, beside the floor of one reading of the logits.
+"""Time each sampling variant on a GPU, against the floor of reading the logits once.
 
     python -m benchmarks.kernels.sampling
 
-`full` runs three kinds of rows: top_k, top_p on peaked logits (their cut lies among a row's largest
-few thousand) and top_p on flat ones (it does not). Copies of the logits take turns.
+`full` covers top_k, top_p on peaked logits (the cutoff is among a row's largest few thousand
+values) and top_p on flat logits (it is not). The graph rotates through copies of the logits.
 """
 
 from __future__ import annotations
@@ -23,11 +23,16 @@ from nanovllm.ops.torch_sampling import SamplingColumns
 
 FULL = Sampling.NOISE | Sampling.MIN_P | Sampling.TOP
 VOCAB_SIZE = 151_936
-DTYPES = (torch.float32, torch.int32, torch.float32, torch.float32)  # of the four parameters
-MIN_BYTES = 400_000_000  # of the logits that take turns: several times the L2 cache
+DTYPES = (
+    torch.float32,
+    torch.int32,
+    torch.float32,
+    torch.float32,
+)  # of temperature, top_k, top_p, min_p
+MIN_BYTES = 400_000_000  # of the rotating logits: several times the L2 cache
 
 
-# What is asked for, the scale of normally distributed logits, temperature, top_k, top_p, min_p.
+# Sampling mode, scale of the normally distributed logits, temperature, top_k, top_p, min_p.
 CASES = {
     "greedy": (Sampling.GREEDY, 4.0, 0.0, 0, 1.0, 0.0),
     "plain": (Sampling.NOISE, 4.0, 0.6, 0, 1.0, 0.0),

@@ -1,4 +1,4 @@
-"""What the benchmarks of kernels share: how work is timed, checked and shown."""
+"""Helpers of the kernel benchmarks: timing, checking and printing."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from nanovllm.devices.cuda.memory import has_cuda
 from nanovllm.errors import ConfigError
 
 NUM_REPLAYS = 10
-MAX_ERROR = 0.02  # of a result that is not wrong: the distance by the length of what is right
+MAX_ERROR = 0.02  # largest relative error (by norm) of a correct result
 
 Run = Callable[[], Tensor]
 
 
 class GpuTimer:
-    """Times calls as a graph: nothing is launched, and the device never waits for the host."""
+    """Times calls as a captured graph, so that the device never waits for launches."""
 
     def __init__(self) -> None:
         if not has_cuda():
-            raise ConfigError("these are kernels of a GPU, and this machine has no CUDA device")
+            raise ConfigError("these kernels need a GPU, and this machine has no CUDA device")
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, us", flush=True)
         from nanovllm.devices.cuda.device import CudaDevice  # needs triton
 
         self._device = CudaDevice(EngineConfig("none"))
-        # Graphs share a pool of memory, which lasts as long as one of them does.
+        # Graphs share a memory pool, which lives as long as one of them; this one keeps it.
         self._keeps_pool = self._device.capture(lambda: torch.zeros(1, device="cuda"))
 
     def microseconds(self, calls: Sequence[Run], num_replays: int = NUM_REPLAYS) -> float:
-        """Median time of a call among the others, whose data push its own out of the cache."""
+        """Return the median time per call; the calls evict each other's data from the cache."""
 
         def run() -> Tensor:
             for call in calls:
@@ -46,7 +46,7 @@ class GpuTimer:
         replay, _ = self._device.capture(run)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(num_replays + 2)]
         events[0].record()
-        for event in events[1:]:  # queued at once; the first replay does not count
+        for event in events[1:]:  # queued together; the first replay is a warm-up
             replay()
             event.record()
         torch.cuda.synchronize()
@@ -54,7 +54,7 @@ class GpuTimer:
         return 1000 * statistics.median(times) / len(calls)
 
     def measure(self, variants: Mapping[str, Sequence[Run]], expected: Tensor) -> dict[str, float]:
-        """Time each variant that runs and is right in its first call; tell of the others."""
+        """Time each variant whose first call is correct; print why the others are skipped."""
         times = {}
         for name, calls in variants.items():
             if why := defect(calls[0], expected):
@@ -65,20 +65,20 @@ class GpuTimer:
 
 
 def defect(run: Run, expected: Tensor) -> str | None:
-    """Why a variant is not timed: it does not fit the device, or its result is wrong."""
+    """Return why a variant is skipped (it does not fit the device, or is wrong), or None."""
     from triton import TritonError
 
     try:
         y = run().float()
-    except (TritonError, RuntimeError) as error:  # out of shared memory; the compiler's own
+    except (TritonError, RuntimeError) as error:  # out of shared memory, or a compiler error
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    y = y.reshape(-1, *expected.shape).sum(0)  # of parts that are left to be summed
+    y = y.reshape(-1, *expected.shape).sum(0)  # add up partial sums, if any
     distance = float((y - expected).norm() / expected.float().norm())
     return None if distance < MAX_ERROR else f"wrong by {distance:.1%}"
 
 
 def floor(num_bytes: float, num_flops: float) -> float:
-    """Microseconds that an H200 takes to read so much or to multiply so much."""
+    """Return the microseconds that an H200 takes to read or to multiply, whichever is longer."""
     rates = Rates()
     return 1e6 * max(num_bytes / rates.bytes_per_second, num_flops / rates.flops_per_second)
 
@@ -93,7 +93,7 @@ def take_turns(
     num_rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each in every round; they take turns, since other work comes and goes."""
+    """Return the seconds of each run in every round; runs take turns, as machine load varies."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(num_rounds):
         for name, run in runs.items():

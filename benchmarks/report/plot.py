@@ -15,7 +15,7 @@ from nanovllm.cli.exit_code import exit_code
 from nanovllm.errors import ConfigError
 
 OURS, THEIRS = "#2563eb", "#c3c9d4"
-WIDTH, HEIGHT, BAR, GAP = 190, 110, 36, 8  # of a panel, its tallest bar, a bar, and between bars
+WIDTH, HEIGHT, BAR, GAP = 190, 110, 36, 8  # pixels: panel width, tallest bar, bar width, gap
 
 
 def main() -> int:
@@ -30,12 +30,12 @@ def main() -> int:
 
 
 def draw(records: list[Record], model: str) -> str:
-    """The newest result of each engine in the cases that the README has."""
+    """Draw the newest result of each engine for the cases in the README."""
     own = [each for each in records if each.get("model") == model and "engine" in each]
     found = {(each["case"], each["engine"]): each for each in own if each["case"] in README_LABELS}
     cases = [case for case in README_LABELS if (case, "nanovllm") in found]
     if not cases:
-        raise ConfigError(f"there is no result of {model} for any of {', '.join(README_LABELS)}")
+        raise ConfigError(f"there are no results of {model} for any of {', '.join(README_LABELS)}")
     panels = []
     for index, case in enumerate(cases):
         bars = {engine: each for (name, engine), each in found.items() if name == case}

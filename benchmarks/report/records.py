@@ -1,4 +1,4 @@
-"""Results of the benchmarks, one line of JSON each: written, read, and shown as tables."""
+"""Benchmark results as JSON lines: write, read, and format them as tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULTS = "benchmarks/results.jsonl"
 def keep(
     path: str | None, *, case: str, unit: str, runs: list[float], floor: float | None, **others: Any
 ) -> None:
-    """Append a result to a file, if there is one; all benchmarks write these."""
+    """Append a result to a file, if one is given; all benchmarks use this format."""
     if path is not None:
         record = {"case": case, "unit": unit, "runs": runs, "value": statistics.median(runs)}
         record |= {"floor": floor, **others, "versions": installed()}
@@ -41,7 +41,7 @@ def read_records(path: str) -> list[Record]:
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:
-    """A table; the keys of the first row are its header."""
+    """Return a Markdown table; the keys of the first row are its header."""
     header = list(rows[0])
     lines = [header, *([row.get(name, "") for name in header] for row in rows)]
     texts = ["".join(f" {cell} |" if cell else " |" for cell in line) for line in lines]
@@ -54,7 +54,7 @@ def shown(value: float | None) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits or more: 0.453, 12.3, 31,821."""
+    """Format with at least three significant digits: 0.453, 12.3, 31,821."""
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 

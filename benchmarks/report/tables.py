@@ -1,9 +1,9 @@
-"""Rewrite tables in Markdown files from results, so that no number is copied by hand.
+"""Rewrite the tables of Markdown files from results, so that no number is copied by hand.
 
     python -m benchmarks.report.tables [--results FILE] [benchmarks/RESULTS.md README.md]
 
-A table lies between <!-- table NAME --> and <!-- end of table -->. The newest result of each case
-counts. A table without any result stays as it is.
+A table is enclosed by <!-- table NAME --> and <!-- end of table -->. The newest result of each case
+counts. A table without any results is left unchanged.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ BLOCK = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class EngineTable:
-    """Whole runs of several engines, a row for each case."""
+    """Whole runs of several engines, with one row per case."""
 
     model: str
-    labels: dict[str, str]  # by case
+    labels: dict[str, str]  # keyed by case
     has_floors: bool = True
 
     def rows(self, records: list[Record]) -> list[dict[str, str]]:
@@ -52,9 +52,9 @@ class EngineTable:
 
 @dataclass(frozen=True, slots=True)
 class CaseTable:
-    """Results of our engine alone, a row each."""
+    """Results of our engine alone, with one row each."""
 
-    pattern: str  # of the cases
+    pattern: str  # matches the cases
 
     def rows(self, records: list[Record]) -> list[dict[str, str]]:
         own = [each for each in records if "engine" not in each]
@@ -107,7 +107,7 @@ def main() -> int:
 
 
 def rewrite(text: str, records: list[Record]) -> str:
-    """Replace what lies between the marks of each table that there are results for."""
+    """Replace the contents of each table that has results."""
     usual = [
         each
         for each in records
@@ -118,7 +118,9 @@ def rewrite(text: str, records: list[Record]) -> str:
 
     def replaced(block: re.Match[str]) -> str:
         if block["name"] not in TABLES:
-            raise ConfigError(f"no table is called {block['name']}, only {', '.join(TABLES)}")
+            raise ConfigError(
+                f"there is no table {block['name']}; the tables are {', '.join(TABLES)}"
+            )
         rows = TABLES[block["name"]].rows(usual)
         return f"{block['begin']}{markdown(rows)}\n{block['end']}" if rows else block[0]
 

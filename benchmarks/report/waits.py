@@ -1,8 +1,8 @@
-"""Draw how long requests waited, from the last result of `nanovllm bench serve --json FILE`.
+"""Plot the latencies of the last result of `nanovllm bench serve --json FILE`.
 
     python -m benchmarks.report.waits FILE result.svg
 
-One panel for each kind of wait, with the share of requests that waited no longer.
+There is one panel per kind of latency, each a cumulative distribution.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from nanovllm.cli.exit_code import exit_code
 
-PANEL, WIDTH, HEIGHT, LEFT, TOP = 320, 250, 150, 40, 34  # pixels of a panel and of its axes
+PANEL, WIDTH, HEIGHT, LEFT, TOP = 320, 250, 150, 40, 34  # pixels
 LINE, GRID = "#2563eb", "#d5dae3"
 
 
@@ -28,7 +28,7 @@ def main() -> int:
 
 
 def waits(requests: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return the milliseconds of each kind of wait, of the requests that were answered."""
+    """Return the milliseconds of each kind of latency, over the requests without an error."""
     good = [each for each in requests if each["error"] is None]
     seconds = {
         "first token": [each["first_token"] for each in good],
@@ -39,7 +39,7 @@ def waits(requests: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def draw(waits: Mapping[str, Sequence[float]]) -> str:
-    """One panel for each name, with its milliseconds."""
+    """Draw one panel per name."""
     panels = [
         line
         for index, (title, values) in enumerate(waits.items())
@@ -80,8 +80,8 @@ def _text(x: float, y: float, content: str) -> str:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("result", metavar="FILE", help="that --json wrote")
-    parser.add_argument("out", metavar="SVG", help="to write")
+    parser.add_argument("result", metavar="FILE", help="written by --json")
+    parser.add_argument("out", metavar="SVG", help="output file")
     return parser.parse_args()
 
 

@@ -80,8 +80,8 @@ class RowEngine:
                 if self.llm.error is not None:
                     raise
                 error = failure
-            except (RequestError, ConfigError) as refusal:
-                error = refusal
+            except (RequestError, ConfigError) as rejection:
+                error = rejection
                 break
         assert error is not None
         body = openai_body(error)["error"]

@@ -1,4 +1,4 @@
-"""Turn a short name, a folder, a file or a hub id into a described checkpoint."""
+"""Resolve a short name, a folder, a file or a hub id to a described checkpoint."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from nanovllm.errors import CheckpointError, ConfigError
 WeightFormat = Literal["safetensors", "bin", "gguf", "none"]
 
 BUILT_IN = "smollm2"
-# Its own generation config has no temperature, and at 1.0 a model of this size writes gibberish.
+# The built-in model's generation config has no temperature; at 1.0 so small a model writes
+# gibberish.
 BUILT_IN_TEMPERATURE = 0.3
-# In order of preference.
+# File patterns, in order of preference.
 _WEIGHTS = (
     *("model.safetensors", "model-*.safetensors", "*.safetensors"),
     *("pytorch_model.bin", "pytorch_model-*.bin", "*.gguf"),
@@ -38,16 +39,16 @@ class Checkpoint:
     generation_config: Mapping[str, Any]
     weight_files: tuple[Path, ...]
     weight_format: WeightFormat
-    quantization: Quantization | None = None  # how its weights are to be read
+    quantization: Quantization | None = None  # None: the weights are floats, or GGUF
 
     @property
-    def has_codes(self) -> bool:
-        """Whether its weights are stored as anything but floats."""
+    def is_quantized(self) -> bool:
+        """Whether the files store quantized weights, which are not floats."""
         return self.quantization is not None and self.quantization.scheme != "round_to_fp8"
 
 
 def is_model_name(text: str) -> bool:
-    """Whether a text reads as a model: a short name, a hub id, a folder or a .gguf file."""
+    """Whether a text looks like a model: a short name, a hub id, a folder or a .gguf file."""
     is_name = text.lower() in ALIASES or bool(HUB_ID.fullmatch(text)) or text.endswith(".gguf")
     return is_name or os.path.exists(os.path.join(text, "config.json"))
 
@@ -61,9 +62,9 @@ def find_checkpoint(
     quantization: str | None = None,
     check: Callable[[Mapping[str, Any]], object] = lambda config: None,
 ) -> Checkpoint:
-    """Locate a model, from the hub if it is not on this machine, and read its configuration.
+    """Locate a model, on the hub if it is not on this machine, and read its configuration.
 
-    Before anything else is fetched, `check` sees it and may raise.
+    `check` receives the configuration before anything else is downloaded, and may raise.
     """
     path = _local_path(model, revision)
     if path is None:
@@ -77,8 +78,8 @@ def find_checkpoint(
     check(checkpoint.config)
     if checkpoint.path.suffix == ".gguf" and quantization is not None:
         raise ConfigError(
-            f"quantization={quantization!r} is not for GGUF files, whose tensors say how they "
-            "are stored; leave the option out"
+            f"quantization={quantization!r} is not for GGUF files, whose tensors define their "
+            "own quantization; leave the option out"
         )
     stored = checkpoint.config.get("quantization_config")
     if quantization is None and stored is None:
@@ -97,25 +98,25 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Return every id that ends a generation: the generation config's, else the config's."""
+    """Return every token id that ends a generation, from the generation config or the config."""
     for config in (checkpoint.generation_config, checkpoint.config):
         ids = config.get("eos_token_id")
         if ids is not None and ids != []:
             ids = ids if isinstance(ids, list) else [ids]
             if not all(type(token) is int for token in ids):
-                raise CheckpointError(f"eos_token_id must be a number or several, got {ids}")
+                raise CheckpointError(f"eos_token_id must be an integer or a list, got {ids}")
             return tuple(ids)
     return ()
 
 
 def _local_path(model: str, revision: str | None) -> Path | None:
-    """Return the path if there is one, or the file that an installed package carries."""
+    """Return the path if it exists, or the GGUF file in an installed package."""
     path = Path(os.path.expanduser(model))
-    if os.path.exists(path):  # which, unlike the path's method, takes names of any length
+    if os.path.exists(path):  # unlike path.exists(), it accepts names of any length
         if revision is not None:
             raise ConfigError(
-                f"revision={revision!r} chooses among versions on the hub, and {path} is a local "
-                "path; leave revision out"
+                f"revision={revision!r} selects a version on the hub, but {path} is a local path; "
+                "leave revision out"
             )
         return path
     return packaged_gguf(model) if revision is None else None
@@ -137,7 +138,7 @@ def _read(path: Path, need_weights: bool) -> Checkpoint:
 
 
 def _from_gguf(path: Path, need_weights: bool) -> Checkpoint:
-    reader = open_gguf(path)  # once: a vocabulary takes a tenth of a second
+    reader = open_gguf(path)  # opened once: parsing the vocabulary takes 0.1 s
     config = gguf.read_config(path, reader)
     generation_config = gguf.read_generation_config(reader)
     if not need_weights:
@@ -175,7 +176,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
     shard = re.search(r"-of-(\d+)\.\w+$", files[0].name)
     if shard is not None and len(files) != int(shard[1]):
         names = ", ".join(file.name for file in files)
-        raise CheckpointError(f"{folder} has {names}: some are missing, fetch them again")
+        raise CheckpointError(f"{folder} has {names}: some are missing; fetch them again")
     return tuple(files)
 
 

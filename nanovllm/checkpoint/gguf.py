@@ -35,25 +35,25 @@ _TOP_TENSORS = {
 ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
-# Converters leave out what ends a turn; its text is the only trace, for llama.cpp as well.
+# Converters may omit the end-of-turn token id, so it is found by its text, as in llama.cpp.
 _END_TEXTS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"),
-    *("<|eom_id|>", "<|end_of_text|>"),  # beside <|eot_id|>, of Llama 3
+    *("<|eom_id|>", "<|end_of_text|>"),  # Llama 3 uses these besides <|eot_id|>
 )
 
-# The one key of no config.json: which tensors are quantized, by name, and how.
+# The only key that config.json does not have: the quant block type of each quantized tensor.
 BLOCK_TYPES_KEY = "gguf_block_types"
 
-PIECE_ELEMENTS = 4 << 20  # dequantized at a time: 16 MB
-DEQUANTISED_ELEMENTS = 1 << 17  # of a piece in one call, which has some copies in the works
+PIECE_ELEMENTS = 4 << 20  # elements read at a time: 16 MB as float32
+DEQUANTIZED_ELEMENTS = 1 << 17  # elements per call of the gguf package, which makes copies
 FLOAT_TYPES = ("F32", "F16", "BF16")
 BLOCK_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 TENSOR_TYPES = (*FLOAT_TYPES, *BLOCK_TYPES)
 
-# Any other key under "{architecture}." may change the numbers, so it is refused by name.
+# Any other key under "{architecture}." may change the output, so it raises an error.
 _KNOWN_KEYS = re.compile(
     r"block_count|context_length|embedding_length|feed_forward_length|vocab_size|expert_count"
-    r"|pooling_type"  # of an embedding model: each call says how it pools
+    r"|pooling_type"  # of embedding models; each request chooses its own pooling
     r"|attention\.(head_count|head_count_kv|key_length|value_length|layer_norm_rms_epsilon)"
     r"|rope\.(freq_base|dimension_count)"
     r"|rope\.scaling\.(type|factor|original_context_length|finetuned|yarn_beta_fast|yarn_beta_slow)"
@@ -63,7 +63,7 @@ _KNOWN_KEYS = re.compile(
 def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:
     """Return the metadata in config.json layout."""
     metadata = _Metadata.of(path, reader)
-    metadata.refuse_what_is_unknown()
+    metadata.check_keys()
     architecture = ARCHITECTURES[metadata.architecture]
     number, tensors = metadata.number, {tensor.name: tensor for tensor in metadata.reader.tensors}
     if "token_embd.weight" not in tensors:
@@ -93,7 +93,7 @@ def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:
         **{name: tensor in tensors for name, tensor in architecture.biases.items()},
     }
     for key, (name, default) in architecture.numbers.items():
-        config[name] = number(key, default) or None  # a window of 0 is none
+        config[name] = number(key, default) or None  # a window of 0 means no window
     if types := _block_types(reader, architecture):
         config[BLOCK_TYPES_KEY] = types
     return config | architecture.derive(config)
@@ -111,8 +111,8 @@ def read_generation_config(reader: GGUFReader) -> dict[str, Any]:
 class GGUFTensor:
     """A tensor under its Hugging Face name and shape.
 
-    `read` yields rows as floats, `read_blocks` the bytes of each row of a quantized tensor: all
-    rows, or a slice that begins and ends with heads where these are out of order.
+    `read` yields rows as floats, `read_blocks` the bytes of each row of a quantized tensor. Both
+    read all rows, or a slice, which must cover whole heads if heads are stored permuted.
     """
 
     name: str
@@ -133,7 +133,7 @@ def list_tensors(path: Path) -> list[GGUFTensor]:
         shape = tuple(map(int, reversed(tensor.shape)))
         heads = num_heads[part] if part in architecture.permuted else None
         offset = architecture.norm_offset if part.endswith("norm") else 0.0
-        is_stacked = "*" in name  # the same projection of all experts
+        is_stacked = "*" in name  # one tensor holds this projection of all experts
         shape = shape[1:] if is_stacked else shape
         for expert, data in enumerate(tensor.data if is_stacked else [tensor.data]):
             read = partial(_read, metadata.reader, data, shape=shape, num_heads=heads)
@@ -177,7 +177,8 @@ class _Metadata:
             raise UnsupportedModelError(f"{self.path}: {key} is {value!r}, not a single number")
         return value
 
-    def refuse_what_is_unknown(self) -> None:
+    def check_keys(self) -> None:
+        """Raise UnsupportedModelError for keys and tensors that may change the output."""
         known, prefix = ARCHITECTURES[self.architecture].numbers, f"{self.architecture}."
         keys = [key.removeprefix(prefix) for key in self.reader.fields if key.startswith(prefix)]
         unknown = [
@@ -204,7 +205,7 @@ def _head_dim(metadata: _Metadata) -> int:
 
 
 def _rope_scaling(metadata: _Metadata, factors: ReaderTensor | None) -> dict[str, Any] | None:
-    """Use transformers' field names; "factors" divide the inverse frequencies, one each."""
+    """Return rope scaling in transformers' field names; "factors" divides each frequency."""
     number = metadata.number
     implied = "linear" if number("rope.scaling.factor", 0) else "none"
     kind = field(metadata.reader, f"{metadata.architecture}.rope.scaling.type", implied)
@@ -227,7 +228,7 @@ def _rope_scaling(metadata: _Metadata, factors: ReaderTensor | None) -> dict[str
 
 
 def _torch_dtype(reader: GGUFReader) -> str:
-    """Judge by the matrices: norms are float32 in every GGUF file."""
+    """Return the dtype of the matrices: norms are float32 in every GGUF file."""
     types = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     if types == {"F32"}:
         return "float32"
@@ -265,11 +266,11 @@ def _read(
     num_heads: int | None,
     offset: float = 0.0,
 ) -> Iterator[npt.NDArray[Any]]:
-    """Read some rows after others, whole heads where they are out of order.
+    """Yield rows piece by piece, in whole heads if heads are stored permuted.
 
-    They are dequantized from a type; with none they are copied as they are stored.
+    Rows are dequantized from type `kind`, or copied as stored if it is None.
     """
-    if len(shape) == 1 and kind is not None:  # whose blocks are no rows
+    if len(shape) == 1 and kind is not None:  # a vector cannot be read row by row
         data, kind = _to_float(data, kind), type(kind).F32
     step = 1 if num_heads is None else shape[0] // num_heads
     num_rows = max(PIECE_ELEMENTS // math.prod(shape[1:]) // step, 1) * step
@@ -284,7 +285,7 @@ def _read(
 
 
 def _to_float(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[Any]:
-    """Copy or dequantize, so that the array is writable and outlives the file's map."""
+    """Copy or dequantize, so that the array is writable and outlives the memory map."""
     import gguf
 
     if kind.name in ("F32", "F16"):
@@ -292,8 +293,8 @@ def _to_float(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray
     block_len, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = data.reshape(-1, block_bytes)
     array = np.empty((len(blocks), block_len), np.float32)
-    # As one long row: of many, the package takes 16 at a time, which costs three times as much.
-    num_blocks = DEQUANTISED_ELEMENTS // block_len
+    # Pass one long row: the package processes many rows 16 at a time, which is 3 times slower.
+    num_blocks = DEQUANTIZED_ELEMENTS // block_len
     for first in range(0, len(blocks), num_blocks):
         row = blocks[first : first + num_blocks].reshape(1, -1)
         values = gguf.quants.dequantize(row, kind)

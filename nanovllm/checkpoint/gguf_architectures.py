@@ -1,4 +1,4 @@
-"""What each `general.architecture` of a GGUF file becomes: a class, its config and tensor names."""
+"""Each `general.architecture` of GGUF files: its Hugging Face class, config and tensor names."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What is special about one architecture; the rest is the same for all."""
+    """The properties that differ between architectures."""
 
     hf_class: str
     model_type: str
-    layer_tensors: Mapping[str, str]  # "*" stands for the expert, where one tensor stacks them all
+    layer_tensors: Mapping[str, str]  # "*": expert index, where one tensor stacks all
     permuted: tuple[str, ...] = ()  # projections whose rows are stored in interleaved rope order
-    norm_offset: float = 0.0  # what converters add to the weight of every norm
-    # Metadata key -> config field, and its value where the file is silent (None: it must not be).
+    norm_offset: float = 0.0  # added to the weight of every norm by converters
+    # Metadata key -> config field and default value (None: the key is required).
     numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=lambda: _SILU)
     biases: Mapping[str, str] = field(default_factory=lambda: _BIASES)  # config field -> tensor
@@ -57,7 +57,7 @@ _WINDOW = {"attention.sliding_window": ("sliding_window", 0)}
 
 
 def _gemma3_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what no key says: which layers see everything, and how the 27B model scales q."""
+    """Return fields that GGUF does not store: the sliding-window pattern and the scale of q."""
     scalar = config["head_dim"]
     if config["num_hidden_layers"] == 62:
         scalar = config["hidden_size"] // (config["num_attention_heads"] or 1)

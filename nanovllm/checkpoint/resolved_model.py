@@ -1,4 +1,4 @@
-"""A model that was found and can run here, with the options it will run with."""
+"""A resolved model: its checkpoint and configuration, with the engine options it runs with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: listed from the files' headers, then read some rows at a time."""
+"""The tensors of a checkpoint, listed from the file headers and read a few rows at a time."""
 
 from __future__ import annotations
 
@@ -24,19 +24,17 @@ from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.quantization import QuantLayout
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
-PIECE_BYTES = 32 << 20  # enough for every thread to have a share
-Index = tuple[slice, ...]  # the part of a tensor that is wanted; (): all of it
+PIECE_BYTES = 32 << 20  # enough to keep every thread busy
+Index = tuple[slice, ...]  # the part of a tensor to read; (): all of it
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-
-
 FLOATS = tuple(_DTYPES.values())
-# What quantized weights are stored as, beside floats.
-_CODES = {
+# The dtypes of quantized weights, besides floats.
+_QUANTIZED_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -52,10 +50,10 @@ class Read(Protocol):
 class QuantizedPiece:
     """Some rows of a quantized weight, which is (values - zeros) * scales."""
 
-    values: Tensor  # [rows, inputs]: FP8, or integers in bytes
+    values: Tensor  # [rows, inputs]: FP8, or integers (one per byte)
     scales: Tensor  # [rows, groups]
-    zeros: Tensor | int = 0  # [rows, groups] in bytes, or one for all
-    group_of: Tensor | None = None  # [inputs]; None: groups are in order, of equal size
+    zeros: Tensor | int = 0  # uint8 [rows, groups], or one for all
+    group_of: Tensor | None = None  # [inputs]; None: groups are consecutive and of equal size
 
     def __len__(self) -> int:
         return len(self.values)
@@ -67,27 +65,27 @@ class ReadQuantized(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint file, not read yet."""
+    """A tensor of a checkpoint file that is not read yet."""
 
     name: str
     shape: tuple[int, ...]
     file: Path
-    read: Read  # some rows of a part after others; each is valid until the next
-    # Likewise, of a quantized tensor as it is stored; bytes of GGUF's quant blocks.
+    read: Read  # yields pieces of rows; each is valid until the next
+    # Yields a quantized tensor as stored; for GGUF, the bytes of its quant blocks.
     read_quantized: ReadQuantized | None = None
-    dtype: torch.dtype = torch.float32  # of what is read
-    layout: QuantLayout | None = None  # of what `read_quantized` reads, if kernels may read that
+    dtype: torch.dtype = torch.float32  # dtype of the pieces that `read` yields
+    layout: QuantLayout | None = None  # layout of `read_quantized`, if kernels can read it
 
 
 def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
-    """List what the files hold; only those of a quantized checkpoint may hold codes."""
+    """List the tensors in the files; only quantized checkpoints may have dtypes besides floats."""
     readers = {"safetensors": _list_safetensors, "bin": _list_bin, "gguf": _list_gguf}
     list_file = readers[checkpoint.weight_format]
-    dtypes = _DTYPES | (_CODES if checkpoint.has_codes else {})
+    dtypes = _DTYPES | (_QUANTIZED_DTYPES if checkpoint.is_quantized else {})
     tensors = [tensor for file in checkpoint.weight_files for tensor in list_file(file, dtypes)]
     if all(tensor.name != "embed_tokens.weight" for tensor in tensors):
         return tensors
-    # Of a model saved without its head, as embedding models are, names begin within `model`.
+    # In a model saved without its LM head, such as an embedding model, names lack `model.`.
     return [
         tensor
         if tensor.name.startswith("lm_head.")
@@ -114,9 +112,9 @@ def _map_safetensors(path: Path) -> mmap.mmap:
     from safetensors import SafetensorError, safe_open
 
     try:
-        # safe_open checks the file, and says of one that it may not read that there is none.
+        # safe_open validates the file, but reports an unreadable one as missing: open it first.
         with path.open("rb") as file, safe_open(path, framework="pt"):
-            # Copied on write, because torch warns of memory that is read-only; nobody writes.
+            # Copy-on-write, because torch warns about read-only memory; nothing writes to it.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
@@ -137,10 +135,10 @@ def _list_bin(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredT
     is_zip = zipfile.is_zipfile(path)  # the format before torch 1.6 cannot be memory-mapped
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except Exception as error:  # a damaged pickle raises whatever its last instruction does
+    except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{path} is not a readable PyTorch checkpoint: {error}") from error
     if not isinstance(tensors, dict):
-        raise CheckpointError(f"{path} must hold a dict of tensors, a state dict")
+        raise CheckpointError(f"{path} must hold a state dict, not a {type(tensors).__name__}")
     for name, tensor in tensors.items():
         is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
         is_plain = is_dense and not tensor.is_nested and tensor.device.type == "cpu"
@@ -152,7 +150,7 @@ def _list_bin(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredT
 
 
 def _read_and_release(tensor: Tensor, index: Index = ()) -> Iterator[Tensor]:
-    """Give read pages back: while they stay mapped they count as memory of this process."""
+    """Yield rows, then release their pages: mapped pages count as memory of this process."""
     for rows in _split(tensor, index):
         yield rows
         first = -(-rows.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -190,7 +188,7 @@ def _split(tensor: Tensor, index: Index) -> Iterator[Tensor]:
     if tensor.dim() == 0:
         yield tensor
         return
-    # Of whole rows: where only some columns are wanted, the pages of the others are mapped too.
+    # Count whole rows: even if only some columns are read, the pages of the others are mapped.
     num_rows = max(PIECE_BYTES // tensor[0].nbytes, 1)
     part = tensor[index]
     for first in range(0, len(part), num_rows):
@@ -198,6 +196,6 @@ def _split(tensor: Tensor, index: Index) -> Iterator[Tensor]:
 
 
 def _span(rows: Tensor) -> int:
-    """The bytes from the first element to the last."""
+    """Return the number of bytes from the first element to the end of the last."""
     last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
     return (last + 1) * rows.itemsize

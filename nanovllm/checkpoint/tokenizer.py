@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# What is wrong with a tokenizer may show only in use: some text, and a character of no vocabulary.
+# Some defects of a tokenizer show only in use; the last character is in no vocabulary.
 PROBE = "Hello, 1 \U0010fffd"
-# What a tokenizer.json says beside the vocabulary: of the tokenizer, and of its model.
+# Fields of tokenizer.json besides the vocabulary: of the tokenizer, and of its model.
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 FLAGS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """Return a transformers tokenizer that works; a GGUF file needs nothing beside it."""
+    """Return a working transformers tokenizer; a GGUF file contains its own."""
     try:
         tokenizer = _load(checkpoint)
         tokenizer.decode(tokenizer.encode(PROBE))
@@ -33,7 +33,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(
                 f"the tokenizer in {checkpoint.path} needs code from its repository, which is "
-                "never run here; pass token-id prompts with skip_tokenizer_init=True"
+                "never executed; pass token-id prompts with skip_tokenizer_init=True"
             ) from error
         raise CheckpointError(
             f"the tokenizer in {checkpoint.path} cannot be loaded ({error}). Fetch it again "
@@ -49,7 +49,7 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
         written = _read_json(checkpoint.path / "tokenizer.json")
-        # Left out, a repository's code would run after a question on the terminal.
+        # The default of trust_remote_code would ask on the terminal, then run a repository's code.
         tokenizer = AutoTokenizer.from_pretrained(
             str(checkpoint.path), local_files_only=True, trust_remote_code=False
         )
@@ -64,14 +64,14 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Refuse ids of eight digits: the library walks through all that lie below the highest."""
+    """Read tokenizer.json; reject huge token ids, as the library iterates up to the highest."""
     if not file.is_file():
         return {}
 
     def check(entries: dict[str, object]) -> dict[str, object]:
         highest = max((id for id in entries.values() if isinstance(id, int)), default=0)
         if highest >= 10**7:
-            raise CheckpointError(f"{file} has a token {highest}; fetch it again")
+            raise CheckpointError(f"{file} has a token id {highest}: too large; fetch it again")
         return entries
 
     contents: dict[str, Any] = json.loads(file.read_bytes(), object_hook=check)
@@ -79,10 +79,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _restore_parts(tokenizer: PreTrainedTokenizerBase, written: dict[str, Any]) -> None:
-    """Split text as the file says.
+    """Restore the parts that define how tokenizer.json splits text.
 
-    transformers takes no more than the vocabulary from it where tokenizer_config.json names a class
-    that builds these parts itself, such as Llama's for DeepSeek's tokenizer of bytes.
+    transformers reads only the vocabulary from the file if tokenizer_config.json names a class that
+    builds these parts itself, such as Llama's class for DeepSeek's byte-level tokenizer.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or "model" not in written:
@@ -92,12 +92,12 @@ def _restore_parts(tokenizer: PreTrainedTokenizerBase, written: dict[str, Any]) 
     model = written["model"]
     is_bpe = model.get("type") == "BPE" == type(backend.model).__name__
     if is_bpe:
-        model = {**model, "vocab": {}, "merges": []}  # quick to read without
+        model = {**model, "vocab": {}, "merges": []}  # faster to parse
     bare = {**written, "model": model, "added_tokens": [], "post_processor": None}
     source = Tokenizer.from_str(json.dumps(bare))
     for name in PARTS:
         setattr(backend, name, getattr(source, name))
-    if not is_bpe:  # that class may build merges from the pieces of another kind of model
+    if not is_bpe:  # the class may have built BPE merges from another kind of model
         backend.model = source.model
         return
     for name in FLAGS:

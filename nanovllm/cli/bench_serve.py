@@ -1,4 +1,4 @@
-"""Send requests to an OpenAI-compatible server, and measure the latency of its clients.
+"""Send requests to an OpenAI-compatible server, and measure the latency that clients see.
 
 With --rate, requests arrive at random times (a Poisson process); otherwise --concurrency requests
 (16 by default) are kept in flight. Responses are streamed.

@@ -30,7 +30,7 @@ class RunStats:
         self._num_pieces = 0
 
     def count(self, pieces: Iterable[StreamPiece]) -> Iterator[StreamPiece]:
-        """Yield the pieces; count them and measure the time spent waiting for them."""
+        """Yield the pieces; count them and measure the time until the last one."""
         last = time.perf_counter()
         for piece in pieces:
             now = time.perf_counter()

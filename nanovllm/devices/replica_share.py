@@ -25,12 +25,12 @@ def take_share(config: EngineConfig, replica: int) -> None:
     # NVML counts the devices: CUDA is not initialized yet, and reads the variable when it is.
     is_local = config.distributed_executor_backend != "ray"
     if is_local and config.device != "cpu" and (num_gpus := num_devices()):
-        _show_devices(replica, num_replicas, config.tensor_parallel_size, num_gpus)
+        _set_visible_devices(replica, num_replicas, config.tensor_parallel_size, num_gpus)
     if not is_cuda(config.device):
         torch.set_num_threads(max(torch.get_num_threads() // num_replicas, 1))
 
 
-def _show_devices(replica: int, num_replicas: int, num_ranks: int, num_gpus: int) -> None:
+def _set_visible_devices(replica: int, num_replicas: int, num_ranks: int, num_gpus: int) -> None:
     """Hide the other replicas' GPUs from this process and its children."""
     if num_replicas * num_ranks > num_gpus:
         raise ConfigError(

@@ -88,7 +88,7 @@ def _request_errors() -> Iterator[None]:
 
 
 def _sandbox() -> ImmutableSandboxedEnvironment:
-    """Return a Jinja environment with the extensions, filters and globals of transformers'."""
+    """Return a Jinja sandbox with the extensions, filters and globals that transformers has."""
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols]
     )

@@ -1,4 +1,4 @@
-"""EngineCore, the main loop: launch the next step, collect the oldest, at any pipeline depth."""
+"""EngineCore, the main loop: launch the next step and collect the oldest one in flight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Executor, Pending, StepPlan, StepResult
 from nanovllm.errors import EngineError
 
-MAX_RECORDED = 1024  # step timings kept, and likewise ended sequences
+MAX_RECORDED = 1024  # maximum length of `timings` and of `ended`
 
 
 class EngineCore:

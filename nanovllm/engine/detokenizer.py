@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from nanovllm.sampling_params import SamplingParams
 
-MAX_WINDOW = 12  # most tokens that are decoded again at each step
+MAX_WINDOW = 12  # maximum number of tokens that each step decodes again
 REPLACEMENT = "\ufffd"  # decoders emit it for bytes that do not (yet) form a character
 
 

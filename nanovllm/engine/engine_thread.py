@@ -207,6 +207,7 @@ class EngineThread:
             except Empty:
                 continue
         if isinstance(result, BaseException):
+            self.raise_if_closed()  # closing the executor makes the step in progress fail
             try:
                 raise result
             finally:

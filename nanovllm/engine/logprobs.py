@@ -60,7 +60,7 @@ def add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult
             continue
         for position in range(start, start + num_scored(start, count, seq.num_prompt_tokens)):
             entry = next(entries)
-            if position == len(seq.prompt_logprobs):  # else recomputed after preemption: known
+            if position == len(seq.prompt_logprobs):  # else it is recomputed after a preemption
                 seq.prompt_logprobs.append(entry[: entry_bytes(num_top)])
 
 

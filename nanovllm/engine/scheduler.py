@@ -13,7 +13,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.grammar import Matcher
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.request import FinishReason
-from nanovllm.engine.sequence import NO_SLOT, Sequence, Waiting
+from nanovllm.engine.sequence import NO_SLOT, Sequence, WaitingQueue
 from nanovllm.engine.step import BlockCopy, BlockUpdate, NewRow, StepPlan, StepResult
 from nanovllm.sampling_params import NO_TOKEN
 
@@ -38,7 +38,7 @@ class Scheduler:
         self.num_cache_queries = self.num_cache_hits = 0  # prompt tokens looked up and found
         self.blocks = blocks
         self.prompt_budget = prompt_budget  # None: prompts may take whole steps
-        self.waiting = Waiting()
+        self.waiting = WaitingQueue()
         # Sequences whose grammar is not compiled, or whose next bitmask is not computed yet.
         self.waiting_for_grammar: dict[int, Sequence] = {}
         # Ordered by priority, then by age; the last one is preempted first.
@@ -219,7 +219,7 @@ class Scheduler:
         leader.followers = {}
 
     def _enqueue(self, seq: Sequence, is_first: bool = False) -> None:
-        """Let a sequence wait to run, or first for its grammar if that is still being compiled."""
+        """Put a sequence into the waiting queue, or let it wait for its grammar first."""
         if seq.matcher is not None and not seq.matcher.is_ready:
             self.waiting_for_grammar[seq.seq_id] = seq
             return
@@ -289,7 +289,7 @@ class Scheduler:
         seq.row_start = 0
 
     def _add_row(self, draft: _Draft, seq: Sequence, end: int) -> None:
-        """Schedule `seq` up to `end`; if that is its last token, the next stays pending."""
+        """Schedule `seq` up to `end`; if that is its last token, add the pending one."""
         start = seq.num_computed
         is_last = end == seq.num_tokens
         draft.rows.append(seq)

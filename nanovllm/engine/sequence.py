@@ -88,7 +88,7 @@ class Sequence:
         return ids if self.request.params.max_tokens != 0 else []
 
 
-class Waiting:
+class WaitingQueue:
     """Queue ordered by priority, lowest number first; preempted sequences precede their equals."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Messages between the engine core and its workers: columns of rows, records of changes."""
+"""Messages between the engine core and its workers, and the `Executor` protocol."""
 
 from __future__ import annotations
 

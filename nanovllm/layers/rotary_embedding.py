@@ -47,7 +47,7 @@ def _dynamic_base(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tensor:
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """Divide low frequencies by the factor, keep high ones, and blend those in between."""
-    rotations = rope.original_max_position * frequencies / (2 * math.pi)  # within the context
+    rotations = rope.original_max_position * frequencies / (2 * math.pi)  # in the trained context
     blend = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0, 1)
     return frequencies * (blend + (1 - blend) / rope.factor)

@@ -111,7 +111,7 @@ class PackedLinear(Protocol):
         """Project x [tokens, in]."""
 
     def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
-        """Project x to an update of the residual; the device may already add it in place."""
+        """Project x to an update of the residual, or add the result to the residual in place."""
 
     def after_norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """Project the RMSNorm of residual + update; also return that sum, the new residual.

@@ -1,4 +1,4 @@
-"""A child process of the engine: it exchanges messages with its parent, and exits when it dies.
+"""A child process of the engine: it exchanges messages with its parent and exits if that dies.
 
 Importing this module must stay fast: until it is done, the death of the parent goes unnoticed.
 """

@@ -54,7 +54,7 @@ STOP_SECONDS = 2.0  # between SIGTERM and SIGKILL
 CLOSE_SECONDS = 5.0  # to finish a thread's current step; a thread that is paused longer is leaked
 
 
-CLOSED = Failure("the engine is closed; make a new one", "EngineError")
+CLOSED = Failure("the engine is closed; create a new one", "EngineError")
 
 
 class Children(Protocol):

@@ -91,8 +91,8 @@ class Predictor:
 
     async def _complete(self, columns: dict[str, Any]) -> dict[str, Any]:
         given = {name: _plain(value) for name, value in columns.items() if value is not None}
-        asked = {name: value for name, value in given.items() if name in FIELDS}
-        fields = {**self._sampling, **asked}
+        requested = {name: value for name, value in given.items() if name in FIELDS}
+        fields = {**self._sampling, **requested}
         try:
             if sum(name in fields for name in PROMPTS) != 1:
                 raise RowError("invalid_row", f"a row needs exactly one of {', '.join(PROMPTS)}")

@@ -105,7 +105,7 @@ class CoreLoop:
 
     def _handle_commands(self) -> list[FinishedSequence]:
         """Handle all queued commands; wait for one if there is nothing else to do."""
-        finished: list[FinishedSequence] = []  # aborted or refused; sent with the next update
+        finished: list[FinishedSequence] = []  # aborted or rejected; sent with the next update
         while not self._is_over:
             is_idle = not self.core.has_unfinished and not finished
             try:
@@ -130,7 +130,7 @@ class CoreLoop:
 
     def _add(self, requests: list[Request]) -> list[FinishedSequence]:
         """Queue requests; return those that can never run as sequences finished with an error."""
-        refused = []
+        rejected = []
         for request in requests:
             try:
                 self.core.add(request)
@@ -139,8 +139,8 @@ class CoreLoop:
                 finished_seq = FinishedSequence(
                     request.seq_id, [], "error", 0, 0.0, 0.0, now, [], error=str(error)
                 )
-                refused.append(finished_seq)
-        return refused
+                rejected.append(finished_seq)
+        return rejected
 
     def _rest(self) -> None:
         """Use idle time to capture missing graphs and then, once, to return free host memory."""

@@ -20,7 +20,7 @@ SequenceStatus = Literal["running", "waiting", "preempted", "postponed"]
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Add requests, which may be the samples of one prompt."""
+    """Add requests; all samples of a prompt are in the same message."""
 
     requests: list[Request]
 

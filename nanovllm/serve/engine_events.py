@@ -15,7 +15,7 @@ from nanovllm.engine.request import SequenceEnd, StepTiming
 from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.serve.core_records import CoreStats, EngineState
 from nanovllm.serve.http_responses import Event, EventStream
-from nanovllm.serve.model import Model
+from nanovllm.serve.model_interface import Model
 from nanovllm.validation import require
 
 MAX_TRACE_SECONDS = 60.0

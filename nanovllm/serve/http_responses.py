@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 
 class EventStream:
-    """Server-sent events in the form of one API, by default OpenAI's."""
+    """Server-sent events in the format of one API, by default OpenAI's."""
 
     end = b""  # last bytes of every stream
     has_names = False  # send each event's type as the SSE event name

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from nanovllm.engine.request import FinishReason
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StreamPiece
-from nanovllm.serve.model import Model, OneEngine
+from nanovllm.serve.model_interface import Model, ReplicaInfo
 
 LABELS = ("model_name",)
 ENGINE_LABELS = (*LABELS, "engine")  # "engine" is the replica number
@@ -171,7 +171,7 @@ class Metrics:
         return metric
 
 
-def _values(replica: OneEngine) -> dict[str, float]:
+def _values(replica: ReplicaInfo) -> dict[str, float]:
     stats = replica.stats
     num_used = stats.num_blocks - stats.num_free_blocks
     return {

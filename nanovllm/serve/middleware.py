@@ -59,13 +59,13 @@ class Middleware:
                     response_headers[name] = request_id
             await send(message)
 
-        refusal = self._refusal(path, headers)
+        rejection = self._rejection(path, headers)
         self._num_open += 1
         try:
-            if refusal is None:
+            if rejection is None:
                 await self._app(scope, self._bounded(receive), send_with_id)
             else:
-                await error_response(path, refusal)(scope, receive, send_with_id)
+                await error_response(path, rejection)(scope, receive, send_with_id)
         finally:
             self._num_open -= 1
             seconds = time.perf_counter() - start
@@ -76,7 +76,7 @@ class Middleware:
                     line, _client(scope), request_id, scope["method"], quote(path), outcome, seconds
                 )
 
-    def _refusal(self, path: str, headers: Headers) -> RequestError | None:
+    def _rejection(self, path: str, headers: Headers) -> RequestError | None:
         """Return the error if a request must be rejected before its body is read."""
         if path in OPEN_PATHS:
             return None

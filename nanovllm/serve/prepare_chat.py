@@ -26,7 +26,7 @@ from nanovllm.serve.parsing.parser import OutputParser
 from nanovllm.serve.parsing.tool_grammar import CallRules, tool_grammar
 from nanovllm.serve.parsing.tools import Tool, read_tools
 from nanovllm.serve.service import Service
-from nanovllm.structured.forms import enforced_json
+from nanovllm.structured.grammar_text import enforced_json
 from nanovllm.structured.limits import run_bounded
 from nanovllm.validation import errors_about, require, require_text
 
@@ -257,20 +257,20 @@ def output_constraint(
     reasoning = service.formats.reasoning
     if reasoning is not None and prompt.rstrip().endswith(reasoning.end):
         reasoning = None  # the prompt already ends it
-    asked = request.constraint()
+    constraint = request.constraint()
     must_call = request.must_call
     is_parallel = request.parallel_tool_calls is not False
     if isinstance(request.tool_choice, NamedTool):  # one call by default, as in other servers
         is_parallel = request.parallel_tool_calls is True
     is_held = must_call or isinstance(request.tool_choice, AllowedTools) or not is_parallel
     if tools and (is_held or any(tool.is_strict for tool in tools)):
-        if asked is not None:
+        if constraint is not None:
             message = "a response format and enforced tool calls cannot be combined; omit one"
             raise RequestError(message, param="tools")
         has_reasoning = reasoning is not None
         rules = CallRules(must_call, is_parallel, has_reasoning, service.special_ids, enforced_json)
-        asked = {"grammar": run_bounded(tool_grammar, service.formats.tools, tools, rules)}
-    if asked is None or reasoning is None or "after" in asked:
-        return asked
+        constraint = {"grammar": run_bounded(tool_grammar, service.formats.tools, tools, rules)}
+    if constraint is None or reasoning is None or "after" in constraint:
+        return constraint
     opening = {} if is_open else {"opened_by": reasoning.begin}
-    return {**opening, "after": reasoning.end, **asked}
+    return {**opening, "after": reasoning.end, **constraint}

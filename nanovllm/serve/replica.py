@@ -96,7 +96,7 @@ class Replica:
             self._send_added()
 
     def finish(self, finish: Finish) -> None:
-        self.flush()  # the core must receive the requests before their finish
+        self.flush()  # the core must receive the requests before this message
         self._send(finish)
 
     def fail(self, error: NanovllmError) -> None:

@@ -11,17 +11,17 @@ from typing import Generic, TypeVar
 from nanovllm.engine.block_manager import BlockKey, add_keys
 from nanovllm.errors import EngineError
 
-# A replica is eligible for a cached prefix while its load is at most MAX_RATIO times the least
-# load plus MAX_EXTRA requests of the new one's length.
+# A replica is chosen for its cached prefix only if its load is at most MAX_RATIO times the lowest
+# load, plus MAX_EXTRA times the length of the new prompt.
 MAX_RATIO, MAX_EXTRA = 1.5, 6
-SIMILAR = 2  # loads that differ by at most this many requests of that length count as equal
+SIMILAR = 2  # loads within this many lengths of the new prompt count as equal
 
 
 R = TypeVar("R", bound=Hashable)  # identifies a replica
 
 
 class PrefixRouter(Generic[R]):
-    """Estimates each replica's prefix cache from the prompts sent to it. Not thread-safe."""
+    """Chooses replicas by load and by the prompts sent to them before. Not thread-safe."""
 
     def __init__(self, replicas: Iterable[R], block_size: int, max_blocks: int = 2**16) -> None:
         self.block_size = block_size

@@ -21,8 +21,8 @@ SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 class ServerOptions:
     """Options of the server; batch jobs share the first six."""
 
-    served_model_name: tuple[str, ...] = option((), "names of the model", unset="MODEL")
-    chat_template: str | None = option(None, "Jinja file, or its text", unset="the model's")
+    served_model_name: tuple[str, ...] = option((), "model names in the API", unset="MODEL")
+    chat_template: str | None = option(None, "Jinja template or its file", unset="the model's")
     generation_config: str = option(
         "auto",
         "source of sampling defaults: auto (the model), vllm (none), or a folder with a "
@@ -31,8 +31,8 @@ class ServerOptions:
     override_generation_config: Mapping[str, Any] | None = option(
         None, "JSON object of sampling defaults that take precedence", parse=json.loads
     )
-    tool_call_parser: str | None = option(None, "syntax of tool calls", unset="the template's")
-    reasoning_parser: str | None = option(None, "syntax of reasoning", unset="the template's")
+    tool_call_parser: str | None = option(None, "format of tool calls", unset="the template's")
+    reasoning_parser: str | None = option(None, "format of reasoning", unset="the template's")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all", env="NANOVLLM_HOST")
     port: int = option(8000, "port to listen on; 0 for any free one", env="NANOVLLM_PORT")
     api_key: tuple[str, ...] = option(

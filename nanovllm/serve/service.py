@@ -13,7 +13,7 @@ from nanovllm.engine.chat_template import ChatTemplate
 from nanovllm.engine.prompts import at_index
 from nanovllm.errors import PromptTooLongError, RequestError
 from nanovllm.serve.metrics import Metrics
-from nanovllm.serve.model import Model
+from nanovllm.serve.model_interface import Model
 from nanovllm.serve.parsing.formats import choose_formats
 from nanovllm.serve.server_options import ServerOptions
 from nanovllm.validation import errors_about, require
@@ -139,9 +139,11 @@ class Service:
             )
 
     def max_tokens(
-        self, num_prompt: int, asked: int | None, default: int | None, param: str
+        self, num_prompt: int, requested: int | None, default: int | None, param: str
     ) -> int:
         """Return the limit of output tokens; raise if more are requested than there is room for."""
-        self.check_length(num_prompt, 1 if asked is None else asked, param)
+        self.check_length(num_prompt, 1 if requested is None else requested, param)
         room = self.llm.max_len - num_prompt
-        return asked if asked is not None else room if default is None else min(default, room)
+        if requested is not None:
+            return requested
+        return room if default is None else min(default, room)

@@ -21,7 +21,7 @@ import numpy as np
 from nanovllm.engine.grammar import Allocate, Bitmasks
 from nanovllm.engine.input_processor import Vocabulary
 from nanovllm.errors import GrammarError
-from nanovllm.structured.forms import grammar_text
+from nanovllm.structured.grammar_text import grammar_text
 from nanovllm.structured.limits import is_risky, run_bounded, try_compiling
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ MAX_STEP = 0.01  # CPU seconds that a step spends on bitmasks; other threads com
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # 20 ms to compile
     "max_grammar_size": 100_000,
-    "step_lexer_fuel": 100_000,  # 7 ms a mask
-    "step_max_items": 50_000,  # 3 ms a mask
+    "step_lexer_fuel": 100_000,  # 7 ms per bitmask
+    "step_max_items": 50_000,  # 3 ms per bitmask
     "max_lexer_states": 50_000,  # 100 MB
 }
 
@@ -73,7 +73,7 @@ class GuidanceMatcher:
     def __init__(self, stop_token_ids: frozenset[int]) -> None:
         self.stop_token_ids = stop_token_ids
         self.mask: Bitmasks | None = None  # the next bitmask, if computed ahead
-        self.job: Future[None] | None = None  # the job that computes `mask`
+        self.job: Future[None] | None = None  # computes `mask`, or the grammar
 
     def begin(self, compiled: Compiled) -> None:
         self.compiled, self.inner = compiled, compiled.start.deep_copy()

@@ -81,11 +81,11 @@ def refused(keyword: str, path: str, reason: str) -> GrammarError:
 class _Preparation:
     def __init__(self, root: Schema) -> None:
         self.root = root
-        self.names = {"": "0"}  # of the referenced parts, keyed by JSON pointer
+        self.names = {"": "0"}  # names of the referenced parts, keyed by JSON pointer
         self.contained: dict[str | None, set[str]] = {}  # parts that every value of a part contains
         head = root if isinstance(root, dict) else {}
         draft = re.search(r"draft-0([3-7])|draft/2019", str(head.get("$schema")))
-        self.draft = 10 if draft is None else int(draft[1] or 8)  # 10: 2020-12, or not given
+        self.draft = 10 if draft is None else int(draft[1] or 8)  # 10 is 2020-12, the default
         self.id_key = "$id" if self.draft > 4 else "id"
         self.root_id = str(head.get(self.id_key, "")).rstrip("#")
 

@@ -17,10 +17,10 @@ from nanovllm.errors import GrammarError
 
 T = TypeVar("T")
 
-MAX_CHARS = 64 * 1024  # of a schema, grammar, regular expression or list of choices
+MAX_CHARS = 64 * 1024  # per schema, grammar, regular expression or list of choices
 MAX_RULES = 1_000
 MAX_REFERENCES = 1_000
-MAX_DEPTH = 100  # of JSON; llguidance limits how deep grammars and regular expressions nest
+MAX_DEPTH = 100  # of nested JSON; llguidance limits grammars and regular expressions itself
 MAX_SECONDS = 5.0
 START_SECONDS = 5.0  # added to MAX_SECONDS for a process to start
 MAX_THREADS = 8  # compiling at a time, including those that timed out but still run

@@ -1,4 +1,4 @@
-"""Device: everything that differs between devices; one object for each rank, created at start."""
+"""Device: the interface to everything that differs between devices; one object per rank."""
 
 from __future__ import annotations
 
@@ -32,71 +32,73 @@ class Memory:
 
 
 class Device(Protocol):
+    """What the worker needs from a device: layers, memory, copies and steps."""
+
     torch_device: torch.device
-    group: TPGroup  # the ranks that share a model
-    depth: int  # the pipeline depth that measured fastest
+    group: TPGroup  # tensor-parallel ranks that share the model
+    depth: int  # default pipeline depth: the fastest in benchmarks
     name: str  # "cpu" or "cuda"
     device_name: str  # the vendor's name
 
     def in_order(self) -> AbstractContextManager[object]:
-        """Queue all work of this context behind what was queued in such a context before."""
+        """Run the work of this context after that of earlier such contexts (a CUDA stream)."""
 
-    # What models consist of here.
+    # Building models.
 
     def choose_dtype(self, asked: str, checkpoint_dtype: str) -> torch.dtype:
         """Resolve `dtype`, which may be "auto", for a checkpoint stored as `checkpoint_dtype`."""
 
     def check_fp8(self, head_dim: int) -> None:
-        """Raise ConfigError if no kernel reads an FP8 KV cache."""
+        """Raise ConfigError if no kernel supports an FP8 KV cache with this head size."""
 
     def reads_quantized(self, kind: str, dtype: torch.dtype) -> bool:
-        """Whether kernels read weights quantized to a kind of layout, for activations of `dtype`.
+        """Whether kernels support this layout of quantized weights with activations of `dtype`.
 
-        "gguf" stands for all types of GGUF.
+        "gguf" stands for all GGUF types.
         """
 
     def ops(self, dtype: torch.dtype) -> Ops:
-        """Make the operations between attention calls."""
+        """Create the operations other than attention."""
 
     def attention(self, dtype: torch.dtype, ops: Ops) -> AttentionBackend:
-        """Make attention over the paged cache."""
+        """Create the backend for attention over the paged KV cache."""
 
     # Memory.
 
     def memory(self) -> Memory:
-        """Return what one rank has of the device's memory."""
+        """Return this rank's part of the device's memory."""
 
     def has_room_for_copy(self, num_bytes: int) -> bool:
-        """Whether weights of `num_bytes` may be kept in two layouts."""
+        """Whether there is room to keep weights of `num_bytes` in two layouts."""
 
     def cache_bytes(self, wanted: int) -> int:
-        """Return how many of the `wanted` bytes the KV cache may take, and log why."""
+        """Return how many of the `wanted` bytes the KV cache may use, and log why."""
 
     def check_cache_bytes(self, num_bytes: int) -> None:
-        """Raise ConfigError if a KV cache of the size that the user asked for cannot fit."""
+        """Raise ConfigError if a KV cache of the size that the user requested cannot fit."""
 
     def allocate_cache(self, num_bytes: int) -> Tensor:
-        """Return zeroed bytes; pages are touched only when used where the device allows it."""
+        """Return zeroed bytes; where possible, pages are allocated only on first use."""
 
     def release(self) -> None:
-        """Return memory to the device that nothing refers to any more."""
+        """Return unused cached memory to the device."""
 
     # Copies.
 
     def fill(self, target: Tensor, rows: Tensor) -> None:
-        """Copy some rows of a stored weight and wait for them; any thread may call this."""
+        """Copy rows of a stored weight to the device and wait. Safe in any thread."""
 
     def upload(self, array: np.ndarray) -> Tensor:
-        """Return the array on the device, without waiting; it must not change afterwards."""
+        """Copy an array to the device without waiting; it must not change afterwards."""
 
     def host_memory(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        """Return memory of the host that `readable` need not copy."""
+        """Return (pinned) host memory that `readable` need not copy."""
 
     def readable(self, array: np.ndarray) -> Tensor:
-        """Return the array where kernels can read it; it must not change until they have."""
+        """Return a tensor of the array that kernels can read; do not change it before they do."""
 
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
-        """Start copying some tensors to the host."""
+        """Start copying tensors to the host; the result waits for the copies."""
 
     # Steps.
 
@@ -109,12 +111,12 @@ class Device(Protocol):
         """See `torch_sampling.keep_allowed`."""
 
     def sampler(self, tables: InputBatch, vocab_size: int) -> Sampler:
-        """Make what draws tokens from logits."""
+        """Create the sampler, which draws tokens from logits."""
 
     def prepare(
         self, model: DecoderModel, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
     ) -> None:
-        """Build and compile what steps of a loaded model need, and measure the largest one."""
+        """Compile what the steps of a loaded model need, and measure the memory of the largest."""
 
     def runner(self, eager: EagerForward) -> ModelRunner:
-        """Make what runs steps: captured ones where the device gains by them."""
+        """Create the runner of steps; it replays captured steps where that is faster."""

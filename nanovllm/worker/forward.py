@@ -1,4 +1,4 @@
-"""From a plan to the tensors that a model reads, and to logits, by running it as it is written."""
+"""Turn a plan into the model's input tensors, and run the model eagerly to get logits."""
 
 from __future__ import annotations
 
@@ -19,27 +19,30 @@ from nanovllm.worker.input_batch import InputBatch
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """One row for each sampled row of the plan, in its order."""
+    """Logits of the sampled rows of a plan, in the plan's order."""
 
     values: Tensor  # [rows, vocab_size]
     slots: Tensor
-    positions: Tensor  # of the token that will be sampled
-    graph: tuple[int, int] | None = None  # that wrote them: its rows, its longest context
+    positions: Tensor  # position of the token that will be sampled
+    # The graph that wrote the logits, if any: (number of rows, longest context).
+    graph: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token for each sampled row of a plan."""
+    """The tokens sampled for the rows of a plan."""
 
     tokens: Tensor  # [rows], on the device
-    host: Tensor | None = None  # the same in the host's memory, where the device writes there too
+    host: Tensor | None = None  # the same tokens in host memory, if the device writes them there
 
 
-Forward = Callable[[StepPlan], StepLogits]  # also writes to the tables what a plan changes
+Forward = Callable[[StepPlan], StepLogits]  # also applies the plan's changes to the InputBatch
 
 
 @dataclass(frozen=True, slots=True)
 class EagerForward:
+    """Runs the model without graphs."""
+
     model: DecoderModel
     tables: InputBatch
     attention: AttentionBackend
@@ -49,7 +52,7 @@ class EagerForward:
         return self.step_logits(self.model(self.batch(plan)), plan)
 
     def with_states(self, plan: StepPlan) -> tuple[StepLogits, ResidualStream]:
-        """Return also the hidden states of every token, before the final norm."""
+        """Return the logits and the hidden states of every token before the final norm."""
         hidden = self.model.model(replace(self.batch(plan), sampled=None))
         last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1
         values = self.model.logits(hidden.select(self.tables.device.upload(last_tokens)))
@@ -64,12 +67,12 @@ class EagerForward:
                 part.index_copy_(0, targets, part.index_select(0, sources))
 
     def batch(self, plan: StepPlan) -> ForwardBatch:
-        """Lay all rows' tokens out one after another."""
+        """Apply the plan to the InputBatch and return its tokens, row after row, as one batch."""
         self.tables.update(plan)
-        tables, upload = self.tables, self.tables.device.upload
+        input_batch, upload = self.tables, self.tables.device.upload
         slots, positions = (upload(column) for column in tokens_of(plan))
-        input_ids, slot_mapping = look_up(tables, slots, positions)
-        rows = BatchRows(plan.slots, plan.starts, plan.counts, tables.block_table)
+        input_ids, slot_mapping = look_up(input_batch, slots, positions)
+        rows = BatchRows(plan.slots, plan.starts, plan.counts, input_batch.block_table)
         sampled = None
         if not is_decode(plan):
             is_sampled = plan.num_logits > 0
@@ -84,22 +87,22 @@ class EagerForward:
         return StepLogits(values, slots, positions)
 
 
-def look_up(tables: InputBatch, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens at some positions, and where in the cache their keys go."""
-    block_ids = tables.block_table[slots, positions // tables.block_size].long()
-    slot_mapping = block_ids * tables.block_size + positions % tables.block_size
-    return tables.tokens[slots, positions], slot_mapping
+def look_up(input_batch: InputBatch, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens at some positions, and their slot mapping into the KV cache."""
+    block_ids = input_batch.block_table[slots, positions // input_batch.block_size].long()
+    slot_mapping = block_ids * input_batch.block_size + positions % input_batch.block_size
+    return input_batch.tokens[slots, positions], slot_mapping
 
 
 def tokens_of(plan: StepPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Slot and position of every token that a step runs."""
+    """Return the slot and the position of every token that a step runs."""
     row_ids = np.repeat(np.arange(len(plan.slots)), plan.counts)
     firsts = plan.starts - (np.cumsum(plan.counts) - plan.counts)
     return plan.slots[row_ids].astype(np.int64), np.arange(len(row_ids)) + firsts[row_ids]
 
 
 def sampled_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Slots of the sampled rows, and the position of the token each one samples."""
+    """Return the slots of the sampled rows, and the position of the token each one samples."""
     is_sampled = plan.num_logits > 0
     return plan.slots[is_sampled], (plan.starts + plan.counts)[is_sampled]
 

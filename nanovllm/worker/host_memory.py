@@ -1,4 +1,4 @@
-"""The memory of this machine, or of the cgroups that this process runs in."""
+"""Measure and allocate host memory, within the limits of this process's cgroups."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ GIB = 1 << 30
 
 
 def allocate_lazily(num_bytes: int) -> Tensor:
-    """Return zero pages, none of them touched; torch.zeros would write every one."""
+    """Return zeroed memory without touching its pages; torch.zeros would write all of them."""
     if sys.platform != "linux":
         return torch.from_numpy(np.zeros(num_bytes, np.uint8))
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Every layer writes its keys and its values to places of their own: of pages of 2 MiB the
-    # first token would take one for each, and they are read no faster.
-    with suppress(OSError):  # a kernel without such pages
+    # Each layer writes keys and values to separate regions. With huge pages, the first token would
+    # allocate 2 MiB for each of them, and reads would be no faster.
+    with suppress(OSError):  # the kernel has no huge pages
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def give_back() -> None:
-    """Return freed memory that malloc still holds to the system."""
+    """Return freed memory that malloc still holds to the operating system."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
         libc.malloc_trim(0)
 
 
 def total_memory() -> int:
-    """Return the bytes of the machine, or of its cgroup if that is allowed less."""
+    """Return the memory of this machine in bytes, or the limit of its cgroup if lower."""
     limits = (_read_int(limit_file) for limit_file, _ in _cgroup_files())
     return min([_meminfo("MemTotal"), *(limit for limit in limits if limit is not None)])
 
 
 def available_memory() -> int:
-    """Return the bytes this process may still take: the machine's or its cgroup's, if less."""
+    """Return the bytes that this process may still allocate, within the limits of its cgroup."""
     available = _meminfo("MemAvailable")
     for limit_file, usage_file in _cgroup_files():
         limit, usage = _read_int(limit_file), _read_int(usage_file)
@@ -52,7 +52,7 @@ def available_memory() -> int:
 
 
 _OWN_GROUPS = Path("/proc/self/cgroup")
-# By the name of the controller: version 2 has none.
+# Keyed by the name of the controller; version 2 has none.
 _CGROUPS = {
     "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     "memory": (
@@ -64,7 +64,7 @@ _CGROUPS = {
 
 
 def _cgroup_files() -> list[tuple[Path, Path]]:
-    """Return where limit and usage stand of the groups that this process is in, one in another."""
+    """Return the limit and usage files of this process's cgroup and of its ancestors."""
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:  # not Linux
@@ -89,7 +89,7 @@ def _meminfo(name: str) -> int:
 
 
 def _physical_memory() -> int:
-    """Return the bytes of a machine that is not Linux; what of them is free is not known there."""
+    """Return the memory of a machine without Linux, where the free part is unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError):  # Windows
@@ -97,7 +97,7 @@ def _physical_memory() -> int:
 
 
 def _page_cache(cgroup: Path) -> int:
-    """Return the bytes counted as used that the kernel gives back on demand."""
+    """Return the bytes that count as used, but that the kernel reclaims on demand."""
     try:
         lines = (cgroup / "memory.stat").read_text().splitlines()
     except OSError:
@@ -109,5 +109,5 @@ def _page_cache(cgroup: Path) -> int:
 def _read_int(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # no such controller, or "max"
+    except (OSError, ValueError):  # the controller is absent, or the limit is "max"
         return None

@@ -1,4 +1,4 @@
-"""The state of every slot, on the device, so that a step's plan carries only what changed."""
+"""InputBatch: the state of every slot, kept on the device, so that plans carry only changes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.worker.device_interface import Device
 
 INT32_MAX = 2**31 - 1
-ALIGNMENT = 4  # words: kernels read faster where a column begins at a multiple of 16 bytes
+ALIGNMENT = 4  # in words: kernels read columns faster that begin at a multiple of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SlotField:
-    """`width` numbers of a slot, or one, and what a sequence that enters it brings for them."""
+    """A column: `width` numbers per slot (None: one), and their initial value for a sequence."""
 
     dtype: type[np.number[Any]]
     value: Callable[[NewRow], Any]
@@ -30,7 +30,7 @@ class SlotField:
 
     @property
     def num_words(self) -> int:
-        """Of 32 bits, for one slot."""
+        """Number of 32-bit words per slot."""
         return (self.width or 1) * np.dtype(self.dtype).itemsize // 4
 
 
@@ -54,19 +54,19 @@ def slot_fields(max_model_len: int, block_size: int) -> dict[str, SlotField]:
 
 
 class InputBatch:
-    """A table for each column, with a row for each slot; plans update them in order.
+    """A column for each field, with a row for each slot; plans update them in order.
 
-    All are parts of one tensor, so that an update is one list of offsets and one of values. The
-    row after the last slot stands for the rows that pad a batch: its length stays 0.
+    All columns are views of one tensor, so that an update is one list of offsets and one of values.
+    The row after the last slot serves as padding of batches: its length stays 0.
     """
 
     tokens: Tensor  # [slots + 1, max_model_len]
     block_table: Tensor  # [slots + 1, max_blocks]
-    lengths: Tensor  # [slots + 1], like all that follow
+    lengths: Tensor  # [slots + 1], like all below
     prompt_lens: Tensor
-    presence: Tensor  # penalties, like the next two
-    frequency: Tensor
-    repetition: Tensor
+    presence: Tensor  # penalty
+    frequency: Tensor  # penalty
+    repetition: Tensor  # penalty
     sampling_columns: SamplingColumns
 
     def __init__(self, device: Device, num_slots: int, max_model_len: int, block_size: int) -> None:
@@ -84,7 +84,7 @@ class InputBatch:
         self.sampling_columns = SamplingColumns(*map(self._view, SamplingColumns.__slots__))
         single = {name: column for name, column in self._columns.items() if column.width is None}
         self._record = np.dtype([(name, column.dtype) for name, column in single.items()])
-        # Of each word of a record: its offset for the first slot, and how far apart slots are.
+        # For each word of a record: its offset for slot 0, and the stride from slot to slot.
         self._first_words, self._slot_words = np.array(
             [
                 (self._offsets[name] + word, column.num_words)
@@ -92,17 +92,17 @@ class InputBatch:
                 for word in range(column.num_words)
             ]
         ).T
-        self._sampling = np.zeros(num_slots, np.int32)  # on the host: what each slot asks for
+        self._sampling = np.zeros(num_slots, np.int32)  # Sampling flags of each slot, on the host
 
     def update(self, plan: StepPlan) -> None:
-        """Write what a plan changes, before its step and after the step before."""
+        """Apply the changes of a plan, after the previous step and before its own."""
         changes = self.changes(plan)
         if len(changes):
             sent = self.device.upload(changes)
             self.words.scatter_(0, sent[:, 0].long(), sent[:, 1])
 
     def changes(self, plan: StepPlan) -> np.ndarray:
-        """What a plan changes: the offsets of words and their new values, [changes, 2]."""
+        """Return the changes of a plan: offsets of words and their new values, [changes, 2]."""
         changes = [change for row in plan.new_rows for change in self._enter(row)]
         if plan.block_updates:
             first, width = self._offsets["block_table"], self.block_table.shape[1]
@@ -115,7 +115,7 @@ class InputBatch:
         return np.stack((offsets, values), 1, dtype=np.int32, casting="same_kind")
 
     def sampling(self, plan: StepPlan) -> Sampling:
-        """What the sampled rows of a step ask for, all together."""
+        """Return the union of the sampling features that the sampled rows need."""
         return Sampling(int(np.bitwise_or.reduce(self._sampling[plan.slots[plan.num_logits > 0]])))
 
     def _view(self, name: str) -> Tensor:
@@ -126,7 +126,7 @@ class InputBatch:
         return table if column.width is None else table.view(self.num_slots + 1, column.width)
 
     def _enter(self, row: NewRow) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return what a sequence's arrival changes in the tables, as offsets and values."""
+        """Return the changes when a sequence enters a slot, as pairs of offsets and values."""
         self._sampling[row.slot] = sampling_of(row.params)
         single = tuple(self._columns[name].value(row) for name in self._record.names or ())
         words = np.array([single], self._record).view(np.int32)
@@ -141,11 +141,12 @@ class InputBatch:
 
 
 def sampling_of(params: SamplingParams) -> Sampling:
+    """Return the sampling features that a request needs."""
     if params.temperature == 0:
         return Sampling.GREEDY
-    asked = Sampling.NOISE
+    features = Sampling.NOISE
     if params.min_p:
-        asked |= Sampling.MIN_P
+        features |= Sampling.MIN_P
     if params.top_k or params.top_p < 1:
-        asked |= Sampling.TOP
-    return asked
+        features |= Sampling.TOP
+    return features

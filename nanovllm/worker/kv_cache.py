@@ -1,4 +1,4 @@
-"""The KV cache: its layout, which only this file knows, and its size."""
+"""The size and layout of the KV cache, defined only here."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from nanovllm.worker.device_interface import Device
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Keys and values of one layer are each [num_blocks, block_size, kv_heads, head_dim].
+    """Layout: keys and values of a layer are each [num_blocks, block_size, kv_heads, head_dim].
 
-    Of eight bits they have an exponent for each token and head, behind those of all layers.
+    An FP8 cache also has an exponent per token and head, stored after the values of all layers.
     """
 
     num_layers: int
@@ -40,7 +40,7 @@ class KVCacheSpec:
         return self.dtype == FP8
 
     def views(self, buffer: Tensor, num_blocks: int) -> list[LayerCache]:
-        """Cut a byte buffer of num_blocks * block_bytes into per-layer caches."""
+        """Split a byte buffer of num_blocks * block_bytes into per-layer caches."""
         shape = (self.num_layers, 2, num_blocks, self.block_size, self.num_kv_heads)
         num_bytes = math.prod(shape) * self.head_dim * self.dtype.itemsize
         rows = buffer[:num_bytes].view(self.dtype).view(*shape, self.head_dim)
@@ -61,7 +61,7 @@ def kv_cache_spec(
 
 
 def choose_num_blocks(config: EngineConfig, spec: KVCacheSpec, device: Device) -> int:
-    """As many as the user says, or as all sequences at full length could use, or as fit."""
+    """Return the configured number of blocks, or else as many as can be used and fit."""
     if config.num_kvcache_blocks != -1:
         device.check_cache_bytes(config.num_kvcache_blocks * spec.block_bytes)
         return config.num_kvcache_blocks

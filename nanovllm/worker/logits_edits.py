@@ -1,8 +1,8 @@
-"""What changes logits between the model and the sampler, for the rows that ask for it.
+"""Edit logits between the model and the sampler, for the rows that ask for it.
 
-Users may rely on the order of `LogitsEdits.apply` (docs/requests.md). Functions of their own come
-after it. The newest token of a row may be known to the device alone, so `LogitsEdits` reads tokens
-from the slot tables, and never waits for the device.
+Users may rely on the order of `LogitsEdits.apply` (docs/requests.md); logits processors run after
+it. A row's newest token may be known only to the device, so `LogitsEdits` reads tokens from the
+InputBatch and never waits for the device.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from nanovllm.worker.input_batch import InputBatch
 T = TypeVar("T")
 Processor = Callable[[list[int], Tensor], Tensor]
 
-# Of the rows that are edited together, each padded to the longest: their tensors take some 60 MB,
-# whatever the length of sequences, and no part of the profiled step.
+# Limit for the rows that are edited together, each padded to the longest one. It bounds their
+# tensors, which the profiled step does not include, to about 60 MB at any sequence length.
 MAX_TOKENS = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
-    """What the sequence in a slot asks for beside sampling, and what its steps remember for it."""
+class SlotExtras:
+    """What the sequence in a slot requests beside sampling, with its state between steps."""
 
     row: NewRow
     has_edits: bool
     allowed: Tensor | None  # token ids, on the device
     processors: list[Processor | str]
-    output_ids: list[int]  # complete for processors, whose rows run when all tokens are known
-    pooled: Tensor | None = None  # [hidden_size], the sum over the chunks so far
+    output_ids: list[int]  # kept only for processors; their rows run when all tokens are known
+    pooled: Tensor | None = None  # [hidden_size], sum over the prefill chunks so far
 
     def process(self, logits: Tensor) -> str | None:
-        """Call the processors on logits [vocab_size], in place; return why one failed, if so."""
+        """Apply the processors to logits [vocab_size] in place; return the error if one fails."""
         new = logits.to(torch.float32, copy=True)
         for index, processor in enumerate(self.processors):
             try:
@@ -57,21 +57,25 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class EditedRow:
-    row: int  # of the logits
+    """A sampled row whose logits are edited."""
+
+    row: int  # index into the logits
     slot: int
-    position: int  # of the token to be sampled
-    asked: Asked
+    position: int  # position of the token to be sampled
+    extras: SlotExtras
 
 
 class LogitsEdits:
-    def __init__(self, tables: InputBatch) -> None:
-        self.tables = tables
+    """Applies allowed tokens, bad words, biases and penalties to logits."""
 
-    def asked_by(self, row: NewRow) -> Asked:
+    def __init__(self, input_batch: InputBatch) -> None:
+        self.input_batch = input_batch
+
+    def extras_of(self, row: NewRow) -> SlotExtras:
         params = row.params
         allowed, processors = params.allowed_token_ids, list(params.logits_processors)
         is_biased = params.has_penalties or params.logit_bias
-        return Asked(
+        return SlotExtras(
             row,
             bool(is_biased or params.can_exclude_tokens or row.bad_words),
             None if allowed is None else self._upload(sorted(set(allowed))),
@@ -81,17 +85,17 @@ class LogitsEdits:
 
     def apply(self, logits: Tensor, rows: list[EditedRow]) -> None:
         """Edit rows of the logits [sampled rows, vocab_size] in place."""
-        limited = [(row.row, row.asked.allowed) for row in rows if row.asked.allowed is not None]
+        limited = [(row.row, row.extras.allowed) for row in rows if row.extras.allowed is not None]
         for some in in_pieces(limited, lambda pair: len(pair[1])):
             self._keep_allowed(logits, some)
-        self._forbid_bad_words(logits, [row for row in rows if row.asked.row.bad_words])
+        self._forbid_bad_words(logits, [row for row in rows if row.extras.row.bad_words])
         self._add_bias(logits, rows)
-        penalised = [row for row in rows if row.asked.row.params.has_penalties]
-        for piece in in_pieces(penalised, lambda row: row.position):
-            self._penalise(logits, piece)
+        penalized = [row for row in rows if row.extras.row.params.has_penalties]
+        for piece in in_pieces(penalized, lambda row: row.position):
+            self._penalize(logits, piece)
 
     def _keep_allowed(self, logits: Tensor, rows: list[tuple[int, Tensor]]) -> None:
-        """Keep only the logits of some token ids in some rows."""
+        """Set all logits of the rows to -inf except those of the given token ids."""
         indices = self._upload([row for row, _ in rows])
         lengths = [len(allowed) for _, allowed in rows]
         firsts = torch.repeat_interleave(
@@ -103,12 +107,12 @@ class LogitsEdits:
         logits.view(-1)[offsets] = kept
 
     def _forbid_bad_words(self, logits: Tensor, rows: list[EditedRow]) -> None:
-        """Forbid the last token of a word where the answer ends in all the others of it."""
-        words = [(edited, word) for edited in rows for word in edited.asked.row.bad_words]
+        """Forbid the last token of a bad word if the output ends with all its other tokens."""
+        words = [(edited, word) for edited in rows for word in edited.extras.row.bad_words]
         if not words:
             return
         longest = max(len(word) for _, word in words)
-        before = np.full((len(words), longest - 1), -1, np.int64)  # -1: any token, or none
+        before = np.full((len(words), longest - 1), -1, np.int64)  # -1 matches anything
         for index, (_, word) in enumerate(words):
             before[index, longest - len(word) :] = word[:-1]
         offsets = [edited.row * logits.shape[1] + word[-1] for edited, word in words]
@@ -116,20 +120,20 @@ class LogitsEdits:
             self._upload([getattr(edited, name) for edited, _ in words])
             for name in ("slot", "position")
         )
-        wanted = self.tables.device.upload(before)
+        wanted = self.input_batch.device.upload(before)
         steps = torch.arange(1 - longest, 0, device=wanted.device)
-        places = positions[:, None] + steps
-        tokens = self.tables.tokens[slots[:, None], places.clamp(min=0)]
-        is_answer = places >= self.tables.prompt_lens[slots][:, None]
-        is_match = ((tokens == wanted) & is_answer) | (wanted < 0)
+        previous = positions[:, None] + steps
+        tokens = self.input_batch.tokens[slots[:, None], previous.clamp(min=0)]
+        is_output = previous >= self.input_batch.prompt_lens[slots][:, None]
+        is_match = ((tokens == wanted) & is_output) | (wanted < 0)
         ceiling = torch.where(is_match.all(1), -torch.inf, torch.inf).to(logits.dtype)
         logits.view(-1).scatter_reduce_(0, self._upload(offsets), ceiling, "amin")
 
     def _add_bias(self, logits: Tensor, rows: list[EditedRow]) -> None:
-        """Add each row's bias; stop tokens that come too early get one of minus infinity."""
+        """Add each row's bias; before `min_tokens`, stop tokens get a bias of -inf."""
         entries: list[tuple[int, float]] = []
         for edited in rows:
-            first, row = edited.row * logits.shape[1], edited.asked.row
+            first, row = edited.row * logits.shape[1], edited.extras.row
             bias = (row.params.logit_bias or {}).items()
             entries += [(first + token_id, value) for token_id, value in bias]
             if edited.position < row.num_prompt_tokens + row.params.min_tokens:
@@ -137,35 +141,35 @@ class LogitsEdits:
         if entries:
             offsets = self._upload([offset for offset, _ in entries])
             values = np.array([value for _, value in entries], np.float32)
-            added = self.tables.device.upload(values).to(logits.dtype)
+            added = self.input_batch.device.upload(values).to(logits.dtype)
             logits.view(-1).index_add_(0, offsets, added)
 
-    def _penalise(self, logits: Tensor, rows: list[EditedRow]) -> None:
-        """Lower what was said before: see `penalise`."""
-        tables, max_len = self.tables, max(row.position for row in rows)
+    def _penalize(self, logits: Tensor, rows: list[EditedRow]) -> None:
+        """Apply the penalties to tokens of the prompt and the output: see `penalize`."""
+        input_batch, max_len = self.input_batch, max(row.position for row in rows)
         indices, slots, lengths = (
             self._upload([getattr(row, name) for row in rows])
             for name in ("row", "slot", "position")
         )
-        tokens = tables.tokens[slots, :max_len]  # [rows, max_len]
-        place = torch.arange(max_len, device=tokens.device, dtype=torch.int32)
-        is_known = place < lengths[:, None]
-        is_answer = is_known & (place >= tables.prompt_lens[slots][:, None])
-        # A place beyond the row's tokens repeats its first one, which changes nothing.
+        tokens = input_batch.tokens[slots, :max_len]  # [rows, max_len]
+        position = torch.arange(max_len, device=tokens.device, dtype=torch.int32)
+        is_known = position < lengths[:, None]
+        is_output = is_known & (position >= input_batch.prompt_lens[slots][:, None])
+        # Positions beyond the row's tokens repeat its first token, which has no effect.
         tokens = torch.where(is_known, tokens, tokens[:, :1])
-        places = indices[:, None], tokens.long()
-        values = logits[places].float()
-        columns = (tables.presence, tables.frequency, tables.repetition)
+        entries = indices[:, None], tokens.long()
+        values = logits[entries].float()
+        columns = (input_batch.presence, input_batch.frequency, input_batch.repetition)
         penalties = [column[slots][:, None] for column in columns]
-        values = penalise(values, count_in(tokens, is_answer), *penalties)
-        logits[places] = values.to(logits.dtype)
+        values = penalize(values, count_in(tokens, is_output), *penalties)
+        logits[entries] = values.to(logits.dtype)
 
     def _upload(self, numbers: list[int]) -> Tensor:
-        return self.tables.device.upload(np.array(numbers, np.int64))
+        return self.input_batch.device.upload(np.array(numbers, np.int64))
 
 
 def in_pieces(rows: list[T], num_tokens: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield rows of similar length together, as many as MAX_TOKENS permits."""
+    """Yield groups of rows of similar length, each within MAX_TOKENS when padded."""
     piece: list[T] = []
     for row in sorted(rows, key=num_tokens):
         if piece and (len(piece) + 1) * num_tokens(row) > MAX_TOKENS:
@@ -176,16 +180,16 @@ def in_pieces(rows: list[T], num_tokens: Callable[[T], int]) -> Iterator[list[T]
         yield piece
 
 
-def penalise(
+def penalize(
     logits: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
 ) -> Tensor:
-    """Return the new logits of tokens that were said before, `counts` times in the answer."""
+    """Return the penalized logits of tokens that occurred, `counts` times in the output."""
     logits = torch.where(logits > 0, logits / repetition, logits * repetition)
     return logits - frequency * counts - presence * (counts > 0)
 
 
 def count_in(tokens: Tensor, is_counted: Tensor) -> Tensor:
-    """For each token (int32) of a row, how often it is among the row's counted ones."""
+    """Return how often each token (int32) of a row occurs among the row's counted tokens."""
     ordered = torch.where(is_counted, tokens, -1).sort(-1).values
     after = torch.searchsorted(ordered, tokens, right=True, out_int32=True)
     return after - torch.searchsorted(ordered, tokens, out_int32=True)
@@ -200,7 +204,7 @@ def import_processor(path: str) -> Processor:
 
 
 def check_logits(new: Any, old: Tensor) -> Tensor:
-    """Return what a processor returned, if it can take the place of what it was given."""
+    """Return a processor's result; raise if it cannot replace the logits it was given."""
     if not isinstance(new, Tensor):
         raise TypeError(f"it must return the logits, a tensor, not {type(new).__name__}")
     if new.shape != old.shape or new.dtype != torch.float32:
@@ -210,7 +214,7 @@ def check_logits(new: Any, old: Tensor) -> Tensor:
 
 
 def _shown(value: object) -> str:
-    """Return a text for a message; the repr of a caller's object may fail."""
+    """Return a value as text for an error message; a caller's `__repr__` may raise."""
     try:
         return value if isinstance(value, str) else repr(value)
     except Exception:

@@ -1,7 +1,4 @@
-"""The memory that a model takes: whether it fits, and how many blocks the KV cache has.
-
-Whether it fits is found out before anything large is fetched or allocated.
-"""
+"""Check that a model fits into memory, before anything large is downloaded or allocated."""
 
 from __future__ import annotations
 
@@ -21,12 +18,13 @@ from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.input_batch import slot_fields
 from nanovllm.worker.kv_cache import kv_cache_spec
-from nanovllm.worker.loader import choose_layouts, named_layers
+from nanovllm.worker.loader import named_layers
+from nanovllm.worker.quantized_layouts import choose_layouts
 
 GIB = 1 << 30
-HOST_BYTES = 200  # of what the scheduler knows of a block or a slot
+HOST_BYTES = 200  # estimate of the scheduler's state per block or slot
 REMEDIES = {
-    "weights": "use a smaller model, a dtype of 16 bits or, on GPUs, a larger tensor_parallel_size",
+    "weights": "use a smaller model, a 16-bit dtype or, on GPUs, a larger tensor_parallel_size",
     "tables": "lower max_num_seqs or max_model_len",
     "cache": "lower num_kvcache_blocks or kvcache_block_size",
     "step": "lower max_num_batched_tokens or max_num_seqs",
@@ -34,11 +32,11 @@ REMEDIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """The bytes that a rank takes at least."""
+class MemoryEstimate:
+    """Minimum memory of a rank, in bytes."""
 
     weights: int
-    tables: int  # of all slots and positions
+    tables: int  # InputBatch and RoPE tables
     cache: int
     step: int  # activations and logits of the largest step
 
@@ -46,13 +44,13 @@ class Needs:
 def check_model(
     config: EngineConfig, device: Device | None, checkpoint_config: Mapping[str, Any]
 ) -> None:
-    """Refuse a model that is not supported, cannot be split or does not fit."""
+    """Raise an error for a model that is not supported, cannot be sharded or does not fit."""
     model = read_config(checkpoint_config)
     if config.quantization is not None:
         choose_quantization(config.quantization, checkpoint_config.get("quantization_config"))
     check_splits(model, config.tensor_parallel_size)
     if device is None:
-        return  # each rank will look at its own device
+        return  # each rank will check its own device
     if config.kv_cache_dtype != "auto":
         device.check_fp8(model.head_dim)
     dtype, ops = device.choose_dtype(config.dtype, model.dtype), TorchOps()
@@ -63,8 +61,8 @@ def check_model(
 
 
 def check_memory(config: EngineConfig, model: ModelConfig, device: Device, build: Build) -> None:
-    needs = count_needs(config, model, build)
-    if device.has_room_for_copy(needs.weights):  # in a second layout
+    needs = estimate_memory(config, model, build)
+    if device.has_room_for_copy(needs.weights):  # weights are then kept in two layouts
         needs = replace(needs, weights=2 * needs.weights)
     memory, sizes = device.memory(), asdict(needs)
     total, largest = sum(sizes.values()), max(sizes, key=sizes.__getitem__)
@@ -78,8 +76,8 @@ def check_memory(config: EngineConfig, model: ModelConfig, device: Device, build
         )
 
 
-def count_needs(config: EngineConfig, model: ModelConfig, build: Build) -> Needs:
-    """Count the parameters of a model without memory, and what the options ask for."""
+def estimate_memory(config: EngineConfig, model: ModelConfig, build: Build) -> MemoryEstimate:
+    """Return the memory that a model needs with these options, without allocating any of it."""
     shapes = build_model(model, 1, replace(build, device=torch.device("meta")))
     if build.layouts is not None:  # the parameters depend on the names of tensors
         for path, layer in named_layers(shapes):
@@ -92,7 +90,7 @@ def count_needs(config: EngineConfig, model: ModelConfig, build: Build) -> Needs
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_len)
     logits = min(config.max_num_seqs, num_tokens) * model.vocab_size
     activations = num_tokens * _elements_per_token(model, build.group.size)
-    return Needs(
+    return MemoryEstimate(
         weights=sum(parameter.nbytes for parameter in shapes.parameters()),
         tables=config.max_num_seqs * slot_bytes + num_ropes * max_len * model.head_dim * 4,
         cache=max(config.num_kvcache_blocks, 1) * (spec.block_bytes + HOST_BYTES),
@@ -101,7 +99,7 @@ def count_needs(config: EngineConfig, model: ModelConfig, build: Build) -> Needs
 
 
 def _elements_per_token(model: ModelConfig, num_ranks: int) -> int:
-    """What is alive at once of a token: the residual and x, gate, up and their product."""
+    """Return the activations per token alive at once: residual, x, gate, up and their product."""
     size = model.intermediate_size
     if (experts := model.experts) is not None:
         size = experts.top_k * experts.size
@@ -109,6 +107,6 @@ def _elements_per_token(model: ModelConfig, num_ranks: int) -> int:
 
 
 def is_shortage(error: Exception) -> bool:
-    """Whether an allocation failed; torch has no type of its own for those of a CPU."""
+    """Whether an allocation failed; torch has no exception type for this on a CPU."""
     is_known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return is_known or "DefaultCPUAllocator" in str(error)

@@ -1,4 +1,4 @@
-"""StepPlan in, tokens out: the device side of one step."""
+"""ModelRunner: run one StepPlan on the device and return its sampled tokens."""
 
 from __future__ import annotations
 
@@ -14,55 +14,55 @@ from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward, Forward, Sampled, StepLogits
 
 if TYPE_CHECKING:
-    from nanovllm.worker.logits_extras import Extras, StepExtras
+    from nanovllm.worker.request_extras import Extras, StepExtras
 
 Sampler = Callable[[StepLogits, StepPlan], Sampled]
 
 
 class CapturedSteps(Protocol):
-    """A device that replays steps, beside its Forward and its Sampler."""
+    """Captured steps of a device, which its Forward and Sampler replay."""
 
     def note(self, plan: StepPlan) -> None:
-        """Learn of a plan that runs elsewhere."""
+        """Register the sequences that enter with a plan that is run eagerly instead."""
 
     def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
-        """Sample what masks allow; None, and nothing done, if no captured step does so."""
+        """Sample with bitmasks; return None, and do nothing, if no captured step supports it."""
 
     def has_lost_step(self) -> bool:
-        """Whether the device could not finish a step, nor those that followed it."""
+        """Whether the device failed to finish a step, and thus also the steps after it."""
 
     def capture_one(self) -> bool:
-        """See Executor."""
+        """See `Executor.capture_one`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unsampled:
-    """A step between the model and the sampler."""
+    """A step whose logits are computed but not sampled yet."""
 
     plan: StepPlan
     logits: StepLogits
     extras: StepExtras | None
-    sampled: list[Pending[StepResult]] = field(default_factory=list)  # one, once it is
+    sampled: list[Pending[StepResult]] = field(default_factory=list)  # one item, once sampled
 
 
 @dataclass(eq=False)
 class ModelRunner:
-    """Runs the model, then samples; logits may be edited in between."""
+    """Runs the model, edits the logits if requested, then samples."""
 
     eager: EagerForward
-    forward: Forward  # the same, or what replays steps
+    forward: Forward  # `eager`, or a function that replays captured steps
     sampler: Sampler
-    steps: CapturedSteps | None = None  # what both belong to, where steps are replayed
+    steps: CapturedSteps | None = None  # the captured steps behind `forward` and `sampler`
 
     def __post_init__(self) -> None:
         self.device = self.eager.tables.device
-        self.extras: Extras | None = None  # until a request asks for more than sampling
+        self.extras: Extras | None = None  # created when a request asks for more than sampling
         self._unsampled: Unsampled | None = None
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
-        """Queue a step; the tables already hold what the next one will read."""
+        """Queue a step on the device; the next one may be queued before it ends."""
         if self.extras is None and not all(row.is_plain for row in plan.new_rows):
-            from nanovllm.worker.logits_extras import Extras
+            from nanovllm.worker.request_extras import Extras
 
             self.extras = Extras(self.eager, self.steps)
         if plan.block_copies:
@@ -78,7 +78,7 @@ class ModelRunner:
         return Pending(lambda: step.sampled[0].result())
 
     def sample(self, masks: IntColumn) -> None:
-        """Queue the rest of the step that was run last, given a mask for each masked row."""
+        """Sample the step that was run last, given a bitmask for each masked row."""
         step = self._unsampled
         assert step is not None
         self._unsampled = None
@@ -106,15 +106,15 @@ class ModelRunner:
             return StepResult(tokens[:, None], is_lost=True)
         if extras is None:
             return StepResult(tokens[:, None])
-        for row, asked in extras.asked.items():
-            if asked.processors:
-                asked.output_ids.append(int(tokens[row]))
+        for row, slot_extras in extras.by_row.items():
+            if slot_extras.processors:
+                slot_extras.output_ids.append(int(tokens[row]))
         arrays: dict[str, Any] = dict(zip(names, others, strict=True))
         return StepResult(tokens[:, None], **arrays, failures=extras.failures)
 
 
 def keep_allowed(device: Device, logits: Tensor, plan: StepPlan, masks: IntColumn) -> None:
-    """Leave the logits [sampled rows, vocab_size] of masked rows only what their bitmasks allow."""
+    """Apply the bitmasks of the masked rows to the logits [sampled rows, vocab_size]."""
     rows = None
     if len(masks) < len(logits):
         rows = device.upload(np.cumsum(plan.num_logits > 0)[plan.masked_rows] - 1)

@@ -1,4 +1,4 @@
-"""Sample tokens into the tables, where the next step reads them."""
+"""Sample tokens and write them to the InputBatch, where the next step reads them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from nanovllm.worker.input_batch import InputBatch
 
 @dataclass(frozen=True, slots=True)
 class TorchSampler:
-    tables: InputBatch
+    input_batch: InputBatch
     group: TPGroup
 
     def __call__(self, logits: StepLogits, plan: StepPlan) -> Sampled:
-        tables, slots, positions = self.tables, logits.slots.long(), logits.positions.long()
+        input_batch = self.input_batch
+        slots, positions = logits.slots.long(), logits.positions.long()
         if not len(slots):
             return Sampled(slots.int())
         tokens = torch.empty_like(slots, dtype=torch.int32)
         if self.group.rank == 0:
-            columns = tables.sampling_columns.select(slots)
+            columns = input_batch.sampling_columns.select(slots)
             tokens.copy_(torch_sampling.sample(logits.values, columns, positions))
         self.group.broadcast(tokens)
-        tables.tokens[slots, positions] = tokens.clamp(min=0)  # NO_TOKEN has no embedding
-        tables.lengths[slots] = logits.positions + 1
+        input_batch.tokens[slots, positions] = tokens.clamp(min=0)  # NO_TOKEN has no embedding
+        input_batch.lengths[slots] = logits.positions + 1
         return Sampled(tokens)

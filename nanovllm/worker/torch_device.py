@@ -1,4 +1,4 @@
-"""A device that runs in plain torch on a CPU: it specifies what devices with kernels do."""
+"""A CPU device in plain torch, the reference for devices with kernels."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ logger = logging.getLogger(__name__)
 class TorchDevice:
     """A CPU without compiled kernels.
 
-    Each step runs inside `submit`, so a pipeline deeper than 0 would only delay results.
+    Each step runs synchronously in `submit`, so a pipeline depth above 0 would only delay results.
     """
 
     torch_device = torch.device("cpu")
-    depth = 0  # benchmarks/engine/cpu_choices.py
+    depth = 0  # measured by benchmarks/engine/cpu_choices.py
     name = device_name = "cpu"
     token_logprobs = staticmethod(torch_sampling.token_logprobs)
     keep_allowed = staticmethod(torch_sampling.keep_allowed)
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
         self.config, self.group = config, group
-        self.num_ranks = group.size * config.data_parallel_size  # that share this machine's memory
+        self.num_ranks = group.size * config.data_parallel_size  # they share this machine's memory
 
     def in_order(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -85,7 +85,7 @@ class TorchDevice:
         return Memory(available_memory() // self.num_ranks, total_memory() // self.num_ranks)
 
     def has_room_for_copy(self, num_bytes: int) -> bool:
-        # By the memory there is, not by what is free: answers must not change between runs.
+        # Depends on total, not free memory, so that outputs do not differ between runs.
         return num_bytes * self.num_ranks <= total_memory() // 8
 
     def cache_bytes(self, wanted: int) -> int:
@@ -130,7 +130,7 @@ class TorchDevice:
     def prepare(
         self, model: DecoderModel, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
     ) -> None:
-        """Do nothing: activations are small beside memory."""
+        """Do nothing: activations are small compared to host memory."""
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         sampler = self.sampler(eager.tables, eager.model.lm_head.vocab_size)

@@ -1,6 +1,6 @@
-"""A worker: builds model and cache on one device, then runs plans.
+"""A worker builds the model and the KV cache on one device, then runs plans.
 
-The workers of a group get the same plans in the same order, and each runs its share of the model.
+The workers of a group get the same plans in the same order, and each runs its shard of the model.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec, choose_num_blocks, kv_cache_spec
-from nanovllm.worker.loader import choose_layouts, fill_dummy_weights, load_weights
+from nanovllm.worker.loader import load_weights
 from nanovllm.worker.memory_check import check_memory, is_shortage
 from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.quantized_layouts import choose_layouts
 
 logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """The executor of an engine with one rank, and one of the workers of several."""
+    """One rank: the executor of a single-rank engine, or one of several workers."""
 
-    runner: ModelRunner | None = None  # None before `start` and after `close`
+    runner: ModelRunner | None = None  # set between `start` and `close`
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Worker:
     def close(self) -> None:
         if self.runner is not None:
             device, self.runner = self.device, None
-            del self.device  # which may refer to the model
+            del self.device  # it may refer to the model
             device.release()
 
     def _start(self) -> ExecutorInfo:
@@ -94,9 +95,11 @@ class Worker:
         layouts = choose_layouts(config, self.checkpoint, device, dtype)
         build = Build(device.torch_device, dtype, attention, ops, group, layouts)
         check_memory(config, self.model_config, device, build)
-        self._agree(0)  # no rank loads before all have looked at what is free
+        self._agree(0)  # a barrier: no rank loads before all have measured the free memory
         model = build_model(self.model_config, config.max_model_len, build)
         if config.load_format == "dummy":
+            from nanovllm.worker.dummy_weights import fill_dummy_weights
+
             fill_dummy_weights(model, device, config.seed)
         else:
             load_weights(model, self.checkpoint, device, show_progress=group.rank == 0)
@@ -104,18 +107,18 @@ class Worker:
         device.prepare(model, spec, partial(self._largest_step, model, spec, attention))
         num_blocks = self._agree(choose_num_blocks(config, spec, device))
         caches = spec.views(device.allocate_cache(num_blocks * spec.block_bytes), num_blocks)
-        self.runner = device.runner(EagerForward(model, self._tables(), attention, caches))
+        self.runner = device.runner(EagerForward(model, self._input_batch(), attention, caches))
         dtype_name = str(dtype).split(".")[-1]
         return ExecutorInfo(num_blocks, device.depth, device.name, dtype_name, device.device_name)
 
     def _agree(self, num_blocks: int) -> int:
-        """Return how many blocks every rank has room for."""
+        """Return the smallest number of blocks over all ranks."""
         smallest = self.group.smallest(num_blocks, self.device.torch_device)
         if smallest < num_blocks:
-            logger.info("KV cache: %d blocks, as another rank has no room for more", smallest)
+            logger.info("KV cache: %d blocks, because another rank has no room for more", smallest)
         return smallest
 
-    def _tables(self) -> InputBatch:
+    def _input_batch(self) -> InputBatch:
         config = self.config
         return InputBatch(
             self.device, config.max_num_seqs, config.max_model_len, config.kvcache_block_size
@@ -124,14 +127,15 @@ class Worker:
     def _largest_step(
         self, model: DecoderModel, spec: KVCacheSpec, attention: AttentionBackend
     ) -> EagerForward:
-        """Run as many tokens, and sample as many rows, as a step may have; they share blocks."""
+        """Run the largest possible step, for profiling; all rows share the same few blocks."""
         config, device = self.config, self.device
         num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
         num_blocks = -(-row_len // spec.block_size)
         cache = device.allocate_cache(num_blocks * spec.block_bytes)
-        tables = self._tables()
-        tables.block_table[:, :num_blocks] = torch.arange(num_blocks, device=device.torch_device)
+        input_batch = self._input_batch()
+        block_ids = torch.arange(num_blocks, device=device.torch_device)
+        input_batch.block_table[:, :num_blocks] = block_ids
         column = np.ones(num_rows, np.int32)
         plan = StepPlan(
             slots=np.arange(num_rows, dtype=np.int32),
@@ -144,6 +148,6 @@ class Worker:
             num_decode_tokens=0,
         )
         caches = spec.views(cache, num_blocks)
-        eager = EagerForward(model, tables, attention, caches)
-        device.sampler(tables, model.config.vocab_size)(eager(plan), plan)
+        eager = EagerForward(model, input_batch, attention, caches)
+        device.sampler(input_batch, model.config.vocab_size)(eager(plan), plan)
         return eager

@@ -1,4 +1,4 @@
-"""Rows of many kinds over a paged cache, and what attention should give for them."""
+"""Batches with rows of many kinds over a paged cache, and their expected attention outputs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from nanovllm.attention.sdpa import QUERY_TILE
 from nanovllm.ops.fp8 import dequantize, hadamard_exponents, hadamard_transform, quantize
 from nanovllm.ops.interface import LayerCache, Ops
 
-GARBAGE = 1e30  # finite: what an earlier owner may have left in a block
-HEAD_DIM = 16  # unless a case says otherwise
+GARBAGE = 1e30  # finite, like values that a block's previous owner left
+HEAD_DIM = 16  # the default
 USUAL = AttentionSpec(HEAD_DIM**-0.5)
 Rows = list[tuple[int, int]]  # (start, count)
 
 
 def make_mixes(tile: int) -> dict[str, Rows]:
-    """Rows by what is special about them; `tile` is how many queries SDPA gets at a time."""
+    """Return batches by what is special about them; `tile` is SDPA's number of queries per call."""
     return {
         "one decode": [(40, 1)],
         "one single-token prompt": [(0, 1)],
@@ -43,7 +43,7 @@ MIXES = make_mixes(QUERY_TILE)
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend with the operations that fill the cache for it."""
+    """An attention backend, and the ops that fill its cache."""
 
     ops: Ops
     attention: AttentionBackend
@@ -51,7 +51,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Case:
-    """A step's tensors beside the whole history of every row."""
+    """The tensors of a step, and the whole history of every row."""
 
     rows: BatchRows
     cache: LayerCache
@@ -65,14 +65,14 @@ class Case:
         return backend.attention.attend(self.queries(), self.cache, plan, self.spec)
 
     def write(self, ops: Ops) -> None:
-        """Store k and v as a layer does, with a rotation that turns nothing."""
+        """Store k and v as a layer does, with a rope that rotates by zero."""
         rope = torch.tensor([1.0, 0.0]).repeat_interleave(self.qkv.shape[2] // 2).view(1, 2, -1)
         positions = torch.zeros(len(self.qkv), dtype=torch.int64)
         cache, slots = self.cache, self.slot_mapping()
         ops.rope_write(self.qkv, None, rope, positions, cache, slots)
 
     def queries(self) -> Tensor:
-        """A view, as in a layer."""
+        """Return the queries, as a view like in a layer."""
         return self.qkv[:, : -2 * self.cache.k.shape[2]]
 
     def slot_mapping(self) -> Tensor:
@@ -87,7 +87,7 @@ class Case:
         return torch.tensor(slots, dtype=torch.int64)
 
     def reference(self) -> Tensor:
-        """Every query in float64 over the history up to itself."""
+        """Compute attention in float64, from every query to the history up to itself."""
         outputs = []
         queries = self.queries().double().split(self.rows.counts.tolist())
         for query, (k, v), start in zip(queries, self.histories, self.rows.starts, strict=True):
@@ -105,7 +105,7 @@ class Case:
 
 
 def in_eight_bits(case: Case) -> Case:
-    """The same rows over a cache of codes; what each has seen is what the codes stand for."""
+    """Return the same rows over an FP8 cache; their histories hold the dequantized values."""
     _, of_k = hadamard_exponents(case.qkv.shape[2])
     parts = [quantize(hadamard_transform(case.cache.k, of_k)), quantize(case.cache.v)]
     exponents = [part.exponents.transpose(1, 2).contiguous() for part in parts]
@@ -120,13 +120,13 @@ def in_eight_bits(case: Case) -> Case:
 
 
 def batch_rows(starts: np.ndarray, counts: np.ndarray, tables: np.ndarray) -> BatchRows:
-    """Rows whose slots are the lines of `tables`, in order."""
+    """Return rows whose slots are the rows of `tables`, in order."""
     slots = np.arange(len(starts), dtype=np.int32)
     return BatchRows(slots, starts, counts, torch.from_numpy(np.ascontiguousarray(tables)))
 
 
 def check_last_tokens(attention: AttentionBackend, mix: Rows, ops: Ops) -> None:
-    """Attention from the last token of some rows, of all and of none."""
+    """Check attention from the last token of some rows, of all rows and of none."""
     case = make_case(mix, block_size=256)
     want = case.run(Backend(ops, attention))
     ends = case.rows.counts.cumsum()
@@ -150,7 +150,7 @@ def make_case(
     window: int | None = None,
     seed: int = 0,
 ) -> Case:
-    """Put random histories into shuffled blocks; what no row has written holds `unused`."""
+    """Put random histories into shuffled blocks; the rest of the cache holds `unused`."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     starts, counts = np.array(mix, np.int32).T

@@ -1,4 +1,4 @@
-"""`nanovllm batch` over a real engine: rows of every kind, and kills at random moments."""
+"""`nanovllm batch` with a real engine: all kinds of rows, and kills at random moments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def command(model: Path, path: Path, output: Path, *options: str) -> list[str]:
 
 
 def batch(model: Path, path: Path, output: Path, *options: str) -> tuple[int, str]:
-    """Run the command in this process; return its exit code and what it wrote to stderr."""
+    """Run the command in this process; return its exit code and its stderr."""
     with contextlib.redirect_stderr(io.StringIO()) as shown:
         return main(command(model, path, output, *options)[3:]), shown.getvalue()
 
@@ -103,7 +103,7 @@ def test_rows_of_every_kind(model: Path, tmp_path: Path) -> None:
         each.pop("e")["response"]["body"]["data"][0]["embedding"] for each in (others, lines)
     ]
     assert others == lines
-    assert vectors[0] == pytest.approx(vectors[1], abs=1e-6)  # on fewer threads sums round anew
+    assert vectors[0] == pytest.approx(vectors[1], abs=1e-6)  # threads change the rounding
 
 
 def mixed_rows(count: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Batch jobs go on where they were stopped, whatever stopped them."""
+"""Batch jobs continue where they were stopped, whatever stopped them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_rows_are_answered_once(tmp_path: Path) -> None:
     assert errors[100]["message"] == "the row is not a JSON object"
     assert errors[101]["message"].startswith("the row is not valid JSON")
     before = progress_file.output.read_bytes(), progress_file.errors.read_bytes()
-    again = run(path, tmp_path / "out.jsonl", answer=None)  # nothing is left to answer
+    again = run(path, tmp_path / "out.jsonl", answer=None)  # no row is left
     assert (again.output.read_bytes(), again.errors.read_bytes()) == before
 
 
@@ -117,7 +117,7 @@ def test_only_the_job_that_was_begun_goes_on(tmp_path: Path) -> None:
     assert len(read_lines(run(path, output, overwrite=True).output)) == 6
     stranger = tmp_path / "notes.jsonl"
     stranger.write_text("something else\n")
-    with pytest.raises(ConfigError, match="not of a job"):
+    with pytest.raises(ConfigError, match="does not belong to a job"):
         run(path, stranger)
     assert stranger.read_text() == "something else\n"
 
@@ -146,13 +146,13 @@ def test_settings_that_cannot_be_read_are_said_so(tmp_path: Path, text: str) -> 
     path, output = write_rows(tmp_path / "in.jsonl", plain_rows(5)), tmp_path / "out.jsonl"
     run(path, output)
     Path(f"{output}.job.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match="is damaged; give --overwrite"):
+    with pytest.raises(ConfigError, match="is damaged; use --overwrite"):
         run(path, output)
     assert len(read_lines(run(path, output, overwrite=True).output)) == 5
 
 
 def test_a_pipe_is_refused(tmp_path: Path) -> None:
-    """It can be read once only, and an output has to be read as well."""
+    """A pipe can be read only once, but a job reads its input twice and its output again."""
     path = write_rows(tmp_path / "in.jsonl", plain_rows(5))
     with subprocess.Popen(["cat", str(path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -186,7 +186,7 @@ def test_an_input_that_shrinks_meanwhile_is_noticed(tmp_path: Path) -> None:
 
 
 def test_what_answers_depend_on_may_not_change(tmp_path: Path, capsys: Any) -> None:
-    """Names in answers, and files by what they hold; without rows no engine is needed."""
+    """Model names in responses, and the contents of files; without rows no engine is needed."""
     path, template = write_rows(tmp_path / "in.jsonl", []), tmp_path / "template.jinja"
     template.write_text("{{ messages }}")
     defaults = tmp_path / "generation_config.json"
@@ -199,11 +199,11 @@ def test_what_answers_depend_on_may_not_change(tmp_path: Path, capsys: Any) -> N
     template.write_text("{{ messages[0] }}")
     defaults.write_text('{"temperature": 0.7}')
     assert main(command) == 2
-    assert "another generation_config and another chat_template" in capsys.readouterr().err
+    assert "a different generation_config and a different chat_template" in capsys.readouterr().err
 
 
 class EchoEngine:
-    """Fails rows that say so."""
+    """Echoes rows, and fails those that request it."""
 
     def __init__(self, options: Any) -> None:
         pass
@@ -227,12 +227,12 @@ def test_the_exit_status_says_whether_rows_failed(
     path = write_rows(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
     command = ["batch", str(path), "-o", str(tmp_path / "out.jsonl")]
     assert main(command) == status
-    assert main(command) == status  # nothing is left to do
+    assert main(command) == status  # the job is already finished
 
 
 @contextmanager
 def full_disk(num_bytes: int) -> Iterator[None]:
-    """Limit the size of files: the write that crosses it is cut short, as on a full disk."""
+    """Limit the size of files: the write that exceeds it is truncated, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:
@@ -281,7 +281,8 @@ def test_rows_that_begin_alike_meet(tmp_path: Path, is_text: bool) -> None:
     prompts: list[Any] = [f"system {rng.randrange(5)}: {i}" for i in range(500)]
     if not is_text:
         prompts = [[*map(ord, prompt)] for prompt in prompts]
-    strange = [None, 3, ["a", 1], [-1], [2**70], [[1, 2]], "\ud800"]  # errors, but not here
+    # These prompts are invalid, but that is detected elsewhere.
+    strange = [None, 3, ["a", 1], [-1], [2**70], [[1, 2]], "\ud800"]
     rows = [{"prompt": prompt} for prompt in [*prompts, *strange]]
     path = write_rows(tmp_path / "in.jsonl", rows)
     (window,) = windows(read_rows(path))
@@ -308,7 +309,7 @@ def test_a_seed_is_the_rows_own() -> None:
     assert len(seeds) > 2990
 
 
-# The most memory that the program itself had: `getrusage` counts what its parent had at its start.
+# Peak memory of the program itself: `getrusage` includes its parent's memory at the start.
 MEASURED = """\
 import re, sys
 from pathlib import Path
@@ -335,7 +336,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
 
 @dataclass
 class FailingLLM(FakeLLM):
-    """An engine that fails at every request and yet is there."""
+    """An engine that fails every request but stays alive."""
 
     num_tries: int = 0
 

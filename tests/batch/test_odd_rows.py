@@ -1,4 +1,4 @@
-"""Rows as data sets have them: nulls, values that are not JSON's, and fields of any type."""
+"""Unusual rows of datasets: nulls, values that are not JSON, and fields of any type."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_rows_of_responses_have_a_seed_as_well() -> None:
 
 @pytest.mark.parametrize("url", [["/v1/completions"], {"a": 1}, None, 3])
 def test_any_url_is_an_error_of_its_row(url: Any) -> None:
-    with pytest.raises(RowError, match="url must be one of"):
+    with pytest.raises(RowError, match="url one of"):
         answer({"custom_id": "a", "url": url, "body": {"prompt": "x"}}, FakeLLM())
 
 

@@ -1,4 +1,4 @@
-"""Floors against numbers worked out by hand."""
+"""Compare roofline floors with numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.workloads import Workload, mixed, uniform
 from nanovllm.errors import ConfigError
 from nanovllm.models.registry import read_config
 
-# Small enough to count on paper; memory is so slow here that it bounds everything.
+# Small enough to compute by hand; everything is bound by this slow memory.
 COST = ModelCost(layer_weights=100, head_weights=20, kv_bytes=8, attention_flops=16, itemsize=2)
 RATES = Rates(bytes_per_second=10.0, flops_per_second=1000.0)
 
@@ -52,8 +52,8 @@ def test_bytes_of_a_step_with_experts() -> None:
 
 
 def test_prefill_by_hand() -> None:
-    # Products: 3 + 2 tokens, 2 of them sampled: 2 x (100 x 5 + 20 x 2) operations take 1.08 s, but
-    # 240 bytes of weights 24 s. Attention: 6 + 3 pairs take 0.144 s, but 5 tokens of KV 4 s.
+    # Products: 3 + 2 tokens, 2 of them sampled: 2 x (100 x 5 + 20 x 2) operations take 1.08 s, and
+    # 240 bytes of weights 24 s. Attention: 6 + 3 pairs take 0.144 s, and 5 tokens of KV 4 s.
     assert prefill_floor(COST, RATES, [3, 2]) == pytest.approx(24 + 4)
     # With plenty of memory bandwidth only the operations count.
     fast = Rates(bytes_per_second=1e9, flops_per_second=1000.0)
@@ -62,7 +62,7 @@ def test_prefill_by_hand() -> None:
 
 def test_a_cached_prefix_is_read_but_not_computed() -> None:
     fast = Rates(bytes_per_second=1e9, flops_per_second=1000.0)
-    # One token of 3 is new: it meets the layers and the head, and attends to 3 tokens.
+    # One token of 3 is new: it runs through the layers and the head, and attends to 3 tokens.
     expected = 2 * (100 + 20) / 1000 + 3 * 16 / 1000
     assert prefill_floor(COST, fast, [3], num_cached=2) == pytest.approx(expected, abs=1e-6)
     slow = Rates(bytes_per_second=10.0, flops_per_second=1e9)
@@ -104,7 +104,7 @@ def test_the_usual_workload_reads_14_terabytes_of_kv() -> None:
 
 
 def test_rates_are_known_of_an_h200_only() -> None:
-    """Another device's floor is what is given for it, or none."""
+    """Other devices have a floor only if their rates are given."""
     assert rates_of("NVIDIA H200", None, None) == Rates()
     assert rates_of("NVIDIA H200", 4.0, None) == Rates(4e12)
     assert rates_of("cpu", None, None) is None

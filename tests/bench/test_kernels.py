@@ -1,4 +1,4 @@
-"""benchmarks/kernels/: shapes and floors, and how work is timed."""
+"""benchmarks/kernels/: shapes, floors and timing."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ def test_shapes_that_models_share_are_measured_once() -> None:
 def test_weights_outgrow_the_cache() -> None:
     weights = make_weights(Shape(1024, 2048), torch.device("meta"))
     assert sum(weight.nbytes for weight in weights) > 400e6
-    assert len(make_weights(Shape(151936, 4096), torch.device("meta"))) == 8  # the same, in turn
+    assert (
+        len(make_weights(Shape(151936, 4096), torch.device("meta"))) == 8
+    )  # the same weights, repeated
 
 
 def test_floors() -> None:
     assert floor(4.28e6, 0) == pytest.approx(1.0)
-    assert floor(4.28e6, 788e7) == pytest.approx(10.0)  # arithmetic
+    assert floor(4.28e6, 788e7) == pytest.approx(10.0)  # compute-bound
 
 
 def test_a_step_of_reads_reads_what_a_step_does() -> None:
@@ -52,7 +54,7 @@ def test_a_step_of_reads_reads_what_a_step_does() -> None:
 def test_wrong_results_are_not_timed() -> None:
     expected = torch.ones(2, 3)
     assert defect(lambda: expected, expected) is None
-    assert defect(lambda: torch.full((4, 2, 3), 0.25), expected) is None  # parts of a sum
+    assert defect(lambda: torch.full((4, 2, 3), 0.25), expected) is None  # partial sums
     assert defect(lambda: 1.1 * expected, expected) == "wrong by 10.0%"
 
 
@@ -64,15 +66,15 @@ def test_candidates_take_turns() -> None:
     assert order == ["a", "b", "a", "b"]
 
 
-def test_records_are_as_large_as_the_library_has_them() -> None:
-    """As cublasLt.h of CUDA 12 and 13 has them."""
+def test_structs_have_the_sizes_of_the_library() -> None:
+    """The sizes are those of cublasLt.h of CUDA 12 and 13."""
     assert len(bytes(Algorithm())) == 64
     assert sizeof(Found) == 96
 
 
 def test_every_setting_of_an_algorithm_is_a_candidate() -> None:
     class FakeProduct:
-        """Algorithms are strings; what is split in three it cannot do."""
+        """A product whose algorithms are strings, and which does not support three splits."""
 
         def proposed(self) -> list[str]:
             return ["a", "b"]

@@ -1,4 +1,4 @@
-"""The configs that come with the package, held against transformers and the published sizes."""
+"""The configs in benchmarks/, compared with transformers and the published sizes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_names() -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_are_the_published_ones(name: str) -> None:
-    """transformers builds as many parameters as the checkpoint has, and we count its matrices."""
+    """transformers creates as many parameters as published, and our costs count its matrices."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**read(name)))
     assert sum(parameter.numel() for parameter in model.parameters()) == SIZES[name]
@@ -53,7 +53,7 @@ def test_sizes_are_the_published_ones(name: str) -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_constants(name: str) -> None:
-    """As published: what the sizes do not show."""
+    """Constants that the sizes do not show are the published ones."""
     config = read_config(read(name))
     rope = config.layers[0].rope
     found = (

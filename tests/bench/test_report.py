@@ -1,4 +1,4 @@
-"""benchmarks/report/: tables and the chart are written from the results."""
+"""benchmarks/report/: tables and the chart are generated from the results."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def test_the_documents_have_a_place_for_every_table_and_are_up_to_date() -> None
 def test_engines_side_by_side() -> None:
     records = [
         record("qwen3-8b", "bs1", 9.0, engine="nanovllm"),
-        record("qwen3-8b", "bs1", 4.004, engine="nanovllm"),  # the newest counts
+        record("qwen3-8b", "bs1", 4.004, engine="nanovllm"),  # the newest result counts
         record("qwen3-8b", "bs1", 1.0, engine="nanovllm", device="cpu"),
-        record("qwen3-8b", "bs1", 1.0),  # a step alone
+        record("qwen3-8b", "bs1", 1.0),  # a decode step, not a whole run
         record("qwen3-8b", "bs64", 6.0, engine="nanovllm", floor=None),
         record("qwen3-8b", "bs1", 8.0, engine="vllm"),
         record("qwen3-0.6b", "bs1", 1.0, engine="nanovllm"),
@@ -62,5 +62,5 @@ def test_our_own_results() -> None:
     assert table("steps", records)[2:] == ["| m | bs8 | 0.750 | 2.00 |"]
     assert table("startup", records)[2:] == ["| cold | 20.0 |"]
     assert table("prefix", records) == ["old"]
-    with pytest.raises(ConfigError, match=r"no table is called other, only qwen3-0.6b"):
+    with pytest.raises(ConfigError, match=r"there is no table other; the tables are qwen3-0.6b"):
         table("other", [])

@@ -1,4 +1,4 @@
-"""benchmarks/: every documented command can be run, and what the scripts compute is right."""
+"""benchmarks/: every documented command parses, and the scripts compute correct results."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ import bench
 from benchmarks.engine import first_minute, startup
 from benchmarks.engine.first_minute import Run
 from benchmarks.engine.startup import PHASES
-from benchmarks.engine.trace import report, summarise
+from benchmarks.engine.trace import report, summarize
 from nanovllm.cli import build_parser
 from nanovllm.cli.options import dashed
 from nanovllm.errors import ConfigError
 from tests.bench.test_steps import CONFIG
 from tests.cli.terminal_process import ROOT, run_program
 
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "RESULTS.md"]
+DOCUMENTS = [path for name in (".", "docs", "benchmarks", "benchmarks/notes")
+             for path in (ROOT / name).glob("*.md")]  # fmt: skip
 COMMAND = re.compile(r"(?:python (-m benchmarks\.|bench\.py)|nanovllm (bench) )([^`#]*)")
 
 
@@ -34,12 +35,12 @@ def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def documented() -> list[str]:
-    """All commands in backquotes or in blocks of code, as they would be typed."""
+    """Return all commands in backquotes or code blocks, as they would be typed."""
     report = (ROOT / "benchmarks" / "report.sh").read_text().replace("\\\n", "")
     commands = re.findall(r"^part \S+ (.*)", report, re.MULTILINE)
     commands = [f"python {command}" for command in commands]
     for path in DOCUMENTS:
-        if path.name == "CHANGELOG.md":  # names what is gone, too
+        if path.name == "CHANGELOG.md":  # also names removed commands
             continue
         text = path.read_text()
         pieces = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
@@ -122,7 +123,7 @@ def test_starts_are_listed_and_kept(
     assert all(phase in header for phase in PHASES)
 
 
-# Writes each piece when the last one has been read: the reader notes all of them.
+# Writes each piece once the previous one has been read, so that the reader sees them all.
 PIECES = """\
 import array, fcntl, sys, termios
 unread = array.array("i", [0])
@@ -163,7 +164,7 @@ def test_busy_time_and_gaps() -> None:
         {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 170.0, "dur": 30.0},
         {"ph": "i", "cat": "kernel", "name": "mark", "ts": 900.0},
     ]
-    summary = summarise(events)
+    summary = summarize(events)
     assert (summary.window, summary.busy, summary.gaps) == (100.0, 90.0, {"copy": 10.0})
     assert summary.kernels == {"gemm": [40.0, 30.0], "small": [10.0], "copy": [20.0]}
     lines = [line.split() for line in report(summary, num_steps=2).splitlines()]
@@ -171,4 +172,4 @@ def test_busy_time_and_gaps() -> None:
     assert lines[3] == ["5.0", "10.0%", "before", "copy"]
     assert lines[4] == ["35.0", "70.0%", "1.0", "gemm"]
     with pytest.raises(ConfigError, match="no GPU activity"):
-        summarise([])
+        summarize([])

@@ -1,4 +1,4 @@
-"""benchmarks/engine/steps.py on a CPU, with a model of a few thousand weights."""
+"""benchmarks/engine/steps.py on a CPU, with a tiny model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_latency_beside_its_floor(measure: Any, capsys: pytest.CaptureFixture[st
         assert "torch" in record["versions"]
     output = capsys.readouterr().out
     assert "floor at 1 TB/s, 1 TFLOP/s" in output
-    assert output.count("of what is possible") == 2
+    assert output.count("of the floor's speed") == 2
 
 
 def test_prefix(measure: Any) -> None:
@@ -80,12 +80,12 @@ def test_samples_without_a_floor(measure: Any, capsys: pytest.CaptureFixture[str
     assert record["floor"] is None
     output = capsys.readouterr().out
     assert "floor unknown" in output
-    assert "of what is possible" not in output
+    assert "of the floor's speed" not in output
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_decode_steps_are_counted_after_the_last_first_token(folder: Path, depth: int) -> None:
-    """Prompts that enter over several steps: only steps in which all of them decode count."""
+    """If prompts enter over several steps, only steps in which all of them decode count."""
     options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "depth": depth}
     with LLM(folder, max_num_batched_tokens=32, max_model_len=256, **options) as llm:
         workload = uniform(512, num_prompts=3, prompt_len=30, max_tokens=9)

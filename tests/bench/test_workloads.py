@@ -1,4 +1,4 @@
-"""Workloads are the same tokens on every run and machine."""
+"""Workloads have the same tokens on every run and machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What damaged checkpoints have in common: odd values, and all that loading one does."""
+"""Helpers for damaged checkpoints: odd values, and everything that loading does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from nanovllm.worker.memory_check import check_model
 from tests.checkpoint.tiny_gguf import HEAD_DIM, VOCAB, write_gguf
 from tests.devices import cpu_device
 
-MAX_SECONDS = 5.0  # of the processor; most take some milliseconds, imports some seconds
+MAX_SECONDS = 5.0  # CPU time; most take milliseconds, imports take seconds
 LETTERS = [chr(ord("a") + i) for i in range(20)]
 TOKENS = ["<unk>", "<s>", "</s>", *LETTERS, *map("".join, pairwise(LETTERS))]
 TOKENS += [f"<{i}>" for i in range(VOCAB - len(TOKENS))]
@@ -57,7 +57,7 @@ ODD += [True, False, 10**6, 4 * 10**8, 2**63, 10**30, [["x"]], {"a": 1}, {"rope_
 
 @contextmanager
 def outcome(outcomes: Counter[str]) -> Iterator[None]:
-    """Count a refusal or a success; let any other error, and a long wait, be a failure."""
+    """Count a typed error or a success; any other error, or taking too long, fails the test."""
     start = time.process_time()
     try:
         yield
@@ -68,7 +68,7 @@ def outcome(outcomes: Counter[str]) -> Iterator[None]:
 
 
 def load(path: Path, *, has_tokenizer: bool = False) -> None:
-    """Do all that an engine does with a checkpoint before it runs."""
+    """Do everything that an engine does with a checkpoint before it runs."""
     sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     config = EngineConfig(str(path), **sizes, dtype="float32", device="cpu")  # type: ignore[arg-type]
     checkpoint = find_checkpoint(str(path), check=partial(check_model, config, cpu_device()))
@@ -82,7 +82,7 @@ def load(path: Path, *, has_tokenizer: bool = False) -> None:
 
 
 def write_gguf_files(folder: Path) -> list[Path]:
-    """Whole files, with tokenizers."""
+    """Return complete checkpoints, with tokenizers."""
     folder.mkdir(exist_ok=True)
     raw = {"rope_freqs.weight": np.ones(HEAD_DIM // 2, np.float32)}
     return [

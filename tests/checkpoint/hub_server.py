@@ -1,4 +1,4 @@
-"""A model hub on this machine: the addresses that downloads use, and a list of what was asked."""
+"""A local model hub: the endpoints that downloads use, and a log of the requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Files = dict[str, bytes]
 
 @dataclass
 class Hub:
-    """Models by id, then by revision; those in `gated` give files to holders of the token only."""
+    """Models by id and revision; those in `gated` require the token."""
 
     models: dict[str, dict[str, Files]]
     gated: tuple[str, ...] = ()
@@ -25,7 +25,7 @@ class Hub:
     asked: list[str] = field(default_factory=list)  # "GET api/...", in order
 
     def fetched(self) -> list[str]:
-        """Names of the files whose content was sent."""
+        """Return the names of the files whose content was sent."""
         files = [line for line in self.asked if line.startswith("GET ") and "/resolve/" in line]
         return sorted(line.split("/resolve/")[1].partition("/")[2] for line in files)
 
@@ -42,7 +42,7 @@ class Hub:
 
 @contextmanager
 def serve(hub: Hub) -> Iterator[Hub]:
-    """Answer on a free port; leaving the block takes the hub off the network."""
+    """Serve on a free port until the context exits."""
 
     class Handler(_Handler):
         pass

@@ -10,7 +10,7 @@ MODERN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,COUNT}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# llama.cpp's default: each splits what the one before left whole.
+# llama.cpp's default: each pattern splits the pieces that the previous one left.
 DEFAULT_SPLITS = (r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT.removesuffix(r"|\s+"), r"\p{N}+", "[0-9]{3}")
 Split = Callable[[str], list[str]]
 
@@ -38,7 +38,7 @@ def split_by_turns(text: str) -> list[str]:
 
 
 def byte_letters() -> dict[int, str]:
-    """Byte-level BPE writes printable Latin-1 bytes as themselves, the others from U+0100 on."""
+    """Map bytes to characters: printable Latin-1 to itself, the others to U+0100 and up."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {
@@ -62,7 +62,7 @@ def byte_bpe(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
 
 
 def split_marked(text: str, marked: list[str]) -> list[str]:
-    """Cut the tokens that are matched before anything else out of a text."""
+    """Split a text at the added tokens, which are matched first."""
     if not marked:
         return [text]
     longest_first = sorted(marked, key=len, reverse=True)

@@ -1,4 +1,4 @@
-"""Checkpoints damaged on purpose and at random: each is refused by a typed error, and soon."""
+"""Checkpoints damaged on purpose and at random: each raises a typed error, quickly."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_other_pickles(
 
 
 def odd_place(rng: random.Random, tree: Any) -> None:
-    """Put something odd anywhere into a tree of JSON."""
+    """Put an odd value anywhere into a JSON tree."""
     places, nodes = [], [tree]
     while nodes:
         node = nodes.pop()
@@ -188,12 +188,12 @@ def test_odd_generation_configs(
 ) -> None:
     folder = shutil.copytree(tiny("llama").path, tmp_path / "m")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    with pytest.raises(CheckpointError, match="eos_token_id must be a number or several"):
+    with pytest.raises(CheckpointError, match="eos_token_id must be an integer or a list"):
         load(folder)
 
 
 def test_ids_beyond_any_vocabulary(tmp_path: Path) -> None:
-    """The library would walk through all that lie below, for minutes; texts may look alike."""
+    """The library would iterate over all lower ids, for minutes; texts that look alike are fine."""
     [path, _] = write_gguf_files(tmp_path / "gguf")
     load_tokenizer(find_checkpoint(str(path))).save_pretrained(tmp_path)
     file = tmp_path / "tokenizer.json"
@@ -205,5 +205,5 @@ def test_ids_beyond_any_vocabulary(tmp_path: Path) -> None:
     tree["model"]["vocab"]["a"] = 4 * 10**8
     for separator in (":", ": ", ":  ", ":\n"):
         file.write_text(json.dumps(tree, separators=(",", separator)))
-        with pytest.raises(CheckpointError, match="has a token 400000000"):
+        with pytest.raises(CheckpointError, match="has a token id 400000000"):
             load_tokenizer(checkpoint)

@@ -1,4 +1,4 @@
-"""GGUF files damaged on purpose and at random: typed errors, and soon."""
+"""GGUF files damaged on purpose and at random: each raises a typed error, quickly."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def damage(rng: random.Random, data: bytearray, header_size: int) -> None:
             del data[at : at + rng.randrange(1, 9)]
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numbers that are no longer weights
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from damaged weights
 def test_random_gguf_files(gguf_files: list[Path], tmp_path: Path) -> None:
     rng, outcomes = random.Random(0), Counter[str]()
     for path in gguf_files:
@@ -69,7 +69,7 @@ KEYS = """block_count embedding_length attention.head_count attention.head_count
 
 
 class Wide(int):
-    """Written in 64 bits."""
+    """An integer that is written in 64 bits."""
 
 
 @pytest.mark.parametrize("key", [*KEYS.split(), "expert_count", "attention.sliding_window"])
@@ -149,7 +149,7 @@ def test_gguf_text_that_is_not_utf8(
 
 @pytest.mark.parametrize("offset", [2**64 - 32, 2**64 - 64, 2**63, 2**40])
 def test_gguf_offsets_outside_the_data(tmp_path: Path, offset: int) -> None:
-    """Some of which come round to the header when they are added up."""
+    """Some offsets wrap around to the header when they are added."""
     path = write_gguf(tmp_path / "m.gguf")
     tensor = open_gguf(path).tensors[-1].field
     data = bytearray(path.read_bytes())

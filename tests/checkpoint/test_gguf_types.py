@@ -1,4 +1,4 @@
-"""Every supported tensor type against a scalar reference of its documented block format."""
+"""Compare every supported tensor type with a scalar reference of its documented format."""
 
 import struct
 from importlib.util import find_spec
@@ -106,7 +106,7 @@ REFERENCES = {
 
 
 def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int) -> np.ndarray:
-    """Random bytes, with finite float16 scales where the format keeps them."""
+    """Return random bytes, with finite float16 scales."""
     block_size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(1)
     blocks = rng.integers(0, 256, (rows * columns // block_size, num_bytes), np.uint8)
@@ -183,7 +183,7 @@ def test_quantized_experts_are_those_of_single_tensors(tmp_path: Path, quant: st
 
 @pytest.mark.parametrize("quant", ["F16", "BF16", "Q8_0"])
 def test_norms_of_any_type_are_whole(tmp_path: Path, quant: str) -> None:
-    """Converters keep them in float32, but need not."""
+    """Converters store norms in float32, but other types are valid."""
     tensors = hf_tensors("llama", tied=True)
     loaded = read_arrays(write_gguf(tmp_path / "m.gguf", tensors=tensors, norm_quant=quant))
     for name, array in tensors.items():

@@ -1,4 +1,4 @@
-"""Models from a hub: the real huggingface_hub, in processes of its own, against a real server."""
+"""Models from a hub: the real huggingface_hub, in separate processes, with a real server."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ START = """
 import json, sys
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import NanovllmError
-from nanovllm.devices.cpu import device as cpu
-cpu.available_memory = cpu.total_memory = lambda: 8 << 30
+from nanovllm.worker import torch_device
+torch_device.available_memory = torch_device.total_memory = lambda: 8 << 30
 for options in json.loads(sys.argv[1]):
     try:
         LLM(**options)
@@ -107,7 +107,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 @pytest.fixture
 def run(hub: Hub, tmp_path: Path) -> Callable[..., list[str]]:
-    """Run a script with an empty cache at first, which later runs of the same test find filled."""
+    """Run a script; the cache is empty at first and kept between the runs of one test."""
 
     def in_process(script: str, *arguments: str, **variables: str) -> list[str]:
         own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
@@ -136,7 +136,7 @@ def find(run: Callable[..., list[str]]) -> Callable[..., list[Any]]:
 
 @pytest.fixture
 def forget(hub: Hub, tmp_path: Path) -> Callable[..., None]:
-    """Leave the cache as other programs do: without the list of all files, and without some."""
+    """Leave an incomplete cache, like other programs: without the file list and some files."""
 
     def in_cache(repo_id: str, *names: str) -> None:
         copy = tmp_path / "cache" / "hub" / f"models--{repo_id.replace('/', '--')}"
@@ -158,7 +158,7 @@ def test_only_needed_files_are_fetched(hub: Hub, find: Callable[..., list[Any]])
 
 @pytest.mark.slow
 def test_what_cannot_run_is_not_fetched(hub: Hub, run: Callable[..., list[str]]) -> None:
-    """Neither a model that is not supported, nor one that this device cannot split or hold."""
+    """Unsupported models, and models that this device cannot shard or hold, are not downloaded."""
     config = json.loads(Path(model_path("llama-3.1-8b")).read_text())
     changes: dict[str, dict[str, Any]] = {
         "architecture": {"architectures": ["NewForCausalLM"]},
@@ -191,7 +191,7 @@ def test_what_cannot_run_is_not_fetched(hub: Hub, run: Callable[..., list[str]])
 
 
 def test_weights_may_be_bin_or_one_gguf_file(hub: Hub, find: Callable[..., list[Any]]) -> None:
-    """And an unknown file, revision or model is named."""
+    """Errors name the unknown file, revision or model."""
     of_bin, of_gguf, missing, no_config, revision, absent = find(
         {"model": "org/bin"},
         {"model": "org/gguf/q8/a.gguf"},
@@ -212,7 +212,7 @@ def test_weights_may_be_bin_or_one_gguf_file(hub: Hub, find: Callable[..., list[
 
 
 def test_short_names_are_hub_ids(find: Callable[..., list[Any]]) -> None:
-    """A revision is of the hub's model, also where a package carries the model."""
+    """A revision selects the hub's model, even if a package contains the model."""
     qwen3, smollm2 = find({"model": "qwen3"}, {"model": "SmolLM2", "revision": "main"})
     assert (qwen3[2], smollm2[2]) == (5, 6)
 
@@ -301,7 +301,7 @@ def test_a_complete_copy_needs_no_list_of_files(
 def test_part_of_a_model_that_is_gone_from_the_hub(
     hub: Hub, find: Callable[..., list[Any]], forget: Callable[..., None]
 ) -> None:
-    """The error names what is there and says that files are missing, not that the network is."""
+    """The error lists the existing files and reports missing ones, not a missing network."""
     find({"model": "org/name"})
     forget("org/name", SHARDS[0])
     del hub.models["org/name"]
@@ -327,7 +327,7 @@ def test_revisions_are_other_weights(
     find: Callable[..., list[Any]],
     tiny: Callable[[str], TinyCheckpoint],
 ) -> None:
-    """With both in the cache, and no hub, the answer is that of the revision asked for."""
+    """With both revisions in the cache and no hub, the requested one is used."""
     variants = {"main": tiny("qwen3"), "old": tiny("llama")}
     hub.models["org/tiny"] = {
         revision: {file.name: file.read_bytes() for file in checkpoint.path.iterdir()}
@@ -357,4 +357,4 @@ def test_code_from_a_hub_is_never_run(
     (folder / "own.py").write_text("raise AssertionError")
     with LLM(folder, trust_remote_code=True, skip_tokenizer_init=True, device="cpu") as llm:
         assert llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)
-    assert "trust_remote_code changes nothing: code from a repository is never run" in caplog.text
+    assert "trust_remote_code has no effect: code from a repository is never run" in caplog.text

@@ -1,4 +1,4 @@
-"""The tokenizer that does without transformers equals the one that transformers would make."""
+"""The tokenizer without transformers equals the one that transformers would build."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def test_equals_transformers(tmp_path: Path, metadata: dict[str, Any]) -> None:
     assert len(plain) == len(other)
     assert plain.added_tokens_decoder == other.added_tokens_decoder
     backends = [json.loads(each.backend_tokenizer.to_str()) for each in (plain, other)]
-    # What surrounds texts is written in two ways; both are compared below, by what they do.
+    # The post-processors are written differently; their results are compared below.
     assert backends[0] | {"post_processor": None} == backends[1] | {"post_processor": None}
     ids = range(len(metadata["tokens"]))
     assert plain.convert_ids_to_tokens(ids) == other.convert_ids_to_tokens(ids)
-    assert plain._transformers is None  # nothing of this asked for one
+    assert plain._transformers is None  # not created so far
     rng = random.Random(0)
     marks = ["<|im_start|>", "<|im_end|>", "<think>", "</s>", "<s>", "<|end|>", "<unk>", " hello "]
     texts = [*TEXTS, *("".join(rng.choices([*marks, *"helo é1\n"], k=12)) for _ in range(200))]
@@ -91,7 +91,7 @@ def test_it_can_be_copied(tmp_path: Path) -> None:
     plain = load_tokenizer(write_vocabulary(tmp_path / "v.gguf", **CASES["bytes"]))
     assert copy.copy(plain).encode("hello") == [260]
     with pytest.raises((AttributeError, pickle.PicklingError)):
-        pickle.dumps(plain)  # clear, and no endless recursion
+        pickle.dumps(plain)  # a clear error, not infinite recursion
 
 
 @needs_smollm2

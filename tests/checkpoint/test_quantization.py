@@ -1,4 +1,4 @@
-"""What `quantization_config` may say: read to a record, or refused by name before any weight is."""
+"""Read `quantization_config`; unsupported settings raise before any weight is read."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_what_is_read(stored: dict[str, Any], expected: Quantization) -> None:
 
 REFUSED: list[tuple[Any, str]] = [
     ({"bits": 4}, "quant_method None"),
-    ([4], "what is not an object"),
+    ([4], "a value that is not an object"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'"),
     ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method 'modelopt'"),
@@ -99,7 +99,7 @@ REFUSED: list[tuple[Any, str]] = [
     (compressed("mxfp4-pack-quantized"), "format 'mxfp4-pack-quantized'"),
     (compressed("int-quantized"), "format 'int-quantized'"),
     (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
-    (compressed(config_groups={"a": {}, "b": {}}), "config_groups other than one group"),
+    (compressed(config_groups={"a": {}, "b": {}}), "config_groups with other than one group"),
     (compressed(config_groups={"a": {}}), "targets None"),
     (compressed(group={"targets": ["re:.*mlp.*"]}), "targets"),
     (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),

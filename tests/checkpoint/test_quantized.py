@@ -1,4 +1,4 @@
-"""Every format of quantized weights is dequantized to exactly what its formula says."""
+"""Every format of quantized weights is dequantized exactly as its formula defines."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_values_follow_the_formula(
     kind, shape = KINDS[name]
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
     made = kind(weight, seed=3, edges=edges)
-    if not edges:  # the formulas mean what they should: these are the weights, rounded
+    if not edges:  # sanity check: the formulas give the rounded weights
         assert (made.values - weight).abs().max() < weight.abs().max() / (3 if "int" in name else 2)
     tensors = list_stored(tmp_path, named(made.parts), kind.config)
     assert tensors.keys() == {"a.weight"}
@@ -110,12 +110,12 @@ def test_values_follow_the_formula(
 
 
 def test_every_code_of_fp8(tmp_path: Path) -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    patterns = torch.arange(256, dtype=torch.uint8).view(16, 16)
     scale = torch.tensor([[0.375]])
-    parts = {"a.weight": codes.view(torch.float8_e4m3fn), "a.weight_scale_inv": scale}
+    parts = {"a.weight": patterns.view(torch.float8_e4m3fn), "a.weight_scale_inv": scale}
     kind = fp8_block_kind(16, 16)
     got = read(list_stored(tmp_path, parts, kind.config)["a.weight"])
-    sign, exponent, fraction = codes.int() >> 7, codes.int() >> 3 & 15, codes.int() & 7
+    sign, exponent, fraction = patterns.int() >> 7, patterns.int() >> 3 & 15, patterns.int() & 7
     size = torch.where(
         exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7)
     )
@@ -135,7 +135,7 @@ def test_parts_in_pytorch_files(tmp_path: Path) -> None:
 
 
 def test_what_more_is_stored_than_config_json_says(tmp_path: Path) -> None:
-    """Zero points of symmetric weights count; groups that were never set are those in order."""
+    """Zero points of symmetric weights are used; unset groups are consecutive."""
     asymmetric, shape = KINDS["packed-zeros"]
     symmetric = packed_kind(4, 32, True, False)
     made = asymmetric(torch.randn(shape))
@@ -146,14 +146,14 @@ def test_what_more_is_stored_than_config_json_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_zero_points_of_symmetric_gptq_are_the_middle(tmp_path: Path, bits: int) -> None:
-    """Some files store what they mean and name the first format: vLLM pull request 38966."""
+    """Some files declare version 1 but store zero points as in version 2: vLLM PR 38966."""
     second = gptq_kind(bits, 32, True, False, offset=0)
     made = second(torch.randn(36, 64))
     config = {**second.config, "checkpoint_format": "gptq"}
     for index in PARTS:
         tensor = list_stored(tmp_path, named(made.parts), config)["a.weight"]
         assert_same(read(tensor, *index), made.values[index])
-    # Of asymmetric weights nobody can tell, and the format is taken at its word.
+    # For asymmetric weights this cannot be detected, so the declared format is used.
     tensor = list_stored(tmp_path, named(made.parts), {**config, "sym": False})["a.weight"]
     assert not torch.equal(read(tensor), made.values)
 
@@ -190,12 +190,12 @@ def replaced(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[st
         ("fp8-channel", replaced("weight_scale", lambda t: t[:3].clone()), "shape .* expected"),
         ("packed-zeros", without("weight_zero_point"), "has no tensor weight_zero_point"),
         ("packed-shuffled", without("weight_g_idx"), "has no tensor weight_g_idx"),
-        ("packed-shuffled", replaced("weight_g_idx", lambda t: t + 1), "numbers of 2 groups"),
+        ("packed-shuffled", replaced("weight_g_idx", lambda t: t + 1), "group indices below 2"),
         ("packed-zeros", replaced("weight_shape", lambda t: t + 8), "shape .* expected"),
         ("awq-32", without("scales"), "a is quantized and has no tensor scales"),
         ("awq-32", replaced("qzeros", lambda t: t[:-1].clone()), "shape .* expected"),
         ("gptq-shuffled", without("g_idx"), "has no tensor g_idx"),
-        ("gptq-shuffled", replaced("g_idx", lambda t: t - 1), "numbers of 8 groups"),
+        ("gptq-shuffled", replaced("g_idx", lambda t: t - 1), "group indices below 8"),
         ("gptq-32", replaced("scales", lambda t: t.int()), "of int32, expected"),
     ],
 )
@@ -218,7 +218,7 @@ def test_biases_of_zeros_that_nobody_expects_are_dropped(tmp_path: Path) -> None
     assert tensors.keys() == {"a.weight", "b.bias", "c.bias"}
 
 
-def test_codes_are_refused_where_config_json_has_no_scheme(tmp_path: Path) -> None:
+def test_quantized_tensors_need_a_quantization_config(tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
     save_file(KINDS["awq-32"][0](torch.randn(40, 256)).parts, file)
     for quantization in (None, ROUND_TO_FP8):
@@ -227,17 +227,17 @@ def test_codes_are_refused_where_config_json_has_no_scheme(tmp_path: Path) -> No
             list_tensors(checkpoint)
 
 
-def test_rounding_to_fp8() -> None:
+def test_quantizing_to_fp8() -> None:
     values = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
     values *= torch.tensor([[1.0], [0.0], [1e-37], [8e37], [1e-44], [-5.0]])
     stored = quantize_rows(values)
     got = stored.values.float() * stored.scales
     for row, rounded in zip(values, got, strict=True):
         scale = max(row.abs().max().item() / 448, 2.0**-126)
-        codes = (row / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        torch.testing.assert_close(rounded, codes.float() * scale, rtol=3e-7, atol=1e-44)
+        quantized = (row / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        torch.testing.assert_close(rounded, quantized.float() * scale, rtol=3e-7, atol=1e-44)
     assert got.isfinite().all()
     assert torch.equal(got[1], values[1])
-    kept = [0, 2, 3, 5]  # the largest number of each is a code
+    kept = [0, 2, 3, 5]  # the largest value of each row is exact
     torch.testing.assert_close(got[kept].abs().amax(1), values[kept].abs().amax(1))
     assert (got[0] - values[0]).abs().max() < values[0].abs().max() / 16

@@ -1,4 +1,4 @@
-"""Tokenizers from folders and from GGUF metadata, the latter against plain-Python references."""
+"""Tokenizers from folders and from GGUF metadata; the latter are compared with plain Python."""
 
 import io
 import json
@@ -222,7 +222,7 @@ def test_sentencepiece_specials_and_prefix(tmp_path: Path) -> None:
     ids = {token: i for i, token in enumerate(SENTENCEPIECE["tokens"])}
     assert tokenizer.encode("hello") == [1, ids["▁hello"]]  # BOS and a space unless told otherwise
     assert tokenizer.encode("") == [1]
-    # Every stretch of text between marked tokens starts with the space, as in llama.cpp.
+    # Every piece of text between added tokens starts with the space, as in llama.cpp.
     expected = [1, ids["▁hello"], ids["<|end|>"], ids["▁hello"], ids["<tool>"], 2]
     assert tokenizer.encode("hello<|end|>hello<tool></s>") == expected
     assert tokenizer.decode(expected[1:], skip_special_tokens=True) == "hello hello<tool>"
@@ -239,7 +239,7 @@ def test_sentencepiece_specials_and_prefix(tmp_path: Path) -> None:
 
 
 def test_sentencepiece_ids_where_the_file_is_silent(tmp_path: Path) -> None:
-    """Those of Llama's own vocabulary, as in llama.cpp: else no answer would end."""
+    """Default to the ids of Llama's vocabulary, as llama.cpp does: otherwise no completion ends."""
     silent = {key: value for key, value in SENTENCEPIECE.items() if not key.endswith("_token_id")}
     path = write_vocabulary(tmp_path / "v.gguf", **silent).path
     tokenizer = load_tokenizer(Checkpoint(path, {}, {}, (path,), "gguf"))
@@ -300,7 +300,7 @@ def test_sentencepiece_merges_agree_with_transformers(tmp_path: Path) -> None:
         ({"pre": "tekken"}, UnsupportedModelError, "pre-tokenizer 'tekken'; supported.*qwen2"),
         ({}, UnsupportedModelError, "pre-tokenizer None"),
         ({"model": "bert", "pre": "gpt-2"}, UnsupportedModelError, "tokenizer model 'bert'"),
-        ({"pre": "gpt-2", "eos_token_id": 999}, CheckpointError, "eos token 999 is outside 273"),
+        ({"pre": "gpt-2", "eos_token_id": 999}, CheckpointError, "eos token id 999 is outside 273"),
         ({"pre": "gpt-2", "merges": ["h x"]}, CheckpointError, "Token `hx` out of vocabulary"),
         ({"pre": "gpt-2", "merges": ["hello"]}, CheckpointError, "Token `` out of vocabulary"),
     ],
@@ -422,7 +422,7 @@ def test_folder_with_and_without_a_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "name"),
     [
-        ("bytes", "LlamaTokenizerFast"),  # DeepSeek's models of Llama's plan
+        ("bytes", "LlamaTokenizerFast"),  # DeepSeek models with Llama's architecture
         ("bytes", "GemmaTokenizer"),
         ("bytes", "Qwen2Tokenizer"),
         ("sentencepiece", "LlamaTokenizer"),
@@ -430,7 +430,7 @@ def test_folder_with_and_without_a_tokenizer(tmp_path: Path) -> None:
     ],
 )
 def test_the_file_says_how_text_is_split(tmp_path: Path, metadata: str, name: str) -> None:
-    """Whatever class tokenizer_config.json names: transformers' own would split another way."""
+    """The class in tokenizer_config.json is ignored: transformers would split differently."""
     values = {**BYTE_LEVEL, "pre": "llama-bpe"} if metadata == "bytes" else SENTENCEPIECE
     built = load_tokenizer(write_vocabulary(tmp_path / "v.gguf", **values))
     built.save_pretrained(tmp_path)
@@ -448,7 +448,7 @@ def test_the_file_says_how_text_is_split(tmp_path: Path, metadata: str, name: st
     "name", ["LlamaTokenizer", "GemmaTokenizer", "T5Tokenizer", "TokenizersBackend"]
 )
 def test_the_file_says_which_kind_of_model_splits(tmp_path: Path, name: str) -> None:
-    """Llama's class would make merges of a Unigram model's pieces."""
+    """Llama's class would build merges from the pieces of a Unigram model."""
     letters = sorted(set("".join(TEXTS)) - set(" <>"))
     pieces = [
         "▁",
@@ -486,7 +486,7 @@ def test_the_file_says_which_kind_of_model_splits(tmp_path: Path, name: str) -> 
 
 
 def test_code_of_a_repository_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is anybody asked, whose yes may be what was meant for a chat."""
+    """Nothing is asked on the terminal: a typed answer may be meant for a chat."""
     folder = tmp_path / "folder"
     built = load_tokenizer(write_vocabulary(tmp_path / "v.gguf", **BYTE_LEVEL, pre="qwen2"))
     built.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Stored tensors: their pieces make up the whole, whatever the format, dtype or offset."""
+"""Stored tensors: their pieces form the whole tensor, for any format, dtype and offset."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_pieces_make_up_the_tensor(
     assert stored.keys() == TENSORS.keys()
     for key, tensor in TENSORS.items():
         assert (stored[key].shape, stored[key].file) == (tuple(tensor.shape), tmp_path / name)
-        for _ in range(2):  # what was let go is there again
+        for _ in range(2):  # released pages can be read again
             pieces = [rows.clone() for rows in stored[key].read()]
             assert torch.equal(torch.cat(pieces), tensor)
             assert pieces[0].dtype == tensor.dtype
@@ -95,8 +95,8 @@ def test_a_header_of_any_length(tmp_path: Path, padding: int) -> None:
 @pytest.mark.parametrize("name", ["m.safetensors", "m.bin"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantized_weights_are_refused(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
-    tensors = {**TENSORS, "codes": torch.ones(4, 4).to(dtype)}
-    with pytest.raises(UnsupportedModelError, match=f"{name}: tensor 'codes' is stored as"):
+    tensors = {**TENSORS, "quantized": torch.ones(4, 4).to(dtype)}
+    with pytest.raises(UnsupportedModelError, match=f"{name}: tensor 'quantized' is stored as"):
         list_file(tmp_path / name, tensors)
 
 

@@ -165,7 +165,7 @@ def write_gguf(
 
 
 def read_arrays(path: Path) -> Arrays:
-    """Every tensor of a file under its Hugging Face name."""
+    """Return every tensor of a file by its Hugging Face name."""
     return {
         tensor.name: np.concatenate(list(tensor.read()))
         for tensor in gguf_reader.list_tensors(path)

@@ -1,4 +1,4 @@
-"""Quantized weights written by reference formulas, beside the numbers that they stand for."""
+"""Quantized weights written by reference formulas, with their dequantized values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Array = npt.NDArray[Any]
-# Which output is in each place of an AWQ word, from its lowest bits on.
+# The output at each position of an AWQ word, from the lowest bits on.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -28,7 +28,7 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Kind:
-    """A format, with what config.json says of it."""
+    """A format, with its quantization_config."""
 
     make: Callable[..., Quantized]
     config: dict[str, Any]
@@ -39,7 +39,7 @@ class Kind:
 
 
 def pack_words(numbers: Array, bits: int) -> Tensor:
-    """Pack the last dimension, eight numbers of 4 bits to a word, the first in the lowest bits."""
+    """Pack the last dimension into 32-bit words, the first integer in the lowest bits."""
     count = 32 // bits
     padded = np.pad(numbers.astype(np.uint32), ((0, 0), (0, -numbers.shape[1] % count)))
     words = np.zeros((len(padded), padded.shape[1] // count), np.uint32)
@@ -54,7 +54,7 @@ def pack_awq(numbers: Array) -> Tensor:
 
 
 def edge_scales(scales: Tensor, rng: np.random.Generator) -> Tensor:
-    """Put zeros, negative, smallest and largest numbers among the scales."""
+    """Put zeros, negative, smallest and largest values among the scales."""
     limits = torch.finfo(scales.dtype)
     edges = torch.tensor([0.0, -1.0, limits.smallest_normal, limits.smallest_normal / 8, 6e4])
     flat = scales.flatten()
@@ -72,7 +72,7 @@ def fp8_block(
     dtype: torch.dtype = torch.float32,
 ) -> Quantized:
     (rows, columns), (high, wide) = weight.shape, block
-    codes = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn)
+    quantized = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn)
     values = torch.zeros(rows, columns)
     scales = torch.zeros(-(-rows // high), -(-columns // wide), dtype=dtype)
     for i in range(scales.shape[0]):
@@ -84,9 +84,9 @@ def fp8_block(
             part = slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide)
             scale = scales[i, j].float()
             divided = weight[part] / scale if scale else weight[part]
-            codes[part] = divided.clamp(-448, 448).to(torch.float8_e4m3fn)
-            values[part] = codes[part].float() * scale
-    return Quantized({"weight": codes, name: scales}, values)
+            quantized[part] = divided.clamp(-448, 448).to(torch.float8_e4m3fn)
+            values[part] = quantized[part].float() * scale
+    return Quantized({"weight": quantized, name: scales}, values)
 
 
 def fp8_scaled(
@@ -98,24 +98,24 @@ def fp8_scaled(
     scales = edge_scales(scales, rng) if edges and scales.dim() else scales
     by_row = scales.float().reshape(-1, 1)
     divided = weight / torch.where(by_row == 0, 1.0, by_row)
-    codes = divided.clamp(-448, 448).to(torch.float8_e4m3fn)
+    quantized = divided.clamp(-448, 448).to(torch.float8_e4m3fn)
     stored = scales.reshape(1) if shape == "tensor" else scales
-    return Quantized({"weight": codes, "weight_scale": stored}, codes.float() * by_row)
+    return Quantized({"weight": quantized, "weight_scale": stored}, quantized.float() * by_row)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Whole numbers from 0 on, by output and input; zero points and scales by output and group."""
+    """Unsigned integers by output and input; zero points and scales by output and group."""
 
-    codes: Array
+    integers: Array
     zeros: Array
     scales: Tensor
     group_of: Array
 
     @property
     def values(self) -> Tensor:
-        """(code - zero) * scale: small whole numbers times a float of 16 bits, which is exact."""
-        numbers = self.codes.astype(np.int64) - self.zeros.astype(np.int64)[:, self.group_of]
+        """Return (integer - zero) * scale: small integers times a 16-bit float, which is exact."""
+        numbers = self.integers.astype(np.int64) - self.zeros.astype(np.int64)[:, self.group_of]
         return torch.from_numpy(numbers).float() * self.scales.float()[:, self.group_of]
 
 
@@ -146,8 +146,8 @@ def make_groups(
         divided = weight.numpy() / np.where(by_input == 0, 1.0, by_input)
     limit = 4.0 * middle
     steps = np.rint(np.clip(divided, -limit, limit)) + zeros[:, group_of]
-    codes = np.clip(steps, 0, 2 * middle - 1).astype(np.int64)
-    return Groups(codes, zeros, scales, group_of)
+    integers = np.clip(steps, 0, 2 * middle - 1).astype(np.int64)
+    return Groups(integers, zeros, scales, group_of)
 
 
 def packed_int(
@@ -162,7 +162,7 @@ def packed_int(
 ) -> Quantized:
     groups = make_groups(weight, rng, edges, bits, group, symmetric, shuffled, dtype=torch.bfloat16)
     parts = {
-        "weight_packed": pack_words(groups.codes, bits),
+        "weight_packed": pack_words(groups.integers, bits),
         "weight_scale": groups.scales,
         "weight_shape": torch.tensor(weight.shape),
     }
@@ -179,7 +179,7 @@ def packed_int(
 def awq(weight: Tensor, rng: np.random.Generator, edges: bool, group: int = 32) -> Quantized:
     groups = make_groups(weight, rng, edges, 4, group, False, False, dtype=torch.float16)
     parts = {
-        "qweight": pack_awq(groups.codes.T),
+        "qweight": pack_awq(groups.integers.T),
         "qzeros": pack_awq(groups.zeros.T),
         "scales": groups.scales.t().contiguous(),
     }
@@ -203,10 +203,10 @@ def gptq(
         ones = sum(offset << bits * place for place in range(32 // bits))
         qzeros = pack_words(groups.zeros.T, bits) - ones
     else:
-        stored_zeros = (groups.zeros - offset) % (1 << bits)  # the first format stores one less
+        stored_zeros = (groups.zeros - offset) % (1 << bits)  # version 1 stores one less
         qzeros = pack_words(stored_zeros.T, bits)
     parts = {
-        "qweight": pack_words(groups.codes, bits).t().contiguous(),
+        "qweight": pack_words(groups.integers, bits).t().contiguous(),
         "qzeros": qzeros,
         "scales": groups.scales.t().contiguous(),
     }
@@ -259,7 +259,7 @@ def gptq_kind(
 
 @dataclass(frozen=True)
 class Twins:
-    """A quantized checkpoint, and the plain one that has the same numbers."""
+    """A quantized checkpoint, and the dense one with the same values."""
 
     quantized: Path
     plain: Path
@@ -269,7 +269,7 @@ PROJECTION = re.compile(r"model\.layers\..*(?<!\.gate)\.weight|lm_head\.weight")
 
 
 def write_twins(folder: Path, source: Path, kind: Kind, ignored: Mapping[str, list[str]]) -> Twins:
-    """Quantize every projection of a checkpoint that no pattern leaves out."""
+    """Quantize every projection of a checkpoint that no pattern excludes."""
     config = json.loads((source / "config.json").read_text())
     patterns = [entry.removeprefix("re:") for entries in ignored.values() for entry in entries]
     stored: dict[str, Tensor] = {}

@@ -374,7 +374,7 @@ def test_the_first_signal_lets_responses_finish_and_the_second_does_not(
     )
     try:
         assert server.url.startswith("https://127.0.0.1:" if tls else "http://127.0.0.1:")
-        assert any("--trust-remote-code changes nothing" in line for line in server.lines)
+        assert any("--trust-remote-code has no effect" in line for line in server.lines)
         models = httpx.get(f"{server.url}/v1/models", verify=verify, timeout=240).json()
         assert [model["id"] for model in models["data"]] == ["tiny"]
         num_tokens = 900 if num_signals == 2 else 200

@@ -1,4 +1,4 @@
-"""The servers that clients are pointed at."""
+"""The servers for the tests of clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTEXT = 4096
 
 
 class ObedientLLM(FakeLLM):
-    """Says what the last `Say: ` of its prompt, up to the message's end, tells it to."""
+    """Generates the text after the last `Say: ` of its prompt, up to the end of the message."""
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, **options: Any
@@ -44,10 +44,10 @@ class ObedientLLM(FakeLLM):
 
 @dataclass(frozen=True)
 class Servers:
-    model: Path  # what `nanovllm serve` has: a tiny random model
-    url: str  # of `nanovllm serve`
-    obedient: str  # says what it is told to
-    busy: str  # has no place for another request
+    model: Path  # the tiny random model of `nanovllm serve`
+    url: str  # URL of `nanovllm serve`
+    obedient: str  # URL of a server that generates the requested text
+    busy: str  # URL of a server with a full queue
 
     def environ(self) -> dict[str, str]:
         urls = {"URL": self.url, "OBEDIENT_URL": self.obedient, "BUSY_URL": self.busy}

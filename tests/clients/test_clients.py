@@ -1,4 +1,4 @@
-"""Clients that others wrote, each in an environment of its own, against our server."""
+"""Third-party clients, each in its own environment, with our server."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.clients.environments import HERE, environment
 
 pytestmark = pytest.mark.slow
 CHECKS = HERE / "checks"
-# The checks know nothing of this suite's settings and fixtures.
+# The checks do not use this suite's settings and fixtures.
 PYTEST = ("-q", "-c", "/dev/null", "--noconftest", "-p", "no:cacheprovider")
 
 
-# Runs the checks, then the program that the documentation shows: importing a client takes seconds.
+# Runs the checks and then the example of the docs in one process: importing a client takes seconds.
 RUN = """\
 import os, sys, pytest
 code = pytest.main(sys.argv[1:])
@@ -45,7 +45,7 @@ def test_node(servers: Servers) -> None:
 
 
 def examples() -> dict[str, str]:
-    """The programs of the section on clients, by the package that each is for."""
+    """Return the example programs of the section on clients, keyed by package."""
     text = (HERE.parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
     section = text.partition("## Clients")[2].partition("\n## ")[0]
     programs = re.findall(r"```python\n(.*?)```", section, re.S)

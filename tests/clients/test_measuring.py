@@ -1,4 +1,4 @@
-"""Programs that score and measure servers, each in an environment of its own."""
+"""Evaluation and benchmark programs, each in its own environment."""
 
 from __future__ import annotations
 

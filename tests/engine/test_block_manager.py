@@ -1,4 +1,4 @@
-"""Blocks: sharing by content, order of eviction, isolation, counts right after any use."""
+"""The block manager: sharing by content, eviction order, isolation, reference counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_seq(seq_id: int, token_ids: list[int], salt: str | None = None) -> Sequ
 
 
 def enter(blocks: BlockManager, seq: Sequence) -> Sequence:
-    """Admit a sequence and let its whole prompt be scheduled."""
+    """Admit a sequence and schedule its whole prompt."""
     assert blocks.admit(seq) is None
     seq.num_computed = len(seq.token_ids)
     if seq.num_computed >= seq.next_full_len:
@@ -35,7 +35,7 @@ def leave(blocks: BlockManager, *sequences: Sequence) -> None:
 
 
 def num_hits(blocks: BlockManager, token_ids: list[int], salt: str | None = None) -> int:
-    """How many tokens of a prompt the cache holds; looks without taking or touching a block."""
+    """Return how many tokens of a prompt are cached, without taking or touching a block."""
     return len(blocks._match(make_seq(999, token_ids, salt))) * SIZE
 
 
@@ -57,13 +57,13 @@ def test_growth_takes_a_block_only_when_needed() -> None:
     taken = {length: blocks.allocate(seq, length) for length in (3, 4, 5, 8, 9, 12)}
     assert [len(taken[length] or []) for length in taken] == [0, 0, 1, 0, 1, 0]
     assert blocks.allocate(seq, 13) is None
-    assert len(seq.block_ids) == 3  # a refusal takes nothing
+    assert len(seq.block_ids) == 3  # a failed allocation takes nothing
     blocks.check([seq])
 
 
 @pytest.mark.parametrize("length", range(1, 14))
 def test_one_token_is_always_left_to_compute(length: int) -> None:
-    """Even of a prompt that is cached whole, an exact multiple of the block size included."""
+    """This holds even for a fully cached prompt whose length is a multiple of the block size."""
     blocks, prompt = BlockManager(8, SIZE, True), list(range(length))
     leave(blocks, enter(blocks, make_seq(0, prompt)))
     again = make_seq(1, prompt)
@@ -136,7 +136,7 @@ def test_a_reused_block_is_no_longer_found() -> None:
 
 
 def test_a_block_stays_cached_until_it_is_reused() -> None:
-    """Not even its owner's end, or others that come and go in free blocks, lose it."""
+    """Neither the end of its owner nor sequences that use other free blocks evict it."""
     blocks, prompt = BlockManager(6, SIZE, True), [1, 2, 3, 4, 5, 6, 7, 8, 9]
     leave(blocks, enter(blocks, make_seq(0, prompt)))
     for i in range(1, 4):
@@ -159,7 +159,7 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
 def test_the_least_recently_used_is_evicted_first() -> None:
     blocks = BlockManager(6, SIZE, True)
     prompts = {"a": [1] * 5, "b": [2] * 5, "c": [3] * 5}
-    for i, name in enumerate("abca"):  # "a" is used again: now the newest
+    for i, name in enumerate("abca"):  # the second use makes "a" the newest
         leave(blocks, enter(blocks, make_seq(i, prompts[name])))
     held, evicted = [], []
     for i in range(6):
@@ -181,13 +181,13 @@ def test_a_hit_takes_an_idle_block_off_the_free_list() -> None:
 
 
 def test_a_prompt_that_does_not_fit_takes_nothing() -> None:
-    """Not even the idle blocks it would hit; and it says how many must be free."""
+    """It does not take the idle blocks it would hit, and returns how many must be free."""
     blocks = BlockManager(4, SIZE, True)
     leave(blocks, enter(blocks, make_seq(0, [1, 2, 3, 4, 5])))
     holder = enter(blocks, make_seq(1, [9] * 8))
     late = make_seq(2, [1, 2, 3, 4, *[7] * 9])
     assert blocks.num_free == 2
-    assert blocks.admit(late) == 4  # its idle hit counts: it leaves the free list too
+    assert blocks.admit(late) == 4  # includes its idle hit, which would leave the free list too
     assert (late.block_ids, late.num_computed) == ([], 0)
     assert blocks.num_free == 2
     blocks.check([holder])
@@ -213,7 +213,7 @@ def test_each_full_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None
     seq = enter(blocks, make_seq(0, list(range(41))))
     num_prompt = len(calls)
     assert num_prompt == 10 + 1  # ten blocks, and the salt
-    for token_id in range(40):  # grow it as decoding does
+    for token_id in range(40):  # grow the sequence as decoding does
         seq.token_ids.append(token_id)
         assert blocks.allocate(seq, len(seq.token_ids)) is not None
         seq.num_computed = len(seq.token_ids)
@@ -230,7 +230,7 @@ def test_unknown_tokens_are_never_registered() -> None:
     """`num_computed` may run ahead of the tokens that the host knows."""
     blocks = BlockManager(8, SIZE, True)
     seq = enter(blocks, make_seq(0, [1, 2, 3]))
-    seq.num_computed = 4  # its fourth token is sampled but not committed
+    seq.num_computed = 4  # the fourth token is sampled but not committed
     blocks.register(seq)
     assert num_hits(blocks, [1, 2, 3, 4, 5]) == 0
     seq.token_ids.append(4)
@@ -257,7 +257,7 @@ def test_the_child_of_an_evicted_parent_is_never_served() -> None:
     head = first.block_ids[0]
     leave(blocks, first)
     blocks._uncache(head)
-    leave(blocks, enter(blocks, make_seq(1, [1, 2, 3, 4])))  # the head is cached anew
+    leave(blocks, enter(blocks, make_seq(1, [1, 2, 3, 4])))  # the head is cached again
     assert num_hits(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
     again = enter(blocks, make_seq(2, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
     blocks.check([again])
@@ -276,7 +276,7 @@ def test_random_use_keeps_every_invariant() -> None:
                 prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 18))]
                 seq = make_seq(i, prompt, rng.choice([None, "a"]))
                 if blocks.admit(seq) is None:
-                    # What a hit holds is what was written there for the same prefix and salt.
+                    # A hit must hold what was written for the same prefix and salt.
                     for index in range(seq.num_computed // SIZE):
                         prefix = (seq.request.cache_salt, *prompt[: (index + 1) * SIZE])
                         assert contents[seq.block_ids[index]] == prefix

@@ -1,4 +1,4 @@
-"""Log-probabilities on their way from a step's numbers to an answer's dicts."""
+"""Logprobs, from the arrays of a step to the dicts of a completion."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from nanovllm.engine.logprobs import CompletionLogprobs, TokenTexts, entry_bytes, pack_logprobs
 from nanovllm.outputs import Logprob
 
-IDS = np.array([[7, 3, 9], [4, 4, 8]], np.int32)  # the token itself, then the most likely
+IDS = np.array([[7, 3, 9], [4, 4, 8]], np.int32)  # the token itself, then the top tokens
 LOGPROBS = np.array([[-2.5, -0.25, -1.0], [-0.5, -0.5, -3.0]], np.float32)
 RANKS = np.array([5, 1], np.int32)
 DICTS = [
@@ -30,7 +30,7 @@ def answer(num_top: int = 2, num_tokens: int = 2) -> CompletionLogprobs:
 def test_it_equals_a_list() -> None:
     found, wanted = answer(), [*DICTS]
     assert found == wanted
-    assert wanted == found  # asked of the list
+    assert wanted == found  # calls `list.__eq__` first
     assert [*found] == DICTS
     assert (len(found), found[-1], found[1:]) == (2, DICTS[1], DICTS[1:])
     assert found != DICTS[:1]
@@ -51,7 +51,7 @@ def test_the_sum_is_of_the_tokens_themselves() -> None:
 
 
 def test_copies_are_lists() -> None:
-    """They need no tokenizer, wherever they go."""
+    """Lists can be sent to processes that have no tokenizer."""
     for copied in (pickle.loads(pickle.dumps(answer())), copy.deepcopy(answer())):
         assert type(copied) is list
         assert copied == DICTS

@@ -1,4 +1,4 @@
-"""Incremental text: the pieces add up to the whole, no character is split, stops are exact."""
+"""Incremental detokenization: pieces add up, no character is split, stop strings are exact."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def smollm2() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def byte_ids(smollm2: PreTrainedTokenizerBase) -> dict[int, int]:
-    """The tokens of single bytes: every text can be spelled with them, well or badly."""
+    """Return the tokens of single bytes, which can spell any valid or invalid text."""
     vocabulary = smollm2.get_vocab()
     return {byte: vocabulary[letter] for byte, letter in LETTERS.items() if letter in vocabulary}
 
 
 @pytest.fixture(scope="module")
 def metaspace() -> PreTrainedTokenizerBase:
-    """SentencePiece's way: a leading space belongs to the word, the first one is dropped."""
+    """A tokenizer like SentencePiece: words include a leading space, except the first word."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "▁the", "▁cat", "s", "▁▁", "a", ",", "▁é", "▁a", "你"]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
@@ -59,7 +59,7 @@ def metaspace() -> PreTrainedTokenizerBase:
 def stream(
     tokenizer: PreTrainedTokenizerBase, token_ids: list[int], **options: Any
 ) -> tuple[list[str], Detokenizer]:
-    """Push until the end or a stop; return every piece taken on the way."""
+    """Push tokens until the end or a stop string; return every piece that was taken."""
     params = SamplingParams(max_tokens=10_000, **options)
     detokenizer, pieces = Detokenizer(tokenizer, params), []
     for token_id in token_ids:
@@ -83,7 +83,7 @@ def assert_adds_up(
 
 
 def random_sequences(tokenizer: PreTrainedTokenizerBase, byte_ids: dict[int, int]) -> list[Any]:
-    """Random tokens, random bytes, texts with tokens lost or doubled and specials between."""
+    """Random tokens, random bytes, and texts with lost, doubled and special tokens."""
     rng = random.Random(0)
     special, text_ids = list(tokenizer.added_tokens_decoder), tokenizer.encode(TEXT)
     spelled = [byte_ids[byte] for byte in TEXT.encode() if byte in byte_ids]
@@ -114,7 +114,7 @@ def test_pieces_add_up_to_the_decoded_whole(
 def test_no_piece_holds_part_of_a_character(
     smollm2: PreTrainedTokenizerBase, byte_ids: dict[int, int]
 ) -> None:
-    """Spelled byte by byte, each character comes whole with its last byte, not before."""
+    """With byte tokens, each character is emitted whole with its last byte, not before."""
     text = "aé你😀é"
     pieces, _ = stream(smollm2, [byte_ids[byte] for byte in text.encode()])
     assert "".join(pieces) == text
@@ -134,7 +134,7 @@ def test_an_incomplete_end_is_shown_as_it_is(
 def test_special_tokens_may_stand_between_the_bytes_of_a_character(
     smollm2: PreTrainedTokenizerBase, byte_ids: dict[int, int], num_special: int, rest: list[int]
 ) -> None:
-    """With `ignore_eos` a model may well say its last token many times over."""
+    """With `ignore_eos` a model may generate the EOS token many times."""
     begun = [byte_ids[byte] for byte in b"a\xf0\x9f"]
     ids = [*begun, *[smollm2.eos_token_id] * num_special, *(byte_ids[byte] for byte in rest)]
     assert_adds_up(smollm2, ids)
@@ -143,7 +143,7 @@ def test_special_tokens_may_stand_between_the_bytes_of_a_character(
 def test_characters_that_all_end_early_are_kept(
     smollm2: PreTrainedTokenizerBase, byte_ids: dict[int, int]
 ) -> None:
-    """Three bytes for each replacement character: a window holds fewer of these than of bytes."""
+    """A replacement character stands for up to three bytes, so a window holds fewer of them."""
     for first in (b"", b"a", b"\x80", b"\x80\x80"):
         for last in (b"a", b"\x80", b""):
             spelled = first + b"\xf0\x9f\x98" * 9 + last
@@ -172,7 +172,7 @@ def test_metaspace_pieces_add_up(metaspace: PreTrainedTokenizerBase) -> None:
     for _ in range(300):
         token_ids = [rng.choice([1, 2])] * rng.randrange(2)
         for _ in range(rng.randrange(12)):
-            if rng.random() < 0.3:  # a character spelled in bytes
+            if rng.random() < 0.3:  # a character in byte tokens
                 token_ids += [3 + byte for byte in rng.choice("é你😀 ").encode()]
             else:
                 token_ids.append(rng.choice([*plain, 1, 2]))
@@ -180,7 +180,7 @@ def test_metaspace_pieces_add_up(metaspace: PreTrainedTokenizerBase) -> None:
 
 
 def answer(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], **options: Any) -> str:
-    """What a request that is not streamed gets."""
+    """Return the text of a request that is not streamed."""
     input_processor = InputProcessor(Vocabulary(tokenizer, frozenset()), len(tokenizer), 0)
     state = input_processor.process([0], SamplingParams(**options), None, False)
     output_processor = OutputProcessor(tokenizer)
@@ -197,7 +197,7 @@ def answer(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], **options: 
 def test_a_broken_character_leaves_those_before_it(
     metaspace: PreTrainedTokenizerBase, begun: str, rest: list[str]
 ) -> None:
-    """As at the end of max_tokens: a decoder of bytes gives up all that stand side by side."""
+    """As when max_tokens cuts a character: byte decoders then replace all adjacent bytes."""
     spelled = [3 + byte for byte in (begun + "😀").encode()[:-2]]
     ids = metaspace.convert_tokens_to_ids
     token_ids = [ids("▁the"), *spelled, *ids(rest)]
@@ -220,14 +220,14 @@ def test_whole_answers_of_bytes_equal_streams(
 
 
 def spell(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """One token for each character."""
+    """Return one token per character."""
     ids = [tokenizer.encode(letter) for letter in text]
     assert all(len(one) == 1 for one in ids)
     return [one[0] for one in ids]
 
 
 def reference_cut(parts: list[str], stops: list[str], min_tokens: int = 0) -> tuple[str, int]:
-    """Search the whole text after each token; stops that end before min_tokens do not count."""
+    """Search the whole text after each token, ignoring stops that end before min_tokens."""
     text, first = "", 0
     for num_tokens, part in enumerate(parts, 1):
         text += part
@@ -296,7 +296,7 @@ def test_stop_across_a_multi_byte_character(
 
 
 def test_special_tokens_in_stops(smollm2: PreTrainedTokenizerBase) -> None:
-    """A special token that is left out of the text cannot be in a stop; one that is shown can."""
+    """A special token that is skipped cannot match a stop string; one that is shown can."""
     end = smollm2.eos_token
     ids = [*smollm2.encode("ab"), smollm2.eos_token_id, *smollm2.encode("cd")]
     assert stream(smollm2, ids, stop=end)[1].text == "abcd"
@@ -330,7 +330,7 @@ def test_min_tokens_equal_a_search_of_the_rest(smollm2: PreTrainedTokenizerBase)
 
 
 class Counting:
-    """Counts the tokens that a tokenizer is asked to decode."""
+    """Counts the tokens that a tokenizer decodes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -345,7 +345,7 @@ class Counting:
 def test_a_token_costs_the_same_however_long_the_text(
     smollm2: PreTrainedTokenizerBase, byte_ids: dict[int, int], kind: str
 ) -> None:
-    """Also while tokens show nothing: special ones are left out, fragments wait for their rest."""
+    """Even while tokens emit no text, like skipped special tokens or incomplete characters."""
     token_id = {
         "text": smollm2.encode("a")[0],
         "special": smollm2.eos_token_id,
@@ -357,7 +357,7 @@ def test_a_token_costs_the_same_however_long_the_text(
 
 
 class ByteTokens:
-    """A tokenizer whose tokens are given byte strings, as byte-level BPE has them."""
+    """A tokenizer whose tokens are given byte strings, as in byte-level BPE."""
 
     def __init__(self, tokens: list[bytes]) -> None:
         self.tokens = tokens
@@ -367,7 +367,7 @@ class ByteTokens:
 
 
 def test_nothing_follows_a_stop_string() -> None:
-    """Also when the token that completes it starts a character that never ends."""
+    """Not even when the token that completes it starts a character that never ends."""
     tokenizer = ByteTokens([b"hi", b"User:", b" \xe2\x80"])
     detokenizer = Detokenizer(tokenizer, SamplingParams(stop="User: "))
     assert [detokenizer.push(token_id) for token_id in range(3)] == [False, False, True]

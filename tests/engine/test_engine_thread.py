@@ -69,7 +69,7 @@ def assert_idle(llm: LLM) -> None:
 
 
 def random_calls(count: int) -> list[tuple[list[list[int]], SamplingParams]]:
-    """Prompts that share beginnings, greedy and seeded, one or several to a call."""
+    """Return calls with one or several prompts that share prefixes, greedy and seeded."""
     rng = random.Random(5)
     base = [rng.randrange(100) for _ in range(40)]
 
@@ -86,7 +86,7 @@ def random_calls(count: int) -> list[tuple[list[list[int]], SamplingParams]]:
 
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True, "depth": 1}], ids=str)
 def test_threads_get_what_one_after_the_other_gets(path: Path, options: dict[str, Any]) -> None:
-    """All of them run as one batch."""
+    """All threads' requests run in one batch."""
     calls = random_calls(40)
     with make_llm(path, max_num_seqs=8, **options) as llm:
         want = [generate(llm, *call) for call in calls]
@@ -97,7 +97,7 @@ def test_threads_get_what_one_after_the_other_gets(path: Path, options: dict[str
 
 
 def test_all_kinds_of_calls_from_threads(path: Path) -> None:
-    """Streams, steps, aborts and generate at once; whoever steps gets what add_request asked."""
+    """Streams, steps, aborts and generate run at once; `step` returns add_request's outputs."""
     with make_llm(path) as llm:
         want = generate(llm)
         finished: list[RequestOutput] = []
@@ -203,7 +203,7 @@ def test_a_stream_that_nobody_reads_waits(llm: LLM) -> None:
 
 
 def test_a_paused_stream_may_be_collected_by_the_engine_itself(path: Path) -> None:
-    """The collector runs in whichever thread makes an object too many, the engine's too."""
+    """Garbage collection may run in any thread, including the engine's."""
     with make_llm(path) as llm:
         want = generate(llm)
 
@@ -254,7 +254,7 @@ def ask():
     try:
         outputs = llm.generate([[1, 2, 3], [4], [5, 6]], params, use_tqdm=False)
     except EngineError as error:
-        return print(str(error) + chr(10), end="", flush=True)  # at once, or not at all
+        return print(str(error) + chr(10), end="", flush=True)  # in a single write
     print([len(output.token_ids) for output in outputs], flush=True)
 threading.Thread(target=ask, daemon={is_daemon}).start()
 time.sleep(0.3)
@@ -266,12 +266,12 @@ time.sleep(0.3)
 def test_a_program_may_end_while_an_engine_steps(
     path: Path, is_daemon: bool, seconds: float
 ) -> None:
-    """A thread that Python waits for gets its answers, also those of a new batch size."""
+    """A non-daemon thread gets its outputs, even if they need a new batch size."""
     source = LAST_WORDS.format(is_daemon=is_daemon, seconds=seconds)
     command = [sys.executable, "-c", source, str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
     assert (result.returncode, result.stderr) == (0, "")
-    closed = ("", "the engine is closed; create a new one\n")  # if it still gets to say so
+    closed = ("", "the engine is closed; create a new one\n")  # if it is still able to print
     assert result.stdout in (closed if is_daemon else ("[4, 4, 4]\n",))
 
 
@@ -326,7 +326,7 @@ def test_a_forked_child_is_told_so_at_once(llm: LLM) -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     stream.close()
-    assert len(generate(llm)) == len(PROMPTS)  # the parent goes on
+    assert len(generate(llm)) == len(PROMPTS)  # the parent is unaffected
 
 
 # Interrupts
@@ -337,7 +337,7 @@ NUM_INTERRUPTS = 200
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGINT even where a shell started the tests in the background."""
+    """Raise KeyboardInterrupt on SIGINT even if a shell started the tests in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -346,7 +346,7 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals between threads here")
 def test_real_interrupts_at_random_times_do_no_harm(llm: LLM) -> None:
-    """A thread sends SIGINT to this one during `generate` and `stream` calls, until 200 struck."""
+    """A thread sends SIGINT to this one during `generate` and `stream` calls, 200 times."""
     want = generate(llm)
     rng, num_struck = random.Random(3), 0
     is_running, is_over = threading.Event(), threading.Event()
@@ -356,13 +356,13 @@ def test_real_interrupts_at_random_times_do_no_harm(llm: LLM) -> None:
         while is_running.wait() and not is_over.is_set():
             time.sleep(rng.uniform(0, 0.01))
             if is_running.is_set():
-                is_running.clear()  # one signal for each call
+                is_running.clear()  # one signal per call
                 signal.pthread_kill(main, signal.SIGINT)
 
     def call(number: int) -> None:
         is_running.set()
         assert (generate(llm) if number % 2 else streamed(llm)) == want
-        while is_running.is_set():  # it was too quick: the signal strikes here
+        while is_running.is_set():  # the call ended too early: the signal arrives here
             time.sleep(0.001)
         assert is_lost.wait(60)
         is_lost.clear()
@@ -418,7 +418,7 @@ def test_ctrl_c_does_not_wait_for_a_long_step(path: Path, monkeypatch: pytest.Mo
         assert_idle(llm)
 
 
-# Numbers that are none
+# Invalid logits
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -452,7 +452,7 @@ def test_overflowing_keys_and_values_are_an_error(path: Path) -> None:
 
 
 def break_logits(llm: LLM, position: int) -> None:
-    """Let the logits for the token at a position be NaN, in every sequence that gets there."""
+    """Replace the logits at a position with NaN in every sequence that reaches it."""
     runner = runner_of(llm)
     real = runner.forward
 

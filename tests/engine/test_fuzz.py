@@ -1,4 +1,4 @@
-"""Seeded fuzz: scheduler + block manager equal a cache-free reference, whatever the schedule."""
+"""Seeded fuzz test: any schedule gives the same tokens as a reference without a cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK_SIZE = 4
 def build_core(
     *, num_blocks: int, num_slots: int, budget: int, caching: bool, depth: int, is_paced: bool
 ) -> EngineCore:
-    prompt_budget = PromptBudget(1e-9) if is_paced else None  # prompts get the least there is
+    prompt_budget = PromptBudget(1e-9) if is_paced else None  # prompts get the smallest budget
     blocks = BlockManager(num_blocks, BLOCK_SIZE, caching)
     scheduler = Scheduler(blocks, num_slots, budget, prompt_budget)
     return EngineCore(scheduler, FakeExecutor(num_blocks, BLOCK_SIZE), depth, max_model_len=1000)
@@ -45,7 +45,7 @@ def run(core: EngineCore, arrivals: list[tuple[int, Watched]], aborts: dict[int,
         assert all(seq.num_pending <= 1 for seq in serial)
         step += 1
         assert step < 5000, "stuck"
-    while core._in_flight:  # what a late finish left behind
+    while core._in_flight:  # steps left in flight by a late finish
         core.step()
 
 
@@ -82,7 +82,7 @@ def make_sequences(
 
 
 def make_samples(rng: random.Random, requests: list[tuple[list[int], int]]) -> dict[int, int]:
-    """Turn some requests into further samples of the one before; return whose."""
+    """Turn some requests into further samples of the previous one; return their leaders."""
     leaders: dict[int, int] = {}
     for i in range(1, len(requests)):
         if rng.random() < 0.3:
@@ -143,7 +143,7 @@ def test_any_schedule_gives_the_reference_tokens(
 
 
 class LosingExecutor(FakeExecutor):
-    """Loses some steps, after which the cache and the tables hold garbage."""
+    """Loses some steps, after which the KV cache and the InputBatch hold garbage."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(20, BLOCK_SIZE)
@@ -157,7 +157,7 @@ class LosingExecutor(FakeExecutor):
         self.num_lost += 1
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
             for position in range(start, start + count):
-                self.kv[self._address(slot, position)] = 200  # no token
+                self.kv[self._address(slot, position)] = 200  # not a valid token
             self.tokens[slot][start + count] = 0
         return Done(replace(result, tokens=0 * result.tokens, is_lost=True))
 
@@ -186,7 +186,7 @@ def test_lost_steps_change_no_token(depth: int) -> None:
 def test_equal_hashes_never_share_a_wrong_block(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With every hash colliding, parent and tokens alone must keep prompts apart."""
+    """If all hashes collide, parents and tokens alone must distinguish prompts."""
     monkeypatch.setattr("xxhash.xxh3_64_intdigest", lambda *args, **kwargs: 7)
     for seed in range(50):
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What an engine leaves to Python's collector: little while it lives, nothing when it is gone."""
+"""Garbage collection: an engine creates little garbage, and is freed without the collector."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_no_cycle_keeps_an_engine_that_failed(path: Path, device: str) -> None:
 
 @pytest.mark.usefixtures("thawed")
 def test_no_full_collection_during_a_run(path: Path, device: str) -> None:
-    """It would walk all that was imported."""
+    """A full collection would visit every imported module."""
     with make_llm(path, device) as llm:
         before = gc.get_stats()
         prompts = [[i % 100, i // 100] for i in range(400)]
@@ -90,7 +90,7 @@ def test_no_full_collection_during_a_run(path: Path, device: str) -> None:
 @pytest.mark.usefixtures("thawed")
 def test_a_cycle_around_an_engine_can_be_collected(path: Path, device: str) -> None:
     class Holder:
-        """As an application's: older than the engine that it holds."""
+        """An application object that is older than the engine it refers to."""
 
         def __init__(self) -> None:
             self.itself = self

@@ -1,4 +1,4 @@
-"""LLM as users meet it: shapes, errors, stops, seeds, streams, interruptions."""
+"""LLM's public interface: prompt formats, errors, stops, seeds, streams, interruptions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shared(path: Path) -> Iterator[LLM]:
 
 @pytest.fixture
 def llm(shared: LLM) -> Iterator[LLM]:
-    """One engine for many tests; each must leave it idle and whole."""
+    """An engine shared by many tests; each must leave it idle and intact."""
     yield shared
     assert_idle(shared)
 
@@ -61,7 +61,7 @@ NEEDS_SMOLLM2 = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """A tiny random model that speaks SmolLM2's vocabulary: any token may come next."""
+    """A tiny random model with SmolLM2's vocabulary, so that any token may come next."""
     folder = tmp_path_factory.mktemp("texts")
     checkpoint = find_checkpoint("smollm2", need_weights=False)
     load_tokenizer(checkpoint).save_pretrained(folder)
@@ -92,7 +92,7 @@ def generate(llm: LLM, prompts: Any = PROMPTS, params: Any = GREEDY) -> list[lis
     return tokens(llm.generate(prompts, params, use_tqdm=False))
 
 
-# Shapes of prompts, parameters and results
+# Formats of prompts, parameters and outputs
 
 
 def test_one_prompt_of_ids_is_not_many(llm: LLM) -> None:
@@ -128,7 +128,7 @@ def test_one_params_for_all_or_one_each(llm: LLM) -> None:
 
 
 def test_a_long_prompt_leaves_streams_a_token_in_every_step(checkpoint: TinyCheckpoint) -> None:
-    """With a target that no step meets, prompts beside streams get the least that they may."""
+    """With a target that no step meets, prompts beside streams get the minimum budget."""
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     prompt = [1 + i % 50 for i in range(300)]
     with make_llm(checkpoint.path, max_model_len=400, target_inter_token_ms=1e-6) as llm:
@@ -217,7 +217,7 @@ def test_text_needs_a_tokenizer(llm: LLM) -> None:
         llm.generate(PROMPTS, SamplingParams(stop="x"))
 
 
-# Bad input: a typed error, and the engine lives on
+# Invalid input raises a typed error, and the engine stays usable
 
 BAD_PROMPTS: dict[str, Any] = {
     "empty": [[]],
@@ -350,7 +350,7 @@ EXTREMES: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("options", EXTREMES.values(), ids=EXTREMES.keys())
 def test_one_request_cannot_kill_the_engine(path: Path, options: dict[str, Any]) -> None:
-    """An extreme value is either refused or served; the next request is served in any case."""
+    """An extreme value is either rejected or served; the next request is always served."""
     with make_llm(path) as llm:
         want = generate(llm)
         try:
@@ -372,7 +372,7 @@ def with_eos(path: Path, folder: Path, eos: Any) -> Path:
 
 
 def first_of(ids: list[int], stops: set[int]) -> list[int]:
-    """Tokens up to and including the first that stops."""
+    """Return the tokens up to and including the first stop token."""
     ends = [i for i, token_id in enumerate(ids) if token_id in stops]
     return ids[: ends[0] + 1] if ends else ids
 
@@ -381,7 +381,7 @@ def first_of(ids: list[int], stops: set[int]) -> list[int]:
 def test_every_eos_id_stops(path: Path, tmp_path: Path, depth: int) -> None:
     with make_llm(path) as llm:
         free = generate(llm)
-    eos = [free[0][3], free[1][5], 12345]  # an id that no token has does no harm
+    eos = [free[0][3], free[1][5], 12345]  # an id that never occurs is harmless
     want = [first_of(ids, set(eos)) for ids in free]
     assert want != free
     with make_llm(with_eos(path, tmp_path / "m", eos), depth=depth) as llm:
@@ -406,7 +406,7 @@ def test_stop_token_ids(path: Path, depth: int) -> None:
 def test_min_tokens_equal_transformers(
     checkpoint: TinyCheckpoint, tmp_path: Path, min_tokens: int
 ) -> None:
-    """Stop tokens are not merely overlooked before min_tokens: they cannot be chosen."""
+    """Before min_tokens, stop tokens are masked, not merely ignored."""
     free = [checkpoint.generate(prompt, 12) for prompt in PROMPTS]
     eos = sorted({ids[2] for ids in free})
     folder = with_eos(checkpoint.path, tmp_path / "m", eos)
@@ -429,7 +429,7 @@ def test_min_tokens_equal_transformers(
 
 
 def test_min_tokens_of_neighbors_are_their_own(path: Path) -> None:
-    """A mask must not stay in the slot for the next sequence, nor reach other rows."""
+    """A mask must affect neither the next sequence in the slot nor other rows."""
     with make_llm(path, max_num_seqs=2) as llm:
         free = generate(llm)
         stops = {ids[0] for ids in free}
@@ -443,7 +443,7 @@ def test_min_tokens_of_neighbors_are_their_own(path: Path) -> None:
 
 
 def test_min_tokens_with_an_eos_outside_the_vocabulary(path: Path, tmp_path: Path) -> None:
-    """Some configurations name an id that the embedding does not have; it never comes."""
+    """Some configs contain an EOS id outside the vocabulary, which is never sampled."""
     params = SamplingParams(temperature=0, max_tokens=8, min_tokens=4)
     with make_llm(path) as llm:
         want = generate(llm)
@@ -529,7 +529,7 @@ def test_seeds_of_64_bits(llm: LLM, seed: int) -> None:
 
 
 def test_depth_0_equals_depth_1(path: Path, tmp_path: Path) -> None:
-    """Sampled, preempted, and with stops that are known one step late at depth 1."""
+    """Covers sampling, preemption, and stops that depth 1 detects one step late."""
     prompts = [[i + 1] * 20 for i in range(6)]
     params = seeded(6, top_k=30, top_p=0.95, min_p=0.01)
     with make_llm(path) as llm:
@@ -546,7 +546,7 @@ def test_depth_0_equals_depth_1(path: Path, tmp_path: Path) -> None:
             assert_idle(llm)
 
 
-# Engines and their lives
+# Lifetimes of engines
 
 
 def test_two_engines_in_one_process(
@@ -570,7 +570,7 @@ def test_two_engines_in_one_process(
 
 
 def test_torchs_default_device_is_for_other_work(path: Path, llm: LLM) -> None:
-    """As a notebook may set it; "meta" has no values at all."""
+    """A notebook may set a default device; tensors on "meta" have no values."""
     want = generate(llm)
     with torch.device("meta"), make_llm(path) as other:
         assert generate(other) == want
@@ -626,7 +626,7 @@ def test_streams_give_the_tokens_of_generate(path: Path, depth: int) -> None:
 
 @NEEDS_SMOLLM2
 def test_streamed_text_equals_generated_text(texts: LLM) -> None:
-    """Random tokens split characters, and the special ones among them are shown or not."""
+    """Random tokens split characters; special tokens are shown or skipped."""
     params = [
         SamplingParams(
             temperature=1.0,
@@ -761,7 +761,7 @@ def test_a_small_pool_is_announced_and_ends_sequences(
         [output] = llm.generate([1] * 20, params, use_tqdm=False)
         assert (len(output.token_ids), output.finish_reason) == (12, "length")
         assert output.outputs[0].stop_reason == "num_kvcache_blocks"
-        params = SamplingParams(max_tokens=12, ignore_eos=True)  # as many as there are places
+        params = SamplingParams(max_tokens=12, ignore_eos=True)  # as many as fit
         [output] = llm.generate([1] * 20, params, use_tqdm=False)
         assert (output.finish_reason, output.outputs[0].stop_reason) == ("length", None)
         with pytest.raises(RequestError, match="num_kvcache_blocks"):
@@ -803,7 +803,7 @@ def test_home_in_a_path_expands(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_empty_cache_salt_is_none(path: Path) -> None:
-    """And not another one with the same hash, with which none would ever hit the cache."""
+    """Otherwise it would hash alike but compare unequal, and never hit the cache."""
     prompt = list(range(40))
     with make_llm(path) as llm:
         cached = [
@@ -849,7 +849,7 @@ def test_other_things_than_sampling_params_are_refused(path: str, params: Any) -
 
 @NEEDS_SMOLLM2
 def test_bad_words_are_not_said(texts: LLM) -> None:
-    """Neither as the answer begins nor within it."""
+    """They occur neither at the start of the output nor later."""
     free = texts.generate("The sky is", GREEDY, use_tqdm=False)[0]
     decode = texts.get_tokenizer().decode
     words = [decode([token_id]) for token_id in (free.token_ids[0], free.token_ids[3])]
@@ -861,7 +861,7 @@ def test_bad_words_are_not_said(texts: LLM) -> None:
 
 @NEEDS_SMOLLM2
 def test_scores_of_texts_count_tokens_across_the_border(texts: LLM) -> None:
-    """The prompt's last token may merge with the continuation: it counts as part of that."""
+    """The prompt's last token may merge with the continuation, and then belongs to it."""
     for prompt, continuation in (
         ("The sky is", " blue"),
         ("The sky is ", "blue sky"),

@@ -1,4 +1,4 @@
-"""Prompts beside answers, on a simulated device whose steps take a known time."""
+"""Prefill beside decode, on a simulated device whose steps take a known time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Clock:
 
 @dataclass
 class Device:
-    """Runs one plan after the other, behind the host's back; the clock moves when it is awaited."""
+    """Runs plans one by one, asynchronously; the clock advances when a result is awaited."""
 
     clock: Clock
     cost: Cost
@@ -63,7 +63,7 @@ class Step:
 
 
 def accelerator(plan: StepPlan) -> float:
-    """Shaped like an 8B model on an H200, whose steps of prompts are padded to a few sizes."""
+    """Cost model of an 8B model on an H200, where prefill steps are padded to a few sizes."""
     num_tokens = int(plan.counts.sum())
     if num_tokens > len(plan.counts):
         sizes = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -74,7 +74,7 @@ def accelerator(plan: StepPlan) -> float:
 
 
 class Engine:
-    """A core on a simulated device, and when each of its answers got its tokens."""
+    """A core on a simulated device, which records when each completion got its tokens."""
 
     def __init__(
         self, cost: Cost = accelerator, depth: int = 1, target: float | None = TARGET
@@ -97,7 +97,7 @@ class Engine:
             self.token_times[seq_id].append(self.clock.now)
 
     def serve(self, arrivals: list[tuple[float, int, int]]) -> None:
-        """Answer requests of (time, prompt length, answer length)."""
+        """Serve requests of (time, prompt length, completion length)."""
         waiting = dict(enumerate(arrivals))
         while waiting or self.core.has_unfinished:
             for seq_id, (time, *lengths) in list(waiting.items()):
@@ -110,13 +110,13 @@ class Engine:
                 self.clock.now = min(time for time, *_ in waiting.values())
 
     def waits(self, first_seq_id: int = 0) -> list[float]:
-        """The seconds between tokens, in order of size."""
+        """Return the sorted seconds between tokens."""
         times = [times for seq_id, times in self.token_times.items() if seq_id >= first_seq_id]
         gaps = [np.diff(each) for each in times]
         return np.sort(np.concatenate(gaps)).tolist()
 
     def prompt_counts(self) -> list[int]:
-        """How many tokens beyond one a row each step ran, the steps with prompts alone."""
+        """Return the number of prompt tokens in each step that has any."""
         counts = [int(plan.counts.sum()) - len(plan.counts) for plan in self.device.plans]
         return [count for count in counts if count]
 
@@ -153,7 +153,7 @@ def test_answers_keep_the_target(depth: int, rate: float, prompt_lens: list[int]
 
 @DEPTHS
 def test_the_first_prompts_beside_answers_are_kept_short(depth: int) -> None:
-    """What steps take is not known yet: they grow from one to the next."""
+    """Step durations are unknown at first, so the chunks grow from step to step."""
     engine = Engine(depth=depth)
     engine.add(0, 64, 400)
     for _ in range(3):
@@ -183,7 +183,7 @@ def test_a_prompt_makes_progress_beside_answers_that_are_too_slow(depth: int) ->
 
 @DEPTHS
 def test_a_long_prompt_on_a_slow_device_freezes_no_stream(depth: int) -> None:
-    """On a CPU of 50 tokens a second it took a minute, in which no stream got a token."""
+    """A CPU with 50 tokens per second would need a minute, in which streams got no token."""
     engine = Engine(lambda plan: 0.02 * float(plan.counts.sum()), depth)
     engine.add(0, 20, 200)
     for _ in range(3):
@@ -196,7 +196,7 @@ def test_a_long_prompt_on_a_slow_device_freezes_no_stream(depth: int) -> None:
 
 @DEPTHS
 def test_one_slow_step_changes_little(depth: int) -> None:
-    """By no more than one size that steps are padded to."""
+    """It changes the budget by at most one of the sizes that steps are padded to."""
     engine = Engine(depth=depth)
     engine.serve(poisson(40.0, 100, [512]))
     prompt_budget = engine.prompt_budget
@@ -257,10 +257,10 @@ def test_a_target_that_no_step_reaches_changes_no_plan(depth: int) -> None:
 
 @DEPTHS
 def test_every_answer_has_a_row_in_every_step(depth: int) -> None:
-    """A prompt that was cut short never stands before an answer."""
+    """An unfinished prompt never delays a decode row."""
     engine = Engine(depth=depth)
     engine.serve(poisson(15.0, 60, [20, 900, 5000]))
-    running: dict[int, int] = {}  # slots of answers, and how many tokens each still has to get
+    running: dict[int, int] = {}  # remaining tokens of decoding sequences, keyed by slot
     for plan in engine.device.plans:
         for slot in plan.released:
             running.pop(slot, None)

@@ -1,4 +1,4 @@
-"""Every form in which prompts, messages and parameters may come, and every form that may not."""
+"""All accepted and rejected formats of prompts, messages and parameters."""
 
 from __future__ import annotations
 

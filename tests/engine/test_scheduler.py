@@ -1,4 +1,4 @@
-"""Scheduling on a fake device: sharing, preemption, limits, failures, cost of a step."""
+"""Scheduling on a fake device: sharing, preemption, limits, failures, cost per step."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def make_core(
 
 
 def make_seq(seq_id: int, prompt: list[int], max_tokens: int = 5, **options: Any) -> Watched:
-    """A sequence that ends by length alone."""
+    """Return a sequence that ends only at its maximum length."""
     return Watched(seq_id, prompt, SamplingParams(max_tokens=max_tokens), **options)
 
 
 def endless(prompt: list[int], max_tokens: int) -> list[int]:
-    """What the fake device generates when nothing stops it."""
+    """Return what the fake device generates if nothing stops it."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(predict(tokens))
@@ -57,7 +57,7 @@ def step(core: EngineCore) -> None:
 
 
 def drain(core: EngineCore, limit: int = 1000) -> None:
-    """Run to the end, whatever is left in flight included."""
+    """Run to the end, including steps that are left in flight."""
     for _ in range(limit):
         if not core.has_unfinished and not core._in_flight:
             break
@@ -166,12 +166,12 @@ def test_a_preempted_sequence_hits_the_cache_on_its_way_back(depth: int) -> None
     for row, start in returns:
         assert row.num_prompt_tokens == 9
         assert start >= SIZE
-    assert new.num_cached == 0  # what came back is not a hit of the prompt
+    assert new.num_cached == 0  # blocks of a resumed sequence do not count as prompt hits
 
 
 @DEPTHS
 def test_who_came_first_is_served_first(depth: int) -> None:
-    """Preemption takes the newest, and it comes back before those who arrived after it."""
+    """The newest sequence is preempted, and resumes before those that arrived later."""
     core = make_core(num_blocks=9, num_slots=3, depth=depth, caching=False)
     sequences = [make_seq(i, [i + 1] * 11, 12) for i in range(5)]
     for seq in sequences:
@@ -190,7 +190,7 @@ def test_who_came_first_is_served_first(depth: int) -> None:
 @DEPTHS
 @pytest.mark.parametrize("priorities", [[0, 0, -1, 5, 1], [3, 2, 1, 0, -1], [1, 1, 1, 0, 0]])
 def test_a_lower_priority_is_served_first(depth: int, priorities: list[int]) -> None:
-    """Those who wait enter by it, and preemption takes the highest number, then the newest."""
+    """Waiting sequences are admitted by priority; the highest number is preempted, newest first."""
     core = make_core(num_blocks=9, num_slots=3, depth=depth, caching=False)
     params = [SamplingParams(max_tokens=12, priority=priority) for priority in priorities]
     sequences = [Watched(i, [i + 1] * 11, param) for i, param in enumerate(params)]
@@ -215,7 +215,7 @@ def test_a_lower_priority_is_served_first(depth: int, priorities: list[int]) -> 
 def test_who_comes_late_with_a_lower_priority_does_not_wait_for_the_head() -> None:
     core = make_core(num_blocks=8)
     add(core, make_seq(0, [1] * 20, max_tokens=8))
-    add(core, make_seq(1, [2] * 25, max_tokens=2))  # waits for more than there is
+    add(core, make_seq(1, [2] * 25, max_tokens=2))  # needs more blocks than are free
     step(core)
     add(core, Watched(2, [3] * 4, SamplingParams(max_tokens=2, priority=-1)))
     step(core)
@@ -282,7 +282,7 @@ def test_more_sequences_than_slots(depth: int) -> None:
 
 @DEPTHS
 def test_the_row_after_a_late_stop_is_dropped(depth: int) -> None:
-    """At depth > 0 steps are in flight when EOS becomes known; their tokens vanish."""
+    """At depth > 0, steps are in flight when EOS becomes known; their tokens are discarded."""
     core = make_core(depth=depth)
     prompts = [[i, i + 1] for i in range(1, 20)]
     sequences = [
@@ -294,7 +294,7 @@ def test_the_row_after_a_late_stop_is_dropped(depth: int) -> None:
 
 @DEPTHS
 def test_no_row_runs_past_max_tokens(depth: int) -> None:
-    """The count is known when a step is planned, so nothing is computed in vain."""
+    """The length is known when a step is planned, so no computation is wasted."""
     core = make_core(depth=depth, caching=False)
     assert len(run(core, make_seq(0, [1, 2, 3], max_tokens=1))[0]) == 1
     run(core, make_seq(1, [1, 2, 3], max_tokens=6))
@@ -303,7 +303,7 @@ def test_no_row_runs_past_max_tokens(depth: int) -> None:
 
 @DEPTHS
 def test_prefill_and_decode_are_counted_exactly(depth: int) -> None:
-    """Every prompt token is prefill, a prompt of one token too; every later one is decode."""
+    """Every prompt token counts as prefill, even a single one; every later token as decode."""
     core = make_core(depth=depth, budget=7, caching=False)
     lengths = [1, 1, 2, 6, 7, 8, 15]
     for i, length in enumerate(lengths):
@@ -363,7 +363,7 @@ def test_streaming_sequences_report_every_token_and_all_report_their_ending(dept
 
 
 class Broken(FakeExecutor):
-    """Cannot sample the second token of the sequence in slot 0."""
+    """Fails to sample the second token of the sequence in slot 0."""
 
     def submit(self, plan: StepPlan) -> Done:
         result = super().submit(plan).value
@@ -427,12 +427,12 @@ def test_a_head_that_does_not_fit_costs_nothing_while_it_waits(
     add(core, late)
     step(core)
     assert len(admissions) == 1
-    assert len(hashes) == 14 + 1  # its blocks, and the salt
+    assert len(hashes) == 14 + 1  # the blocks and the salt
     for _ in range(10):
         step(core)
     assert core.scheduler.waiting
     assert len(admissions) == 1
-    running_blocks = 10 // SIZE + 1  # what the running sequence filled meanwhile
+    running_blocks = 10 // SIZE + 1  # filled by the running sequence in the meantime
     assert len(hashes) <= 15 + running_blocks
     drain(core)
     assert late.output_token_ids == endless([2] * 60, 3)
@@ -442,7 +442,7 @@ def test_a_head_that_does_not_fit_costs_nothing_while_it_waits(
 def test_a_cancelled_head_makes_room_for_the_next() -> None:
     core = make_core(num_blocks=8)
     add(core, make_seq(0, [1] * 20, max_tokens=8))
-    add(core, make_seq(1, [2] * 25, max_tokens=2))  # waits for more than there is
+    add(core, make_seq(1, [2] * 25, max_tokens=2))  # needs more blocks than are free
     small = make_seq(2, [3] * 4, max_tokens=2)
     add(core, small)
     step(core)
@@ -475,7 +475,7 @@ def test_a_failed_device_fails_every_later_call_with_its_cause(depth: int) -> No
 
 
 def count_lines(core: EngineCore, num_steps: int) -> int:
-    """Lines of the engine's Python executed in some steps: a clock that does not jitter."""
+    """Count the lines of engine code that some steps execute: a measure without jitter."""
     num_lines = 0
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
@@ -496,7 +496,7 @@ def count_lines(core: EngineCore, num_steps: int) -> int:
 
 
 class Instant(FakeExecutor):
-    """Samples a constant, so that nothing but scheduling takes time."""
+    """Samples a constant, so that only scheduling takes time."""
 
     def submit(self, plan: StepPlan) -> Done:
         return Done(StepResult(plan.num_logits[plan.num_logits > 0][:, None]))

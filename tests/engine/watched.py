@@ -1,4 +1,4 @@
-"""Requests whose sequences a test can look at while a core runs them, and after."""
+"""Requests whose sequences a test can inspect while a core runs them, and afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class Watched:
-    """Has every attribute of the sequence, once it was added to a core."""
+    """A request with all attributes of its sequence, once it has been added to a core."""
 
     def __init__(
         self, seq_id: int, prompt: list[int], params: SamplingParams, **options: Any

@@ -51,7 +51,7 @@ def hf_config(name: str, head_dim: int = 64, theta: float = 500000.0) -> LlamaCo
 
 
 def turn(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Turn every head of x [tokens, heads, dim] by its token's position."""
+    """Rotate every head of x [tokens, heads, dim] by the position of its token."""
     turns = table[positions].unsqueeze(2)
     return rotate(x, turns[:, 0], turns[:, 1])
 
@@ -142,7 +142,7 @@ def test_rotation_depends_on_distance_alone() -> None:
 
 @CASES
 def test_both_layouts_read_the_same(name: str) -> None:
-    """transformers 4 keeps the base apart; before that the kind was called `type`."""
+    """transformers 4 stores the base separately; before that the kind was called `type`."""
     scaling = SCALINGS[name]
     want = rope_config(name)
     old = {"rope_theta": 500000.0, "max_position_embeddings": 2048}
@@ -157,7 +157,7 @@ def test_both_layouts_read_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("length", [1, 2048, 2049, 5000])
 def test_dynamic_equals_transformers_at_the_newest_token(length: int) -> None:
-    """A token is turned as transformers turns it when it is generated."""
+    """A token is rotated as by transformers when it is generated."""
     reference = LlamaRotaryEmbedding(hf_config("dynamic"))
     cos, sin = reference(torch.zeros(1), torch.tensor([[length - 1]]))
     table = rope_table(64, 5000, rope_config("dynamic"), torch.device("cpu"))

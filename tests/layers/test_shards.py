@@ -1,4 +1,4 @@
-"""The ranks' layers, put together by hand, are the layer: no process group anywhere."""
+"""The shards of all ranks, combined by hand without a process group, equal the whole layer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 
 def unconnected(size: int) -> list[TPGroup]:
-    """Ranks that keep what they have to themselves: a test puts it together."""
+    """Return ranks that do not communicate; the test combines their results."""
     return [TPGroup(rank, size) for rank in range(size)]
 
 
@@ -61,7 +61,7 @@ def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load(module: nn.Module, stored: dict[str, Tensor]) -> None:
-    """As the loader does: each tensor's parts say what is copied where."""
+    """Copy the expected parts of each tensor, as the loader does."""
     layers = UnpackedLayers(module, cpu_device())
     assert layers.expected.keys() == stored.keys()
     for name, tensor in stored.items():
@@ -109,7 +109,7 @@ def test_mlp(ops: Ops, size: int, merged: str | None) -> None:
 @pytest.mark.parametrize(("num_kv_heads", "size"), [(4, 2), (4, 4), (2, 4), (1, 2), (1, 4)])
 @pytest.mark.parametrize("merged", [None, "qkv_proj"])
 def test_attention_projections(ops: Ops, num_kv_heads: int, size: int, merged: str | None) -> None:
-    """Every rank has the kv heads of its query heads, the same ones where there are too few."""
+    """Every rank has the kv heads of its query heads; ranks share them if there are too few."""
     model = replace(MODEL, num_kv_heads=num_kv_heads)
     one = SelfAttention(model, 0, build(ops), merged=merged)
     stored = stored_tensors(one)
@@ -151,7 +151,7 @@ VOCABULARIES = pytest.mark.parametrize(
 
 @VOCABULARIES
 def test_embedding(ops: Ops, vocab_size: int, size: int) -> None:
-    """Some of five tokens' four ranks have none at all."""
+    """With a vocabulary of 5 on 4 ranks, one rank holds only padding."""
     table = torch.randn(vocab_size, HIDDEN)
     token_ids = torch.randint(vocab_size, (20,), dtype=torch.int32)
     outputs = []
@@ -163,7 +163,7 @@ def test_embedding(ops: Ops, vocab_size: int, size: int) -> None:
 
 
 class Gathered:
-    """A group in which the others' columns are known already."""
+    """A group whose other ranks' columns are given."""
 
     rank, is_alone = 0, False
 
@@ -177,12 +177,12 @@ class Gathered:
 @VOCABULARIES
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_lm_head(ops: Ops, vocab_size: int, size: int, is_tied: bool) -> None:
-    """The padding of a vocabulary that does not divide is not among the logits."""
+    """The padding of a vocabulary that does not divide evenly does not appear in the logits."""
     weight, x, norm = torch.randn(vocab_size, HIDDEN), torch.randn(3, HIDDEN), norm_of(ops)
     heads = []
     for group in unconnected(size):
         embedding = Embedding(vocab_size, HIDDEN, 1.0, build(ops, group))
-        dense(embedding.weight).fill_(torch.inf)  # what pads must not matter
+        dense(embedding.weight).fill_(torch.inf)  # the padding must not matter
         load(embedding, {".weight": weight})
         head = LMHead(HIDDEN, vocab_size, build(ops, group), embedding if is_tied else None)
         dense(head.weight)[sharded(vocab_size, group).stored.stop :].fill_(torch.inf)
@@ -197,7 +197,7 @@ def test_lm_head(ops: Ops, vocab_size: int, size: int, is_tied: bool) -> None:
 
 
 class AddsToResidual:
-    """A projection as some are on CUDA: the residual gets what it gives."""
+    """A projection that adds its output to the residual in place, like some on CUDA."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return 2 * x
@@ -208,7 +208,7 @@ class AddsToResidual:
 
 @pytest.mark.parametrize("group", [TPGroup(0, 2), TPGroup(1, 2)], ids=["rank-0", "rank-1"])
 def test_the_residual_is_left_to_the_norm(ops: Ops, group: TPGroup) -> None:
-    """Each of several ranks has it all: what they add up must not contain it."""
+    """The residual is replicated, so the sum over ranks must not contain it."""
     linear: Any = RowParallelLinear(replicated(HIDDEN), HIDDEN, False, build(ops, group), "o_proj")
     linear.packed = AddsToResidual()
     x, residual = torch.randn(3, HIDDEN), torch.ones(3, HIDDEN)

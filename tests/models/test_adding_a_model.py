@@ -1,4 +1,4 @@
-"""docs/adding-a-model.md does what it says: the family that it adds equals transformers."""
+"""The family that docs/adding-a-model.md adds equals transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> SmolLM3Config:
-    """Run the page's three pieces of code; return the tiny config that the last one makes."""
+    """Run the three code blocks of the page, and return the tiny config from the last one."""
     module, line, entry = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     smollm3 = ModuleType("smollm3")
     exec(module, smollm3.__dict__)

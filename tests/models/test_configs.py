@@ -1,4 +1,4 @@
-"""Every family's config in both layouts, and what is refused by name."""
+"""Configs of every family in both layouts, and unsupported settings, which raise by name."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ARCHITECTURES = {
 
 
 def saved(name: str) -> dict[str, Any]:
-    """The config as transformers 5 writes it."""
+    """Return the config as transformers 5 writes it."""
     config = CONFIGS[name].to_dict()
     return {**config, "architectures": [ARCHITECTURES[config["model_type"]]], "dtype": "bfloat16"}
 
 
 def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
-    """The same as transformers 4 wrote it."""
+    """Return the same config as transformers 4 wrote it."""
     config = dict(config)
     config["torch_dtype"] = config.pop("dtype")
     rope = config.pop("rope_parameters")
@@ -42,7 +42,7 @@ def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         config["sliding_window_pattern"] = config.pop("_sliding_window_pattern")
         rope = rope["full_attention"]
-        if config["num_hidden_layers"] == 6:  # as the pattern says
+        if config["num_hidden_layers"] == 6:  # the pattern gives the same layers
             del config["layer_types"]
         if config["tie_word_embeddings"]:
             del config["tie_word_embeddings"]
@@ -76,7 +76,7 @@ def test_windows() -> None:
 
     assert windows("mistral") == [20, 20]
     mixed = ["full_attention", "sliding_attention"]
-    assert windows("mistral", layer_types=mixed) == [None, 20]  # as Ministral's have
+    assert windows("mistral", layer_types=mixed) == [None, 20]  # like Ministral
     assert windows("mistral-whole") == windows("qwen2") == windows("llama") == [None, None]
     assert windows("qwen2-window") == [None, 20]
     assert windows("qwen2-window", layer_types=["sliding_attention"] * 2) == [20, 20]
@@ -209,7 +209,7 @@ def test_what_a_config_leaves_out_has_the_default_of_its_class() -> None:
 
 @pytest.mark.parametrize("rope", [{**YARN, "rope_theta": 1e4}, LLAMA3_ROPE], ids=["yarn", "llama3"])
 def test_where_the_trained_length_stands(rope: dict[str, Any]) -> None:
-    """Beside the parameters or among them; transformers takes the former first."""
+    """The field may be beside the parameters or among them; transformers prefers the former."""
 
     def trained(top: float | None, **changes: float) -> int:
         parameters = {**rope, "original_max_position_embeddings": None, **changes}
@@ -222,7 +222,7 @@ def test_where_the_trained_length_stands(rope: dict[str, Any]) -> None:
 
 
 def test_what_gemma_configs_repeat_or_leave_null() -> None:
-    """An activation under another family's name, and types of layers without parameters."""
+    """Read an activation under another family's field, and layer types without parameters."""
     want = read_config(saved("gemma3"))
     assert read_config({**saved("gemma3"), "hidden_act": "silu"}) == want
     ropes = {**saved("gemma3")["rope_parameters"], "sliding_attention": None}
@@ -231,7 +231,7 @@ def test_what_gemma_configs_repeat_or_leave_null() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "phi3", "qwen3"])
 def test_other_families_have_no_hidden_activation(name: str) -> None:
-    """transformers reads that field for Gemma alone; without `hidden_act` the others have silu."""
+    """transformers reads this field only for Gemma; other families default to silu."""
     config = {**saved(name), "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"}
     assert read_config(config).activation == "silu"
 

@@ -1,4 +1,4 @@
-"""Layers of experts to compare kernels on: shapes that fill no tile, and uneven choices."""
+"""Expert layers to compare kernels on: shapes that do not fill a tile, and uneven routing."""
 
 from __future__ import annotations
 

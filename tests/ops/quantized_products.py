@@ -1,4 +1,4 @@
-"""Quantize weights, and multiply with activations quantized to FP8 as well, in plain torch."""
+"""Quantize weights, and multiply them by activations quantized to FP8, in plain torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanovllm.ops.quantized_weight import BLOCK, MIDDLE, QuantizedWeight, pack_w
 
 
 def quantize_activations(x: Tensor, by_block: bool = False) -> Fp8Tensor:
-    """Quantize the rows of x to FP8 by their largest numbers, or those of every 128 inputs."""
+    """Quantize the rows of x to FP8, with one scale per row or per 128 inputs."""
     if not by_block:
         return quantize_rows(x.float())
     num_in = x.shape[1]
@@ -22,7 +22,7 @@ def quantize_activations(x: Tensor, by_block: bool = False) -> Fp8Tensor:
 
 
 def quantized_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """Quantize both sides to FP8, and multiply what they stand for."""
+    """Quantize x like the FP8 weight, and multiply the dequantized values."""
     rows = quantize_activations(x, weight.has_blocks)
     quantized = QuantizedWeight(8, pack_words(rows.values), rows.scales, None, x.shape[1])
     y = F.linear(quantized.dequantize(torch.float32), weight.dequantize(torch.float32))

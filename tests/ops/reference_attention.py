@@ -18,7 +18,7 @@ def reference_attention(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Attention over a paged cache, rows of one query or of several, in the dtype given."""
+    """Return attention over a paged cache for rows of any number of queries, in a dtype."""
     out = torch.zeros_like(q)
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = q.shape[1] // num_kv_heads

@@ -1,4 +1,4 @@
-"""What CUDA's kernels sample, in plain torch: the largest logit after noise was added to each."""
+"""The sampling of the CUDA kernels in plain torch: the largest logit after adding noise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nanovllm.sampling_params import NO_TOKEN
 
 
 def sample_by_noise(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tensor:
-    """Return what CUDA's kernels sample: each row's largest logit after noise was added to it."""
+    """Return the token of each row's largest logit after adding noise, like the CUDA kernels."""
     rows = columns.temperature.nonzero().squeeze(1)
     scores = logits.float().clone()
     if len(rows):

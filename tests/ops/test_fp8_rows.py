@@ -1,4 +1,4 @@
-"""Rows in eight bits: every number is a code times a power of two, and the nearest such."""
+"""FP8 rows: every value is rounded to the nearest FP8 value times a power of two."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from nanovllm.ops.fp8 import (
     quantize,
 )
 
-CODES = torch.arange(256).to(torch.uint8).view(FP8).double()
-NUMBERS = CODES[CODES.isfinite()].sort().values
+VALUES = torch.arange(256).to(torch.uint8).view(FP8).double()
+NUMBERS = VALUES[VALUES.isfinite()].sort().values
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
 def make_rows(dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of all sizes that the type has, some with an outlier."""
+    """Return rows of all magnitudes of the dtype, some with an outlier."""
     generator = torch.Generator().manual_seed(0)
     info = torch.finfo(dtype)
     exponents = torch.linspace(math.log2(info.tiny) - 5, math.log2(info.max) - 6, 400)
@@ -34,7 +34,7 @@ def make_rows(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @DTYPES
-def test_every_number_is_the_nearest_code_times_the_scale(dtype: torch.dtype) -> None:
+def test_every_value_is_rounded_to_the_nearest(dtype: torch.dtype) -> None:
     rows = make_rows(dtype)
     fp8 = quantize(rows)
     scales = torch.exp2(fp8.exponents.double() - 127)[:, None]
@@ -46,7 +46,7 @@ def test_every_number_is_the_nearest_code_times_the_scale(dtype: torch.dtype) ->
 
 
 def test_scales_are_as_small_as_they_can_be() -> None:
-    """Down to the least: half of it would leave the largest number beyond the largest code."""
+    """Half the scale would put the largest value out of range, except at the minimum scale."""
     rows = make_rows()
     exponents = quantize(rows).exponents.long()
     largest = rows.double().abs().amax(-1) / torch.exp2(exponents.double() - 127)
@@ -57,7 +57,7 @@ def test_scales_are_as_small_as_they_can_be() -> None:
 
 
 @DTYPES
-def test_bfloat16_and_wider_types_hold_what_is_read_exactly(dtype: torch.dtype) -> None:
+def test_dequantized_values_are_exact_in_bfloat16_and_wider_types(dtype: torch.dtype) -> None:
     fp8 = quantize(make_rows(dtype))
     exact = fp8.values.double() * torch.exp2(fp8.exponents.double() - 127)[:, None]
     for wide in (torch.float64, torch.float32, torch.bfloat16):
@@ -65,7 +65,7 @@ def test_bfloat16_and_wider_types_hold_what_is_read_exactly(dtype: torch.dtype) 
 
 
 @DTYPES
-def test_what_is_finite_stays_so(dtype: torch.dtype) -> None:
+def test_finite_values_stay_finite(dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
     edges = [
         0.0,
@@ -104,7 +104,7 @@ def test_a_row_that_is_not_finite_is_not_read_as_numbers(value: float) -> None:
     assert read.isnan().all(-1).tolist() == [False, True, False]
 
 
-def test_what_is_read_is_written_as_it_was() -> None:
-    """Blocks that are computed anew from what was cached hold the same."""
+def test_quantizing_again_changes_nothing() -> None:
+    """Quantizing dequantized rows again changes nothing."""
     read = dequantize(quantize(make_rows()), torch.float32)
     assert torch.equal(dequantize(quantize(read), torch.float32), read)

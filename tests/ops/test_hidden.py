@@ -1,4 +1,4 @@
-"""ResidualStream states between two norms."""
+"""The residual stream between two norms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nanovllm.ops.interface import ResidualStream, SumScales
 
 
 def test_partial_sums_of_a_single_token_are_added_up() -> None:
-    """Kernels of one row take an update, not its parts."""
+    """Kernels of one row need a complete update, not partial sums."""
     residual, update = torch.randn(5, 8).bfloat16(), torch.randn(4, 5, 8)
     one = ResidualStream(residual, update).select(torch.tensor([3]))
     assert one.update is not None

@@ -1,4 +1,4 @@
-"""The reference for experts is what transformers computes."""
+"""The reference for experts equals transformers."""
 
 from __future__ import annotations
 

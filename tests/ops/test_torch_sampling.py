@@ -1,4 +1,4 @@
-"""Sampling against exact probabilities: a float64 reference, and counts of what is drawn."""
+"""Compare sampling with exact probabilities: a float64 reference, and counts of sampled tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sample_rows(logits: Tensor, rows: list[Row]) -> Tensor:
 
 
 def reference(logits: list[float], row: Row) -> np.ndarray:
-    """One token after the other, in float64: temperature, top_k, top_p on what is left, min_p."""
+    """Apply temperature, top_k, top_p to the rest, and min_p, token by token in float64."""
     best = max(logits)
     weights = [math.exp((logit - best) / row.temperature) for logit in logits]
     kept = sorted((weight for weight in weights if weight > 0), reverse=True)
@@ -79,7 +79,7 @@ def normalized(logits: Tensor, rows: list[Row]) -> np.ndarray:
 
 
 def assert_equals_reference(logits: Tensor, rows: list[Row]) -> None:
-    """The same tokens are kept, each with its exact probability; each row in company and alone."""
+    """The same tokens are kept with their exact probabilities, for rows in a batch and alone."""
     together = normalized(logits, rows)
     for i, row in enumerate(rows):
         want = reference(logits[i].tolist(), row)
@@ -115,7 +115,7 @@ def test_probs_equal_the_reference(vocab_size: int, scale: float) -> None:
 
 @pytest.mark.parametrize("vocab_size", [40, 3 * NUM_CANDIDATES])
 def test_ties_are_kept_by_value(vocab_size: int) -> None:
-    """Few distinct logits: most cuts fall among equals, which stay or go together."""
+    """With few distinct logits, most cuts fall among equal ones, which are kept or cut together."""
     rng = np.random.default_rng(0)
     for num_levels in (1, 2, 5):
         logits = torch.from_numpy(rng.integers(0, num_levels, (24, vocab_size))).float()
@@ -123,7 +123,7 @@ def test_ties_are_kept_by_value(vocab_size: int) -> None:
 
 
 def test_ties_beyond_the_candidates_count_for_top_p() -> None:
-    """All that tie with the top_k-th token are left for top_p, also those not looked at first."""
+    """All tokens that tie with the top_k-th one are passed to top_p, also beyond the candidates."""
     vocab_size = 3 * NUM_CANDIDATES
     probs = [0.2 / 100] * 100 + [0.8 / (vocab_size - 100)] * (vocab_size - 100)
     for top_p in (0.15, 0.25, 0.43, 0.6):
@@ -135,9 +135,9 @@ def test_excluded_logits_stay_excluded(vocab_size: int) -> None:
     rng = np.random.default_rng(1)
     logits = torch.from_numpy(rng.standard_normal((24, vocab_size)) * 3).float()
     logits[torch.from_numpy(rng.random((24, vocab_size)) < 0.9)] = -INF
-    logits[:, 5] = 0.0  # one is always possible
+    logits[:, 5] = 0.0  # one token is always possible
     logits[0] = -INF
-    logits[0, 5] = 0.0  # and here it is the only one
+    logits[0, 5] = 0.0  # here it is the only one
     rows = [Row(), *(random_row(rng) for _ in range(23))]
     assert_equals_reference(logits, rows)
     assert normalized(logits, rows)[0, 5] == 1.0
@@ -191,7 +191,7 @@ def test_bfloat16_logits_are_not_rounded_again() -> None:
 
 
 def test_a_rows_probs_do_not_depend_on_the_batch() -> None:
-    """Also when a neighbor forces the sort of the whole vocabulary."""
+    """This also holds when another row forces a sort of the whole vocabulary."""
     rng = np.random.default_rng(3)
     logits = torch.from_numpy(rng.standard_normal((32, 3 * NUM_CANDIDATES)) * 4).float()
     rows = [random_row(rng) for _ in range(32)]
@@ -202,7 +202,7 @@ def test_a_rows_probs_do_not_depend_on_the_batch() -> None:
 
 
 def test_a_cut_at_the_rounding_of_top_p_does_not_depend_on_the_batch() -> None:
-    """Two levels of probability whose border lies at top_p within float32's rounding."""
+    """Use two levels of probability whose border equals top_p up to float32 rounding."""
     logits = torch.full((1, 2048), -INF)
     neighbor = torch.zeros(1, 2048)  # flat: its cut is beyond the candidates
     num_compared = 0
@@ -220,7 +220,7 @@ def test_a_cut_at_the_rounding_of_top_p_does_not_depend_on_the_batch() -> None:
 
 
 def chi_square(counts: np.ndarray, probs: np.ndarray) -> tuple[float, int]:
-    """Pearson's statistic and its degrees of freedom; rare tokens share one bin."""
+    """Return Pearson's statistic and its degrees of freedom; rare tokens share one bin."""
     num_draws, is_common = counts.sum(), probs * counts.sum() >= 10
     observed = np.append(counts[is_common], counts[~is_common].sum())
     expected = np.append(probs[is_common], probs[~is_common].sum()) * num_draws
@@ -231,7 +231,7 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> tuple[float, int]:
 
 
 def chi_square_limit(degrees: int) -> float:
-    """The statistic exceeded with probability 1e-5 (Wilson-Hilferty)."""
+    """Return the statistic that is exceeded with probability 1e-5 (Wilson-Hilferty)."""
     z, spread = 4.265, 2 / (9 * degrees)
     return degrees * (1 - spread + z * spread**0.5) ** 3
 
@@ -319,7 +319,7 @@ def test_sampling_leaves_the_logits_alone() -> None:
 @pytest.mark.parametrize("value", [math.nan, -INF, INF])
 @pytest.mark.parametrize("row", [Row(), Row(0.0), Row(top_k=3, top_p=0.9, min_p=0.1)])
 def test_a_row_that_is_no_numbers_gives_no_token(value: float, row: Row) -> None:
-    """Neither where an overflow broke every logit, nor where it broke one of them."""
+    """No token is sampled, whether an overflow broke every logit or only one."""
     logits = torch.zeros(3, 64)
     logits[0] = logits[2, 5] = value
     tokens = sample_rows(logits, [row] * 3)

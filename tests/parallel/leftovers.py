@@ -1,4 +1,4 @@
-"""What a process has around it, before and after: children, descriptors, threads, shared files."""
+"""Detects leaked children, file descriptors, threads and shared files of a process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 
 class Leftovers:
-    """Temporary files are looked for in a folder that nobody else uses."""
+    """A record of existing resources; temporary files are searched in a private folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._before = snapshot(folder)
 
     def check(self, *, but_fds: bool = False, seconds: float = 60.0) -> None:
-        """Fail unless all that came since is gone soon; descriptors may be left until a close."""
+        """Fail unless all new resources are gone soon; `but_fds` skips descriptors and threads."""
         kinds = [kind for kind in self._before if not (but_fds and kind in ("fds", "threads"))]
         wait_until(lambda: not self._new(kinds), seconds, lambda: f"left: {self._new(kinds)}")
 
@@ -42,12 +42,12 @@ def snapshot(folder: Path) -> dict[str, set[str]]:
 def target(fd: str) -> str | None:
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
-    except FileNotFoundError:  # the one that listed them
+    except FileNotFoundError:  # the descriptor of the listing itself
         return None
 
 
 def descendants(pid: int) -> set[str]:
-    """Every process below one, zombies too."""
+    """Return all descendants of a process, including zombies."""
     found: set[str] = set()
     for folder in Path("/proc").glob("[0-9]*"):
         status = read_status(folder.name)
@@ -57,7 +57,7 @@ def descendants(pid: int) -> set[str]:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie is not: the first process of a container may never ask how an orphan ended."""
+    """Return False for zombies: the init process of a container may never reap orphans."""
     status = read_status(str(pid))
     return status is not None and status.state != "Z"
 

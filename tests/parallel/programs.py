@@ -1,4 +1,4 @@
-"""Python programs in processes of their own; nobody waits for one without an end."""
+"""Python programs in separate processes; every wait for them has a timeout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TextIO
 from tests.cli.terminal_process import ROOT, heed_ctrl_c, quiet_environment
 from tests.parallel.leftovers import wait_until
 
-SECONDS = 240.0  # to import torch and load a model on a machine that is slow and busy
+SECONDS = 240.0  # to import torch and load a model on a slow and busy machine
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Program:
         return self.error_file.read_text()
 
     def read_line(self) -> str:
-        """Return the next line that the program says; fail if it ends, or says nothing for long."""
+        """Return the next line of output; fail if the program exits or the wait times out."""
         line = ""
 
         def is_over() -> bool:
             nonlocal line
-            has_ended = self.process.poll() is not None  # asked first: it may speak, then end
+            has_ended = self.process.poll() is not None  # polled first: it may print, then exit
             line += self.output.readline()
             return has_ended or line.endswith("\n")
 
@@ -56,9 +56,9 @@ class Program:
 
 @contextmanager
 def program(*arguments: str) -> Iterator[Program]:
-    """Start one in a process group of its own, as a shell would."""
+    """Start a program in its own process group, as a shell would."""
     with tempfile.TemporaryDirectory() as folder:
-        # Files: a pipe has no end while a worker that should be gone holds it.
+        # Use files: a pipe stays open as long as a leaked worker holds it.
         output, errors = Path(folder, "output"), Path(folder, "errors")
         with output.open("ab") as stdout, errors.open("ab") as stderr:
             process = subprocess.Popen(

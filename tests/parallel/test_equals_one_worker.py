@@ -1,7 +1,7 @@
-"""Worker processes give, token for token, what one worker in this process gives.
+"""Worker processes generate the same tokens as one worker in this process.
 
-Threads do so for every family in `tests/test_tensor_parallel.py`; processes differ in what carries
-plans and results, not in what a rank computes.
+`tests/test_tensor_parallel.py` tests every model family with threads; processes differ only in the
+transport of plans and results, not in what a rank computes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs with workers, and how they end: on their own, by Ctrl-C, killed, dropped."""
+"""Programs with workers end in every way: normally, by Ctrl-C, killed, or garbage-collected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.parallel.leftovers import descendants, is_alive, wait_until
 from tests.parallel.programs import program
 from tests.parallel.workers import process_ids
 
-SECONDS = 60.0  # within which all is over, on a busy machine too
+SECONDS = 60.0  # deadline for the end of all processes, even on a busy machine
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 OPTIONS = {
@@ -48,7 +48,7 @@ def path(tiny: Callable[[str], TinyCheckpoint]) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(path: Path) -> list[list[int]]:
-    """What one worker in this process says."""
+    """Return the output of one worker in this process."""
     with LLM(path, **OPTIONS) as llm:
         return generate(llm)
 
@@ -58,7 +58,7 @@ def generate(llm: LLM) -> list[list[int]]:
 
 
 def assert_gone(pids: list[int]) -> None:
-    """Our own children must be buried, too."""
+    """Check that processes are gone; our own children must be reaped, too."""
 
     def left() -> list[int]:
         ours = descendants(os.getpid())
@@ -69,7 +69,7 @@ def assert_gone(pids: list[int]) -> None:
 
 @pytest.mark.slow
 def test_two_engines_side_by_side(path: Path, answers: list[list[int]]) -> None:
-    """They start at once, step in turn, and the death of one leaves the other alone."""
+    """They start concurrently, step in turn, and the death of one does not affect the other."""
     options = {**OPTIONS, "tensor_parallel_size": 2, "depth": 1}
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(lambda _: LLM(path, **options), range(2))
@@ -85,7 +85,7 @@ def test_two_engines_side_by_side(path: Path, answers: list[list[int]]) -> None:
         pids, others = (process_ids(llm.engine.core.executor) for llm in (first, second))
         assert len({*pids, *others}) == 4
         os.kill(pids[1], signal.SIGKILL)
-        assert_gone(pids)  # the other rank was ended
+        assert_gone(pids)  # the other rank was stopped
         cause = rf"worker 1 of 2 \(process {pids[1]}\) was killed by signal 9"
         with pytest.raises(WorkerError, match=cause):
             generate(first)
@@ -115,7 +115,7 @@ LLM(sys.argv[1], tensor_parallel_size=2, **{OPTIONS})
 
 @pytest.mark.slow
 def test_ctrl_c_when_the_workers_are_ready(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt keeps the traceback, and with it all that was being made."""
+    """An interactive prompt keeps the traceback, and with it all objects in its frames."""
 
     def interrupted() -> None:
         pids.extend(int(pid) for pid in descendants(os.getpid()) - before)
@@ -132,7 +132,7 @@ def test_ctrl_c_when_the_workers_are_ready(path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_an_engine_outlives_ctrl_c(path: Path, answers: list[list[int]], tmp_path: Path) -> None:
-    """In a script without a main middleware, which no worker runs again."""
+    """The script has no `if __name__ == "__main__"`; workers do not run it again."""
     script = tmp_path / "script.py"
     script.write_text(f"""
 import sys
@@ -162,7 +162,7 @@ for _ in range(3):
 @pytest.mark.parametrize(
     ("number", "build_worker", "order"),
     [
-        (signal.SIGTERM, "obedient", "Order.SLEEP, 0"),  # in a long step; killed: see below
+        (signal.SIGTERM, "obedient", "Order.SLEEP, 0"),  # in a long step; SIGKILL is tested below
         (signal.SIGINT, "obedient", "Order.SLEEP, 0"),
         pytest.param(signal.SIGKILL, "meeting", "Order.MEET, 1", marks=pytest.mark.slow),
     ],
@@ -179,8 +179,8 @@ def test_workers_go_with_the_program(number: signal.Signals, build_worker: str, 
 
 
 def test_workers_stay_with_the_program_and_not_with_its_children() -> None:
-    """A forked child that exits leaves them alone; one that stays, and inherits the sockets, does
-    not keep them: their end alone would not tell, here in the midst of a long step."""
+    """A forked child that exits does not stop the workers. One that stays and inherits the sockets
+    does not keep them alive: they check the parent's pid, here during a long step."""
     source = START_EXECUTOR.format(build_worker="obedient")
     source += "if (child := os.fork()) == 0:\n    sys.exit()\nos.waitpid(child, 0)\n"
     source += "print(executor.submit(orders(41)).result().tokens[0], flush=True)\n"

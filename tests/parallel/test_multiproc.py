@@ -1,4 +1,4 @@
-"""Workers in processes of their own: what they answer, how they fail, and that none stays."""
+"""Worker processes: their results, their failures, and that none is leaked."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from tests.parallel.workers import (
     sleeping,
 )
 
-NOBODY = 5  # a rank that there is not
-SECONDS = 60.0  # within which a fault is reported, on a busy machine too
+NOBODY = 5  # a rank that does not exist
+SECONDS = 60.0  # deadline for reports of failures, even on a busy machine
 NUM_KILLS = 5
 
 
 @pytest.fixture
 def leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Leftovers]:
-    """Whatever a test does, it leaves no process, descriptor, thread, file or shared memory."""
+    """Check that no test leaks a process, descriptor, thread, file or shared memory."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    host_store()  # the first one in a process makes libuv open a pipe for good
+    host_store()  # the first store of a process makes libuv open a permanent pipe
     gc.collect()
     before = Leftovers(tmp_path)
     yield before
@@ -96,8 +96,8 @@ def test_the_first_rank_speaks_and_all_of_them_warn(
     with caplog.at_level(logging.INFO, "nanovllm"):
         executor = make_executor(size=3)
         info = executor.start()
-        answer(executor, 1)  # after which the logs are here
-    assert info == ExecutorInfo(100, 1, "cpu", "float32")  # of rank 0
+        answer(executor, 1)  # the log records arrive before this reply
+    assert info == ExecutorInfo(100, 1, "cpu", "float32")  # the info of rank 0
     messages = sorted(record.getMessage() for record in caplog.records)
     assert [m for m in messages if "model" in m] == [f"rank {n} is no model" for n in range(3)]
     assert [m for m in messages if "pool" in m] == ["the pool of rank 0"]
@@ -133,7 +133,7 @@ def test_a_dropped_executor_takes_its_workers_along(leftovers: Leftovers) -> Non
     executor = make_executor()
     executor.start()
     executor.submit(orders(Order.SLEEP, 1))
-    gc.disable()  # no cycle holds it
+    gc.disable()  # no reference cycle may keep it alive
     try:
         del executor
         leftovers.check()
@@ -146,7 +146,7 @@ def test_a_dropped_executor_takes_its_workers_along(leftovers: Leftovers) -> Non
     [
         (Order.RAISE, 0, obedient),
         pytest.param(Order.RAISE, 1, meeting, marks=pytest.mark.slow),
-        (Order.RAISE_LATE, 0, obedient),  # only its tokens are waited for
+        (Order.RAISE_LATE, 0, obedient),  # only rank 0 waits for tokens
         (Order.DIE, 0, obedient),
         pytest.param(Order.DIE, 1, meeting, marks=pytest.mark.slow),
     ],
@@ -154,7 +154,7 @@ def test_a_dropped_executor_takes_its_workers_along(leftovers: Leftovers) -> Non
 def test_a_fault_in_a_step_fails_every_waiter(
     leftovers: Leftovers, order: Order, rank: int, build_worker: object
 ) -> None:
-    """Also if the first rank, which answers, waits in a collective."""
+    """This holds even if rank 0, which sends the results, waits in a collective."""
     executor = make_executor(build_worker)
     executor.start()
     check_process(executor, build_worker)
@@ -167,7 +167,7 @@ def test_a_fault_in_a_step_fails_every_waiter(
         Order.DIE: rf"worker {rank} of 2 \(process {pid}\) was killed by signal 9",
     }
     start = time.monotonic()
-    with contextlib.suppress(WorkerError):  # the fault, which may be another rank's, may come first
+    with contextlib.suppress(WorkerError):  # the failure may come first
         assert pending[0].result().tokens[0] == 1
         pending[1].result()
     for each in pending[-3:]:
@@ -176,12 +176,12 @@ def test_a_fault_in_a_step_fails_every_waiter(
     with pytest.raises(WorkerError, match=causes[order]):
         executor.submit(orders(1))
     assert time.monotonic() - start < SECONDS
-    leftovers.check(but_fds=True)  # the workers that had no fault are gone as well
+    leftovers.check(but_fds=True)  # the healthy workers are gone as well
     executor.close()
 
 
 def check_process(executor: MultiprocExecutor, build_worker: object) -> None:
-    """Ranks have a session of their own, and those that use torch share the cores."""
+    """Ranks have their own session, and those that use torch share the cores."""
     pid, session, num_threads, _ = answer(executor, 3)[-NUM_EXTRA:]
     assert session == pid != os.getsid(0)
     if build_worker is meeting:
@@ -207,7 +207,7 @@ def test_a_stopped_worker_is_noticed(executor: MultiprocExecutor) -> None:
 
 @pytest.mark.slow
 def test_a_worker_stopped_in_a_collective_is_noticed(meeting_executor: MultiprocExecutor) -> None:
-    """The first rank answers only after it met the others, so it does not matter who hangs."""
+    """Rank 0 replies only after the collective, so it does not matter which rank hangs."""
     check_stopped(meeting_executor, rank=1)
 
 

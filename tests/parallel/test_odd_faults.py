@@ -1,4 +1,4 @@
-"""Faults that hide what happened: each is still told of, and soon."""
+"""Failures that obscure their cause: each is still reported, and soon."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.parallel.workers import (
 )
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 60.0  # within which a fault is reported, on a busy machine too
+SECONDS = 60.0  # deadline for reports of failures, even on a busy machine
 
 
 class Unspeakable(Exception):
@@ -47,7 +47,7 @@ class UnspeakableWorker(ObedientWorker):
 
 
 class TiedWorker(ObedientWorker):
-    """The first rank raises, and the other one ends because of it."""
+    """A worker of two: rank 0 raises, and the other rank exits because of it."""
 
     def submit(self, plan: StepPlan) -> Done:
         if self.rank == 0:
@@ -82,7 +82,7 @@ def clumsy(task: WorkerTask, rank: int) -> ObedientWorker:
     ],
 )
 def test_a_fault_is_told_of(build_worker: Any, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if build_worker is tied:  # its death must be waited for, however late it gets to that
+    if build_worker is tied:  # wait for its death, however late
         monkeypatch.setattr(ChildProcesses, "grace_seconds", SECONDS)
     executor = make_executor(build_worker, start_workers=start_alone)
     executor.start()
@@ -121,7 +121,7 @@ def test_a_rank_that_cannot_be_spawned_leaves_nothing(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_flags_of_the_interpreter_reach_the_workers(tmp_path: Path) -> None:
-    """-I ignores PYTHONPATH, where something may wait that no process is to run."""
+    """-I ignores PYTHONPATH, which may contain code that no process should run."""
     (tmp_path / "sitecustomize.py").write_text("raise SystemExit('it ran')")
     source = f"import sys; sys.path.insert(0, {str(ROOT)!r}){MOVES_AWAY}"
     done = subprocess.run(
@@ -152,7 +152,7 @@ executor.start()
 print(executor.submit(orders(7)).result().tokens[0])
 executor.close()
 """
-# Torch is imported once for all.
+# Torch is imported only once.
 FORK_EACH = """
 import json, os, sys
 import nanovllm.parallel.multiproc_executor
@@ -166,7 +166,7 @@ for source in json.load(sys.stdin):
 
 @pytest.mark.slow
 def test_programs_with_other_manners() -> None:
-    """Each would look in the wrong folder or wait in vain."""
+    """Without our precautions, each program would search the wrong folder or hang."""
     says = {MOVES_AWAY: "started", SETS_A_TIMEOUT: "7"}
     done = subprocess.run(
         [sys.executable, "-c", FORK_EACH],

@@ -1,4 +1,4 @@
-"""The supervisor of child processes: what it hands on, and what it takes for a failure."""
+"""The supervisor of child processes: the messages it passes on, and the failures it detects."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from nanovllm.parallel.child import Failure, Kind, Message
 from nanovllm.parallel.supervisor import Supervisor
 
 POLL, TIMEOUT, STEP_TIMEOUT = 0.0625, 0.5, 300.0  # seconds; the first two add up without rounding
-NUM_POLLS = int(TIMEOUT / POLL)  # without a message, before a child is silent for too long
+NUM_POLLS = int(TIMEOUT / POLL)  # polls without a message until the heartbeat timeout
 
 
 class FakeChildren:
-    """Each call of `receive` takes one entry of a script, by a clock of its own."""
+    """Fake children: each call of `receive` takes one entry of a script, on a fake clock."""
 
     names = ("worker 0", "worker 1")
     heartbeat_timeout, grace_seconds = TIMEOUT, 0.0
@@ -40,7 +40,7 @@ class FakeChildren:
 
     def receive(self, seconds: float) -> list[tuple[int, Message | Failure]]:
         if self.script.unfinished_tasks > self.script.qsize():
-            self.script.task_done()  # the entry before this one was handled
+            self.script.task_done()  # the previous entry was handled
         while self.script.empty():
             if self._is_stopped.wait(0.001):
                 return []
@@ -86,7 +86,7 @@ class Running:
         self.supervisor.is_armed = True
 
     def wait(self) -> None:
-        """Return when all that was added is handled."""
+        """Wait until all entries are handled."""
         self.children.script.join()
 
     def failure(self) -> str:
@@ -130,7 +130,7 @@ def test_messages_are_handed_on(running: Running, caplog: pytest.LogCaptureFixtu
 def test_an_error_is_told_with_its_reason(
     running: Running, type_name: str, message: str, told: str
 ) -> None:
-    """In the first line, which is all that clients of a server see."""
+    """The reason is in the first line, which is all that clients of a server see."""
     running.children.add((1, error_of(type_name, message)))
     assert running.failure() == told
 
@@ -190,7 +190,7 @@ def test_a_step_may_take_its_time_and_no_longer(running: Running) -> None:
 
 
 def test_a_process_that_could_not_listen_blames_nobody(running: Running) -> None:
-    """It was paused between its wait and the heartbeats that came meanwhile, again and again."""
+    """The process was suspended repeatedly while heartbeats arrived; no child counts as silent."""
     for _ in range(20):
         running.children.add(seconds=3 * TIMEOUT)
         running.children.add((0, heartbeat()), (1, heartbeat()), seconds=POLL)

@@ -1,6 +1,6 @@
-"""Workers without a model: a plan's first column says what to do.
+"""Workers without a model: the first column of a plan has orders.
 
-Only those that meet import torch, so that the others start at once.
+Only workers that join a process group import torch; the others start immediately.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ NUM_EXTRA = 4
 
 
 class Order(IntEnum):
-    """What `orders` makes the workers do, each with the rank that it is for."""
+    """Orders to workers; each comes with the rank that executes it."""
 
     ANSWER = 0
     RAISE = 1
     DIE = 2
     SLEEP = 3
-    MEET = 4  # all in a collective, but for that rank, which sleeps
-    RAISE_LATE = 5  # when the tokens are waited for
-    STAY = 6  # when asked to go
+    MEET = 4  # all ranks run a collective, except the given rank, which sleeps
+    RAISE_LATE = 5  # raise when the tokens are waited for
+    STAY = 6  # ignore the request to exit
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Done:
 
 
 class ObedientWorker:
-    """Answers with the plan's slots, followed by what it knows of itself."""
+    """Returns the plan's slots as tokens, followed by facts about its process."""
 
     def __init__(self, rank: int, meet: Callable[[], None], num_threads: int = 0) -> None:
         self.rank, self.meet, self.num_threads = rank, meet, num_threads
@@ -104,7 +104,7 @@ def check_sum(group: TPGroup) -> None:
 
 
 def raising(task: WorkerTask, rank: int) -> ObedientWorker:
-    """The last rank raises while the first waits for it."""
+    """Build workers of which the last one raises while rank 0 waits for it."""
     if rank == task.config.tensor_parallel_size - 1:
         raise ValueError("this worker cannot be built")
     return meeting(task, rank)
@@ -129,7 +129,7 @@ ALONE = (obedient, refusing, sleeping)
 
 
 def start_alone(config: EngineConfig) -> Workers:
-    """Start workers that do not meet."""
+    """Start workers that do not join a process group."""
     from nanovllm.parallel.multiproc_executor import Workers, start_children
 
     return Workers(start_children(config.tensor_parallel_size), RendezvousInfo("127.0.0.1", 0, 1))
@@ -142,7 +142,7 @@ def make_executor(
     from nanovllm.parallel.multiproc_executor import start_workers as start_processes
 
     start_workers = options.pop("start_workers", None)
-    if start_workers is None:  # those that do not meet need no torch, here neither
+    if start_workers is None:  # without a process group, torch is not needed here either
         start_workers = start_alone if build_worker in ALONE else start_processes
     config = EngineConfig("none", tensor_parallel_size=size, device="cpu", **options)
     nothing: Any = None
@@ -155,5 +155,5 @@ def orders(*numbers: int) -> StepPlan:
 
 
 def process_ids(executor: MultiprocExecutor) -> list[int]:
-    """Of a started executor; of one that is starting, none or all."""
+    """Return the process ids of a started executor; of a starting one, none or all."""
     return [] if executor.supervisor is None else executor.supervisor._children.pids

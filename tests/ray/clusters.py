@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 HERE = Path(__file__).parent
-# Of the loopback range, but not the first, for which Ray puts in the address of the machine.
+# A loopback address other than 127.0.0.1, which Ray replaces by the address of the machine.
 NODE = {"node_ip_address": "127.0.0.2", "object_store_memory": 200 * 2**20}
 HEAD = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
 NUM_TRIES = 4
@@ -19,9 +19,9 @@ NUM_TRIES = 4
 
 @contextmanager
 def ray_cluster(num_nodes: int = 3, num_cpus: int = 1, **init_options: Any) -> Iterator[Any]:
-    """Start nodes and connect to them; yields Ray's `Cluster`.
+    """Start nodes and connect to them; yield Ray's `Cluster`.
 
-    Children of this process find the cluster too, and the package: both are in the environment.
+    Child processes find the cluster and the package through environment variables.
     """
     import ray
     from ray.cluster_utils import Cluster
@@ -30,7 +30,7 @@ def ray_cluster(num_nodes: int = 3, num_cpus: int = 1, **init_options: Any) -> I
     settings = {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # By default its workers make way for whatever else runs, here for other tests.
+        # By default its workers have a lower priority than other processes, here other tests.
         "RAY_worker_niceness": "0",
     }
     with patch.dict(os.environ, settings):
@@ -48,16 +48,16 @@ def ray_cluster(num_nodes: int = 3, num_cpus: int = 1, **init_options: Any) -> I
         finally:
             ray.shutdown()
             cluster.shutdown()
-            for folder in folders:  # of logs
+            for folder in folders:  # log folders
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def add_node(cluster: Any, **options: Any) -> Any:
-    """Add a node; returns what `cluster.remove_node` takes.
+    """Add a node; return the handle that `cluster.remove_node` takes.
 
-    Ray gives up on one that takes 15 s to start, as it may where all cores are busy.
+    Retry, as Ray gives up on a node that takes 15 s to start, which happens if all cores are busy.
     """
     for _ in range(NUM_TRIES - 1):
-        with suppress(Exception):  # of no kind of its own
+        with suppress(Exception):  # Ray raises no specific type
             return cluster.add_node(**NODE, **options)
     return cluster.add_node(**NODE, **options)

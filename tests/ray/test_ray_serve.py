@@ -1,4 +1,4 @@
-"""An application of Ray Serve: two engines behind the routes of `nanovllm serve`."""
+"""A Ray Serve application: two engines behind the routes of `nanovllm serve`."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ SCALING = {
     "min_replicas": 2, "max_replicas": 3, "target_ongoing_requests": 8, "upscale_delay_s": 0,
     "look_back_period_s": 2, "metrics_interval_s": 1,
 }  # fmt: skip
-# Answers that go on until somebody ends them.
+# Requests that run until they are aborted.
 ENDLESS = {"max_tokens": 4000, "ignore_eos": True, "stream": True}
-DEADLINE = 480.0  # for what takes any time, on a machine that is slow and busy
+DEADLINE = 480.0  # for slow operations on a slow and busy machine
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(model: Path) -> Iterator[str]:
-    """Of the application that the example configures, with another model and other numbers."""
+    """Run the application of the example file with another model and other sizes; yield its URL."""
     from ray import serve
     from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as build
 
@@ -71,7 +71,7 @@ def url(model: Path) -> Iterator[str]:
 
 
 def free_port() -> int:
-    """Of those that no outgoing connection takes before Serve listens there."""
+    """Return a port outside the ephemeral range, so that no outgoing connection takes it."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as free, suppress(OSError):
@@ -87,7 +87,7 @@ def client(url: str) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> Iterator[Running]:
-    """What `nanovllm serve` runs, with the same options."""
+    """Run the server of `nanovllm serve` with the same options."""
     llm = AsyncLLM(model, max_model_len=4096, kvcache_block_size=BLOCK_SIZE, **ENGINE)
     try:
         with running(llm) as server:
@@ -109,7 +109,7 @@ def test_the_example_is_what_serve_takes() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"port": "8000"}, "port is not an option here"),
+        ({"port": "8000"}, "port is not supported here"),
         ({"max_num_seqs": "many"}, "max-num-seqs"),
         ({"no_such_option": 1}, "no_such_option"),
         ({"dtype": "int3"}, "dtype"),
@@ -127,7 +127,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], complaint: str) -> N
     [({}, 1, 1), ({"min_replicas": "3"}, 3, 3), ({"min_replicas": "0"}, 0, 1)],
 )
 def test_replicas_may_be_told_as_texts(options: dict[str, str], least: int, most: int) -> None:
-    """As `serve run` hands them on."""
+    """`serve run` passes options as strings."""
     from nanovllm.config import EngineConfig
     from nanovllm.ray.ray_serve import _autoscaling
 
@@ -157,7 +157,7 @@ CASES = [(path, body) for path, bodies in REQUESTS.items() for body in bodies]
 
 
 def comparable(value: Any) -> Any:
-    """An answer without what differs from one to the next."""
+    """Return a response without the fields that differ between requests."""
     if isinstance(value, dict):
         skipped = ("id", "created", "created_at", "completed_at", "root", "cached_tokens")
         return {name: comparable(each) for name, each in value.items() if name not in skipped}
@@ -195,12 +195,12 @@ def test_openais_client_reads_a_stream_while_it_is_made(
             **request, max_tokens=4000, extra_body={"ignore_eos": True}
         )
         next(stream)
-        assert client.get("/load").json() == {"server_load": 1}  # the last token is not made yet
+        assert client.get("/load").json() == {"server_load": 1}  # it is still running
         stream.close()
     wait_until(lambda: client.get("/load").json() == {"server_load": 0})
     wait_until(lambda: all(each.num_running == 0 for each in engine_stats()))
     tokens = sum(each.num_decode_tokens for each in engine_stats())
-    assert tokens < 4000  # it was aborted where it ran
+    assert tokens < 4000  # the engine aborted it
 
 
 def test_requests_with_a_prefix_reach_the_engine_that_has_it(client: httpx.Client) -> None:
@@ -228,9 +228,9 @@ def test_a_killed_engine_fails_its_streams_alone(client: httpx.Client, url: str)
 def test_an_engine_without_its_core_gets_no_requests_and_is_replaced(
     client: httpx.Client, url: str
 ) -> None:
-    """Before Serve has noticed: it would answer with errors, and always have the least to do.
+    """The engine must exit before Serve notices: failing requests, it would have the least load.
 
-    A core that hangs is reported to its replica alike: tests/serve/test_async_llm.py.
+    A hung core is reported to its replica in the same way: tests/serve/test_async_llm.py.
     """
     before, core = engines_up(client), core_of(engine_processes()[0])
     lines = asyncio.run(break_one_stream(url, lambda: os.kill(core, signal.SIGKILL)))
@@ -269,9 +269,9 @@ def test_more_requests_start_another_engine(url: str) -> None:
 
 
 async def break_one_stream(url: str, fail: Callable[[], None]) -> list[str]:
-    """Stream from both engines, make one of them fail, and return what its stream has.
+    """Stream from both engines, make one of them fail, and return the lines of its stream.
 
-    The other stream goes on: it has one more line after that.
+    The other stream continues: it has one more line after that.
     """
     async with (
         httpx.AsyncClient(base_url=url, timeout=DEADLINE) as client,
@@ -325,7 +325,7 @@ def engine_stats() -> list[Any]:
 
 
 def engines_up(client: httpx.Client) -> set[str]:
-    """The numbers of the engines that the ingress knows to work."""
+    """Return the numbers of the engines that the ingress considers healthy."""
     text = client.get("/metrics").text
     return set(re.findall(r'^vllm:engine_up{engine="(\d+)".* 1.0$', text, re.MULTILINE))
 
@@ -335,7 +335,7 @@ def wait_for_another_engine(client: httpx.Client, before: set[str]) -> None:
 
 
 def num_engines() -> int:
-    """Those that run or start."""
+    """Return the number of engines that are running or starting."""
     from ray import serve
 
     states = serve.status().applications["nanovllm"].deployments["Engine"].replica_states
@@ -343,13 +343,13 @@ def num_engines() -> int:
 
 
 def processes() -> dict[int, tuple[int, str]]:
-    """The parent and the title of each process that this one has brought about."""
+    """Return the parent and the title of each descendant of this process."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int(folder.joinpath("stat").read_text().rpartition(")")[2].split()[1])
             title = folder.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         found[int(folder.name)] = parent, title
 

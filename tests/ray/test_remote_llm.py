@@ -1,4 +1,4 @@
-"""What the ingress of an application of Ray Serve knows of its engines."""
+"""The state of the engines in the ingress of a Ray Serve application."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, needs_ray]
 
 
 class FakeEngines:
-    """A handle whose engines answer what they are told to; an error is of all of them."""
+    """A handle whose engines return given results; an exception applies to all of them."""
 
     def __init__(self) -> None:
         self.answer: list[Any] | Exception = []
@@ -57,7 +57,7 @@ def test_engines_are_known_by_number_while_they_work(tmp_path: Path) -> None:
     assert look([EngineCounts("c", idle), EngineCounts("b", busy)]) == [1, 2]
     assert look(TimeoutError()) == [1, 2]
     assert llm.error is None
-    assert look(RayServeException("there is none")) == [1, 2]  # as they were last
+    assert look(RayServeException("there is none")) == [1, 2]  # the previous state
     assert "no engine is running" in str(llm.error)
     assert all(engine.error is not None for engine in llm.replicas)
     assert look([EngineCounts("d", idle)]) == [3]

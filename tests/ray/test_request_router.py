@@ -1,4 +1,4 @@
-"""The request router of Ray Serve, without a cluster: where requests go, and what is counted."""
+"""The request router of Ray Serve without a cluster: its choices and its counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_SIZE = 4
 
 @dataclass(frozen=True)
 class FakeReplica:
-    """With nothing to do."""
+    """An idle replica."""
 
     replica_id: Any
     max_ongoing_requests: int = 8
@@ -28,7 +28,7 @@ class FakeReplica:
 
 
 class Engines:
-    """A router, and the engines that it knows."""
+    """A router and its engines."""
 
     def __init__(self, *names: str) -> None:
         from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
@@ -68,7 +68,7 @@ class Engines:
 
 @pytest.fixture
 def requests() -> Iterator[Any]:
-    """Makes requests of prompts, each of one new token."""
+    """Return a factory of requests, each with one output token."""
     from ray.serve._private.common import RequestMetadata
     from ray.serve.request_router import PendingRequest
 
@@ -107,7 +107,7 @@ def test_what_is_counted_is_counted_off(requests: Any) -> None:
         chosen = await engines.choose(request)
         other = "b" if chosen == "a" else "a"
         assert engines.loads == {chosen: 4, other: 0}
-        assert await engines.choose(request) == chosen  # tried once more: it was full
+        assert await engines.choose(request) == chosen  # retried because the engine was full
         assert engines.loads == {chosen: 4, other: 0}
         engines.route(request, other)
         assert engines.loads == {chosen: 0, other: 4}
@@ -117,7 +117,7 @@ def test_what_is_counted_is_counted_off(requests: Any) -> None:
         canceled = requests(1, 2, 3)
         await engines.choose(canceled)
         canceled.future.cancel()
-        await asyncio.sleep(0)  # its callbacks run now
+        await asyncio.sleep(0)  # lets the callbacks run
         assert engines.loads == {"a": 0, "b": 0}
 
     asyncio.run(run())
@@ -135,7 +135,7 @@ def test_engines_come_and_go(requests: Any) -> None:
         engines.complete(request, "a")
         assert engines.loads == {"b": 0}
         assert await engines.choose(other) == "b"
-        engines.route(other, "a")  # which Serve learns too late to be gone
+        engines.route(other, "a")  # Serve notices too late that it is lost
         assert engines.loads == {"b": 0}
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""What is said where Ray is not installed; and that nothing but its own files import it."""
+"""Errors if Ray is not installed; only the Ray modules import it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_says_what_it_needs() -> None:
-    """Before it looks for the model, which does not exist."""
+    """The error comes before the search for the model, which does not exist."""
     with pytest.raises(ConfigError, match=r"needs Ray.*pip install 'nanovllm\[ray\]'"):
         resolve_model(EngineConfig("none", distributed_executor_backend="ray"))
 

@@ -1,4 +1,4 @@
-"""A real browser for tests of the page, which skip where none is found."""
+"""A real browser for tests of the page; they are skipped if none is installed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def browser() -> Iterator[Any]:
 
 
 class Tabs:
-    """Opens pages; `check` fails on whatever went wrong in any, or was loaded from elsewhere."""
+    """Opens pages; `check` fails on any error in a page, and on any external resource."""
 
     def __init__(self, browser: Any) -> None:
         self._browser = browser
         self._contexts: list[Any] = []
         self.faults: list[str] = []
-        self.expected: tuple[str, ...] = ()  # parts of faults that a test provokes
+        self.expected: tuple[str, ...] = ()  # parts of error messages that a test provokes
 
     def open(self, url: str, *, waits: bool = True, **options: Any) -> Any:
         context = self._browser.new_context(**options)
@@ -84,7 +84,7 @@ def answers(page: Any) -> list[str]:
 
 
 def wait_for(page: Any, condition: str, seconds: float = 240.0) -> None:
-    """Until an expression holds; playwright's own way is forbidden by the page's policy."""
+    """Wait until an expression holds; the page's policy forbids playwright's own method."""
     end = time.monotonic() + seconds
     while not page.evaluate(condition):
         assert time.monotonic() < end, f"never: {condition}"

@@ -1,4 +1,4 @@
-"""A tiny random model whose tokens are bytes; its chat template knows tools and thoughts."""
+"""A tiny random model whose tokens are bytes; its chat template supports tools and reasoning."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def make_byte_model(folder: Path, max_len: int = 1024) -> Path:
 
 
 def make_byte_file(folder: Path, max_len: int = 1024) -> Path:
-    """The same model in a GGUF file, whose tokenizer needs no transformers.
+    """Write the same model to a GGUF file, whose tokenizer does not need transformers.
 
-    A process that has no other use for it starts seconds sooner.
+    A process that does not import transformers starts seconds earlier.
     """
     from tests.checkpoint.tiny_gguf import write_gguf
 
     config = byte_config(max_len)
     weights = make_checkpoint(folder, config).model.state_dict()
-    # A file must have a merge: of two bytes that no text has.
+    # A file needs at least one merge: use two bytes that occur in no text.
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *SPECIAL[::-1], "õö"]
     num_unused = config.vocab_size - len(tokens)
     values: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""One server for all tests of the same process: a tiny random model behind the real engine."""
+"""One server for all tests of a process: a tiny random model on the real engine."""
 
 from __future__ import annotations
 

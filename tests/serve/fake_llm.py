@@ -1,4 +1,4 @@
-"""An AsyncLLM without a model: it says what it is told to, in pieces of a few characters."""
+"""An AsyncLLM without a model: it returns a given text in pieces of a few characters."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ IDLE = EngineState(64, 16, 8, 512, [], [], bytes(64), [], [], STATS, 0)
 class FakeLLM:
     text: str = "Hello!"
     failure: NanovllmError | None = None  # raised after the first piece of a stream
-    is_silent: bool = False  # never says a thing
+    is_silent: bool = False  # never generates anything
     reason: str = "stop"
     stop_reason: str | None = None
     seed: int = 0
     max_len: int = 1024
-    number: int = 0  # among several engines
+    number: int = 0  # replica number
     num_requests: int = 0
     num_restarts: int = 0
     error: NanovllmError | None = None
@@ -40,8 +40,8 @@ class FakeLLM:
     asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     num_aborted: int = 0
     pause: float = 0.0  # seconds between pieces
-    idle: EngineState = IDLE  # what it shows to those who watch
-    others: list[FakeLLM] = field(default_factory=list)  # of several engines
+    idle: EngineState = IDLE  # snapshot sent to subscribers
+    others: list[FakeLLM] = field(default_factory=list)  # the other replicas
 
     def __post_init__(self) -> None:
         for number, other in enumerate(self.others, 1):

@@ -1,4 +1,4 @@
-"""Texts of models, what is in them, and how to read them in pieces."""
+"""Outputs of models with the events that the parser must emit for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMATS = ("hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3")
 
 
 def merge(events: Iterable[BlockEvent]) -> list[BlockEvent]:
-    """Join adjacent deltas of a block."""
+    """Join adjacent deltas of a content block."""
     merged: list[BlockEvent] = []
     for event in events:
         last = merged[-1] if merged else None
@@ -70,7 +70,7 @@ class Reasoning:
 def found(
     *parts: str | Reasoning | tuple[str, str] | tuple[str, str, bool],
 ) -> tuple[BlockEvent, ...]:
-    """Spell out events: a text is content, a name with arguments is a call."""
+    """Return the events of parts: a string is content, a name with arguments is a call."""
     events: list[BlockEvent] = []
     num_calls = 0
     for index, part in enumerate(parts):
@@ -98,7 +98,7 @@ HARD = (
 
 
 def cut(text: str, last: str) -> str:
-    """Cut a text short after the last appearance of some of it."""
+    """Truncate a text after the last occurrence of a substring."""
     return text[: text.rindex(last) + len(last)]
 
 
@@ -142,7 +142,7 @@ def hermes_texts() -> Texts:
         (f"{hermes(PARIS)}\n{hermes('{}', 'get')}", found(paris, ("get", "{}"))),
         (f" {hermes(PARIS)} and\n{hermes('{}', 'get_time')} done ",
          found(paris, " and\n", ("get_time", "{}"), " done ")),
-        # Other orders and layouts.
+        # Other key orders and whitespace.
         (f'<tool_call>{{"arguments":{PARIS},"name":"get_weather"}}</tool_call>', found(paris)),
         (f'<tool_call> {{ "id" : "1", "name" : "get_weather" , "arguments" : {PARIS} , '
          '"type": "function" } </tool_call>', found(paris)),
@@ -167,7 +167,7 @@ def hermes_texts() -> Texts:
             f'<tool_call>{{"arguments": {PARIS}}}</tool_call>',
             "a </tool_call> b",
         ),
-        # Cut short, before and after the call is one.
+        # Cut off before and after the call is recognized.
         *no_calls("<tool_cal", "<tool_call>", '<tool_call>\n{"name": "get_wea'),
         (begun, found(("get_weather", '{"city": ', False))),
         (f'{begun}"Par', found(("get_weather", '{"city": "Par', False))),
@@ -201,7 +201,7 @@ def coder_texts() -> Texts:
                                r'"city": "", "city": "", "city": "\n"}'))),
         (coder("city>\n<tool_call> </function> <parameter= \n</param"),
          found(("get_weather", r'{"city": "<tool_call> </function> <parameter= \n</param"}'))),
-        # Tags that were left out.
+        # Missing tags.
         ("<function=get_weather>\n<parameter=city>\nParis\n</function>", found(paris)),
         ("<function=get_weather>\n<parameter=city>\na\n<parameter=days>\n1\n</parameter></function>",
          found(("get_weather", '{"city": "a", "days": 1}'))),

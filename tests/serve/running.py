@@ -1,4 +1,4 @@
-"""A server in a thread, and clients for it."""
+"""A server in a thread, and clients of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Running:
 
     @property
     def num_tasks(self) -> int:
-        """Of the server's event loop."""
+        """Return the number of tasks in the server's event loop."""
         return len(asyncio.all_tasks(self.server.servers[0].get_loop()))
 
     def post(self, path: str, **body: Any) -> httpx.Response:

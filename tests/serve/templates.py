@@ -1,4 +1,4 @@
-"""Chat templates that write calls and reasoning as those of well-known models do."""
+"""Chat templates with the tool-call and reasoning formats of well-known models."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ CHATML = """\
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 
-# Writes calls between the same tags as others, but keys and values in tags of their own.
+# Encloses calls in the same tags as other templates, but keys and values in additional tags.
 ARG_KEYS = """\
 {%- for message in messages %}{{- '<|' + message.role + '|>\\n' + message.content }}
 {%- for call in message.tool_calls or [] %}{{- '<tool_call>' + call.function.name }}
@@ -103,7 +103,7 @@ ARG_KEYS = """\
 {{- '<arg_key>' + key + '</arg_key><arg_value>' + (value | tojson) + '</arg_value>' }}{% endfor %}
 {{- '</tool_call>' }}{% endfor %}{% endfor %}"""
 
-# The formats that each asks for.
+# The formats that must be detected for each template.
 TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
     "qwen3": (QWEN3, "hermes", "qwen3"),
     "qwen3_coder": (QWEN3_CODER, "qwen3_coder", None),
@@ -136,7 +136,7 @@ def prompt_of(template: str, **options: Any) -> str:
 
 
 def answer_of(template: str, message: dict[str, Any], **options: Any) -> str:
-    """Return what a model answers that writes a message as its template does."""
+    """Return the output of a model that writes a message as its template does."""
     whole = render(template, [QUESTION, {"role": "assistant", **message}], **options)
     answer = whole.removeprefix(prompt_of(template, **options))
     assert answer != whole

@@ -1,4 +1,4 @@
-"""AsyncLLM answers as LLM does, many callers at once; each is told when the core is gone."""
+"""AsyncLLM returns what LLM does, for many concurrent callers; all get the error of a lost core."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "skip_tokenizer_init": True,
 }
-SECONDS = 60.0  # within which a core that died or hangs is reported, on a busy machine too
+SECONDS = 60.0  # deadline for reports of dead or hung cores, even on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def llm(path: Path) -> Iterator[AsyncLLM]:
 
 
 async def collect(llm: AsyncLLM, prompt: Any, params: Any = GREEDY, **options: Any) -> Any:
-    """All pieces of an answer, and the output of the last."""
+    """Return all pieces of a completion, and the output in the last one."""
     pieces = [piece async for piece in llm.generate(prompt, params, **options)]
     assert [piece.output is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     return pieces, pieces[-1].output
@@ -69,7 +69,7 @@ async def until_running(llm: AsyncLLM, num_requests: int) -> None:
 
 
 async def until_idle(llm: AsyncLLM, seconds: float = 240.0) -> None:
-    """All sequences and blocks come back."""
+    """Wait until all sequences and blocks are freed."""
     deadline = time.monotonic() + seconds
     stats = llm.stats
     while time.monotonic() < deadline:
@@ -82,7 +82,7 @@ async def until_idle(llm: AsyncLLM, seconds: float = 240.0) -> None:
 
 
 def test_callers_who_begin_together_reach_the_core_together(llm: AsyncLLM) -> None:
-    """Ids wait for no thread, which would have to wait for the event loop's."""
+    """Token ids need no tokenizer thread, which would have to wait for the event loop."""
     core = llm.replicas[0]
 
     async def main() -> list[Any]:
@@ -203,14 +203,14 @@ def test_a_reader_who_does_not_read_holds_up_nobody(llm: AsyncLLM) -> None:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
         rest = [piece async for piece in stream]
-        assert len(rest) <= 2  # what came meanwhile is one piece
+        assert len(rest) <= 2  # tokens that arrived meanwhile are one piece
         assert tokens_of([first, *rest]) == rest[-1].output.token_ids
 
     asyncio.run(main())
 
 
 def test_what_a_stalled_reader_missed_is_joined_in_linear_time() -> None:
-    """Copying all that came before for every token would take far longer."""
+    """Copying all previous pieces for every token would take far longer."""
     num_tokens = 40_000
 
     async def main() -> None:
@@ -273,8 +273,8 @@ def test_everybody_is_told_of_a_core_that_is_gone(
 ) -> None:
     async def main() -> None:
         llm = AsyncLLM(path, **{**OPTIONS, "max_num_seqs": 2})
-        streaming = [True, True, False, True]  # two of them wait in the queue
-        await collect(llm, [1, 2, 3])  # the first step of all may take longer
+        streaming = [True, True, False, True]  # two requests wait in the queue
+        await collect(llm, [1, 2, 3])  # the very first step may take longer
         calls = [collect(llm, [1, 2, 3], LONG, is_streaming=each) for each in streaming]
         tasks = [asyncio.create_task(call) for call in calls]
         await until_running(llm, 2)
@@ -328,7 +328,7 @@ def test_closing_fails_whoever_waits(path: Path) -> None:
 
 @pytest.mark.slow
 def test_stop_strings(tmp_path: Path) -> None:
-    """Text stops where it stops without a process, though the core goes on for a while."""
+    """Text stops at the same place as without a process, though the core runs on for a while."""
     options = {**OPTIONS, "skip_tokenizer_init": False}
     model = make_byte_model(tmp_path)
     with LLM(model, **options) as local:

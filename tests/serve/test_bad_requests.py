@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request is said in a body of its API, with the status 400."""
+"""Invalid requests get status 400 and an error body in the format of their API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMED = {"type": "function", "function": {"name": "g"}}
 REGEX = {"regex": "x"}
 SCHEMA = {"json_schema": {"schema": {"const": 1}}}
 BAD_ID = {"$id": "http://[::1", "properties": {"x": {"$ref": "a.json#/b"}}}
-# Each overflowed the stack of the compiler.
+# Each of these once overflowed the stack of the grammar compiler.
 CHAINED_RULES = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000)) + 'r3000: "a"'
 LINKS = {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)}
 CHAINED = {"properties": {"x": {"$ref": "#/$defs/0"}}, "$defs": {**LINKS, "3000": {}}}
@@ -277,7 +277,7 @@ def test_fields_that_cannot_matter_are_accepted(server: Running) -> None:
 
 
 def test_a_request_that_allows_no_token_is_told_so(server: Running) -> None:
-    """Found out when the token is sampled, in a stream after its beginning or not."""
+    """The error is detected when the token is sampled, which may be after a stream has started."""
     body = {"prompt": [1], "allowed_token_ids": [5], "logit_bias": {"5": -100}, "min_p": 1.0}
     server.post("/v1/completions", **body, bad_words=[bad_word(server, 5)])
     for stream in (False, True):

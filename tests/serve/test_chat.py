@@ -1,4 +1,4 @@
-"""/v1/chat/completions, with OpenAI's own client: whole answers, streams, tools and reasoning."""
+"""/v1/chat/completions with OpenAI's client: whole responses, streams, tools and reasoning."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ask(server: Running, **options: Any) -> Any:
 
 
 def gather(stream: Any) -> tuple[dict[int, dict[str, Any]], list[Any]]:
-    """The message and ending of each choice of a stream, and the usage of its chunks."""
+    """Return the message and finish reason of each choice of a stream, and the chunks' usage."""
     choices: dict[int, dict[str, Any]] = defaultdict(lambda: defaultdict(str))
     usages = []
     for chunk in stream:
@@ -99,7 +99,7 @@ def test_log_probabilities_come_with_every_token(server: Running) -> None:
 
 def test_the_bytes_of_tokens_make_up_the_text(server: Running) -> None:
     char = "日"
-    options = {"structured_outputs": {"choice": [char]}}  # of three tokens, each a byte
+    options = {"structured_outputs": {"choice": [char]}}  # three tokens, one per byte
     answer = ask(server, logprobs=True, top_logprobs=1, reasoning_effort="none", extra_body=options)
     (choice,) = answer.choices
     assert choice.message.content == char
@@ -149,7 +149,7 @@ def prompt_of(fake: Running) -> str:
 
 
 def test_what_was_said_comes_back_into_the_prompt(fake: Running) -> None:
-    """The very message that the server gave, a tool's answer, and reasoning by either name."""
+    """The prompt includes the server's own message, a tool result, and reasoning by either name."""
     fake.llm.text = f"<think>Hm.</think>{CALL}"
     message = ask(fake, tools=[TOOL]).choices[0].message
     (call,) = message.tool_calls
@@ -220,7 +220,7 @@ def test_what_is_asked_for_of_the_prompt_stands_beside_the_choices(server: Runni
 
 def test_streams_have_the_ids_of_tokens_whose_text_is_held_back(server: Running) -> None:
     asked = {"return_token_ids": True, "ignore_eos": True, "logit_bias": {"162": 100}}
-    request = {"max_tokens": 4, "temperature": 0, "extra_body": asked}  # bytes of no character
+    request = {"max_tokens": 4, "temperature": 0, "extra_body": asked}  # not valid UTF-8
     (whole,) = ask(server, **request).choices
     chunks = ask(server, **request, stream=True)
     ids = [i for chunk in chunks for choice in chunk.choices for i in choice.token_ids]
@@ -233,7 +233,7 @@ CHAIN = {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)}
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        ({"properties": {"x": {"$ref": "#/$defs/0"}}, "$defs": {**CHAIN, "3000": {}}}, "at most"),
+        ({"properties": {"x": {"$ref": "#/$defs/0"}}, "$defs": {**CHAIN, "3000": {}}}, "limit of"),
         ({"propertyNames": {"pattern": "[" * 60_000}}, "propertyNames"),
     ],
     ids=["chain", "pattern"],
@@ -256,7 +256,7 @@ def test_tools_that_the_template_cannot_show_are_refused() -> None:
 
 
 class WithMarkers(FakeLLM):
-    """One whose marker of calls is a special token, as Llama's is."""
+    """A tokenizer whose tool-call marker is a special token, as in Llama."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -281,7 +281,7 @@ def test_special_tokens_that_mark_nothing_are_not_shown() -> None:
 
 
 class Thinking(WithMarkers):
-    """One whose marks of thoughts are tokens, as Qwen's are."""
+    """A tokenizer whose reasoning markers are single tokens, as in Qwen."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -291,7 +291,7 @@ class Thinking(WithMarkers):
 @pytest.mark.parametrize(
     ("text", "num_tokens"),
     [
-        ("<think>\nHm.\n</think>\n\nHi", 7),  # letters are tokens too
+        ("<think>\nHm.\n</think>\n\nHi", 7),  # letters are single tokens too
         ("<think>\nHm.", 5),  # cut off
         ("Hi</think>", 0),
     ],
@@ -309,10 +309,10 @@ def test_tokens_of_thoughts_are_counted(text: str, num_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("updates", "text"),
     [
-        ([("A<|im_end", [1, 7]), ("|>B", [2]), ("C", [3])], "ABC"),  # a stop string held the rest
+        ([("A<|im_end", [1, 7]), ("|>B", [2]), ("C", [3])], "ABC"),  # held back as a possible stop
         ([("A", [1, 7]), ("<|im_", []), ("x", [2])], "A<|im_x"),
         ([("A<|im_end|>B<|im_end|><|im_end|>", [1, 7, 2, 7, 7])], "AB"),
-        ([("A<", [1, 7])], "A<"),  # which a stop string cut
+        ([("A<", [1, 7])], "A<"),  # cut by a stop string
     ],
 )
 def test_texts_of_special_tokens_may_come_after_their_ids(

@@ -1,4 +1,4 @@
-"""The client for OpenAI servers: against our own, and against answers that break off."""
+"""The client for OpenAI servers, with our own server and with incomplete responses."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def chunk(*lines: bytes) -> bytes:
 
 @contextlib.contextmanager
 def sending(sent: bytes) -> Iterator[OpenAIClient]:
-    """A client of a server that answers its one request with these bytes."""
+    """Yield a client of a server that responds to its only request with these bytes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:

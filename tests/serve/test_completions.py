@@ -1,4 +1,4 @@
-"""/v1/completions: whole answers equal streams, and say what transformers says."""
+"""/v1/completions: whole responses equal streams, and match transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
 
 
 def gather(stream: Any) -> tuple[dict[int, Any], Any]:
-    """The text, log-probabilities and ending of each choice of a stream, and its usage."""
+    """Return the text, logprobs and finish reason of each choice of a stream, and its usage."""
     choices: dict[int, Any] = defaultdict(lambda: ["", [], [], None, None])
     usage = None
     for chunk in stream:
@@ -83,7 +83,7 @@ def test_sixteen_tokens_unless_told(server: Running) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echo_scores_a_prompt_as_harnesses_ask_for_it(server: Running, max_tokens: int) -> None:
-    """Log-probabilities of all prompt tokens but the first, each beside the most likely one."""
+    """All prompt tokens but the first have a logprob, next to that of the most likely token."""
     answer = server.openai.completions.create(
         model="tiny",
         prompt=[[10, 20, 30], [40, 50]],
@@ -104,7 +104,7 @@ def test_echo_scores_a_prompt_as_harnesses_ask_for_it(server: Running, max_token
 
 @pytest.fixture(scope="module")
 def spaced(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model with a tokenizer as SentencePiece has it: a text's first space is dropped."""
+    """A model with a SentencePiece-like tokenizer, which drops the first space of a text."""
     folder = tmp_path_factory.mktemp("spaced") / "model"
     shutil.copytree(tiny("qwen3").path, folder)
     pieces = ["<unk>", *(f"{'▁' * (i % 3 > 0)}{i}" for i in range(1, VOCAB_SIZE))]
@@ -148,7 +148,7 @@ def test_offsets_count_characters_and_not_the_tokens_of_one(server: Running, str
 
 
 def test_logprobs_are_the_models_own(server: Running) -> None:
-    """What a prompt's own tokens are given equals what they are given when generated."""
+    """The logprobs of prompt tokens equal those of the same tokens when generated."""
     first = server.openai.completions.create(
         model="tiny", prompt=[1, 2, 3], temperature=0, logprobs=3, max_tokens=8,
         extra_body={"return_token_ids": True},

@@ -1,4 +1,4 @@
-"""Answers that must have a form: a schema, a choice, a call of a tool."""
+"""Constrained completions: a schema, a choice, a tool call."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_completions_have_constraints_too(server: Running) -> None:
 def test_no_pattern_backtracks(
     server: Running, field: str, properties: dict[str, Any], pattern: str
 ) -> None:
-    """Python's `re` would take for ever, and keep its lock."""
+    """Python's `re` would take forever while it holds the GIL."""
     schema = {"properties": properties, "patternProperties": {pattern: {}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -125,7 +125,7 @@ def test_a_tool_of_messages_may_be_forced(server: Running) -> None:
 
 
 def test_reasoning_comes_before_what_is_constrained(server: Running) -> None:
-    """Once a model thinks it does so freely; without the end of it there is no answer."""
+    """Reasoning is unconstrained; without its end marker there is no content."""
     options = {**CHOICE, "add_generation_prompt": False, "continue_final_message": True}
     for begun in ("<think>", "<think>\nHm, so", [{"type": "text", "text": "<think>"}, "Hm"]):
         messages = [*MESSAGES, {"role": "assistant", "content": begun}]
@@ -148,7 +148,7 @@ def test_a_model_that_does_not_think_answers_at_once(server: Running) -> None:
 
 
 def test_a_constraint_may_name_where_it_begins(server: Running) -> None:
-    """Then that holds, and not how this model thinks."""
+    """The request's `after` takes precedence over the model's reasoning format."""
     constraint = {"choice": ["yes"], "after": "x", "opened_by": "x"}
     extra = {**CHOICE, "structured_outputs": constraint}
     for seed in range(4):
@@ -156,7 +156,7 @@ def test_a_constraint_may_name_where_it_begins(server: Running) -> None:
     free = {**CHOICE, "structured_outputs": {"choice": ["yes"], "after": "x"}}
     bias = {byte_tokenizer().get_vocab()["a"]: 100}
     choice = ask(server, max_tokens=3, extra_body=free, logit_bias=bias)
-    assert choice.message.content == "aaa"  # what comes before needs no opening then
+    assert choice.message.content == "aaa"  # text before `after` needs no start marker
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])

@@ -1,4 +1,4 @@
-"""deploy/: every path, flag, package and metric that its files name is there."""
+"""Every path, flag, package and metric named in the files of deploy/ exists."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_image_installs_packages_that_are_pinned() -> None:
 
 def test_the_image_has_the_c_compiler_that_triton_calls() -> None:
     (line,) = [line for line in instructions("RUN") if "apt-get install" in line]
-    assert {"gcc", "libc6-dev"} <= set(line.split())  # a slim image has no headers of C either
+    assert {"gcc", "libc6-dev"} <= set(line.split())  # slim images lack the C headers too
 
 
 def test_the_image_and_the_service_start_with_flags_that_exist() -> None:
@@ -72,7 +72,7 @@ def test_services_mount_and_build_what_is_there() -> None:
 
 
 def test_containers_can_be_stopped_and_have_the_time_for_it() -> None:
-    """Also while a model is loaded, when nothing answers signals but the system itself."""
+    """This holds while a model loads, too, when only the system handles signals."""
     service = COMPOSE["services"]["nanovllm"]
     args = parse(["serve", *service["command"]])
     needed = args.shutdown_timeout + LAST_SECONDS + CANCEL_SECONDS

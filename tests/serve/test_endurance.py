@@ -1,4 +1,4 @@
-"""Many streams at once, engines that die again and again, broken connections, hours of load."""
+"""Many concurrent streams, repeated engine crashes, broken connections, hours of load."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def restarting(tmp_path_factory: pytest.TempPathFactory) -> Any:
         llm.close()
 
 
-@pytest.mark.exhaustive  # tests/serve/test_restarts.py does it once
+@pytest.mark.exhaustive  # tests/serve/test_restarts.py tests one restart
 @pytest.mark.parametrize("number", SIGNS, ids=lambda number: number.name)
 def test_engines_that_fail_again_and_again(
     restarting: Running,
@@ -79,7 +79,7 @@ def test_engines_that_fail_again_and_again(
     count: Callable[[int], int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replica, "SOON_SECONDS", 0.0)  # none of them fails too soon
+    monkeypatch.setattr(replica, "SOON_SECONDS", 0.0)  # no failure counts as early
     before = restarting.llm.replicas[0].num_restarts
     for turn in range(count(10)):
         until_healthy(restarting.http)
@@ -92,7 +92,7 @@ def test_engines_that_fail_again_and_again(
 async def fail_under_load(server: Running, number: signal.Signals, chance: random.Random) -> None:
     streams: list[list[str]] = [[] for _ in range(8)]
     async with httpx.AsyncClient(base_url=server.url, timeout=480) as client:
-        await read_stream(client, [], max_tokens=2)  # the first step of all may take longer
+        await read_stream(client, [], max_tokens=2)  # the very first step may take longer
         reads = [read_stream(client, lines, max_tokens=900) for lines in streams]
         tasks = [asyncio.create_task(read) for read in reads]
         while not all(streams):
@@ -108,7 +108,7 @@ async def fail_under_load(server: Running, number: signal.Signals, chance: rando
 
 
 def test_broken_connections_break_nothing(server: Running, count: Callable[[int], int]) -> None:
-    """Bodies that are cut off, heads that never end, and what is no HTTP at all."""
+    """Truncated bodies, endless headers, and bytes that are not HTTP at all."""
     num_free = server.llm.stats.num_free_blocks
     address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
     body = json.dumps({"prompt": "x", "max_tokens": 500, "ignore_eos": True}).encode()
@@ -125,7 +125,7 @@ def test_broken_connections_break_nothing(server: Running, count: Callable[[int]
                     connection.shutdown(socket.SHUT_WR)
                     assert not connection.recv(4096).startswith(b"HTTP/1.1 5")
             except OSError:
-                pass  # it need not read to the end
+                pass  # the client need not read to the end
     settle(server, num_free)
     assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
 
@@ -149,7 +149,7 @@ def test_an_hour_of_load_takes_no_more_memory(tmp_path: Path) -> None:
 
 
 def ask_for_everything(url: str) -> None:
-    """Have all parts loaded: a grammar, for one, brings a tokenizer into the engine's process."""
+    """Load all lazy parts: a grammar, for example, loads a tokenizer in the engine's process."""
     for path, whole in BODIES.items():
         body = {name: whole[name] for name in whole if name != "allowed_token_ids"}
         response = httpx.post(url + path, json=body, timeout=480)
@@ -157,7 +157,7 @@ def ask_for_everything(url: str) -> None:
 
 
 async def load(url: str, seconds: float) -> int:
-    """Ask for all kinds of answers, eight at a time; every tenth client hangs up."""
+    """Send all kinds of requests, eight at a time; every tenth client disconnects."""
     end = time.monotonic() + seconds
     num_requests = 0
 
@@ -186,7 +186,7 @@ async def load(url: str, seconds: float) -> int:
 
 
 def memory_of(pid: int) -> dict[int, int]:
-    """Bytes of memory of a process and all that it started, by process."""
+    """Return the memory in bytes of a process and its descendants, keyed by process."""
     threads = Path(f"/proc/{pid}/task").glob("*/children")
     children = " ".join(thread.read_text() for thread in threads).split()
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])

@@ -1,4 +1,4 @@
-"""The engine's process dies: every stream ends with an error event."""
+"""When the engine's process dies, every stream ends with an error event."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def read(client: httpx.AsyncClient, begun: list[int]) -> list[str]:
 
 @pytest.mark.slow
 def test_every_stream_is_told(tmp_path: Path) -> None:
-    """Hangs are reported alike: tests/serve/test_async_llm.py has the detection of them."""
+    """Hangs are reported in the same way; tests/serve/test_async_llm.py tests their detection."""
     options = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 64}
     llm = AsyncLLM(make_byte_model(tmp_path), **options)
 

@@ -1,4 +1,4 @@
-"""Formats are chosen by what chat templates write, and read it back."""
+"""Formats are detected from chat templates, and parse what these templates write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests made at random, right and wrong, and clients that come and go: nothing breaks."""
+"""Random valid and invalid requests, and clients that disconnect: nothing breaks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ ODD: list[Any] = [
 
 
 def mutate(chance: random.Random, value: Any, depth: int = 0) -> Any:
-    """Change something somewhere inside."""
+    """Change a random part of a value."""
     if isinstance(value, dict) and value and chance.random() < 0.85:
         changed = dict(value)
         key = chance.choice(list(changed))
@@ -129,14 +129,14 @@ def make_request(chance: random.Random) -> tuple[str, bytes]:
 
 
 def make_odd_request(chance: random.Random) -> tuple[str, bytes, dict[str, str]]:
-    """One that is wrong before its fields are looked at, mostly."""
+    """Return a request that is usually rejected before its fields are validated."""
     path, content = make_request(chance)
     headers = {"content-type": "application/json"}
     kind = chance.randrange(8)
     if kind == 0:
         wrong = ("text/plain", "multipart/form-data", "application/x-www-form-urlencoded", "", "x/")
         headers["content-type"] = chance.choice((*wrong, "application/json; charset=utf-16"))
-    elif kind == 1:  # not UTF-8, or not for long
+    elif kind == 1:  # random bytes, usually not UTF-8
         place = chance.randrange(len(content) + 1)
         content = content[:place] + bytes(chance.choices(range(256), k=3)) + content[place:]
     elif kind == 2:
@@ -166,7 +166,7 @@ def everything_is_back(server: Running, num_free_blocks: int) -> bool:
 
 
 def settle(server: Running, num_free_blocks: int) -> None:
-    """Nothing is left of any request, soon after the last one: only the server's own task."""
+    """Wait until nothing is left of any request except the server's own task."""
     end = time.monotonic() + 60
     while not everything_is_back(server, num_free_blocks):
         assert time.monotonic() < end, (

@@ -1,4 +1,4 @@
-"""The tokens that a text is made of."""
+"""The tokens that make up a text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BYTES: Any = SimpleNamespace(convert_ids_to_tokens=lambda ids: [f"<0x{i:02X}>" f
 
 
 def tokens(*texts: str | bytes) -> list[TokenLogprobs]:
-    """Tokens with a text, and the bytes of others, each of which is a token."""
+    """Return one token for each string, and one token per byte for bytes."""
     found: list[TokenLogprobs] = []
     for text in texts:
         pairs = [(999, text)] if isinstance(text, str) else [(each, "\ufffd") for each in text]
@@ -26,7 +26,7 @@ def tokens(*texts: str | bytes) -> list[TokenLogprobs]:
     ("made_of", "text"),
     [
         (["Hello", " world"], "Hello world"),
-        ([" world"], "world"),  # of which the parser took the space
+        ([" world"], "world"),  # the parser dropped the space
         (["日".encode(), "a"], "日a"),
         (["x", "日本".encode(), "y"], "x日本y"),
     ],

@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's blocks and events."""
+"""/v1/messages: Anthropic's content blocks and events."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def events_of(server: Running, **fields: Any) -> list[dict[str, Any]]:
 
 
 def fold(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The blocks of a stream, as a client puts them together; each is begun and ended in order."""
+    """Assemble the content blocks of a stream as a client does; they start and stop in order."""
     found: list[dict[str, Any]] = []
     for event in events:
         if event["type"] == "content_block_start":
@@ -92,7 +92,7 @@ def test_streams_have_the_blocks_of_whole_answers(
 
 
 def test_an_answer_cut_by_the_size_of_the_pool() -> None:
-    """It is no stop sequence; OpenAI's forms have the reason beside `finish_reason`."""
+    """The limit is not a stop sequence; OpenAI's APIs give the reason next to `finish_reason`."""
     with running(FakeLLM(reason="length", stop_reason="num_kvcache_blocks")) as server:
         message = server.post("/v1/messages", **REQUEST).json()
         chat = {"model": "tiny", "messages": REQUEST["messages"]}

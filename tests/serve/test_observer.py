@@ -1,4 +1,4 @@
-"""Snapshots show what the scheduler holds, at most ten times a second, with every step."""
+"""Snapshots show the scheduler's state at most ten times per second, and include every step."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def request(seq_id: int, num_tokens: int = 6) -> Request:
 def loop_updates(
     commands: list[Command], is_last: Callable[[CoreUpdate], object]
 ) -> tuple[EngineCore, list[CoreUpdate]]:
-    """Let a loop obey all commands at once and run until some update is the last."""
+    """Run a loop that gets all commands at once, and return its updates up to the last one."""
     core = build_core(num_blocks=20, num_slots=4, budget=32, caching=True, depth=1, is_paced=False)
     inbox: SimpleQueue[Command | None] = SimpleQueue()
     updates: list[CoreUpdate] = []
@@ -139,7 +139,7 @@ def has_shown_an_end(update: CoreUpdate) -> bool:
 
 
 def test_an_abort_is_told_though_nothing_is_left_to_do() -> None:
-    """Not with the next idle update: until then its blocks would seem to be taken."""
+    """The abort is reported before the next idle update, so that its blocks show as free."""
     begin = time.monotonic()
     commands: list[Command] = [Add([request(0)]), Finish([0], "abort")]
     _, updates = loop_updates(commands, is_last=lambda update: True)
@@ -148,7 +148,7 @@ def test_an_abort_is_told_though_nothing_is_left_to_do() -> None:
 
 
 def test_a_request_that_cannot_run_fails_alone() -> None:
-    """A core that replaced another may have less room than the front knew of."""
+    """A restarted core may have less room than the client of the core knows."""
     long = Request(7, array("i", range(400)), SamplingParams(max_tokens=1))
     finished: list[FinishedSequence] = []
 
@@ -179,7 +179,7 @@ def test_a_loop_at_rest_gives_memory_back_once(
     core, updates = loop_updates([*watch, Add([request(0)])], is_last)
     assert not core.has_unfinished
     assert len(given) == 1
-    assert len(updates) > 5  # it has worked before
+    assert len(updates) > 5  # it has processed requests before
 
 
 def test_an_idle_loop_captures_graphs_between_looks_for_requests(
@@ -188,7 +188,7 @@ def test_an_idle_loop_captures_graphs_between_looks_for_requests(
     core = build_core(num_blocks=20, num_slots=4, budget=32, caching=True, depth=1, is_paced=False)
     executor: Any = core.executor
     inbox: SimpleQueue[Command | None] = SimpleQueue()
-    num_plans: list[int] = []  # that were run before each capture
+    num_plans: list[int] = []  # number of plans run before each capture
 
     def capture_one() -> bool:
         assert not core.has_unfinished

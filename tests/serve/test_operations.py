@@ -1,4 +1,4 @@
-"""What operators rely on: keys, limits, health, metrics, and clients that go away."""
+"""Operation of a server: keys, limits, health, metrics, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_one_wrong_item_of_many_is_enough() -> None:
     assert len(caught.value.errors()) == 1
 
 
-LONG = "x" * 50_000  # more than 1024 tokens can hold: the longest token has 12 characters
+LONG = "x" * 50_000  # too long for 1024 tokens, since the longest token has 12 characters
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(path: str, body: dict[str, Any]
 
 
 def test_samples_count_as_requests_that_wait() -> None:
-    """Those of one request cannot be more than may run and wait, nor those of all requests."""
+    """Neither one request nor all requests may have more samples than can run and wait."""
     llm = FakeLLM(is_silent=True, config=EngineConfig("fake", max_num_seqs=2))
     with running(llm, max_queued_requests=3) as server:
         for body in ({"prompt": ["x"] * 3, "n": 2}, {"prompt": "x", "n": 6}):
@@ -196,7 +196,7 @@ def test_samples_count_as_requests_that_wait() -> None:
 def test_large_answers_are_encoded_off_the_event_loop(
     server: Running, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what they are made of: the logprobs of many tokens take longer than the encoding."""
+    """Their parts are computed there too: logprobs of many tokens take longer than encoding."""
     threads: list[str] = []
 
     def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,7 +207,7 @@ def test_large_answers_are_encoded_off_the_event_loop(
         return call
 
     for where, name in (
-        (completions, "_best"),
+        (completions, "_logprobs_by_text"),
         (logprobs, "_logprob"),
         (embeddings, "_encoded"),
     ):
@@ -218,11 +218,11 @@ def test_large_answers_are_encoded_off_the_event_loop(
     asked = body | ({length: 5} if length else {})
     assert server.http.post(path, json=asked).status_code == 200
     assert threads
-    assert {name.partition("_")[0] for name in threads} <= {"asyncio", "uvloop"}  # an executor's
+    assert {name.partition("_")[0] for name in threads} <= {"asyncio", "uvloop"}  # executor threads
 
 
 def exchanged(server: Running, version: bytes, headers: bytes, body: bytes) -> bytes:
-    """All that comes back for a request as it is written here."""
+    """Send raw bytes to the server and return everything that it sends back."""
     head = b"POST /v1/completions %s\r\nHost: x\r\nContent-Type: application/json\r\n" % version
     head += headers + b"Content-Length: %d\r\n\r\n" % len(body)
     where = ("127.0.0.1", httpx.URL(server.url).port or 0)
@@ -232,7 +232,7 @@ def exchanged(server: Running, version: bytes, headers: bytes, body: bytes) -> b
 
 
 def test_clients_may_offer_another_protocol() -> None:
-    """As Java's do: the offer is passed over, and the body is read."""
+    """Java's clients offer HTTP/2; the offer is ignored, and the body is read."""
     with running(FakeLLM()) as server:
         headers = b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\n"
         headers += b"HTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
@@ -303,7 +303,7 @@ def test_a_dead_engine_is_known_everywhere() -> None:
 
 
 def test_clients_are_not_shown_tracebacks() -> None:
-    """The log has them; whoever has no key could read paths of the server's files in /health."""
+    """Tracebacks are only logged: /health needs no key, and they contain paths of the server."""
     error = EngineError("the core died\nTraceback (most recent call last):\n  File ...")
     for llm in (FakeLLM(error=error), FakeLLM(others=[FakeLLM(error=error)])):
         with running(llm) as server:
@@ -327,7 +327,7 @@ def test_a_path_cannot_write_lines_of_the_log(
 ) -> None:
     caplog.set_level(logging.INFO, "nanovllm")
     guarded.http.get("/v1/%0Aforged%1B%5B31m")
-    # It comes after the answer, and perhaps after the line of an earlier test's request.
+    # The log line follows the response, and perhaps the line of an earlier test's request.
     wait_until(lambda: " GET /v1/%0Aforged%1B%5B31m: 401 after " in caplog.text)
 
 
@@ -339,7 +339,7 @@ def test_other_sites_are_not_let_in(guarded: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_hangs_up_is_aborted(server: Running, stream: bool) -> None:
-    """Its sequences end and its blocks come back, whatever the answer was to be."""
+    """Its sequences end and its blocks are freed, whatever kind of response it requested."""
     body = {"prompt": "x", "max_tokens": 900, "n": 4, "ignore_eos": True, "stream": stream}
     before, num_whole = server.llm.stats.num_free_blocks, num_ended(server, "length")
     num_aborted = num_ended(server, "abort")
@@ -357,12 +357,12 @@ def test_a_client_that_hangs_up_is_aborted(server: Running, stream: bool) -> Non
     server.post("/v1/completions", prompt="y", max_tokens=1)
     wait_until(lambda: server.llm.stats.num_running == 0)
     assert server.llm.stats.num_free_blocks >= before
-    assert num_ended(server, "length") == num_whole + 1  # not those that nobody waited for
+    assert num_ended(server, "length") == num_whole + 1  # not the aborted ones
     assert num_ended(server, "abort") == num_aborted + 4
 
 
 def num_ended(server: Running, reason: str) -> int:
-    """Every reason has a number, also before the first request that ends by it."""
+    """Return the count of a finish reason, which exists before the first such request."""
     pattern = rf'^vllm:request_success_total{{finished_reason="{reason}".* (\d+)'
     found = re.search(pattern, server.http.get("/metrics").text, re.M)
     assert found is not None
@@ -398,7 +398,7 @@ def test_embeddings_are_counted_however_they_end() -> None:
 
 
 def test_requests_that_never_arrive_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those whose answers take longer than that."""
+    """Requests whose responses take longer than that are not cut off."""
     monkeypatch.setattr(run, "RECEIVE_SECONDS", 0.5)
     llm = FakeLLM("Hello!" * 5, pause=0.2)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 30\r\n\r\n"
@@ -408,7 +408,7 @@ def test_requests_that_never_arrive_are_cut_off(monkeypatch: pytest.MonkeyPatch)
             with socket.create_connection(where, 60) as connection:
                 connection.sendall(sent)
                 is_closed = False
-                while not is_closed:  # and a byte more from time to time does not help
+                while not is_closed:  # sending a byte now and then does not help
                     connection.settimeout(0.1)
                     with contextlib.suppress(TimeoutError):
                         try:
@@ -417,7 +417,7 @@ def test_requests_that_never_arrive_are_cut_off(monkeypatch: pytest.MonkeyPatch)
                             is_closed = True
                     with contextlib.suppress(ConnectionError):
                         connection.sendall(b" " if sent else b"")
-        for _ in range(2):  # over one connection
+        for _ in range(2):  # on the same connection
             assert "[DONE]" in server.post("/v1/completions", prompt="x", stream=True).text
 
 
@@ -459,7 +459,7 @@ def test_too_many_requests_at_once_are_refused_early() -> None:
 
 @pytest.mark.parametrize("path", ["/", "/engine/events?engine=9", "/trace?seconds=0", "/v1/models"])
 def test_a_local_server_knows_its_own_names_only(path: str) -> None:
-    """Another site's name may resolve to this machine (DNS rebinding)."""
+    """Another site's host name may resolve to this machine (DNS rebinding)."""
     with running(FakeLLM(), is_local=True) as server:
         for host in ("localhost", "localhost:80", "127.0.0.1:8000", "127.0.0.5", "[::1]:8000"):
             assert server.http.get(path, headers={"host": host}).status_code != 403, host
@@ -538,7 +538,7 @@ def test_metrics_have_the_names_of_dashboards(server: Running) -> None:
 
 
 def test_samples_of_a_prompt_are_timed_for_themselves() -> None:
-    """Tokens are counted as they come; the samples of a step are not each other's successors."""
+    """The inter-token latency is measured per sample, not between the samples of a step."""
     metrics = Metrics(FakeLLM(), "", "tiny")
     tokens = 'generation_tokens_total{model_name="tiny"} '
 
@@ -576,7 +576,7 @@ def test_a_proxy_may_hand_on_its_own_part_of_paths_or_not(path: str) -> None:
 
 @pytest.mark.parametrize("root_path", ["/llm", "/page", "/page/llm"])
 def test_a_root_path_opens_nothing(root_path: str) -> None:
-    """Not even one that is like the page's own, which needs no key."""
+    """A root path equal to a path of the page, which needs no key, does not bypass the key."""
     with running(FakeLLM(), root_path=root_path, api_key=("secret",)) as server:
         for path in (root_path, root_path * 2, root_path * 3, root_path + "/page"):
             response = server.http.get(f"{path}/v1/models")
@@ -605,7 +605,7 @@ def test_keys_are_compared_as_bytes() -> None:
 def test_a_server_that_ends_tells_those_who_still_wait(
     path: str, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the form of their API, and with no traceback in the log."""
+    """Waiting clients get an error in the format of their API, without a traceback in the log."""
     llm = FakeLLM(text="Hello!" * 1000, pause=0.05, is_silent=not stream)
     key = "messages" if "messages" in path else "prompt"
     asked = [{"role": "user", "content": "x"}] if key == "messages" else "x"
@@ -627,7 +627,7 @@ def test_a_server_that_ends_tells_those_who_still_wait(
 def test_a_server_that_ends_waits_for_nobody_who_stops_halfway(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither for the rest of a body nor for a reader of an answer; the log has no tracebacks."""
+    """It waits neither for the rest of a body nor for a slow reader; no traceback is logged."""
     monkeypatch.setattr(run, "LAST_SECONDS", 0.5)
     monkeypatch.setattr(run, "CANCEL_SECONDS", 60)
     llm = FakeLLM(text="Hello!" * 20_000)
@@ -649,7 +649,7 @@ def test_a_server_that_ends_waits_for_nobody_who_stops_halfway(
 
 
 def test_several_engines_are_told_apart() -> None:
-    """One of two is lost: it is named, and the other one answers."""
+    """If one of two engines is lost, /health names it, and the other one serves requests."""
     lost = FakeLLM(error=EngineError("it died"), stats=CoreStats(num_cache_hits=3))
     with running(FakeLLM(stats=CoreStats(num_running=2), others=[lost])) as server:
         text = server.http.get("/metrics").text

@@ -116,7 +116,7 @@ def test_events_are_snapshots_that_follow_a_request(server: Running) -> None:
 def test_a_trace_has_host_device_and_requests(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From before a request until after it, however long that is."""
+    """The trace covers the time from before a request until after it."""
     body = {"prompt": [8] * 50, "max_tokens": 100, "ignore_eos": True}
     has_begun, has_ended = threading.Event(), threading.Event()
     scopes: list[anyio.CancelScope] = []
@@ -152,13 +152,13 @@ def test_a_trace_has_host_device_and_requests(
     device = [span for span in spans if span["pid"] == 2]
     assert sum(span["args"]["prompt tokens"] for span in device) == 50
     for before, after in pairwise(device):
-        assert before["ts"] + before["dur"] <= after["ts"] + 1  # both are rounded
+        assert before["ts"] + before["dur"] <= after["ts"] + 1  # both values are rounded
     named = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert named == {"host", "device", "requests"}
 
 
 def test_a_trace_begins_with_the_oldest_request() -> None:
-    """Perfetto drops events of negative times."""
+    """Perfetto drops events with negative timestamps."""
     old = SequenceState(7, "running", 5, 16, 0, 5, 6, 1_000, [1])
     end = SequenceEnd(7, "length", 11, 1_500, 2_000, 9_000, 1_000)
     llm = FakeLLM(idle=replace(IDLE, sequences=[old], ended=[end], time=8_000))

@@ -1,4 +1,4 @@
-"""The page in a real browser: the chat with a scripted model, the engine beside a real one."""
+"""The page in a real browser: the chat with a scripted model, the engine view with a real one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tabs(chromium: Any) -> Iterator[Tabs]:
 
 @contextlib.contextmanager
 def served(tabs: Tabs, llm: FakeLLM, **options: Any) -> Iterator[Running]:
-    """A server whose pages are closed before it is: a page that finds it gone says so."""
+    """Yield a server; its pages are closed first, as a page logs an error when it is gone."""
     with running(llm, **options) as server:
         yield server
         tabs.close()
@@ -204,7 +204,7 @@ def test_reasoning_is_folded_and_tool_calls_are_shown(tabs: Tabs) -> None:
         page.click("#open-settings")
         page.fill("[name=tools]", "no json")
         page.click("#settings [value=save]")
-        assert "no JSON" in page.locator("#settings .error").inner_text()
+        assert "not valid JSON" in page.locator("#settings .error").inner_text()
         page.fill("[name=tools]", json.dumps([tool]))
         page.fill("[name=system]", "Be brief.")
         page.fill("[name=temperature]", "0.5")
@@ -229,7 +229,7 @@ def test_a_key_is_asked_for(tabs: Tabs) -> None:
         page = tabs.open(server.url, waits=False)
         page.get_by_label("API key").fill("wrong")
         page.keyboard.press("Enter")
-        page.wait_for_selector("text=does not know this key")
+        page.wait_for_selector("text=The server rejected this key")
         page.get_by_label("API key").fill("secret")
         page.keyboard.press("Enter")
         page.wait_for_selector(LIVE)
@@ -299,7 +299,7 @@ def test_a_large_pool_is_zoomed_to_the_blocks_in_use(tabs: Tabs) -> None:
             page.hover("#map", position={"x": x + width / 2, "y": y + 5})
             assert page.locator("#map-detail").inner_text().startswith(f"Block {block}: ")
         page.focus("#map")
-        for _ in range(30):  # to the last row that is shown
+        for _ in range(30):  # down to the last visible row
             page.keyboard.press("ArrowDown")
         assert page.locator("#map-detail").inner_text().startswith("Block 19999: cached")
 
@@ -321,7 +321,7 @@ def test_the_map_shows_more_blocks_in_smaller_cells(tabs: Tabs) -> None:
 
 
 def test_a_new_colour_scheme_is_drawn_at_once(tabs: Tabs) -> None:
-    """Even while the page rests between two frames, as it does beside a busy engine."""
+    """The page redraws even in the pause between two frames, as with a busy engine."""
     tabs.expected = ("willReadFrequently",)  # this test reads pixels
     with served(tabs, FakeLLM()) as server:
         page = tabs.open(server.url, color_scheme="light")
@@ -339,7 +339,7 @@ FREE_PIXEL = "[...own.map.drawing.context.getImageData(3, 3, 1, 1).data]"
 
 
 def test_the_queue_and_the_steps_show_what_the_stream_says(tabs: Tabs) -> None:
-    """Of a pool so small that sequences are preempted, at the first snapshot that shows one."""
+    """The pool is so small that sequences are preempted; show the first snapshot that has one."""
     sent, steps = [], []
     for _, state in recorded(random.Random(4)):
         sent.append(state)
@@ -361,7 +361,7 @@ def test_the_queue_and_the_steps_show_what_the_stream_says(tabs: Tabs) -> None:
         page.focus("#steps")
         for step in reversed(steps[-5:]):
             page.keyboard.press("ArrowLeft")
-            text = f"{step.num_prefill_tokens} prompt and {step.num_decode_tokens} answer tokens"
+            text = f"{step.num_prefill_tokens} prompt and {step.num_decode_tokens} output tokens"
             assert page.locator("#step-detail").inner_text().startswith(text)
 
 
@@ -378,7 +378,7 @@ def test_one_of_several_engines_is_chosen(tabs: Tabs) -> None:
         assert page.locator("#engines").input_value() == "1"
 
 
-# Compares, every 20 ms while sequences run, what is drawn with the state of the stream.
+# While sequences run, compare the drawing with the state of the stream every 20 ms.
 COLLECT = """async () => {
   const wrong = [];
   let rows = 0;
@@ -423,7 +423,7 @@ def test_a_batch_of_eight_runs_at_once(tabs: Tabs) -> None:
 def test_a_batch_of_eight_is_preempted_in_a_pool_of_twelve_blocks(
     tabs: Tabs, tmp_path: Path
 ) -> None:
-    """As docs/page.md says; each sequence needs two blocks in the end."""
+    """docs/page.md describes this; each sequence eventually needs two blocks."""
     sizes = {"max_model_len": 256, "kvcache_block_size": 128, "num_kvcache_blocks": 12}
     llm = AsyncLLM(make_byte_model(tmp_path), device="cpu", dtype="float32", **sizes)
     try:
@@ -489,7 +489,7 @@ def test_tips_do_not_cover_what_they_explain(tabs: Tabs, width: int) -> None:
         assert found["covered"] == []
 
 
-# What an element explains, if the tip covers it: itself, and what its section or its button shows.
+# Return the parts that a tip covers although it explains them: its element, section or button.
 COVERED = """async () => {
   const tip = document.getElementById("tip");
   const box = (each) => each.getBoundingClientRect();

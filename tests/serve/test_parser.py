@@ -1,4 +1,4 @@
-"""The parser finds what a text holds, however the text is cut, and neither loses nor doubles it."""
+"""The parser's events do not depend on chunk boundaries, and no text is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ MARKERS = (
     "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|python_tag|>", "<think>", "</think>", "é",
 )  # fmt: skip
 
-# Calls are read without what these say; the last is a name that was cut short.
+# Parts of calls that emit no events; the last one is a name that was cut off.
 DROPPED = re.compile(r'"id"|"type"|\[CALL_ID\]|<parameter=[^>\n]*\Z')
 
 
 def pieces_of(text: str, rng: random.Random) -> Iterator[str]:
-    """Cut the bytes of a text anywhere, and give whole characters as they become complete."""
+    """Split the bytes of a text anywhere, and yield characters when they are complete."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     data = text.encode()
     num_cuts = rng.choice((1, 2, 5, len(data)))
@@ -81,7 +81,7 @@ def test_random_cuts(count: Callable[[int], int]) -> None:
 
 @pytest.mark.endurance
 def test_garbage(count: Callable[[int], int]) -> None:
-    """Nothing raises, no cut matters, calls are in order, nothing is lost or doubled."""
+    """Nothing raises, boundaries do not matter, calls are in order, and no text is lost."""
     rng = random.Random(2)
     num_calls = 0
     for _ in range(count(10_000)):
@@ -100,7 +100,7 @@ def test_garbage(count: Callable[[int], int]) -> None:
 
 
 def check_conserved(text: str, events: list[BlockEvent]) -> None:
-    """Content and reasoning stand in the text as they are; no ß, which is in no markup, is lost."""
+    """Content and reasoning are substrings of the text; no ß, which no marker has, is lost."""
     position = num_found = 0
     for event in events:
         if not isinstance(event, BlockDelta):

@@ -1,4 +1,4 @@
-"""What a core is sent together, and in which order."""
+"""Batching and order of the messages to a core."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_requests_go_together_and_before_what_ends_them(monkeypatch: pytest.Monk
     client.flush()
     client.flush()  # nothing is left
     client.add([request(3, 2 * config.max_num_batched_tokens - 1)])
-    client.add([request(4, 1)])  # enough: it does not wait for a flush
+    client.add([request(4, 1)])  # enough tokens: sent without a flush
     client.add([request(5, 1)])
     client.finish(Finish([5], "abort"))
     first, *adds, finish = client._supervisor.records  # type: ignore[attr-defined]

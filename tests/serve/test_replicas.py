@@ -1,4 +1,4 @@
-"""Several engines behind one AsyncLLM: where requests go, and what happens when one dies."""
+"""Several engines behind one AsyncLLM: routing, and the death of an engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def llm(path: Path) -> Iterator[AsyncLLM]:
 
 
 def shared_prefixes() -> list[list[int]]:
-    """64 prompts, in any order, of 8 beginnings of four blocks."""
+    """Return 64 prompts in random order, with 8 different prefixes of four blocks."""
     rng = random.Random(0)
     beginnings = [rng.choices(range(256), k=64) for _ in range(8)]
     prompts = [[*beginnings[i % 8], *rng.choices(range(256), k=9)] for i in range(64)]
@@ -166,7 +166,7 @@ def test_one_of_two_is_killed_and_comes_back(llm: AsyncLLM) -> None:
             for reader in readers:
                 if reader.task.done():
                     assert "engine core 1" in reader.error["message"]
-                    assert "it is started anew" in reader.error["message"]
+                    assert "it is being restarted" in reader.error["message"]
                 else:
                     await reader.next()
                     reader.task.cancel()
@@ -243,5 +243,5 @@ def test_without_restarts_the_rest_goes_on_until_none_is_left(path: Path) -> Non
 
 
 def test_one_engine_alone_takes_no_replicas(path: Path) -> None:
-    with pytest.raises(ConfigError, match="data_parallel_size is for AsyncLLM"):
+    with pytest.raises(ConfigError, match="data_parallel_size is supported by AsyncLLM"):
         LLM(path, data_parallel_size=2, **OPTIONS)

@@ -1,4 +1,4 @@
-"""/v1/responses, with OpenAI's own client: items and events."""
+"""/v1/responses with OpenAI's client: items and events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ask(server: Running, **fields: Any) -> Any:
 
 
 def contents(response: Any) -> list[Any]:
-    """The items of an answer without their ids, which are new each time."""
+    """Return the items of a response without their ids, which differ each time."""
     items = [item.to_dict() for item in response.output]
     return [{name: item[name] for name in item if name not in ("id", "call_id")} for item in items]
 
@@ -50,7 +50,7 @@ def test_streams_have_the_items_of_whole_answers(
 ) -> None:
     fake.llm.text, fake.llm.seed = text, seed
     whole = ask(fake)
-    Response.model_validate(whole.to_dict())  # a client takes what lacks fields too
+    Response.model_validate(whole.to_dict())  # the client itself accepts missing fields
     assert [item.type for item in whole.output] == kinds
     assert whole.status == "completed"
     assert whole.usage.output_tokens == len(text)
@@ -101,7 +101,7 @@ def test_text_may_begin_with_a_character_of_several_tokens(fake: Running, stream
 
 
 def test_parts_are_begun_before_they_grow(fake: Running) -> None:
-    """Clients put deltas into the parts that they were told of."""
+    """Clients add deltas to parts that were announced before."""
     fake.llm.text = "<think>Hm.</think>See."
     known = set()
     for event in ask(fake, stream=True):

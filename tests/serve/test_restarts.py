@@ -1,4 +1,4 @@
-"""A core that failed is replaced: callers are told, later ones are served, and there is an end."""
+"""A failed core is restarted: waiters get an error, later requests succeed, retries are bounded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = SamplingParams(max_tokens=900, ignore_eos=True)
 
 
 class IdleProcesses:
-    """Children that are never started."""
+    """Child processes that are never started."""
 
     pids = (1,)
 
@@ -45,7 +45,7 @@ class IdleSupervisor:
 
 @pytest.fixture
 def make_replica(monkeypatch: pytest.MonkeyPatch) -> Callable[[float | None], Replica]:
-    """Make a replica that was ready some seconds ago, or never."""
+    """Return a replica that became ready some seconds ago, or never."""
     monkeypatch.setattr(replica, "ChildProcesses", IdleProcesses)
     monkeypatch.setattr(replica, "Supervisor", IdleSupervisor)
 
@@ -97,7 +97,7 @@ async def answer(llm: AsyncLLM, params: SamplingParams) -> list[int]:
 
 @pytest.mark.slow
 def test_another_core_answers(llm: AsyncLLM) -> None:
-    """Of a core that hangs: the next test replaces one that was killed."""
+    """This core hangs; the next test kills one."""
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     wanted = asyncio.run(answer(llm, params))
     pid = llm.replicas[0].pid
@@ -108,7 +108,7 @@ def test_another_core_answers(llm: AsyncLLM) -> None:
             await asyncio.sleep(0.01)
         os.kill(pid, signal.SIGSTOP)
         for task in waiting:
-            with pytest.raises(EngineError, match="it is started anew"):
+            with pytest.raises(EngineError, match="it is being restarted"):
                 await asyncio.wait_for(task, 60)
         assert server.http.get("/health").status_code == 503
         assert server.post("/v1/completions", prompt="x").status_code == 503
@@ -148,4 +148,4 @@ def test_in_the_end_it_gives_up(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) 
                 assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
         response = server.post("/v1/completions", prompt="x")
         assert response.status_code == 503
-        assert "no more are started" in response.json()["error"]["message"]
+        assert "so it is not restarted" in response.json()["error"]["message"]

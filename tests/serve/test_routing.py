@@ -1,4 +1,4 @@
-"""Where requests go among replicas: to their prefix, or to the least loaded."""
+"""Requests go to the replica with their prefix, or to the least loaded one."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_a_prompt_goes_where_its_longest_prefix_went() -> None:
 
 
 def test_blocks_are_those_of_the_prefix_cache() -> None:
-    """Only full blocks count, each with all that comes before it and the salt."""
+    """Only full blocks count; a block's key includes everything before it and the salt."""
     router = PrefixRouter(range(2), SIZE)
     prompt = tokens(1, 3)
     assert router.choose(prompt, "mine") == 0
     assert router.choose(prompt[: 2 * SIZE - 1], "mine") == 0
     assert router.choose(prompt[: 2 * SIZE], "yours") == 1
     assert router.choose(prompt, "mine") == 0
-    assert router.choose(prompt[SIZE:], "mine") == 1  # its later blocks alone are another prefix
+    assert router.choose(prompt[SIZE:], "mine") == 1  # later blocks alone are another prefix
     seq = Sequence(Request(0, array("i", prompt), SamplingParams(), cache_salt="mine"))
     blocks = BlockManager(8, SIZE, enable_caching=True)
     blocks.admit(seq)
@@ -60,15 +60,15 @@ def test_unknown_prompts_go_to_the_least_loaded() -> None:
     router = PrefixRouter(range(3), SIZE)
     assert [send(router, tokens(i), f"request {i}") for i in range(6)] == [0, 1, 2, 0, 1, 2]
     router.finished("request 4")
-    router.finished("request 4")  # counted off before
+    router.finished("request 4")  # a second call has no effect
     assert router.loads == {0: 8 * SIZE, 1: 4 * SIZE, 2: 8 * SIZE}
     assert send(router, [1]) == 1
 
 
 def test_who_remembers_little_gets_no_more_than_others() -> None:
-    """A long prompt that is done, or an engine that joined late, is no reason to idle."""
+    """Neither a finished long prompt nor a new engine makes the router overload one replica."""
     router = PrefixRouter(range(2), SIZE)
-    router.choose(tokens(1, 100))  # it ended at once
+    router.choose(tokens(1, 100))  # it ended immediately
     sent = {f"request {i}": send(router, tokens(2 + i), f"request {i}") for i in range(10)}
     assert 3 <= [*sent.values()].count(0) <= 5
     router.lost(1)
@@ -88,7 +88,7 @@ def test_a_prefix_moves_when_its_replica_has_far_more_to_do() -> None:
     router = PrefixRouter(range(2), SIZE)
     prompt = tokens(1)
     sent = [send(router, prompt) for _ in range(MAX_EXTRA + 3)]
-    # The first ones stay together; once both have the prefix, the less loaded one takes it.
+    # The first requests go to one replica; once both have the prefix, load decides.
     assert sent == [0] * (MAX_EXTRA + 1) + [1, 1]
 
 
@@ -112,7 +112,7 @@ def test_a_lost_replica_gets_nothing_until_another_takes_its_place() -> None:
     router.joined(0)
     router.finished("lost")
     assert router.loads[0] == 0
-    assert send(router, prompt) == 0  # it has nothing cached, but nothing to do either
+    assert send(router, prompt) == 0  # its cache is empty, but so is its load
     router.lost(0)
     router.lost(1)
     router.lost(1)
@@ -130,5 +130,5 @@ def test_shared_prefixes_are_hit_as_by_one_engine_and_loads_are_alike(seed: int)
     for prefix in order:
         replica = send(router, [*tokens(prefix), *rng.choices(range(1000), k=9)])
         seen.add((replica, prefix))
-    assert 64 - len(seen) >= 0.9 * (64 - 8)  # hits, and those of one engine
+    assert 64 - len(seen) >= 0.9 * (64 - 8)  # cache hits, compared to one engine
     assert max(router.loads.values()) < 2 * min(router.loads.values())

@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes of our OpenAPI document, right and wrong: none is a 5xx."""
+"""Valid and invalid requests that schemathesis generates from our OpenAPI schema: no 5xx."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 OPTIONS = (
     *("--checks", "not_a_server_error", "--continue-on-failure", "--seed", "1", "--no-color"),
     *("--request-timeout", "120", "--suppress-health-check", "all", "--mode", "all"),
-    # One never ends, and the other may take a minute.
+    # The first one never ends, and the second one may take a minute.
     *("--exclude-path", "/engine/events", "--exclude-path", "/trace"),
 )
 
@@ -32,7 +32,7 @@ def test_no_generated_request_is_a_server_error(
 ) -> None:
     num_free = server.llm.stats.num_free_blocks
     num_paths = len(server.http.get("/openapi.json").json()["paths"])
-    # The coverage of every field, which all of them share, takes 2,000 requests by itself.
+    # The coverage phase of the fields that all routes share takes 2,000 requests.
     phases = ("coverage,fuzzing", 8000) if count(10) == 10 else ("fuzzing", 200)
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
     command += [*OPTIONS, "--phases", phases[0], "-n", str(phases[1] // num_paths)]

@@ -1,4 +1,4 @@
-"""Grammars accept what each format writes, and nothing that breaks its frame or a schema."""
+"""Grammars accept the output of each format, and reject broken frames and schema violations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanovllm.errors import RequestError
 from nanovllm.serve.parsing.formats import choose_formats
 from nanovllm.serve.parsing.tool_grammar import CallRules, tool_grammar
 from nanovllm.serve.parsing.tools import Tool
-from nanovllm.structured.forms import grammar_text
+from nanovllm.structured.grammar_text import grammar_text
 from tests.serve.fake_llm import FakeLLM
 from tests.serve.running import running
 from tests.serve.templates import TEMPLATES, WITH_TOOLS, answer_of, call
@@ -51,7 +51,7 @@ MUST, MAY = CallRules(must_call=True), CallRules(must_call=False)
 
 
 def accepts(grammar: str, text: str, special_ids: dict[str, int] | None = None) -> bool:
-    """Follow a text byte by byte, with one token for each special marker."""
+    """Match a text byte by byte, with one token for each special marker."""
     tokens: list[int] = []
     for marker, token_id in (special_ids or {}).items():
         text = text.replace(marker, chr(0xE000 + token_id))
@@ -119,7 +119,7 @@ def test_one_tool_that_is_forced(name: str) -> None:
 
 
 def test_arguments_of_calls_are_written_as_any_json_that_is_enforced() -> None:
-    """Were a name written as \\u0061, it would not be known for one of the schema's properties."""
+    """A name written as \\u0061 would not be recognized as a property of the schema."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     with running(FakeLLM()) as server:

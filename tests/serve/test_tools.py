@@ -1,4 +1,4 @@
-"""Tools are read from requests, and their schemas say what an argument means."""
+"""Tools are parsed from requests, and arguments are converted by their schemas."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Compile random grammars that are deep, wide or cyclic, and follow those that are taken.
+"""Compile random grammars that are deep, wide or cyclic, and match text with the accepted ones.
 
-Run as `python -m tests.structured.fuzz FIRST COUNT`; prints how many were taken, and for how long
-other threads of Python had to wait.
+Run as `python -m tests.structured.fuzz FIRST COUNT`; prints how many were accepted, and how long
+other Python threads had to wait.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def each_of(names: list[str], schema: Any) -> dict[str, Any]:
 
 
 def referring(rng: random.Random) -> dict[str, Any]:
-    """Chains, cycles and graphs of references."""
+    """Return a schema with chains, cycles or graphs of references."""
     number = size(rng)
     is_chain = rng.random() < 0.4
 
@@ -104,7 +104,7 @@ def referring(rng: random.Random) -> dict[str, Any]:
 
 
 def ruled(rng: random.Random) -> dict[str, Any]:
-    """Chains, cycles and graphs of rules or terminals."""
+    """Return a grammar with chains, cycles or graphs of rules or terminals."""
     number, name = size(rng), rng.choice("rT")
     is_chain = rng.random() < 0.5
     form = rng.choice(["{}", '"x" {}', '{} "y"', "{0} {1}", '"x" | {}', '({}? "a")*', "{}{{2,9}}"])
@@ -148,7 +148,7 @@ def new_grammars() -> GuidanceEngine:
 
 
 def follow(grammars: GuidanceEngine, grammar: GuidanceGrammar, rng: random.Random) -> None:
-    """Follow a text of a few tokens, as the engine does."""
+    """Match a random text of a few tokens, as the engine does."""
     matcher = grammars.matcher(grammar, frozenset({EOS}))
     for _ in range(12):
         if matcher.job is not None:
@@ -169,8 +169,10 @@ def new_masks(num_rows: int, num_words: int) -> np.ndarray:
 
 
 class Waits:
-    """Measures how long other threads wait for Python's lock, in seconds of this process: those in
-    which the machine runs other processes do not count."""
+    """Measures how long other threads wait for the GIL.
+
+    Time in which the machine runs other processes does not count.
+    """
 
     def __init__(self) -> None:
         self.longest = 0.0
@@ -195,7 +197,7 @@ def main(first: int, count: int) -> None:
             grammar = grammars.compile(random_grammar(seed))
             num_taken += 1
             follow(grammars, grammar, random.Random(seed))
-            if seed % 8 == 0:  # as a core in another process does
+            if seed % 8 == 0:  # compile again, as a core in another process does
                 follow(new_grammars(), GuidanceGrammar(grammar.text), random.Random(seed))
         except RequestError:
             pass

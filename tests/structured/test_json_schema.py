@@ -1,4 +1,4 @@
-"""JSON schemas are refused by name or enforced whole: no text that a grammar takes is invalid."""
+"""JSON schemas are refused by name or fully enforced: grammars accept valid texts only."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_refusals_name_the_keyword(grammars: GuidanceEngine, keyword: str, schem
         grammars.compile({"json": schema})
 
 
-def test_a_refusal_tells_where() -> None:
+def test_a_refusal_names_the_path() -> None:
     schema = {"properties": {"a/b": {"anyOf": [{"uniqueItems": True}]}}}
     with pytest.raises(RequestError, match="'uniqueItems' at #/properties/a~1b/anyOf/0 "):
         enforceable(schema)
@@ -134,7 +134,7 @@ def test_deep_nesting_is_refused(grammars: GuidanceEngine) -> None:
         grammars.compile({"json": schema})
 
 
-TAKEN: list[tuple[Any, list[Any], list[Any]]] = [
+ACCEPTED: list[tuple[Any, list[Any], list[Any]]] = [
     (
         {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
         ['{"a":1}', '{"b":"x"}'],
@@ -252,8 +252,8 @@ TAKEN: list[tuple[Any, list[Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "valid", "invalid"), TAKEN)
-def test_what_is_taken(
+@pytest.mark.parametrize(("schema", "valid", "invalid"), ACCEPTED)
+def test_grammars_accept_valid_texts_only(
     grammars: GuidanceEngine, tokenizer: Any, schema: Any, valid: Any, invalid: Any
 ) -> None:
     grammar = grammars.compile({"json": schema})
@@ -272,7 +272,7 @@ def new_masks(num_rows: int, num_words: int) -> np.ndarray:
 
 
 class Walker:
-    """Writes texts at random that a grammar takes, and ends them when it can after a while."""
+    """Generates random texts that a grammar accepts, and ends them when possible after a while."""
 
     def __init__(self, grammars: GuidanceEngine, tokenizer: Any) -> None:
         self.grammars, self.decode = grammars, tokenizer.decode
@@ -281,7 +281,7 @@ class Walker:
         self.closing = [texts.index(text) for text in '}]",']
 
     def walk(self, schema: Any, seed: int, max_tokens: int = 200) -> str | None:
-        """Return a text, or None if it did not end."""
+        """Return a text, or None if it did not end within `max_tokens`."""
         rng = np.random.default_rng(seed)
         matcher = self.grammars.matcher(self.grammars.compile({"json": schema}), frozenset({EOS}))
         token_ids: list[int] = []
@@ -299,7 +299,7 @@ class Walker:
         return str(self.decode(token_ids))
 
     def _mask(self, matcher: GuidanceMatcher) -> np.ndarray:
-        while True:  # a busy machine may be late with it, and nobody asks again before it is there
+        while True:  # on a busy machine a bitmask may be late; ask again when it is ready
             masks, late = self.grammars.masks([matcher], new_masks)
             if not late:
                 return masks[0]
@@ -329,13 +329,13 @@ def test_random_texts_are_valid(walker: Walker) -> None:
 @pytest.mark.slow
 @pytest.mark.endurance
 def test_every_random_text_is_valid(walker: Walker, count: Callable[..., int]) -> None:
-    """Of few schemas, more than 15% may happen to be refused."""
+    """With few schemas, more than 15% may be refused by chance."""
     num_schemas = count(500, few=30)
     assert check_schemas(walker, num_schemas) <= max(0.15 * num_schemas, 8)
 
 
 def check_schemas(walker: Walker, num_schemas: int) -> int:
-    """Check three texts of each schema; return how many schemas are refused."""
+    """Check three texts of each schema; return the number of refused schemas."""
     schemas = [random_schema(seed, has_conditions=False) for seed in range(num_schemas)]
     texts = [texts_of(walker, schema, seed) for seed, schema in enumerate(schemas)]
     assert sum(len(some) for some in texts if some is not None) >= num_schemas
@@ -349,7 +349,7 @@ def test_conditions_are_refused_or_enforced(walker: Walker, condition: dict[str,
 
 
 def texts_of(walker: Walker, schema: Any, seed: int) -> list[str] | None:
-    """Write three texts and check those that end; None if the schema is refused, by name."""
+    """Generate three texts and check those that end; return None if the schema is refused."""
     validator = jsonschema.Draft202012Validator(
         schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
     )

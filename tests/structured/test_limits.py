@@ -84,18 +84,13 @@ def test_grammars_within_the_limits_are_compiled(grammars: GuidanceEngine, asked
 
 def test_loading_the_tokenizer_has_no_limit(grammars: GuidanceEngine) -> None:
     names: list[str] = []
-    vocabulary = grammars._vocabulary
 
-    class RecordingTokenizer:
-        @property
-        def backend_tokenizer(self) -> Any:
-            names.append(threading.current_thread().name)
-            return vocabulary.tokenizer.backend_tokenizer
+    def load() -> Vocabulary:
+        names.append(threading.current_thread().name)
+        return grammars._load()
 
     text = grammars.compile({"regex": "a"}).text
-    recording: Any = RecordingTokenizer()
-    engine = GuidanceEngine(Vocabulary(recording, vocabulary.eos_token_ids), VOCAB_SIZE)
-    matcher = engine.matcher(GuidanceGrammar(text), frozenset())
+    matcher = GuidanceEngine(load, VOCAB_SIZE).matcher(GuidanceGrammar(text), frozenset())
     assert matcher.job is not None
     matcher.job.result()
     assert names

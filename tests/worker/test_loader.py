@@ -1,4 +1,4 @@
-"""Every way to store a checkpoint loads to the same tokens; whatever is odd in one is named."""
+"""Every checkpoint format loads to the same tokens; errors name the invalid tensors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def read_tensors(checkpoint: TinyCheckpoint) -> Tensors:
 
 
 def make_folder(folder: Path, checkpoint: TinyCheckpoint, tensors: Tensors, **config: Any) -> Path:
-    """A checkpoint's config, with changes, beside the given tensors."""
+    """Write a checkpoint's config, with changes, and the given tensors to a folder."""
     folder.mkdir()
     whole = json.loads((checkpoint.path / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps(whole))
@@ -83,10 +83,10 @@ def make_folder(folder: Path, checkpoint: TinyCheckpoint, tensors: Tensors, **co
 class Case:
     checkpoint: TinyCheckpoint
     tensors: Tensors
-    tokens: list[list[int]]  # from its one safetensors file
+    tokens: list[list[int]]  # generated from its single safetensors file
 
 
-GGUF_NAMES = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}  # by model_type
+GGUF_NAMES = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}  # keyed by model_type
 VARIANTS = ["qwen3", "llama", "qwen3-tied", "llama-tied-rope", "llama-mha-bias"]
 
 
@@ -198,7 +198,7 @@ def test_gguf_of_every_family(name: str, tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_a_bfloat16_checkpoint_loads_in_float32(llama: TinyCheckpoint, tmp_path: Path) -> None:
-    """What is stored is widened, not recomputed: the rounded weights give the same tokens."""
+    """Stored weights are upcast exactly, so the rounded weights give the same tokens."""
     rounded = {name: tensor.bfloat16() for name, tensor in read_tensors(llama).items()}
     narrow = make_folder(tmp_path / "narrow", llama, rounded, dtype="bfloat16")
     wide = {name: tensor.float() for name, tensor in rounded.items()}
@@ -224,7 +224,7 @@ def test_a_tensor_without_a_place_is_named(
     llama: TinyCheckpoint, tmp_path: Path, name: str
 ) -> None:
     path = make_folder(tmp_path / "m", llama, read_tensors(llama) | {name: torch.ones(4)})
-    with pytest.raises(CheckpointError, match=f"'{name}' has no place"):
+    with pytest.raises(CheckpointError, match=f"'{name}' is not part of the model"):
         run(path)
 
 
@@ -239,7 +239,9 @@ def write_shards(folder: Path, checkpoint: TinyCheckpoint, shards: list[Tensors]
 def test_a_problem_names_its_shard(llama: TinyCheckpoint, tmp_path: Path) -> None:
     shards = split_in_three(read_tensors(llama))
     extra = [*shards[:2], shards[2] | {"extra": torch.ones(4)}]
-    with pytest.raises(CheckpointError, match=r"model-00003.safetensors: tensor 'extra' has no"):
+    with pytest.raises(
+        CheckpointError, match=r"model-00003.safetensors: tensor 'extra' is not part"
+    ):
         run(write_shards(tmp_path / "extra", llama, extra))
     name = next(iter(shards[1]))
     odd = [shards[0], shards[1] | {name: torch.ones(1, 2, 3)}, shards[2]]
@@ -262,8 +264,8 @@ def test_many_problems_are_counted(llama: TinyCheckpoint, tmp_path: Path) -> Non
     with pytest.raises(CheckpointError) as error:
         run(make_folder(tmp_path / "m", llama, kept | {"a": torch.ones(1), "b": torch.ones(1)}))
     problems = str(error.value).split("; ")
-    assert "'a' has no place" in problems[0]
-    assert "'b' has no place" in problems[1]
+    assert "'a' is not part of the model" in problems[0]
+    assert "'b' is not part of the model" in problems[1]
     assert all("layers.1." in problem and "missing" in problem for problem in problems[2:5])
     assert problems[5:] == [f"and {len(tensors) - len(kept) - 3} more"]
 
@@ -304,7 +306,7 @@ def test_a_doubled_tensor_is_named(llama: TinyCheckpoint, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("variant", ["llama-tied-rope", "qwen3-tied"])
 def test_a_tied_head_is_the_embedding(tiny: Tiny, tmp_path: Path, variant: str) -> None:
-    """A stored head counts only where config.json says that it is not tied."""
+    """A stored LM head is used only if config.json says that it is not tied."""
     checkpoint = tiny(variant)
     tensors = read_tensors(checkpoint)
     assert HEAD not in tensors
@@ -320,7 +322,7 @@ def test_a_tied_head_is_the_embedding(tiny: Tiny, tmp_path: Path, variant: str) 
 
 @pytest.mark.parametrize("variant", ["qwen3-tied", "gemma3", "qwen3-moe"])
 def test_a_model_may_be_stored_without_its_head(tiny: Tiny, tmp_path: Path, variant: str) -> None:
-    """As embedding models are: whether their architecture says so or not."""
+    """Embedding models are stored like this, whether or not their architecture says so."""
     checkpoint = tiny(variant)
     body = checkpoint.model.model
     body.save_pretrained(tmp_path / "body")
@@ -333,7 +335,7 @@ def test_a_model_may_be_stored_without_its_head(tiny: Tiny, tmp_path: Path, vari
         assert run(path) == run(checkpoint.path)
 
 
-SPECIAL = {  # a tensor that only this family has
+SPECIAL = {  # a tensor that only one family has
     "gemma3": "model.layers.1.pre_feedforward_layernorm.weight",
     "mixtral": "model.layers.1.block_sparse_moe.experts.3.w2.weight",
     "phi3": "model.layers.0.self_attn.qkv_proj.weight",
@@ -356,7 +358,7 @@ def test_what_is_special_is_loaded_as_strictly(
     with pytest.raises(CheckpointError, match=f"'{re.escape(name)}' has shape"):
         run(make_folder(tmp_path / "short", checkpoint, short))
     extra = re.sub(r"layers\.\d", "layers.2", name)
-    with pytest.raises(CheckpointError, match=f"'{re.escape(extra)}' has no place"):
+    with pytest.raises(CheckpointError, match=f"'{re.escape(extra)}' is not part of the model"):
         run(make_folder(tmp_path / "extra", checkpoint, tensors | {extra: tensors[name].clone()}))
 
 
@@ -392,10 +394,10 @@ def test_what_would_change_the_numbers_is_refused(
 def test_the_config_of_transformers_4_loads_the_same(
     tiny: Tiny, tmp_path: Path, variant: str
 ) -> None:
-    """There `rope_theta` and `rope_scaling` stand apart and the dtype is `torch_dtype`."""
+    """It has separate `rope_theta` and `rope_scaling`, and the dtype is `torch_dtype`."""
     checkpoint = tiny(variant)
     config = json.loads((checkpoint.path / "config.json").read_text())
-    rope = config.pop("rope_parameters")  # transformers 5, as it was saved
+    rope = config.pop("rope_parameters")  # as saved by transformers 5
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
     config["torch_dtype"] = config.pop("dtype")
@@ -411,7 +413,7 @@ def test_a_missing_size_is_named(llama: TinyCheckpoint, tmp_path: Path) -> None:
 
 
 class Trap:
-    """Unpickling this calls a function: what a hostile file would do."""
+    """Unpickling this calls a function, as a malicious file would."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -488,7 +490,7 @@ def test_the_log_says_how_fast(llama: TinyCheckpoint, caplog: pytest.LogCaptureF
 @DEVICES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces_arrive_in_place(device: str, dtype: torch.dtype) -> None:
-    """From several threads at once, converted on the way, into rows that need not be contiguous."""
+    """Several threads convert pieces and copy them into rows that may not be contiguous."""
     place, rows = create_device(EngineConfig("none", device=device)), torch.randn(64, 96).bfloat16()
     whole = torch.zeros(64, 128, dtype=dtype, device=place.torch_device)
     slot = whole[:, 16:112]
@@ -502,7 +504,7 @@ def test_pieces_arrive_in_place(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_memory_beyond_the_weights_is_a_few_pieces(tmp_path: Path) -> None:
-    """Of one 200 MB file, of which a map that is kept would count whole beside the weights."""
+    """A memory map of the 200 MB file that stays open would count in full beside the weights."""
     write_checkpoint(tmp_path, gigabytes=0.2, num_shards=1)
     load = load_in_process(tmp_path, "bfloat16", "cpu")
     assert load.weight_bytes > 0.19e9
@@ -513,7 +515,7 @@ def test_memory_beyond_the_weights_is_a_few_pieces(tmp_path: Path) -> None:
 
 
 class ReadBytes:
-    """Counts what is read of a checkpoint's tensors."""
+    """Counts the bytes that are read from a checkpoint's tensors."""
 
     def __init__(self) -> None:
         self.num_bytes: Counter[str] = Counter()
@@ -549,7 +551,7 @@ def test_a_rank_reads_its_share_alone(tiny: Tiny, variant: str) -> None:
         if "norm" in name or name.endswith("mlp.gate.weight"):
             copies = 4
         elif re.search("(k|v)_proj", name):
-            copies = 2  # there are two heads for four ranks
+            copies = 2  # two KV heads, replicated over four ranks
         if "qkv_proj" not in name:
             assert shares[name] == 4 * copies * size, name
 
@@ -558,7 +560,7 @@ def test_a_rank_reads_its_share_alone(tiny: Tiny, variant: str) -> None:
 def test_a_layer_is_packed_when_its_last_tensor_is_there(
     tiny: Tiny, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not before; and nothing refers any more to what it was loaded into."""
+    """It is not packed earlier, and no reference to the unpacked weights remains."""
     stored = read_tensors(tiny(variant))
     model_config = read_config(find_checkpoint(str(tiny(variant).path)).config)
     build = Build(CPU, torch.float32, SdpaAttention(16), TorchOps())
@@ -635,7 +637,7 @@ def test_only_the_first_rank_draws_a_bar(
     "variant", ["llama", "qwen3-moe", pytest.param("phi3", marks=pytest.mark.slow)]
 )
 def test_ranks_load_what_one_worker_loads(tiny: Tiny, tmp_path: Path, variant: str) -> None:
-    """In GGUF llama's heads are out of order, and experts stacked."""
+    """In GGUF, the rows of llama's heads are permuted and experts are stacked."""
     checkpoint = tiny(variant)
     want = run(checkpoint.path)
     path = bin_folder(tmp_path / "bin", checkpoint)
@@ -646,7 +648,7 @@ def test_ranks_load_what_one_worker_loads(tiny: Tiny, tmp_path: Path, variant: s
 
 
 def test_ranks_name_what_is_odd(llama: TinyCheckpoint, tmp_path: Path) -> None:
-    """By the shapes that are stored, not by those of a share."""
+    """Errors show the stored shapes, not those of a shard."""
     tensors = read_tensors(llama)
     half = tensors | {Q_PROJ: tensors[Q_PROJ][:48].clone()}
     path = make_folder(tmp_path / "half", llama, half)
@@ -656,7 +658,7 @@ def test_ranks_name_what_is_odd(llama: TinyCheckpoint, tmp_path: Path) -> None:
     ):
         run(path)
     path = make_folder(tmp_path / "extra", llama, tensors | {"extra": torch.ones(4)})
-    with engines_of(2), pytest.raises(CheckpointError, match="'extra' has no place"):
+    with engines_of(2), pytest.raises(CheckpointError, match="'extra' is not part of the model"):
         run(path)
     del tensors[NORM]
     path = make_folder(tmp_path / "missing", llama, tensors)

@@ -1,4 +1,4 @@
-"""How rows that are edited together are divided, so that their tensors stay small."""
+"""Rows whose logits are edited together are split into groups, to bound memory."""
 
 from __future__ import annotations
 

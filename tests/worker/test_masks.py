@@ -1,4 +1,4 @@
-"""Masks leave the tokens whose bits are set, of the rows that they are for."""
+"""Bitmasks keep the logits of the tokens whose bits are set, in the masked rows only."""
 
 from __future__ import annotations
 

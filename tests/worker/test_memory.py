@@ -1,4 +1,4 @@
-"""What a model needs is counted before anything is allocated, and refused where it is too much."""
+"""A model's memory needs are computed before allocation; a model that does not fit is rejected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker import host_memory as cpu
 from nanovllm.worker import worker
 from nanovllm.worker.input_batch import InputBatch
-from nanovllm.worker.memory_check import count_needs
+from nanovllm.worker.memory_check import estimate_memory
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import cpu_device
 from tests.models.test_configs import CONFIGS, saved
@@ -41,7 +41,7 @@ def build(group: TPGroup, dtype: torch.dtype = torch.float32) -> Build:
 
 @pytest.fixture
 def small_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cgroup that is allowed 8 GiB, of which 2 are taken, on a machine with 64."""
+    """A cgroup with a limit of 8 GiB, 2 of them in use, on a machine with 64 GiB."""
     files = tmp_path / "memory.max", tmp_path / "memory.current"
     for file, size in zip(files, (8, 2), strict=True):
         file.write_text(str(size * GIB))
@@ -55,7 +55,7 @@ def test_weights_are_counted_exactly(name: str) -> None:
     for group in (TPGroup(0, 1), TPGroup(0, 2)):
         if model.num_kv_heads % group.size == 0:
             held = build_model(model, 64, build(group)).parameters()
-            needs = count_needs(config, model, build(group))
+            needs = estimate_memory(config, model, build(group))
             assert needs.weights == sum(parameter.nbytes for parameter in held)
 
 
@@ -66,7 +66,7 @@ def test_tables_are_counted(num_slots: int, max_len: int) -> None:
     tables = InputBatch(cpu_device(), num_slots, max_len, config.kvcache_block_size)
     ropes = build_model(model, max_len, build(TPGroup())).model.ropes
     held = tables.words.nbytes + ropes[0].nbytes
-    assert held <= count_needs(config, model, build(TPGroup())).tables + 4 * max_len <= 2 * held
+    assert held <= estimate_memory(config, model, build(TPGroup())).tables + 4 * max_len <= 2 * held
 
 
 def test_blocks_are_counted() -> None:
@@ -74,7 +74,7 @@ def test_blocks_are_counted() -> None:
     block_bytes = 2 * 2 * 16 * 2 * 24 * 4  # k and v: layers, tokens, heads, dim, float32
     for num_blocks, counted in ((-1, 1), (1, 1), (1000, 1000)):
         config = EngineConfig("m", num_kvcache_blocks=num_blocks, kvcache_block_size=16)
-        needs = count_needs(config, model, build(TPGroup()))
+        needs = estimate_memory(config, model, build(TPGroup()))
         assert counted * block_bytes <= needs.cache <= 1.1 * counted * block_bytes
 
 
@@ -106,7 +106,7 @@ def test_absurd_options_are_refused_at_once(
     ("dtype", "num_ranks", "match"),
     [
         ("bfloat16", 1, r"weights 14\.96, .* 6\.00 GiB of 8\.00 are free; use a smaller model"),
-        ("float32", 1, r"weights 29\.92, .* 6\.00 GiB of 8\.00 are free; .* a dtype of 16 bits"),
+        ("float32", 1, r"weights 29\.92, .* 6\.00 GiB of 8\.00 are free; .* a 16-bit dtype"),
         ("bfloat16", 2, r"weights 7\.48, .* 3\.00 GiB of 4\.00 are free for each of 2 ranks"),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_model_of_eight_billion_on_a_small_machine(
 
 
 def test_every_rank_looks_at_its_own_memory(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is free may have changed since the engine looked, and differs among devices."""
+    """Free memory may have changed since the engine's check, and differs between devices."""
     monkeypatch.setattr(worker, "check_memory", refuse)
     with engines_of(2), pytest.raises(ConfigError, match=r"rank . of 2"):
         LLM(tiny("llama").path, skip_tokenizer_init=True, device="cpu", dtype="float32")
@@ -166,7 +166,7 @@ def test_other_errors_stay_what_they_are(tiny: Tiny, monkeypatch: pytest.MonkeyP
 
 
 def test_a_model_larger_than_any_memory_is_refused(tmp_path: Path) -> None:
-    """Every size is within its range, and all together are not."""
+    """Each size is within its range, but their product is not."""
     largest = {"vocab_size": 1 << 24, "hidden_size": 1 << 20, "intermediate_size": 1 << 22}
     config = {**saved("mixtral"), **largest, "num_hidden_layers": 1024, "num_local_experts": 256}
     (tmp_path / "config.json").write_text(json.dumps(config))

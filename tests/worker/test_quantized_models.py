@@ -1,4 +1,4 @@
-"""A quantized checkpoint of each family equals its plain twin token for token, on any ranks."""
+"""A quantized checkpoint gives the same tokens as its dequantized twin: all families and ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.threaded_ranks import engines_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Which two ranks can share between groups and blocks of 16.
+# Sizes that two ranks can shard into whole groups and blocks of 16.
 EVEN = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 128}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_experts": 3}
 MODELS: dict[str, PreTrainedConfig] = {
@@ -69,7 +69,7 @@ KINDS: dict[str, Kind] = {
     "gptq-shuffled": gptq_kind(4, 32, False, True),
     "gptq-channel": gptq_kind(8, -1, False, False),
 }
-# Every family and every format, some of them twice.
+# Every family and every format at least once.
 PAIRS = [
     ("llama", "gptq-shuffled"),
     ("qwen2", "awq"),
@@ -82,7 +82,7 @@ PAIRS = [
     ("qwen3-tied", "gptq-channel"),
     ("mixtral", "awq"),
 ]
-# As each method writes the modules that are not quantized; patterns here, to write the files by.
+# How each method's config lists unquantized modules; the patterns also decide what is written.
 IGNORED = {
     "compressed-tensors": {"ignore": [r"re:model\.layers\.1\..*down_proj$", "lm_head"]},
     "fp8": {"modules_to_not_convert": ["model.layers.1.self_attn.o_proj", "lm_head"]},
@@ -95,7 +95,7 @@ SIZE_OPTIONS = {"kvcache_block_size": 16, "max_num_seqs": 4, "max_model_len": 64
 
 
 def run(path: Path, **options: Any) -> list[Any]:
-    """Answer with tokens and what the model thought of them: other weights would show in these."""
+    """Return the tokens and their logprobs, which would reveal different weights."""
     options = {"dtype": "float32", "device": "cpu", **SIZE_OPTIONS, **options}
     with LLM(path, skip_tokenizer_init=True, **options) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
@@ -135,7 +135,7 @@ def test_on_a_gpu(checkpoint_root: Path, kind: str) -> None:
         for dtype in ("float32", "bfloat16"):
             options = {"device": "cuda", "dtype": dtype}
             if dtype == "bfloat16" and kind in ("fp8-channel", "fp8-tensor"):
-                continue  # which are kept as they are stored: test_kept_codes.py
+                continue  # these stay quantized: test_weights_stay_quantized.py
             assert run(both.quantized, **options) == run(both.plain, **options)
 
 
@@ -153,7 +153,7 @@ def test_ranks_may_cut_groups(llama: Path, tmp_path: Path, kind: Kind) -> None:
         assert run(both.quantized) == run(both.plain)
 
 
-def test_the_log_says_what_is_widened(
+def test_the_log_says_what_is_dequantized(
     checkpoint_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "nanovllm"):
@@ -163,7 +163,7 @@ def test_the_log_says_what_is_widened(
 
 
 def rounded(path: Path, folder: Path) -> Path:
-    """The twin of a checkpoint that is rounded to FP8 while it loads."""
+    """Write the dequantized twin of a checkpoint that is quantized to FP8 while loading."""
     shutil.copytree(path, folder)
     tensors = load_file(path / "model.safetensors")
     num_layers = json.loads((path / "config.json").read_text())["num_hidden_layers"]
@@ -217,12 +217,12 @@ def test_a_part_that_is_missing_or_too_much(llama: Path, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"1.mlp.up_proj is quantized and has no tensor"):
         run(path)
     save_file({**tensors, name: scale, "model.layers.1.mlp.up_proj.input_scale": scale + 1}, file)
-    with pytest.raises(CheckpointError, match="input_scale' has no place in the model"):
+    with pytest.raises(CheckpointError, match="input_scale' is not part of the model"):
         run(path)
 
 
 def test_peak_memory_is_that_of_pieces(checkpoint_root: Path) -> None:
-    """No weight is widened whole: each is read some rows at a time, within a bound."""
+    """No weight is dequantized at once: each is read some rows at a time."""
     from nanovllm.checkpoint import stored_tensors as weights
     from nanovllm.checkpoint.find import find_checkpoint
     from nanovllm.checkpoint.quantized.modules import join_parts

@@ -1,4 +1,4 @@
-"""Integers of 4 or 8 bits in words of 32: AWQ, GPTQ and the packed format of compressed-tensors."""
+"""Integers of 4 or 8 bits packed into 32-bit words: AWQ, GPTQ and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from nanovllm.checkpoint.quantized.weight import (
 from nanovllm.checkpoint.stored_tensors import FLOATS, QuantizedPiece, StoredTensor
 from nanovllm.errors import CheckpointError
 
-# AWQ: where in a word the integers of eight outputs are, counted from its lowest bits.
+# AWQ: the position in a word of each of eight outputs, counted from the lowest bits.
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def open_awq(parts: Parts, quantization: Quantization) -> StoredWeight:
-    """Integers [inputs, words of outputs], interleaved; zero points [groups, words of outputs]."""
+    """Open AWQ: interleaved [inputs, words of outputs]; zero points [groups, words of outputs]."""
     qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     num_inputs, num_words = check_matrix(qweight, torch.int32)
     num_outputs, size = 8 * num_words, _group_size(quantization, num_inputs)
@@ -57,7 +57,7 @@ def _unpack_awq(words: Tensor) -> Tensor:
 
 
 def open_gptq(parts: Parts, quantization: Quantization) -> StoredWeight:
-    """Integers [words of inputs, outputs]; zero points [groups, words of outputs]."""
+    """Open GPTQ: integers [words of inputs, outputs], zero points [groups, words of outputs]."""
     qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     num_words, num_outputs = check_matrix(qweight, torch.int32)
     bits, per_word = quantization.bits, 32 // quantization.bits
@@ -90,14 +90,14 @@ def _gptq_zeros(words: Tensor, offset: int, quantization: Quantization) -> Tenso
     if quantization.zeros_carry:
         words += sum(offset << bits * place for place in range(32 // bits))
         return _unpack(words, bits)
-    # The first format stores a zero point of 0 as the largest number.
+    # Version 1 of the format stores a zero point of 0 as the largest integer.
     return (_unpack(words, bits) + offset) & ((1 << bits) - 1)
 
 
 def _holds_middles(qzeros: StoredTensor, num_outputs: int, quantization: Quantization) -> bool:
-    """Whether zero points are those of symmetric weights as they are meant, whatever the format.
+    """Whether symmetric weights store their zero points without the format's offset.
 
-    Some tools store them so and name the first format, in which they would be one too high.
+    Some tools do so although they declare version 1, in which these would be one too high.
     """
     if not quantization.is_symmetric or quantization.zero_offset == 0:
         return False
@@ -106,9 +106,10 @@ def _holds_middles(qzeros: StoredTensor, num_outputs: int, quantization: Quantiz
 
 
 def open_packed(parts: Parts, quantization: Quantization) -> StoredWeight:
-    """compressed-tensors: signed integers plus half of their range, [outputs, words of inputs].
+    """Open compressed-tensors: signed integers plus half their range, [outputs, words of inputs].
 
-    Zero points are stored likewise, [words of outputs, groups], or as bytes [outputs, groups].
+    Zero points are stored in the same way, [words of outputs, groups], or as bytes
+    [outputs, groups].
     """
     packed, scales, bits = parts["weight_packed"], parts["weight_scale"], quantization.bits
     check_part(parts["weight_shape"], (2,), torch.int64, torch.int32)
@@ -148,7 +149,7 @@ def open_packed(parts: Parts, quantization: Quantization) -> StoredWeight:
 
 
 def _read_groups(tensor: StoredTensor | None, num_inputs: int, size: int) -> Tensor | None:
-    """Read the group of each input; None: they are in order, as they also are if all are -1."""
+    """Read the group of each input; None if groups are consecutive (all -1 means this too)."""
     if tensor is None:
         return None
     check_part(tensor, (num_inputs,), torch.int32, torch.int64)
@@ -157,14 +158,14 @@ def _read_groups(tensor: StoredTensor | None, num_inputs: int, size: int) -> Ten
         return None
     if bool(((groups < 0) | (groups >= num_groups)).any()):
         raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r} must hold numbers of {num_groups} groups"
+            f"{tensor.file}: tensor {tensor.name!r} must hold group indices below {num_groups}"
         )
     return groups
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """Unpack [..., words] to [..., integers] as bytes, those in the lowest bits first."""
-    # A copy: what has one column counts as contiguous, however far apart its rows are.
+    """Unpack [..., words] to [..., integers], one per byte, lowest bits first."""
+    # Always copy: a tensor with one column counts as contiguous, whatever the stride of its rows.
     values = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
         return values
@@ -181,7 +182,7 @@ def _group_size(quantization: Quantization, num_inputs: int) -> int:
 
 
 def _input_cut(quantization: Quantization) -> int:
-    """Where inputs may be cut: between groups, if these are in order and do not hold them all."""
+    """Return the multiple at which inputs may be cut: whole groups, if these are consecutive."""
     has_groups = quantization.group_size != -1 and not quantization.desc_act
     count = 32 // quantization.bits
     return math.lcm(quantization.group_size, count) if has_groups else count
@@ -190,7 +191,7 @@ def _input_cut(quantization: Quantization) -> int:
 def _layout(
     quantization: Quantization, scales: StoredTensor, has_zeros: bool
 ) -> QuantLayout | None:
-    """The layout of integers of 4 bits in groups in order."""
+    """Return the layout of 4-bit integers in consecutive groups; None for other widths."""
     if quantization.bits != 4:
         return None
     dtype = str(scales.dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""The weights of a quantized checkpoint: one tensor in place of the parts of each.
+"""The weights of a quantized checkpoint: the parts of each are joined into one tensor.
 
-FP8 weights have a scale for each block of outputs and inputs, for each output, or for all. Dense
-weights can be quantized to FP8 while they are read, with a scale for each output.
+FP8 weights have a scale per block of outputs and inputs, per output, or one for all. Dense weights
+can be quantized to FP8 while they are read, with a scale per output.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ from nanovllm.errors import CheckpointError
 from nanovllm.ops.fp8 import FP8, quantize_rows
 
 BY_OUTPUT = QuantLayout("fp8", -1)
-# Projections of layers; a router decides by small differences and stays as it is.
+# Projections of layers, but not routers, whose choices depend on small differences.
 PROJECTION = re.compile(r"model\.layers\.(\d+)\..*(?<!\.gate)\.weight")
 
 
 def open_fp8_block(parts: Parts, quantization: Quantization) -> StoredWeight:
     assert quantization.block_size is not None
-    high, wide = quantization.block_size
+    block_rows, block_columns = quantization.block_size
     values, scales = parts["weight"], parts.get("weight_scale_inv") or parts["weight_scale"]
     shape = check_matrix(values, FP8)
-    check_part(scales, (-(-shape[0] // high), -(-shape[1] // wide)), *FLOATS)
+    num_blocks = -(-shape[0] // block_rows), -(-shape[1] // block_columns)
+    check_part(scales, num_blocks, *FLOATS)
 
     def read(rows: slice, columns: slice) -> QuantizedPiece:
         part = read_part(values, rows, columns)
-        blocks = slice(rows.start // high, -(-rows.stop // high))
-        groups, group_of = in_groups(columns, wide)
-        by_output = read_part(scales, blocks, groups).float().repeat_interleave(high, 0)
+        blocks = slice(rows.start // block_rows, -(-rows.stop // block_rows))
+        groups, group_of = in_groups(columns, block_columns)
+        by_output = read_part(scales, blocks, groups).float().repeat_interleave(block_rows, 0)
         return QuantizedPiece(part, by_output[: len(part)], group_of=group_of)
 
-    return StoredWeight(shape, (high, wide), QuantLayout("fp8", wide), read)
+    layout = QuantLayout("fp8", block_columns)
+    return StoredWeight(shape, (block_rows, block_columns), layout, read)
 
 
 def open_fp8_scaled(parts: Parts, quantization: Quantization) -> StoredWeight:
@@ -64,7 +66,7 @@ def open_fp8_scaled(parts: Parts, quantization: Quantization) -> StoredWeight:
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
     open: Callable[[Parts, Quantization], StoredWeight]  # raises KeyError if a part is missing
-    parts: tuple[str, ...]  # that a module's weight may have
+    parts: tuple[str, ...]  # tensor names that a module may have
 
 
 FORMATS = {
@@ -82,7 +84,7 @@ FORMATS = {
 def join_parts(
     tensors: list[StoredTensor], quantization: Quantization, expected: Collection[str]
 ) -> list[StoredTensor]:
-    """Put one tensor in place of the parts of each quantized weight."""
+    """Join the parts of each quantized weight into one tensor."""
     if quantization.scheme == "round_to_fp8":
         names = names_to_quantize(tensors)
         return [quantize_to_fp8(tensor) if tensor.name in names else tensor for tensor in tensors]
@@ -91,9 +93,8 @@ def join_parts(
     joined, others = [], []
     for tensor in tensors:
         module, _, name = tensor.name.rpartition(".")
-        if name not in stored_format.parts or name in modules.get(
-            module, {}
-        ):  # a second copy is no part
+        is_duplicate = name in modules.get(module, {})
+        if name not in stored_format.parts or is_duplicate:
             others.append(tensor)
         else:
             modules.setdefault(module, {})[name] = tensor
@@ -113,13 +114,13 @@ def _open(
         weight = stored_format.open(parts, quantization)
     except KeyError as error:
         raise CheckpointError(
-            f"{file}: {module} is quantized and has no tensor {error.args[0]}"
+            f"{file}: {module} is quantized and has no tensor {error.args[0]}; fetch it again"
         ) from error
     return weight.as_tensor(f"{module}.weight", file)
 
 
 def _is_empty_bias(tensor: StoredTensor, expected: Collection[str]) -> bool:
-    """Whether it is a bias of zeros for a projection without: early GPTQ tools wrote them."""
+    """Whether this is a bias of zeros that the model does not have; early GPTQ tools wrote them."""
     is_extra = tensor.name.endswith(".bias") and tensor.name not in expected
     return is_extra and (0 in tensor.shape or not bool(read_part(tensor).any()))
 
@@ -128,7 +129,7 @@ def quantize_to_fp8(tensor: StoredTensor) -> StoredTensor:
     """Quantize a dense weight while it is read."""
 
     def read(rows: slice, columns: slice) -> QuantizedPiece:
-        # All inputs of an output share its scale, those of other ranks too.
+        # All inputs of an output share its scale, including those of other ranks.
         whole = quantize_rows(read_part(tensor, rows).float())
         return QuantizedPiece(whole.values[:, columns], whole.scales)
 
@@ -143,9 +144,9 @@ def names_to_quantize(tensors: Sequence[StoredTensor]) -> set[str]:
 
 
 def is_quantized_to_fp8(name: str, num_layers: int) -> bool:
-    """Whether a weight is quantized: the projections of layers, but for the last of the last MLP.
+    """Whether a weight is quantized: all projections of layers, except the last layer's down_proj.
 
-    Nothing but the head comes after it, and alone it would cost more quality than all others
+    Only the LM head follows it, and quantizing it would cost more quality than all others together
     (benchmarks/engine/quality.py).
     """
     is_last = name == f"model.layers.{num_layers - 1}.mlp.down_proj.weight"

@@ -1,4 +1,4 @@
-"""A quantized weight of a checkpoint: read in parts, as it is stored or dequantized."""
+"""A quantized weight of a checkpoint, read piece by piece, either as stored or dequantized."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanovllm.checkpoint.quantization import QuantLayout
 from nanovllm.checkpoint.stored_tensors import Index, QuantizedPiece, StoredTensor
 from nanovllm.errors import CheckpointError
 
-Parts = Mapping[str, StoredTensor]  # of one module, by the last part of their names
+Parts = Mapping[str, StoredTensor]  # tensors of one module, by the last component of their names
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class StoredWeight:
     """A quantized weight [outputs, inputs], not read yet."""
 
     shape: tuple[int, int]
-    cuts: tuple[int, int]  # outputs and inputs that are read together, from a multiple of these on
-    layout: QuantLayout | None  # None: groups of inputs are not in order, or values not of 4 bits
-    read: Callable[[slice, slice], QuantizedPiece]  # whole cuts
+    cuts: tuple[int, int]  # reads must begin and end at multiples of these (outputs, inputs)
+    layout: QuantLayout | None  # None: no kernel reads it, e.g. groups are not consecutive
+    read: Callable[[slice, slice], QuantizedPiece]  # slices at multiples of the cuts
 
     def as_tensor(self, name: str, file: Path) -> StoredTensor:
-        """The weight as if it were stored in float32; it can also be read as it is stored."""
+        """Return the weight as a float32 tensor, which can also be read in its quantized form."""
 
         def read(index: Index = ()) -> Iterator[Tensor]:
             for piece, part in self._read_pieces(index):
@@ -41,23 +41,24 @@ class StoredWeight:
         return StoredTensor(name, self.shape, file, read, read_quantized, layout=self.layout)
 
     def _read_pieces(self, index: Index) -> Iterator[tuple[QuantizedPiece, tuple[slice, slice]]]:
-        """Read some rows after others, and say which rows and columns of a piece are wanted."""
+        """Yield pieces of rows, each with the slices of its rows and columns that are wanted."""
         rows, columns = index or (slice(None), slice(None))
         (first, last, _), (left, right, _) = (
             part.indices(size) for part, size in zip((rows, columns), self.shape, strict=True)
         )
         unit = self.cuts[0]
-        wide = _outward(left, right, self.cuts[1], self.shape[1])
-        row_bytes = 4 * max(wide.stop - wide.start, 1)
+        outer_columns = _outward(left, right, self.cuts[1], self.shape[1])
+        inner_columns = slice(left - outer_columns.start, right - outer_columns.start)
+        row_bytes = 4 * max(outer_columns.stop - outer_columns.start, 1)
         num_rows = max(weights.PIECE_BYTES // row_bytes // unit, 1) * unit
         for begin in range(first // unit * unit, last, num_rows):
-            high = _outward(begin, min(begin + num_rows, last), unit, self.shape[0])
-            inner = slice(max(first - begin, 0), min(last - begin, num_rows))
-            yield self.read(high, wide), (inner, slice(left - wide.start, right - wide.start))
+            outer_rows = _outward(begin, min(begin + num_rows, last), unit, self.shape[0])
+            inner_rows = slice(max(first - begin, 0), min(last - begin, num_rows))
+            yield self.read(outer_rows, outer_columns), (inner_rows, inner_columns)
 
 
 def _outward(first: int, last: int, unit: int, size: int) -> slice:
-    """The smallest slice of whole units around another."""
+    """Return the smallest slice of whole units that contains first to last."""
     return slice(first // unit * unit, min(-(-last // unit) * unit, size))
 
 
@@ -80,9 +81,10 @@ def dequantize(piece: QuantizedPiece) -> Tensor:
 
 
 def in_groups(inputs: slice, size: int, g_idx: Tensor | None = None) -> tuple[slice, Tensor | None]:
-    """The groups that some inputs are in, and the group of each unless all are whole and in order.
+    """Return the groups of some inputs, and the group of each input, or None if these are regular.
 
-    `g_idx` has the group of every input of the weight, if they are not in order.
+    Groups are regular if they are consecutive and the inputs cut none of them. `g_idx` holds the
+    group of every input of the weight if groups are not consecutive.
     """
     if g_idx is not None:
         return slice(None), g_idx[inputs]
@@ -93,13 +95,13 @@ def in_groups(inputs: slice, size: int, g_idx: Tensor | None = None) -> tuple[sl
 
 
 def read_part(tensor: StoredTensor, *index: slice) -> Tensor:
-    """Read a part whole; unlike its pieces it stays valid."""
+    """Read a part at once; unlike the pieces that `read` yields, it stays valid."""
     pieces = [piece.clone() for piece in tensor.read(index)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def check_matrix(tensor: StoredTensor, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the sizes of a tensor that must have two."""
+    """Return the shape of a tensor that must be a matrix."""
     sizes = (*tensor.shape, 1, 1)
     check_part(tensor, sizes[:2], dtype)
     return sizes[0], sizes[1]

@@ -1,4 +1,4 @@
-"""Small decode steps on the CPU as one captured program, with no Python between the kernels."""
+"""Small decode steps on the CPU as one captured program, without Python between the kernels."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedStep:
-    batch: ForwardBatch  # what the program reads
+class CapturedStep:
+    batch: ForwardBatch  # the input buffers of the program
     replay: Callable[[], None]
-    logits: Tensor  # what it writes
+    logits: Tensor  # the output buffer
 
 
 class CapturedForward:
-    """Replays decode steps whose products are all kernels of ours; the model runs the others."""
+    """A forward that replays small decode steps, whose products all run in our kernels.
+
+    Other steps run eagerly.
+    """
 
     def __init__(self, eager: EagerForward, ops: NumbaOps, max_model_len: int) -> None:
         self.eager = eager
         self.launcher = ops.launcher
         self.max_model_len = max_model_len
         self.max_rows = ops.max_linear_rows
-        self._steps: dict[int, RecordedStep] = {}  # by number of rows
+        self._steps: dict[int, CapturedStep] = {}  # by number of rows
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         num_rows = len(plan.slots)
         if num_rows > self.max_rows or not is_decode(plan):
             return self.eager(plan)
         batch = self.eager.batch(plan)
-        step = self._steps.get(num_rows) or self._try_to_record(batch)
+        step = self._steps.get(num_rows) or self._try_to_capture(batch)
         if step is None:
             return self.eager(plan)
         _copy(batch, step.batch)
@@ -49,12 +52,12 @@ class CapturedForward:
         return self.eager.step_logits(step.logits, plan)
 
     def prepare(self) -> None:
-        """Record the step of one row now, so that no token of the first answer waits for it."""
-        self._try_to_record(self.eager.batch(one_row()))
+        """Capture the step of one row now, so that the first completion does not wait for it."""
+        self._try_to_capture(self.eager.batch(one_row()))
 
-    def _try_to_record(self, batch: ForwardBatch) -> RecordedStep | None:
+    def _try_to_capture(self, batch: ForwardBatch) -> CapturedStep | None:
         try:
-            step = self._record(batch)
+            step = self._capture(batch)
         except NotCapturableError as error:
             logger.warning("Decode steps run eagerly, which is slower: %s", error)
             self.max_rows = 0
@@ -62,7 +65,7 @@ class CapturedForward:
         self._steps[len(batch.input_ids)] = step
         return step
 
-    def _record(self, batch: ForwardBatch) -> RecordedStep:
+    def _capture(self, batch: ForwardBatch) -> CapturedStep:
         plan = batch.attention
         static = replace(
             batch,
@@ -78,11 +81,11 @@ class CapturedForward:
             ),
         )
         program, logits = self.launcher.capture(lambda: self.eager.model(static))
-        return RecordedStep(static, program.run, logits)
+        return CapturedStep(static, program.run, logits)
 
 
 def one_row() -> StepPlan:
-    """A decode step before there are sequences; it launches every kernel that steps have."""
+    """Return the plan of a dummy decode step, which launches every kernel that steps use."""
     one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
     return StepPlan(none, none, one, one, [], [], [], num_decode_tokens=1)
 

@@ -1,4 +1,4 @@
-"""The CPU: a dtype by its features, compiled kernels where they can be, and captured steps."""
+"""The CPU device: it chooses the dtype, compiled or torch kernels, and captured or eager steps."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class CpuDevice(TorchDevice):
         from nanovllm.devices.cpu.ops import NumbaOps  # needs numba
 
         is_eager = config.enforce_eager or config.attention_backend != "auto"
-        # A capture holds kernels alone, and a group's sums stand between them.
+        # A captured program contains only kernels, but a group needs all_reduce between them.
         if is_eager or not self.group.is_alone:
-            eager.model(eager.batch(one_row()))  # compiles what the first step would
+            eager.model(eager.batch(one_row()))  # compiles the kernels of the first step
             return ModelRunner(eager, eager, sampler)
         assert isinstance(ops, NumbaOps)
         captured = CapturedForward(eager, ops, config.max_model_len)

@@ -1,4 +1,4 @@
-"""What the CPU and the installed torch can do: found out once, handed down to all who choose."""
+"""The features of the CPU and of the installed torch, detected once."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class CpuFeatures:
-    """Dtypes that are missing here still work: they are widened to float32 where that is faster."""
+    """CPU features; other dtypes still work, upcast to float32 where that is faster."""
 
-    packs: frozenset[torch.dtype]  # weights that oneDNN keeps in a layout of its own
-    multiplies: frozenset[torch.dtype]  # by instructions of the CPU, so at float32's speed or more
-    has_compiler: bool  # for kernels of ours, which widen weights as they read them
+    packs: frozenset[torch.dtype]  # dtypes whose weights oneDNN can repack in its own layout
+    multiplies: frozenset[torch.dtype]  # dtypes the CPU multiplies natively, as fast as float32
+    has_compiler: bool  # for our own kernels, which upcast weights as they read them
 
     def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return what to multiply in; what torch emulates takes up to 300 times as long."""
+        """Return the dtype of products; a dtype that torch emulates is up to 300 times slower."""
         return dtype if dtype in self.multiplies else torch.float32
 
     def runs_kernels(self, dtype: torch.dtype) -> bool:
-        """Whether kernels of ours run a model of this dtype."""
+        """Whether our own kernels support this dtype."""
         return self.has_compiler and dtype in (torch.float32, torch.bfloat16)
 
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
-        """Return bfloat16 where that halves what a decode step reads and slows no prompt down.
+        """Return bfloat16 if it halves the memory traffic of decode and does not slow prefill.
 
-        Decoding waits for memory, and our kernels read bfloat16 at no cost. A product with many
-        rows costs what it costs in float32, as its weight is widened once for all of them.
-        Without our kernels each step would widen all weights, which is slower than to read them in
-        float32. benchmarks/engine/cpu_choices.py measures both.
+        Decode is memory-bound, and our kernels upcast bfloat16 at no cost. A product with many rows
+        takes as long as in float32, because its weight is upcast once for all of them. Without our
+        kernels, every step would upcast all weights, which is slower than reading float32.
+        benchmarks/engine/cpu_choices.py measures both.
         """
         if checkpoint_dtype == "float32":
             return torch.float32
@@ -60,24 +60,24 @@ def _can_pack(dtype: torch.dtype) -> bool:
 
 
 def _native_halves() -> list[torch.dtype]:
-    """Return the dtypes of 16 bits that oneDNN multiplies, less those that it only emulates."""
+    """Return the 16-bit dtypes that oneDNN multiplies natively, without emulation."""
     try:
         has_bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
         has_fp16 = bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     except AttributeError:  # built without oneDNN
         return []
     if torch.cpu._is_avx2_supported():
-        # x86 with AVX-512 alone: bfloat16 is taken, but multiplied in float32 after all.
+        # On x86 with only plain AVX-512, bfloat16 is accepted but multiplied in float32.
         checks = torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported
         has_bf16 = has_bf16 and any(check() for check in checks)
     else:
-        has_fp16 = False  # ARM has the instructions, but torch's product of many rows does not
+        has_fp16 = False  # ARM has the instructions, but torch does not use them for many rows
     return [torch.bfloat16] * has_bf16 + [torch.float16] * has_fp16
 
 
 def _has_compiler() -> bool:
     try:
         importlib.import_module("numba")
-    except (ImportError, OSError):  # the latter: its libraries are there and do not load
+    except (ImportError, OSError):  # OSError: its libraries exist but do not load
         return False
     return True

@@ -1,4 +1,4 @@
-"""Attention on the CPU: single-token rows straight from the cache, longer ones through SDPA."""
+"""Attention on the CPU: a kernel reads the cache for decode rows; longer rows use SDPA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanovllm.ops.interface import LayerCache
 @dataclass(frozen=True, slots=True)
 class NumbaPlan:
     tokens: Tensor  # [decode rows], indices into the batch
-    lengths: Tensor  # [decode rows], tokens to attend to
+    lengths: Tensor  # [decode rows], context lengths
     block_tables: Tensor  # [decode rows, max_blocks]
     max_length: int
     prefills: list[PrefillRow]
@@ -30,18 +30,18 @@ class NumbaAttention:
     ) -> None:
         self.block_size = block_size
         self.launcher = launcher
-        self.product_dtype = product_dtype  # of SDPA; None: that of the cache
+        self.product_dtype = product_dtype  # for SDPA; None: the dtype of the cache
 
     def plan(self, rows: BatchRows) -> NumbaPlan:
         offsets = np.cumsum(rows.counts) - rows.counts
-        singles, longer = np.flatnonzero(rows.counts == 1), np.flatnonzero(rows.counts != 1)
-        lengths = (rows.starts[singles] + 1).astype(np.int32)
+        decodes, prefills = np.flatnonzero(rows.counts == 1), np.flatnonzero(rows.counts != 1)
+        lengths = (rows.starts[decodes] + 1).astype(np.int32)
         return NumbaPlan(
-            torch.from_numpy(offsets[singles].astype(np.int64)),
+            torch.from_numpy(offsets[decodes].astype(np.int64)),
             torch.from_numpy(lengths),
-            torch.from_numpy(rows.block_table.numpy()[rows.slots[singles]]),
+            torch.from_numpy(rows.block_table.numpy()[rows.slots[decodes]]),
             int(lengths.max(initial=0)),
-            [plan_row(rows, i, offsets, self.block_size) for i in longer.tolist()],
+            [plan_row(rows, i, offsets, self.block_size) for i in prefills.tolist()],
         )
 
     def attend(self, q: Tensor, cache: LayerCache, plan: NumbaPlan, spec: AttentionSpec) -> Tensor:
@@ -58,7 +58,7 @@ class NumbaAttention:
         _, num_heads, head_dim = q.shape
         num_kv_heads = cache.k.shape[2]
         group = num_heads // num_kv_heads
-        # Per thread and query head: the query, the output in the making, a score per position.
+        # Each thread holds, per query head: the query, the partial output, a score per position.
         scratch_size = self.launcher.num_threads * group * (2 * head_dim + plan.max_length)
         scratch = self.launcher.scratch(scratch_size)
         self.launcher.launch(

@@ -1,4 +1,4 @@
-"""Ops on the CPU: compiled kernels, and torch's oneDNN for products with many rows."""
+"""Ops on the CPU: compiled kernels, and oneDNN (through torch) for products with many rows."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from nanovllm.ops.quantized_weight import Panels, PanelWeight, QuantizedWeight, 
 from nanovllm.ops.torch_ops import ComposedLinear, compose_linear, linear
 
 if TYPE_CHECKING:
-    from nanovllm.devices.cpu.blocks import BlockKernels
+    from nanovllm.devices.cpu.gguf_weights import BlockKernels
 
-# By the dtype that torch multiplies in. More rows than that and its product, the widening of a
-# weight included, is faster: benchmarks/kernels/cpu_products.py.
+# The most rows for our kernels, by the product dtype. With more rows torch's product is faster,
+# even if it includes upcasting the weight: benchmarks/kernels/cpu_products.py.
 MAX_LINEAR_ROWS = {torch.bfloat16: 8, torch.float32: 16}
 
-# Of an expert, were the tokens spread evenly: benchmarks/kernels/cpu_products.py.
+# The same per expert, if tokens were spread evenly: benchmarks/kernels/cpu_products.py.
 MAX_EXPERT_ROWS = {torch.bfloat16: 12, torch.float32: 32}
 
 
@@ -49,15 +49,15 @@ class NumbaOps:
 
     @property
     def blocks(self) -> BlockKernels:
-        """The kernels of GGUF's quant blocks, for models that have such weights."""
+        """The kernels of GGUF quant blocks, created for models with such weights."""
         if self._blocks is None:
-            from nanovllm.devices.cpu.blocks import BlockKernels
+            from nanovllm.devices.cpu.gguf_weights import BlockKernels
 
             self._blocks = BlockKernels(self)
         return self._blocks
 
     def pack_blocks(self, kind: str, rows: Tensor) -> Panels:
-        from nanovllm.devices.cpu.blocks import to_panels
+        from nanovllm.devices.cpu.gguf_weights import to_panels
 
         return to_panels(kind, rows)
 
@@ -72,7 +72,7 @@ class NumbaOps:
         return out
 
     def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        assert hidden.scales is None, "which products on a GPU have"
+        assert hidden.scales is None, "only products on a GPU have scales"
         residual, update = hidden.residual, hidden.update
         num_rows, dim = residual.shape
         out = self._empty(num_rows, dim) if update is None else update
@@ -92,12 +92,12 @@ class NumbaOps:
     ) -> None:
         num_tokens, per_token, head_dim = qkv.shape
         block_size, num_kv_heads = cache.k.shape[1:3]
-        of_codes: list[int] = []
+        fp8_args: list[int] = []
         if cache.k_exponents is not None:
             scratch = self.launcher.scratch(self.launcher.num_threads * head_dim)
             scales = (float_bits(2.0**exponent) for exponent in hadamard_exponents(head_dim))
             addresses = (part.data_ptr() for part in (*cache.parts[2:], scratch))
-            of_codes = [*addresses, hadamard_size(head_dim), *scales]
+            fp8_args = [*addresses, hadamard_size(head_dim), *scales]
         self._launch(
             dense.rope_write,
             qkv.data_ptr(),
@@ -114,7 +114,7 @@ class NumbaOps:
             num_kv_heads,
             head_dim,
             block_size,
-            *of_codes,
+            *fp8_args,
             cached=cache.k.dtype,
         )
 
@@ -153,13 +153,13 @@ class NumbaOps:
         return ComposedLinear(self, run, activation)
 
     def _pack_many(self, weight: Tensor, bias: Tensor | None, has_room: bool) -> LinearFn:
-        """Choose the product of many rows: a packed copy pays only in the dtype it multiplies."""
+        """Choose the product of many rows; a packed copy pays off only in the product dtype."""
         if has_room and self.can_pack and self.product_dtype == weight.dtype:
             return pack_onednn(weight, bias)
         return lambda x: linear(x, weight, bias, self.product_dtype)
 
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
-        from nanovllm.devices.cpu.mixture import NumbaExperts
+        from nanovllm.devices.cpu.numba_experts import NumbaExperts
         from nanovllm.ops.torch_experts import ComposedExperts, compose_experts
 
         if isinstance(gate_up, PanelWeight) and isinstance(down, PanelWeight):
@@ -169,12 +169,13 @@ class NumbaOps:
             gate_up, down, num_experts = gate_up.contiguous(), down.contiguous(), len(down)
         else:
             return compose_experts(self, gate_up, down, routing)
-        most = max(self.max_expert_rows * num_experts // routing.top_k, self.max_linear_rows)
-        return ComposedExperts(self, NumbaExperts(self, gate_up, down, routing, num_experts, most))
+        max_tokens = max(self.max_expert_rows * num_experts // routing.top_k, self.max_linear_rows)
+        run = NumbaExperts(self, gate_up, down, routing, num_experts, max_tokens)
+        return ComposedExperts(self, run)
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:
-    """Store a copy in oneDNN's blocked layout, so that it is not rebuilt in every call."""
+    """Copy a weight to oneDNN's blocked layout once, instead of in every call."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
     run = torch.ops.mkldnn._linear_pointwise
     return lambda x: run(x, packed, bias, "none", [], "")

@@ -1,34 +1,35 @@
-"""How many threads a program runs on, where other programs may keep the cores busy."""
+"""Choose how many threads a program runs on when other processes may keep the cores busy."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-# Threads that meet after every kernel spin while they wait, so on idle cores they use all of them.
-# A smaller share of their time than this and others have taken cores away.
+# Threads spin at the barrier after every kernel, so on idle cores CPU time is wall time times the
+# number of threads. Below this fraction of that product, other processes have taken cores away.
 FAIR_SHARE = 0.8
-MIN_PAUSE, MAX_PAUSE = 8, 64  # runs from one look to the next; each look may be a slow run
+MIN_PAUSE, MAX_PAUSE = 8, 64  # runs between two checks; a check may make a run slow
 
 
 class Pace:
-    """Chooses between all threads and one, by what the last runs took.
+    """Chooses between all threads and one, by the time that the last runs took.
 
-    A thread that has lost its core for a moment makes all others wait, in every kernel anew: then
-    one thread alone is several times faster. benchmarks/engine/cpu_choices.py measures it.
+    A thread that loses its core for a moment makes all others wait at the next barrier. If this
+    happens in every kernel, a single thread is several times faster:
+    benchmarks/engine/cpu_choices.py measures it.
     """
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._most = num_threads
-        # What the last run on all threads took, while one thread is being tried.
+        # The seconds of the last run on all threads, while one thread is tried.
         self._seconds: float | None = None
-        self._num_left = 0  # runs until the next look
+        self._num_left = 0  # runs until the next check
         self._pause = MIN_PAUSE
-        self._rest_seconds = self._rest_cpu_seconds = 0.0  # of the last runs before a look
+        self._rest_seconds = self._rest_cpu_seconds = 0.0  # over the last runs before a check
 
     def run(self, call: Callable[[int], object]) -> None:
-        """Call with a number of threads; how long it takes decides about the next ones."""
+        """Call with a number of threads, and use its duration to choose the next number."""
         if self._most == 1:
             call(1)
             return
@@ -47,7 +48,7 @@ class Pace:
             self._pause = MIN_PAUSE
 
     def _rest(self, seconds: float, cpu_seconds: float) -> None:
-        """Wait for the next look; where one thread alone is robbed of its core, put it off."""
+        """Count down to the next check; postpone it if even a single thread loses its core."""
         self._num_left -= 1
         if self._num_left < MIN_PAUSE:
             self._rest_seconds += seconds
@@ -62,7 +63,7 @@ class Pace:
         self._rest_seconds = self._rest_cpu_seconds = 0.0
 
     def _compare(self, seconds: float) -> None:
-        """Stay with the faster one for a while, longer each time that nothing has changed."""
+        """Keep the faster choice for a while, twice as long each time that nothing changes."""
         assert self._seconds is not None
         self.num_threads = 1 if seconds < self._seconds else self._most
         self._seconds, self._num_left = None, self._pause

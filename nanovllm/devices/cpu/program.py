@@ -1,4 +1,4 @@
-"""Run kernels on torch's own OpenMP threads, at once or as a captured program."""
+"""Run kernels on torch's own OpenMP threads, immediately or as a captured program."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from nanovllm.devices.cpu.pace import Pace
 
 
 class NotCapturableError(Exception):
-    """Something other than our kernels computes: a replay would leave it out."""
+    """A captured function computes outside our kernels, which a replay would omit."""
 
 
 class _RefuseProducts:
-    """Refuses what computes; views and empty tensors are as good in a replay.
+    """Raises for operations that compute; views and empty tensors stay valid in a replay.
 
-    A class of its own: torch wraps the method of a TorchDispatchMode in one that imports its
-    compiler, which takes seconds.
+    This is a separate base class because torch wraps the __torch_dispatch__ of a TorchDispatchMode
+    in a function that imports its compiler, which takes seconds.
     """
 
     def __torch_dispatch__(
@@ -39,7 +39,7 @@ class _RefuseProducts:
         returned = func._schema.returns[0].alias_info if func._schema.returns else None
         is_view = returned is not None and not returned.is_write
         if not is_view and not func._schema.name.startswith("aten::empty"):
-            raise NotCapturableError(f"{func} is none of the kernels that can be captured")
+            raise NotCapturableError(f"{func} cannot be captured: it is not one of our kernels")
         return func(*args, **(kwargs or {}))
 
 
@@ -48,7 +48,7 @@ class OnlyViews(_RefuseProducts, TorchDispatchMode):
 
 
 class Program:
-    """Kernel calls to run in order, and the memory that they point to."""
+    """A sequence of kernel calls, and the tensors that they point to."""
 
     def __init__(self, instructions: np.ndarray, kept: list[Tensor], team: Team) -> None:
         self.instructions = instructions
@@ -59,7 +59,7 @@ class Program:
         self._address = self._header.ctypes.data
 
     def run(self) -> None:
-        """Run the kernels on as many threads as pays now; the results are the same bits."""
+        """Run the kernels on the fastest number of threads; results are bitwise the same."""
         self._team.pace.run(self.run_on)
 
     def run_on(self, num_threads: int) -> None:
@@ -67,7 +67,7 @@ class Program:
 
 
 class Team:
-    """The threads that torch's own operations use: a second pool would fight them for the cores."""
+    """The OpenMP threads of torch itself: a second pool would compete with them for the cores."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._interpreter = compile_interpreter(compiler)
@@ -92,14 +92,14 @@ class Team:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A program in the making."""
+    """A program that is being captured."""
 
     instructions: list[tuple[int, ...]]
     kept: list[Tensor]
 
 
 class Launcher:
-    """Kernels run when launched, or are noted while `capture` runs a function."""
+    """Runs kernels when they are launched, or records them while `capture` runs a function."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -112,7 +112,7 @@ class Launcher:
         self._capture: Capture | None = None
 
     def launch(self, kernel: Any, *args: int, cached: torch.dtype | None = None) -> None:
-        """Run a kernel, compiled when it is first launched; `cached` is the dtype of a KV cache."""
+        """Run a kernel, compiling it at its first launch; `cached` is the dtype of the KV cache."""
         key = kernel, cached
         if key not in self._kernels:
             dtypes = [self.dtype] if cached is None else [self.dtype, cached]
@@ -128,20 +128,20 @@ class Launcher:
         self._single.run_on(self.num_threads)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Allocate what a kernel writes; a captured step holds on to it."""
+        """Allocate the output of a kernel; a captured program keeps it alive."""
         tensor = torch.empty(shape, dtype=dtype or self.dtype)
         self._keep(tensor)
         return tensor
 
     def scratch(self, size: int) -> Tensor:
-        """Lend float32 memory to the next kernel."""
+        """Return float32 scratch memory, valid for the next kernel."""
         if len(self._scratch) < size:
             self._scratch = torch.empty(2 * size, dtype=torch.float32)
         self._keep(self._scratch)
         return self._scratch
 
     def capture(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
-        """Note the kernels of a function that runs nothing else; its result is theirs to fill."""
+        """Capture a function that only launches kernels; every run fills the returned output."""
         capture = self._capture = Capture([], [])
         try:
             with OnlyViews():
@@ -159,7 +159,7 @@ class Launcher:
 
 
 def find_openmp() -> ctypes.CDLL | None:
-    """Return a handle that sees the OpenMP library torch runs on, if it speaks GNU's dialect."""
+    """Return a handle to the OpenMP library of torch, if it has the GNU interface."""
     for path in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
         library = ctypes.CDLL(str(path))
         if hasattr(library, "GOMP_parallel") and hasattr(library, "GOMP_barrier"):
@@ -168,5 +168,5 @@ def find_openmp() -> ctypes.CDLL | None:
 
 
 def float_bits(value: float) -> int:
-    """The bits of a float32, as programs carry fractions."""
+    """Return the bits of a float32; programs pass floats as integers."""
     return int(np.float32(value).view(np.uint32))

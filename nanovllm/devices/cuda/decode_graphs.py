@@ -85,11 +85,11 @@ class DecodeGraphs:
             size: persistent.max_tokens(size) for size in rows if persistent and size in self.sizes
         }
         self.graphs: dict[GraphKey, DecodeGraph] = {}
-        self.shared_graphs: dict[int, DecodeGraph] = {}  # by size
+        self.shared_graphs: dict[int, DecodeGraph] = {}  # keyed by size
         self.can_share = isinstance(attention, TritonAttention)
         self.prefixes = SharedPrefixes(device, num_slots, max_blocks, tables.block_size)
 
-    # Ways to run a step; each returns None if it does not support the plan.
+    # Ways to run a step; the first two return None if they do not support the plan.
 
     def run_persistent(self, plan: StepPlan) -> StepLogits | None:
         """A few rows of few tokens in all run as one kernel, which may have more rows."""
@@ -105,7 +105,7 @@ class DecodeGraphs:
         if len(plan.slots) < MIN_ROWS or not self.can_share:
             return None
         size = self.size_of(len(plan.slots))
-        is_captured = size in self.shared_graphs or not self.device.config.is_for_streams
+        is_captured = size in self.shared_graphs or not self.device.config.optimizes_latency
         if not is_captured or not self.prefixes.find(plan.slots):
             return None
         self.send_slots(plan.slots)  # before the graph: its capture may run the step

@@ -59,7 +59,7 @@ KERNEL_OPTIONS = (  # options that determine which kernels are compiled
     "quantization",
     "kv_cache_dtype",
 )
-MIN_PROCESSES, MAX_PROCESSES = 4, 12  # compiler processes; each needs seconds for its imports
+MIN_PROCESSES, MAX_PROCESSES = 4, 12  # compiler processes; their imports take a while
 DRIVER_BYTES = 1 << 29  # memory of the graphs in addition to logits and activations
 
 
@@ -220,7 +220,7 @@ class CudaDevice:
         memory pool: once an output is freed, graphs captured later reuse its memory. The pool lives
         as long as any of its graphs.
         """
-        if not self.config.is_for_streams:
+        if not self.config.optimizes_latency:
             run()
         torch.cuda.synchronize(self.torch_device)
         graph = torch.cuda.CUDAGraph()
@@ -264,7 +264,7 @@ class CudaDevice:
             sampler = self.sampler(eager.tables, eager.model.config.vocab_size)
             return ModelRunner(eager, eager, sampler)
         steps = self.steps(eager)
-        if self.config.is_for_streams:
+        if self.config.optimizes_latency:
             steps.capture_all()
         else:
             steps.capture_first()

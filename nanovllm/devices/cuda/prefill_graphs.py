@@ -42,7 +42,7 @@ MAX_ALONE_TOKENS = 1024  # total tokens of these buckets
 MAX_CHANGES = 16384  # words of the tables that a graph writes before it runs a step
 # Decode rows in a step that is too large for any graph: their number selects the attention kernel.
 FEW_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
-HEIGHTS = 2, 3, 4, 3  # rows of each part of the columns: see Bucket.lengths
+HEIGHTS = 2, 3, 4, 3  # int32 values per token, decode row, prompt and row: see Bucket.lengths
 
 
 class Bucket(NamedTuple):

@@ -61,7 +61,7 @@ class CudaSteps:
         self, eager: EagerForward, device: CudaDevice, prefill: PrefillGraphs | None
     ) -> None:
         self.eager, self.device, self.prefill = eager, device, prefill
-        self.captures_ahead = device.config.is_for_streams
+        self.captures_ahead = device.config.optimizes_latency
         self.decode = DecodeGraphs(eager, device)
         self.sampler = device.sampler(eager.tables, eager.model.config.vocab_size)
         # Output of the sampler graphs, outside their pool: the next step may run during its copy.
@@ -81,15 +81,15 @@ class CudaSteps:
         return logits
 
     def sample(self, logits: StepLogits, plan: StepPlan) -> Sampled:
-        key = self._sampler_of(logits, plan, None)
+        key = self._sampler_key(logits, plan, None)
         return self.sampler(logits, plan) if key is None else self._replay(key, len(plan.slots))
 
     def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
         """Apply bitmasks and sample with one graph; do nothing and return None if there is none."""
-        key = self._sampler_of(logits, plan, masks)
+        key = self._sampler_key(logits, plan, masks)
         return None if key is None else self._replay(key, len(plan.slots))
 
-    def _sampler_of(
+    def _sampler_key(
         self, logits: StepLogits, plan: StepPlan, masks: IntColumn | None
     ) -> SamplerKey | None:
         """Return the key of the graph that samples a step; None if kernels must be launched."""

@@ -31,8 +31,8 @@ async def create_completion(service: Service, request: CompletionRequest) -> Com
     if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens > 0:
         prompts = [prompt[-request.truncate_prompt_tokens :] for prompt in prompts]
     service.check_num_sequences(len(prompts), request.n or 1)
-    asked = (request.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
-    lengths = [service.max_tokens(len(prompt), *asked) for prompt in prompts]
+    limits = (request.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+    lengths = [service.max_tokens(len(prompt), *limits) for prompt in prompts]
     params = [_params(service, request, length) for length in lengths]
     # Prompt logprobs are known only with the final output, so nothing is streamed before it.
     is_streaming = bool(request.stream) and params[0].prompt_logprobs is None

@@ -1,4 +1,4 @@
-// Requests to the server that sent this page, with the key if there is one.
+// Requests to the server of this page, with the API key if one is set.
 
 const KEY = "nanovllm.key";
 
@@ -26,13 +26,13 @@ export async function request(path, { body, signal } = {}) {
   });
   if (!response.ok) {
     const answer = await response.json().catch(() => ({}));
-    const message = answer.error?.message ?? `the server answered ${response.status}`;
+    const message = answer.error?.message ?? `the server returned ${response.status}`;
     throw new ApiFailure(message, response.status);
   }
   return response;
 }
 
-/** The events of a stream, one object each; an error that comes as an event is thrown. */
+/** Yield the events of a stream as objects; throw error events. */
 export async function* events(path, options) {
   const response = await request(path, options);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

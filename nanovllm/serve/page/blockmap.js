@@ -1,19 +1,19 @@
-// The KV cache as a map: one cell for each block, in the colours of the sequences that hold it.
+// The KV cache as a map: one cell per block, in the colors of the sequences that hold it.
 
 import { Drawing, pointable } from "./canvas.js";
 import { setText } from "./elements.js";
 import { describeBlock, filled, holders, hue } from "./state.js";
 
 const MAX_HEIGHT = 240;
-const ZOOM_SIZES = [12, 8, 5, 3]; // of cells, where the whole pool would have smaller ones than 8
-const HINT = "Point at a block, or choose one with the arrow keys.";
+const ZOOM_SIZES = [12, 8, 5, 3]; // cell sizes to try if those of the whole pool would be below 8
+const HINT = "Point at a block, or select one with the arrow keys.";
 
 export class BlockMap {
   constructor(canvas, detail) {
     this.drawing = new Drawing(canvas);
     this.detail = detail;
     this.pointed = null;
-    this.chosen = null; // the sequence whose blocks stand out
+    this.chosen = null; // the sequence whose blocks are highlighted
     pointable(
       canvas,
       (x, y) => this.blockAt(x, y),
@@ -22,7 +22,7 @@ export class BlockMap {
     );
   }
 
-  /** Choose a cell size and the rows of the pool to show: all, or first those with blocks in use. */
+  /** Choose a cell size and the rows of the pool to show: all, or those with blocks in use first. */
   layout({ numBlocks, cached }, held) {
     const width = this.drawing.canvas.clientWidth;
     const wholeSize = Math.min(18, Math.floor(Math.sqrt((width * MAX_HEIGHT) / numBlocks)));
@@ -109,7 +109,7 @@ export class BlockMap {
     context.strokeRect(x, y, wide, size - gap);
   }
 
-  /** Left, top and width, on whole pixels; together the columns fill the map. */
+  /** Return left, top and width in whole pixels; together the columns fill the map. */
   box(block) {
     const { columns, tops, width, gap } = this.grid;
     const left = Math.round((block % columns) * width);

@@ -1,4 +1,4 @@
-// A canvas that fits its element, sharp on any screen, and reads its colours from the style sheet.
+// A canvas that fits its element, is sharp on any screen, and takes its colors from the style sheet.
 
 export class Drawing {
   constructor(canvas) {
@@ -7,7 +7,7 @@ export class Drawing {
     this.style = getComputedStyle(canvas);
   }
 
-  /** Begin anew at the element's width, as high as is asked; returns the context. */
+  /** Clear the canvas at the element's width and the given height; return the context. */
   begin(height) {
     const { canvas, context } = this;
     const ratio = window.devicePixelRatio || 1;
@@ -29,7 +29,7 @@ export class Drawing {
   }
 }
 
-/** Tell which place is pointed at, by pointer or by arrow keys; null when none is. */
+/** Report the place selected by the pointer or the arrow keys; null if there is none. */
 export function pointable(canvas, placeAt, move, show) {
   let place = null;
   const set = (next) => show((place = next));

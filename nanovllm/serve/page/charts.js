@@ -4,12 +4,12 @@ import { Drawing, pointable } from "./canvas.js";
 import { setText } from "./elements.js";
 import { describeStep } from "./state.js";
 
-const SAMPLES = 120; // two a second
+const SAMPLES = 120; // two per second
 
 export class Sparkline {
   constructor(canvas, most) {
     this.drawing = new Drawing(canvas);
-    this.most = most; // the top of the scale, if it is known
+    this.most = most; // the top of the scale, if fixed
     this.values = [];
   }
 
@@ -39,9 +39,9 @@ export class Sparkline {
 }
 
 const TOP = 64; // pixels for tokens
-const BOTTOM = 44; // for times
+const BOTTOM = 44; // pixels for times
 const COLUMN = 7;
-const HINT = "Point at a step, or choose one with the arrow keys.";
+const HINT = "Point at a step, or select one with the arrow keys.";
 
 export class Timeline {
   constructor(canvas, detail) {
@@ -81,7 +81,7 @@ export class Timeline {
     setText(this.detail, this.pointed ? describeStep(this.pointed) : HINT);
   }
 
-  /** The height is a logarithm of all tokens, which the two kinds divide among them. */
+  /** The height is the logarithm of the token count, divided in proportion to the two kinds. */
   drawTokens(context, step, x, most) {
     const total = step.prompt + step.answer;
     const height = Math.max(3, (TOP * Math.log2(1 + total)) / most);
@@ -109,5 +109,5 @@ export class Timeline {
   }
 }
 
-/** The step runs within `submit` where the device is the host itself. */
+/** On a CPU the step runs inside `submit`, which then does not count as host time. */
 const hostTime = (step) => step.schedule + step.commit + (step.submit < 0.5 * step.device ? step.submit : 0);

@@ -1,4 +1,4 @@
-// The conversation: what is asked, how the answer streams in, and what is kept of it.
+// The conversation: sends messages, streams responses, and stores both.
 
 import { events } from "./api.js";
 import { find, iconButton, make } from "./elements.js";
@@ -15,8 +15,8 @@ export class Chat {
   constructor(onFailure) {
     this.onFailure = onFailure;
     this.chat = store.chats()[0] ?? store.newChat();
-    this.answers = new Map(); // under way, by the chat's id: the chat and an AbortController
-    this.views = new WeakMap(); // of messages, as last shown
+    this.answers = new Map(); // responses in progress, keyed by chat id: the chat and an AbortController
+    this.views = new WeakMap(); // the latest view of each message
     this.list = find("messages");
     this.input = find("input");
     this.connect();
@@ -54,7 +54,7 @@ export class Chat {
     this.answers.get(id)?.controller.abort();
   }
 
-  /** Show a chat; the answers of others go on. */
+  /** Show a chat; the responses of others continue. */
   open(chat) {
     document.body.classList.remove("history-open");
     find("menu").setAttribute("aria-expanded", "false");
@@ -63,7 +63,7 @@ export class Chat {
     this.show();
   }
 
-  /** Go on from some message, forgetting those after it. */
+  /** Continue from a message, and delete those after it. */
   goOn(index, ...messages) {
     this.stop();
     this.chat.messages.splice(index, Infinity, ...messages);
@@ -95,7 +95,7 @@ export class Chat {
       }
     }
     delete message.isBusy;
-    if (store.has(chat)) this.keep(chat); // or it was deleted meanwhile
+    if (store.has(chat)) this.keep(chat); // unless it was deleted meanwhile
     if (this.answers.get(chat.id)?.controller === controller) this.answers.delete(chat.id);
     update();
     this.showAnswering();
@@ -157,7 +157,7 @@ export class Chat {
     this.views.set(message, view);
   }
 
-  /** The model goes on once every call has its result. */
+  /** Continue the response once every call has its result. */
   addResult(result) {
     this.chat.messages.push(result);
     const calls = this.chat.messages.findLast((each) => each.tool_calls).tool_calls;
@@ -182,7 +182,7 @@ export class Chat {
     find("chats").replaceChildren(...entries);
   }
 
-  /** Follow the answer, unless the reader went up. */
+  /** Scroll with the response, unless the user scrolled up. */
   scroll(isForced = false) {
     const { scrollHeight, scrollTop, clientHeight } = this.list;
     if (isForced || scrollHeight - scrollTop - clientHeight < 160) this.list.scrollTop = scrollHeight;

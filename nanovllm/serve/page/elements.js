@@ -1,4 +1,4 @@
-// Small makers of DOM elements. Text is always text: nothing here reads HTML.
+// Helpers that create DOM elements. Text is inserted as text, never parsed as HTML.
 
 export const find = (id) => document.getElementById(id);
 
@@ -8,7 +8,7 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
-/** Change an element's text, if it differs: the same text again would cost a new layout. */
+/** Set an element's text only if it differs: setting the same text would cause a new layout. */
 export function setText(element, text) {
   if (element.textContent !== String(text)) element.textContent = text;
 }
@@ -40,7 +40,7 @@ export function copyButton(text) {
 
 async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  const area = make("textarea", { value: text });  // where the page came without TLS
+  const area = make("textarea", { value: text });  // the clipboard API needs TLS
   document.body.append(area);
   area.select();
   document.execCommand("copy");

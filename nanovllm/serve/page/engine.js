@@ -1,4 +1,4 @@
-// The engine, live: reads its stream while somebody looks, and shows what it says.
+// The live view of the engine: subscribes to its events while the page is visible, and draws them.
 
 import { ApiFailure, events } from "./api.js";
 import { BlockMap } from "./blockmap.js";
@@ -22,23 +22,23 @@ export class Engine {
       hits: new Sparkline(find("hits-line"), 1),
       usage: new Sparkline(find("usage-line"), 1),
     };
-    this.rows = new Map(); // of running sequences, by id
-    this.totals = []; // answer tokens, one entry a sample
+    this.rows = new Map(); // elements of running sequences, keyed by id
+    this.totals = []; // output tokens, one entry per sample
     this.pace = new Pace(() => this.draw());
-    this.isSampled = false; // since the lines were drawn
-    this.query = ""; // any engine that answers, until one is chosen
+    this.isSampled = false; // whether there are samples that are not drawn yet
+    this.query = ""; // empty for any live engine, until one is selected
     find("engines").onchange = () => ((this.query = `?engine=${find("engines").value}`), this.watch());
     setInterval(() => this.sample(), SAMPLE_MS);
     document.addEventListener("visibilitychange", () => this.watch());
     new ResizeObserver(() => this.state && this.pace.askNow()).observe(find("engine"));
   }
 
-  /** Look while the page is visible; a hidden one costs the engine nothing. */
+  /** Subscribe while the page is visible; a hidden page costs the engine nothing. */
   async watch() {
     this.controller?.abort();
     if (document.hidden) return;
     const controller = (this.controller = new AbortController());
-    this.place = ""; // which engine of which ones
+    this.place = ""; // the shown engine and the list of all engines
     try {
       for await (const event of events(`engine/events${this.query}`, { signal: controller.signal })) {
         this.setEngine(event);
@@ -53,7 +53,7 @@ export class Engine {
     }
   }
 
-  /** Offer all engines that there are, and forget what another one showed. */
+  /** Update the list of engines, and reset the view if the engine changed. */
   setEngine({ engine, engines }) {
     const place = JSON.stringify([engine, engines]);
     if (place === this.place) return; // the list may be open
@@ -73,9 +73,9 @@ export class Engine {
   fail(error) {
     const isDead = error instanceof ApiFailure && error.status !== 0;
     this.setStatus("dead", isDead ? "engine lost" : "no connection");
-    find("failure").textContent = isDead ? `The engine is lost: ${error.message}` : "The server does not answer.";
+    find("failure").textContent = isDead ? `The engine is lost: ${error.message}` : "The server does not respond.";
     find("failure").hidden = false;
-    if (error.status === 400) this.query = ""; // the chosen engine is gone for good
+    if (error.status === 400) this.query = ""; // the selected engine no longer exists
     if (!this.onFailure(error)) setTimeout(() => this.watch(), 2000);
   }
 
@@ -91,7 +91,7 @@ export class Engine {
     if (this.state) this.pace.ask();
   }
 
-  /** Draw at once in the colours of a new theme, the sparklines too. */
+  /** Redraw everything in the colors of a new theme, sparklines included. */
   recolor() {
     if (!this.state) return;
     this.isSampled = this.speed !== undefined;
@@ -188,7 +188,7 @@ export class Engine {
     this.lines.hits.add(stats.num_cache_hits / Math.max(stats.num_cache_queries, 1));
     this.lines.usage.add(1 - stats.num_free_blocks / stats.num_blocks);
     this.isSampled = true;
-    if (stats.num_running === 0) this.drawSamples(); // else with the next step: a frame costs most
+    if (stats.num_running === 0) this.drawSamples(); // otherwise with the next step: every frame is expensive
   }
 
   drawSamples() {
@@ -199,7 +199,7 @@ export class Engine {
   }
 }
 
-/** Write what has changed: most of the bars stay as they are from step to step. */
+/** Update only what has changed: most bars stay the same between steps. */
 function updateRow({ bars, amounts }, { prompt, most, cached, computed, tokens }) {
   const read = Math.min(computed, prompt);
   const shares = [Math.min(cached, read) / prompt, Math.max(0, read - cached) / prompt, (tokens - prompt) / (most - prompt)];
@@ -207,15 +207,15 @@ function updateRow({ bars, amounts }, { prompt, most, cached, computed, tokens }
     const width = `${Math.round(1000 * share) / 10}%`;
     if (bars[index].style.width !== width) bars[index].style.width = width;
   });
-  setText(amounts, read < prompt ? `reads ${read} / ${prompt}` : `${tokens - prompt} / ${most - prompt}`);
+  setText(amounts, read < prompt ? `prefill ${read} / ${prompt}` : `${tokens - prompt} / ${most - prompt}`);
 }
 
 function describeRow(sequence) {
-  if (!sequence) return ""; // it has just ended
+  if (!sequence) return ""; // the sequence has just ended
   const { prompt, most, cached, computed, tokens } = sequence;
-  const hits = cached ? `, ${cached} of them from the cache (striped)` : "";
-  const read = `${Math.min(computed, prompt)} of ${prompt} tokens read${hits}`;
-  return `Prompt, left: ${read}. ApiResponse, right: ${tokens - prompt} of at most ${most - prompt} tokens written.`;
+  const hits = cached ? `, ${cached} of them from the prefix cache (striped)` : "";
+  const read = `${Math.min(computed, prompt)} of ${prompt} tokens computed${hits}`;
+  return `Left: the prompt, ${read}. Right: the output, ${tokens - prompt} of at most ${most - prompt} tokens.`;
 }
 
 const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)}%`;

@@ -1,4 +1,4 @@
-// Puts the page together: the chat, the engine, and what surrounds them.
+// Entry point of the page: sets up the chat, the engine view, the settings and the buttons.
 
 import { key, request } from "./api.js";
 import { Chat } from "./chat.js";
@@ -9,12 +9,12 @@ import { startTips } from "./tips.js";
 
 const THEME = "nanovllm.theme";
 
-/** Ask for a key if that is what a failure means; says whether it is. */
+/** Ask for a key if the failure is a missing or wrong key; return whether it is. */
 function onFailure(error) {
   if (error.status !== 401) return false;
   const dialog = find("key-dialog");
   if (!dialog.open) {
-    dialog.querySelector(".error").textContent = key.get() ? "The server does not know this key." : "";
+    dialog.querySelector(".error").textContent = key.get() ? "The server rejected this key." : "";
     dialog.showModal();
   }
   return true;
@@ -62,7 +62,7 @@ find("settings").querySelector("form").onsubmit = (event) => {
   try {
     asFields(values);
   } catch (error) {
-    find("settings").querySelector(".error").textContent = `The tools are no JSON: ${error.message}`;
+    find("settings").querySelector(".error").textContent = `The tools are not valid JSON: ${error.message}`;
     return;
   }
   settings.set(values);
@@ -97,7 +97,7 @@ find("menu").onclick = () => {
   find("menu").setAttribute("aria-expanded", String(isOpen));
 };
 
-/** Do what a button asks for, and show beside the buttons why it failed. */
+/** Run a button's action; show an error next to the buttons if it fails. */
 async function attempt(action) {
   find("try-error").textContent = "";
   try {
@@ -107,7 +107,7 @@ async function attempt(action) {
   }
 }
 
-/** Send prompts in one request, so that they run together: a browser opens only six connections. */
+/** Send prompts in one request, so that they run together: a browser opens at most six connections. */
 const send = (prompt, maxTokens) =>
   attempt(() => request("v1/completions", { body: { prompt, max_tokens: maxTokens, ignore_eos: true } }));
 

@@ -1,4 +1,4 @@
-// Markdown as a tree of plain objects, and the tree as DOM nodes: text stays text at every step.
+// Parses Markdown to a tree of plain objects, and renders it as DOM nodes: text is never parsed as HTML.
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^`]*)$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+(.*))?$/;
@@ -6,12 +6,12 @@ const RULE = /^ {0,3}([-*_])( *\1){2,}\s*$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
 const TABLE_RULE = /^ {0,3}\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 const MAX_DEPTH = 20;
-const MAX_INLINE = 4000; // characters of a paragraph; longer ones stay as they are
+const MAX_INLINE = 4000; // characters; inline markup in longer paragraphs is not parsed
 const SAFE_LINK = /^(https?:\/\/|mailto:)/i;
 
 const node = (tag, children = [], attributes = {}) => ({ tag, children, attributes });
 
-/** A list of nodes; a node is a text, or has a tag, attributes and children. */
+/** Return a list of nodes; a node is a string, or has a tag, attributes and children. */
 export function parse(text) {
   return parseLines(text.replace(/\r\n?/g, "\n").split("\n"));
 }
@@ -130,7 +130,7 @@ const INLINE = [
   { pattern: / {2,}\n/, make: () => node("br") },
 ];
 
-/** Pictures become links too: nothing is loaded because a model says so. */
+/** Images become links too: model output must not load external resources. */
 const link = (address, children, source) => (SAFE_LINK.test(address) ? node("a", children, { href: address }) : source);
 
 function inline(text) {
@@ -152,7 +152,7 @@ function inline(text) {
   return nodes;
 }
 
-/** Nodes as DOM elements; `codeBlock` makes the elements of fenced code. */
+/** Convert nodes to DOM elements; `codeBlock` creates those of fenced code. */
 export function render(nodes, codeBlock) {
   return nodes.map((each) => {
     if (typeof each === "string") return document.createTextNode(each);

@@ -1,9 +1,9 @@
-// How one message of a conversation looks.
+// The view of one message of a conversation.
 
 import { copyButton, iconButton, make } from "./elements.js";
 import { parse, render } from "./markdown.js";
 
-/** An element for a message; `actions` are what may be done with it, by name. */
+/** Create the element of a message; `actions` are its callbacks, keyed by name. */
 export function messageView(message, actions) {
   const body = make("div", { className: "body" });
   const view = make("article", { className: `message ${message.role}` }, body);

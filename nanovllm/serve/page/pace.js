@@ -1,6 +1,6 @@
-// How often to draw: whoever looks may share the cores with the engine, and must not slow it down.
+// Frame pacing: the browser may share the cores with the engine, and must not slow it down.
 
-const RESTS = 50; // times as long as a frame took: drawing gets 2% of the time
+const RESTS = 50; // pause after a frame, in multiples of its duration: drawing gets 2% of the time
 const LONGEST_REST_MS = 1000;
 
 export class Pace {
@@ -8,19 +8,19 @@ export class Pace {
     this.draw = draw;
     this.isAsked = false;
     this.earliest = 0;
-    this.begin = 0; // of the last frame
+    this.begin = 0; // start time of the last frame
     this.channel = new MessageChannel();
     this.channel.port1.onmessage = () => this.rest();
   }
 
-  /** Draw when the rest after the last frame is over. */
+  /** Draw when the pause after the last frame is over. */
   ask() {
     if (this.isAsked) return;
     this.isAsked = true;
     this.timer = setTimeout(() => this.frame(), this.earliest - performance.now());
   }
 
-  /** Draw at the next frame: somebody has pointed at something. */
+  /** Draw at the next frame, without the pause: the user pointed at something. */
   askNow() {
     clearTimeout(this.timer);
     cancelAnimationFrame(this.request);
@@ -28,7 +28,7 @@ export class Pace {
     this.frame();
   }
 
-  /** The browser lays out and paints after `draw`; what it then does next tells when it is done. */
+  /** The browser does layout and paint after `draw`; the task that follows marks their end. */
   frame() {
     this.request = requestAnimationFrame(() => {
       this.begin = performance.now();

@@ -1,4 +1,4 @@
-// The engine's state from the snapshots of its stream. Nothing here draws.
+// The engine's state, computed from the snapshots of its event stream. Nothing here draws.
 
 const SEQUENCE = ["id", "status", "prompt", "most", "cached", "computed", "tokens", "arrival", "blocks"];
 const STEP = ["begin", "schedule", "submit", "wait", "commit", "deviceBegin", "device", "prompt", "answer", "rows"];
@@ -6,7 +6,7 @@ export const MAX_STEPS = 400;
 
 const named = (names, row) => Object.fromEntries(names.map((name, i) => [name, row[i]]));
 
-/** The state after an event, which is a whole snapshot; only steps are kept from the old one. */
+/** Return the state after an event, which is a full snapshot; only steps are kept from the old state. */
 export function apply(state, event) {
   const steps = event.steps.map((row) => named(STEP, row));
   return {
@@ -25,7 +25,7 @@ export function apply(state, event) {
 
 export const running = (state) => [...state.sequences.values()].filter((each) => each.status === "running");
 
-/** For each block who holds it: a list of [sequence, index of the block in it]. */
+/** Return the holders of each block: a list of [sequence, index of the block in it]. */
 export function holders(state) {
   const held = new Map();
   for (const sequence of state.sequences.values()) {
@@ -45,7 +45,7 @@ export function counts(state, held = holders(state)) {
   return { held: held.size, shared, cached, free: state.numBlocks - held.size - cached };
 }
 
-/** How much of a block is computed, from 0 to 1. */
+/** Return the computed fraction of a block, from 0 to 1. */
 export function filled(state, [sequence, index]) {
   return Math.min(1, Math.max(0, sequence.computed / state.blockSize - index));
 }
@@ -54,7 +54,7 @@ export function describeBlock(state, block, held = holders(state)) {
   const owners = held.get(block) ?? [];
   if (owners.length === 0) {
     return state.cached[block]
-      ? `Block ${block}: cached. Nobody holds it, and a prompt that begins the same way will take it over.`
+      ? `Block ${block}: cached. No sequence holds it; a prompt with the same prefix will reuse it.`
       : `Block ${block}: free.`;
   }
   const names = owners.map(([sequence]) => `#${sequence.id}`);
@@ -67,7 +67,7 @@ export function describeBlock(state, block, held = holders(state)) {
 
 export function describeStep(step) {
   const host = step.schedule + step.submit + step.commit;
-  const tokens = `${step.prompt} prompt and ${step.answer} answer tokens in ${step.rows} rows`;
+  const tokens = `${step.prompt} prompt and ${step.answer} output tokens in ${step.rows} rows`;
   return `${tokens}; device ${ms(step.device)}, host ${ms(host)} (schedule ${ms(step.schedule)}, submit ${ms(step.submit)}, commit ${ms(step.commit)}).`;
 }
 
@@ -78,5 +78,5 @@ function joined(names) {
   return shown.length > 1 ? `${shown.slice(0, -1).join(", ")} and ${shown.at(-1)}` : shown[0];
 }
 
-/** Neighbouring numbers get hues far apart. */
+/** Return a hue; consecutive ids get distant hues. */
 export const hue = (id) => (id * 137.508) % 360;

@@ -1,4 +1,4 @@
-// Conversations and settings, kept in this browser alone; each conversation under a key of its own.
+// Conversations and settings, stored only in this browser; each conversation has its own key.
 
 const PREFIX = "nanovllm.chat.";
 const SETTINGS = "nanovllm.settings";
@@ -12,7 +12,7 @@ export function chats() {
 
 export const newChat = () => ({ id: crypto.randomUUID?.() ?? String(Math.random()).slice(2), time: Date.now(), messages: [] });
 
-/** When the browser's room is full, the oldest conversations go. */
+/** Delete the oldest conversations when the browser's storage is full. */
 export function save(chat) {
   for (;;) {
     try {
@@ -37,7 +37,7 @@ export const settings = {
   set: (values) => localStorage.setItem(SETTINGS, JSON.stringify(values)),
 };
 
-/** What the settings add to a request. */
+/** Return the request fields of the settings. */
 export function asFields(values) {
   const fields = {};
   for (const [name, value] of Object.entries(values)) {

@@ -1,4 +1,4 @@
-// A sentence of explanation where the pointer rests, the focus is, or a finger taps.
+// Tooltips that explain the element under the pointer, with the focus, or under a tap.
 
 import { find } from "./elements.js";
 
@@ -21,7 +21,7 @@ export function startTips() {
     owner = element;
     timer = setTimeout(() => {
       if (!element.isConnected) return;
-      tip.textContent = element.tip?.() ?? element.dataset.tip; // made now, where it changes
+      tip.textContent = element.tip?.() ?? element.dataset.tip; // `tip()` computes a text that changes
       tip.hidden = false;
       element.setAttribute("aria-describedby", "tip");
       place(tip, element);
@@ -37,7 +37,7 @@ export function startTips() {
   document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
 }
 
-/** Beside the engine's panel, or above or below what is explained: a heading explains its section. */
+/** Place a tip beside the engine's panel, or above or below its element; a heading explains its section. */
 function place(tip, element) {
   const box = (element.closest("h2")?.parentElement ?? element).getBoundingClientRect();
   const [width, height] = [tip.offsetWidth, tip.offsetHeight];

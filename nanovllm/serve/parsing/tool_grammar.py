@@ -30,7 +30,7 @@ any_parameter: "<parameter=" /[^>\n]+/ ">\n" untagged "\n"
 class CallRules:
     """The constraints that a grammar enforces."""
 
-    must_call: bool  # only calls, with all schemas enforced; else text too, and strict schemas only
+    must_call: bool  # True: calls only, all schemas enforced; False: text too, strict schemas only
     is_parallel: bool = True  # allow several calls instead of one
     has_reasoning: bool = False  # the output follows reasoning, so newlines may precede it
     special_ids: Mapping[str, int] = field(default_factory=dict)  # ids of all special tokens
@@ -41,7 +41,7 @@ def tool_grammar(tool_format: ToolFormat, tools: Sequence[Tool], rules: CallRule
     """Return a grammar for completions that call these tools."""
     writer = _Writer(tools, rules)
     gap = r"/\n{0,2}/ " if rules.has_reasoning else ""
-    lines = [f"start: {gap}answer", *writer.answer(tool_format.frames)]
+    lines = [f"start: {gap}output", *writer.output(tool_format.frames)]
     for i, tool in enumerate(tools):
         is_enforced = rules.must_call or tool.is_strict
         schema = {**(tool.parameters if is_enforced else {}), "type": "object"}
@@ -71,12 +71,12 @@ class _Writer:
     def json(self, schema: dict[str, Any]) -> str:
         return f"%json {json.dumps(self.rules.rewrite(schema), ensure_ascii=False)}"
 
-    def answer(self, frames: Sequence[Frame]) -> Iterator[str]:
+    def output(self, frames: Sequence[Frame]) -> Iterator[str]:
         frame, separator = frames[0], self.literal(frames[0].separator)
         if self.rules.must_call:
             is_repeated = self.rules.is_parallel and not frame.is_shared
             more = f" ({separator} section0)*" if is_repeated else ""
-            yield f"answer: section0{more}"
+            yield f"output: section0{more}"
             yield from self.section(0, frame, self.literal(frame.begin + frame.before_name))
             return
         by_opening = {frame.opening: frame for frame in reversed(frames)}
@@ -92,9 +92,9 @@ class _Writer:
             yield from self.section(i, frame, f"head{i} {rest}")
         sections = " | ".join(f"section{i}" for i in range(len(by_opening)))
         if self.rules.is_parallel:
-            yield f"answer: ({sections})* TEXT"
+            yield f"output: ({sections})* TEXT"
         else:
-            yield f"answer: {sections} | TEXT"
+            yield f"output: {sections} | TEXT"
 
     def section(self, number: int, frame: Frame, begin: str) -> Iterator[str]:
         more = ""

@@ -1,4 +1,4 @@
-"""What users of `anthropic` do, run in an environment that has it."""
+"""Typical uses of `anthropic`, run in its environment."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_answers_are_parsed() -> None:
 
 
 def test_an_answer_may_be_begun() -> None:
-    """The last message is the assistant's: the model goes on where it ends."""
+    """If the last message is the assistant's, the completion continues it."""
     history = [*HELLO, {"role": "assistant", "content": "Well, "}]
     begun = REAL.messages.count_tokens(model="tiny", messages=history).input_tokens
     plain = REAL.messages.count_tokens(model="tiny", messages=HELLO).input_tokens
@@ -152,11 +152,11 @@ def test_tokens_are_counted() -> None:
 
 
 def test_the_runner_of_tools_calls_them() -> None:
-    """Newer ones ask for a thread first, and go on without one."""
+    """Newer clients request a thread first, and retry without one."""
 
     @anthropic.beta_tool
     def weather(city: str) -> str:
-        """Tells the weather."""
+        """Return the weather."""
         return f"Say: It is sunny in {city}."
 
     run = OBEDIENT.beta.messages.tool_runner
@@ -207,7 +207,7 @@ def test_many_at_once() -> None:
                 async for _ in stream:
                     break
             is_canceled = False
-            while not is_canceled:  # an answer may happen to be over by then
+            while not is_canceled:  # a completion may have finished by then
                 task = asyncio.create_task(create(**options, max_tokens=3000))
                 await asyncio.sleep(0.1)
                 is_canceled = task.cancel()

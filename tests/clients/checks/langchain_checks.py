@@ -1,4 +1,4 @@
-"""What users of LangChain do, run in an environment that has it."""
+"""Typical uses of LangChain, run in its environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users of LiteLLM do, run in an environment that has it."""
+"""Typical uses of LiteLLM, run in its environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Score a model by lm-eval through our server, and by its own transformers backend."""
+"""Score a model with lm-eval through our server, and through its transformers backend."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def write_task(folder: Path, name: str, task: dict[str, Any]) -> None:
     if task is ROLLING:
         asking["doc_to_text"] = ""
     whole = {"task": name, **source, **asking, **task}
-    (folder / f"{name}.yaml").write_text(json.dumps(whole), encoding="utf-8")  # YAML too
+    (folder / f"{name}.yaml").write_text(json.dumps(whole), encoding="utf-8")  # JSON is valid YAML
 
 
 def scores(folder: Path, tasks: list[str], model: str, args: Any, **options: Any) -> Any:
@@ -74,7 +74,7 @@ def scores(folder: Path, tasks: list[str], model: str, args: Any, **options: Any
 
 
 def compare(expected: Any, found: Any) -> None:
-    """The metrics, and whatever they were computed from."""
+    """Return the metrics and the values that they were computed from."""
     for task, metrics in expected["results"].items():
         for name, value in metrics.items():
             if isinstance(value, float):

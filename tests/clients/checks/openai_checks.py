@@ -1,4 +1,4 @@
-"""What users of `openai` do, run in an environment that has it."""
+"""Typical uses of `openai`, run in its environment."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WEATHER: Any = {
     },
 }
 TIME: Any = {"type": "function", "function": {"name": "time", "parameters": None}}
-# The same tool as responses have it.
+# The same tool in the format of the Responses API.
 FLAT: Any = {"type": "function", **WEATHER["function"], "strict": True}
 
 
@@ -146,7 +146,7 @@ def test_a_model_may_call_tools_and_read_their_results(stream: bool) -> None:
         reasoning = message.reasoning_content
         assert message.content is None
         found = [{"id": call.id, **call.function.to_dict()} for call in message.tool_calls]
-        answer = message  # as it came
+        answer = message  # unchanged
     assert reasoning == "Rome it is."
     assert [call["name"] for call in found] == ["weather", "weather"]
     assert [json.loads(call["arguments"])["city"] for call in found] == ["Rome", "Oslo"]
@@ -240,7 +240,7 @@ def test_completions() -> None:
 
 def test_embeddings_and_models() -> None:
     texts = ["one", "two"]
-    packed = REAL.embeddings.create(model="tiny", input=texts)  # base64, which is the default
+    packed = REAL.embeddings.create(model="tiny", input=texts)  # base64 by default
     plain = REAL.embeddings.create(model="tiny", input=texts, encoding_format="float")
     for one, other in zip(packed.data, plain.data, strict=True):
         assert one.embedding == pytest.approx(other.embedding, abs=1e-6)
@@ -355,7 +355,7 @@ def test_many_at_once_and_canceled() -> None:
 
 
 def wait_until_idle() -> None:
-    """What was canceled does not go on."""
+    """A canceled request does not continue."""
     request = urllib.request.Request(f"{URL}/load", headers={"x-api-key": REAL.api_key})
     for _ in range(100):
         with urllib.request.urlopen(request) as answer:

@@ -1,4 +1,4 @@
-"""A decode step replayed from a capture equals the same step run by the model, bit for bit."""
+"""A replayed decode step equals the same step run eagerly, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.checkpoints import VARIANTS, VOCAB_SIZE, TinyCheckpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parent.parent.parent
-NUM_PROMPTS = 20  # more than one product of ours takes
+NUM_PROMPTS = 20  # more rows than our kernels take
 Tiny = Callable[[str], TinyCheckpoint]
 
 
@@ -38,7 +38,7 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
-# Every prompt asks for another number of tokens, so that the rows of a step dwindle to one.
+# Every prompt has a different max_tokens, so that the rows of a step decrease to one.
 GREEDY = [greedy(2 + i) for i in range(NUM_PROMPTS)]
 MIXED = [
     SamplingParams(
@@ -65,11 +65,11 @@ def runner_of(llm: LLM) -> ModelRunner:
 
 
 class BothWays:
-    """Runs every step twice, which writes the same into the cache, and compares the logits."""
+    """Runs every step twice, which writes the same values to the cache, and compares the logits."""
 
     def __init__(self, captured: CapturedForward) -> None:
         self.captured = captured
-        self.num_rows: list[int] = []  # of the steps replayed
+        self.num_rows: list[int] = []  # rows of each replayed step
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         want = self.captured.eager(plan)
@@ -89,7 +89,7 @@ def assert_steps_are_the_same(llm: LLM) -> list[int]:
     runner.forward = both
     for params in (GREEDY, MIXED):
         generate(llm, params)
-    assert len(both.num_rows) > len(set(both.num_rows))  # replays, not only recordings
+    assert len(both.num_rows) > len(set(both.num_rows))  # replays, not only captures
     return both.num_rows
 
 
@@ -106,7 +106,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def with_each_dtype(names: Iterable[str]) -> list[Any]:
-    """Every name with both, of which one is fast, in turn."""
+    """Return every name with both dtypes, one of which, in turn, is marked slow."""
     return [
         pytest.param(name, dtype, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
         for i, name in enumerate(names)
@@ -136,7 +136,7 @@ def test_tokens_equal_those_of_the_eager_engine(tiny: Tiny, variant: str, dtype:
 
 
 def test_engines_do_not_disturb_each_other(tiny: Tiny) -> None:
-    """Two engines whose steps alternate give what each gives alone."""
+    """Two engines whose steps alternate give the same outputs as each alone."""
     prompts, variants = make_prompts()[:6], ("qwen3", "llama-mha-bias")
     want = [tiny(variant).answers(prompts, 12) for variant in variants]
     llms = [make_llm(tiny(variant).path) for variant in variants]
@@ -154,13 +154,13 @@ def test_engines_do_not_disturb_each_other(tiny: Tiny) -> None:
 
 @cache
 def wanted(tiny: Tiny, variant: str) -> list[list[int]]:
-    """What transformers generates: neither threads nor kernels may change it."""
+    """Return the tokens of transformers, which neither threads nor kernels may change."""
     longest = max(params.max_tokens for params in GREEDY)
     answers = tiny(variant).answers(make_prompts(), longest)
     return [answer[: params.max_tokens] for answer, params in zip(answers, GREEDY, strict=True)]
 
 
-THREADED = ("qwen3", "llama-mha-bias")  # norms of queries, biases; the others have less to share
+THREADED = ("qwen3", "llama-mha-bias")  # QK norms, and biases: the most to cover
 
 
 @pytest.mark.parametrize(

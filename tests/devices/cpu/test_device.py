@@ -1,4 +1,4 @@
-"""The CPU device: the pool is lazy, limits are honored, dtypes are those that run fast."""
+"""The CPU device: a lazy KV cache, memory limits, and the choice of fast dtypes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_cache_is_not_touched_when_allocated() -> None:
     cache = cpu_device().allocate_cache(2 * GIB)
     assert cache.numel() == cache.nbytes == 2 * GIB
     assert resident_bytes() - before < 64 << 20
-    views = cache.view(torch.float32).view(4, -1)  # what the layers see is still untouched
+    views = cache.view(torch.float32).view(4, -1)  # views do not touch the pages
     assert views[2, 12345] == 0
     assert cache[-1] == 0
     assert resident_bytes() - before < 64 << 20
@@ -43,7 +43,7 @@ def test_the_cache_is_not_touched_when_allocated() -> None:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_a_token_in_every_layer_takes_no_huge_pages() -> None:
     cache = cpu_device().allocate_cache(256 << 20).view(64, -1)
-    cache[0, 0] = 1  # torch itself takes memory in its first call
+    cache[0, 0] = 1  # torch itself allocates in its first call
     gc.collect()
     before = resident_bytes()
     cache[:, 0] = 1
@@ -55,7 +55,7 @@ Limits = Callable[..., None]
 
 @pytest.fixture
 def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limits:
-    """Pretend a machine with 16 GiB free, and cgroup files with the given text."""
+    """Simulate a machine with 16 GiB free, and cgroup files with the given text."""
     files = [
         (tmp_path / "memory.max", tmp_path / "memory.current"),
         (tmp_path / "memory.limit_in_bytes", tmp_path / "memory.usage_in_bytes"),
@@ -80,7 +80,7 @@ def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limits:
         (8 * GIB, 9 * GIB, 0),
         (64 * GIB, 3 * GIB, 16 * GIB),
         ("max", 3 * GIB, 16 * GIB),
-        (9223372036854771712, 3 * GIB, 16 * GIB),  # how version 1 says "no limit"
+        (9223372036854771712, 3 * GIB, 16 * GIB),  # "no limit" in version 1
     ],
 )
 def test_available_memory_honors_the_cgroup(
@@ -95,7 +95,7 @@ def test_available_memory_honors_the_cgroup(
 def test_groups_within_groups_limit_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, limit_name: str
 ) -> None:
-    """As a job's is within its user's; a container may see its own as the outermost."""
+    """Cgroups may be nested, a job's in its user's; a container may see its own as the root."""
     lines = {1: "4:cpu,memory:/user/job", 2: "0::/user/job"}
     usage_name = {1: "usage_in_bytes", 2: "current"}[version]
     (tmp_path / "cgroup").write_text(f"9:name=systemd:/\n{lines[version]}\n")
@@ -113,7 +113,7 @@ def test_groups_within_groups_limit_each_other(
 
 
 def test_the_page_cache_of_the_cgroup_is_available(limits: Limits) -> None:
-    """`memory.current` counts file pages, as of the checkpoint just read; they are reclaimable."""
+    """`memory.current` includes reclaimable file pages, such as those of the checkpoint."""
     limits(2, 8 * GIB, 7 * GIB, f"anon {GIB}\nfile {6 * GIB}\ninactive_file {6 * GIB}\n")
     assert available_memory() == 7 * GIB
 
@@ -141,7 +141,7 @@ def test_a_second_copy_takes_at_most_an_eighth(limits: Limits, version: int) -> 
 
 
 def test_room_for_a_second_copy_is_the_same_every_time(limits: Limits) -> None:
-    """In bf16 each layout rounds differently: what happens to be free must not change answers."""
+    """In bf16 each layout rounds differently, so free memory must not change outputs."""
     for usage in (0, 4 * GIB, 9 * GIB):
         limits(2, 8 * GIB, usage)
         assert cpu_device().has_room_for_copy(GIB)
@@ -157,7 +157,7 @@ def test_ranks_share_the_memory(limits: Limits) -> None:
 
 
 def test_where_the_kernel_is_not_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Mac has its figures elsewhere, and models larger than a guess must start there."""
+    """macOS reports memory differently, and large models must start there."""
     total = memory._physical_memory()
     assert total == pytest.approx(total_memory(), rel=0.1) or total > total_memory()
     monkeypatch.setattr(memory, "Path", lambda name: tmp_path / "absent")

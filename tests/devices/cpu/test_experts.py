@@ -1,4 +1,4 @@
-"""The compiled CPU kernels for experts equal the reference, and can be recorded."""
+"""The compiled CPU kernels for experts equal the reference, and can be captured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from nanovllm.devices.cpu import mixture
+from nanovllm.devices.cpu import numba_experts as mixture
 from nanovllm.devices.cpu.features import find_cpu_features
 from nanovllm.devices.cpu.ops import NumbaOps
 from nanovllm.devices.cpu.program import Launcher
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @cache
 def ops_of(dtype: torch.dtype, num_threads: int) -> NumbaOps:
-    """`num_threads` is that of torch when this is called, which is what a launcher goes by."""
+    """Create ops; the launcher uses torch's current number of threads."""
     assert torch.get_num_threads() == num_threads
     ops = NumbaOps(Launcher(dtype), find_cpu_features())
-    ops.max_expert_rows = 1000  # the kernels run them all
+    ops.max_expert_rows = 1000  # always use the kernels
     return ops
 
 
@@ -63,7 +63,7 @@ def test_takes_strided_inputs(dtype: torch.dtype) -> None:
 
 @DTYPES
 def test_a_replay_chooses_anew(dtype: torch.dtype) -> None:
-    """Routing is part of the recording: other inputs go to other experts."""
+    """Routing is part of the capture: other inputs go to other experts."""
     ops = make_ops(dtype)
     layer = Layer(ops.max_linear_rows, 12, 3, 40, 24)
     experts = ops.pack_experts(*layer.weights(dtype), layer.routing)
@@ -97,7 +97,7 @@ def test_a_broken_token_changes_no_other(value: float, dtype: torch.dtype) -> No
 def test_many_tokens_are_left_to_the_library(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that may be recorded never are, whatever the number of experts."""
+    """Steps small enough for capture never use the library, for any number of experts."""
     seen = []
     monkeypatch.setattr(mixture, "run_each_expert", lambda x, *_: seen.append(len(x)))
     for num_experts, top_k in ((2, 2), (64, 2)):

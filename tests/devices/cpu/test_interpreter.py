@@ -1,4 +1,4 @@
-"""Compiling says that it takes a while, happens once, and needs no folder to keep its result."""
+"""Compilation logs a warning, happens once, and works without a writable cache folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def quickly_compiled(args: Any, thread: int, num_threads: int, like: Any) -> Non
 def compile_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> Any:
-    """What a new process would do, with an empty cache."""
+    """Act like a new process with an empty cache."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     caplog.set_level(logging.INFO, logger=interpreter.__name__)
 
@@ -63,14 +63,14 @@ def test_without_a_cache_folder_it_compiles_and_says_what_to_set(
     else:
         monkeypatch.setattr(caching.FunctionCache, "_save_overload", fail)
     assert all(compiled.address for compiled in compile_anew())
-    *announced, warning = caplog.records  # nothing is announced that this process has compiled
+    *announced, warning = caplog.records  # no warning for kernels that this process has compiled
     assert all("Compiling" in record.getMessage() for record in announced)
     assert warning.levelname == "WARNING"
     assert "NUMBA_CACHE_DIR" in warning.getMessage()
 
 
 def test_machine_code_goes_by_the_text_of_every_kernel() -> None:
-    """numba itself looks at the file of the interpreter alone."""
+    """numba's own cache key covers only the interpreter's file."""
     folder = Path(interpreter.__file__).parent
     with_kernels = {
         path.stem

@@ -1,4 +1,4 @@
-"""The CPU's backends over the paged cache equal a plain float64 reference for any mix of rows."""
+"""The CPU attention backends equal a float64 reference for any mix of rows."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_equals_the_reference(make_backend: MakeBackend, mix: str, dtype: torch.
 def test_a_cache_of_eight_bits(
     make_backend: MakeBackend, head_dim: int, window: int | None, dtype: torch.dtype
 ) -> None:
-    """As if it held the rounded keys and values, those of the step itself among them."""
+    """The result is that of the dequantized keys and values, including those of this step."""
     for mix, block_size in (("everything", 48), ("decodes around block borders", 16)):
         case = make_case(
             MIXES[mix], dtype=dtype, head_dim=head_dim, block_size=block_size, window=window
@@ -111,7 +111,7 @@ def test_a_window_and_a_scale(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sdpa, "QUERY_TILE", 64)  # borders as ever, in less time
+    monkeypatch.setattr(sdpa, "QUERY_TILE", 64)  # the same boundaries in less time
     case = make_case(make_mixes(64)[mix], dtype=dtype, window=window, scale=0.17)
     assert_equals_reference(case, make_backend)
 
@@ -121,7 +121,7 @@ def test_any_number_of_threads(make_backend: MakeBackend) -> None:
     case = make_case([(700, 1)] * 6, num_heads=6, num_kv_heads=3, head_dim=64)
     want = case.reference().float()
     backend = make_backend(16, torch.float32)
-    for _ in range(20):  # what threads do to each other depends on when
+    for _ in range(20):  # races between threads depend on timing
         torch.testing.assert_close(case.run(backend), want, rtol=2e-5, atol=2e-5)
 
 
@@ -144,7 +144,7 @@ def test_block_sizes_and_head_ratios(
 @DTYPES
 @pytest.mark.parametrize("head_dim", [2, 8, 16, 40, 64, 80, 128, 136])
 def test_head_dims(make_backend: MakeBackend, head_dim: int, dtype: torch.dtype) -> None:
-    """Below, at and between what a vector register, a cache line and several of them hold."""
+    """Test head sizes around the widths of a vector register and of one or more cache lines."""
     mix = [(0, 1), (2, 1), (3, 1), (30, 1), (64, 1), (5, 3)]
     assert_equals_reference(make_case(mix, head_dim=head_dim, dtype=dtype), make_backend)
 
@@ -176,7 +176,7 @@ def test_a_row_does_not_depend_on_its_neighbors(make_backend: MakeBackend) -> No
 
 
 def test_chunks_equal_the_whole(make_backend: MakeBackend) -> None:
-    """A row computed in chunks of any size gives what one prefill gives."""
+    """A row computed in chunks of any size equals a single prefill."""
     whole, backend = make_case([(0, 100)]), make_backend(16, torch.float32)
     want = whole.run(backend)
     for sizes in ([99, 1], [1, 99], [16, 16, 16, 52], [7] * 14 + [2], [1] * 100):
@@ -192,7 +192,7 @@ def test_chunks_equal_the_whole(make_backend: MakeBackend) -> None:
 
 
 def test_rows_may_share_blocks_written_in_the_same_step(make_backend: MakeBackend) -> None:
-    """The second row's prefix is what the first row writes: its start lies in shared blocks."""
+    """The first row writes the prefix of the second row, which starts in shared blocks."""
     writer = make_case([(0, 40)])
     qkv = torch.cat((writer.qkv, writer.qkv[32:]))
     table = np.concatenate([writer.rows.block_table.numpy()] * 2)
@@ -214,7 +214,7 @@ def test_only_the_slots_of_the_step_change(make_backend: MakeBackend) -> None:
 
 @pytest.mark.parametrize("mix", ["decodes of very different lengths", "everything"])
 def test_blocks_of_no_row_are_never_read(make_backend: MakeBackend, mix: str) -> None:
-    """Not even as zero times what they hold. Block 0 and the rows' own tails serve as padding."""
+    """Padding has no effect, not even as 0 * NaN. Block 0 and the rows' own tails are padding."""
     case = make_case(MIXES[mix])
     used = {0}
     for row, end in zip(

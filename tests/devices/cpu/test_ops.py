@@ -1,4 +1,4 @@
-"""The compiled CPU operations equal the plain-torch ones, for any shape, and rows stay apart."""
+"""The compiled CPU operations equal plain torch for any shape, and rows are independent."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 pytestmark = pytest.mark.usefixtures("one_thread")
 ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 SEVERAL_THREADS = pytest.mark.usefixtures("num_threads")
-# Around what threads, streams, vector lanes and cache lines divide evenly.
+# Sizes around multiples of threads, streams, vector lanes and cache lines.
 SHAPES = [(1, 1), (1, 33), (33, 1), (7, 5), (33, 70), (64, 64), (127, 65), (65, 255), (300, 96)]
-NUM_ROWS = (0, 1, 2, 3, 4, 5, 15, 16, 17, 100)  # none: a step of partial chunks samples nothing
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # of one operation, relative
+NUM_ROWS = (0, 1, 2, 3, 4, 5, 15, 16, 17, 100)  # 0: a step with only partial chunks samples nothing
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # relative error of one operation
 EPS = 1e-6
 
 torch_ops = TorchOps()
@@ -44,7 +44,7 @@ torch_ops = TorchOps()
 
 @cache
 def numba_ops(dtype: torch.dtype, num_threads: int) -> NumbaOps:
-    """`num_threads` is that of torch when this is called, which is what a launcher goes by."""
+    """Create ops; the launcher uses torch's current number of threads."""
     assert torch.get_num_threads() == num_threads
     return NumbaOps(Launcher(dtype), find_cpu_features())
 
@@ -58,7 +58,7 @@ def make(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def make_integers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Numbers whose products add up exactly in float32, in any order."""
+    """Return values whose products add up exactly in float32, in any order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-9, 10, shape, generator=generator).to(dtype)
 
@@ -76,7 +76,7 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @DTYPES
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear_of_integers_is_exact(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Every output is the true sum, rounded once to nearest, ties to even."""
+    """Every output is the exact sum, rounded once to nearest, ties to even."""
     ops = make_ops(dtype)
     weight = make_integers(*shape, dtype=dtype)
     for bias in (None, make_integers(shape[0], dtype=dtype, seed=1)):
@@ -201,7 +201,7 @@ def test_gate(num_rows: int, dim: int, dtype: torch.dtype, activation: Activatio
 @DTYPES
 @ACTIVATIONS
 def test_gate_of_any_size_of_number(dtype: torch.dtype, activation: Activation) -> None:
-    """From vanishing to the largest that the type holds: as torch, and never NaN."""
+    """Results equal torch's and are never NaN, from the smallest to the largest values."""
     sizes = torch.logspace(-38, 38, 305, dtype=torch.float64).tolist()
     gates = torch.tensor([0.0, *sizes, *(-size for size in sizes)]).to(dtype)
     gates = torch.cat((gates, torch.linspace(-110, 110, 881).to(dtype)))
@@ -209,10 +209,10 @@ def test_gate_of_any_size_of_number(dtype: torch.dtype, activation: Activation) 
         gate_up = torch.cat((gates, torch.full_like(gates, up)))[None]
         got, want = (ops.gate(gate_up, activation) for ops in (make_ops(dtype), torch_ops))
         assert not got.isnan().any()
-        is_tiny = want.abs() < abs(up) * 1e-34  # silu below -84 may vanish early
+        is_tiny = want.abs() < abs(up) * 1e-34  # silu below -84 may underflow early
         kept = torch.cat((gates[None][~is_tiny], torch.full_like(gates, up)[None][~is_tiny]))
         assert_gated(got[~is_tiny][None], want[~is_tiny][None], kept[None], activation)
-        limit = 1e-34 if activation == "silu" else 1e-6  # torch's gelu vanishes below -5.4
+        limit = 1e-34 if activation == "silu" else 1e-6  # torch's gelu underflows below -5.4
         assert bool((got[is_tiny].abs() <= abs(up) * limit).all())
 
 
@@ -274,11 +274,11 @@ def test_rope_write(
             lines = cached.view(-1, num_kv_heads, head_dim)
             assert torch.equal(lines[slot_mapping], heads)
             lines[slot_mapping] = 7.0
-            assert bool((cached == 7.0).all())  # nothing but its slots was written
+            assert bool((cached == 7.0).all())  # only its slots were written
     got, want = results
     assert torch.equal(got[:, -num_kv_heads:], qkv[:, -num_kv_heads:])
-    # A turn may cancel most of a pair: what is left has the pair's error. Before it only the norm
-    # rounds to bf16.
+    # A rotation may cancel most of a pair, and the rest has the error of the pair. Before it, only
+    # the norm rounds to bf16.
     rounding = ROUNDING[dtype if has_norm else torch.float32]
     assert_as_rounded(got, want, atol=4 * rounding * want.abs().max().item())
 
@@ -287,7 +287,7 @@ def test_rope_write(
 @DTYPES
 @pytest.mark.parametrize("head_dim", [2, 24, 64, 136])
 def test_rope_write_in_eight_bits(head_dim: int, dtype: torch.dtype) -> None:
-    """The same codes and exponents as the reference, bit for bit, and nothing beside them."""
+    """Write the same FP8 values and exponents as the reference, bit for bit, and nothing else."""
     generator, num_kv_heads = torch.Generator().manual_seed(1), 3
     qkv = make(40, 2 + 2 * num_kv_heads, head_dim, dtype=dtype)
     qkv *= torch.linspace(-60, 60, 40).exp2()[:, None, None].to(dtype)
@@ -309,13 +309,13 @@ def test_rope_write_in_eight_bits(head_dim: int, dtype: torch.dtype) -> None:
 
 
 def assert_as_rounded(got: Tensor, want: Tensor, atol: float = 1e-40) -> None:
-    """Equal, but two roundings on the way may have fallen on the other side."""
+    """Allow for two intermediate roundings that may differ."""
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     rtol = {torch.float32: 2e-6, torch.bfloat16: 4 * ROUNDING[torch.bfloat16]}[want.dtype]
     torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
-# Rows stay apart
+# Rows are independent
 
 RowOp = Callable[[NumbaOps, Tensor], Tensor]
 
@@ -340,8 +340,8 @@ def linear_rows(ops: NumbaOps, x: Tensor) -> Tensor:
 
 @DTYPES
 @pytest.mark.parametrize("run", [norm_rows, add_norm_rows, gate_rows, linear_rows])
-# With more rows a product is oneDNN's, whose bf16 kernels (F.linear's too) multiply what follows a
-# line of other than whole 64 bytes by 0; model sizes are such multiples.
+# Products with more rows run in oneDNN, whose bf16 kernels (also F.linear's) multiply data past the
+# end of a row by 0 unless rows are multiples of 64 bytes; model sizes are.
 @pytest.mark.parametrize(("num_rows", "dim"), [(2, 70), (4, 70), (7, 70), (16, 70), (40, 96)])
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 def test_a_broken_row_changes_no_other(
@@ -374,7 +374,7 @@ def test_a_broken_token_changes_no_other_in_the_cache(dtype: torch.dtype) -> Non
 
 
 def test_products_do_not_depend_on_the_row_they_stand_in() -> None:
-    """A row alone, in a tile of four or left over from one gives the same bits."""
+    """A row alone, in a tile of four, or left over from a tile gives the same bits."""
     weight, x = make(64, 96, dtype=torch.float32), make(1, 96, dtype=torch.float32, seed=1)
     linear: PackedLinear = make_ops(torch.float32).pack_linear(weight, None, None, True)
     alone = linear(x)

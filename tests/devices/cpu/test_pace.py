@@ -1,4 +1,4 @@
-"""All threads where cores are idle, one where others keep them busy, and back again."""
+"""Use all threads while cores are idle, one while others keep them busy, and switch back."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from nanovllm.devices.cpu.pace import MAX_PAUSE, Pace
 
 @dataclass
 class Machine:
-    """Takes a second with one thread; `share` is how much of their time threads run."""
+    """A run takes one second with one thread; `share` is the fraction of time that threads run."""
 
     pace: Pace
     num_threads: int
-    slowdown: float = 1.0  # of all threads, by waiting for each other
+    slowdown: float = 1.0  # with all threads, as they wait for each other
     share: float = 1.0
-    share_alone: float | None = None  # of one thread, if it is another
+    share_alone: float | None = None  # of a single thread, if different
     chosen: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
     def run(self, num_runs: int) -> float:
-        """Return what a run took, on average."""
+        """Return the average duration of a run."""
         before = self.seconds
         for _ in range(num_runs):
             self.chosen.append(self.pace.num_threads)
@@ -50,8 +50,8 @@ def test_busy_cores_cost_little_more_than_one_thread_does(
     machine.run(200)
     machine.chosen.clear()
     assert machine.run(1000) == 1.0
-    assert set(machine.chosen) == {1}  # no look: one thread is robbed as well
-    machine.slowdown = machine.share = 1.0  # the others have gone
+    assert set(machine.chosen) == {1}  # no check: a single thread loses its core as well
+    machine.slowdown = machine.share = 1.0  # the other processes are gone
     machine.run(MAX_PAUSE + 2)
     assert machine.pace.num_threads == num_threads
     machine.chosen.clear()
@@ -67,7 +67,7 @@ def test_looks_cost_little_where_one_thread_has_a_core(slowdown: float) -> None:
 
 
 def test_threads_that_sleep_while_they_wait_are_not_taken_for_robbed_ones() -> None:
-    """By OMP_WAIT_POLICY=passive a small share is normal, and all threads are faster still."""
+    """With OMP_WAIT_POLICY=passive a small share is normal, and all threads are still faster."""
     machine = Machine(Pace(2), 2, slowdown=1.2, share=0.6)
     machine.run(200)
     assert machine.run(1000) < 0.61

@@ -1,4 +1,4 @@
-"""Kernels run on torch's threads, at once or as a captured program, with the same results."""
+"""Kernels run on torch's threads, immediately or as a captured program, with equal results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIM, SIZE, VOCAB_SIZE = 40, 56, 30
 
 
 class Block:
-    """A small stack of operations over static weights, as a model has them."""
+    """A small stack of operations with static weights, like a model."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.launcher = Launcher(dtype)
@@ -62,7 +62,7 @@ def tokens(*token_ids: int) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Start with two threads, however many others there are; restore their number."""
+    """Set torch to two threads, and restore the number afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -110,12 +110,12 @@ def test_what_a_replay_would_leave_out_is_refused(
 
 
 def test_a_program_holds_on_to_its_buffers(block: Block) -> None:
-    """What the kernels write stays theirs, whatever is freed, allocated or run in between."""
+    """Buffers of a program stay valid, whatever is freed, allocated or run in between."""
     inputs = tokens(4, 8, 15)
     want = block(inputs)
     program, output = block.launcher.capture(lambda: block(inputs))
     scratch_size = len(block.launcher.scratch(0))
-    block.launcher.scratch(scratch_size + 1).fill_(math.nan)  # replaces what the program uses
+    block.launcher.scratch(scratch_size + 1).fill_(math.nan)  # replaces the program's scratch
     gc.collect()
     sizes = [scratch_size, output.numel(), 3 * SIZE, 3 * DIM, 6 * SIZE]
     junk = [torch.full((size,), math.nan) for size in sizes * 20]  # takes memory that was freed
@@ -146,14 +146,14 @@ def test_an_error_while_recording_leaves_the_launcher_usable(block: Block) -> No
 
     with pytest.raises(ZeroDivisionError):
         block.launcher.capture(fail)
-    assert torch.equal(block(inputs), want)  # runs at once again
+    assert torch.equal(block(inputs), want)  # runs immediately again
     program, output = block.launcher.capture(lambda: block(inputs))
     program.run()
     assert torch.equal(output, want)
 
 
 def test_scratch_is_float32_whatever_the_default_is() -> None:
-    """A script may have set another default, of half the size."""
+    """A script may have set a default dtype of half the size."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         scratch = Launcher(torch.float32).scratch(10)
@@ -201,7 +201,7 @@ def test_any_number_of_threads_gives_the_same(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dim", [8, 13, 40])
 def test_a_program_gives_the_same_bits_on_any_number_of_threads(dim: int) -> None:
-    """It may run on one thread for a while: sums must not come in another order then."""
+    """A program may run on one thread for a while, which must not change the order of sums."""
     launcher = Launcher(torch.float32)
     launcher.num_threads = launcher._team.num_threads = 3
     ops = NumbaOps(launcher, find_cpu_features())

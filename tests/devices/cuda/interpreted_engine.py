@@ -1,9 +1,9 @@
-"""The whole CUDA path on a CPU: an engine of interpreted kernels, whose graphs are functions.
+"""The whole CUDA path on a CPU: an engine with interpreted kernels, whose graphs are functions.
 
     TRITON_INTERPRET=1 python -m tests.devices.cuda.interpreted_engine
 
-Tokens in float32 equal those of transformers, logits in float16 are near: through graphs
-of decode steps, padded prompts, every way of sampling and every number of rows.
+Tokens in float32 equal those of transformers, and logits in float16 are close: through decode
+graphs, padded prompts, every kind of sampling and every number of rows.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from tests.threaded_ranks import engines_of
 
 OPTIONS = {"max_model_len": 64, "kvcache_block_size": 16, "skip_tokenizer_init": True}
 NUM_PROCESSORS = 8
-SPLIT = Qwen3Config(  # the last projection of a layer has enough inputs to be split
+SPLIT = Qwen3Config(  # the last projection of a layer has enough inputs for split-K
     **{**SIZES, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1}, head_dim=32
 )
 ONE_LAYER = Qwen3Config(**{**SIZES, "num_hidden_layers": 1}, head_dim=32, tie_word_embeddings=False)
-# Other ways to ask for the most likely token, so that the samplers of every kind have one answer.
+# Several ways to ask for the most likely token, so that every kind of sampler has one result.
 GREEDY_WAYS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1e-4},
@@ -65,7 +65,7 @@ GREEDY_WAYS: list[dict[str, Any]] = [
 
 
 class InterpretedDevice(RunAgain, CpuDevice):
-    """A CPU that runs CUDA's kernels, and has what graphs need of a CUDA device."""
+    """A CPU device that runs the CUDA kernels, with the parts of CudaDevice that graphs need."""
 
     persistent = None
     sampler, prepare, runner = CudaDevice.sampler, CudaDevice.prepare, CudaDevice.runner
@@ -96,21 +96,21 @@ class InterpretedDevice(RunAgain, CpuDevice):
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Make engines run CUDA's kernels."""
+    """Make engines run the CUDA kernels in the interpreter."""
     with mock.patch.object(choose, "create_device", InterpretedDevice):
         yield
 
 
 def wide_tiles(*args: Any) -> OneRowConfig:
-    """Give each program eight times as many outputs: the interpreter runs them one by one."""
+    """Give each CTA eight times as many outputs: the interpreter runs CTAs one by one."""
     config = one_row_config(*args)
     return replace(config, block_out=8 * config.block_out)
 
 
 def check_tokens(root: Path) -> None:
-    """Prompts enter while others decode; a graph of every size runs, full and padded.
+    """Prompts are admitted while others decode; a graph of every size runs, full and padded.
 
-    Two rows have graphs for short contexts and for longer ones.
+    Batches of two rows have a graph for short contexts and one for longer contexts.
     """
     checkpoint = make_checkpoint(root / "qwen3", VARIANTS["qwen3"])
     rng = random.Random(0)
@@ -132,7 +132,7 @@ def check_tokens(root: Path) -> None:
 
 
 def check_shared_prefixes(root: Path) -> None:
-    """Rows that begin with the same block, beside one that does not, read it once for both."""
+    """Two rows that begin with the same block read it once; a third row does not share it."""
     checkpoint = make_checkpoint(root / "shared", ONE_LAYER)
     rng = random.Random(0)
     prefix = rng.choices(range(160), k=18)
@@ -153,7 +153,7 @@ def check_shared_prefixes(root: Path) -> None:
 
 
 class OneToken:
-    """GuidanceEngine of which each allows one token, another for every answer."""
+    """A GuidanceEngine whose grammars each allow a single token."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -177,7 +177,7 @@ class OneToken:
 
 
 def check_masks(root: Path) -> None:
-    """Decode steps are masked and sampled by one graph, which reads masks wherever they are."""
+    """One graph applies bitmasks and samples a decode step, wherever the bitmasks are."""
     path = make_checkpoint(root / "masks", ONE_LAYER).path
     with (
         mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
@@ -195,7 +195,7 @@ def check_masks(root: Path) -> None:
         ]
         outputs = llm.generate([[1, 2], [3], [4, 5, 6]], params, use_tqdm=False)
     assert [o.token_ids for o in outputs] == [[t] * n for t, n in zip(tokens, lens, strict=True)]
-    # The first of four steps reads prompts, and has no graph.
+    # The first of four steps is a prefill, which has no sampler graph.
     assert [(key[2], count) for (key, count), _ in replay.call_args_list] == [
         (True, 3),
         (True, 2),
@@ -204,7 +204,7 @@ def check_masks(root: Path) -> None:
 
 
 def check_captures_ahead(root: Path) -> None:
-    """Where streams have a target, a step captures nothing; rarer graphs follow while idle."""
+    """With a latency target, steps capture nothing; rarer graphs are captured while idle."""
     checkpoint = make_checkpoint(root / "ahead", ONE_LAYER)
     prefix = random.Random(0).choices(range(160), k=18)
     prompts = [[*prefix, 1], [5, 6, 7], [*prefix, 2, 3]]
@@ -220,19 +220,19 @@ def check_captures_ahead(root: Path) -> None:
         mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
         mock.patch.object(
             RunAgain, "capture", autospec=True, side_effect=RunAgain.capture
-        ) as record,
+        ) as capture,
         LLM(checkpoint.path, target_inter_token_ms=25.0, **options) as llm,
     ):
         engine, graphed = llm.engine, runner_of(llm).forward
-        masks = np.zeros((3, 160 // 32), np.int32)  # one place, as long as rows fit
+        masks = np.zeros((3, 160 // 32), np.int32)  # the same memory for every step
         grammars: Any = OneToken(160)
         engine.input_processor.grammars = engine.core.grammars = grammars
         engine.core.executor.mask_memory = lambda num_rows, _: masks[:num_rows]
         replay = mock.Mock(side_effect=graphed._replay)
         shared = mock.Mock(side_effect=graphed.decode.shared_graph)
         graphed._replay, graphed.decode.shared_graph = replay, shared
-        for num_rare in (0, 1 + 3):  # rows that share, and masks for each number of rows
-            record.reset_mock()
+        for num_rare in (0, 1 + 3):  # one for shared prefixes, one with bitmasks per batch size
+            capture.reset_mock()
             replay.reset_mock()
             shared.reset_mock()
             outputs = llm.generate(prompts, plain, use_tqdm=False)
@@ -240,7 +240,7 @@ def check_captures_ahead(root: Path) -> None:
             assert [output.token_ids for output in outputs] == want
             outputs = llm.generate([[1, 2], [3], [4, 5, 6]], masked, use_tqdm=False)
             assert [output.token_ids for output in outputs] == [[7] * 3, [31] * 3, [96] * 3]
-            assert record.call_count == 0
+            assert capture.call_count == 0
             assert (shared.call_count > 0) == (num_rare > 0)
             assert any(call.args[0][2] for call in replay.mock_calls) == (num_rare > 0)
             captured = [engine.core.executor.capture_one() for _ in range(6)]
@@ -251,7 +251,7 @@ def check_captures_ahead(root: Path) -> None:
 
 
 def check_cache_of_eight_bits(root: Path) -> None:
-    """Prompts in chunks, alone and beside answers, and rows that share a block."""
+    """An FP8 cache: chunked prompts, alone and with decode rows, and rows that share a block."""
     checkpoint = make_checkpoint(root / "fp8", ONE_LAYER)
     rng = random.Random(0)
     prefix = rng.choices(range(160), k=18)
@@ -266,16 +266,16 @@ def check_cache_of_eight_bits(root: Path) -> None:
     ):
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert runner_of(llm).forward.decode.persistent is None  # whole steps read no codes
+        assert runner_of(llm).forward.decode.persistent is None  # it does not read FP8 keys
     for output, want in zip(outputs, answers, strict=True):
         count = min(want.num_clear, 4)
         assert output.token_ids[:count] == want.token_ids[:count]
 
 
 def check_logits(root: Path) -> None:
-    """One row, a few and more; the norm adds the partial sums of a projection, also of one row.
+    """Logits are close for one row, a few and more, where the norm adds up partial sums.
 
-    A group of one rank, which adds up, gathers and broadcasts for itself, gives the same.
+    A group of one rank, which runs the collectives by itself, gives the same logits.
     """
     path = make_checkpoint(root / "split", SPLIT, seed=3).path
     rng = random.Random(1)
@@ -305,7 +305,7 @@ class ReferenceStep:
         layers = step_layers(model)
         self.tensors, self.constants = step_tensors(model, layers), step_constants(model, layers)
         self.contexts: list[int] = []
-        self.lost = lost  # the step with which it gives up
+        self.lost = lost  # index of the step that times out
         self.is_lost = False
 
     def suits(self, caches: list[LayerCache]) -> bool:
@@ -349,7 +349,7 @@ class ReferenceStep:
 
 
 def check_whole_step(root: Path) -> None:
-    """Few rows run by the persistent step while they are short; the cache serves both ways."""
+    """A few short sequences use the persistent step; both ways to run share the cache."""
     path = make_checkpoint(root / "whole", ONE_LAYER, seed=3).path
     rng = random.Random(1)
     prompts: Ids = [rng.choices(range(160), k=length) for length in (5, 1, 8)]
@@ -384,7 +384,7 @@ def check_whole_step(root: Path) -> None:
 
 
 def check_lost_step(root: Path) -> None:
-    """The packed step gives up once: the sequence is recomputed, then runs layer by layer."""
+    """The persistent step times out once: the sequence is recomputed, then runs layer by layer."""
     path = make_checkpoint(root / "lost", ONE_LAYER, seed=3).path
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(path, dtype="float32", **OPTIONS) as llm:
@@ -411,7 +411,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(linear_one_row, "one_row_config", wide_tiles),
     ):
-        # No graph but the largest is there before a step needs it.
+        # Only the largest graph is captured before a step needs it.
         with interpreted(), mock.patch.object(decode_graphs, "FIRST_SIZES", ()):
             check_tokens(Path(folder))
             check_shared_prefixes(Path(folder))

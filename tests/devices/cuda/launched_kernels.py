@@ -1,9 +1,9 @@
-"""What engines would launch, on a CPU: nothing that was not to be compiled ahead.
+"""Check on a CPU that engines launch only kernels that are compiled ahead.
 
     python -m tests.devices.cuda.launched_kernels
 
-Every launch is noted and left out, so the answers are garbage; what is launched does not depend on
-them. A process of its own, since Triton keeps what it was told of the device.
+Every launch is recorded and suppressed, so the completions are garbage; the launches do not depend
+on them. This needs its own process, because Triton caches what it knows about the device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPTIONS = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 10
 
 
 class NoDevice:
-    """As much of a driver as Triton needs to know what it would compile."""
+    """The part of a Triton driver that is needed to specialize kernels."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -47,7 +47,7 @@ class NoDevice:
 
 
 class Launches:
-    """Notes kernels, those of the steps that are to be compiled ahead apart."""
+    """Records launched kernels, separately for the steps that are compiled ahead."""
 
     def __init__(self) -> None:
         self.ahead: set[tuple[str, str]] = set()
@@ -65,7 +65,7 @@ class Launches:
 
 
 def check(path: Path, **options: Any) -> None:
-    """Many short prompts, and prompts of all lengths, some beside answers."""
+    """Run many short prompts, and prompts of all lengths, some together with decode rows."""
     launches, rng = Launches(), random.Random(0)
     with (
         interpreted(),
@@ -74,7 +74,7 @@ def check(path: Path, **options: Any) -> None:
             InterpretedDevice, "compile_ahead", lambda *args: launches.compile_ahead(*args)
         ),
         mock.patch.object(device, "build", return_value=None),
-        # The library's products launch nothing of ours, and take minutes on CPUs without bfloat16.
+        # The library's products launch none of our kernels, and take minutes without bfloat16.
         mock.patch.object(functional, "linear", lambda x, weight, bias=None: zeros(x, weight)),
         mock.patch.object(torch.Tensor, "addmm_", lambda total, *_, **__: total),
         LLM(path, **OPTIONS, **options) as llm,
@@ -86,8 +86,8 @@ def check(path: Path, **options: Any) -> None:
             ]
             params = [SamplingParams(ignore_eos=True, **kind) for kind in kinds]
             llm.generate(prompts, params, use_tqdm=False)
-        for num_answers in (1, 3, 9):
-            run_beside_answers(llm, num_answers)
+        for num_decodes in (1, 3, 9):
+            run_beside_decode_rows(llm, num_decodes)
     assert len(launches.own) > 20
     assert sorted(name for name, _ in launches.own - launches.ahead) == []
 
@@ -96,15 +96,15 @@ def zeros(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_zeros(*x.shape[:-1], len(weight))
 
 
-def run_beside_answers(llm: LLM, num_answers: int) -> None:
-    """Some answers, then more prompts at once than a graph has room for."""
+def run_beside_decode_rows(llm: LLM, num_decodes: int) -> None:
+    """Start some decode rows, then admit more prompts at once than any graph has room for."""
     params = SamplingParams(ignore_eos=True, max_tokens=4)
-    for _ in range(num_answers):
+    for _ in range(num_decodes):
         llm.add_request([1] * 5, params)
     for _ in range(2):
         llm.engine.step()
     for index in range(11):
-        prompt = [num_answers, index] * 250  # nobody else's, or it would be in the cache
+        prompt = [num_decodes, index] * 250  # unique, or it would be in the prefix cache
         llm.add_request(prompt, params)
     while not llm.engine.is_finished():
         llm.engine.step()
@@ -122,7 +122,7 @@ def main() -> None:
         check(path, max_num_seqs=20, num_kvcache_blocks=99, kv_cache_dtype="fp8")
         config = LlamaConfig(**{**EVEN, "num_hidden_layers": 3, "max_position_embeddings": 1024})
         plain = make_checkpoint(Path(folder) / "plain", config).path
-        ignored = {"ignore": [r"re:model\.layers\.1\..*", "lm_head"]}  # one layer stays plain
+        ignored = {"ignore": [r"re:model\.layers\.1\..*", "lm_head"]}  # one layer is not quantized
         kind = float_kind("channel", "channel")
         path = write_twins(Path(folder) / "codes", plain, kind, ignored).quantized
         with mock.patch.object(CpuDevice, "reads_quantized", return_value=True):

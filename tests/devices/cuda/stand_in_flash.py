@@ -1,4 +1,4 @@
-"""flash-attn 2's two functions over a paged cache in plain torch, as strict as the package."""
+"""The two functions of flash-attn 2 for paged caches, in plain torch, with its input checks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def attend_row(
     scale: float | None,
     window: tuple[int, int],
 ) -> Tensor:
-    """Causal from the last query backwards; a row without keys gives zeros."""
+    """Attend causally, with the last query at the last key; a row without keys gives zeros."""
     assert window[1] in (-1, 0)
     if length == 0:
         return torch.zeros_like(query)

@@ -1,4 +1,4 @@
-"""Kernels compiled by other processes, for a device that need not be here."""
+"""Kernels compiled by other processes, for a device that may be absent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nanovllm.devices.cuda import compile_ahead
 from nanovllm.devices.cuda.kernels import sampling
 
 POINTERS, NUMBERS = ("out", "slots", "tokens", "lengths"), ("stride", "num_rows", "num_slots")
-ADVANCE = {  # what Triton tells of a launch of the kernel that advances the tables
+ADVANCE = {  # what Triton passes to its hook when _advance_kernel is launched
     "signature": {
         **dict.fromkeys(POINTERS, "*i32"),
         **dict.fromkeys((*NUMBERS, "width"), "i32"),
@@ -34,7 +34,7 @@ ADVANCE = {  # what Triton tells of a launch of the kernel that advances the tab
 
 
 def launch(specialization: dict[str, Any]) -> bool | None:
-    """Tell the hook what Triton tells it; True: nothing is compiled or launched."""
+    """Call the hook as Triton does; return True if the launch is suppressed."""
     hook: Any = knobs.runtime.jit_cache_hook
     kernel = sampling._advance_kernel
     name, module = kernel.fn.__qualname__, sampling.__name__
@@ -54,13 +54,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_what_work_would_launch_is_compiled_once(cache: Path, capfd: Any) -> None:
-    """A process that fails then holds nobody up."""
+    """A process that fails does not delay the others."""
     told: list[bool | None] = []
 
     def work() -> None:
         for _ in range(3):
             told.append(launch(ADVANCE))
-        for num_warps in (3, 5, 7):  # none of them can be
+        for num_warps in (3, 5, 7):  # invalid: compilation fails
             launch({**ADVANCE, "options": {"num_warps": num_warps}})
         other = threading.Thread(target=lambda: told.append(launch(ADVANCE)))
         other.start()
@@ -75,7 +75,7 @@ def test_what_work_would_launch_is_compiled_once(cache: Path, capfd: Any) -> Non
 
 @pytest.mark.slow
 def test_kernels_are_found_by_the_key_of_this_process(cache: Path, monkeypatch: Any) -> None:
-    """Which differs from the other process's if Triton computed keys in another order there."""
+    """The key may differ in the other process, where Triton computes keys in another order."""
     monkeypatch.setattr(sampling._advance_kernel, "hash", "another key")
     compile_ahead.compile_ahead(lambda: launch(ADVANCE), num_processes=1)
     hits = []

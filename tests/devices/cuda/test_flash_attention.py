@@ -39,7 +39,7 @@ def create(
     block_size: int = 256,
     dtype: torch.dtype = torch.bfloat16,
 ) -> object:
-    """Choose attention as a device does; none is needed for it."""
+    """Create an attention backend as a device does, without a CUDA device."""
     device: Any = cpu_device(attention_backend=name, kvcache_block_size=block_size)
     return (CpuDevice if on_cpu else CudaDevice).attention(device, dtype, TorchOps())
 
@@ -73,7 +73,7 @@ def test_rows_are_lines_of_the_table_by_slot(flash: FlashAttention, counts: list
 
 
 def test_the_plan_of_a_graph_equals_that_of_a_step(flash: FlashAttention) -> None:
-    """A graph bounds contexts by the longest there can be, and pads with rows of length 0."""
+    """A graph uses the longest possible context, and pads with rows of length 0."""
     case = make_case([(300, 1), (2, 1), (0, 1)], block_size=256)
     want = case.run(Backend(TorchOps(), flash))
     slots = torch.arange(3, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""How a CUDA device's memory is shared out: arithmetic that needs no device."""
+"""The division of a CUDA device's memory: arithmetic that needs no device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps with prompts, padded to the size of a graph; here a function runs again in its place."""
+"""Steps with prompts, padded to the bucket of a graph; here a function replaces the graph."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ChunkRows:
 
 
 class ReferenceChunks(SdpaAttention):
-    """The attention kernels' reference over the rows of a chunk, padding and all."""
+    """The reference of the attention kernels over the rows of a step, including padding."""
 
     def chunk_plan(
         self, block_table: Tensor, decodes: Tensor, prompts: Tensor, max_query_len: int
@@ -77,20 +77,20 @@ class ReferenceChunks(SdpaAttention):
             return super().attend(q, cache, plan, spec)
         slots, tokens, context_lens = plan.decodes
         columns = torch.stack((slots, tokens, context_lens, torch.ones_like(tokens)))
-        out = torch.full_like(q, torch.nan)  # what padding leaves there must not matter
+        out = torch.full_like(q, torch.nan)  # padding's output must have no effect
         for rows in (columns, plan.prompts):
-            by_row = rows[[0, 1, 3, 2]]  # the counts before the context lengths
+            by_row = rows[[0, 1, 3, 2]]  # the reference takes counts before context lengths
             part = reference_attention(
                 q, cache.k, cache.v, plan.block_table, *by_row, spec.scale, spec.window
             )
-            for _, start, _, count in rows.T.tolist():  # padding writes zeros, too
+            for _, start, _, count in rows.T.tolist():  # padding also writes zeros
                 assert count <= plan.max_query_len
                 out[start : start + count] = part[start : start + count]
         return out
 
 
 class GraphedDevice(RunAgain, CpuDevice):
-    """A CPU with graphs."""
+    """A CPU device with graphs."""
 
 
 def make_plan(rows: list[tuple[int, int, int, int]]) -> StepPlan:
@@ -99,7 +99,7 @@ def make_plan(rows: list[tuple[int, int, int, int]]) -> StepPlan:
 
 
 def test_columns() -> None:
-    """Slots 2, 7 and 4 run one token, three and two; the second of them needs no logits."""
+    """Slots 2, 7 and 4 run one, three and two tokens; slot 7 needs no logits."""
     plan = make_plan([(2, 40, 1, 1), (7, 10, 3, 0), (4, 0, 2, 1)])
     size = Bucket(num_tokens=8, num_decodes=5, num_prompts=4, num_rows=5, longest=8)
     tokens, decodes, prompts, sampled = np.split(
@@ -130,7 +130,7 @@ def test_columns_of_prompts_alone() -> None:
 
 
 def test_columns_without_prompts() -> None:
-    """Not a decode step: slot 2's token is not its last one."""
+    """Rows of one token that are not a decode step: slot 2's token is not its last one."""
     plan = make_plan([(2, 40, 1, 0), (4, 8, 1, 1)])
     size = Bucket(num_tokens=4, num_decodes=4, num_prompts=1, num_rows=4, longest=4)
     parts = np.split(chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
@@ -154,7 +154,7 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
 @pytest.mark.parametrize("max_tokens", [1000, 3000, 5000, 16384])
 @pytest.mark.parametrize("most", [1023, 1024, 2500, 8192])
 def test_sizes_of_many_prompts(max_tokens: int, most: int) -> None:
-    """The largest, which is recorded first, has memory for all others."""
+    """The largest bucket, which is captured first, has memory for all others."""
     sizes = bucket_sizes(max_tokens, 256, most)
     assert sizes == sorted(sizes, key=lambda size: size.num_tokens)
     assert sizes[-1].num_rows == max(size.num_rows for size in sizes)
@@ -217,9 +217,9 @@ def test_padded_steps_equal_transformers(
     max_changes: int,
     max_prompts: int,
 ) -> None:
-    """Also where some steps change more of the tables than is sent with their columns.
+    """Tokens are the same even if a step changes more of the tables than its graph can write.
 
-    Steps of more than max_prompts prompts run by graphs of many.
+    Steps of more than max_prompts prompts use the graphs for many prompts.
     """
     monkeypatch.setattr(prefill_graphs, "MAX_CHANGES", max_changes)
     monkeypatch.setattr(prefill_graphs, "MAX_PROMPTS", max_prompts)
@@ -273,7 +273,7 @@ def test_padded_steps_equal_transformers(
         (MANY_PROMPTS, 128, 8192, True),
         (MANY_PROMPTS + 1, 2, 8192, False),
         (MAX_PROMPTS + 1, MANY_LEN + 1, 8192, False),
-        (17, 1, 0, True),  # in the next size, which has the rows
+        (17, 1, 0, True),  # fits the next bucket, which has enough rows
         (300, 1, 0, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Rows that begin with the same blocks: found on the host, and decoded as the plain step does."""
+"""Rows that begin with the same blocks: found on the host, and decoded like other rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.test_gpu import OPTIONS
 
 
 def groups_of(rows: list[list[int]]) -> tuple[np.ndarray, ...]:
-    """Find the groups of rows with these blocks, whose slots are ten further on."""
+    """Find the groups of rows with these blocks; row i has slot 10 + i."""
     blocks = np.full((10 + len(rows), 6), NO_BLOCK, np.int32)
     for row, block_ids in zip(blocks[10:], rows, strict=True):
         row[: len(block_ids)] = block_ids
@@ -47,7 +47,7 @@ def test_only_the_largest_groups() -> None:
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_GPU)])
 def test_equals_transformers(tiny: Any, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """Two prompts, each with many ends, and others in between: the greedy tokens are the same."""
+    """Greedy tokens are correct for two prefixes with many suffixes each, and other prompts."""
     monkeypatch.setattr(shared_prefixes, "MIN_SAVED", 1)
     checkpoint, rng = tiny("qwen3"), random.Random(2)
     first, second = (rng.choices(range(160), k=length) for length in (40, 55))

@@ -1,4 +1,4 @@
-"""Every backend on CUDA equals the float64 reference, and a graph repeats its decode plan."""
+"""Every backend on CUDA equals the float64 reference, and its decode plan can be captured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_device(name: str) -> CudaDevice:
 
 
 def on_device(mix: list[tuple[int, int]], window: int | None = None) -> tuple[Case, torch.Tensor]:
-    """A case whose keys and values are cached, on the device, and what it should give."""
+    """Return a case on the device, with cached keys and values, and its expected output."""
     case = make_case(
         mix, block_size=BLOCK_SIZE, head_dim=64, dtype=torch.bfloat16, window=window, scale=0.1
     )
@@ -55,7 +55,7 @@ def test_equals_the_reference(name: str, mix: str, window: int | None) -> None:
     case, want = on_device(MIXES[mix], window)
     plan = attention.plan(case.rows)
     output = attention.attend(case.queries(), case.cache, plan, case.spec)
-    assert output.view(len(output), -1).is_contiguous()  # as the layer after it wants it
+    assert output.view(len(output), -1).is_contiguous()  # as the next layer requires
     assert_close(output, want)
 
 

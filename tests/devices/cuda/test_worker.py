@@ -1,4 +1,4 @@
-"""The worker on CUDA: decode steps are two replays, logits share memory, one stream takes all."""
+"""The worker on CUDA: decode steps are two replays, logits share memory, one stream for all."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OPTIONS: dict[str, Any] = {
     "kvcache_block_size": 16,
     "max_num_seqs": 8,
     "max_model_len": 128,
-    "num_kvcache_blocks": 9000,  # by number: other processes may hold any share of the device
+    "num_kvcache_blocks": 9000,  # fixed, because other processes may hold memory of the device
     "device": "cuda",
     "skip_tokenizer_init": True,
 }
@@ -56,7 +56,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "full": {"temperature": 0.9, "top_k": 9, "top_p": 0.8},
 }
 
-# Runs many short prompts, then a few of many lengths; prints the kernels it compiled by itself.
+# Runs many short prompts, then a few of many lengths; prints the kernels that it compiled itself.
 START = """
 import sys
 from triton import knobs
@@ -67,7 +67,7 @@ def listener(*, src, cache_hit, **_):
     if not cache_hit:
         misses.append(src.name)
 knobs.compilation.listener = listener
-# The pool is given by number: what other processes hold of the device must not matter.
+# The cache size is fixed: memory held by other processes must not matter.
 with LLM(sys.argv[1], device="cuda", num_kvcache_blocks=64, skip_tokenizer_init=True,
          max_num_seqs=20, max_model_len=128, dtype=sys.argv[2]) as llm:
     llm.generate([[1, 2, 3]] * 20, SamplingParams(max_tokens=5), use_tqdm=False)
@@ -81,8 +81,8 @@ def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]
     return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def record_every_size(llm: LLM) -> None:
-    """Record the graphs that would otherwise be when a step first needs them."""
+def capture_every_size(llm: LLM) -> None:
+    """Capture the graphs that would otherwise be captured when a step first needs them."""
     runner = runner_of(llm)
     with torch.inference_mode(), runner.eager.tables.device.in_order():
         steps = runner.forward
@@ -94,7 +94,7 @@ def record_every_size(llm: LLM) -> None:
 
 
 class NoEagerDecode:
-    """Passes steps on to the graphs, and lets a decode step do nothing but replay them."""
+    """Passes steps on to the graphs; decode steps fail unless they only replay graphs."""
 
     def __init__(self, graphed: CudaSteps) -> None:
         self.graphed = graphed
@@ -118,7 +118,7 @@ class NoEagerDecode:
 
 @pytest.mark.parametrize("kind", list(SAMPLED))
 def test_a_decode_step_is_two_replays(tiny: Any, kind: str) -> None:
-    """And gives what eager steps give."""
+    """Decode steps replay two graphs, and give the same tokens as eager steps."""
     path, prompts = tiny("qwen3").path, make_prompts()
     params = [
         SamplingParams(**SAMPLED[kind], seed=i, max_tokens=2 + i % 19, ignore_eos=True)
@@ -128,7 +128,7 @@ def test_a_decode_step_is_two_replays(tiny: Any, kind: str) -> None:
         want = generate(llm, prompts, params)
     with LLM(path, **OPTIONS) as llm:
         runner = runner_of(llm)
-        record_every_size(llm)
+        capture_every_size(llm)
         runner.forward = replayed = NoEagerDecode(runner.forward)
         assert generate(llm, prompts, params) == want
     assert replayed.asked == {sampling_of(SamplingParams(**SAMPLED[kind]))}
@@ -136,7 +136,7 @@ def test_a_decode_step_is_two_replays(tiny: Any, kind: str) -> None:
 
 
 def test_eager_and_graphed_steps_alternate(tiny: Any) -> None:
-    """Prompts in small chunks, every kind of sampling, stop tokens masked between the replays."""
+    """Small prefill chunks, every kind of sampling, and stop tokens masked between the replays."""
     path, prompts = tiny("qwen3").path, make_prompts()
     params = mixed_params(len(prompts))
     outputs = []
@@ -148,7 +148,7 @@ def test_eager_and_graphed_steps_alternate(tiny: Any) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "llama-mha-bias", "gemma3", "qwen3-moe"])
 def test_nccl_runs_inside_graphs(tiny: Any, name: str) -> None:
-    """A group of one rank, which is what one device can have, gives what no group gives."""
+    """A group of one rank, which is all one device allows, gives the same tokens as no group."""
     path, prompts = tiny(name).path, make_prompts()
     params = mixed_params(len(prompts))
     with LLM(path, **OPTIONS) as llm:
@@ -159,11 +159,11 @@ def test_nccl_runs_inside_graphs(tiny: Any, name: str) -> None:
 
 
 def test_a_worker_process_gives_what_this_process_gives(tiny: Any) -> None:
-    """A rank with a device, a group and a process of its own: all that one GPU can have of many."""
+    """One rank with its own device, group and process: as much as one GPU can test of many."""
     path, prompts = tiny("qwen3").path, make_prompts()
     params = mixed_params(len(prompts))
     with LLM(path, **OPTIONS) as llm:
-        want = [generate(llm, prompts, params) for _ in range(2)]  # then from the cache
+        want = [generate(llm, prompts, params) for _ in range(2)]  # the second from the cache
         info = llm.engine.info
     in_a_process = mock.patch.object(llm_module, "create_executor", MultiprocExecutor)
     with in_a_process, LLM(path, **OPTIONS) as llm:
@@ -178,7 +178,7 @@ def test_a_worker_process_gives_what_this_process_gives(tiny: Any) -> None:
 def test_requests_wait_for_no_graph_and_no_kernel(
     tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where streams have a target, all that requests need is there before they come.
+    """With a latency target, all that ordinary requests need is captured at startup.
 
     Rarer graphs are captured one by one while the engine is idle.
     """
@@ -199,16 +199,16 @@ def test_requests_wait_for_no_graph_and_no_kernel(
     with LLM(path, **options, target_inter_token_ms=25.0) as llm:
         monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: loaded.append(src))
         graphed, executor = runner_of(llm).forward, llm.engine.core.executor
-        record = mock.Mock(side_effect=graphed.device.capture)
-        monkeypatch.setattr(graphed.device, "capture", record)
+        capture = mock.Mock(side_effect=graphed.device.capture)
+        monkeypatch.setattr(graphed.device, "capture", capture)
         assert answers(llm) == want
-        assert record.call_count == 0
+        assert capture.call_count == 0
         num_captured = 0
         while executor.capture_one():
             num_captured += 1
-        assert num_captured == record.call_count == len(graphed.decode.shared_graphs) == 3
+        assert num_captured == capture.call_count == len(graphed.decode.shared_graphs) == 3
         assert answers(llm)[2] == want[2]
-        assert record.call_count == num_captured
+        assert capture.call_count == num_captured
     assert [src.name for src in loaded] == []
 
 
@@ -220,7 +220,7 @@ def test_short_prompts_are_graphs_too(tiny: Any) -> None:
         raise AssertionError(f"eager step of {plan.counts.sum()} tokens")
 
     with LLM(checkpoint.path, **OPTIONS) as llm:
-        record_every_size(llm)
+        capture_every_size(llm)
         steps = runner_of(llm).forward
         steps.eager = mock.Mock(side_effect=fail, tables=steps.eager.tables)
         for batch in (prompts[:1], prompts):
@@ -236,7 +236,7 @@ def test_more_rows_than_a_thousand(tiny: Any) -> None:
 
 @pytest.fixture
 def many_logits(tmp_path: Path) -> dict[str, Any]:
-    """A small model with a large vocabulary and a large batch: its logits are what takes memory."""
+    """A small model with a large vocabulary and a large batch, so that logits dominate memory."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
     config = {**CONFIG, **heads, "vocab_size": VOCAB_SIZE, "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -252,12 +252,12 @@ def used_bytes() -> int:
 
 
 def test_graphs_take_no_more_than_is_reserved_for_them(many_logits: dict[str, Any]) -> None:
-    """The sum over all sizes would be ten times the logits of the largest."""
+    """Graphs share the logits of the largest size; separate ones would need ten times as much."""
     used = {}
-    for enforce_eager in (False, True, False):  # the first compiles and loads what the others share
+    for enforce_eager in (False, True, False):  # the first compiles and loads the shared kernels
         with LLM(**many_logits, enforce_eager=enforce_eager) as llm:
             if not enforce_eager:
-                record_every_size(llm)
+                capture_every_size(llm)
             used[enforce_eager] = used_bytes()
             if not enforce_eager:
                 assert logits_bytes(llm) > 1.4 * GIB
@@ -272,7 +272,7 @@ def logits_bytes(llm: LLM) -> int:
 
 
 def test_logits_of_every_size_are_tensors_of_the_graph(many_logits: dict[str, Any]) -> None:
-    """What is written into them between the replays is what is sampled from."""
+    """Sampling uses the values that are written into the logits between the replays."""
     with LLM(**{**many_logits, "max_num_seqs": 24}) as llm:
         runner, seen = runner_of(llm), []
         graphed = runner.forward
@@ -293,7 +293,7 @@ def test_logits_of_every_size_are_tensors_of_the_graph(many_logits: dict[str, An
 
 
 def own_mem_get_info(device: object = None) -> tuple[int, int]:
-    """What `torch.cuda.mem_get_info` would say if no other process used the device."""
+    """Return what `torch.cuda.mem_get_info` would if no other process used the device."""
     total = torch.cuda.get_device_properties(0).total_memory
     return total - torch.cuda.memory_reserved(), total
 
@@ -303,9 +303,9 @@ def test_eager_engines_reserve_nothing_for_graphs(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", own_mem_get_info)
     options = {**many_logits, "num_kvcache_blocks": -1, "max_model_len": 2048}
-    share = (used_bytes() + 4 * GIB) / own_mem_get_info()[1]  # less than a pool could use
+    share = (used_bytes() + 4 * GIB) / own_mem_get_info()[1]  # less than the cache could use
     num_blocks, reserved = {}, {}
-    for enforce_eager in (True, False, True):  # again, when both have compiled all they need
+    for enforce_eager in (True, False, True):  # eager again, once both have compiled everything
         options |= {"enforce_eager": enforce_eager, "gpu_memory_utilization": share}
         with LLM(**options) as llm:
             num_blocks[enforce_eager] = llm.engine.info.num_blocks
@@ -323,7 +323,7 @@ def test_blocks_that_cannot_fit_are_refused(many_logits: dict[str, Any]) -> None
 
 
 class Watched:
-    """Notes which stream and device a step is queued on."""
+    """Records the stream that each step is queued on."""
 
     def __init__(self, forward: Any) -> None:
         self.forward = forward
@@ -345,10 +345,10 @@ def side_stream() -> Iterator[torch.cuda.Stream]:
 def test_every_caller_queues_on_one_stream(
     tiny: Any, side_stream: torch.cuda.Stream, enforce_eager: bool
 ) -> None:
-    """From the main thread, from another, and under a stream of the caller's."""
+    """Callers in the main thread, in another thread, and under their own stream."""
     checkpoint, prompts = tiny("qwen3"), make_prompts()
     want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]
-    with torch.cuda.stream(side_stream):  # also when the engine is built
+    with torch.cuda.stream(side_stream):  # must not matter for the engine's construction either
         llm = LLM(checkpoint.path, **OPTIONS, enforce_eager=enforce_eager)
     runner = runner_of(llm)
     runner.forward = watched = Watched(runner.forward)
@@ -376,7 +376,7 @@ def test_every_caller_queues_on_one_stream(
 
 
 def test_a_dropped_engine_frees_its_memory(tiny: Any) -> None:
-    """Without close and without the collector: nothing refers back to what holds the tensors."""
+    """Memory is freed without close() and without the collector: there are no reference cycles."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     llm = LLM(tiny("qwen3").path, **{**OPTIONS, "num_kvcache_blocks": 1 << 15})
@@ -392,7 +392,7 @@ def test_a_dropped_engine_frees_its_memory(tiny: Any) -> None:
 def test_an_engine_finds_all_its_kernels_compiled(
     tiny: Any, name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the first engine on a machine by processes beside it, the second one's by those."""
+    """Parallel processes compile the first engine's kernels; the second finds them in the cache."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     command = [sys.executable, "-c", START, str(tiny(name).path), dtype]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""A cluster for all tests of this folder, which leave it as they found it, and a model."""
+"""A cluster for all tests of this folder, which must leave it unchanged, and a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.serve.byte_model import make_byte_file
 
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[Any]:
-    """Three nodes with a CPU each."""
+    """Start three nodes with one CPU each."""
     pytest.importorskip("ray")
     with ray_cluster() as cluster:
         yield cluster
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine_options() -> dict[str, Any]:
-    """Of a small engine on a CPU."""
+    """Return the options of a small engine on a CPU."""
     return {
         "device": "cpu",
         "dtype": "float32",

@@ -36,7 +36,7 @@ def test_rows_get_an_answer_or_an_error(
     from nanovllm.ray import Predictor
 
     class Fragile(Predictor):
-        """Loses its engine once, in the midst of a batch."""
+        """A predictor that loses its engine once, during a batch."""
 
         def __call__(self, batch: Any) -> Any:
             marker = tmp_path / "has-died"
@@ -70,9 +70,9 @@ def test_rows_get_an_answer_or_an_error(
     assert [found[i]["error"]["code"] for i in (4, 5)] == ["invalid_row"] * 2
     assert [found[i]["text"] for i in (3, 4, 5)] == [None] * 3
     again = Predictor(**options)(pa.Table.from_pylist([{**NAMES, **row} for row in ROWS]))
-    # Other rows beside it round its log-probabilities differently.
+    # Other rows in the batch change the rounding of its logprobs.
     rounded = {"logprobs": None, "prompt_logprobs": None}
-    unasked = {"token_ids": None}  # no column of a batch in which nobody asks for it
+    unasked = {"token_ids": None}  # a batch has no such column if no row requests it
     assert {row["id"]: unasked | row | rounded for row in again.to_pylist()} == {
         index: unasked | row | rounded for index, row in found.items()
     }
@@ -89,8 +89,8 @@ def test_options_are_checked_at_once(model: Path) -> None:
 
 def test_one_answer_may_stand_beside_several() -> None:
     pa = pytest.importorskip("pyarrow")
-    from nanovllm.ray.predictor import _with_answers
+    from nanovllm.ray.predictor import _with_outputs
 
     table = pa.table({"prompt": ["a", "b", "c"]})
     answers: list[dict[str, Any]] = [{"text": "x"}, {"text": ["y", "z"]}, {"error": {}}]
-    assert _with_answers(table, answers)["text"].to_pylist() == [["x"], ["y", "z"], None]
+    assert _with_outputs(table, answers)["text"].to_pylist() == [["x"], ["y", "z"], None]

@@ -39,7 +39,7 @@ async def answer_all(
     num_at_once: int,
     on_line: Callable[[Any, int], None] = lambda engine, count: None,
 ) -> dict[str, Any]:
-    """Run a whole job; `on_line` is told the engine, and how many rows are done."""
+    """Run a whole job; `on_line` gets the engine and the number of finished rows."""
     found = scan(path)
     progress_file, engine = ProgressFile(output, {}, found.num_rows, overwrite=False), make_engine()
     try:
@@ -62,7 +62,7 @@ async def answer_all(
 
 
 def busiest(engine: Any) -> Any:
-    """The engine that is ready and has the fewest free slots."""
+    """Return the ready engine with the fewest free slots."""
     lost = {*engine._waiting.values()}
     free = [number for _, number in engine.free._queue]
     ready = [number for number in range(len(engine.actors)) if number not in lost]
@@ -112,11 +112,11 @@ def test_killed_actors_and_a_lost_node_cost_no_row(
     add_node(cluster)
     assert len(disturbed) == num_rows
     assert disturbed == whole
-    assert sum("an engine is lost" in record.message for record in caplog.records) >= num_kills
+    assert sum("an engine was lost" in record.message for record in caplog.records) >= num_kills
 
 
 def test_the_command_runs_on_a_cluster(model: Path, options: RowOptions, tmp_path: Path) -> None:
-    """A killed one goes on as in tests/batch/test_batch_command.py."""
+    """tests/batch/test_batch_command.py tests the continuation of killed jobs."""
     path = write_rows(tmp_path / "in.jsonl", mixed_rows(60))
     output = tmp_path / "out.jsonl"
     ray_command = command(model, path, output, "--ray", "--ray-replicas", "1")

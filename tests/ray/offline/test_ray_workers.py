@@ -1,4 +1,4 @@
-"""Tensor parallel workers on the nodes of a Ray cluster: what they answer, and how they fail."""
+"""Tensor-parallel workers on the nodes of a Ray cluster: their results and their failures."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.test_tensor_parallel import CROWDED, OPTIONS, checkpoint, generate, o
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster", "one_thread")]
 
-SECONDS = 60.0  # within which a fault is reported, on a busy machine too
-NOBODY = 5  # a rank that there is not
+SECONDS = 60.0  # deadline for reports of failures, even on a busy machine
+NOBODY = 5  # a rank that does not exist
 RAY = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2, "device": "cpu"}
 
 
@@ -36,7 +36,7 @@ def executor() -> Iterator[MultiprocExecutor]:
     executor.start()
     yield executor
     executor.close()
-    # The next one may have the places at once.
+    # The resources are free for the next engine immediately.
     wait_until(lambda: ray.available_resources().get("CPU") == 3, 60.0, lambda: "places are kept")
 
 
@@ -46,7 +46,7 @@ def test_two_nodes_equal_one_worker(checkpoint_root: Path) -> None:
 
 
 def test_an_engine_in_its_own_process(checkpoint_root: Path) -> None:
-    """It joins the cluster that the environment names, and tells why it ended."""
+    """It joins the cluster named in the environment, and reports why it ended."""
     path = checkpoint(checkpoint_root, "qwen3-tied").path
     params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
 
@@ -54,7 +54,7 @@ def test_an_engine_in_its_own_process(checkpoint_root: Path) -> None:
         async with AsyncLLM(path, **RAY, **OPTIONS) as llm:
             first = [p.output async for p in llm.generate([1, 2, 3], params)][-1]
             killed_at = None
-            while True:  # until it is noticed, even if a busy reader sees an answer's end before
+            while True:  # until the failure is detected; requests may finish before that
                 tokens: list[int] = []
                 try:
                     async for piece in llm.generate([1, 2, 3], params):
@@ -76,7 +76,7 @@ def test_an_engine_in_its_own_process(checkpoint_root: Path) -> None:
 
 
 def kill_one() -> None:
-    """Kill a worker of the only engine on the cluster, whose processes are all below this one."""
+    """Kill a worker of the only engine on the cluster; its processes are our descendants."""
     names = {pid: Path("/proc", pid, "cmdline").read_bytes() for pid in descendants(os.getpid())}
     os.kill(next(int(pid) for pid in names if b"ray::RankActor" in names[pid]), signal.SIGKILL)
 
@@ -87,7 +87,7 @@ def test_answers_come_in_order_until_a_worker_raises(executor: MultiprocExecutor
     assert executor.submit(orders(Order.MEET, NOBODY)).result().tokens[-2] == 1  # threads
     executor.submit(orders(Order.RAISE, 1))
     reason = "worker 1 of 2 failed:(.|\n)*rank 1 was told to raise"
-    with pytest.raises(WorkerError, match=reason):  # though nobody waits for a step
+    with pytest.raises(WorkerError, match=reason):  # although nothing waits for a step
         wait_for_failure(executor)
     with pytest.raises(WorkerError, match=reason):
         executor.submit(orders(7))
@@ -101,7 +101,7 @@ def test_a_hang_is_noticed(executor: MultiprocExecutor) -> None:
 
 
 def wait_for_failure(executor: MultiprocExecutor) -> None:
-    """Nobody waits for a step: that it failed is noticed all the same."""
+    """Wait until the failure is detected, although nothing waits for a step."""
     wait_until(
         lambda: executor.supervisor.failure is not None, SECONDS, lambda: "no fault was noticed"
     )

@@ -1,6 +1,7 @@
-"""Kernels that read weights as GGUF stores them: a product of few rows, and the widening of some.
+"""Kernels that read GGUF quant blocks: a product of few rows, and dequantization.
 
-Each is compiled for one block type, when a model first has it; programs call them by address.
+Each is compiled for one quant block type when a model first needs it; programs call them by
+address.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from nanovllm.devices.cpu.kernels.simd import (
 )
 
 NAMES = list(TYPES)
-TILE_ROWS = 4  # rows of x that share what was read
+TILE_ROWS = 4  # rows of x that share one read of the weight
 AHEAD_BYTES = 4096
 
 
@@ -57,9 +58,9 @@ def multiply_panel(
     x_sums: Any,
     target: Any,
 ) -> Any:
-    """Set b[target + 16 * row + lane] to the products of a panel with rows of x in b.
+    """Set b[target + 16 * row + lane] to the products of a panel with rows of x, stored in b.
 
-    The sums over each group of a row of x are at x_sums.
+    The sums of each row of x over groups of columns are at x_sums.
     """
     block_type, count = TYPES[NAMES[kind.literal_value]], num_rows.literal_value
 
@@ -96,8 +97,8 @@ def _add_group(
     sums: list[Any],
     totals: list[Any],
 ) -> None:
-    """Add the products of a group's columns, summed before they are scaled."""
-    num_parts = max(4 // len(rows), 1)  # an addition takes four cycles, so four run at a time
+    """Add the products of a group's columns, which are summed before the scale is applied."""
+    num_parts = max(4 // len(rows), 1)  # an addition takes four cycles, so four are in flight
     index = builder.sdiv(column, I64(kind.group_size))
     x_sums: list[Any] = []
     values, scale, offset = _to_multiply(builder, group)
@@ -124,7 +125,7 @@ def _add_group(
 
 
 def _to_multiply(builder: Any, group: Group) -> tuple[Callable[[int], Any], Any, float]:
-    """What emits a column, and the scale and offset of that: scale * (column - offset)."""
+    """Return the emitter of a column, and its scale and offset: scale * (column - offset)."""
     if group.fraction is None:
         return lambda i: builder.sitofp(group.integer(i), FLOATS), group.scale, group.offset
     scale = builder.fmul(group.scale, constant(FLOATS, 16.0))
@@ -135,7 +136,7 @@ def _to_multiply(builder: Any, group: Group) -> tuple[Callable[[int], Any], Any,
 def widen_panel(
     context: Any, kind: Any, panel: Any, num_blocks: Any, out: Any, first: Any, stride: Any
 ) -> Any:
-    """Set out[first + stride * lane + column] to the weights of a panel."""
+    """Dequantize a panel: set out[first + stride * lane + column] to its weights."""
     block_type = TYPES[NAMES[kind.literal_value]]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -159,7 +160,7 @@ def widen_panel(
 
 
 def _widen(builder: Any, group: Group, column: int) -> Any:
-    """The weights of all rows in a column, rounded where a reference rounds."""
+    """Return the weights of all rows in a column, with the same rounding as the reference."""
     values = builder.sitofp(group.integer(column), FLOATS)
     if group.offset:
         values = builder.fadd(values, constant(FLOATS, -group.offset))
@@ -168,10 +169,10 @@ def _widen(builder: Any, group: Group, column: int) -> Any:
 
 
 def _transpose(builder: Any, columns: list[Any]) -> list[Any]:
-    """Turn as many vectors as they have lanes into those of the first lanes, the second ones..."""
+    """Transpose PANEL_ROWS vectors of PANEL_ROWS lanes."""
     half = PANEL_ROWS // 2
     pairs = [lane for i in range(PANEL_ROWS) for lane in (i, i + PANEL_ROWS)]
-    for _ in range(PANEL_ROWS.bit_length() - 1):  # each merges the lanes of i and i + half
+    for _ in range(PANEL_ROWS.bit_length() - 1):  # each round merges the lanes of i and i + half
         columns = [
             builder.shuffle_vector(columns[i], columns[i + half], ir.Constant(WORDS, part))
             for i in range(half)
@@ -181,10 +182,10 @@ def _transpose(builder: Any, columns: list[Any]) -> list[Any]:
 
 
 def _for_groups(builder: Any, kind: BlockType, panel: Any, num_blocks: Any, use: Any) -> None:
-    """Go through the groups of a panel; `use` gets each with its first column."""
+    """Loop over the groups of a panel, and call `use` with each and its first column."""
     num_bytes, num_steps = kind.num_bytes * PANEL_ROWS, kind.num_steps
     step_bytes = num_bytes // num_steps
-    # One loop: of two the compiler would unroll the inner one.
+    # A single loop: the compiler would unroll the inner one of two nested loops.
     with cgutils.for_range(builder, builder.mul(num_blocks, I64(num_steps))) as loop:
         step = builder.and_(loop.index, I64(num_steps - 1))
         at = builder.mul(builder.udiv(loop.index, I64(num_steps)), I64(num_bytes))
@@ -207,13 +208,14 @@ def _store(builder: Any, values: Any, address: Any) -> None:
     builder.store(values, builder.bitcast(address, values.type.as_pointer()), align=2)
 
 
-# What a kernel encloses must be the same in every process, or its machine code is not found again.
+# The closure of a kernel must be the same in every process, or numba's cache does not find its
+# machine code.
 
 
 def compile_product(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
-    """Make the kernel of y = x @ weight.T + bias for few rows of x, and some columns of y.
+    """Compile the kernel of y = x @ weight.T + bias for few rows of x, and some columns of y.
 
-    With `order` (or 0) y has a row for each pair of a token and its expert, as grouped_linear in
+    If `order` is not 0, y has a row for each (token, expert) pair, as for grouped_linear in
     experts.py. `scratch` holds, per thread, the sums of a tile, then x as float32 and its sums by
     group.
     """
@@ -258,7 +260,7 @@ def compile_product(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
 
 @kernel
 def gather_x(args: Any, first: int, num_rows: int, scratch: Any, xs: int, like: Any) -> None:
-    """Widen rows of x, those of the pairs from `first` on."""
+    """Upcast rows of x to scratch: all rows, or those of the pairs from `first` on."""
     x, num_in, order = pointer_to(args[1], like), args[7], pointer_to(args[9], int32(0))
     for row in range(num_rows):
         source = row if args[9] == 0 else int64(order[first + row]) // args[12]
@@ -279,7 +281,7 @@ def add_groups(scratch: Any, xs: int, x_sums: int, num_groups: int, size: int) -
 def write_sums(
     args: Any, first: int, num_rows: int, out: int, sums: Any, base: int, like: Any
 ) -> None:
-    """Set columns of y from `out` on, in the rows of the pairs from `first` on."""
+    """Set the columns of y from `out` on, in the rows of the pairs from `first` on."""
     y, bias = pointer_to(args[0], like), pointer_to(args[3], like)
     order, count = pointer_to(args[9], int32(0)), min(int64(PANEL_ROWS), args[6] - out)
     for j in range(num_rows):
@@ -294,10 +296,10 @@ def write_sums(
 def compile_widening(
     compiler: Compiler, name: str, dtype: torch.dtype, wide_dtype: torch.dtype
 ) -> Any:
-    """Make the kernel that widens panels, or the rows of a table that token ids name.
+    """Compile the kernel that dequantizes panels, or the rows of a table at token ids.
 
-    Panels become rows: wide[16 * panel + lane, column]. A row of a table goes to rows[i], scaled;
-    of `wide` each thread then has a panel.
+    Panels become rows: wide[16 * panel + lane, column]. For a table, row i is scaled and stored in
+    rows[i], and `wide` holds one panel per thread.
     """
     kind, size, num_bytes = NAMES.index(name), TYPES[name].size, TYPES[name].num_bytes
     like, wide_like = LIKE[dtype], LIKE[wide_dtype]

@@ -1,7 +1,7 @@
-"""The block types of GGUF: how blocks of 16 rows lie side by side, and how vectors read them.
+"""The quant block types of GGUF: how 16 rows are interleaved, and how vector registers read them.
 
-A block is units of 2 or 4 bytes, scales and packed integers. A panel is 16 rows of a weight: unit
-after unit, each of all its rows, so that a vector register has a lane for every row.
+A quant block consists of units of 2 or 4 bytes: scales and packed integers. A panel interleaves the
+quant blocks of 16 rows unit by unit, so that a vector register has one lane per row.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ import numpy.typing as npt
 from nanovllm.devices.cpu.kernels.simd import constant, spread_lanes
 from nanovllm.ops.quantized_weight import PANEL_ROWS
 
-FRACTION_SHIFT, ONE_BITS = 19, 0x3F800000  # of a float32: where its fraction's first 4 bits are; 1
+FRACTION_SHIFT, ONE_BITS = 19, 0x3F800000  # float32: shift of the top 4 mantissa bits; bits of 1.0
 I32, I64, FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 WORDS, FLOATS = ir.VectorType(I32, PANEL_ROWS), ir.VectorType(FLOAT, PANEL_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Some columns that share a scale: each is scale * (integer - offset) + low."""
+    """Columns that share a scale: each value is scale * (integer - offset) + low."""
 
     scale: Any
     low: Any | None
     offset: int
-    integer: Callable[[int], Any]  # emits a column's
-    # Of four bits: emits 1 + integer / 16, which takes no conversion. They are its first ones.
+    integer: Callable[[int], Any]  # emits the integers of a column
+    # For 4-bit integers: emits 1 + integer / 16, set in the mantissa without a conversion.
     fraction: Callable[[int], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    size: int  # columns of a block
-    units: tuple[int, ...]  # their bytes, in the order stored
-    num_steps: int  # in which a block is read, all alike
-    group_size: int  # columns
-    groups: Callable[[Block, Any], list[Group]]  # emit those of a step
+    size: int  # columns per quant block
+    units: tuple[int, ...]  # bytes of each unit, in stored order
+    num_steps: int  # equal steps in which a quant block is read
+    group_size: int  # columns per group
+    groups: Callable[[Block, Any], list[Group]]  # emits the groups of a step
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +52,7 @@ class BlockType:
 def pack_panels(
     rows: npt.NDArray[np.uint8], kind: BlockType, panels: npt.NDArray[np.uint8]
 ) -> None:
-    """Lay rows of blocks out as panels; rows of zeros, which are zeros, fill the last one."""
+    """Lay out rows of quant blocks as panels; the last panel is padded with zero rows."""
     if len(rows) % PANEL_ROWS:
         panels[-1] = 0
     for panel, first in zip(panels, range(0, len(rows), PANEL_ROWS), strict=True):
@@ -68,7 +68,7 @@ def pack_panels(
 
 
 def _runs(kind: BlockType) -> list[tuple[int, int, int]]:
-    """Join units of a size: where each run of them starts, how many they are, and that size."""
+    """Return runs of units of equal size, each as (start, count, unit size)."""
     runs: list[tuple[int, int, int]] = []
     start = 0
     for unit in kind.units:
@@ -81,13 +81,13 @@ def _runs(kind: BlockType) -> list[tuple[int, int, int]]:
 
 
 class Block:
-    """Emits the reading of one block of a panel."""
+    """Emits code that reads one quant block of each row of a panel."""
 
     def __init__(self, builder: Any, address: Any, units: tuple[int, ...]) -> None:
         self.builder, self.address, self.units = builder, address, units
 
     def half(self, unit: int) -> Any:
-        """A float16 of every row, as float32."""
+        """Emit a float16 unit of every row, as float32."""
         bits = self._load(unit, ir.VectorType(ir.IntType(16), PANEL_ROWS))
         if _has_halves():
             halves = self.builder.bitcast(bits, ir.VectorType(ir.HalfType(), PANEL_ROWS))
@@ -95,11 +95,11 @@ class Block:
         return _widen_halves(self.builder, bits)
 
     def word(self, unit: int, further: Any = None) -> Any:
-        """Four bytes of every row, of the unit that is `further` behind."""
+        """Emit a four-byte unit of every row, `further` units after `unit`."""
         return self._load(unit, WORDS, further)
 
     def bits(self, word: Any, shift: int, mask: int) -> Any:
-        """(word >> shift) & mask; a negative shift is one to the left."""
+        """Emit (word >> shift) & mask; a negative shift is to the left."""
         if shift > 0:
             word = self.builder.lshr(word, constant(WORDS, shift))
         elif shift < 0:
@@ -107,7 +107,7 @@ class Block:
         return self.builder.and_(word, constant(WORDS, mask))
 
     def fraction(self, word: Any, shift: int) -> Any:
-        """A float32 from 1 to 2 whose first four bits after the point are (word >> shift) & 15."""
+        """Emit a float32 in [1, 2) whose top four mantissa bits are (word >> shift) & 15."""
         bits = self.bits(word, shift - FRACTION_SHIFT, 15 << FRACTION_SHIFT)
         return self.builder.bitcast(self.builder.or_(bits, constant(WORDS, ONE_BITS)), FLOATS)
 
@@ -120,7 +120,7 @@ class Block:
         return top if index == 3 else self.bits(word, 8 * index, 255)
 
     def shifted(self, word: Any, by: Any) -> Any:
-        """A word shifted to the right by what is known when it runs."""
+        """Emit a right shift by an amount that is known only at run time."""
         return self.builder.lshr(word, spread(self.builder, self.builder.trunc(by, I32)))
 
     def to_float(self, integers: Any) -> Any:
@@ -136,18 +136,18 @@ class Block:
 
 
 def spread(builder: Any, value: Any) -> Any:
-    """A vector with a lane of this for every row."""
+    """Emit a vector with this value in the lane of every row."""
     return spread_lanes(builder, value, PANEL_ROWS)
 
 
 def _has_halves() -> bool:
-    """Whether the CPU converts float16; every 64-bit ARM does."""
+    """Whether the CPU has instructions to convert float16; every 64-bit ARM has."""
     features = llvm.get_host_cpu_features()
     return features.get("f16c", False) or "x86" not in llvm.get_default_triple()
 
 
 def _widen_halves(builder: Any, bits: Any) -> Any:
-    """What the instruction does, by shifts and a product; infinity becomes 65536."""
+    """Emulate the conversion of float16 by shifts and a product; infinity becomes 65536."""
     words = builder.zext(bits, WORDS)
     rest = builder.shl(builder.and_(words, constant(WORDS, 0x7FFF)), constant(WORDS, 13))
     size = builder.fmul(builder.bitcast(rest, FLOATS), constant(FLOATS, 2.0**112))
@@ -161,7 +161,7 @@ def _q8_0(block: Block, step: Any) -> list[Group]:
 
 
 def _of_nibbles(has_low: bool, has_fifth: bool) -> Callable[[Block, Any], list[Group]]:
-    """Q4_0, Q4_1, Q5_0 and Q5_1: a scale, perhaps a low end, perhaps fifth bits, nibbles."""
+    """Q4_0, Q4_1, Q5_0 and Q5_1: a scale, an optional minimum, optional fifth bits, nibbles."""
 
     def groups(block: Block, step: Any) -> list[Group]:
         scale, low = block.half(0), block.half(1) if has_low else None
@@ -189,9 +189,9 @@ def _of_nibbles(has_low: bool, has_fifth: bool) -> Callable[[Block, Any], list[G
 
 
 def _of_superblocks(has_fifth: bool) -> Callable[[Block, Any], list[Group]]:
-    """Q4_K and Q5_K: eight groups of 32, whose scales and low ends have 6 bits each.
+    """Q4_K and Q5_K: eight groups of 32, whose scales and minimums have 6 bits each.
 
-    Groups 2 * i and 2 * i + 1 share bytes, a nibble each; of the fifth bits all share the bytes.
+    Groups 2 * i and 2 * i + 1 share bytes, a nibble each. The fifth bits of all groups share bytes.
     """
 
     def groups(block: Block, step: Any) -> list[Group]:
@@ -214,7 +214,10 @@ def _of_superblocks(has_fifth: bool) -> Callable[[Block, Any], list[Group]]:
 
 
 def _six_bits(block: Block, step: Any) -> tuple[Any, Any]:
-    """Groups 0 to 3 have theirs in a byte; what its two upper bits are is part of 4 to 7."""
+    """Return the 6-bit scale and minimum of a step's group.
+
+    Groups 0 to 3 use the low 6 bits of a byte; its upper two bits belong to groups 4 to 7.
+    """
     builder = block.builder
     by = builder.mul(builder.and_(step, I64(3)), I64(8))
     scales, lows, rests = (block.shifted(block.word(2 + i), by) for i in range(3))
@@ -228,10 +231,10 @@ def _six_bits(block: Block, step: Any) -> tuple[Any, Any]:
 
 
 def _q6_k(block: Block, step: Any) -> list[Group]:
-    """16 groups of 16, two in a step, with a scale of 8 bits each.
+    """Q6_K: 16 groups of 16, two per step, with an 8-bit scale each.
 
-    Steps are the quarters of one half, then of the other. Quarters 0 and 2, and 1 and 3, share the
-    bytes of their nibbles; all of a half share those of their upper bits.
+    Steps are the quarters of the first half, then of the second. Quarters 0 and 2, and 1 and 3,
+    share the bytes of their nibbles; all quarters of a half share the bytes of their upper bits.
     """
     builder = block.builder
     half, quarter = builder.lshr(step, I64(2)), builder.and_(step, I64(3))

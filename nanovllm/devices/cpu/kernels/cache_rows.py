@@ -1,7 +1,7 @@
-"""Rows of the cache as kernels write and weigh them: of the element type, or e4m3 codes.
+"""Rows of the KV cache, as kernels write and scale them: in the element type, or in FP8.
 
-`ops/fp8.py` says what codes are. Which of both a kernel has is known when it is compiled,
-by the type of `cached`.
+`ops/fp8.py` defines the FP8 rows. The type of `cached` selects one of the two when a kernel is
+compiled.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from nanovllm.ops.fp8 import (
 )
 
 LARGEST_BITS = int(np.float32(LARGEST_FP8).view(np.uint32))
-NORMAL_BITS = 0x3C800000  # of 2**-6
-SHIFTED = 16384.0  # whose last bit is 2**-9
+NORMAL_BITS = 0x3C800000  # bits of 2**-6, the smallest normal FP8 value
+SHIFTED = 16384.0  # its last mantissa bit is 2**-9, the smallest FP8 value
 SHIFTED_BITS = 0x46800000
 
 
@@ -40,7 +40,7 @@ SHIFTED_BITS = 0x46800000
 def store_row(
     cache: Any, base: int, exponents: Any, place: int, x: Any, first: int, dim: int, cached: Any
 ) -> None:
-    """Store x[first : first + dim] at cache[base:], with its exponent, if any, at a place."""
+    """Store x[first : first + dim] at cache[base:], and its exponent, if any, at `place`."""
     if is_fp8(cached):
         quantize_row(cache, base, exponents, place, x, first, dim)
     else:
@@ -50,7 +50,7 @@ def store_row(
 
 @part
 def scale_rows(b: Any, at: int, exponents: Any, place: int, count: int, cached: Any) -> None:
-    """Multiply numbers from b[at] on by the scales of rows whose exponents begin at a place."""
+    """Multiply b[at:] by the scales of FP8 rows, whose exponents begin at `place`."""
     if is_fp8(cached):
         for i in range(count):
             b[at + i] *= as_float(uint32(exponents[place + i]) << uint32(23))
@@ -80,7 +80,7 @@ def quantize_row(
 def hadamard_transform(
     x: Any, base: int, b: Any, at: int, half: int, size: int, scale: float
 ) -> None:
-    """Set b[at:] to what `fp8.hadamard_transform` returns, bit for bit."""
+    """Set b[at:] to the result of `fp8.hadamard_transform`, bit for bit."""
     for i in range(half):
         first, second = load(x, base + i) * scale, load(x, base + half + i) * scale
         b[at + i] = first + second
@@ -97,9 +97,9 @@ def hadamard_transform(
 
 @part
 def _round(bits: Any) -> Any:
-    """The code of a number that is not negative, by its bits: of two codes the even one."""
+    """Return the FP8 bits of a nonnegative float32, given by its bits; ties round to even."""
     bits = min(bits, uint32(LARGEST_BITS))
-    if bits < uint32(NORMAL_BITS):  # to a multiple of 2**-9
+    if bits < uint32(NORMAL_BITS):  # subnormal: round to a multiple of 2**-9
         return as_bits(as_float(bits) + float32(SHIFTED)) - uint32(SHIFTED_BITS)
     is_odd = bits >> uint32(20) & uint32(1)
     return ((bits + uint32(0x7FFFF) + is_odd) >> uint32(20)) - uint32(960)

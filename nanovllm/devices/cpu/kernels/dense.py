@@ -1,8 +1,8 @@
-"""CPU kernels for numba to compile.
+"""CPU kernels, compiled by numba.
 
-`args` are int64. Addresses point to elements of the type of `like`, float32 or (for the bits of
-bfloat16) uint16, unless they are named otherwise; fractions travel as the bits of a float32. All
-arithmetic is float32. Each kernel does the part `thread` of `num_threads` equal parts of its work.
+`args` are int64. Addresses point to elements of the type of `like`, which is float32, or uint16 for
+the bits of bfloat16, unless stated otherwise. Floats are passed as the bits of a float32. All
+arithmetic is float32. Each kernel does part `thread` of `num_threads` equal parts of its work.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def embed(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 @kernel
 def linear(args: Any, thread: int, num_threads: int, like: Any) -> None:
-    """y = x @ weight.T + bias for few rows of x; a bias at 0 means none.
+    """y = x @ weight.T + bias for few rows of x; a bias address of 0 means no bias.
 
     `scratch` holds, per thread, x as float32 and the sums of a tile.
     """
@@ -97,7 +97,7 @@ def linear(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 @kernel
 def norm(args: Any, thread: int, num_threads: int, like: Any) -> None:
-    """out = rms_norm(residual), to which an update is added first if that is what out holds."""
+    """out = rms_norm(residual); if `out` holds an update, it is first added to the residual."""
     out, residual = pointer_to(args[0], like), pointer_to(args[1], like)
     weight, eps = pointer_to(args[2], float32(0)), as_float(uint32(args[3]))
     num_rows, dim, is_update = args[4], args[5], args[6] != 0
@@ -110,7 +110,7 @@ def norm(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 @ordered_kernel
 def gate(args: Any, thread: int, num_threads: int, like: Any) -> None:
-    """out = activation(gate) * up, which stand side by side in each row.
+    """out = activation(gate) * up; each row of gate_up holds gate, then up.
 
     The activation is gate * sigmoid(gate * (linear + cubic * gate**2)).
     """
@@ -122,14 +122,14 @@ def gate(args: Any, thread: int, num_threads: int, like: Any) -> None:
         gates, ups, outs = 2 * row * size, (2 * row + 1) * size, row * size
         for i in range(begin, end):
             gate = load(gate_up, gates + i)
-            bent = gate * (linear + cubic * min(gate * gate, float32(1e30)))  # finite: times 0
+            bent = gate * (linear + cubic * min(gate * gate, float32(1e30)))  # 0 * inf is NaN
             active = round_to(gate / (float32(1) + _exp(-bent)), like)
             store(out, outs + i, active * load(gate_up, ups + i))
 
 
 @kernel
 def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> None:
-    """As Ops.rope_write, into a cache of the type of `cached`; norm weights at 0 mean none."""
+    """Ops.rope_write into a cache of the type of `cached`; norm addresses of 0 mean no norm."""
     qkv, rope = pointer_to(args[0], like), pointer_to(args[1], float32(0))
     q_norm, k_norm = pointer_to(args[2], float32(0)), pointer_to(args[3], float32(0))
     has_norm, eps = args[2] != 0, as_float(uint32(args[4]))
@@ -179,9 +179,10 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
 
 @kernel
 def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> None:
-    """One query token per row over its context, cached as `cached`; NumbaAttention names the rest.
+    """Attend from one query token per row; `cached` is the type of the KV cache.
 
-    `scratch` holds, per thread and head of a group, the query, the output, a score per position.
+    NumbaAttention lists the arguments. `scratch` holds, per thread and query head of a group, the
+    query, the output and a score per position.
     """
     out, q, q_stride = pointer_to(args[0], like), pointer_to(args[1], like), args[2]
     k_cache, v_cache = pointer_to(args[3], cached), pointer_to(args[4], cached)
@@ -200,7 +201,7 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
     sums = queries + group * head_dim
     scores = sums + group * head_dim
     stride = num_kv_heads * head_dim
-    # Each thread takes every num_threads-th (row, kv head), so that none gets all the long rows.
+    # Each thread takes every num_threads-th (row, kv head), so that long rows are distributed.
     for item in range(thread, num_rows * num_kv_heads, num_threads):
         row, kv_head = item // num_kv_heads, item % num_kv_heads
         length, table = int64(lengths[row]), row * table_stride
@@ -276,8 +277,8 @@ def _softmax(x: Any, base: int, count: int) -> None:
 
 @part
 def _exp(x: Any) -> Any:
-    """e ** x within 1e-6 of it, in steps that a vectoriser understands."""
-    # Below -60 nothing shows beside the 1 it is added to, and denormal numbers would be slow.
+    """Return e ** x with an error of at most 1e-6, in steps that a compiler can vectorize."""
+    # Below -60 the result vanishes next to the 1 it is added to, and denormals would be slow.
     # From 88.4 on the power of two is infinity, as it should be.
     x = min(max(x, float32(-60)), float32(89))
     power = np.floor(x * LOG2_E + float32(0.5))
@@ -293,7 +294,7 @@ def _exp(x: Any) -> Any:
 
 @part
 def _dot(a: Any, a_base: int, b: Any, b_base: int, count: int) -> Any:
-    """Sum a[i] * b[i]; b, here and below, is float32."""
+    """Return the sum of a[i] * b[i]; b is float32, here and below."""
     total = float32(0)
     for i in range(count):
         total += load(a, a_base + i) * b[b_base + i]
@@ -304,7 +305,7 @@ def _dot(a: Any, a_base: int, b: Any, b_base: int, count: int) -> Any:
 def _dots(
     a: Any, a_base: int, stride: int, b: Any, b_base: int, dim: int, sums: int, count: int
 ) -> None:
-    """Set b[sums + i] to the product of a's row i with b, for `count` rows `stride` apart."""
+    """Set b[sums + i] to the dot product of row i of a with b, for `count` rows `stride` apart."""
     num_whole = count // NUM_STREAMS * NUM_STREAMS
     for i in range(0, num_whole, NUM_STREAMS):
         dot_row(a, a_base + i * stride, stride, b, b_base, 0, dim, sums + i)

@@ -1,4 +1,4 @@
-"""Compile kernels, and the loop that runs a program of them on every thread; keep the result."""
+"""Compile and cache the kernels, and the interpreter loop that runs programs of them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from nanovllm.devices.cpu.kernels.simd import FAST, call, call_kernel, pointer_t
 from nanovllm.ops.fp8 import FP8
 
 logger = logging.getLogger(__name__)
-PROGRAM_WIDTH = 24  # int64 of an instruction: the address of a kernel, then its arguments
-# The arguments of a kernel, the part of its work to do, and the number of parts.
+PROGRAM_WIDTH = 24  # int64 per instruction: the address of a kernel, then its arguments
+# Parameters: the kernel's arguments, the part of its work to do, and the number of parts.
 KERNEL_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
 SOURCES = ("dense", "experts", "simd", "cache_rows", "block_kernels", "block_types")
-# Numbers of the types that elements are read as: of bfloat16 and FP8 their bits.
+# A value of the type that elements are read as; bfloat16 and FP8 are read as bits.
 LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), FP8: np.uint8(0)}
 
 
 class Compiler(event.Listener):
-    """Compiles C functions, or loads what was kept; says what the wait is for, if there is one."""
+    """Compiles C functions or loads them from the cache, and logs a warning when it compiles."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -37,7 +37,7 @@ class Compiler(event.Listener):
         with event.install_listener("numba:compile", self):
             try:
                 return compile_function(cache=True)(function)
-            except (RuntimeError, OSError) as error:  # no folder that can be written
+            except (RuntimeError, OSError) as error:  # no writable cache folder
                 self._warn_once(
                     "The machine code of the CPU kernels cannot be kept (%s), so that every start "
                     "compiles it anew: set NUMBA_CACHE_DIR to a folder that can be written",
@@ -46,7 +46,7 @@ class Compiler(event.Listener):
                 return compile_function()(function)
 
     def on_start(self, event: Any) -> None:
-        # A warning, as Python shows those of a script too, which else waits in silence.
+        # A warning, because Python shows it even if a script does not configure logging.
         self._warn_once("Compiling the CPU kernels: 10 to 60 seconds, once on this machine")
 
     def on_end(self, event: Any) -> None:
@@ -61,9 +61,9 @@ class Compiler(event.Listener):
 def compile_interpreter(compiler: Compiler) -> Any:
     """Return a C function that runs a program; every thread of a team calls it.
 
-    Its argument points to int64: the program's address, its number of instructions, into how many
-    parts each kernel is split, whichever threads run them, then the addresses of OpenMP's functions
-    for the thread's number, the number of threads, and a barrier (or zeros).
+    Its argument points to int64: the address of the program, its number of instructions, the number
+    of parts of each kernel (which may differ from the number of threads), then the addresses of
+    OpenMP's functions for the thread number, the number of threads, and a barrier (or zeros).
     """
 
     def interpret(header):  # type: ignore[no-untyped-def]
@@ -82,13 +82,13 @@ def compile_interpreter(compiler: Compiler) -> Any:
 
 
 def compile_kernel(compiler: Compiler, kernel: Any, *dtypes: torch.dtype) -> Any:
-    """Return a kernel as a C function, for elements of some dtypes."""
+    """Return a kernel as a C function for these element dtypes."""
     version = hash_sources(kernel.__name__)
     likes = tuple(LIKE[dtype] for dtype in dtypes)
 
     def run(args, thread, num_threads):  # type: ignore[no-untyped-def]
-        # `version` is enclosed for numba's cache, which looks at this file and at what the function
-        # encloses. The kernel is a global: enclosed, it would be another one in every process.
+        # `version` is in the closure for numba's cache, whose key is this file and the closure.
+        # The kernel is a global: in the closure, it would be another object in every process.
         kernel_function(args, thread + 0 * version, num_threads, *likes)  # type: ignore[name-defined]  # noqa: F821
 
     names = {**globals(), "kernel_function": kernel}
@@ -96,6 +96,6 @@ def compile_kernel(compiler: Compiler, kernel: Any, *dtypes: torch.dtype) -> Any
 
 
 def hash_sources(name: str = "") -> int:
-    """A number that changes with the code of the kernels, and with a name."""
+    """Return a hash of the source code of the kernels and of a name."""
     files = [Path(__file__).with_name(f"{source}.py") for source in SOURCES]
     return zlib.crc32(b"".join([name.encode(), *(file.read_bytes() for file in files)]))

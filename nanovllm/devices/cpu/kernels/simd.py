@@ -1,4 +1,4 @@
-"""What numba lacks for the kernels: typed pointers, bfloat16, prefetch, vectors in registers."""
+"""Intrinsics that numba lacks: typed pointers, bfloat16, prefetch, vectors in registers."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# Sums may be reordered and fused, but NaN and infinity stay what they are.
+# Sums may be reordered and fused, but NaN and infinity are preserved.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
-# Division by zero gives infinity: a check in a loop would keep it from becoming vector code.
+# Division by zero gives infinity: a check in a loop would prevent vectorization.
 kernel = njit(fastmath=FAST, nogil=True, error_model="numpy")
-# For quotients that stay finite only in the order written.
+# Without reassociation, for kernels in which a reordered division could overflow.
 ordered_kernel = njit(fastmath={"contract"}, nogil=True, error_model="numpy")
 part = njit(fastmath=FAST, nogil=True, error_model="numpy", inline="always")
 
 
 def _register_lanes() -> int:
-    """How many float32 a vector register holds: of more, a tile's sums would not fit into them."""
+    """Return how many float32 fit in a vector register; with more, a tile's sums would spill."""
     features = llvm.get_host_cpu_features()
     return 16 if features.get("avx512f") else 8 if features.get("avx") else 4
 
 
-# Memory serves many requests at once, but a thread that reads straight on makes few: prefetchers
-# stop at every page. So each thread reads distant rows side by side and asks 2 KiB ahead in each.
+# Memory serves many requests in parallel, but a sequential reader issues few: hardware prefetchers
+# stop at every page. So each thread reads distant rows in parallel and prefetches 2 KiB ahead.
 NUM_STREAMS = 4
-TILE_ROWS = 4  # rows of x that share what was read: 16 sums, which fit in registers
+TILE_ROWS = 4  # rows of x that share one read of the weight: 16 sums, which fit in registers
 TILE = NUM_STREAMS * TILE_ROWS
 LANES = _register_lanes()
-NUM_WEIGHTED = 64  # elements that are summed at a time: a whole head, or half of one
+NUM_WEIGHTED = 64  # elements summed at a time: a head, or half of one
 LINE_BYTES = 64
 AHEAD_BYTES = 2048
 
 
-# Intrinsics, as they are used everywhere: functions for numba to inline would take a third longer
-# to compile.
+# These are intrinsics because they are used everywhere: as functions that numba inlines, they would
+# make compilation take a third longer.
 
 
 @intrinsic
@@ -81,7 +81,7 @@ def round_to(context: Any, value: Any, like: Any) -> Any:
 
 @intrinsic
 def itemsize(context: Any, pointer: Any) -> Any:
-    """Bytes per element."""
+    """Return the number of bytes per element."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return ir.IntType(64)(signature.args[0].dtype.bitwidth // 8)
@@ -91,7 +91,7 @@ def itemsize(context: Any, pointer: Any) -> Any:
 
 @intrinsic
 def is_fp8(context: Any, like: Any) -> Any:
-    """Whether elements are FP8 codes: uint8 stands for these."""
+    """Whether elements are FP8, which uint8 stands for."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return ir.IntType(1)(int(signature.args[0] is types.uint8))
@@ -100,15 +100,15 @@ def is_fp8(context: Any, like: Any) -> Any:
 
 
 def _widen(builder: Any, half: Any) -> Any:
-    """The float32 of a bfloat16's bits."""
+    """Upcast the bits of a bfloat16 to float32."""
     i32 = ir.IntType(32)
     return builder.bitcast(builder.shl(builder.zext(half, i32), i32(16)), ir.FloatType())
 
 
 def _widen_codes(builder: Any, codes: Any, words: Any, floats: Any) -> Any:
-    """The float32 of e4m3 codes, of which none is NaN: one, or vectors of them.
+    """Upcast FP8 (e4m3) bits, a scalar or a vector without NaN, to float32.
 
-    Their bits, put in place, have an exponent that is 120 too small.
+    Shifted into place, their bits have an exponent that is 120 too small.
     """
     bits = builder.zext(codes, words)
     size = builder.shl(builder.and_(bits, constant(words, 0x7F)), constant(words, 20))
@@ -142,7 +142,7 @@ def pointer_to(context: Any, address: Any, like: Any) -> Any:
 
 @intrinsic
 def call(context: Any, address: Any) -> Any:
-    """Call the C function at an address, which takes nothing and returns an int or nothing."""
+    """Call the C function at an address; it takes no arguments and returns an int or nothing."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function_type = ir.FunctionType(ir.IntType(32), [])
@@ -155,7 +155,7 @@ def call(context: Any, address: Any) -> Any:
 def call_kernel(
     context: Any, address: Any, args: Any, at: Any, thread: Any, num_threads: Any
 ) -> Any:
-    """Call a kernel that is compiled apart: it takes its arguments from args[at:]."""
+    """Call a separately compiled kernel with the arguments args[at:]."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         address, args, at, thread, num_threads = values
@@ -185,14 +185,14 @@ def as_bits(context: Any, value: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
-# Loops do not reliably become vector code, so those that take most of the time are spelt out.
+# Compilers do not vectorize loops reliably, so the hottest ones are written with vectors.
 
 
 def make_tile(num_rows: int) -> Any:
-    """Make a product of NUM_STREAMS rows of a, `stride` apart, with num_rows rows of b.
+    """Return a function: dot products of NUM_STREAMS rows of a with num_rows rows of b.
 
-    It sets b[sums + row * NUM_STREAMS + stream]; the tail of a length that fills no whole cache
-    line is added by plain loops.
+    It stores them at b[sums + row * NUM_STREAMS + stream]. Rows of a are `stride` apart; plain
+    loops handle the tail that does not fill a cache line.
     """
 
     @part
@@ -246,7 +246,7 @@ dot_tile = make_tile(TILE_ROWS)
 def add_weighted_lanes(
     context: Any, b: Any, sums: Any, a: Any, a_base: Any, stride: Any, weights: Any, count: Any
 ) -> Any:
-    """_add_weighted for NUM_WEIGHTED elements, whose sums stay in registers."""
+    """Do `_add_weighted` for NUM_WEIGHTED elements, whose sums stay in registers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         b, sums, a, a_base, stride, weights, count = args
@@ -280,7 +280,7 @@ def zero_variable(builder: Any, num_lanes: int) -> Any:
 
 
 def spread_lanes(builder: Any, value: Any, num_lanes: int) -> Any:
-    """A vector with this in every lane."""
+    """Emit a vector with this value in every lane."""
     undefined = ir.Constant(ir.VectorType(value.type, num_lanes), ir.Undefined)
     first = builder.insert_element(undefined, value, ir.IntType(32)(0))
     mask = ir.Constant(ir.VectorType(ir.IntType(32), num_lanes), None)
@@ -293,7 +293,7 @@ def _add_product(builder: Any, total: Any, a: Any, b: Any) -> None:
 
 
 def _load_lanes(builder: Any, pointer: Any, index: Any) -> Any:
-    """LANES elements as float32."""
+    """Emit a load of LANES elements as float32."""
     element = pointer.type.pointee
     is_narrow = isinstance(element, ir.IntType)
     vector = ir.VectorType(element, LANES)

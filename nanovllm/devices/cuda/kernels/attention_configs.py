@@ -12,11 +12,11 @@ from nanovllm.devices.cuda.kernels.attention_tiles import PagedCache
 
 MIN_Q_ROWS = 16  # the minimum of tl.dot
 MAX_SPLITS = 32
-DECODE_PROGRAMS = 5  # wanted CTAs per multiprocessor
+DECODE_CTAS_PER_SM = 5
 MIN_DECODE_SPLIT = 64  # fewest keys that are worth a CTA
 LARGE_TILE_PAIRS = range(192, 385)  # pairs of (row, kv head) for which large tiles are faster
 SHORT_CONTEXT = 512  # up to this many keys, a second split gains less than joining both costs
-PREFILL_PROGRAMS = 2  # wanted CTAs per multiprocessor
+PREFILL_CTAS_PER_SM = 2
 MIN_PREFILL_SPLIT = 256  # fewest keys that are worth a CTA
 MIN_PREFILL_SPLITS = 4  # fewer splits gain less than joining them costs
 # Up to this many query rows, small tiles are best, because more CTAs occupy the device.
@@ -95,14 +95,17 @@ def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: i
     num_pairs = max(1, num_rows * num_kv_heads)
     if num_pairs >= num_sms and max_context <= SHORT_CONTEXT:
         return 1
-    wanted = DECODE_PROGRAMS * num_sms // num_pairs
-    if num_pairs < DECODE_PROGRAMS * num_sms:
+    wanted = DECODE_CTAS_PER_SM * num_sms // num_pairs
+    if num_pairs < DECODE_CTAS_PER_SM * num_sms:
         wanted = max(wanted, 2)
     return _power_of_two(min(wanted, triton.cdiv(max_context, MIN_DECODE_SPLIT)))
 
 
 def suits_large_tiles(num_rows: int, num_kv_heads: int, num_splits: int) -> bool:
-    """Whether two splits of each context nearly fill a Hopper GPU, with two CTAs on each SM."""
+    """Whether large tiles are faster: two splits per context nearly fill a Hopper GPU.
+
+    There are then two CTAs on each SM.
+    """
     return num_splits == 2 and num_rows * num_kv_heads in LARGE_TILE_PAIRS
 
 
@@ -110,8 +113,8 @@ def choose_prefill_splits(
     num_q_rows: int, num_kv_heads: int, config: AttentionConfig, max_context: int, num_sms: int
 ) -> int:
     """Return the number of key splits for a prefill of few queries: a power of two."""
-    num_programs = triton.cdiv(num_q_rows, config.q_rows) * num_kv_heads
-    wanted = PREFILL_PROGRAMS * num_sms // num_programs
+    num_ctas = triton.cdiv(num_q_rows, config.q_rows) * num_kv_heads
+    wanted = PREFILL_CTAS_PER_SM * num_sms // num_ctas
     most = min(wanted, triton.cdiv(max_context, config.min_split))
     return _power_of_two(most) if most >= MIN_PREFILL_SPLITS else 1
 

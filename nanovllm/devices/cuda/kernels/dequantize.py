@@ -1,9 +1,8 @@
 """Dequantization in Triton: loads tiles of packed words, and converts them for multiplication.
 
-`quantized_weight.py` describes the layout. A word packs 4 FP8 or 8 int4 values. A *place* is the
-position of a value within its word. The values at one place in all words of a quant block are
-neighboring inputs, followed by those at the next place, so threads convert words to tensor-core
-operands without exchanging data.
+`quantized_weight.py` describes the layout. A word packs 4 FP8 or 8 int4 values. In a quant
+block, the values at position 0 of all words are neighboring inputs, then come those at position 1,
+and so on, so threads convert words to tensor-core operands without exchanging data.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ cvt.rn.f16x2.e4m3x2 $3, high;
 }""")
 
 
-def _int4_places(bits: str) -> str:
+def _int4_unpacking(bits: str) -> str:
     """Return assembly that unpacks words $8 and $9 to a pair of 16-bit values for each place.
 
     The low halves of both words hold places 0 to 3, the high halves places 4 to 7.
@@ -136,8 +135,8 @@ def _int4_places(bits: str) -> str:
     return "{.reg .b32 a, b;" + "\n".join(lines) + "}"
 
 
-_INT4_TO_BFLOAT16 = tl.constexpr(_int4_places("0x43004300"))
-_INT4_TO_FLOAT16 = tl.constexpr(_int4_places("0x64006400"))
+_INT4_TO_BFLOAT16 = tl.constexpr(_int4_unpacking("0x43004300"))
+_INT4_TO_FLOAT16 = tl.constexpr(_int4_unpacking("0x64006400"))
 
 
 @triton.jit

@@ -229,7 +229,7 @@ def _dense_gate_up(  # type: ignore[no-untyped-def]
     BLOCK_IN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """y[pair] = silu(gate) * up."""
+    """Compute y[pair] = silu(gate) * up for some outputs of a pair."""
     wait_for_inputs(OVERLAP)
     pair = tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
@@ -268,14 +268,14 @@ def _dense_down(  # type: ignore[no-untyped-def]
     BLOCK_IN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A program computes the same outputs of all experts of a token, and adds them up."""
+    """Compute some outputs of all experts of a token, and add them up, weighted."""
     token = tl.program_id(1)
     choices = tl.arange(0, TOP_K_BLOCK)
     is_choice = choices < TOP_K
     pairs = token * TOP_K + choices
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = (is_choice[:, None] & (outs < num_out)[None, :])[:, :, None]
-    # The kernel before this one started after the choice was made: weights need not wait for it.
+    # The previous kernel already waited for the choice of experts, so load weights before waiting.
     expert = tl.load(ids + pairs, mask=is_choice, other=0, cache_modifier=".cg").to(tl.int64)
     w_start = weight + ((expert[:, None] * num_out + outs[None, :]) * NUM_IN)[:, :, None]
     lanes = tl.arange(0, BLOCK_IN)
@@ -312,7 +312,7 @@ def _quantized_gate_up(  # type: ignore[no-untyped-def]
     BLOCK_WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """y[pair] = silu(gate) * up."""
+    """Compute y[pair] = silu(gate) * up for some outputs of a pair."""
     wait_for_inputs(OVERLAP)
     pair = tl.program_id(1)
     rows, is_row = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, True)
@@ -352,12 +352,12 @@ def _quantized_down(  # type: ignore[no-untyped-def]
     BLOCK_WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A program computes the same outputs of all experts of a token, and adds them up."""
+    """Compute some outputs of all experts of a token, and add them up, weighted."""
     token = tl.program_id(1)
     first_pair = token * TOP_K
     outs, is_out = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, False)
     lanes = tl.arange(0, BLOCK_WORDS)
-    # The kernel before this one started after the choice was made: weights need not wait for it.
+    # The previous kernel already waited for the choice of experts, so load weights before waiting.
     experts = (ids, first_pair, num_out)
     tiles = _load_together(words, experts, outs, is_out, 0, lanes, NUM_WORDS, TOP_K)
     wait_for_inputs(OVERLAP)

@@ -31,14 +31,14 @@ from nanovllm.ops.interface import Activation
 from nanovllm.ops.quantized_weight import BLOCK, QuantizedWeight
 
 DENSE_BLOCK_OUT = 64  # rows of a dense weight per CTA: the M of a tensor-core instruction
-NUM_PROGRAMS = 128  # CTAs that fill the device, for dense weights
+NUM_CTAS = 128  # CTAs that fill the device, for dense weights
 MAX_SPLITS = 4  # splits of the inputs of a dense weight
 # A complete product is faster than cuBLAS up to this many rows of x and bytes of the weight.
 MAX_ROWS, MAX_BYTES = 64, 32 << 20
 # Partial sums for the next norm are faster up to MAX_ROWS; for a small weight up to more rows.
 MAX_SPLIT_ROWS, MAX_SPLIT_BYTES = 256, 6 << 20
 MAX_QUANTIZED_SPLITS = 8
-MAX_PROGRAMS = 384  # with this many tiles or more, a quantized weight's inputs are not split
+MAX_SPLIT_TILES = 384  # with this many tiles or more, a quantized weight's inputs are not split
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def choose_splits(num_rows: int, weight: Tensor) -> int:
     if num_rows == 1 or not (is_small or num_rows <= MAX_ROWS):
         return 1
     num_out, num_in = weight.shape
-    wanted = NUM_PROGRAMS * DENSE_BLOCK_OUT // num_out
+    wanted = NUM_CTAS * DENSE_BLOCK_OUT // num_out
     most = max(1, min(wanted, MAX_SPLITS, num_in // 128))
     return 1 << (most.bit_length() - 1)
 
@@ -86,13 +86,13 @@ def _quantized_config(weight: QuantizedWeight, num_rows: int) -> FewRowsConfig:
     is_int4, block_rows = weight.bits == 4, max(16, triton.next_power_of_2(num_rows))
     if block_rows == 16:
         tile = (128, 16, 4, 4) if is_int4 else (64, 16, 4, 6)
-        programs = MAX_PROGRAMS
+        num_ctas = MAX_SPLIT_TILES
     else:
         tile = (128, min(block_rows, 64), 4 if is_int4 and block_rows <= 64 else 8, 3)
-        programs = 192 if is_int4 else 128
+        num_ctas = 192 if is_int4 else 128
     num_tiles = triton.cdiv(num_out, tile[0]) * triton.cdiv(num_rows, tile[1])
     most = min(MAX_QUANTIZED_SPLITS, max(num_in // 256, 1))
-    num_splits = min(triton.next_power_of_2(triton.cdiv(programs, num_tiles)), most)
+    num_splits = min(triton.next_power_of_2(triton.cdiv(num_ctas, num_tiles)), most)
     block_out, block_rows, num_warps, num_stages = tile
     stage_bytes = (block_out * weight.bits + block_rows * 16) * BLOCK // 8
     num_stages = fit_stages(num_stages, stage_bytes, weight.qweight.device)
@@ -101,7 +101,7 @@ def _quantized_config(weight: QuantizedWeight, num_rows: int) -> FewRowsConfig:
 
 def make_counters(device: torch.device) -> Tensor:
     """Return zeroed counters, one for each tile that may have split inputs."""
-    return torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
+    return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)
 
 
 def few_rows_linear(

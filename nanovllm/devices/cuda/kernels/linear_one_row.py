@@ -41,7 +41,7 @@ class OneRowConfig:
     block_out: int  # rows of the weight in a tile
     block_in: int  # inputs in a tile
     num_warps: int
-    programs: int | None  # CTAs per SM; None: one CTA per tile
+    ctas_per_sm: int | None  # None: one CTA per tile
 
 
 def one_row_linear(
@@ -65,8 +65,8 @@ def one_row_linear(
     config = config or one_row_config(weight, norm is not None, activation is not None)
     block_out = config.block_out if activation is None else config.block_out // 2
     grid = triton.cdiv(num_out, block_out)
-    if config.programs is not None:
-        grid = min(grid, config.programs * num_processors(residual.device))
+    if config.ctas_per_sm is not None:
+        grid = min(grid, config.ctas_per_sm * num_processors(residual.device))
     sizes = weight_sizes(weight)
     _one_row[(grid,)](
         *(y, (total, residual, update), None if norm is None else (norm.weight, norm.eps)),
@@ -75,7 +75,7 @@ def one_row_linear(
         BLOCK_WORDS=config.block_in * (sizes["LANES"] or 128) // 128,
         BLOCK_OUT=block_out,
         ACTIVATION=activation,
-        HAS_ONE_TILE=config.programs is None,
+        HAS_ONE_TILE=config.ctas_per_sm is None,
         num_warps=config.num_warps,
         **launch_options(residual, 1),
     )

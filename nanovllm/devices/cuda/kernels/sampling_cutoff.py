@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from nanovllm.ops.torch_sampling import SamplingColumns
 
 GROUP_SIZE = 32  # neighboring ids whose largest logit helps to choose the candidates
-COLUMNS = ("slots", "context_lens")  # these may begin anywhere in an upload
+COLUMNS = ("slots", "context_lens")  # arguments of any alignment: slices of a larger upload
 CAPACITY = 4096  # most candidates of a row
 ROW_BLOCK = 8192  # logits per iteration when a whole row is searched
 NUM_WANTED = 2048  # wanted candidates; the rest is room for ties and groups that hold several
 # Bits of a float32 that can differ between two logits.
 KEY_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
-# Token masses are integers: sums do not depend on their order, and 2**20 tokens fit into 63 bits.
+# Fixed-point sums (1.0 is 2**42) do not depend on their order; 2**20 tokens cannot overflow int64.
 MASS_ONE = tl.constexpr(float(2**42))
 LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -48,7 +48,7 @@ def test_splits_of_a_usual_model() -> None:
 
 
 def test_splits_of_a_few_queries() -> None:
-    """Many where a cached prompt has a few new tokens, none where there is little to split."""
+    """A cached prompt with few new tokens has many splits; few keys have none."""
 
     def splits(num_tokens: int, max_context: int) -> int:
         config = prefill_config(128, torch.bfloat16, 2 * num_tokens)
@@ -100,7 +100,7 @@ def skip_without_tma(kind: str) -> None:
 )
 @pytest.mark.parametrize("group", [2, 4])
 def test_a_large_mixed_step(group: int, kind: str, block_size: int) -> None:
-    """Full tiles, many programs, long prefixes, in the shapes of Qwen3."""
+    """Full tiles, many CTAs and long prefixes, in the shapes of Qwen3."""
     skip_without_tma(kind)
     chunks = ((0, 1500), (1000, 700), (0, 0), (3000, 33), (64, 64), (17, 5), (129, 400))
     case = cases.Case(chunks, group, 8, 128, block_size, torch.bfloat16)
@@ -115,7 +115,7 @@ def test_a_large_mixed_step(group: int, kind: str, block_size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [2, 4])
 def test_configurations_of_hopper(group: int) -> None:
-    """Large tiles where contexts have two splits, four stages where those of prompts have one."""
+    """Large tiles for contexts with two splits, and four stages for prompts without splits."""
     skip_without_tma("tma")
     rows = tuple((97 * i, 1) for i in range(40))
     case = cases.Case(rows, group, 8, 128, 64, torch.bfloat16, num_splits=2)
@@ -138,15 +138,15 @@ def test_large_tiles_are_for_batches_between() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_splits", [1, 8])
 def test_a_graph_reads_lengths_and_blocks_on_the_device(num_splits: int) -> None:
-    """What was captured while every row was padding serves rows that came later."""
+    """A graph captured while every row was padding works for later rows."""
     rows = ((700, 1), (0, 0), (0, 1), (63, 1), (300, 1))
     case = cases.Case(rows, head_dim=128, dtype=torch.bfloat16)
     step = cases.make_step(case, "cuda")
-    singles = QueryRows(step.slots, step.context_lens, step.query_starts)
+    decodes = QueryRows(step.slots, step.context_lens, step.query_starts)
     config = decode_config(128, torch.bfloat16)
 
     def attend() -> None:
-        tensors = step.q, step.cache, singles, step.out
+        tensors = step.q, step.cache, decodes, step.out
         paged_attention(*tensors, step.scale, None, config, num_splits)
 
     lengths = step.context_lens.clone()

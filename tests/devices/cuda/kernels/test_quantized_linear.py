@@ -1,4 +1,4 @@
-"""Products of kept weights, compiled, equal plain torch; test_interpreted.py needs no GPU."""
+"""Products of quantized weights, compiled, equal plain torch; test_interpreted.py needs no GPU."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def test_experts(dtype: torch.dtype, large: bool, kind: str) -> None:
 
 
 @DTYPES
-def test_widening(dtype: torch.dtype) -> None:
+def test_dequantize(dtype: torch.dtype) -> None:
     cases.check_packing("cuda")
-    cases.check_widening(dtype, "cuda")
+    cases.check_dequantize(dtype, "cuda")
 
 
 @DTYPES
@@ -51,6 +51,6 @@ def test_products_of_quantized_rows() -> None:
     cases.check_uneven_blocks("cuda")
 
 
-def test_every_code_is_widened_rightly() -> None:
-    """All 254 numbers of FP8, the smallest too, through a product with ones and zeros."""
+def test_every_fp8_value_is_upcast_correctly() -> None:
+    """All 254 FP8 numbers, including subnormal ones, through a product with ones and zeros."""
     cases.check_every_fp8_code("cuda")

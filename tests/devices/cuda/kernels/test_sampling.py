@@ -1,4 +1,4 @@
-"""The sampling kernels against plain torch, natively; test_interpreted.py does it elsewhere."""
+"""The sampling kernels equal plain torch, compiled; test_interpreted.py runs them without a GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def noise(seeds: list[int], positions: list[int], vocab_size: int) -> Tensor:
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
-    """In units of what independent numbers show by chance."""
+    """Return the correlation in standard deviations of that of independent numbers."""
     pair = torch.stack((x.flatten(), y.flatten())).double()
     return float(torch.corrcoef(pair)[0, 1] * pair.shape[1] ** 0.5)
 
@@ -58,7 +58,7 @@ def test_noise_is_uniform_in_every_byte() -> None:
 
 
 def test_neighboring_noise_is_independent() -> None:
-    """Between ids, between positions, and between seeds: as numbers, and as pairs of digits."""
+    """Noise is independent between ids, positions and seeds: as numbers, and as pairs of digits."""
     over_seeds = noise(list(range(32)), [17] * 32, 20_000)
     over_positions = noise([3] * 32, list(range(32)), 20_000)
     pairs = [(over_seeds[1:], over_seeds[:-1]), (over_positions[1:], over_positions[:-1])]
@@ -81,7 +81,7 @@ def test_every_bit_of_a_seed_changes_half_of_the_noise() -> None:
 
 
 def draw(logits: Tensor, row: Row, num_draws: int, varied: str, device: str) -> Tensor:
-    """Draw from the same logits again and again, without storing them again and again."""
+    """Draw many times from the same logits, which are stored once."""
     rows = [row._replace(**{varied: i}) for i in range(num_draws)]
     batch = cases.make_batch(logits[:, :1].expand(num_draws, 1), rows, device)
     shared = logits.to(device).expand(num_draws, -1)
@@ -121,7 +121,7 @@ def assert_follows(tokens: Tensor, probs: np.ndarray) -> None:
 @DRAWN
 @pytest.mark.parametrize("varied", ["seed", "position"])
 def test_draws_follow_the_exact_probabilities(row: Row, varied: str) -> None:
-    """By the reference, whose tokens the kernels draw; natively below by the kernels."""
+    """Test the reference, whose tokens the kernels draw; a test below runs the kernels."""
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(5)) * 2
     tokens = draw(logits, row, 20_000, varied, "cpu")
     assert_follows(tokens, reference(logits[0].tolist(), row))
@@ -129,7 +129,7 @@ def test_draws_follow_the_exact_probabilities(row: Row, varied: str) -> None:
 
 @pytest.mark.slow
 def test_many_equal_tokens_are_drawn_equally_often() -> None:
-    """The winner among many has a tiny uniform number, whose rounding must not favour low ids."""
+    """The winner among many has a tiny uniform number, whose rounding must not favor low ids."""
     tokens = draw(torch.zeros(1, 20_000), Row(), 500, "seed", "cpu")
     counts = np.bincount(tokens.numpy() // 1000, minlength=20)
     assert chi_square(counts, np.full(20, 1 / 20))[0] < chi_square_limit(19)
@@ -183,7 +183,7 @@ def test_draws_follow_the_exact_probabilities_natively(row: Row, dtype: torch.dt
 @DTYPES
 @pytest.mark.parametrize("asked", cases.ASKED)
 def test_graphs_natively(asked: Sampling, dtype: torch.dtype) -> None:
-    """A captured step draws for new logits and positions what an eager one draws, and advances."""
+    """A captured step draws the same tokens as an eager one for new logits, and advances."""
     num_rows = 24
     logits = cases.random_logits(4 * num_rows, VOCAB_SIZE, 3.0).to(dtype).cuda().split(num_rows)
     batch = cases.make_batch(logits[0], cases.make_rows(num_rows, 1), "cuda")

@@ -27,8 +27,8 @@ from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.fp8 import FP8
 from nanovllm.ops.quantized_weight import QuantizedWeight
+from nanovllm.worker.dummy_weights import fill_dummy_weights
 from nanovllm.worker.kv_cache import KVCacheSpec
-from nanovllm.worker.loader import fill_dummy_weights
 from tests.devices import cpu_device
 from tests.devices.cuda.persistent.random_steps import make_fp8, make_int4
 

@@ -1,4 +1,4 @@
-"""Cases for the kernels of experts: run by Triton's interpreter on the CPU, compiled on a GPU."""
+"""Cases for the expert kernels: run by Triton's interpreter on the CPU, compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVEN_LAYER = Layer(10, 2, 2, 128, 64)  # fills the tiles
 
 
 def check_routing(dtype: torch.dtype, device: str) -> None:
-    """The same experts as the reference, in the same order; each pair has a rank of its own."""
+    """Experts equal the reference's, in the same order; pairs of an expert have unique ranks."""
     for layer in LAYERS:
         _, logits = layer.inputs(dtype, device)
         counts = torch.zeros(layer.num_experts, device=device, dtype=torch.int32)
@@ -38,7 +38,7 @@ def check_routing(dtype: torch.dtype, device: str) -> None:
 
 
 def check_routing_of_strange_logits(device: str) -> None:
-    """Zeros of both signs are equal; NaN and infinity still choose experts that exist."""
+    """Zeros of both signs are equal; NaN and infinity still choose valid experts."""
     nan, inf = float("nan"), float("inf")
     logits = torch.tensor(
         [[-0.0, 0.0, -1.0], [nan, 1.0, 2.0], [-nan, -nan, -nan], [-inf, -inf, -inf], [1, inf, inf]],
@@ -56,7 +56,7 @@ def check_routing_of_strange_logits(device: str) -> None:
 def check_experts(
     dtype: torch.dtype, device: str, layers: Sequence[Layer] = LAYERS, max_pair_tokens: int = 10
 ) -> None:
-    """Every layer, sorted and, with no more tokens than that, as pairs."""
+    """Check every layer with sorted pairs and, if it has few tokens, with single pairs."""
     for layer in (*layers, EVEN_LAYER):
         with patch.object(cuda_ops, "MAX_PAIR_TOKENS", 0):
             check_layer(layer, dtype, device)
@@ -67,7 +67,7 @@ def check_experts(
 
 
 def check_every_tile(dtype: torch.dtype, device: str) -> None:
-    """The configurations for many tokens; in float32 they are fewer."""
+    """Check the configurations for many tokens; float32 has fewer."""
     like = torch.empty(0, dtype=dtype, device=device)
     for rows_per_expert in (16, 32, 128):
         config = grouped_config(rows_per_expert, like)
@@ -99,9 +99,9 @@ def check_layer(layer: Layer, dtype: torch.dtype, device: str) -> None:
 
 
 def check_after_norm(device: str) -> None:
-    """One row runs through a kernel that norms, multiplies with the router and chooses.
+    """Experts after a norm equal the reference, with and without an update.
 
-    In float32: otherwise roundings may choose another expert.
+    The dtype is float32, because rounding could otherwise choose a different expert.
     """
     dtype = torch.float32
     one, many, two = Layer(1, 6, 1, 40, 24), Layer(1, 60, 8, 70, 33, False), Layer(2, 5, 2, 48, 16)
@@ -117,7 +117,7 @@ def check_after_norm(device: str) -> None:
             else:
                 linear = ops.pack_linear(router, None, None, has_room=False)
             experts = ops.pack_experts(*layer.weights(dtype, device), layer.routing)
-            for _ in range(1 + has_update):  # the second shows that counters are as they were
+            for _ in range(1 + has_update):  # the second run shows that no state is left behind
                 hidden = ResidualStream(x.clone(), x.flip(1) if has_update else None)
                 result = experts.after_norm(hidden, norm, linear)
             results.append(result)
@@ -126,7 +126,7 @@ def check_after_norm(device: str) -> None:
 
 
 def check_graph(layer: Layer) -> None:
-    """A replay sees other inputs, which go to other experts."""
+    """A replay reads new inputs, which are routed to other experts."""
     dtype = torch.bfloat16
     experts = TritonOps().pack_experts(*layer.weights(dtype, "cuda"), layer.routing)
     x, logits = layer.inputs(dtype, "cuda")
@@ -144,7 +144,7 @@ def check_graph(layer: Layer) -> None:
 
 def main(which: str) -> None:
     if which == "rest":
-        # Routing covers all layers; each pair is a slow program of its own.
+        # The routing check covers all layers; the interpreter is slow, because each pair is a CTA.
         check_experts(torch.float32, "cpu", LAYERS[::2], max_pair_tokens=2)
         check_every_tile(torch.float16, "cpu")
         check_a_broken_token_changes_no_other(torch.float32, "cpu")

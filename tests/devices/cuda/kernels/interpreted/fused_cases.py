@@ -62,7 +62,7 @@ def check_norms_and_gate(dtype: torch.dtype, device: str) -> None:
 
 
 def check_rope_write(dtype: torch.dtype, device: str) -> None:
-    """The same q and cache as the reference, and nothing written beside its slots."""
+    """q and the cache equal the reference's, and nothing else is written."""
     for (head_dim, num_heads, num_kv_heads), has_norm in itertools.product(
         ((64, 9, 3), (80, 4, 2), (96, 5, 1), (128, 16, 8)), (False, True)
     ):
@@ -85,9 +85,9 @@ def check_rope_write(dtype: torch.dtype, device: str) -> None:
 
 
 def check_rope_write_quantizes(dtype: torch.dtype, device: str) -> None:
-    """The codes and exponents of the reference, bit for bit, and nothing beside their slots."""
+    """FP8 values and exponents equal the reference's bit for bit, and nothing else is written."""
     for head_dim, num_heads, num_kv_heads in ((64, 9, 3), (80, 4, 2), (128, 16, 8)):
-        # Small whole numbers times powers of two, whose sums are exact in any order.
+        # Small integers times powers of two have exact sums in any order.
         qkv = make(8, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
         qkv = (4 * qkv).round()
         qkv[:, :, 0] *= 8  # an outlier
@@ -124,9 +124,9 @@ def check_padding_is_not_written(device: str) -> None:
 
 
 def check_one_row_linear(dtype: torch.dtype, device: str) -> None:
-    """Every mix of bias, gate, norm and update equals the operations one by one."""
+    """Every combination of bias, gate, norm and update equals the separate operations."""
     sizes = [(34, 70), (8, 2048)]
-    if device != "cpu":  # the interpreter takes milliseconds per program
+    if device != "cpu":  # the interpreter takes milliseconds per CTA
         sizes += [(40, 2048), (64, 300), (4100, 96)]
     flags = (False, True)
     for (num_out, num_in), has_bias, activation, kind in itertools.product(
@@ -151,7 +151,7 @@ def check_one_row_linear(dtype: torch.dtype, device: str) -> None:
 
 
 def check_few_rows_linear(dtype: torch.dtype, device: str) -> None:
-    """Sizes that fill the tiles and sizes that do not; partial sums add up to the product."""
+    """Sizes that do and do not fill the tiles; partial sums add up to the product."""
     for num_rows, num_out, num_in, activation, num_splits, has_bias in (
         (2, 64, 128, None, 1, False),
         (5, 200, 96, None, 1, True),
@@ -175,7 +175,7 @@ def check_few_rows_linear(dtype: torch.dtype, device: str) -> None:
 
 
 def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> None:
-    """Whichever kernel serves them, and whatever it leaves to the norm."""
+    """Results are correct for any kernel, and for partial sums left to the norm."""
     weight = make(96, 512, dtype=dtype, device=device) / 16
     after_weight = make(192, 96, dtype=dtype, device=device) / 10
     norm = NormWeights(make(96, dtype=torch.float32, device=device, seed=8), 1e-6)
@@ -200,7 +200,7 @@ def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> 
 
 
 def check_gather_decode(device: str) -> None:
-    """A few rows by hand, and more than one program takes."""
+    """Check a few rows by hand, and more rows than one CTA handles."""
     lengths = torch.tensor([3, 17, 1, 64, 33, 0], dtype=torch.int32, device=device)
     slots = torch.tensor([4, 0, 5, 3, 2], dtype=torch.int32, device=device)  # slot 5 is padding
     input_ids, positions, slot_mapping, context_lens, order = gathered(slots, lengths)
@@ -226,7 +226,7 @@ def check_gather_decode(device: str) -> None:
 
 
 def gathered(slots: Tensor, lengths: Tensor) -> list[list[int]]:
-    """What gather_decode gives, when token i of slot s is 64 s + i and block i is 4 s + i."""
+    """Return gather_decode's results if token i of slot s is 64 s + i and block i is 4 s + i."""
     num_lines, num_rows, device = len(lengths), len(slots), slots.device
     tokens = torch.arange(num_lines * 64, dtype=torch.int32, device=device).view(num_lines, 64)
     block_table = torch.arange(num_lines * 4, dtype=torch.int32, device=device).view(num_lines, 4)
@@ -238,7 +238,7 @@ def gathered(slots: Tensor, lengths: Tensor) -> list[list[int]]:
 
 
 def check_gather_tokens(device: str) -> None:
-    """As many as one program takes, and more; the columns begin anywhere."""
+    """Check as many tokens as one CTA handles, and more; the columns begin anywhere."""
     generator = torch.Generator().manual_seed(0)
     num_slots, block_size = 5, 16
     tokens = torch.randint(0, 1000, (num_slots + 1, 64), generator=generator).int()
@@ -259,7 +259,7 @@ def check_gather_tokens(device: str) -> None:
 
 
 def check_write_words(device: str) -> None:
-    """Only as many as are counted are written; the others may name any offset."""
+    """Only the first `count` pairs are written; the others may hold any offset."""
     for num_pairs, count in ((4, 0), (4, 3), (1500, 1400), (1500, 2000)):
         words = torch.zeros(4000, dtype=torch.int32, device=device)
         offsets = torch.randperm(4000, generator=torch.Generator().manual_seed(count))[:num_pairs]

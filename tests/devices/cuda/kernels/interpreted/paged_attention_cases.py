@@ -1,4 +1,4 @@
-"""Cases for the paged attention kernels, and a script that runs small ones where Triton runs.
+"""Cases for the paged attention kernels, and a script that runs small ones in the interpreter.
 
 TRITON_INTERPRET=1 python -m tests.interpreted \\
     tests.devices.cuda.kernels.interpreted.paged_attention_cases
@@ -37,7 +37,7 @@ GARBAGE = {torch.float32: 1e30, torch.float16: 6e4, torch.bfloat16: 1e30}
 GROUPS = (1, 2, 4, 7, 8, 16, 20)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 48, 64, 80, 128, 256)
-# Lengths around the borders of tiles, blocks and splits.
+# Lengths around the boundaries of tiles, blocks and splits.
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 97, 127, 128, 129, 255, 256, 257)
 Rows = tuple[tuple[int, int], ...]  # (cached before this step, queries); (0, 0) is padding
 
@@ -53,16 +53,16 @@ class Case:
     window: int | None = None
     num_splits: int = 1
     config: AttentionConfig | None = None
-    is_nan: bool = True  # what unused cache holds: NaN, or large numbers
+    is_nan: bool = True  # whether unused cache holds NaN or large numbers
     is_ordered: bool = False  # whether decode rows start longest first
-    is_fp8: bool = False  # whether the cache holds codes of eight bits
-    num_shared: int = 0  # blocks that every other row has in common, if it has that many and more
+    is_fp8: bool = False  # whether the cache holds FP8 values
+    num_shared: int = 0  # blocks that alternate rows share, if they have more blocks than that
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Step:
-    """The tensors of a case: a permuted table, strided views, garbage wherever nothing belongs."""
+    """The tensors of a case: a permuted table, strided views, and garbage in unused memory."""
 
     q: Tensor
     k_cache: Tensor
@@ -135,7 +135,7 @@ def make_step(case: Case, device: str) -> Step:
 
 
 def as_codes(caches: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Quantize keys and values, which lie as before; powers of two give rows different scales."""
+    """Quantize keys and values in the same layout; powers of two give rows different scales."""
     powers = -(torch.arange(caches.shape[:-1].numel()) * 7 % 4).view(caches.shape[:-1])
     rows = quantize(caches * 2.0 ** powers.unsqueeze(-1).to(caches.device))
     layers = torch.stack((rows.values, rows.values), dim=2)
@@ -144,7 +144,7 @@ def as_codes(caches: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
 
 
 def place_rows(counts: Tensor, generator: torch.Generator) -> Tensor:
-    """Give every row its tokens, in an order that is not the rows', with a token in between."""
+    """Assign tokens to the rows in another order, with an unused token between them."""
     order = torch.randperm(len(counts), generator=generator)
     starts = torch.empty_like(counts)
     starts[order] = counts[order].cumsum(0) - counts[order]
@@ -152,7 +152,7 @@ def place_rows(counts: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def share(case: Case, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-    """Let two groups of rows begin with the same blocks; return groups, members and lengths."""
+    """Make two groups of rows begin with the same blocks; return groups, members and lengths."""
     num_keys = case.num_shared * case.block_size
     lens, members, groups = torch.zeros_like(step.slots), torch.zeros_like(step.slots), []
     end = 0
@@ -205,7 +205,7 @@ def run(case: Case, step: Step, kind: str) -> None:
 
 
 def check(case: Case, step: Step, kind: str) -> None:
-    """Compare with float64; tokens of no row keep what they held, rows without context are 0."""
+    """Compare with float64; tokens outside all rows are unchanged, rows without context are 0."""
     expected = torch.full_like(step.out, math.nan, dtype=torch.float64)
     reference = reference_attention(
         *(step.q.double(), *step.widened()),
@@ -231,11 +231,11 @@ def verify(case: Case, kind: str, device: str) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """How large the cases may be: the interpreter takes milliseconds for a step of a kernel."""
+    """The sizes of random cases: the interpreter takes milliseconds per operation of a kernel."""
 
     num_rows: int
-    stretch: int  # lengths are multiplied by up to this
-    num_q_rows: int  # queries x heads of a prefill row
+    stretch: int  # largest factor of the lengths
+    num_q_rows: int  # most queries x heads of a prefill row
     num_kv_heads: int
     num_splits: tuple[int, ...]
 
@@ -247,7 +247,7 @@ LARGE = Limits(
 
 
 def sample(kind: str, num_cases: int, dtypes: list[torch.dtype], limits: Limits) -> list[Case]:
-    """Draw cases that cover every head size, group and dtype."""
+    """Draw cases that cover every head dimension, group and dtype."""
     draw = random.Random(kind)
     cases = []
     for seed in range(num_cases):
@@ -272,7 +272,7 @@ def sample(kind: str, num_cases: int, dtypes: list[torch.dtype], limits: Limits)
 
 
 def as_prefill(case: Case, seed: int) -> Case:
-    """Splits of 32 keys."""
+    """Use splits of 32 keys in half of the split cases."""
     config = AttentionConfig((16, 32)[seed % 4 // 2], 32, num_warps=4, num_stages=2, min_split=32)
     if case.num_splits == 1 or seed % 2:
         return replace(case, num_splits=1)
@@ -284,7 +284,7 @@ def as_shared(case: Case, seed: int) -> Case:
 
 
 def as_tma(case: Case, seed: int) -> Case:
-    """The same rows in a shape that the kernel for Hopper takes."""
+    """Return the same rows in a shape that the TMA kernel supports."""
     dtype = torch.float16 if case.dtype == torch.float32 else case.dtype
     sizes = {"head_dim": (64, 128)[seed % 2], "block_size": (64, 128, 256)[seed % 3]}
     return replace(case, dtype=dtype, window=None, **sizes)
@@ -303,7 +303,7 @@ def draw_row(draw: random.Random, kind: str, limits: Limits, group: int) -> tupl
 
 
 def edge_cases(kind: str) -> list[Case]:
-    """Every border of a tile at once, with other tiles than the defaults."""
+    """Return cases at every boundary of a tile, with other tile sizes than the defaults."""
     if kind == "decode":
         whole = Case(tuple((length - 1, 1) for length in EDGES[::2]), num_kv_heads=1)
         tiny = AttentionConfig(16, tile=16, num_warps=2, num_stages=2, min_split=16)
@@ -347,7 +347,7 @@ def edge_cases(kind: str) -> list[Case]:
         replace(chunks, config=wide, window=40, block_size=16),
         replace(chunks, config=wide, dtype=torch.float16, group=7),
         replace(chunks, config=small, num_kv_heads=1, group=20),
-        # The last tile of a program's keys is all there, but its queries see only a part of it.
+        # The last tile of a CTA's keys is full, but its queries attend to only a part of it.
         Case(((0, 70), (40, 90)), block_size=16, config=replace(wide, q_rows=16), is_nan=True),
         Case(((0, 0),) * 2),
         replace(chunks, config=replace(small, min_split=16), num_splits=4, block_size=16),
@@ -362,7 +362,7 @@ def main(which: str) -> None:
     dtypes = [torch.float32, torch.float32, torch.float16]
     for turn, kind in enumerate(KINDS):
         drawn = sample(kind, len(GROUPS), dtypes, SMALL)
-        some = drawn[turn :: len(KINDS)]  # all groups come by
+        some = drawn[turn :: len(KINDS)]  # covers all groups
         rest = [case for case in drawn if case not in some]
         of_codes = () if kind == "tma" else drawn if which == "rest" else some[:1]
         fp8 = [replace(case, is_fp8=True) for case in of_codes]

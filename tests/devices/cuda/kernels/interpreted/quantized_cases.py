@@ -1,4 +1,4 @@
-"""Cases for kept weights: run by Triton's interpreter on the CPU, compiled on a GPU."""
+"""Cases for quantized weights: run by Triton's interpreter on the CPU, compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tests.devices.cuda.kernels.interpreted.fused_cases import assert_close, mak
 from tests.ops.expert_layers import Layer
 from tests.ops.quantized_products import quantize_activations, quantize_blocks, quantized_product
 
-# Kinds: groups of so many inputs; with zero points; FP8 by output and by block.
+# Kinds: int4 by group size, with and without zero points; FP8 with scales per output and block.
 KINDS = ("int4-128", "int4-64", "int4-32-zeros", "int4-128-zeros", "fp8", "fp8-blocks")
-# Rows, outputs, inputs, activation, bias; outputs and inputs fill tiles, or do not.
+# Rows, outputs, inputs, activation, bias; some outputs and inputs do not fill the tiles.
 Shape = tuple[int, int, int, Activation | None, bool]
 SHAPES: list[Shape] = [
     (1, 34, 200, None, True),
@@ -46,9 +46,9 @@ SHAPES: list[Shape] = [
     (17, 40, 300, None, True),
     (2, 80, 256, "silu", True),
 ]
-# Tiles of many rows, of which the last is not whole.
+# Tiles of many rows, of which the last is partial.
 TALL_SHAPES: list[Shape] = [(50, 300, 256, None, True), (150, 24, 130, "silu", False)]
-# More inputs than a tile has, with a norm and without, and few outputs for the interpreter.
+# More inputs than a tile has, with and without a norm, and few outputs for the interpreter.
 LONG_SHAPES: list[Shape] = [(1, 6, 12288, None, False), (1, 4, 5120, "silu", True)]
 LARGE_SHAPES: list[Shape] = [
     (1, 512, 4096, None, False),
@@ -83,7 +83,7 @@ def make_weight(kind: str, num_out: int, num_in: int, device: str) -> QuantizedW
     return QuantizedWeight(4, qweight, scales.half().to(device), kept, num_in)
 
 
-# More experts than are loaded together, inputs in two blocks, more tokens than run as pairs.
+# More experts than are loaded together, inputs in two quant blocks, more tokens than run as pairs.
 EXPERT_LAYERS = (Layer(1, 6, 5, 24, 16), Layer(2, 3, 1, 16, 136), Layer(7, 3, 2, 136, 12))
 LARGE_LAYERS = (Layer(1, 32, 8, 2048, 768), Layer(3, 8, 2, 5000, 500), Layer(300, 8, 3, 512, 384))
 
@@ -91,7 +91,7 @@ LARGE_LAYERS = (Layer(1, 32, 8, 2048, 768), Layer(3, 8, 2, 5000, 500), Layer(300
 def check_experts(
     dtype: torch.dtype, device: str, kinds: tuple[str, ...] = KINDS, large: bool = False
 ) -> None:
-    """Experts that stay quantized lose no more than plain torch does, as pairs and sorted."""
+    """Quantized experts are as accurate as plain torch, as pairs and sorted."""
     for kind, layer in itertools.product(kinds, LARGE_LAYERS if large else EXPERT_LAYERS):
         count = layer.num_experts
         gate_up = make_weight(kind, 2 * layer.size * count, layer.hidden, device)
@@ -113,7 +113,7 @@ def distance(got: Tensor, exact: Tensor) -> float:
 
 
 def check_packing(device: str) -> None:
-    """What is packed comes back; the formula of a weight holds for each of its inputs."""
+    """Packing round-trips, and the formula of a weight holds for each of its inputs."""
     codes = torch.randint(0, 16, (5, 200), dtype=torch.uint8, device=device)
     assert torch.equal(unpack_words(pack_words(codes), 4)[:, :200], codes)
     weight = make_weight("int4-32-zeros", 6, 200, device)
@@ -127,14 +127,14 @@ def check_packing(device: str) -> None:
 
 
 def check_blocks(device: str) -> None:
-    """Random weights in blocks of 128 x 128 share scales as those of checkpoints do."""
+    """Random weights share scales in blocks of 128 x 128, as in checkpoints."""
     values = make(200, 300, dtype=torch.float32, device=device)
     made = quantize_blocks(values)
     scales = made.scales
     assert scales.shape == (200, 3)
     assert torch.equal(scales[:128], scales[:1].expand(128, 3))
     assert torch.equal(scales[128:], scales[128:129].expand(72, 3))
-    # Of four bits of a number FP8 rounds off at most half of the last, or of the least there is.
+    # FP8's rounding error is at most half of the last of four bits, or of the smallest subnormal.
     weight = QuantizedWeight(8, pack_words(made.values), scales, None, 300)
     error = (weight.dequantize(torch.float32) - values).abs()
     assert bool((error <= values.abs() / 16 + scales.max() / 512).all())
@@ -147,7 +147,7 @@ def check_products(
     kinds: tuple[str, ...] = KINDS,
     shapes: list[Shape] = SHAPES,
 ) -> None:
-    """Every kernel and kind equals the product with the widened weight."""
+    """Every kernel and kind equals the product with the dequantized weight."""
     for kind, shape in itertools.product(kinds, LARGE_SHAPES if large else shapes):
         num_rows, num_out, num_in, activation, has_bias = shape
         weight = make_weight(kind, num_out, num_in, device)
@@ -156,7 +156,7 @@ def check_products(
         packed = pack_quantized(TritonOps(), weight, bias, activation)
         if packed._library_of(x) is not None:
             assert num_rows > (64 if kind == "fp8-blocks" else 16)
-            continue  # whose activations are rounded: see check_quantized_products
+            continue  # activations are quantized here: see check_quantized_products
         plain = TorchOps().pack_linear(weight.dequantize(dtype), bias, activation, has_room=False)
         assert_close(packed(x), plain(x))
         norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
@@ -169,7 +169,7 @@ def check_products(
 
 
 def check_partial_sums(dtype: torch.dtype, device: str) -> None:
-    """What is split along the inputs adds up, whatever part of a tile the last split has."""
+    """Split-K partial sums add up, even if the last split is a partial tile."""
     for kind, (num_rows, num_in) in itertools.product(KINDS, ((2, 512), (17, 1100))):
         weight = make_weight(kind, 40, num_in, device)
         bias = make(40, dtype=dtype, device=device)
@@ -182,15 +182,15 @@ def check_partial_sums(dtype: torch.dtype, device: str) -> None:
         assert_close(hidden.update.sum(0).to(dtype), want)
 
 
-def check_widening(dtype: torch.dtype, device: str) -> None:
-    """To the very numbers that loading would widen it to."""
+def check_dequantize(dtype: torch.dtype, device: str) -> None:
+    """Dequantized weights are identical to those dequantized when they are loaded."""
     for kind, num_in in itertools.product(KINDS, (128, 300)):
         weight = make_weight(kind, 35, num_in, device)
         assert torch.equal(dequantize(weight, dtype), weight.dequantize(dtype)), kind
 
 
 def check_quantized_rows(dtype: torch.dtype, device: str) -> None:
-    """The same codes and scales as the reference; a row of zeros too."""
+    """Quantized values and scales equal the reference's, also for a row of zeros."""
     for num_in, by_block in itertools.product((128, 300, 1024), (False, True)):
         x = make(5, num_in, dtype=dtype, device=device)
         x[1] = 0
@@ -202,7 +202,7 @@ def check_quantized_rows(dtype: torch.dtype, device: str) -> None:
 
 
 def check_normed_rows(dtype: torch.dtype, device: str) -> None:
-    """The codes of what the norm writes, and the same new residual."""
+    """Check the quantized output of the norm, and the new residual."""
     for dim, num_splits in itertools.product((128, 300), (0, 1, 3)):
         residual = make(4, dim, dtype=dtype, device=device)
         update = make(num_splits, 4, dim, dtype=torch.float32, device=device, seed=3)
@@ -215,14 +215,14 @@ def check_normed_rows(dtype: torch.dtype, device: str) -> None:
         want = fp8_quantize(normed, by_block=False)
         assert torch.equal(residual, total)
         assert_close(got.scales, want.scales)
-        # Squares are added in another order, which may round a number of the norm differently.
+        # Squares are added in another order, which may round the norm differently.
         steps = got.values.view(torch.uint8).int() - want.values.view(torch.uint8).int()
         assert int(steps.abs().max()) <= 1
         assert int(steps.count_nonzero()) <= steps.numel() // 50
 
 
 def check_scaled_sums(dtype: torch.dtype, device: str) -> None:
-    """Sums of codes are scaled by a norm, by a gate, or on their own, as plain torch does."""
+    """Unscaled products are scaled by a norm, by a gate, or alone, as in plain torch."""
     for num_rows, num_out in ((3, 300), (5, 1200)):
         sums = make(num_rows, num_out, dtype=dtype, device=device)
         scales = make_scales(num_rows, num_out, device)
@@ -248,9 +248,9 @@ def make_scales(num_rows: int, num_out: int, device: str) -> SumScales:
 
 
 def check_every_fp8_code(device: str) -> None:
-    """Each is what torch widens it to, in the kernel of one row and in that of a few."""
+    """Every FP8 value equals torch's upcast, in the kernels for one row and for a few."""
     codes = torch.arange(256, dtype=torch.uint8)
-    codes[(codes & 127) == 127] = 0  # which are no numbers
+    codes[(codes & 127) == 127] = 0  # these are NaN
     qweight = pack_words(torch.diag(codes).view(FP8).to(device))
     weight = QuantizedWeight(8, qweight, torch.ones(256, 1, device=device), None, 256)
     want = codes.view(FP8).float().to(device)
@@ -261,7 +261,7 @@ def check_every_fp8_code(device: str) -> None:
 
 
 def check_quantized_products(device: str) -> None:
-    """Many rows in FP8 on both sides: only compiled, as a library has the product."""
+    """Products of many rows in FP8 on both sides; GPU only, since they use a library."""
     for kind, has_bias in itertools.product(("fp8", "fp8-blocks"), (False, True)):
         for num_rows, num_out, num_in in (
             (65 if kind == "fp8-blocks" else 17, 128, 512),
@@ -282,7 +282,7 @@ def check_quantized_products(device: str) -> None:
             ones = NormWeights(torch.ones(num_out, device=device), 1e-6)
             assert_near(TritonOps().norm(hidden, ones)[1], want)
             packed = pack_quantized(TritonOps(), weight, bias, "silu")
-            # Where sums are scaled by what reads them, both factors are rounded elsewhere.
+            # If the consumer scales the product, the roundings happen in another place.
             is_scaled_after = kind == "fp8" and num_rows <= MAX_SUM_ROWS
             tolerance = 6e-3 if is_scaled_after else 4e-3
             assert_near(packed(x), TorchOps().gate(want, "silu"), tolerance)
@@ -291,11 +291,11 @@ def check_quantized_products(device: str) -> None:
             got, residual = packed.after_norm(ResidualStream(x), norm)
             assert torch.equal(residual, x)
             want = TorchOps().gate(quantized_product(normed, weight, bias), "silu")
-            assert_near(got, want, 8e-3)  # some codes are the next ones: see check_normed_rows
+            assert_near(got, want, 8e-3)  # some values round differently: see check_normed_rows
 
 
 def check_uneven_blocks(device: str) -> None:
-    """Outputs whose blocks begin anywhere, as merged projections may have, are widened."""
+    """Weights whose blocks begin anywhere, as in merged projections, are dequantized."""
     weight = make_weight("fp8-blocks", 128, 256, device)
     assert library_weight(weight) is None
     x = make(70, 256, dtype=torch.bfloat16, device=device)
@@ -304,16 +304,16 @@ def check_uneven_blocks(device: str) -> None:
 
 
 def assert_near(got: Tensor, want: Tensor, tolerance: float = 4e-3) -> None:
-    """Sums of FP8 products may keep fewer digits than float32 has."""
+    """FP8 products may be accumulated with less precision than float32."""
     error = (got.float() - want.float()).norm() / want.float().norm()
     assert error < tolerance, float(error)
 
 
 def main(which: str) -> None:
-    dtype = torch.float16  # which the interpreter multiplies rightly
+    dtype = torch.float16  # the interpreter multiplies it correctly
     check_packing("cpu")
     check_blocks("cpu")
-    check_widening(dtype, "cpu")
+    check_dequantize(dtype, "cpu")
     check_quantized_rows(dtype, "cpu")
     check_normed_rows(dtype, "cpu")
     check_scaled_sums(dtype, "cpu")

@@ -48,7 +48,7 @@ class Batch:
 
 
 def make_batch(logits: Tensor, rows: list[Row], device: str) -> Batch:
-    """Spread the rows over the slots of larger tables; logits lie in a wider buffer."""
+    """Spread the rows over the slots of larger tables; the logits are part of a wider buffer."""
     num_slots = len(rows) + 3
     slots = np.random.default_rng(0).permutation(num_slots)[: len(rows)]
     filler = Row(temperature=0.7, top_k=3, top_p=0.5, min_p=0.5)
@@ -69,7 +69,7 @@ def make_batch(logits: Tensor, rows: list[Row], device: str) -> Batch:
 
 
 def run(batch: Batch, asked: Sampling) -> tuple[Tensor, SamplingWorkspace]:
-    """Sample in a workspace that holds another call's leavings and has room to spare."""
+    """Sample with a workspace that is larger than needed, and holds data of another call."""
     num_rows, vocab_size = batch.logits.shape
     workspace = sampling_workspace(num_rows + 1, vocab_size, batch.logits.device)
     for name in workspace.__slots__:
@@ -86,7 +86,7 @@ def expected(batch: Batch) -> Tensor:
 
 
 def make_rows(num_rows: int, seed: int) -> list[Row]:
-    """Of every kind that one batch can mix, greedy ones among them."""
+    """Return rows of every kind that a batch can mix, including greedy ones."""
     rng = np.random.default_rng(seed)
     rows = [
         random_row(rng)._replace(
@@ -137,9 +137,9 @@ KINDS: dict[str, Callable[[int, int], Tensor]] = {
 
 
 def check_full(batch: Batch, max_different: int = 0) -> SamplingWorkspace:
-    """The tokens and the kept sets equal those of plain torch, at least in nearly all rows.
+    """Tokens and kept sets equal those of plain torch, in nearly all rows.
 
-    On a GPU, rounding may decide for one row in many whether a token reaches top_p.
+    On a GPU, rounding may rarely decide whether a token is within top_p.
     """
     tokens, workspace = run(batch, FULL)
     assert int((tokens != expected(batch)).sum()) <= max_different
@@ -165,7 +165,7 @@ def check_kind(kind: str, vocab_size: int, num_rows: int, dtype: torch.dtype, de
 
 
 def rows_that_ask(asked: Sampling, num_rows: int, seed: int) -> list[Row]:
-    """Rows that ask for no more than this."""
+    """Return rows that need only this kind of sampling."""
     rows = make_rows(num_rows, seed)
     if Sampling.TOP not in asked:
         rows = [row._replace(top_k=0, top_p=1.0) for row in rows]
@@ -177,9 +177,9 @@ def rows_that_ask(asked: Sampling, num_rows: int, seed: int) -> list[Row]:
 
 
 def check_asked(asked: Sampling, vocab_size: int, num_rows: int, device: str) -> None:
-    """Rows that ask for no more than this get the reference's tokens."""
+    """Rows that need only this kind of sampling get the reference's tokens."""
     rows = rows_that_ask(asked, num_rows, 2)
-    logits = tied_logits(num_rows, vocab_size, 200)  # greedy rows meet ties
+    logits = tied_logits(num_rows, vocab_size, 200)  # greedy rows have ties
     batch = make_batch(logits, rows, device)
     tokens = run(batch, asked)[0]
     assert torch.equal(tokens, expected(batch))
@@ -188,7 +188,7 @@ def check_asked(asked: Sampling, vocab_size: int, num_rows: int, device: str) ->
 
 
 def check_more_than_asked(num_rows: int, vocab_size: int, device: str) -> None:
-    """Batch company decides what is asked for, and must not decide which token is drawn."""
+    """Other rows of the batch determine `asked`, which must not change the tokens."""
     logits = random_logits(num_rows, vocab_size, 3.0)
     for asked in ASKED:
         batch = make_batch(logits, rows_that_ask(asked, num_rows, 3), device)
@@ -197,7 +197,7 @@ def check_more_than_asked(num_rows: int, vocab_size: int, device: str) -> None:
 
 
 def check_company(num_rows: int, vocab_size: int, device: str) -> None:
-    """A row alone gets the token that it gets in a batch, where other programs share its work."""
+    """A row alone gets the same token as in a batch, where it is split over CTAs differently."""
     logits, rows = random_logits(num_rows, vocab_size, 3.0), make_rows(num_rows, 4)
     together = run(make_batch(logits, rows, device), FULL)[0].tolist()
     for i in range(0, num_rows, 3):
@@ -206,10 +206,10 @@ def check_company(num_rows: int, vocab_size: int, device: str) -> None:
 
 
 def check_splits(vocab_size: int, device: str) -> None:
-    """The same tokens and the same floors to the bit, however a row is shared out."""
+    """Tokens and floors are bitwise equal, however a row is split."""
     rows = [Row(2.0, top_p=0.9, seed=5), Row(1.0, top_k=900, top_p=0.99, seed=6), Row(0.0)]
     logits = random_logits(3, vocab_size, 0.5)
-    logits[2] = 0.0  # all ties: the first id wins, whichever program meets it
+    logits[2] = 0.0  # all ties: the first id wins, whichever CTA finds it
     batch = make_batch(logits, rows, device)
     wanted, floors = expected(batch).tolist(), set()
     for split in (Split(1024, 1, 5), Split(1024, 2, 3), Split(2048, 3, 1)):
@@ -221,7 +221,7 @@ def check_splits(vocab_size: int, device: str) -> None:
 
 
 def check_both_searches(dtype: torch.dtype, device: str) -> None:
-    """The cut is among the candidates, beyond them, where ties fill them, where few tokens are."""
+    """The cut is among the candidates or beyond them, with many ties, or with few tokens."""
     vocab_size = 5003
     rows = [Row(top_k=20), Row(top_k=4000), Row(0.1, top_p=0.5), Row(100.0, top_p=0.9)]
     rows += [Row(top_k=9), Row(top_k=600), Row(top_k=600)]
@@ -239,7 +239,7 @@ def check_both_searches(dtype: torch.dtype, device: str) -> None:
 
 
 def check_broken_rows(device: str) -> None:
-    """Rows that are no numbers give no token, however few of them are not; neighbors do."""
+    """Rows with NaN or infinity give no token; other rows are not affected."""
     logits = random_logits(7, 1500, 2.0)
     broken = logits.clone()
     broken[0], broken[2], broken[4] = torch.nan, -INF, INF
@@ -271,7 +271,7 @@ def check_tiny_temperatures(device: str) -> None:
 
 
 def check_noise_counters(device: str) -> None:
-    """The kernel's draws change with each of seed, position and id as the reference's do."""
+    """The kernel's draws depend on seed, position and id like the reference's."""
     rows = [Row(seed=s, position=p) for s in (0, 1, -1, 2**63 - 1, -(2**63)) for p in (0, 1, 65536)]
     batch = make_batch(torch.zeros(len(rows), 1000), rows, device)
     tokens = run(batch, NOISE)[0]
@@ -280,13 +280,13 @@ def check_noise_counters(device: str) -> None:
 
 
 def check_advance(device: str) -> None:
-    """Tokens enter where each length points; full lines and padding's line are left alone."""
+    """Tokens are stored at each slot's length; full slots and the padding slot do not change."""
     width, num_lines = 8, 7
     tokens = torch.full((num_lines, width), -1, dtype=torch.int32, device=device)
     lengths = torch.tensor([0, 3, 7, 8, 2, 5, 0], dtype=torch.int32, device=device)
     slots = torch.tensor([5, 0, 2, 3, 6, 6, 6], dtype=torch.int32, device=device)
     out = torch.arange(10, 17, dtype=torch.int32, device=device)
-    out[1] = NO_TOKEN  # there must be something that has an embedding
+    out[1] = NO_TOKEN  # stored as token 0, which has an embedding
     wanted = tokens.clone()
     wanted[5, 5], wanted[0, 0], wanted[2, 7] = 10, 0, 12
     advance(out, slots, tokens, lengths)
@@ -297,11 +297,11 @@ def check_advance(device: str) -> None:
 
 
 def check_sampled_tokens_are_appended(device: str) -> None:
-    """As `advance` would do it, also with a row that has no token; the host gets them, too."""
+    """Sampling appends tokens like `advance`, also NO_TOKEN, and copies them to the host."""
     logits = random_logits(4, 300, 3.0)
     logits[2] = torch.nan
     batch = make_batch(logits, make_rows(4, seed=1), device)
-    num_slots = int(batch.slots.max()) + 2  # the last is padding's
+    num_slots = int(batch.slots.max()) + 2  # the last slot is padding
     tables = [
         (torch.zeros(num_slots, 8, dtype=torch.int32, device=device), lengths)
         for lengths in torch.full((2, num_slots), 3, dtype=torch.int32, device=device)
@@ -311,7 +311,7 @@ def check_sampled_tokens_are_appended(device: str) -> None:
     arguments = batch.logits, batch.slots, batch.columns, batch.context_lens
     host = torch.zeros(len(out), dtype=torch.int32, pin_memory=device == "cuda")
     sample_tokens(*arguments, FULL, torch.empty_like(out), workspace, *tables[1], host)
-    assert out.tolist() == host.tolist()  # the first of which waits for the device
+    assert out.tolist() == host.tolist()  # out.tolist() waits for the device
     for appended, wanted in zip(*tables, strict=True):
         assert torch.equal(appended, wanted)
     assert tables[1][1].sum() == 3 * num_slots + 4
@@ -327,7 +327,7 @@ FLOAT16, FLOAT32 = torch.float16, torch.float32
 
 
 def check_logprobs(vocab_size: int, num_top: int, dtype: torch.dtype, device: str) -> None:
-    """Some logits are minus infinity, also all those of a block."""
+    """Some logits are minus infinity, including all of one block."""
     logits = KINDS["usual"](5, vocab_size).to(dtype).to(device)
     logits[1, 4096:8200] = logits[2, ::3] = -torch.inf
     tokens = torch.tensor([0, 1, vocab_size - 1, 7, 2], dtype=torch.int32, device=device)
@@ -341,7 +341,7 @@ def check_logprobs(vocab_size: int, num_top: int, dtype: torch.dtype, device: st
 
 
 def check_masks(vocab_size: int, dtype: torch.dtype, device: str) -> None:
-    """A mask for each row, and for some of them; its last word is longer than the vocabulary."""
+    """Bitmasks for all rows and for some; the last word extends beyond the vocabulary."""
     logits = KINDS["usual"](5, vocab_size).to(dtype).to(device)
     shape = (5, -(-vocab_size // 32))
     words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device)

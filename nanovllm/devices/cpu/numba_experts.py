@@ -1,4 +1,4 @@
-"""Experts on the CPU: few tokens run in kernels that read each chosen expert once."""
+"""Experts on the CPU: with few tokens, kernels read the weights of each chosen expert once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.devices.cpu.blocks import Pairs
+from nanovllm.devices.cpu.gguf_weights import Pairs
 from nanovllm.devices.cpu.kernels import experts
 from nanovllm.ops.interface import Routing
 from nanovllm.ops.quantized_weight import PanelWeight
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NumbaExperts:
-    """More than max_tokens run expert by expert, in torch's products."""
+    """Experts in our kernels; more than `max_tokens` run expert by expert in torch's products."""
 
     ops: NumbaOps
-    gate_up: Tensor | PanelWeight  # as Ops.pack_experts takes them
+    gate_up: Tensor | PanelWeight  # as in Ops.pack_experts
     down: Tensor | PanelWeight
     routing: Routing
     num_experts: int
@@ -46,7 +46,7 @@ class NumbaExperts:
         return out
 
     def _route(self, logits: Tensor) -> tuple[Pairs, Tensor]:
-        """Return the pairs, and the weights that they have in their tokens' sums."""
+        """Return the (token, expert) pairs, and the routing weight of each."""
         launcher, top_k = self.ops.launcher, self.routing.top_k
         num_tokens, num_experts = logits.shape
         num_pairs = num_tokens * top_k
@@ -61,7 +61,7 @@ class NumbaExperts:
         return Pairs(order, starts, num_tokens), weights
 
     def _multiply(self, x: Tensor, weight: Tensor | PanelWeight, pairs: Pairs) -> Tensor:
-        """Multiply the row of each pair with the weight of its expert."""
+        """Multiply the row of each pair by the weight of its expert."""
         if isinstance(weight, PanelWeight):
             return self.ops.blocks.multiply_pairs(x, weight, pairs)
         launcher, max_rows = self.ops.launcher, pairs.max_rows

@@ -1,4 +1,4 @@
-"""Engines that keep GGUF's quant blocks answer as those that dequantize them, in less memory."""
+"""GGUF weights that stay quantized give the same results as dequantized ones, in less memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from nanovllm.models.registry import read_config
 from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker import memory_check as memory
 from nanovllm.worker import worker
-from nanovllm.worker.loader import UnpackedLayers, choose_layouts
+from nanovllm.worker.loader import UnpackedLayers
+from nanovllm.worker.quantized_layouts import choose_layouts
 from tests.checkpoint import tiny_gguf
 from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf
 from tests.devices import cpu_device
 from tests.threaded_ranks import engines_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PROMPTS = [[3, 14, 15, 9, 26], list(range(20)), [7]]  # few rows together, and many
+PROMPTS = [[3, 14, 15, 9, 26], list(range(20)), [7]]  # few and many rows
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
 SIZES: dict[str, Any] = {
     "kvcache_block_size": 16,
@@ -42,7 +43,7 @@ Logprobs = list[list[float]]
 
 
 def run(path: Path, **options: Any) -> tuple[list[list[int]], Logprobs]:
-    """Answers, and the log-probabilities of their tokens."""
+    """Return the completions and the logprobs of their tokens."""
     with LLM(path, skip_tokenizer_init=True, **(SIZES | options)) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     tokens, logprobs = [o.token_ids for o in outputs], [o.logprobs for o in outputs]
@@ -54,19 +55,19 @@ def run(path: Path, **options: Any) -> tuple[list[list[int]], Logprobs]:
 
 
 @pytest.fixture
-def run_widened(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Any]:
-    def widened(path: Path, **options: Any) -> Any:
+def run_dequantized(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Any]:
+    def dequantized(path: Path, **options: Any) -> Any:
         with monkeypatch.context() as patch:
             for module in (worker, memory):
                 patch.setattr(module, "choose_layouts", lambda *_: None)
             return run(path, **options)
 
-    return widened
+    return dequantized
 
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of every tensor that is loaded as blocks."""
+    """The sizes in bytes of all tensors that are loaded as quant blocks."""
     sizes: list[int] = []
     loaded = UnpackedLayers.loaded
 
@@ -93,22 +94,22 @@ def write(folder: Path, arch: str, tied: bool, quant: str, **others: str) -> Pat
     return write_gguf(folder / "m.gguf", arch, tensors, quant, other_quants=others)
 
 
-def test_what_is_stored_is_kept(tmp_path: Path, run_widened: Any, kept: list[int]) -> None:
-    """Rows of heads are put in order, a tied head is read as stored."""
+def test_what_is_stored_is_kept(tmp_path: Path, run_dequantized: Any, kept: list[int]) -> None:
+    """The rows of heads are reordered, and a tied head is used as stored."""
     path = write(tmp_path, "llama", True, "Q4_1")
-    assert_equal(run(path), run_widened(path))
-    assert len(kept) == 1 + 7 * 2  # of the widened engine, none
+    assert_equal(run(path), run_dequantized(path))
+    assert len(kept) == 1 + 7 * 2  # none in the dequantizing engine
     num_weights = 48 * 64 + 2 * (64 * (2 * 128 + 2 * 64) + 3 * 64 * 96)
-    assert sum(kept) == num_weights // 32 * 20  # bytes of a block
+    assert sum(kept) == num_weights // 32 * 20  # 20 bytes per quant block
 
 
 @pytest.mark.slow
-def test_types_may_be_mixed(tmp_path: Path, run_widened: Any, kept: list[int]) -> None:
-    """q and k differ from v."""
+def test_types_may_be_mixed(tmp_path: Path, run_dequantized: Any, kept: list[int]) -> None:
+    """Here q and k have another type than v."""
     path = write(tmp_path, "llama", True, "Q4_1", v_proj="Q8_0", down_proj="Q8_0")
-    assert_equal(run(path), run_widened(path))
+    assert_equal(run(path), run_dequantized(path))
     assert len(kept) == 1 + 7 * 2
-    # 20 bytes for 32 weights of Q4_1, 34 of Q8_0
+    # 32 weights take 20 bytes in Q4_1 and 34 in Q8_0.
     q4, q8 = 48 * 64 + 2 * (64 * (128 + 64 + 2 * 96) + 64 * 128), 2 * (64 * 64 + 64 * 96)
     assert sum(kept) == q4 // 32 * 20 + q8 // 32 * 34
 
@@ -126,11 +127,11 @@ def test_types_may_be_mixed(tmp_path: Path, run_widened: Any, kept: list[int]) -
     ],
 )
 def test_every_family_answers_alike(
-    tmp_path: Path, run_widened: Any, kept: list[int], arch: str, tied: bool, quant: str
+    tmp_path: Path, run_dequantized: Any, kept: list[int], arch: str, tied: bool, quant: str
 ) -> None:
-    """One rank, and two."""
+    """Checked on one rank and on two."""
     path = write(tmp_path, arch, tied, quant)
-    want = run_widened(path)
+    want = run_dequantized(path)
     assert_equal(run(path), want)
     assert len(kept) == sum(array.ndim > 1 for array in hf_tensors(arch, tied=tied).values())
     with engines_of(2):
@@ -139,12 +140,12 @@ def test_every_family_answers_alike(
 
 @pytest.mark.slow
 def test_ranks_share_experts(
-    tmp_path: Path, run_widened: Any, kept: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_dequantized: Any, kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are two blocks wide, one for each."""
+    """Experts are two quant blocks wide, one for each rank."""
     monkeypatch.setattr(tiny_gguf, "EXPERT_INTERMEDIATE", 64)
     path = write(tmp_path, "qwen3moe", False, "Q8_0")
-    want = run_widened(path)
+    want = run_dequantized(path)
     with engines_of(2):
         assert_equal(run(path), want)
     assert len(kept) == 2 * (2 + 2 * (5 + 3 * 3))  # the router is quantized too
@@ -152,28 +153,28 @@ def test_ranks_share_experts(
 
 @pytest.mark.slow
 def test_ranks_cut_no_block(
-    tmp_path: Path, run_widened: Any, kept: list[int], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, run_dequantized: Any, kept: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Half of 96 inputs is a block and a half: the projection that has them is widened."""
+    """Half of 96 inputs is 1.5 quant blocks, so a projection of that width is dequantized."""
     path = write(tmp_path, "llama", False, "Q8_0")
-    want = run_widened(path)
+    want = run_dequantized(path)
     with engines_of(2), caplog.at_level(logging.INFO, "nanovllm"):
         assert_equal(run(path), want)
     assert len(kept) == 2 * (2 + 6 * 2)  # all but two down projections
     assert "2 of 16 quantized weights, such as model.layers.0.mlp.down_proj.weight," in caplog.text
 
 
-def test_without_a_kernel_all_is_widened(
+def test_without_a_kernel_all_is_dequantized(
     tmp_path: Path, kept: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path, "llama", True, "Q4_1")
     with caplog.at_level(logging.INFO, "nanovllm"):
         run(path, dtype="float16")
     assert not kept
-    assert caplog.text.count("are dequantized to float16: no kernel here reads them") == 1
+    assert caplog.text.count("are dequantized to float16: no kernel here supports them") == 1
 
 
-def test_a_projection_that_is_half_quantized_is_widened(
+def test_a_half_quantized_projection_is_dequantized(
     tmp_path: Path, kept: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path, "llama", True, "F32", k_proj="Q4_1")
@@ -183,8 +184,8 @@ def test_a_projection_that_is_half_quantized_is_widened(
     assert caplog.text.count("2 of 2 quantized weights are dequantized") == 1
 
 
-def test_needs_are_those_of_the_blocks(tmp_path: Path, kept: list[int]) -> None:
-    """A model is not refused for the memory that it would take widened."""
+def test_needs_count_quant_blocks(tmp_path: Path, kept: list[int]) -> None:
+    """A model that would not fit dequantized is accepted."""
     path = write(tmp_path, "llama", False, "Q4_1")
     checkpoint, config = find_checkpoint(str(path)), EngineConfig(str(path), max_model_len=64)
     model, device = read_config(checkpoint.config), cpu_device()
@@ -192,14 +193,14 @@ def test_needs_are_those_of_the_blocks(tmp_path: Path, kept: list[int]) -> None:
     build = Build(device.torch_device, torch.float32, None, None, ALONE, layouts)  # type: ignore[arg-type]
     run(path)
     norms = (2 * 2 + 1) * 64 * 4
-    assert memory.count_needs(config, model, build).weights == sum(kept) + norms
+    assert memory.estimate_memory(config, model, build).weights == sum(kept) + norms
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_nothing_is_compiled_once_an_engine_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool
 ) -> None:
-    """The kernels of a cache of eight bits and of a type that only embeddings have included."""
+    """This includes the kernels of an FP8 cache and of a type that only embeddings have."""
     quants = {"embed_tokens": "Q8_0"}
     path = write_gguf(tmp_path / "model.gguf", quant="Q4_0", other_quants=quants)
     options = {"kv_cache_dtype": "fp8", "enforce_eager": enforce_eager}

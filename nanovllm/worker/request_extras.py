@@ -1,4 +1,4 @@
-"""What requests ask for beside sampling: edited logits, logprobs, pooled hidden states."""
+"""Run what requests ask for beside sampling: edited logits, logprobs and pooled hidden states."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nanovllm.engine.step import StepPlan
 from nanovllm.worker.forward import EagerForward, Forward, StepLogits, sampled_rows
-from nanovllm.worker.logits_edits import Asked, EditedRow, LogitsEdits
-from nanovllm.worker.logits_reads import Scores, pool, pooled_spans, score_prompts, scored_spans
+from nanovllm.worker.logits_edits import EditedRow, LogitsEdits, SlotExtras
+from nanovllm.worker.prompt_logprobs import Scores, pool, pooled_spans, score_prompts, scored_spans
 
 if TYPE_CHECKING:
     from nanovllm.worker.model_runner import CapturedSteps
@@ -19,38 +19,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepExtras:
-    """What one step has to return beside its tokens."""
+    """The results of one step beside its tokens."""
 
-    results: dict[str, Tensor]  # by field of StepResult
-    asked: dict[int, Asked]  # by row of the logits
-    # The rows of the logits that logprobs are asked of, and these rows before anything edits them.
+    results: dict[str, Tensor]  # keyed by field of StepResult
+    by_row: dict[int, SlotExtras]  # keyed by row of the logits
+    # Indices of the rows that need logprobs, and a copy of their logits before any edit.
     kept: tuple[Tensor, Tensor] | None = None
-    failures: dict[int, str] = field(default_factory=dict)  # of processors, by row of the logits
+    failures: dict[int, str] = field(default_factory=dict)  # processor errors, by logits row
 
 
 class Extras:
-    """Knows what the sequence in each slot asks for, by the plans that it has seen."""
+    """Tracks what the sequence in each slot asks for, and does it in each step."""
 
     def __init__(self, eager: EagerForward, steps: CapturedSteps | None) -> None:
         self.eager, self.steps = eager, steps
         self.device = eager.tables.device
         self._edits = LogitsEdits(eager.tables)
-        self._is_first = eager.model.lm_head.group.rank == 0  # which alone samples
-        self._asked: dict[int, Asked] = {}  # by slot
+        self._is_first = eager.model.lm_head.group.rank == 0  # only rank 0 samples
+        self._by_slot: dict[int, SlotExtras] = {}  # keyed by slot
 
     def update(self, plan: StepPlan) -> None:
-        """Forget the sequences that left, and learn what the new ones ask for."""
+        """Remove the sequences that left, and add what the new ones ask for."""
         for slot in plan.released:
-            self._asked.pop(slot, None)
+            self._by_slot.pop(slot, None)
         for row in plan.new_rows:
             if not row.is_plain:
-                self._asked[row.slot] = self._edits.asked_by(row)
+                self._by_slot[row.slot] = self._edits.extras_of(row)
 
     def run(self, plan: StepPlan, forward: Forward) -> tuple[StepLogits, StepExtras]:
-        """Run the model and edit its logits; `forward` runs it if nobody needs hidden states."""
-        if not self._asked:
+        """Run the model, with `forward` unless a row needs hidden states, and edit its logits."""
+        if not self._by_slot:
             return forward(plan), StepExtras({}, {})
-        scored, pooled = scored_spans(plan, self._asked), pooled_spans(plan, self._asked)
+        scored, pooled = scored_spans(plan, self._by_slot), pooled_spans(plan, self._by_slot)
         if not scored and not pooled:
             logits = forward(plan)
             return logits, self._edit(logits.values, plan, {})
@@ -66,34 +66,36 @@ class Extras:
         return logits, self._edit(logits.values, plan, results)
 
     def finish(self, extras: StepExtras, tokens: Tensor) -> dict[str, Tensor]:
-        """Return the results of a step, given what it sampled."""
+        """Return the results of a step, given the tokens it sampled."""
         if extras.kept is not None:
             rows, logits = extras.kept
-            own = tokens[rows].clamp(min=0)  # NO_TOKEN is none
-            num_top = max(each.row.params.logprobs or 0 for each in extras.asked.values())
+            own = tokens[rows].clamp(min=0)  # NO_TOKEN is not a valid index
+            num_top = max(each.row.params.logprobs or 0 for each in extras.by_row.values())
             extras.results.update(named("", self.device.token_logprobs(logits, own, num_top)))
         return extras.results
 
     def _edit(self, logits: Tensor, plan: StepPlan, results: dict[str, Tensor]) -> StepExtras:
-        """Change the logits [sampled rows, vocab_size] of a plan in place."""
+        """Edit the logits [sampled rows, vocab_size] of a plan in place."""
         slots, positions = (column.tolist() for column in sampled_rows(plan))
-        asked = {row: self._asked[slot] for row, slot in enumerate(slots) if slot in self._asked}
-        extras = StepExtras(results, asked, self._keep(logits, asked))
+        by_row = {
+            row: self._by_slot[slot] for row, slot in enumerate(slots) if slot in self._by_slot
+        }
+        extras = StepExtras(results, by_row, self._keep(logits, by_row))
         edited = [
             EditedRow(row, slots[row], positions[row], each)
-            for row, each in asked.items()
+            for row, each in by_row.items()
             if each.has_edits
         ]
         self._edits.apply(logits, edited)
-        for row, each in asked.items():
+        for row, each in by_row.items():
             if each.processors and self._is_first:
                 error = each.process(logits[row])
                 if error is not None:
                     extras.failures[row] = error
         return extras
 
-    def _keep(self, logits: Tensor, asked: dict[int, Asked]) -> tuple[Tensor, Tensor] | None:
-        rows = [row for row, each in asked.items() if each.row.params.logprobs is not None]
+    def _keep(self, logits: Tensor, by_row: dict[int, SlotExtras]) -> tuple[Tensor, Tensor] | None:
+        rows = [row for row, each in by_row.items() if each.row.params.logprobs is not None]
         if not rows:
             return None
         indices = self.device.upload(np.array(rows))
@@ -101,6 +103,6 @@ class Extras:
 
 
 def named(prefix: str, scores: Scores) -> dict[str, Tensor]:
-    """Name scores as the fields of StepResult."""
+    """Return the scores keyed by their fields in StepResult."""
     names = (f"{prefix}logprob_ids", f"{prefix}logprobs", f"{prefix}logprob_ranks")
     return dict(zip(names, scores, strict=True))

@@ -1,4 +1,4 @@
-"""Products and rows of weights as GGUF stores them equal those of the dequantized ones."""
+"""Products and rows of GGUF quant blocks equal those of the dequantized weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import gguf
 import llvmlite.ir as ir
 
 from nanovllm.checkpoint.gguf import BLOCK_TYPES
-from nanovllm.devices.cpu import blocks as panel_products
-from nanovllm.devices.cpu.blocks import to_panels
+from nanovllm.devices.cpu import gguf_weights as panel_products
 from nanovllm.devices.cpu.features import find_cpu_features
+from nanovllm.devices.cpu.gguf_weights import to_panels
 from nanovllm.devices.cpu.kernels import block_types
 from nanovllm.devices.cpu.kernels.block_types import TYPES
 from nanovllm.devices.cpu.ops import NumbaOps
@@ -29,25 +29,25 @@ from nanovllm.ops.torch_ops import PIECE_SIZE, TorchOps
 from tests.checkpoint.test_gguf_types import random_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FAST = ("Q4_1",)  # each takes seconds to compile
+FAST = ("Q4_1",)  # each type takes seconds to compile
 KINDS = pytest.mark.parametrize(
     "kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in TYPES]
 )
 NUM_IN = 512
-NUM_ROWS = (0, 1, 2, 3, 4, 5, 9, 16, 17, 40)  # few, in tiles and beside them, and many
-# Zeros, the least and the largest float16, and the least that is not denormal.
+NUM_ROWS = (0, 1, 2, 3, 4, 5, 9, 16, 17, 40)  # few (full tiles and remainders), and many
+# Zeros, the smallest, the largest and the smallest normal float16.
 EDGES = np.array([0.0, -0.0, 6e-8, -6e-8, 65504.0, -65504.0, 6.104e-5, 1.0], np.float16)
 
 
 @cache
 def make_ops(dtype: torch.dtype, num_threads: int) -> NumbaOps:
-    """`num_threads` is that of torch when this is called, which is what a launcher goes by."""
+    """Create ops; the launcher uses torch's current number of threads."""
     assert torch.get_num_threads() == num_threads
     return NumbaOps(Launcher(dtype), find_cpu_features())
 
 
 def make_weight(kind: str, num_out: int, with_edges: bool = False) -> tuple[PanelWeight, Tensor]:
-    """Random blocks as kernels read them, and what they stand for."""
+    """Return random panels, and their dequantized values."""
     quant = gguf.GGMLQuantizationType[kind]
     rows = random_blocks(quant, num_out, NUM_IN)
     if with_edges:
@@ -80,7 +80,7 @@ def test_every_type_that_is_read_is_there() -> None:
 
 @KINDS
 def test_rows_are_dequantized_to_the_last_bit(kind: str) -> None:
-    """Of every panel, the last one with few rows, in any order."""
+    """Rows come from every panel, also from an incomplete last one, in any order."""
     for with_edges in (False, True):
         table, values = make_weight(kind, 37, with_edges)
         ids = torch.randperm(37, generator=torch.Generator().manual_seed(1)).int()
@@ -105,14 +105,14 @@ def test_products_equal_those_of_dequantized_weights(kind: str, dtype: torch.dty
                 right = torch.nn.functional.linear(
                     x.double(), values.double(), None if bias is None else bias.double()
                 )
-                most = x.double().abs() @ values.double().abs().T  # of what errors are a part
+                most = x.double().abs() @ values.double().abs().T  # errors are relative to this
                 got = linear(x)
                 assert (got.shape, got.dtype) == (right.shape, dtype)
                 assert ((got - right).abs() <= rounding * (most + right.abs())).all(), num_rows
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("piece_size", [PIECE_SIZE, 1])  # all parts, or a panel
+@pytest.mark.parametrize("piece_size", [PIECE_SIZE, 1])  # all parts at once, or panel by panel
 def test_parts_of_several_types_lie_one_below_another(
     piece_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +130,7 @@ def test_parts_of_several_types_lie_one_below_another(
 
 @KINDS
 def test_experts_equal_dequantized_ones(kind: str) -> None:
-    """Of few tokens and of many."""
+    """Compare experts with few tokens and with many."""
     ops, num_experts, size = make_ops(torch.float32, 1), 5, 256
     gate_up, gate_up_values = make_experts(kind, num_experts, 2 * size, NUM_IN)
     down, down_values = make_experts(kind, num_experts, NUM_IN, size)
@@ -148,7 +148,7 @@ def test_threads_and_recordings_give_the_same_bits() -> None:
     ids, x = torch.tensor([5, 69, 0], dtype=torch.int32), make_x(3, torch.float32)
     alone = make_ops(torch.float32, 1).blocks
     want = alone.linear(table, None)(x), alone.embed(ids, table, 2.0)
-    torch.set_num_threads(3)  # the fixture puts it back
+    torch.set_num_threads(3)  # the fixture restores it
     ops = make_ops(torch.float32, 3)
     linear = ops.blocks.linear(table, None)
     assert torch.equal(linear(x), want[0])
@@ -169,7 +169,7 @@ def test_a_broken_row_changes_no_other() -> None:
 
 
 def test_halves_are_widened_without_an_instruction_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is emitted for CPUs without F16C gives the same numbers, denormal ones included."""
+    """The conversion for CPUs without F16C gives the same values, denormals included."""
     from numba import njit, types
     from numba.extending import intrinsic
 

@@ -1,9 +1,10 @@
-"""Projections by quantized weights on a GPU: every configuration of their kernels, and the best.
+"""Time every configuration of the kernels for quantized projections on a GPU, and find the best.
 
-    python -m benchmarks.kernels.codes [--weights fp8 int4] [--rows 1 8 64 256] [--shapes qkv ...]
+    python -m benchmarks.kernels.quantized_linear [--weights fp8 int4] [--rows 1 8 64 256]
+        [--shapes qkv ...]
 
 Shapes are Qwen3-8B's. Kernels are compiled in several processes first. Times are medians over
-replays of a CUDA graph, in which so many weights take turns that the cache does not help.
+replays of a CUDA graph that rotates through enough weights to defeat the L2 cache.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ from nanovllm.ops.torch_ops import TorchOps
 from tests.ops.quantized_products import quantized_product
 
 DTYPE = torch.bfloat16
-MIN_BYTES, MIN_CALLS = 200_000_000, 4  # of the weights that take turns; in one graph
+MIN_BYTES, MIN_CALLS = 200_000_000, 4  # of the rotating weights; calls per graph
 NUM_SHOWN = 3
 NUM_SPLITS = (1, 2, 4, 8)
-# Outputs, rows, warps and stages of a program, by the rows of x.
+# Outputs, rows, warps and stages of a Triton program, keyed by the rows of x.
 TILES: dict[int, list[tuple[int, int, int, int]]] = {
     16: [(64, 16, 4, 4), (64, 16, 4, 6), (128, 16, 4, 4), (128, 16, 8, 4), (128, 16, 8, 6)],
     32: [(64, 32, 4, 4), (128, 32, 4, 4), (128, 32, 8, 4), (256, 32, 8, 4)],
     64: [(64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3)],
     128: [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (256, 64, 8, 3), (256, 128, 8, 2)],
 }
-# Outputs, inputs (0: all), warps and programs for each processor, of one row.
+# For one row: outputs, inputs (0: all) and warps of a program, and programs per SM.
 ONE_ROW = [
     *itertools.product((4, 8, 16), (0,), (4, 8), (2, 4)),
     *itertools.product((4, 8), (2048,), (2, 4), (4, 8)),
@@ -68,7 +69,7 @@ class Shape:
     num_out: int
     num_in: int
     activation: Activation | None = None
-    is_summed: bool = False  # a norm follows, which adds partial sums up; else one comes before
+    is_summed: bool = False  # a norm follows and adds up the partial sums; otherwise one precedes
 
 
 SHAPES = {
@@ -81,14 +82,14 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A shape with some rows, and the calls of each way to compute it."""
+    """A shape with a number of rows, and the calls of each implementation."""
 
     label: str
-    num_bytes: int  # of a weight
+    num_bytes: int  # bytes of one weight
     num_flops: int
     expected: Callable[[], Tensor]
     ways: dict[str, list[Run]]
-    rounded: Callable[[], Tensor]  # what rounded activations give
+    rounded: Callable[[], Tensor]  # expected result with quantized activations
     rounding_ways: dict[str, list[Run]]
 
 
@@ -101,7 +102,7 @@ def main() -> int:
     runs = [calls[0] for each in ways for calls in each.values()]
     start = time.perf_counter()
     compile_ahead(partial(run_all, runs), args.processes)
-    print(f"{len(runs)} ways compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"{len(runs)} variants compiled in {time.perf_counter() - start:.0f} s", flush=True)
     for case in cases:
         report(timer, case, args.json)
     print(f"{time.perf_counter() - start:.0f} s", flush=True)
@@ -113,11 +114,11 @@ def run_all(runs: Sequence[Run]) -> None:
         try:
             run()
         except RuntimeError:
-            continue  # which is told when it is measured
+            continue  # reported when the variant is measured
 
 
 def report(timer: GpuTimer, case: Case, path: str | None) -> None:
-    """Print what the engine chooses, what libraries take, and the best configurations."""
+    """Print the times of the engine's choice, of libraries and of the best configurations."""
     times = timer.measure(case.ways, case.expected())
     if case.rounding_ways:
         times |= timer.measure(case.rounding_ways, case.rounded())
@@ -154,9 +155,9 @@ def make_cases(kind: str, name: str, rows: list[int]) -> Sequence[Case]:
 def make_weight(kind: str, shape: Shape) -> QuantizedWeight:
     num_out, num_in = shape.num_out, shape.num_in
     if kind == "fp8":
-        codes = torch.randn(num_out, num_in, device="cuda", dtype=DTYPE).mul_(64).to(FP8)
+        qweight = torch.randn(num_out, num_in, device="cuda", dtype=DTYPE).mul_(64).to(FP8)
         scales = torch.rand(num_out, 1, device="cuda").add_(1).div_(64 * num_in**0.5)
-        return QuantizedWeight(8, codes.view(torch.int32), scales, None, num_in)
+        return QuantizedWeight(8, qweight.view(torch.int32), scales, None, num_in)
     limit = 2**31
     words = torch.randint(-limit, limit, (num_out, num_in // 8), device="cuda").int()
     scales = torch.rand(num_out, num_in // BLOCK, device="cuda").add_(1).div_(6 * num_in**0.5)
@@ -217,9 +218,9 @@ def few_ways(shape: Shape, x: Tensor, weights: Sequence[QuantizedWeight]) -> dic
         for name, config in configs.items()
     }
     if shape.activation is None:
-        wide = weights[0].dequantize(DTYPE)
-        others = [torch.randn_like(wide) for _ in range(MIN_BYTES // wide.nbytes)]
-        ways["cuBLAS bf16"] = [partial(functional.linear, x, w) for w in (wide, *others)]
+        plain = weights[0].dequantize(DTYPE)
+        others = [torch.randn_like(plain) for _ in range(MIN_BYTES // plain.nbytes)]
+        ways["cuBLAS bf16"] = [partial(functional.linear, x, w) for w in (plain, *others)]
     return ways
 
 
@@ -228,7 +229,7 @@ def quantized(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def rounding_ways(x: Tensor, weights: Sequence[QuantizedWeight]) -> dict[str, list[Run]]:
-    """The library's product of FP8 with rounded activations, without a gate."""
+    """Return the library's FP8 product with quantized activations, without a gate."""
     ready = [library_weight(weight) for weight in weights if weight.bits == 8]
     calls = [
         partial(fp8_many_rows, x, weight, None, None) for weight in ready if weight is not None
@@ -246,7 +247,7 @@ def parse_args() -> argparse.Namespace:
     text = "rows of x (default: 1 8 64 256)"
     add("--rows", nargs="+", type=at_least(1), default=rows, metavar="N", help=text)
     processes = os.cpu_count() or 1
-    add("--processes", type=at_least(1), default=processes, metavar="N", help="that compile")
+    add("--processes", type=at_least(1), default=processes, metavar="N", help="compile processes")
     add("--json", metavar="FILE", help="append all times as lines of JSON (default: none)")
     return parser.parse_args()
 

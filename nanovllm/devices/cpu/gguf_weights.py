@@ -1,4 +1,4 @@
-"""Weights in GGUF's quant blocks: read by products of few rows, dequantized for more."""
+"""Weights in GGUF quant blocks: read directly by products of few rows, dequantized for more."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Tokens with each of their experts, sorted by expert."""
+    """The (token, expert) pairs of a batch, sorted by expert."""
 
     order: Tensor  # int32: token * top_k + choice
-    starts: Tensor  # int32: of each expert, and the end
-    max_rows: int  # of an expert
+    starts: Tensor  # int32 [experts + 1]: the first pair of each expert, and the end
+    max_rows: int  # upper bound on the pairs of one expert
 
 
 def to_panels(kind: str, rows: Tensor) -> Panels:
-    """Lay out rows of blocks, [rows, bytes] or [experts, rows, bytes]."""
+    """Lay out rows of quant blocks, [rows, bytes] or [experts, rows, bytes], as panels."""
     *_, num_rows, num_bytes = rows.shape
     num_in = num_bytes // TYPES[kind].num_bytes * TYPES[kind].size
     experts = rows.view(-1, num_rows, num_bytes).numpy()
@@ -45,13 +45,13 @@ def to_panels(kind: str, rows: Tensor) -> Panels:
 
 
 class BlockKernels:
-    """Runs the kernels of the block types that a model has, each compiled once."""
+    """The kernels for the quant block types of a model, each compiled once."""
 
     def __init__(self, ops: NumbaOps) -> None:
         self._ops, self._launcher = ops, ops.launcher
-        self._products: dict[str, Any] = {}  # by block type
-        self._widenings: dict[str, Any] = {}
-        self._piece = torch.empty(0, dtype=ops.product_dtype)  # of a weight
+        self._products: dict[str, Any] = {}  # by quant block type
+        self._dequantizers: dict[str, Any] = {}
+        self._piece = torch.empty(0, dtype=ops.product_dtype)  # buffer of `_dequantize`
 
     def compile(self, *weights: PanelWeight) -> None:
         for weight in weights:
@@ -76,19 +76,19 @@ class BlockKernels:
         return run
 
     def embed(self, token_ids: Tensor, weight: PanelWeight, scale: float) -> Tensor:
-        """Return the rows that token_ids name, as Ops.embed does."""
+        """Return the rows at token_ids, as Ops.embed does."""
         [table] = weight.parts
         launcher, num_rows, num_in = self._launcher, len(token_ids), table.num_in
         out = launcher.empty(num_rows, num_in)
-        wide = launcher.scratch(launcher.num_threads * num_in * PANEL_ROWS)
-        addresses = wide.data_ptr(), table.data.data_ptr(), num_in, num_rows, out.data_ptr()
+        panels = launcher.scratch(launcher.num_threads * num_in * PANEL_ROWS)
+        addresses = panels.data_ptr(), table.data.data_ptr(), num_in, num_rows, out.data_ptr()
         lookup = token_ids.data_ptr(), float_bits(scale)
         self._compile(table.kind)
-        launcher.call(self._widenings[table.kind].address, *addresses, *lookup)
+        launcher.call(self._dequantizers[table.kind].address, *addresses, *lookup)
         return out
 
     def multiply_pairs(self, x: Tensor, weight: PanelWeight, pairs: Pairs) -> Tensor:
-        """Multiply the row of each pair with the weight of its expert."""
+        """Multiply the row of each pair by the weight of its expert."""
         [panels] = weight.parts
         y = self._launcher.empty(len(pairs.order), panels.num_out)
         self._few(x, y, panels, None, 0, pairs)
@@ -128,34 +128,34 @@ class BlockKernels:
         )
 
     def multiply_many(self, x: Tensor, weight: PanelWeight, bias: Tensor | None = None) -> Tensor:
-        """Multiply many rows with a weight that is dequantized piece by piece."""
-        wide, num_out = x.to(self._ops.product_dtype), weight.num_out
-        wide_bias = None if bias is None else bias.to(wide.dtype)
-        if num_out * x.shape[1] <= PIECE_SIZE:  # one product, of which nothing is copied
-            return F.linear(wide, self._dequantize(weight.parts), wide_bias).to(x.dtype)
+        """Multiply many rows by a weight that is dequantized piece by piece."""
+        upcast_x, num_out = x.to(self._ops.product_dtype), weight.num_out
+        upcast_bias = None if bias is None else bias.to(upcast_x.dtype)
+        if num_out * x.shape[1] <= PIECE_SIZE:  # a single product, whose result needs no copy
+            return F.linear(upcast_x, self._dequantize(weight.parts), upcast_bias).to(x.dtype)
         y, column = x.new_empty(len(x), num_out), 0
         for part in weight.parts:
             num_panels = max(PIECE_SIZE // (part.num_in * PANEL_ROWS), 1)
             for first in range(0, len(part.data), num_panels):
                 rows = self._dequantize([part.rows(first, num_panels)])
                 columns = slice(column, column + len(rows))
-                part_bias = None if wide_bias is None else wide_bias[columns]
-                y[:, columns] = F.linear(wide, rows, part_bias)
+                part_bias = None if upcast_bias is None else upcast_bias[columns]
+                y[:, columns] = F.linear(upcast_x, rows, part_bias)
                 column += len(rows)
         return y
 
     def _dequantize(self, parts: Sequence[Panels]) -> Tensor:
-        """Return rows in the dtype of products, in memory that the next call writes again."""
+        """Return rows in the product dtype, in a buffer that the next call overwrites."""
         num_in, num_rows = parts[0].num_in, sum(part.num_out for part in parts)
         size = (num_rows + PANEL_ROWS) * num_in
         if len(self._piece) < size:
             self._piece = torch.empty(size, dtype=self._ops.product_dtype)
         weight, first = self._piece[: num_rows * num_in].view(num_rows, num_in), 0
         for part in parts:
-            # The last panel may go on after its part: the next one begins there.
+            # The last panel may extend past its part; the next part overwrites the excess.
             address = self._piece[first * num_in :].data_ptr()
             sizes = num_in, len(part.data), 0, 0, 0
-            kernel = self._widenings[part.kind]
+            kernel = self._dequantizers[part.kind]
             self._launcher.call(kernel.address, address, part.data.data_ptr(), *sizes)
             first += part.num_out
         return weight
@@ -165,4 +165,4 @@ class BlockKernels:
             return
         compiler, dtype = self._launcher.compiler, self._launcher.dtype
         self._products[kind] = compile_product(compiler, kind, dtype)
-        self._widenings[kind] = compile_widening(compiler, kind, dtype, self._ops.product_dtype)
+        self._dequantizers[kind] = compile_widening(compiler, kind, dtype, self._ops.product_dtype)

@@ -1,7 +1,6 @@
-"""What is read of hidden states: the logprobs of prompt tokens, and vectors pooled of prompts.
+"""Compute prompt logprobs and pooled vectors from hidden states.
 
-Logprobs are those of the model's own logits, before anything edits them or a temperature scales
-them.
+Logprobs come from the model's own logits, before any edit or temperature.
 """
 
 from __future__ import annotations
@@ -17,34 +16,35 @@ from torch import Tensor
 from nanovllm.engine.step import StepPlan, num_scored
 from nanovllm.ops.interface import ResidualStream
 from nanovllm.worker.forward import EagerForward
-from nanovllm.worker.logits_edits import Asked
+from nanovllm.worker.logits_edits import SlotExtras
 
-POSITIONS_AT_A_TIME = 256  # of a prompt: a long one's logits would not fit into memory
-TOKENS_AT_A_TIME = 1024  # whose states are upcast to float32
+POSITIONS_AT_A_TIME = 256  # chunk size: the logits of a long prompt would not fit into memory
+TOKENS_AT_A_TIME = 1024  # chunk size for upcasting hidden states to float32
 
-Scores = tuple[Tensor, Tensor, Tensor]  # ids, log-probabilities and ranks, as in StepResult
+Scores = tuple[Tensor, Tensor, Tensor]  # ids, logprobs and ranks, as in StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Some positions of a row: those that predict prompt tokens, or whose states are pooled."""
+    """Positions of a row that predict prompt tokens, or whose hidden states are pooled."""
 
-    asked: Asked
+    extras: SlotExtras
     slot: int
     start: int
     count: int
-    first_token: int  # in the batch
+    first_token: int  # index of the first position in the batch
 
     @property
     def is_end(self) -> bool:
-        """Whether it ends the prompt."""
-        return self.start + self.count == self.asked.row.num_prompt_tokens
+        """Whether the span reaches the end of the prompt."""
+        return self.start + self.count == self.extras.row.num_prompt_tokens
 
 
-def scored_spans(plan: StepPlan, asked: Mapping[int, Asked]) -> list[Span]:
+def scored_spans(plan: StepPlan, by_slot: Mapping[int, SlotExtras]) -> list[Span]:
+    """Return the positions of a plan that predict prompt tokens with requested logprobs."""
     spans = []
-    for span in _spans(plan, asked):
-        row = span.asked.row
+    for span in _spans(plan, by_slot):
+        row = span.extras.row
         num = num_scored(span.start, span.count, row.num_prompt_tokens)
         if row.params.prompt_logprobs is not None and num > 0:
             spans.append(replace(span, count=num))
@@ -52,7 +52,7 @@ def scored_spans(plan: StepPlan, asked: Mapping[int, Asked]) -> list[Span]:
 
 
 def score_prompts(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Scores:
-    """Score prompt tokens by the hidden states of all tokens of a step."""
+    """Return the logprobs of prompt tokens, given the hidden states of a step's tokens."""
     device = eager.tables.device
     upload = device.upload
 
@@ -62,7 +62,7 @@ def score_prompts(eager: EagerForward, hidden: ResidualStream, spans: list[Span]
 
     slots = upload(np.repeat([span.slot for span in spans], [span.count for span in spans]))
     tokens = eager.tables.tokens[slots, upload(column("start") + 1)]
-    num_top = max(span.asked.row.params.prompt_logprobs or 0 for span in spans)
+    num_top = max(span.extras.row.params.prompt_logprobs or 0 for span in spans)
     indices = upload(column("first_token"))
     pieces = [
         device.token_logprobs(eager.model.logits(hidden.select(some)), own, num_top)
@@ -74,12 +74,13 @@ def score_prompts(eager: EagerForward, hidden: ResidualStream, spans: list[Span]
     return ids, values, ranks
 
 
-def pooled_spans(plan: StepPlan, asked: Mapping[int, Asked]) -> list[Span]:
+def pooled_spans(plan: StepPlan, by_slot: Mapping[int, SlotExtras]) -> list[Span]:
+    """Return the positions of a plan whose hidden states are pooled."""
     spans = []
-    for span in _spans(plan, asked):
-        if span.asked.row.pooling == "mean":
+    for span in _spans(plan, by_slot):
+        if span.extras.row.pooling == "mean":
             spans.append(span)
-        elif span.asked.row.pooling == "last" and span.is_end:
+        elif span.extras.row.pooling == "last" and span.is_end:
             last = span.count - 1
             start, first_token = span.start + last, span.first_token + last
             spans.append(replace(span, start=start, count=1, first_token=first_token))
@@ -87,27 +88,27 @@ def pooled_spans(plan: StepPlan, asked: Mapping[int, Asked]) -> list[Span]:
 
 
 def pool(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Tensor | None:
-    """Return the vectors of the prompts that end, [prompts, hidden_size], if any do.
+    """Return the vectors of the prompts that end in this step, [prompts, hidden_size], if any.
 
-    The sums of those that go on stay on the device.
+    The partial sums of the other prompts stay on the device.
     """
     totals = _add_up(eager, hidden, spans)
     for index, span in enumerate(spans):
-        if span.asked.pooled is not None:
-            totals[index] += span.asked.pooled
+        if span.extras.pooled is not None:
+            totals[index] += span.extras.pooled
         if not span.is_end:
-            span.asked.pooled = totals[index]
+            span.extras.pooled = totals[index]
     ending = [index for index, span in enumerate(spans) if span.is_end]
     if not ending:
         return None
-    rows = [spans[index].asked.row for index in ending]
+    rows = [spans[index].extras.row for index in ending]
     counts = [row.num_prompt_tokens if row.pooling == "mean" else 1 for row in rows]
     upload = eager.tables.device.upload
     return totals[upload(np.array(ending))] / upload(np.array(counts, np.float32))[:, None]
 
 
 def _add_up(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Tensor:
-    """Return the sum of each span's states in float32, [spans, hidden_size]."""
+    """Return the sum of each span's hidden states in float32, [spans, hidden_size]."""
     counts = np.array([span.count for span in spans])
     tokens = np.concatenate([np.arange(span.count) + span.first_token for span in spans])
     firsts = np.cumsum(counts) - counts
@@ -122,9 +123,9 @@ def _add_up(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> T
     return totals
 
 
-def _spans(plan: StepPlan, asked: Mapping[int, Asked]) -> Iterator[Span]:
-    """Yield all positions of the rows that ask for anything."""
+def _spans(plan: StepPlan, by_slot: Mapping[int, SlotExtras]) -> Iterator[Span]:
+    """Yield the span of each row that has an entry in `by_slot`."""
     columns = plan.slots, plan.starts, plan.counts, np.cumsum(plan.counts) - plan.counts
     for slot, start, count, first in zip(*(c.tolist() for c in columns), strict=True):
-        if slot in asked:
-            yield Span(asked[slot], slot, start, count, first)
+        if slot in by_slot:
+            yield Span(by_slot[slot], slot, start, count, first)

@@ -1,4 +1,4 @@
-"""Weights that stay quantized give what their dequantized twins give, on any ranks."""
+"""Weights that stay quantized give the same results as dequantized ones, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from nanovllm.ops.quantized_weight import QuantizedWeight
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker import memory_check as memory
-from nanovllm.worker.loader import UnpackedLayers, choose_layouts
+from nanovllm.worker.loader import UnpackedLayers
+from nanovllm.worker.quantized_layouts import choose_layouts
 from tests.checkpoint.tiny_quantized import (
     Kind,
     Twins,
@@ -52,8 +53,8 @@ KINDS: dict[str, Kind] = {
     "fp8-tensor": float_kind("tensor", "tensor"),
     "fp8-block": fp8_block_kind(16, 128),
 }
-# What no kernel reads: small groups and blocks, groups out of order, 8 bits.
-WIDENED: dict[str, Kind] = {
+# Formats that no kernel supports: small groups and blocks, groups out of order, 8 bits.
+DEQUANTIZED: dict[str, Kind] = {
     "small-groups": awq_kind(16),
     "small-blocks": fp8_block_kind(16, 16),
     "shuffled": gptq_kind(4, 32, True, True),
@@ -64,7 +65,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2
 
 
 def run(path: Path, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[Any]:
-    """Tokens and their log-probabilities."""
+    """Return the tokens and their logprobs."""
     options = {"dtype": "float32", "device": "cpu", **SIZE_OPTIONS, **options}
     with LLM(path, skip_tokenizer_init=True, **options) as llm:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -82,13 +83,13 @@ def run(path: Path, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[
 
 @cache
 def twins(root: Path, model: str, kind: str) -> Twins:
-    chosen = {**KINDS, **WIDENED}[kind]
+    chosen = {**KINDS, **DEQUANTIZED}[kind]
     return write_twins(root / f"kept-{model}-{kind}", source(root, model), chosen, {})
 
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Have a CPU keep codes, which plain torch multiplies; return what is loaded as codes."""
+    """Keep weights quantized on a CPU, in plain torch; return the names of those loaded so."""
     names: list[str] = []
     loaded = UnpackedLayers.loaded
 
@@ -123,7 +124,7 @@ def test_heads_and_merged_projections(checkpoint_root: Path, kept: list[str], ki
 
 @pytest.mark.parametrize("kind", ["packed-zeros", "packed-channel", "awq", "gptq", "fp8-channel"])
 def test_ranks_take_their_share(checkpoint_root: Path, kept: list[str], kind: str) -> None:
-    config = LlamaConfig(**{**EVEN, "intermediate_size": 128})  # whole groups for both ranks
+    config = LlamaConfig(**{**EVEN, "intermediate_size": 128})  # each rank gets whole groups
     plain = make_checkpoint(checkpoint_root / "kept-even", config).path
     both = write_twins(checkpoint_root / f"kept-even-{kind}", plain, KINDS[kind], {})
     with engines_of(2):
@@ -132,10 +133,10 @@ def test_ranks_take_their_share(checkpoint_root: Path, kept: list[str], kind: st
 
 
 @pytest.mark.parametrize("kind", ["packed-zeros", "awq", "gptq"])
-def test_a_share_that_cuts_groups_is_widened(
+def test_a_shard_that_cuts_groups_is_dequantized(
     checkpoint_root: Path, kept: list[str], kind: str
 ) -> None:
-    both = twins(checkpoint_root, "llama", kind)  # 96 inputs of down_proj, in groups of 32
+    both = twins(checkpoint_root, "llama", kind)  # down_proj has 96 inputs, in groups of 32
     with engines_of(2):
         assert_equal(run(both.quantized), run(both.plain))
     assert kept
@@ -154,7 +155,7 @@ def test_experts(checkpoint_root: Path, kept: list[str], model: str, kind: str) 
 def test_ranks_take_their_share_of_experts(
     checkpoint_root: Path, kept: list[str], kind: str
 ) -> None:
-    experts = {**EXPERTS, "moe_intermediate_size": 64}  # whole groups for both ranks
+    experts = {**EXPERTS, "moe_intermediate_size": 64}  # each rank gets whole groups
     config = Qwen3MoeConfig(**EVEN, **experts, head_dim=16)
     plain = make_checkpoint(checkpoint_root / "kept-experts", config).path
     both = write_twins(checkpoint_root / f"kept-experts-{kind}", plain, KINDS[kind], {})
@@ -163,10 +164,10 @@ def test_ranks_take_their_share_of_experts(
     assert any("experts" in name for name in kept)
 
 
-def test_experts_that_no_kernel_reads_are_widened(
+def test_experts_that_no_kernel_reads_are_dequantized(
     checkpoint_root: Path, kept: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If one projection of one expert is plain, all of a layer's experts are."""
+    """If one projection of one expert is not quantized, the layer's experts are dequantized."""
     plain = source(checkpoint_root, "qwen3-moe")
     ignored = {"modules_to_not_convert": ["model.layers.0.mlp.experts.1.up_proj"]}
     both = write_twins(checkpoint_root / "kept-some-experts", plain, KINDS["awq"], ignored)
@@ -179,8 +180,8 @@ def test_experts_that_no_kernel_reads_are_widened(
     assert "such as model.layers.0.mlp.experts" in line
 
 
-@pytest.mark.parametrize("kind", WIDENED)
-def test_what_no_kernel_reads_is_widened(
+@pytest.mark.parametrize("kind", DEQUANTIZED)
+def test_unsupported_formats_are_dequantized(
     checkpoint_root: Path, kept: list[str], caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     both = twins(checkpoint_root, "qwen3-tied", kind)
@@ -190,11 +191,13 @@ def test_what_no_kernel_reads_is_widened(
     assert "dequantized" in caplog.text
 
 
-def test_rounding_while_loading_keeps_the_codes(checkpoint_root: Path, kept: list[str]) -> None:
+def test_weights_quantized_while_loading_stay_quantized(
+    checkpoint_root: Path, kept: list[str]
+) -> None:
     path = source(checkpoint_root, "llama")
     got = run(path, quantization="fp8")
     assert len(kept) == 2 * 7 - 1
-    assert "model.layers.1.mlp.down_proj.weight" not in kept  # the last one stays
+    assert "model.layers.1.mlp.down_proj.weight" not in kept  # the last projection is not quantized
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuDevice, "reads_quantized", lambda *_: False)
         assert_equal(got, run(path, quantization="fp8"))
@@ -209,8 +212,8 @@ def test_random_weights_are_quantized(checkpoint_root: Path, kept: list[str]) ->
     assert len(kept) == 2 * 7 - 1
 
 
-def test_needs_are_those_of_the_codes(checkpoint_root: Path, kept: list[str]) -> None:
-    """A model is not refused for the memory that it would take widened."""
+def test_needs_count_quantized_weights(checkpoint_root: Path, kept: list[str]) -> None:
+    """A model that would not fit dequantized is accepted."""
     path = twins(checkpoint_root, "llama", "packed").quantized
     checkpoint, config = find_checkpoint(str(path)), EngineConfig(str(path), max_model_len=64)
     model, device, dtype = read_config(checkpoint.config), cpu_device(), torch.bfloat16
@@ -218,7 +221,7 @@ def test_needs_are_those_of_the_codes(checkpoint_root: Path, kept: list[str]) ->
     for stored in (checkpoint.config, checkpoint):
         chosen = choose_layouts(config, stored, device, dtype)
         build = Build(device.torch_device, dtype, None, None, ALONE, chosen)  # type: ignore[arg-type]
-        needs.append(memory.count_needs(config, model, build).weights)
+        needs.append(memory.estimate_memory(config, model, build).weights)
     words = 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128)  # inputs are padded to blocks of 128
     assert needs[1] < words * 2 + 2 * 99 * 64 * 2 + 20_000
     assert needs[0] >= needs[1], "the head is not known to be quantized before it is seen"
@@ -235,10 +238,10 @@ def test_needs_are_those_of_the_codes(checkpoint_root: Path, kept: list[str]) ->
 def test_on_a_gpu(
     checkpoint_root: Path, model: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A kept weight costs no more digits than bfloat16 does: one row, a few, and in graphs."""
+    """Quantized weights lose no more precision than bfloat16: one row, a few, and in graphs."""
     both = twins(checkpoint_root, model, kind)
-    # Activations are rounded in steps of more than 16 tokens where FP8 has scales by output, as it
-    # has too where all inputs are one block.
+    # With FP8 scales per channel, or one block for all inputs, steps beyond 16 tokens quantize
+    # the activations too, which this test avoids.
     few = {"lengths": (2, 16, 9, 16, 15, 16), "most_tokens": 16}
     sizes = few if kind.startswith("fp8") else {}
     exact = score(both.plain, dtype="float32", enforce_eager=True, **sizes)
@@ -256,10 +259,10 @@ def test_on_a_gpu(
 def test_many_rows_on_a_gpu(
     checkpoint_root: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Activations of a long prompt are rounded to FP8, as plain torch rounds them.
+    """Activations of a long prompt are quantized to FP8, exactly as in plain torch.
 
-    Every product is held against torch's of the same inputs: a code that is rounded differently
-    changes all that follow it.
+    Every product is compared with torch's for the same inputs, because a value that is rounded
+    differently changes all later ones.
     """
     path = twins(checkpoint_root, "llama", kind).quantized
     cuda_ops = pytest.importorskip("nanovllm.devices.cuda.ops")
@@ -299,7 +302,7 @@ def test_many_rows_on_a_gpu(
     "kind", [pytest.param(kind, marks=NEEDS_GPU) for kind in ("fp8-channel", "fp8-tensor")]
 )
 def test_graphs_of_rounded_rows_on_a_gpu(checkpoint_root: Path, kind: str) -> None:
-    """Answers of 20 rows, whose activations are rounded, by graphs and without."""
+    """20 rows with quantized activations give the same results with graphs and without."""
     path = twins(checkpoint_root, "llama", kind).quantized
     prompts = [[(7 * i + row) % 90 + 3 for i in range(5 + row)] for row in range(20)]
     forced = SamplingParams(
@@ -320,7 +323,7 @@ def test_graphs_of_rounded_rows_on_a_gpu(checkpoint_root: Path, kind: str) -> No
 def test_many_rows_of_blocks_on_a_gpu(
     checkpoint_root: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Likewise by block: the library reads scales of four blocks of inputs at a time."""
+    """The same for block scales: the library reads the scales of four input blocks at a time."""
     sizes = {"hidden_size": 512, "intermediate_size": 512}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     plain = make_checkpoint(checkpoint_root / "blocks", LlamaConfig(**{**EVEN, **sizes, **heads}))
@@ -373,7 +376,7 @@ def score_long_prompts(path: Path) -> None:
 def score(
     path: Path, lengths: tuple[int, ...] = (2, 17, 60), most_tokens: int = 64, **options: Any
 ) -> list[float]:
-    """Log-probabilities of prompts' tokens, and of what follows one token at a time."""
+    """Return the logprobs of prompt tokens, and of tokens that are decoded after them."""
     prompts = [[(7 * i) % 90 + 3 for i in range(n)] for n in lengths]
     sizes: dict[str, Any] = {**SIZE_OPTIONS, "max_model_len": 128}
     sizes["max_num_batched_tokens"] = most_tokens

@@ -14,7 +14,7 @@ from nanovllm.serve.core_records import CoreStats, EngineState
 from nanovllm.serve.replica import Replica
 
 
-class OneEngine(Protocol):
+class ReplicaInfo(Protocol):
     """One replica of the model."""
 
     number: int  # unique, but not necessarily consecutive
@@ -30,7 +30,7 @@ class Model(Protocol):
     input_processor: InputProcessor
 
     @property
-    def replicas(self) -> Sequence[OneEngine]:
+    def replicas(self) -> Sequence[ReplicaInfo]:
         """All engines."""
 
     @property

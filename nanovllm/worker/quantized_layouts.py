@@ -1,0 +1,75 @@
+"""Which weights of a model stay quantized on its device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
+from nanovllm.checkpoint.quantization import QuantLayout, choose_quantization
+from nanovllm.checkpoint.stored_tensors import list_tensors
+from nanovllm.config import EngineConfig
+from nanovllm.layers.layer_weight import Layouts
+from nanovllm.models.registry import read_config
+from nanovllm.worker.device_interface import Device
+
+
+def choose_layouts(
+    config: EngineConfig,
+    checkpoint: Checkpoint | Mapping[str, Any],
+    device: Device,
+    dtype: torch.dtype,
+) -> Layouts | None:
+    """Return the layouts of the weights that stay quantized because kernels support them.
+
+    Before the checkpoint is downloaded, and for dummy weights, they follow from its config.
+    """
+    checkpoint_config = checkpoint.config if isinstance(checkpoint, Checkpoint) else checkpoint
+    is_dummy = config.load_format == "dummy"
+    types = checkpoint_config.get(BLOCK_TYPES_KEY)
+    if types and not is_dummy and device.reads_quantized("gguf", dtype):
+        return _gguf_layouts(types)
+    stored = checkpoint_config.get("quantization_config")
+    if stored is None and config.quantization is None:
+        return None
+    quantization = choose_quantization(config.quantization, stored)
+    layout = None if quantization is None else quantization.layout
+    if quantization is None or layout is None or not device.reads_quantized(layout.kind, dtype):
+        return None
+    from nanovllm.checkpoint.quantized.modules import is_quantized_to_fp8, join_parts
+
+    if isinstance(checkpoint, Checkpoint) and not is_dummy:
+        tensors = join_parts(list_tensors(checkpoint), quantization, ())
+        found = {tensor.name.removesuffix(".weight"): tensor.layout for tensor in tensors}
+        return {name: found[name] for name in found if not name.endswith("embed_tokens")}.get
+
+    # Quantizing to FP8 here skips the last projection; a quantized checkpoint may include it.
+    is_chosen_here = quantization.scheme == "round_to_fp8"
+    num_layers = len(read_config(checkpoint_config).layers) if is_chosen_here else 0
+
+    def expected_layout(module: str) -> QuantLayout | None:
+        is_projection = is_quantized_to_fp8(f"{module}.weight", num_layers)
+        return layout if is_projection and not quantization.ignores(module) else None
+
+    return expected_layout
+
+
+def _gguf_layouts(types: Mapping[str, str]) -> Layouts:
+    """Map modules to layouts, given the GGUF type of each tensor; one tensor holds all experts."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    layouts = {
+        kind: QuantLayout(kind, size, block_bytes=num_bytes)
+        for kind in set(types.values())
+        for size, num_bytes in [GGML_QUANT_SIZES[GGMLQuantizationType[kind]]]
+    }
+
+    def layout_of(module: str) -> QuantLayout | None:
+        kind = types.get(re.sub(r"experts\.\d+\.", "experts.*.", f"{module}.weight"))
+        return None if kind is None else layouts[kind]
+
+    return layout_of
