@@ -94,7 +94,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
         tl.store(places, values.to(y.dtype.element_ty), mask=mask)
 
 
-# Two words, $4 and $5, give a pair of bfloat16 values for each place. The two bytes go to the upper
+# Two words, $4 and $5, give a pair of bfloat16 values per position. The two bytes go to the upper
 # bytes of the halves; then sign, exponent and fraction move to their bfloat16 positions, and the
 # multiplication by 2**120 corrects the exponent bias. The masks clear the lower bytes.
 _FP8_PLACE = """
@@ -123,9 +123,9 @@ cvt.rn.f16x2.e4m3x2 $3, high;
 
 
 def _int4_unpacking(bits: str) -> str:
-    """Return assembly that unpacks words $8 and $9 to a pair of 16-bit values for each place.
+    """Return assembly that unpacks words $8 and $9 to a pair of 16-bit values for each position.
 
-    The low halves of both words hold places 0 to 3, the high halves places 4 to 7.
+    The low halves of both words hold positions 0 to 3, the high halves positions 4 to 7.
     """
     lines = ["prmt.b32 a, $8, $9, 0x5410;", "prmt.b32 b, $8, $9, 0x7632;"]
     for place in range(4):
@@ -153,7 +153,7 @@ IS_INTERPRETED = tl.constexpr(not isinstance(load_tile, JITFunction))
 
 @triton.jit
 def as_operands(tile, PLACES: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the values of words by place, in a 16-bit dtype; int4 values are raised.
+    """Return the values of words by position, in a 16-bit dtype; int4 values are raised.
 
     A raised int4 value has 128 (bfloat16) or 1024 (float16) added to it; its four bits are the last
     bits of that number's fraction.
@@ -166,7 +166,7 @@ def as_operands(tile, PLACES: tl.constexpr, dtype: tl.constexpr):  # type: ignor
 
 @triton.jit
 def join_places(codes, FIRST: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Concatenate the values of some places; no data moves, since one thread holds all of them."""
+    """Concatenate the values of some positions; no data moves: one thread holds all of them."""
     if COUNT == 8:
         return _beside(_four_beside(codes, 0), _four_beside(codes, 4))
     elif COUNT == 4:
@@ -196,7 +196,7 @@ def raised_by(dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def as_floats(tile, place: tl.constexpr, PLACES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the quantized values at one place of words, in float32."""
+    """Return the quantized values at one position of words, in float32."""
     if PLACES == 4:
         code = ((tile >> (8 * place)) & 255).to(tl.uint8)
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)

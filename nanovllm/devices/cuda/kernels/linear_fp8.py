@@ -270,9 +270,9 @@ def _norm(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _inputs_of_words(PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the index of the input at each place of each word [places, blocks, words].
+    """Return the index of the input at each position of each word [positions, blocks, words].
 
-    See pack_words for the layout. A thread holds all places of its words, which are neighbors.
+    See pack_words for the layout. A thread holds all positions of its words, which are neighbors.
     """
     place, part = tl.arange(0, 4)[:, None, None], tl.arange(0, PARTS)[None, :, None]
     return part * 128 + place * WORDS + tl.arange(0, WORDS)[None, None, :]
@@ -285,7 +285,7 @@ def _scale_of(largest):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_codes(words, row, values, scale, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Quantize values [places, blocks, words] to FP8, and store them as the words of a row."""
+    """Quantize values [positions, blocks, words] to FP8, and store them as the words of a row."""
     inverse = tl.div_rn(1.0, scale)
     scaled = tl.clamp(values * inverse, -LARGEST, LARGEST)
     bits = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
