@@ -5,7 +5,7 @@ Anthropic's messages. Flags have the same names as in vLLM.
 
 examples:
   nanovllm serve
-  nanovllm serve --demo
+  nanovllm serve --demo --allow-pause
   nanovllm serve Qwen/Qwen3-0.6B --port 8000 --api-key secret
   nanovllm serve Qwen/Qwen3-32B -tp 2 --max-model-len 32k --served-model-name qwen
   nanovllm serve --config server.yaml
@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     check_certificate(args.ssl_keyfile, args.ssl_certfile)
     with listen(args.host, args.port) as listener:
         is_local = is_loopback(listener) and not options.api_key
+        if args.allow_pause:
+            config = replace(config, depth=0)  # each step is committed before the next is planned
         how = {"restart_core": args.restart_engine, "in_process": args.in_process}
         llm = AsyncLLM(**asdict(config), **how)
         try:

@@ -58,6 +58,9 @@ class ServerOptions:
     demo: bool = option(
         False, "a KV cache to look at: 192 blocks of 32 tokens, and steps of 256 tokens"
     )
+    allow_pause: bool = option(
+        False, "let clients pause and step the engine, and read the prompts of others"
+    )
     # The next two are set when the server starts.
     is_local: bool = False  # reject requests whose Host header is not this machine
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
