@@ -17,7 +17,13 @@ from nanovllm.cli import build_parser, main, parse
 from tests import test_rings as rings
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (ROOT, ROOT / "docs", ROOT / "benchmarks", ROOT / "benchmarks" / "notes")
+FOLDERS = (
+    ROOT,
+    ROOT / "docs",
+    ROOT / "docs" / "learn",
+    ROOT / "benchmarks",
+    ROOT / "benchmarks" / "notes",
+)
 DOCUMENTS = [path for folder in FOLDERS for path in folder.glob("*.md")]
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 # Files of users, which are not in the repository.
@@ -75,7 +81,9 @@ def commands() -> Iterator[str]:
 def test_commands_can_be_given(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [options] = re.findall(r"```yaml\n# server.yaml\n(.*?)```", read("docs/serving.md"), re.DOTALL)
+    [options] = re.findall(
+        r"```yaml\n# server.yaml\n(.*?)```", read("docs/operations.md"), re.DOTALL
+    )
     (tmp_path / "server.yaml").write_text(options)
     monkeypatch.chdir(tmp_path)
     assert callable(parse(shlex.split(command)[1:]).run)
@@ -115,7 +123,9 @@ def test_the_first_command_gives_the_answer_that_is_shown(
     """The output is the same on every CPU, because no token is a close choice."""
     monkeypatch.setattr("sys.stdin", None)
     [(command, answer)] = re.findall(
-        r"^nanovllm (generate .*)\n(?:.*\n)*?```\n```\n(.*)\n\nprompts", read("README.md"), re.M
+        r"^nanovllm (generate .*)\n(?:.*\n)*?```\n```\n(.*)\n\nprompts",
+        read("docs/install.md"),
+        re.M,
     )
     for dtype in ("auto", "float32"):
         assert main([*shlex.split(command), "--dtype", dtype]) == 0
