@@ -42,6 +42,7 @@ SHARED = {
     "tests/serve/": "server",
     "tests/ray/": "ray",
     "tests/clients/": "clients",
+    "tests/learn/": "learn",
     # The kernels of experts compile in half the time after the other kernels.
     "tests/devices/cpu/test_numba_attention.py": "kernels",
     "tests/devices/cpu/test_experts.py": "kernels",
