@@ -17,8 +17,8 @@ from nanovllm.cli import build_parser, main, parse
 from tests import test_rings as rings
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (ROOT, ROOT / "docs", ROOT / "benchmarks", ROOT / "benchmarks" / "notes")
-DOCUMENTS = [path for folder in FOLDERS for path in folder.glob("*.md")]
+FOLDERS = (".", "docs", "docs/learn", "benchmarks", "benchmarks/notes")
+DOCUMENTS = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.md")]
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 # Files of users, which are not in the repository.
 THEIRS = {"config.json", "generation_config.json", "config.yaml", "server.yaml", "trace.json"}
@@ -51,7 +51,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_files_that_are_named_are_there() -> None:
-    folders = ("nanovllm", "tests", "docs", "benchmarks", "deploy")
+    folders = ("nanovllm", "tests", "docs", "learn", "benchmarks", "deploy")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     there = [f"/{path.relative_to(ROOT).as_posix()}" for path in [*files, *ROOT.iterdir()]]
     for path in DOCUMENTS:
@@ -75,7 +75,9 @@ def commands() -> Iterator[str]:
 def test_commands_can_be_given(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [options] = re.findall(r"```yaml\n# server.yaml\n(.*?)```", read("docs/serving.md"), re.DOTALL)
+    [options] = re.findall(
+        r"```yaml\n# server.yaml\n(.*?)```", read("docs/operations.md"), re.DOTALL
+    )
     (tmp_path / "server.yaml").write_text(options)
     monkeypatch.chdir(tmp_path)
     assert callable(parse(shlex.split(command)[1:]).run)
@@ -115,7 +117,9 @@ def test_the_first_command_gives_the_answer_that_is_shown(
     """The output is the same on every CPU, because no token is a close choice."""
     monkeypatch.setattr("sys.stdin", None)
     [(command, answer)] = re.findall(
-        r"^nanovllm (generate .*)\n(?:.*\n)*?```\n```\n(.*)\n\nprompts", read("README.md"), re.M
+        r"^nanovllm (generate .*)\n(?:.*\n)*?```\n```\n(.*)\n\nprompts",
+        read("docs/install.md"),
+        re.M,
     )
     for dtype in ("auto", "float32"):
         assert main([*shlex.split(command), "--dtype", dtype]) == 0

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
-from nanovllm.checkpoint.resolved_model import ResolvedModel
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import EngineCoreOutputs, Request
 from nanovllm.errors import NanovllmError
+from nanovllm.llm import ResolvedModel
 from nanovllm.parallel.child import Failure, Serve
 from nanovllm.parallel.supervisor import ChildProcesses, ChildThread, Supervisor
 from nanovllm.serve.core_records import (
     Add,
+    Control,
+    ControlAction,
     CoreReady,
     CoreStats,
     CoreUpdate,
@@ -98,6 +100,11 @@ class Replica:
     def finish(self, finish: Finish) -> None:
         self.flush()  # the core must receive the requests before this message
         self._send(finish)
+
+    def control(self, action: ControlAction) -> None:
+        """Pause, step or resume the core, which must run at depth 0."""
+        self.flush()
+        self._send(Control(action))
 
     def fail(self, error: NanovllmError) -> None:
         """Record the error of the core, and that nothing runs on it any more."""

@@ -10,13 +10,14 @@ from torch import Tensor
 from nanovllm.checkpoint.quantization import Quantization, QuantLayout
 from nanovllm.checkpoint.quantized.weight import (
     Parts,
+    QuantizedPiece,
     StoredWeight,
     check_matrix,
     check_part,
     in_groups,
     read_part,
 )
-from nanovllm.checkpoint.stored_tensors import FLOATS, QuantizedPiece, StoredTensor
+from nanovllm.checkpoint.stored_tensors import FLOATS, StoredTensor
 from nanovllm.errors import CheckpointError
 
 # AWQ: the position in a word of each of eight outputs, counted from the lowest bits.
