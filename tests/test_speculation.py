@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.request import DraftCounts
 from nanovllm.errors import ConfigError
 from nanovllm.outputs import RequestOutput
 from tests.byte_tokenizer import with_tokenizer
@@ -116,15 +117,16 @@ def test_drafts_change_no_output(path: str, depth: int, count: Callable[[int], i
             ]
             llm = small if rng.random() < 0.5 else large
             scheduler = llm.engine.core.scheduler
-            scheduler.drafter = drafter = EagerDrafter(Replay(recorded, VOCAB_SIZE, rng=rng), 7)
+            scheduler.drafter = EagerDrafter(Replay(recorded, VOCAB_SIZE, rng=rng), 7)
+            scheduler.draft_counts = draft_counts = DraftCounts()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             for output, want in zip(outputs, wanted, strict=True):
                 assert tokens_of(output) == tokens_of(want), seed
                 assert_equal_logprobs(output, want)
             scheduler.check()
             assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-            num_drafted += drafter.num_draft_tokens
-            num_accepted += drafter.num_accepted_tokens
+            num_drafted += draft_counts.num_draft_tokens
+            num_accepted += draft_counts.num_accepted_tokens
         num_preemptions = small.engine.core.scheduler.num_preemptions
     assert num_drafted > 1.2 * num_accepted > 5 * count(500)
     assert num_preemptions > 0
@@ -140,11 +142,11 @@ def test_repeated_text_is_drafted(path: str) -> None:
         num_steps = len(llm.engine.core.timings)
     with LLM(path, **OPTIONS, speculative_config=NGRAM) as llm:
         [output] = llm.generate([[7, 8, 9]], params, use_tqdm=False)
-        drafter = llm.engine.core.scheduler.drafter
+        draft_counts = llm.engine.core.scheduler.draft_counts
         assert len(llm.engine.core.timings) < 0.6 * num_steps
     assert output.token_ids == want.token_ids
-    assert drafter is not None
-    assert drafter.num_accepted_tokens > 20
+    assert output.num_accepted_tokens == draft_counts.num_accepted_tokens > 20
+    assert output.num_rejected_tokens == draft_counts.num_rejected
 
 
 @pytest.mark.parametrize(

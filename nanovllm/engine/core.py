@@ -156,7 +156,9 @@ class EngineCore:
         return step
 
     def _commit(self, plan: StepPlan, result: StepResult, seconds: float) -> EngineCoreOutputs:
+        num_before = self.scheduler.draft_counts.num_rejected
         updated = self.scheduler.commit(plan, result, seconds)
+        num_rejected = self.scheduler.draft_counts.num_rejected - num_before
         if self._in_flight:
             self._send_masks()
         streaming = [
@@ -169,7 +171,7 @@ class EngineCore:
             [self._leave(seq) for seq in updated if seq.finish_reason is not None],
             [each for seq in streaming for each in seq.new_logprobs or no_logprobs * seq.num_new],
             plan.num_prefill_tokens,
-            plan.num_decode_tokens,
+            plan.num_decode_tokens - num_rejected,
         )
 
     def _drop_in_flight(self) -> EngineCoreOutputs:
@@ -228,4 +230,5 @@ class EngineCore:
             seq.pooled,
             seq.error,
             POOL_TOO_SMALL if seq.is_cut_by_pool and seq.finish_reason == "length" else None,
+            seq.draft_counts,
         )

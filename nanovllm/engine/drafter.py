@@ -18,6 +18,8 @@ RATE = 0.15  # weight of the newest measurement in a moving average
 
 
 class Proposal(NamedTuple):
+    """Tokens that may follow a sequence."""
+
     token_ids: list[int]
     certainty: int  # below NUM_CLASSES
 
@@ -54,7 +56,6 @@ class Drafter:
     """
 
     def __init__(self, proposer: Proposer, num_speculative_tokens: int) -> None:
-        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self._proposer = proposer
         self._most = num_speculative_tokens
         self._states: dict[int, DraftState] = {}  # keyed by seq_id
@@ -84,9 +85,6 @@ class Drafter:
 
     def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Learn how many drafts of a sequence were accepted."""
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
         state = self._states[seq.seq_id]
         for outcome in [1.0] * num_accepted + [0.0] * (num_accepted < num_drafts):
             state.acceptance += RATE * (outcome - state.acceptance)

@@ -13,7 +13,7 @@ import numpy as np
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.grammar import Matcher
 from nanovllm.engine.prompt_budget import PromptBudget
-from nanovllm.engine.request import FinishReason
+from nanovllm.engine.request import DraftCounts, FinishReason
 from nanovllm.engine.sequence import NO_SLOT, Sequence, WaitingQueue
 from nanovllm.engine.step import (
     BlockCopy,
@@ -51,6 +51,7 @@ class Scheduler:
         self.blocks = blocks
         self.prompt_budget = prompt_budget  # None: prompts may take whole steps
         self.drafter = drafter  # None: no speculative decoding
+        self.draft_counts = DraftCounts()
         self.waiting = WaitingQueue()
         # Sequences whose grammar is not compiled, or whose next bitmask is not computed yet.
         self.waiting_for_grammar: dict[int, Sequence] = {}
@@ -373,6 +374,8 @@ class Scheduler:
         pairs = zip(drafts, token_ids, strict=False)
         num_accepted = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(drafts))
         self.drafter.verified(seq, len(drafts), num_accepted)
+        for counts in (self.draft_counts, seq.draft_counts):
+            counts.add(len(drafts), num_accepted)
         seq.num_tokens += num_accepted
         if seq.slot != NO_SLOT:  # not preempted in the meantime
             seq.num_computed += num_accepted

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from nanovllm.engine.block_manager import BlockKey, Prefix
 from nanovllm.engine.grammar import Matcher
-from nanovllm.engine.request import FinishReason, Request, TokenLogprobs
+from nanovllm.engine.request import DraftCounts, FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Vector
 
 NO_SLOT = -1
@@ -51,6 +51,7 @@ class Sequence:
     is_dropped: bool = False  # whether to discard the token that the step in flight samples
     drafts: list[int] = field(default_factory=list)  # verified by the step in flight
     has_rejected: bool = False  # whether its slot may count rejected drafts
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
     pooled: Vector | None = None
 
     leader: Sequence | None = None  # first sample of the prompt, whose blocks this one shares

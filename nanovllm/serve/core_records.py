@@ -68,6 +68,9 @@ class CoreStats:
     num_cache_hits: int = 0  # prompt tokens found in the prefix cache
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    num_drafts: int = 0  # rows with drafts
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafts that equal the sampled tokens
 
 
 def total(stats: list[CoreStats]) -> CoreStats:

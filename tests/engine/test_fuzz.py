@@ -167,8 +167,8 @@ def test_any_schedule_gives_the_reference_tokens(
                 assert seq.finish_reason == ("stop" if want[-1] == EOS else "length")
         assert core.scheduler.blocks.num_free == core.scheduler.blocks.num_blocks
         if core.scheduler.drafter is not None:
-            num_drafted += core.scheduler.drafter.num_draft_tokens
-            num_accepted += core.scheduler.drafter.num_accepted_tokens
+            num_drafted += core.scheduler.draft_counts.num_draft_tokens
+            num_accepted += core.scheduler.draft_counts.num_accepted_tokens
         num_preemptions += core.scheduler.num_preemptions
         num_hits += sum(seq.num_cached for seq in sequences)
     assert num_preemptions > 0.4 * count(1000)
