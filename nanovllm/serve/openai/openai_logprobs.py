@@ -28,7 +28,7 @@ _BYTE_LEVEL = {
 def logprob_entries(
     tokenizer: PreTrainedTokenizerBase, tokens: Iterable[TokenLogprobs], num_top: int
 ) -> list[Entry]:
-    """Return the logprobs of tokens in the format of chats and responses."""
+    """Return the logprobs of tokens in the format of the chat and Responses APIs."""
 
     def entry(token_id: int, known: dict[int, Logprob]) -> dict[str, Any]:
         top = [
@@ -66,7 +66,7 @@ def prompt_logprobs_by_id(
 def covering(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[TokenLogprobs], text: str
 ) -> Sequence[TokenLogprobs]:
-    """Return the last tokens that make up a text; this excludes a marker's tokens before it."""
+    """Return the trailing tokens that make up `text`, without those of a marker before it."""
     num_bytes, start = len(text.encode("utf-8", "replace")), len(tokens)
     while start > 0 and num_bytes > 0:
         start -= 1
@@ -76,7 +76,7 @@ def covering(
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, text: str) -> bytes:
-    """Return the bytes of a token; its text alone has U+FFFD for incomplete characters."""
+    """Return the bytes of a token; its text has U+FFFD in place of an incomplete character."""
     if REPLACEMENT in text:
         (written,) = tokenizer.convert_ids_to_tokens([token_id])
         if found := _FALLBACK.fullmatch(written):
