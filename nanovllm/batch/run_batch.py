@@ -13,7 +13,7 @@ from nanovllm.batch.progress_file import ProgressFile
 from nanovllm.batch.rows import Row, read_rows, windows
 from nanovllm.errors import NanovllmError
 
-OnLine = Callable[[dict[str, Any] | None], None]  # gets the written line; None for an error
+OnLine = Callable[[dict[str, Any] | None], None]  # called with the written line; None for an error
 
 
 async def run_job(

@@ -1,7 +1,7 @@
 """`build_app`: a Ray Serve application with the routes and options of `nanovllm serve`.
 
-Its ingress is that server without an engine: it parses requests, tokenizes prompts and sends each
-to one of the engines, which Serve starts, monitors and scales.
+The ingress is the HTTP server without an engine: it parses requests, tokenizes prompts and sends
+each prompt to one of the engines, which Serve starts, monitors and scales.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from nanovllm.serve.app import make_app
 from nanovllm.serve.core_records import EngineState
 from nanovllm.serve.service import Service
 
-HEALTH_SECONDS = 2.0  # between checks; Serve replaces an engine that fails three in a row
-DRAIN_SECONDS = 60.0  # to finish the requests of an engine that is scaled down
-MAX_REQUESTS = 2**16  # per ingress, which itself rejects requests when its queue is full
-# By default Serve passes every token between threads through unbounded queues. In one event loop
-# there are none, and tokens that a slow reader has not fetched are merged at their source.
+HEALTH_SECONDS = 2.0  # time between checks; Serve replaces an engine that fails three in a row
+DRAIN_SECONDS = 60.0  # time for an engine to finish its requests when it is scaled down
+MAX_REQUESTS = 2**16  # never reached: the ingress itself rejects requests when its queue is full
+# By default, Serve passes every token between threads through unbounded queues. A single event loop
+# needs no such queues, and the engine merges the tokens that a slow reader has not fetched.
 ONE_LOOP = {
     "env_vars": {
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -72,8 +72,8 @@ def build_app(options: str | Mapping[str, Any]) -> serve.Application:
             "num_gpus": _num_gpus(config),
             "runtime_env": ONE_LOOP,
         },
-        # Twice as many requests as run keep an engine busy; those that wait in the ingress instead
-        # can still go to a new engine.
+        # Twice the number of running requests keeps an engine busy. Further requests wait in the
+        # ingress, so that a new engine can take them.
         max_ongoing_requests=2 * config.max_num_seqs,
         request_router_config=_routing(config),
         health_check_period_s=HEALTH_SECONDS,
