@@ -1,6 +1,6 @@
 """Attention in plain torch, on any device: SDPA, row by row, over each row's own tokens only.
 
-Query heads that share a kv head are treated as a batch, so grouped-query attention copies nothing.
+Query heads that share a kv head form a batch, so grouped-query attention needs no copies of k, v.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanovllm.ops.fp8 import Fp8Rows, dequantize
 from nanovllm.ops.interface import LayerCache
 from nanovllm.ops.torch_ops import upcast
 
-QUERY_TILE = 512  # queries per call with a mask, which bounds the mask's memory
+QUERY_TILE = 512  # queries per masked call; this bounds the memory of the mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def attend_prefill(
     output: Tensor,
     product_dtype: torch.dtype | None = None,
 ) -> None:
-    """Attend from the last `count` positions of a row to all of it, or to their windows."""
+    """Attend from a row's last `count` positions to all its positions, or to their windows."""
     part = slice(row.offset, row.offset + row.count)
     q, output = q[part], output[part]
     length = row.start + row.count
@@ -108,7 +108,10 @@ def _gather_blocks(
 def _grouped_sdpa(
     q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None, scale: float
 ) -> Tensor:
-    """Run SDPA of q [queries, heads, dim] over k, v [1, kv_heads, tokens, dim]; no mask: causal."""
+    """Run SDPA of q [queries, heads, dim] over k, v [1, kv_heads, tokens, dim].
+
+    Without a mask, attention is causal.
+    """
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     # kv heads become the batch, and each is broadcast over its query heads: a view, not a copy.

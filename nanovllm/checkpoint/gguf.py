@@ -41,11 +41,11 @@ _END_TEXTS = (
     *("<|eom_id|>", "<|end_of_text|>"),  # Llama 3 uses these besides <|eot_id|>
 )
 
-# The only key that config.json does not have: the quant block type of each quantized tensor.
+# An additional config key, which no config.json has: tensor name -> quant block type.
 BLOCK_TYPES_KEY = "gguf_block_types"
 
 PIECE_ELEMENTS = 4 << 20  # elements read at a time: 16 MB as float32
-DEQUANTIZED_ELEMENTS = 1 << 17  # elements per call of the gguf package, which makes copies
+DEQUANTIZED_ELEMENTS = 1 << 17  # elements per call to the gguf package, which makes copies
 FLOAT_TYPES = ("F32", "F16", "BF16")
 BLOCK_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 TENSOR_TYPES = (*FLOAT_TYPES, *BLOCK_TYPES)
@@ -53,7 +53,7 @@ TENSOR_TYPES = (*FLOAT_TYPES, *BLOCK_TYPES)
 # Any other key under "{architecture}." may change the output, so it raises an error.
 _KNOWN_KEYS = re.compile(
     r"block_count|context_length|embedding_length|feed_forward_length|vocab_size|expert_count"
-    r"|pooling_type"  # of embedding models; each request chooses its own pooling
+    r"|pooling_type"  # set by embedding models; each request chooses its own pooling
     r"|attention\.(head_count|head_count_kv|key_length|value_length|layer_norm_rms_epsilon)"
     r"|rope\.(freq_base|dimension_count)"
     r"|rope\.scaling\.(type|factor|original_context_length|finetuned|yarn_beta_fast|yarn_beta_slow)"
@@ -112,7 +112,7 @@ class GGUFTensor:
     """A tensor under its Hugging Face name and shape.
 
     `read` yields rows as floats, `read_blocks` the bytes of each row of a quantized tensor. Both
-    read all rows, or a slice, which must cover whole heads if heads are stored permuted.
+    read all rows by default, or a slice; if heads are stored permuted, it must cover whole heads.
     """
 
     name: str
@@ -205,7 +205,7 @@ def _head_dim(metadata: _Metadata) -> int:
 
 
 def _rope_scaling(metadata: _Metadata, factors: ReaderTensor | None) -> dict[str, Any] | None:
-    """Return rope scaling in transformers' field names; "factors" divides each frequency."""
+    """Return the rope scaling in transformers' format, plus the type "factors" of GGUF files."""
     number = metadata.number
     implied = "linear" if number("rope.scaling.factor", 0) else "none"
     kind = field(metadata.reader, f"{metadata.architecture}.rope.scaling.type", implied)
@@ -228,7 +228,7 @@ def _rope_scaling(metadata: _Metadata, factors: ReaderTensor | None) -> dict[str
 
 
 def _torch_dtype(reader: GGUFReader) -> str:
-    """Return the dtype of the matrices: norms are float32 in every GGUF file."""
+    """Return the model's dtype, judged by the matrices: norms are float32 in every GGUF file."""
     types = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     if types == {"F32"}:
         return "float32"
@@ -268,7 +268,7 @@ def _read(
 ) -> Iterator[npt.NDArray[Any]]:
     """Yield rows piece by piece, in whole heads if heads are stored permuted.
 
-    Rows are dequantized from type `kind`, or copied as stored if it is None.
+    Rows are dequantized from type `kind`, or copied as stored if `kind` is None.
     """
     if len(shape) == 1 and kind is not None:  # a vector cannot be read row by row
         data, kind = _to_float(data, kind), type(kind).F32
@@ -285,7 +285,7 @@ def _read(
 
 
 def _to_float(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[Any]:
-    """Copy or dequantize, so that the array is writable and outlives the memory map."""
+    """Return a copy of the data as floats; it is writable and outlives the memory map."""
     import gguf
 
     if kind.name in ("F32", "F16"):
@@ -303,6 +303,6 @@ def _to_float(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray
 
 
 def _unpermute(array: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Turn rows stored as (pair, half) within each head back into (half, pair)."""
+    """Reorder the rows of each head from (pair, half), as they are stored, to (half, pair)."""
     pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
     return np.swapaxes(pairs, 1, 2).reshape(array.shape)

@@ -1,4 +1,4 @@
-"""Open a GGUF file: its header is parsed, its tensor data is memory-mapped until it is read."""
+"""Open a GGUF file: parse its header, and memory-map its tensor data."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 
 
 def open_gguf(path: Path, has_lists: bool = True) -> GGUFReader:
-    """Return the `gguf` package's reader of a file that must be complete.
+    """Return the `gguf` package's reader for a file; raise if the file is damaged or incomplete.
 
-    Without string lists, such as the vocabulary, it takes about ten megabytes less.
+    `has_lists=False` skips string lists, such as the vocabulary, and saves about ten megabytes.
     """
     try:
         with np.errstate(over="raise"):  # offsets past 2**64 would wrap around
@@ -72,7 +72,7 @@ def special_token_id(reader: GGUFReader, role: str) -> int | None:
 
 
 def release_pages(reader: GGUFReader) -> None:
-    """Release the pages that were read: mapped pages count as memory of this process."""
+    """Release the pages that were read: mapped pages count toward this process's memory."""
     mapped = reader.data.base
     if isinstance(mapped, mmap.mmap) and hasattr(mapped, "madvise"):  # not on Windows
         mapped.madvise(mmap.MADV_DONTNEED)
@@ -117,7 +117,7 @@ def _check_tensors(reader: GGUFReader) -> None:
 def _read_strings(
     data: npt.NDArray[np.uint8], offset: int, count: int, is_kept: bool
 ) -> tuple[list[npt.NDArray[Any]], int]:
-    """Read strings, each a length and its bytes; return them, if kept, and the end offset."""
+    """Read strings, each stored as length and bytes; return them, if kept, and the end offset."""
     plain, strings = data.view(np.ndarray), []  # slicing a memmap is slow
     view, read_length = plain.data, struct.Struct("<Q").unpack_from
     for _ in range(count):

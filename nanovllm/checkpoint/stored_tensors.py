@@ -24,7 +24,7 @@ from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.quantization import QuantLayout
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
-PIECE_BYTES = 32 << 20  # enough to keep every thread busy
+PIECE_BYTES = 32 << 20  # bytes read at a time: enough to keep every thread busy
 Index = tuple[slice, ...]  # the part of a tensor to read; (): all of it
 _DTYPES = {
     "F64": torch.float64,
@@ -48,12 +48,12 @@ class Read(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedPiece:
-    """Some rows of a quantized weight, which is (values - zeros) * scales."""
+    """Some rows of a quantized weight; dequantized, they are (values - zeros) * scales."""
 
     values: Tensor  # [rows, inputs]: FP8, or integers (one per byte)
     scales: Tensor  # [rows, groups]
-    zeros: Tensor | int = 0  # uint8 [rows, groups], or one for all
-    group_of: Tensor | None = None  # [inputs]; None: groups are consecutive and of equal size
+    zeros: Tensor | int = 0  # uint8 [rows, groups], or one zero point for all
+    group_of: Tensor | None = None  # group of each input; None: groups are consecutive and equal
 
     def __len__(self) -> int:
         return len(self.values)
@@ -70,7 +70,7 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     file: Path
-    read: Read  # yields pieces of rows; each is valid until the next
+    read: Read  # yields rows in pieces; a piece is valid until the next one is read
     # Yields a quantized tensor as stored; for GGUF, the bytes of its quant blocks.
     read_quantized: ReadQuantized | None = None
     dtype: torch.dtype = torch.float32  # dtype of the pieces that `read` yields
@@ -150,7 +150,7 @@ def _list_bin(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredT
 
 
 def _read_and_release(tensor: Tensor, index: Index = ()) -> Iterator[Tensor]:
-    """Yield rows, then release their pages: mapped pages count as memory of this process."""
+    """Yield rows, then release their pages: mapped pages count toward this process's memory."""
     for rows in _split(tensor, index):
         yield rows
         first = -(-rows.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -188,7 +188,7 @@ def _split(tensor: Tensor, index: Index) -> Iterator[Tensor]:
     if tensor.dim() == 0:
         yield tensor
         return
-    # Count whole rows: even if only some columns are read, the pages of the others are mapped.
+    # Size pieces by whole rows: reading some columns maps the pages of the others as well.
     num_rows = max(PIECE_BYTES // tensor[0].nbytes, 1)
     part = tensor[index]
     for first in range(0, len(part), num_rows):

@@ -24,7 +24,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # These import numpy and torch, which --help does not need.
+    # These modules import numpy and torch, which --help does not need.
     from nanovllm.checkpoint.hub import ALIASES
     from nanovllm.models.registry import FAMILIES
 

@@ -1,4 +1,4 @@
-"""What every layer is built from, and the batch it is called with."""
+"""The arguments with which layers are built (`Build`) and called (`ForwardBatch`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Build:
 class SampledTokens:
     """The tokens whose logits are needed; each is the last token of its row."""
 
-    index: Tensor  # indices into the batch
+    index: Tensor  # indices of these tokens in the batch
     attention: Any  # the attention backend's plan for these tokens alone
 
 
@@ -46,20 +46,20 @@ class ForwardBatch:
     input_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
     slot_mapping: Tensor  # [tokens], token -> position in the KV cache
-    sampled: SampledTokens | None  # None: all tokens
+    sampled: SampledTokens | None  # None: the logits of all tokens are needed
     attention: Any  # the attention backend's plan for this step
     caches: list[LayerCache]
 
 
 class Layer(nn.Module):
-    """A module that is loaded, then packed, then called."""
+    """A module whose parameters are loaded, then packed for the kernels."""
 
     def __call__(self, *args: Any) -> Any:
         # nn.Module checks for hooks in every call: about a millisecond for the 300 calls of a step.
         return self.forward(*args)
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
-        """Return the checkpoint tensors of this layer's own parameters, without its submodules'."""
+        """Return the checkpoint tensors of this layer's parameters, excluding its submodules."""
         return {}
 
     def pack(self, has_room: bool) -> None:

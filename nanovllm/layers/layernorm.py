@@ -1,4 +1,4 @@
-"""RMSNorm layers; a projection that follows a norm applies it itself, in one fused operation."""
+"""RMSNorm layers; a projection after a norm applies the norm itself, in one fused operation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Projections, token embedding and LM head, sharded by outputs, inputs or vocabulary.
 
-A projection has one weight, which may stack several checkpoint weights into a single product.
+A projection has one weight, which may stack several checkpoint weights into a single GEMM.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MergedLinear(Layer):
         return self.packed(x)
 
     def after_norm(self, hidden: ResidualStream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Project the norm of residual + update; also return that sum, the new residual."""
+        """Return the projection of norm(residual + update), and the new residual."""
         return self.packed.after_norm(hidden, norm.weights)
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
@@ -79,14 +79,14 @@ class RowParallelLinear(MergedLinear):
         return self.group.all_reduce(self.packed(x))
 
     def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
-        """Project x to an update of the residual, which the next norm adds."""
+        """Project x to an update of the residual; the next norm adds the update."""
         if self.group.is_alone:
             return self.packed.add_to(residual, x)
-        return ResidualStream(residual, self(x))  # the residual is replicated: sum only the update
+        return ResidualStream(residual, self(x))  # replicated: only updates are summed
 
     def pack(self, has_room: bool) -> None:
         if self.group.rank > 0:
-            self.bias = None  # rank 0 alone adds it, as outputs are summed
+            self.bias = None  # only rank 0 adds the bias: the ranks' outputs are summed
         super().pack(has_room)
 
 
@@ -97,7 +97,7 @@ class Embedding(Layer):
         super().__init__()
         self.vocab = sharded(num_embeddings, build.group)
         self.weight = LayerWeight({"": [self.vocab]}, replicated(dim), build)
-        self.scale = torch.tensor(scale).to(build.dtype).item()  # rounded, as in training
+        self.scale = torch.tensor(scale).to(build.dtype).item()  # rounded as in training
         self.ops, self.group = build.ops, build.group
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Embedding(Layer):
 
 
 class LMHead(MergedLinear):
-    """The projection of hidden states to logits; `tied` makes it use the embedding's weight."""
+    """The projection of hidden states to logits; with `tied`, it uses the embedding's weight."""
 
     def __init__(self, dim: int, vocab_size: int, build: Build, tied: Embedding | None) -> None:
         outputs = {"lm_head": [sharded(vocab_size, build.group)]}

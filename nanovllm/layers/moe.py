@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the MLP: each token runs through a few of many experts."""
+"""A mixture of experts (MoE) in place of the MLP: each token runs through a few of many experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ExpertNames:
 
 
 class SparseMLP(Layer):
-    """A router chooses each token's experts and weights their outputs.
+    """A mixture of experts: a router chooses each token's experts and weights their outputs.
 
     Every rank has a shard of every expert.
     """

@@ -32,7 +32,8 @@ SIZES = {
     "moe_intermediate_size": (0, MAX_SIZE),
 }
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # GGUF files add "factors"
-# Headless classes not named like the full model; Gemma3Model also reads images: unsupported.
+# Classes without an LM head whose names differ from the full model's. Gemma3Model stays as it is,
+# and is rejected: it also reads images.
 BODIES = {"Gemma3TextModel": "Gemma3ForCausalLM", "Gemma3Model": "Gemma3Model"}
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -41,7 +42,7 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for sizes of the wrong type or range; null is like a missing field."""
+    """Raise CheckpointError for sizes of the wrong type or range; null counts as missing."""
     for name, (low, high) in SIZES.items():
         value = config.get(name)
         if value is not None and not (type(value) is int and low <= value <= high):
@@ -121,7 +122,7 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _stretched(max_position: int, rope: RopeConfig) -> int:
-    """Return the number of positions, as extended by rope scaling."""
+    """Return the maximum number of positions, which rope scaling extends."""
     if rope.kind == "yarn":
         max_position = max(max_position, int(rope.factor * rope.original_max_position))
     elif rope.kind in ("linear", "dynamic"):
@@ -130,7 +131,7 @@ def _stretched(max_position: int, rope: RopeConfig) -> int:
 
 
 def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -> ModelConfig:
-    """Give some layers a sliding window; 0 or None is no window."""
+    """Return the config with a sliding window in some layers; 0 or None means no window."""
     chosen = set(layers)
     attention = (
         replace(layer, window=window or None) if i in chosen else layer

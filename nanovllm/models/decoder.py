@@ -26,13 +26,15 @@ class DecoderLayer(Layer):
         self_attn: SelfAttention,
         mlp: nn.Module,
         build: Build,
-        mlp_name: str = "mlp",  # its name in checkpoints
+        mlp_name: str = "mlp",  # name of the MLP in checkpoints
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config, build)
         self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(config, build)
-        self.add_module(mlp_name, mlp)  # before self.mlp: the first name is used for the weights
+        # Register the MLP under its name in checkpoints first: named_modules() reports a shared
+        # module only under its first name.
+        self.add_module(mlp_name, mlp)
         self.mlp = mlp
 
     def forward(self, hidden: ResidualStream, rope: Tensor, batch: ForwardBatch) -> ResidualStream:
@@ -42,7 +44,7 @@ class DecoderLayer(Layer):
 
 
 class DecoderBody(Layer):
-    """Embedding, layers and final norm: the `model` of a checkpoint."""
+    """Embedding, layers and final norm; checkpoints name this module `model`."""
 
     def __init__(
         self, config: ModelConfig, max_model_len: int, build: Build, build_layer: BuildLayer
@@ -86,6 +88,6 @@ class DecoderModel(Layer):
         return self.lm_head.logits(hidden, self.model.norm)
 
     def states(self, hidden: ResidualStream) -> Tensor:
-        """Return hidden states after the final norm."""
+        """Return the hidden states after the final norm."""
         norm = self.model.norm
         return norm.ops.norm(hidden, norm.weights)[0]

@@ -57,7 +57,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rope config of sliding-window layers, and that of the others."""
+    """Return the rope configs of sliding-window layers and of full-attention layers."""
     given = config.get("rope_parameters", {})
     by_type = {kind: rope or {} for kind, rope in given.items()}
     if unknown := sorted(set(by_type) - {"sliding_attention", "full_attention"}):

@@ -15,7 +15,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_windows(config: Mapping[str, Any]) -> ModelConfig:
-    """Give layers from max_window_layers on a sliding window, if use_sliding_window is set."""
+    """Read a config; with use_sliding_window, layers from max_window_layers on have a window."""
     config = {"sliding_window": 4096, "max_window_layers": 28, **config}
     model = read_model_config(config)
     if not config.get("use_sliding_window"):

@@ -76,7 +76,7 @@ FAMILIES = {
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Read a config.json as its family does; an invalid value raises CheckpointError."""
+    """Read a config.json with its family's reader; an invalid value raises CheckpointError."""
     name = read_architecture(config)
     if name not in FAMILIES:
         given, supported = config["architectures"][0], ", ".join(sorted(FAMILIES))

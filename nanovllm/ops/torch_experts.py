@@ -1,4 +1,4 @@
-"""Layers of experts in plain torch: the reference for kernels, and the fallback without them."""
+"""Mixture of experts in plain torch: the reference for kernels, and the fallback without them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanovllm.ops.torch_ops import linear, upcast
 
 @dataclass(frozen=True, slots=True)
 class ComposedExperts:
-    """Experts, with the operations around them run one by one."""
+    """Experts without fusion: the norm, the router and the experts run one after another."""
 
     ops: Ops
     run: Callable[[Tensor, Tensor], Tensor]
@@ -38,7 +38,7 @@ def compose_experts(
     routing: Routing,
     product_dtype: torch.dtype | None = None,
 ) -> ComposedExperts:
-    """Return the reference experts; each one that is chosen runs once, over all its tokens."""
+    """Return the reference experts; each chosen expert runs once, over all its tokens."""
 
     def run(x: Tensor, logits: Tensor) -> Tensor:
         num_experts = logits.shape[1]

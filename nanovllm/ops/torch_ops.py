@@ -23,15 +23,15 @@ from nanovllm.ops.interface import (
 )
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
 
-# Elements of a weight that are upcast at a time: enough for a fast product, small compared with
-# any model.
+# Number of weight elements upcast at a time: enough for a fast GEMM, small compared with any model.
 PIECE_SIZE = 1 << 21
-# Up to this many rows the dtype itself is faster, even emulated: benchmarks/engine/cpu_choices.py.
+# Up to this many rows, a GEMM in the dtype itself is faster than upcasting, even if the CPU only
+# emulates the dtype (benchmarks/engine/cpu_choices.py).
 MAX_NARROW_ROWS = {torch.float16: 4, torch.bfloat16: 0}
 
 
 class TorchOps:
-    """`Ops` in plain torch, with products in `product_dtype`; None: in the dtype of the weights."""
+    """`Ops` in plain torch, with GEMMs in `product_dtype`; None: in the dtype of the weights."""
 
     def __init__(self, product_dtype: torch.dtype | None = None) -> None:
         self.product_dtype = product_dtype
@@ -91,7 +91,7 @@ class TorchOps:
 
 @dataclass(frozen=True, slots=True)
 class ComposedLinear:
-    """A projection, with the operations around it run one by one."""
+    """A projection without fusion: the norm, the GEMM and the activation run one after another."""
 
     ops: Ops
     linear: LinearFn
@@ -128,7 +128,7 @@ def compose_linear(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """Compute F.linear in `dtype` (None: that of x) and round the result once.
+    """Compute F.linear in `dtype` (None: the dtype of x), then round the result to x's dtype.
 
     This is for CPUs that only emulate the dtype of x. No upcast copy of the weight is kept.
     """
