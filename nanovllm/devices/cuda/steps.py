@@ -134,7 +134,7 @@ class CudaSteps:
             "The persistent decode kernel timed out waiting for its other CTAs: the sequences of "
             "the step are recomputed, and decode steps run layer by layer from now on"
         )
-        self.decode.max_persistent_context = 0
+        self.decode.persistent_tokens.clear()
         return True
 
     def run_every_size(self) -> None:
