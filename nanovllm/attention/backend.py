@@ -21,12 +21,6 @@ class BatchRows:
     counts: npt.NDArray[np.int32]
     block_table: Tensor  # int32 [slots, max_blocks] on the device; undefined past a row's blocks
 
-    def last_tokens(self, is_chosen: npt.NDArray[np.bool_]) -> BatchRows:
-        """Return the chosen rows, each reduced to its last position."""
-        counts = self.counts[is_chosen]
-        starts = self.starts[is_chosen] + counts - 1
-        return BatchRows(self.slots[is_chosen], starts, np.ones_like(counts), self.block_table)
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:

@@ -47,6 +47,11 @@ class Checkpoint:
         return self.quantization is not None and self.quantization.scheme != "round_to_fp8"
 
 
+def stores_quantized(config: Mapping[str, Any]) -> bool:
+    """Whether the config says that some weights are stored quantized."""
+    return bool(config.get("quantization_config") or config.get(gguf.BLOCK_TYPES_KEY))
+
+
 def is_model_name(text: str) -> bool:
     """Return whether a text looks like a short name, a hub id, a model folder or a .gguf file."""
     is_name = text.lower() in ALIASES or bool(HUB_ID.fullmatch(text)) or text.endswith(".gguf")

@@ -27,19 +27,6 @@ def decode(tokenizer: Decoder, token_ids: list[int], params: SamplingParams) -> 
     return text
 
 
-def decode_whole(tokenizer: Decoder, token_ids: list[int], params: SamplingParams) -> str:
-    """Decode a completion without stop strings into the same text as streaming would."""
-    text = decode(tokenizer, token_ids, params)
-    if REPLACEMENT not in text:
-        return text
-    # With byte tokens, one invalid byte can turn its valid neighbors into replacements too.
-    detokenizer = Detokenizer(tokenizer, params)
-    for token_id in token_ids:
-        detokenizer.push(token_id)
-    detokenizer.finish()
-    return detokenizer.text
-
-
 def num_held(text: str, markers: Iterable[str]) -> int:
     """Return the length of the longest suffix that could be the start of one of the markers."""
     longest = 0

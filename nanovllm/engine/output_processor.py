@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.detokenizer import Detokenizer, decode_whole
+from nanovllm.engine.detokenizer import REPLACEMENT, Detokenizer
 from nanovllm.engine.request import (
     EngineCoreOutputs,
     FinishedSequence,
@@ -18,6 +18,7 @@ from nanovllm.engine.request import (
     TokenLogprobs,
 )
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
+from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -187,7 +188,7 @@ class OutputProcessor:
         if completion.detokenizer is not None:
             text = completion.detokenizer.text
         else:
-            text = "" if tokenizer is None else decode_whole(tokenizer, finished.token_ids, params)
+            text = "" if tokenizer is None else _decode(tokenizer, finished.token_ids, params)
         logprobs = cumulative = None
         if params.logprobs is not None:
             entries = completion.logprobs[: len(finished.token_ids)]
@@ -228,6 +229,23 @@ class OutputProcessor:
         if self._texts is None:
             self._texts = TokenTexts(self.tokenizer)
         return CompletionLogprobs(entries, num_top, self._texts)
+
+
+def _decode(
+    tokenizer: PreTrainedTokenizerBase, token_ids: list[int], params: SamplingParams
+) -> str:
+    """Decode a whole completion into the same text as streaming would."""
+    skip_special = params.skip_special_tokens
+    text = tokenizer.decode(token_ids, skip_special, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    if REPLACEMENT not in text:
+        return text
+    # With byte tokens, one invalid byte can turn its valid neighbors into replacements too.
+    detokenizer = Detokenizer(tokenizer, params)
+    for token_id in token_ids:
+        detokenizer.push(token_id)
+    detokenizer.finish()
+    return detokenizer.text
 
 
 def why_broken(request: Request) -> str:

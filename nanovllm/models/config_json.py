@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from nanovllm.checkpoint.quantization import read_quantization
-from nanovllm.config import DTYPES, ExpertsConfig, LayerAttention, ModelConfig, RopeConfig
+from nanovllm.config import DTYPES, LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.validation import check_types
 
@@ -128,36 +127,6 @@ def _stretched(max_position: int, rope: RopeConfig) -> int:
     elif rope.kind in ("linear", "dynamic"):
         max_position = int(rope.factor * max_position)
     return min(max_position, INT32_MAX)
-
-
-def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -> ModelConfig:
-    """Return the config with a sliding window in some layers; 0 or None means no window."""
-    chosen = set(layers)
-    attention = (
-        replace(layer, window=window or None) if i in chosen else layer
-        for i, layer in enumerate(model.layers)
-    )
-    return replace(model, layers=tuple(attention))
-
-
-def with_experts(model: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
-    if model.activation != "silu":
-        raise UnsupportedModelError("hidden_act: experts are supported with 'silu' only")
-    return replace(model, experts=experts)
-
-
-def sliding_layers(config: Mapping[str, Any]) -> list[int] | None:
-    """Return the sliding-window layers in `layer_types`, or None if the config has no such list."""
-    if (kinds := config.get("layer_types")) is None:
-        return None
-    known = ("sliding_attention", "full_attention")
-    if unknown := sorted(str(kind) for kind in kinds if kind not in known):
-        raise UnsupportedModelError(f"layer_types {', '.join(unknown)}: only {known} are supported")
-    if len(kinds) != field(config, "num_hidden_layers"):
-        raise CheckpointError(
-            f"layer_types has {len(kinds)} entries for {config['num_hidden_layers']} layers"
-        )
-    return [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
 
 
 def read_architecture(config: Mapping[str, Any]) -> str:

@@ -14,7 +14,8 @@ from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.models.config_json import field, read_model_config, read_rope_config, sliding_layers
+from nanovllm.models.config_json import field, read_model_config, read_rope_config
+from nanovllm.models.sliding_window import sliding_layers
 from nanovllm.ops.interface import ResidualStream
 
 DEFAULTS = {

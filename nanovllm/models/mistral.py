@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.config import ModelConfig
-from nanovllm.models.config_json import read_model_config, sliding_layers, with_window
+from nanovllm.models.config_json import read_model_config
+from nanovllm.models.sliding_window import sliding_layers, with_window
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:

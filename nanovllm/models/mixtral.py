@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.config import ExpertsConfig, ModelConfig
+from nanovllm.errors import UnsupportedModelError
 from nanovllm.layers.build import Build
 from nanovllm.layers.moe import ExpertNames, SparseMLP
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models import mistral
-from nanovllm.models.config_json import field, with_experts
+from nanovllm.models.config_json import field
 from nanovllm.models.decoder import DecoderLayer
 
 NAMES = ExpertNames(gate="w1", up="w3", down="w2")
@@ -25,6 +27,12 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         is_normalized=True,
     )
     return with_experts(model, experts)
+
+
+def with_experts(model: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
+    if model.activation != "silu":
+        raise UnsupportedModelError("hidden_act: experts are supported with 'silu' only")
+    return replace(model, experts=experts)
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:

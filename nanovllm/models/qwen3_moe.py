@@ -9,9 +9,11 @@ from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.layers.build import Build
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import ExpertNames, SparseMLP
-from nanovllm.models.config_json import field, read_model_config, with_experts, with_window
+from nanovllm.models.config_json import field, read_model_config
 from nanovllm.models.decoder import DecoderLayer
+from nanovllm.models.mixtral import with_experts
 from nanovllm.models.qwen3 import build_attention
+from nanovllm.models.sliding_window import with_window
 
 NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 

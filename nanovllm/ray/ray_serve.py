@@ -23,11 +23,11 @@ from starlette.types import ASGIApp
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.checkpoint.resolved_model import ResolvedModel
 from nanovllm.cli import parse
 from nanovllm.cli.serve import engine_config, server_options
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.llm import ResolvedModel
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.parallel.ray_workers import connect
 from nanovllm.ray.remote_llm import Call, EngineCounts, EngineFacts, RemoteLLM

@@ -15,10 +15,9 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from nanovllm.async_llm import GUESSED_TOKENS
-from nanovllm.checkpoint.resolved_model import ResolvedModel
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import EngineError, NanovllmError
-from nanovllm.llm import create_input_processor
+from nanovllm.llm import ResolvedModel, create_input_processor
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_records import CoreStats, EngineState

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.checkpoint.find import stores_quantized
 from nanovllm.checkpoint.quantization import choose_quantization
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import ConfigError
@@ -55,7 +56,9 @@ def check_model(
         device.check_fp8(model.head_dim)
     dtype, ops = device.choose_dtype(config.dtype, model.dtype), TorchOps()
     attention = device.attention(dtype, ops)
-    layouts = choose_layouts(config, checkpoint_config, device, dtype)
+    layouts = None
+    if config.quantization is not None or stores_quantized(checkpoint_config):
+        layouts = choose_layouts(config, checkpoint_config, device, dtype)
     build = Build(device.torch_device, dtype, attention, ops, device.group, layouts)
     check_memory(config, model, device, build)
 
@@ -104,9 +107,3 @@ def _elements_per_token(model: ModelConfig, num_ranks: int) -> int:
     if (experts := model.experts) is not None:
         size = experts.top_k * experts.size
     return 2 * model.hidden_size + 3 * size // num_ranks
-
-
-def is_shortage(error: Exception) -> bool:
-    """Whether an allocation failed; torch has no exception type for this on a CPU."""
-    is_known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return is_known or "DefaultCPUAllocator" in str(error)

@@ -10,13 +10,14 @@ from torch import Tensor
 from nanovllm.checkpoint.quantization import Quantization, QuantLayout
 from nanovllm.checkpoint.quantized.weight import (
     Parts,
+    QuantizedPiece,
     StoredWeight,
     check_matrix,
     check_part,
     in_groups,
     read_part,
 )
-from nanovllm.checkpoint.stored_tensors import FLOATS, QuantizedPiece, StoredTensor
+from nanovllm.checkpoint.stored_tensors import FLOATS, StoredTensor
 from nanovllm.errors import CheckpointError
 
 # AWQ interleaves the eight outputs of a word: position of each output, from the lowest bits.

@@ -14,13 +14,14 @@ from nanovllm.checkpoint.quantization import Quantization, QuantLayout
 from nanovllm.checkpoint.quantized.integers import open_awq, open_gptq, open_packed
 from nanovllm.checkpoint.quantized.weight import (
     Parts,
+    QuantizedPiece,
     StoredWeight,
     check_matrix,
     check_part,
     in_groups,
     read_part,
 )
-from nanovllm.checkpoint.stored_tensors import FLOATS, QuantizedPiece, StoredTensor
+from nanovllm.checkpoint.stored_tensors import FLOATS, StoredTensor
 from nanovllm.errors import CheckpointError
 from nanovllm.ops.fp8 import FP8, quantize_rows
 

@@ -11,10 +11,23 @@ from torch import Tensor
 
 from nanovllm.checkpoint import stored_tensors as weights
 from nanovllm.checkpoint.quantization import QuantLayout
-from nanovllm.checkpoint.stored_tensors import Index, QuantizedPiece, StoredTensor
+from nanovllm.checkpoint.stored_tensors import Index, StoredTensor
 from nanovllm.errors import CheckpointError
 
 Parts = Mapping[str, StoredTensor]  # tensors of one module, keyed by the last part of their names
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedPiece:
+    """Some rows of a quantized weight, which is (values - zeros) * scales."""
+
+    values: Tensor  # [rows, inputs]: FP8, or integers (one per byte)
+    scales: Tensor  # [rows, groups]
+    zeros: Tensor | int = 0  # uint8 [rows, groups], or one for all
+    group_of: Tensor | None = None  # [inputs]; None: groups are consecutive and of equal size
+
+    def __len__(self) -> int:
+        return len(self.values)
 
 
 @dataclass(frozen=True, slots=True)

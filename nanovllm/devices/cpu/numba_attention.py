@@ -61,6 +61,7 @@ class NumbaAttention:
         # Each thread holds, per query head: the query, the partial output, a score per position.
         scratch_size = self.launcher.num_threads * group * (2 * head_dim + plan.max_length)
         scratch = self.launcher.scratch(scratch_size)
+        exponents = cache.k_exponents, cache.v_exponents
         self.launcher.launch(
             dense.attend,
             output.data_ptr(),
@@ -81,6 +82,6 @@ class NumbaAttention:
             self.block_size,
             float_bits(spec.scale),
             plan.max_length if spec.window is None else spec.window,
-            *(part.data_ptr() for part in cache.parts[2:]),
+            *(each.data_ptr() for each in exponents if each is not None),
             cached=cache.k.dtype,
         )

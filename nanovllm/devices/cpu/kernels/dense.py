@@ -18,15 +18,8 @@ from nanovllm.devices.cpu.kernels.cache_rows import (
     scale_rows,
     store_row,
 )
-from nanovllm.devices.cpu.kernels.simd import (
-    NUM_STREAMS,
-    NUM_WEIGHTED,
-    TILE,
-    TILE_ROWS,
-    add_weighted_lanes,
+from nanovllm.devices.cpu.kernels.intrinsics import (
     as_float,
-    dot_row,
-    dot_tile,
     is_fp8,
     kernel,
     load,
@@ -35,6 +28,15 @@ from nanovllm.devices.cpu.kernels.simd import (
     pointer_to,
     round_to,
     store,
+)
+from nanovllm.devices.cpu.kernels.simd import (
+    NUM_STREAMS,
+    NUM_WEIGHTED,
+    TILE,
+    TILE_ROWS,
+    add_weighted_lanes,
+    dot_row,
+    dot_tile,
 )
 
 LOG2_E = np.float32(1.4426950408889634)
