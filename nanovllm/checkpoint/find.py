@@ -48,7 +48,7 @@ class Checkpoint:
 
 
 def stores_quantized(config: Mapping[str, Any]) -> bool:
-    """Whether the config says that some weights are stored quantized."""
+    """Return whether some weights are stored quantized, according to the config."""
     return bool(config.get("quantization_config") or config.get(gguf.BLOCK_TYPES_KEY))
 
 

@@ -159,7 +159,7 @@ def _head_dim(metadata: Metadata) -> int:
 
 
 def _rope_scaling(metadata: Metadata, factors: ReaderTensor | None) -> dict[str, Any] | None:
-    """Return rope scaling in transformers' field names; "factors" divides each frequency."""
+    """Return the rope scaling in transformers' format, plus the type "factors" of GGUF files."""
     number = metadata.number
     implied = "linear" if number("rope.scaling.factor", 0) else "none"
     kind = field(metadata.reader, f"{metadata.architecture}.rope.scaling.type", implied)

@@ -16,7 +16,7 @@ from nanovllm.errors import CheckpointError, NanovllmError, UnsupportedModelErro
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
 
-DEQUANTIZED_ELEMENTS = 1 << 17  # elements per call of the gguf package, which makes copies
+DEQUANTIZED_ELEMENTS = 1 << 17  # elements per call to the gguf package, which makes copies
 _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 
 
@@ -130,7 +130,7 @@ def _read_strings(
 
 
 def to_float(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[Any]:
-    """Copy or dequantize, so that the array is writable and outlives the memory map."""
+    """Return a copy of the data as floats; it is writable and outlives the memory map."""
     import gguf
 
     if kind.name in ("F32", "F16"):

@@ -24,7 +24,7 @@ from nanovllm.errors import CheckpointError, UnsupportedModelError
 if TYPE_CHECKING:
     from nanovllm.checkpoint.quantized.weight import QuantizedPiece
 
-PIECE_BYTES = 32 << 20  # enough to keep every thread busy
+PIECE_BYTES = 32 << 20  # bytes read at a time: enough to keep every thread busy
 Index = tuple[slice, ...]  # the part of a tensor to read; (): all of it
 _DTYPES = {
     "F64": torch.float64,
@@ -126,7 +126,7 @@ def _read_mapped(
 
 
 def read_and_release(tensor: Tensor, index: Index = ()) -> Iterator[Tensor]:
-    """Yield rows, then release their pages: mapped pages count as memory of this process."""
+    """Yield rows, then release their pages: mapped pages count toward this process's memory."""
     for rows in split_rows(tensor, index):
         yield rows
         first = -(-rows.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""Random weights: the shapes and the speed of a model, without its checkpoint."""
+"""Random weights, with which a model can be measured without its checkpoint."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def available_memory() -> int:
 
 
 _OWN_GROUPS = Path("/proc/self/cgroup")
-# Keyed by the name of the controller; version 2 has none.
+# Keyed by the name of the controller; cgroup version 2 has no such name.
 _CGROUPS = {
     "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     "memory": (
@@ -89,7 +89,7 @@ def _meminfo(name: str) -> int:
 
 
 def _physical_memory() -> int:
-    """Return the memory of a machine without Linux, where the free part is unknown."""
+    """Return the total memory of a machine without /proc/meminfo; how much is free is unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError):  # Windows

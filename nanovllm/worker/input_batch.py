@@ -17,7 +17,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.worker.device_interface import Device
 
 INT32_MAX = 2**31 - 1
-ALIGNMENT = 4  # in words: kernels read columns faster that begin at a multiple of 16 bytes
+ALIGNMENT = 4  # words; kernels read a column faster if it begins at a multiple of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class InputBatch:
     """A column for each field, with a row for each slot; plans update them in order.
 
     All columns are views of one tensor, so that an update is one list of offsets and one of values.
-    The row after the last slot serves as padding of batches: its length stays 0.
+    The row after the last slot pads batches: its length stays 0.
     """
 
     tokens: Tensor  # [slots + 1, max_model_len]

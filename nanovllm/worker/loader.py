@@ -25,8 +25,8 @@ from nanovllm.worker.device_interface import Device
 
 logger = logging.getLogger(__name__)
 
-NUM_READERS = 2  # threads: one reads while the other's copy runs, which torch parallelizes
-MAX_NAMED = 5  # problems listed in an error
+NUM_READERS = 2  # threads: one reads a file while the other copies, which torch parallelizes
+MAX_NAMED = 5  # maximum number of problems listed in an error
 # Some exporters write these: RoPE frequencies, which the config implies, and a tied embedding.
 IGNORED = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
 
@@ -55,14 +55,14 @@ def load_weights(
             progress.update(expected[name].nbytes)
             layers.loaded(name)
     layers.pack_rest()
-    device.release()  # read buffers, and weights that packing replaced
+    device.release()  # free read buffers, and weights that packing replaced
     seconds = time.perf_counter() - start
     speed = num_bytes / 1e9 / seconds
     logger.info("Loaded %.2f GB of weights in %.1f s, %.1f GB/s", num_bytes / 1e9, seconds, speed)
 
 
 class UnpackedLayers:
-    """Layers of a model that is being loaded: each is packed once its tensors are complete.
+    """The layers of a model that is being loaded; each is packed once all its tensors are loaded.
 
     Packing frees the weights it replaces, so at most one layer takes memory twice.
     """
@@ -80,7 +80,7 @@ class UnpackedLayers:
         self._has_room = device.has_room_for_copy(num_bytes)
 
     def loaded(self, name: str) -> None:
-        """Record that a tensor is loaded; pack its layer if that was the last one."""
+        """Record that a tensor is loaded; pack its layer if that was the layer's last tensor."""
         del self.expected[name]  # it refers to the weights that packing replaces
         layer = self._layer_of[name]
         self._num_missing[layer] -= 1

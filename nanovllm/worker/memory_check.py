@@ -23,7 +23,7 @@ from nanovllm.worker.loader import named_layers
 from nanovllm.worker.quantized_layouts import choose_layouts
 
 GIB = 1 << 30
-HOST_BYTES = 200  # estimate of the scheduler's state per block or slot
+HOST_BYTES = 200  # estimated size of the scheduler's state per block or slot
 REMEDIES = {
     "weights": "use a smaller model, a 16-bit dtype or, on GPUs, a larger tensor_parallel_size",
     "tables": "lower max_num_seqs or max_model_len",

@@ -85,7 +85,7 @@ class TorchDevice:
         return Memory(available_memory() // self.num_ranks, total_memory() // self.num_ranks)
 
     def has_room_for_copy(self, num_bytes: int) -> bool:
-        # Depends on total, not free memory, so that outputs do not differ between runs.
+        # The choice depends on total, not free, memory, so that outputs do not vary between runs.
         return num_bytes * self.num_ranks <= total_memory() // 8
 
     def cache_bytes(self, wanted: int) -> int:

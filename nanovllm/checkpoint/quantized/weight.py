@@ -19,12 +19,12 @@ Parts = Mapping[str, StoredTensor]  # tensors of one module, keyed by the last p
 
 @dataclass(frozen=True, slots=True)
 class QuantizedPiece:
-    """Some rows of a quantized weight, which is (values - zeros) * scales."""
+    """Some rows of a quantized weight; dequantized, they are (values - zeros) * scales."""
 
     values: Tensor  # [rows, inputs]: FP8, or integers (one per byte)
     scales: Tensor  # [rows, groups]
-    zeros: Tensor | int = 0  # uint8 [rows, groups], or one for all
-    group_of: Tensor | None = None  # [inputs]; None: groups are consecutive and of equal size
+    zeros: Tensor | int = 0  # uint8 [rows, groups], or one zero point for all
+    group_of: Tensor | None = None  # group of each input; None: groups are consecutive and equal
 
     def __len__(self) -> int:
         return len(self.values)
