@@ -132,7 +132,7 @@ class AsyncLLM:
 
         Closing the iterator early, or canceling the task, aborts the request; so does `abort`
         with its `request_id`. With `is_streaming=False` only the last piece is produced, which
-        saves the work for the others.
+        takes less work.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         return self._generate(prompt, params, cache_salt, is_streaming, request_id=request_id)
@@ -279,7 +279,7 @@ class AsyncLLM:
     ) -> RequestState:
         """Validate and tokenize a prompt, in another thread if that may take long.
 
-        Short work stays in the event loop's thread: another thread could start only after that one
+        Short work stays in the event loop's thread. Another thread could start only after that one
         releases the GIL, so the first of many callers would wait for all of them.
         """
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
@@ -333,7 +333,8 @@ class AsyncLLM:
             replica.finish(Finish([seq_id], reason))
 
         with self._lock:
-            if not self._streams:  # during startup, output_processor may not exist yet either
+            # If no stream is open, the core may still be starting: output_processor may not exist.
+            if not self._streams:
                 return
             output = self.output_processor.process(step, finish_later)
             streamed = {piece.seq_id for piece in output.pieces}

@@ -27,7 +27,7 @@ class AttentionSpec:
     """The attention parameters of a layer."""
 
     scale: float  # multiplies the scores
-    window: int | None = None  # number of keys that a query attends to, with its own; None: all
+    window: int | None = None  # keys that a query attends to, including its own; None: all
 
 
 class AttentionBackend(Protocol):
@@ -60,7 +60,7 @@ class DecodeRows:
     block_table: Tensor  # as in BatchRows
     slots: Tensor
     context_lens: Tensor  # 0: padding
-    order: Tensor | None  # row indices in the order in which the kernel runs them; None: in order
+    order: Tensor | None  # row indices in the order in which the kernel runs them; None: 0, 1, ...
     max_context: int | None = None  # upper bound of context_lens; None: the block table's width
     shared: SharedRows | None = None
 

@@ -15,7 +15,7 @@ from nanovllm.batch.rows import Row
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError
 
-MAX_TRIES = 6  # a row that has lost this many engines probably causes them to fail
+MAX_TRIES = 6  # a row whose engines fail this often in succession probably causes it
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class RayEngine:
         for _ in range(MAX_TRIES):
             slot = await self.free.get()
             if self._error is not None:
-                self.free.put_nowait(slot)  # wakes the next waiter
+                self.free.put_nowait(slot)  # the next waiter raises the error, too
                 raise self._error
             try:
                 line: dict[str, Any] = await self.actors[slot[1]].process.remote(row)

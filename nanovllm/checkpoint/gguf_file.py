@@ -16,7 +16,7 @@ from nanovllm.errors import CheckpointError, NanovllmError, UnsupportedModelErro
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
 
-DEQUANTIZED_ELEMENTS = 1 << 17  # elements per call to the gguf package, which makes copies
+DEQUANTIZED_ELEMENTS = 1 << 17  # elements per call: the gguf package makes temporary copies
 _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 
 
@@ -65,7 +65,7 @@ def list_field(reader: GGUFReader, key: str, kind: Any) -> list[Any] | None:
 
 
 def special_token_id(reader: GGUFReader, role: str) -> int | None:
-    """Return the id of a token such as "bos"; SentencePiece defines defaults for some."""
+    """Return the token id of a role such as "bos"; SentencePiece defines some defaults."""
     is_sentencepiece = field(reader, "tokenizer.ggml.model") == "llama"
     default = _SENTENCEPIECE_IDS.get(role) if is_sentencepiece else None
     token_id: int | None = field(reader, f"tokenizer.ggml.{role}_token_id", default, int)

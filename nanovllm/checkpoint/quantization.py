@@ -39,7 +39,7 @@ class Quantization:
     desc_act: bool = False
     block_size: tuple[int, int] | None = None  # (outputs, inputs) of a block that shares a scale
     zero_offset: int = 0  # to be added to stored zero points
-    zeros_carry: bool = False  # add the offset to 32-bit words; it carries between zero points
+    zeros_carry: bool = False  # add the offset to whole words, with carries between zero points
     ignored: tuple[str, ...] = ()  # unquantized modules: names, or patterns that follow "re:"
 
     @property

@@ -85,7 +85,7 @@ def add_parser(names: options.Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     load = Load(**options.fields_in(args, Load))
     options.append_json(load.json)
-    client = OpenAIClient(args.url, args.api_key, max_connections=None)  # `load` limits them
+    client = OpenAIClient(args.url, args.api_key, max_connections=None)  # limited by `load`
     model = load.model or asyncio.run(client.model())
     done: list[Measured] = []
     try:

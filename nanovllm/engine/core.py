@@ -134,7 +134,8 @@ class EngineCore:
         submitted = self._clock()
         result = pending.result()
         result_time = self._clock()
-        device_begin = max(submit_time, self._last_result_time)  # steps run one by one
+        # The device runs one step at a time.
+        device_begin = max(submit_time, self._last_result_time)
         device = result_time - device_begin
         step = self._drop_in_flight() if result.is_lost else self._commit(plan, result, device)
         self.timings.append(

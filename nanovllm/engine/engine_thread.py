@@ -48,7 +48,7 @@ class RequestGroup:
         # Number of requests whose outputs are not taken yet; only the caller's thread uses it.
         self.num_unfinished = 0
         self.indices: dict[int, int] = {}  # seq_id of an unfinished request -> prompt index
-        self.steps: SimpleQueue[Any] = SimpleQueue()  # StepOutputs, or the error that ended them
+        self.steps: SimpleQueue[Any] = SimpleQueue()  # StepOutputs, or an error that ends the group
 
     @property
     def wants_step(self) -> bool:
@@ -74,7 +74,7 @@ class EngineThread:
         self.config, self.model_config = config, model_config
         self.input_processor, self.core, self.info = input_processor, core, info
         self.output_processor = OutputProcessor(input_processor.tokenizer)
-        self._groups: dict[RequestGroup, None] = {}  # groups with unfinished requests, in order
+        self._groups: dict[RequestGroup, None] = {}  # groups with unfinished requests
         self._owners: dict[int, RequestGroup] = {}  # keyed by seq_id
         self._unowned = RequestGroup(is_streaming=False)  # requests whose outputs `step` returns
         self._is_closed = False
@@ -83,7 +83,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Register `close` before, because an interrupt may follow at once."""
+        """Start the thread; callers register `close` before this, as an interrupt may follow."""
         self._thread.start()
 
     def prepare(
@@ -128,7 +128,7 @@ class EngineThread:
     def close(self) -> None:
         """End the thread after the current step and free the model; a second call does nothing.
 
-        The thread must end before the interpreter does, which would kill it inside a step.
+        Call this before the interpreter exits, which would kill the thread inside a step.
         """
         if os.getpid() != self._process:  # a forked child must not close its parent's engine
             return

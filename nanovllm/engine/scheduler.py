@@ -35,7 +35,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
-        self.num_cache_queries = self.num_cache_hits = 0  # prompt tokens looked up and found
+        # Number of prompt tokens looked up, and found, in the prefix cache.
+        self.num_cache_queries = self.num_cache_hits = 0
         self.blocks = blocks
         self.prompt_budget = prompt_budget  # None: only max_num_batched_tokens limits prompts
         self.waiting = WaitingQueue()
@@ -47,7 +48,7 @@ class Scheduler:
         self._released: list[int] = []  # slots freed since the last plan
         # Number of free blocks that the first waiting sequence needs; set if it did not fit.
         self._num_free_to_admit = 0
-        # Sequences with followers whose prompt the last plan completed.
+        # Leaders (sequences with followers) whose prefill the last plan completed.
         self._prefilled_leaders: list[Sequence] = []
         self._in_flight: deque[list[Sequence]] = deque()  # rows of each uncommitted plan
 
@@ -289,7 +290,7 @@ class Scheduler:
         seq.row_start = 0
 
     def _add_row(self, draft: _Draft, seq: Sequence, end: int) -> None:
-        """Schedule `seq` up to `end`; if that is its last token, add the one to be sampled."""
+        """Schedule `seq` up to `end`; at its last token, also count the one to be sampled."""
         start = seq.num_computed
         is_last = end == seq.num_tokens
         draft.rows.append(seq)

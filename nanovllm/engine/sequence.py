@@ -20,7 +20,7 @@ NO_SLOT = -1
 class Sequence:
     """State of one sequence, owned and mutated by the scheduler.
 
-    Each step moves `num_computed` towards `num_tokens`; prefill, decode and recomputation differ
+    Each step moves `num_computed` toward `num_tokens`; prefill, decode and recomputation differ
     only in the distance. `num_tokens` includes tokens that are sampled but not yet known to the
     host; `token_ids` holds the known ones. A pooled prompt counts its vector as one such token,
     which takes no space in the KV cache.
@@ -45,7 +45,8 @@ class Sequence:
     start_time: float = 0.0  # when its first step was scheduled
     first_token_time: float = 0.0
     newest_logprobs: TokenLogprobs | None = None  # logprobs of the newest token, if requested
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token on
+    # One entry per prompt token, from the second on.
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     matcher: Matcher | None = None  # grammar state after the known output tokens
     is_dropped: bool = False  # whether to discard the token that the step in flight samples
     pooled: Vector | None = None
@@ -89,10 +90,10 @@ class Sequence:
 
 
 class WaitingQueue:
-    """Queue ordered by priority, lowest number first; within one, preempted sequences are first."""
+    """Queue ordered by priority, lowest number first; among equals, preempted sequences lead."""
 
     def __init__(self) -> None:
-        self._queues: dict[int, OrderedDict[int, Sequence]] = {}  # keyed by priority; never empty
+        self._queues: dict[int, OrderedDict[int, Sequence]] = {}  # keyed by priority; none is empty
         self._priorities: list[int] = []  # sorted keys of `_queues`
         self._num_waiting = 0
 

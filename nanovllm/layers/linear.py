@@ -82,7 +82,8 @@ class RowParallelLinear(MergedLinear):
         """Project x to an update of the residual; the next norm adds the update."""
         if self.group.is_alone:
             return self.packed.add_to(residual, x)
-        return ResidualStream(residual, self(x))  # replicated: only updates are summed
+        # Every rank has the whole residual, so only the update is summed over the ranks.
+        return ResidualStream(residual, self(x))
 
     def pack(self, has_room: bool) -> None:
         if self.group.rank > 0:
@@ -97,7 +98,8 @@ class Embedding(Layer):
         super().__init__()
         self.vocab = sharded(num_embeddings, build.group)
         self.weight = LayerWeight({"": [self.vocab]}, replicated(dim), build)
-        self.scale = torch.tensor(scale).to(build.dtype).item()  # rounded as in training
+        # Rounded to the model's dtype, as in training.
+        self.scale = torch.tensor(scale).to(build.dtype).item()
         self.ops, self.group = build.ops, build.group
 
     def forward(self, token_ids: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def create_quantized(
 
 
 def common_layout(layouts: Sequence[QuantLayout], inputs: Shard) -> QuantLayout | None:
-    """Return the common layout of all tensors; None if unsupported, or the shard cuts a group."""
+    """Return the common layout of all tensors; None if no kernel reads it or a group is split."""
     if len({(layout.kind, layout.group) for layout in layouts}) > 1:
         return None
     kind, group = layouts[0].kind, layouts[0].group

@@ -39,13 +39,13 @@ def replicated(size: int) -> Shard:
 
 
 def sharded(size: int, group: TPGroup) -> Shard:
-    """Return this rank's shard; all are equal, so the last ones may be padded."""
+    """Return this rank's shard; all shards have the same count, so the last may be padded."""
     count = -(-size // group.size)
     return Shard(size, group.rank * count, count)
 
 
 def split_kv_heads(num_heads: int, group: TPGroup) -> Shard:
-    """Return this rank's kv heads; if there are more ranks than heads, ranks share a head."""
+    """Return this rank's kv heads; if there are more ranks than heads, several share a head."""
     first = group.rank * num_heads // group.size
     return Shard(num_heads, first, max(num_heads // group.size, 1))
 

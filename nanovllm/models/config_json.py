@@ -14,7 +14,7 @@ from nanovllm.validation import check_types
 
 INT32_MAX = 2**31 - 1
 MAX_SIZE, MAX_LAYERS = 1 << 24, 1 << 10
-# The sizes that enter the memory estimate, each with its valid range.
+# The sizes that the memory estimate uses, each with its valid range.
 SIZES = {
     "vocab_size": (1, MAX_SIZE),
     "hidden_size": (1, MAX_SIZE),
@@ -31,8 +31,8 @@ SIZES = {
     "moe_intermediate_size": (0, MAX_SIZE),
 }
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # GGUF files add "factors"
-# Classes without an LM head whose names differ from the full model's. Gemma3Model stays as it is,
-# and is rejected: it also reads images.
+# Classes without an LM head, where "Model" in the name does not stand for "ForCausalLM".
+# Gemma3Model also reads images: under its own name, it is rejected as unsupported.
 BODIES = {"Gemma3TextModel": "Gemma3ForCausalLM", "Gemma3Model": "Gemma3Model"}
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",

@@ -196,4 +196,4 @@ class BlockOps(Ops, Protocol):
     """Ops whose kernels read GGUF quant blocks."""
 
     def pack_blocks(self, kind: str, rows: Tensor) -> Panels:
-        """Lay out the rows of quant blocks of each expert: [experts, rows, bytes]."""
+        """Lay out `rows` of GGUF quant blocks, [experts, rows, bytes], for the kernels."""

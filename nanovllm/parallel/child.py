@@ -131,7 +131,7 @@ Serve = Callable[[Link, StepTimer], None]
 
 def run_child(fd: int, parent_pid: int, log_level: int, serve: Serve) -> None:
     """Run `serve` with a connection to the parent, then exit the process."""
-    os.set_inheritable(fd, False)  # an inherited copy would keep the socket open after our death
+    os.set_inheritable(fd, False)  # an inherited copy would keep the socket open after exit
     channel = Channel(Connection(fd))
     timer = StepTimer()
     args = channel, parent_pid, timer

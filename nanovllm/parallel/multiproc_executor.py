@@ -102,7 +102,7 @@ class MultiprocExecutor:
         return info
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        """Launch a step; take each result once, in the order of the plans."""
+        """Launch a step; each result must be taken once, in the order of the plans."""
         self._send(plan)
         return Pending(lambda: self._take_reply()[1])
 

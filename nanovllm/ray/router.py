@@ -24,7 +24,7 @@ class PrefixRequestRouter(RequestRouter):
         """Rank the chosen replica first; if it is full, another one gets the request."""
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # if all replicas are full
+        pending_request.routing_context.should_backoff = True  # retry later if all are full
         request_id, call = pending_request.metadata.internal_request_id, _call_of(pending_request)
         named = [each for each in candidate_replicas if each.replica_id.unique_id == call.engine_id]
         if named:

@@ -46,7 +46,7 @@ class OpenAIClient:
         )
 
     async def get(self, path: str, timeout: float = 60.0) -> Any:
-        """GET a path and return its JSON body; /v1 is prepended unless it starts with a slash."""
+        """GET a path and return its JSON body; a path without a leading slash is under /v1."""
         async with self._response("GET", path, timeout=timeout) as response:
             body = await response.aread()
         try:

@@ -178,7 +178,7 @@ class Observer:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._stats: CoreStats | None = None  # as of the last snapshot
+        self._stats: CoreStats | None = None  # statistics in the last snapshot
         self._earliest = 0.0  # earliest time of the next snapshot
         core.timings.clear()
         core.ended.clear()

@@ -1,4 +1,4 @@
-"""Records exchanged between AsyncLLM and an engine core in a child process."""
+"""Messages between AsyncLLM and an engine core in a child process."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class CoreUpdate:
-    """Sent after every step and, without outputs, about once per second while the core is idle."""
+    """Update sent after every step and, without outputs, about once per second while idle."""
 
     step: EngineCoreOutputs
     stats: CoreStats

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Connection(H11Protocol):
-    """An HTTP connection that is closed if a request takes over RECEIVE_SECONDS to arrive."""
+    """An HTTP connection that is closed if a request does not arrive within RECEIVE_SECONDS."""
 
     _deadline: asyncio.TimerHandle | None = None
 

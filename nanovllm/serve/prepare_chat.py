@@ -60,7 +60,7 @@ async def prompt_of(service: Service, request: ChatRequest, param: str = "messag
 async def prepare_chat(
     service: Service, request: ChatRequest, param: str = "messages"
 ) -> GenerationJob:
-    """Convert a chat request to a job after validating it; errors name the prompt `param`."""
+    """Validate a chat request and return its job; errors about the prompt name `param`."""
     service.check_num_sequences(1, request.n or 1)
     prompt = await prompt_of(service, request, param)
     length = service.max_tokens(len(prompt.token_ids), request.most_tokens, None, param)

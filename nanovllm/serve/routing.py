@@ -27,7 +27,7 @@ class PrefixRouter(Generic[R]):
         self.block_size = block_size
         self.max_blocks = max_blocks  # blocks remembered per replica: its KV-cache capacity
         self._replicas = {replica: ReplicaLoad() for replica in replicas}
-        self._requests: dict[Hashable, tuple[R, int]] = {}  # values: (replica, tokens)
+        self._requests: dict[Hashable, tuple[R, int]] = {}  # request id -> (replica, tokens)
 
     @property
     def loads(self) -> dict[R, int]:

@@ -221,7 +221,7 @@ class GuidanceEngine:
         return Compiled(matcher, first_mask)
 
     def _first_masks(self, matcher: LLMatcher) -> Iterator[Bitmasks]:
-        """Yield the bitmasks of a few arbitrary tokens: some grammars fail only after the first."""
+        """Yield the bitmasks while matching a few arbitrary tokens: some grammars fail late."""
         for _ in range(NUM_TRIED):
             mask = np.zeros(self._num_words, np.int32)
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

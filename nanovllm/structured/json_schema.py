@@ -119,7 +119,7 @@ class _Preparation:
             or not isinstance(value, SHAPES.get(key, object))
             or (key in (*BOUNDS, "multipleOf") and not _is_exact(value))
             or (key == "minProperties" and value > 1)  # the output may repeat a name
-            or (key == "multipleOf" and (value <= 0 or value * 1024 % 1))  # floats are inexact
+            or (key == "multipleOf" and (value <= 0 or value * 1024 % 1))  # inexact as a float
             or (key in (*MAPS, "const", "enum", "required") and not _is_writable(key, value))
             or (key == "prefixItems" and self.draft < 10)
             or (key == self.id_key and path != "#" and str(value)[:1] != "#")

@@ -23,7 +23,7 @@ def allocate_lazily(num_bytes: int) -> Tensor:
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Each layer writes keys and values to separate regions. With huge pages, the first token would
     # allocate 2 MiB for each of them, and reads would be no faster.
-    with suppress(OSError):  # the kernel has no huge pages
+    with suppress(OSError):  # raised if the kernel has no huge pages
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 

@@ -82,7 +82,7 @@ def check_memory(config: EngineConfig, model: ModelConfig, device: Device, build
 def estimate_memory(config: EngineConfig, model: ModelConfig, build: Build) -> MemoryEstimate:
     """Return the memory that a model needs with these options, without allocating any of it."""
     shapes = build_model(model, 1, replace(build, device=torch.device("meta")))
-    if build.layouts is not None:  # the parameters depend on the names of tensors
+    if build.layouts is not None:  # quantized parameters exist only once tensor names are known
         for path, layer in named_layers(shapes):
             layer.expected_tensors(path)
     max_len = min(config.max_model_len, model.max_position_embeddings)

@@ -52,9 +52,8 @@ class Worker:
                 return self._start()
         except (RuntimeError, MemoryError) as error:
             is_shortage = isinstance(error, torch.OutOfMemoryError | MemoryError)
-            if not is_shortage and "DefaultCPUAllocator" not in str(
-                error
-            ):  # has no type of its own
+            # torch has no exception type for a failed allocation on the CPU.
+            if not is_shortage and "DefaultCPUAllocator" not in str(error):
                 raise
             raise ConfigError(
                 f"there is not enough memory for {self.config.model} with these options; use a "

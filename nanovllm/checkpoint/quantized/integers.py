@@ -20,12 +20,12 @@ from nanovllm.checkpoint.quantized.weight import (
 from nanovllm.checkpoint.stored_tensors import FLOATS, StoredTensor
 from nanovllm.errors import CheckpointError
 
-# AWQ interleaves the eight outputs of a word: position of each output, from the lowest bits.
+# AWQ interleaves the eight outputs of a word; these are their positions, from the lowest bits.
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def open_awq(parts: Parts, quantization: Quantization) -> StoredWeight:
-    """Open an AWQ weight: interleaved words of outputs [inputs, words], zero points likewise."""
+    """Open an AWQ weight: packed along the outputs, [inputs, words]; zeros are [groups, words]."""
     qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     num_inputs, num_words = check_matrix(qweight, torch.int32)
     num_outputs, size = 8 * num_words, _group_size(quantization, num_inputs)
@@ -58,7 +58,7 @@ def _unpack_awq(words: Tensor) -> Tensor:
 
 
 def open_gptq(parts: Parts, quantization: Quantization) -> StoredWeight:
-    """Open a GPTQ weight: words of inputs [words, outputs], zero points [groups, words]."""
+    """Open a GPTQ weight: packed along the inputs, [words, outputs]; zeros are [groups, words]."""
     qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     num_words, num_outputs = check_matrix(qweight, torch.int32)
     bits, per_word = quantization.bits, 32 // quantization.bits
@@ -107,7 +107,7 @@ def _holds_middles(qzeros: StoredTensor, num_outputs: int, quantization: Quantiz
 
 
 def open_packed(parts: Parts, quantization: Quantization) -> StoredWeight:
-    """Open a compressed-tensors weight: words of inputs [outputs, words].
+    """Open a compressed-tensors weight: packed along the inputs, [outputs, words].
 
     Zero points are packed along the outputs, [words, groups], or stored as bytes
     [outputs, groups]. Packed integers are unsigned: half their range was added.

@@ -53,9 +53,9 @@ class OutputParser:
         self._starts_in_reasoning = starts_in_reasoning
         self._has_content = has_content
         self._new_id = new_id
-        self.has_reasoning = False  # reliable once the text has ended
+        self.has_reasoning = False  # may still change until the text has ended
         self._has_calls = False
-        self._blank: str | None = ""  # held-back leading whitespace of content; None afterwards
+        self._blank: str | None = ""  # leading whitespace held back; None after other content
         self._newlines = ""  # newlines held back because they may be the end of the reasoning
         self._num_blocks = 0
         self._open: Kind | None = None  # kind of the content block that has not stopped yet

@@ -84,7 +84,7 @@ class Reader:
         return ""
 
     def accept_all(self, words: str, or_cut: bool = False) -> Waits[bool]:
-        """Consume all words, with optional whitespace before each; `*` is letters and digits."""
+        """Consume all words, each after optional whitespace; `*` matches letters and digits."""
         start = self.pos
         for word in words.split():
             yield from self.skip(str.isspace)
