@@ -1,4 +1,4 @@
-"""The arguments with which layers are built (`Build`) and called (`ForwardBatch`)."""
+"""The arguments with which layers are built (`BuildContext`) and called (`ForwardBatch`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanovllm.ops.tp_group import ALONE, TPGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
+class BuildContext:
     """The device, dtype, quantized layouts, operations and ranks that layers are built for."""
 
     device: torch.device

@@ -16,7 +16,7 @@ from nanovllm.layers.shards import ExpectedTensor, Shard, expect_stack, num_outp
 from nanovllm.ops.quantized_weight import Weight
 
 if TYPE_CHECKING:
-    from nanovllm.layers.build import Build
+    from nanovllm.layers.build import BuildContext
     from nanovllm.layers.quantized_weights import BlockTensors, WordTensors
 
 # Checkpoint name -> this rank's shards of the outputs; one tensor may hold several (q, k and v).
@@ -32,7 +32,7 @@ class LayerWeight(nn.Module):
     """
 
     def __init__(
-        self, outputs: Outputs, inputs: Shard, build: Build, is_uniform: bool = False
+        self, outputs: Outputs, inputs: Shard, build: BuildContext, is_uniform: bool = False
     ) -> None:
         super().__init__()
         self.outputs, self.inputs = outputs, inputs
@@ -78,7 +78,7 @@ class LayerWeight(nn.Module):
 class DenseTensor(nn.Module):
     """One tensor [outputs, inputs] in the model's dtype."""
 
-    def __init__(self, outputs: Outputs, inputs: Shard, build: Build) -> None:
+    def __init__(self, outputs: Outputs, inputs: Shard, build: BuildContext) -> None:
         super().__init__()
         self.outputs, self.inputs = outputs, inputs
         self.values = build.parameter(num_outputs(outputs), inputs.count)

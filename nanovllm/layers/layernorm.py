@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import ModelConfig
-from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.build import BuildContext, Layer
 from nanovllm.layers.shards import ExpectedTensor, expect_replicated
 from nanovllm.ops.interface import NormWeights, QKNormWeights, ResidualStream
 
@@ -14,7 +14,7 @@ from nanovllm.ops.interface import NormWeights, QKNormWeights, ResidualStream
 class RMSNorm(Layer):
     """RMSNorm of hidden states."""
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         self.weight = build.parameter(config.hidden_size, dtype=torch.float32)
         self.weights = NormWeights(self.weight, config.rms_norm_eps)
@@ -34,7 +34,7 @@ class RMSNorm(Layer):
 class QKNorm(Layer):
     """RMSNorm of every head of q and k; `Ops.rope_write` applies it before the rotation."""
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         self.weight = build.parameter(2, config.head_dim, dtype=torch.float32)
         self.weights = QKNormWeights(self.weight[0], self.weight[1], config.rms_norm_eps)

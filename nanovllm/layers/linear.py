@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.build import BuildContext, Layer
 from nanovllm.layers.layer_weight import LayerWeight, Outputs
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.shards import (
@@ -36,7 +36,7 @@ class MergedLinear(Layer):
         inputs: Shard,
         outputs: Outputs,
         bias: bool,
-        build: Build,
+        build: BuildContext,
         activation: Activation | None = None,
     ) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class RowParallelLinear(MergedLinear):
     """A projection whose inputs are sharded; the ranks' outputs are summed."""
 
     def __init__(
-        self, inputs: Shard, out_features: int, bias: bool, build: Build, name: str
+        self, inputs: Shard, out_features: int, bias: bool, build: BuildContext, name: str
     ) -> None:
         super().__init__(inputs, {name: [replicated(out_features)]}, bias, build)
         self.group = build.group
@@ -94,7 +94,7 @@ class RowParallelLinear(MergedLinear):
 class Embedding(Layer):
     table: Weight  # set by `pack`
 
-    def __init__(self, num_embeddings: int, dim: int, scale: float, build: Build) -> None:
+    def __init__(self, num_embeddings: int, dim: int, scale: float, build: BuildContext) -> None:
         super().__init__()
         self.vocab = sharded(num_embeddings, build.group)
         self.weight = LayerWeight({"": [self.vocab]}, replicated(dim), build)
@@ -120,7 +120,9 @@ class Embedding(Layer):
 class LMHead(MergedLinear):
     """The projection of hidden states to logits; with `tied`, it uses the embedding's weight."""
 
-    def __init__(self, dim: int, vocab_size: int, build: Build, tied: Embedding | None) -> None:
+    def __init__(
+        self, dim: int, vocab_size: int, build: BuildContext, tied: Embedding | None
+    ) -> None:
         outputs = {"lm_head": [sharded(vocab_size, build.group)]}
         super().__init__(replicated(dim), outputs, False, build)
         self.vocab_size, self.group = vocab_size, build.group

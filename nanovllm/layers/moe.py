@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanovllm.config import ExpertsConfig
-from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.build import BuildContext, Layer
 from nanovllm.layers.layer_weight import LayerWeight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
@@ -31,7 +31,7 @@ class SparseMLP(Layer):
     packed: PackedExperts  # set by `pack`
 
     def __init__(
-        self, hidden_size: int, config: ExpertsConfig, names: ExpertNames, build: Build
+        self, hidden_size: int, config: ExpertsConfig, names: ExpertNames, build: BuildContext
     ) -> None:
         super().__init__()
         hidden, size = replicated(hidden_size), sharded(config.size, build.group)

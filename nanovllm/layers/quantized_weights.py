@@ -31,11 +31,11 @@ from nanovllm.ops.quantized_weight import (
 )
 
 if TYPE_CHECKING:
-    from nanovllm.layers.build import Build
+    from nanovllm.layers.build import BuildContext
 
 
 def create_quantized(
-    layouts: list[QuantLayout], outputs: Outputs, inputs: Shard, build: Build
+    layouts: list[QuantLayout], outputs: Outputs, inputs: Shard, build: BuildContext
 ) -> WordTensors | BlockTensors | None:
     """Create a quantized weight; return None if no kernel supports its layouts or this shard."""
     if not layouts[0].block_bytes:
@@ -63,7 +63,9 @@ def common_layout(layouts: Sequence[QuantLayout], inputs: Shard) -> QuantLayout 
 class WordTensors(nn.Module):
     """An FP8 or int4 weight packed in 32-bit words; `quantized_weight.py` describes the layout."""
 
-    def __init__(self, outputs: Outputs, inputs: Shard, layout: QuantLayout, build: Build) -> None:
+    def __init__(
+        self, outputs: Outputs, inputs: Shard, layout: QuantLayout, build: BuildContext
+    ) -> None:
         super().__init__()
         self.outputs, self.inputs, self.layout = outputs, inputs, layout
         self.bits = 8 if layout.kind == "fp8" else 4
@@ -100,7 +102,7 @@ class BlockTensors(nn.Module):
     """A weight in GGUF quant blocks: one tensor [outputs, bytes] per run of equal block types."""
 
     def __init__(
-        self, layouts: list[QuantLayout], outputs: Outputs, inputs: Shard, build: Build
+        self, layouts: list[QuantLayout], outputs: Outputs, inputs: Shard, build: BuildContext
     ) -> None:
         super().__init__()
         self.inputs, self.ops = inputs, build.ops

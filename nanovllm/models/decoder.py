@@ -7,14 +7,14 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
-from nanovllm.layers.build import Build, ForwardBatch, Layer
+from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Embedding, LMHead
 from nanovllm.layers.rotary_embedding import rope_table
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.ops.interface import ResidualStream
 
-BuildLayer = Callable[[ModelConfig, int, Build], nn.Module]
+BuildLayer = Callable[[ModelConfig, int, BuildContext], nn.Module]
 
 
 class DecoderLayer(Layer):
@@ -25,7 +25,7 @@ class DecoderLayer(Layer):
         config: ModelConfig,
         self_attn: SelfAttention,
         mlp: nn.Module,
-        build: Build,
+        build: BuildContext,
         mlp_name: str = "mlp",  # name of the MLP in checkpoints
     ) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class DecoderBody(Layer):
     """Embedding, layers and final norm; checkpoints name this module `model`."""
 
     def __init__(
-        self, config: ModelConfig, max_model_len: int, build: Build, build_layer: BuildLayer
+        self, config: ModelConfig, max_model_len: int, build: BuildContext, build_layer: BuildLayer
     ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(
@@ -73,7 +73,7 @@ class DecoderModel(Layer):
     """A causal language model: batch in, logits [sampled tokens, vocab_size] out."""
 
     def __init__(
-        self, config: ModelConfig, max_model_len: int, build: Build, build_layer: BuildLayer
+        self, config: ModelConfig, max_model_len: int, build: BuildContext, build_layer: BuildLayer
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, build.dtype

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.config import ExpertsConfig, ModelConfig
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import ExpertNames, SparseMLP
 from nanovllm.models.config_json import field, read_model_config
@@ -37,7 +37,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     return with_experts(model, experts)
 
 
-def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:
+def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> DecoderLayer:
     assert config.experts is not None
     self_attn = build_attention(config, layer_index, build)
     if layer_index in config.experts.dense_layers:

@@ -12,7 +12,7 @@ from nanovllm.checkpoint.find import stores_quantized
 from nanovllm.checkpoint.quantization import choose_quantization
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import ConfigError
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.layers.shards import check_splits
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.torch_ops import TorchOps
@@ -59,11 +59,13 @@ def check_model(
     layouts = None
     if config.quantization is not None or stores_quantized(checkpoint_config):
         layouts = choose_layouts(config, checkpoint_config, device, dtype)
-    build = Build(device.torch_device, dtype, attention, ops, device.group, layouts)
+    build = BuildContext(device.torch_device, dtype, attention, ops, device.group, layouts)
     check_memory(config, model, device, build)
 
 
-def check_memory(config: EngineConfig, model: ModelConfig, device: Device, build: Build) -> None:
+def check_memory(
+    config: EngineConfig, model: ModelConfig, device: Device, build: BuildContext
+) -> None:
     needs = estimate_memory(config, model, build)
     if device.has_room_for_copy(needs.weights):  # weights are then kept in two layouts
         needs = replace(needs, weights=2 * needs.weights)
@@ -79,7 +81,9 @@ def check_memory(config: EngineConfig, model: ModelConfig, device: Device, build
         )
 
 
-def estimate_memory(config: EngineConfig, model: ModelConfig, build: Build) -> MemoryEstimate:
+def estimate_memory(
+    config: EngineConfig, model: ModelConfig, build: BuildContext
+) -> MemoryEstimate:
     """Return the memory that a model needs with these options, without allocating any of it."""
     shapes = build_model(model, 1, replace(build, device=torch.device("meta")))
     if build.layouts is not None:  # quantized parameters exist only once tensor names are known

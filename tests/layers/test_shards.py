@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.errors import ConfigError
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.layers.layer_weight import LayerWeight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Embedding, LMHead, RowParallelLinear
@@ -51,8 +51,8 @@ def unconnected(size: int) -> list[TPGroup]:
     return [TPGroup(rank, size) for rank in range(size)]
 
 
-def build(ops: Ops, group: TPGroup = ALONE) -> Build:
-    return Build(torch.device("cpu"), torch.float32, None, ops, group)  # type: ignore[arg-type]
+def build(ops: Ops, group: TPGroup = ALONE) -> BuildContext:
+    return BuildContext(torch.device("cpu"), torch.float32, None, ops, group)  # type: ignore[arg-type]
 
 
 def stored_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
 from nanovllm.devices.cpu.kernels import interpreter
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import read_config
 from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker import memory_check as memory
@@ -190,7 +190,7 @@ def test_needs_count_quant_blocks(tmp_path: Path, kept: list[int]) -> None:
     checkpoint, config = find_checkpoint(str(path)), EngineConfig(str(path), max_model_len=64)
     model, device = read_config(checkpoint.config), cpu_device()
     layouts = choose_layouts(config, checkpoint.config, device, torch.float32)
-    build = Build(device.torch_device, torch.float32, None, None, ALONE, layouts)  # type: ignore[arg-type]
+    build = BuildContext(device.torch_device, torch.float32, None, None, ALONE, layouts)  # type: ignore[arg-type]
     run(path)
     norms = (2 * 2 + 1) * 64 * 4
     assert memory.estimate_memory(config, model, build).weights == sum(kept) + norms

@@ -15,7 +15,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
 from nanovllm.devices.cpu.device import CpuDevice
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import read_config
 from nanovllm.ops.interface import NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import QuantizedWeight
@@ -220,7 +220,7 @@ def test_needs_count_quantized_weights(checkpoint_root: Path, kept: list[str]) -
     needs = []
     for stored in (checkpoint.config, checkpoint):
         chosen = choose_layouts(config, stored, device, dtype)
-        build = Build(device.torch_device, dtype, None, None, ALONE, chosen)  # type: ignore[arg-type]
+        build = BuildContext(device.torch_device, dtype, None, None, ALONE, chosen)  # type: ignore[arg-type]
         needs.append(memory.estimate_memory(config, model, build).weights)
     words = 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128)  # inputs are padded to blocks of 128
     assert needs[1] < words * 2 + 2 * 99 * 64 * 2 + 20_000
