@@ -70,7 +70,7 @@ class LayerCache:
         return known if len(known) == 2 else [part.view(uint8) for part in known]
 
 
-class SumScales(NamedTuple):
+class DequantScales(NamedTuple):
     """The scales still to be applied to the output of an FP8 GEMM [rows, outputs]."""
 
     rows: Tensor  # float32 [rows, 1]
@@ -90,14 +90,14 @@ class ResidualStream(NamedTuple):
     residual: Tensor  # [tokens, hidden]
     # [tokens, hidden], or the partial sums of a split-K GEMM: float32 [splits, tokens, hidden].
     update: Tensor | None = None
-    scales: SumScales | None = None  # set if the update is the unscaled output of an FP8 GEMM
+    scales: DequantScales | None = None  # set if the update is the unscaled output of an FP8 GEMM
 
     def select(self, tokens: Tensor) -> ResidualStream:
         """Copy some tokens; a single token's update is reduced and scaled for `after_norm`."""
         residual, scales = self.residual.index_select(0, tokens), self.scales
         update = None if self.update is None else self.update.index_select(-2, tokens)
         if scales is not None:
-            scales = SumScales(scales.rows.index_select(0, tokens), scales.outputs)
+            scales = DequantScales(scales.rows.index_select(0, tokens), scales.outputs)
         if update is not None and len(tokens) == 1:
             update = update if scales is None else scales.apply(update)
             update = update.sum(0) if update.dim() == 3 else update

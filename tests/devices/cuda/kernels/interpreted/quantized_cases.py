@@ -22,7 +22,7 @@ from nanovllm.devices.cuda.kernels.linear_fp8 import (
 )
 from nanovllm.devices.cuda.ops import TritonOps, pack_quantized
 from nanovllm.ops.fp8 import FP8, LARGEST_FP8
-from nanovllm.ops.interface import Activation, NormWeights, ResidualStream, SumScales
+from nanovllm.ops.interface import Activation, DequantScales, NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import (
     QuantizedWeight,
     num_blocks,
@@ -241,10 +241,10 @@ def check_scaled_sums(dtype: torch.dtype, device: str) -> None:
         assert_close(sums, (want + bias.float()).to(dtype))
 
 
-def make_scales(num_rows: int, num_out: int, device: str) -> SumScales:
+def make_scales(num_rows: int, num_out: int, device: str) -> DequantScales:
     generator = torch.Generator().manual_seed(num_rows + num_out)
     rows, outs = (torch.rand(count, 1, generator=generator) + 0.5 for count in (num_rows, num_out))
-    return SumScales(rows.to(device), outs.to(device))
+    return DequantScales(rows.to(device), outs.to(device))
 
 
 def check_every_fp8_code(device: str) -> None:
