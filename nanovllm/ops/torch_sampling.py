@@ -85,7 +85,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor
     return ids, values, ranks
 
 
-def keep_allowed(logits: Tensor, rows: Tensor | None, words: Tensor) -> None:
+def apply_token_bitmask(logits: Tensor, rows: Tensor | None, words: Tensor) -> None:
     """Set logits to minus infinity, in place, where the bitmask has a 0.
 
     words is int32 [masks, ceil(vocab_size / 32)]; bit i % 32 of word i // 32 is for token i.

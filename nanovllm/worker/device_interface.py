@@ -107,8 +107,8 @@ class Device(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `torch_sampling.token_logprobs`."""
 
-    def keep_allowed(self, logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
-        """See `torch_sampling.keep_allowed`."""
+    def apply_token_bitmask(self, logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
+        """See `torch_sampling.apply_token_bitmask`."""
 
     def sampler(self, tables: InputBatch, vocab_size: int) -> Sampler:
         """Create the sampler, which draws tokens from logits."""

@@ -86,7 +86,7 @@ class ModelRunner:
         if self.steps is not None:
             sampled = self.steps.replay_masked(step.logits, step.plan, masks)
         if sampled is None:
-            keep_allowed(self.device, step.logits.values, step.plan, masks)
+            apply_token_bitmask(self.device, step.logits.values, step.plan, masks)
             sampled = self.sampler(step.logits, step.plan)
         step.sampled.append(self._fetch(step, sampled))
 
@@ -113,9 +113,9 @@ class ModelRunner:
         return StepResult(tokens[:, None], **arrays, failures=extras.failures)
 
 
-def keep_allowed(device: Device, logits: Tensor, plan: StepPlan, masks: IntColumn) -> None:
+def apply_token_bitmask(device: Device, logits: Tensor, plan: StepPlan, masks: IntColumn) -> None:
     """Apply the bitmasks of the masked rows to the logits [sampled rows, vocab_size]."""
     rows = None
     if len(masks) < len(logits):
         rows = device.upload(np.cumsum(plan.num_logits > 0)[plan.masked_rows] - 1)
-    device.keep_allowed(logits, rows, device.readable(masks))
+    device.apply_token_bitmask(logits, rows, device.readable(masks))

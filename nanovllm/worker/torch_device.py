@@ -48,7 +48,7 @@ class TorchDevice:
     depth = 0  # measured by benchmarks/engine/cpu_choices.py
     name = device_name = "cpu"
     token_logprobs = staticmethod(torch_sampling.token_logprobs)
-    keep_allowed = staticmethod(torch_sampling.keep_allowed)
+    apply_token_bitmask = staticmethod(torch_sampling.apply_token_bitmask)
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
         self.config, self.group = config, group

@@ -349,14 +349,14 @@ def check_masks(vocab_size: int, dtype: torch.dtype, device: str) -> None:
     for rows in (None, torch.tensor([3, 0, 1], device=device)):
         some = words if rows is None else words[:3]
         right, got = logits.clone(), logits.clone()
-        torch_sampling.keep_allowed(right, rows, some)
-        masks.keep_allowed(got, rows, some)
+        torch_sampling.apply_token_bitmask(right, rows, some)
+        masks.apply_token_bitmask(got, rows, some)
         assert torch.equal(got, right)
         assert right.isinf().sum() > vocab_size
     slots = torch.tensor([2, 0, 1, *[9] * (len(logits) - 3)], device=device, dtype=torch.int32)
     right, got = logits.clone(), logits.clone()
-    torch_sampling.keep_allowed(right, torch.arange(3, device=device), words[:3])
-    masks.keep_allowed(got, None, words[:3], slots, 9)
+    torch_sampling.apply_token_bitmask(right, torch.arange(3, device=device), words[:3])
+    masks.apply_token_bitmask(got, None, words[:3], slots, 9)
     assert torch.equal(got, right)
 
 
