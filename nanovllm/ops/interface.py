@@ -28,9 +28,9 @@ class Sampling(IntFlag):
     """The sampling features that at least one row of the batch needs."""
 
     GREEDY = 0
-    NOISE = 1  # temperature above 0
+    RANDOM = 1  # temperature above 0
     MIN_P = 2
-    TOP = 4  # top_k or top_p
+    TOP_K_TOP_P = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,9 +144,9 @@ def sampling_of(params: SamplingParams) -> Sampling:
     """Return the sampling features that a request needs."""
     if params.temperature == 0:
         return Sampling.GREEDY
-    features = Sampling.NOISE
+    features = Sampling.RANDOM
     if params.min_p:
         features |= Sampling.MIN_P
     if params.top_k or params.top_p < 1:
-        features |= Sampling.TOP
+        features |= Sampling.TOP_K_TOP_P
     return features

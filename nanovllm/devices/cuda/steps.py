@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 # Sampling kernels that are captured, simplest first; a batch uses the first that covers its needs.
 CAPTURED_SAMPLING = (
     Sampling.GREEDY,
-    Sampling.NOISE,
-    Sampling.NOISE | Sampling.MIN_P,
-    Sampling.NOISE | Sampling.MIN_P | Sampling.TOP,
+    Sampling.RANDOM,
+    Sampling.RANDOM | Sampling.MIN_P,
+    Sampling.RANDOM | Sampling.MIN_P | Sampling.TOP_K_TOP_P,
 )
 
 SamplerKey = tuple[GraphKey, Sampling, bool]  # graph of the logits, sampling, applies a bitmask

@@ -33,8 +33,8 @@ from tests.ops.sampling_by_noise import sample_by_noise
 from tests.ops.test_torch_sampling import SMALLEST, Row, columns, random_row
 
 INF = torch.inf
-GREEDY, NOISE, MIN_P = Sampling.GREEDY, Sampling.NOISE, Sampling.NOISE | Sampling.MIN_P
-TOP, FULL = Sampling.NOISE | Sampling.TOP, MIN_P | Sampling.TOP
+GREEDY, NOISE, MIN_P = Sampling.GREEDY, Sampling.RANDOM, Sampling.RANDOM | Sampling.MIN_P
+TOP, FULL = Sampling.RANDOM | Sampling.TOP_K_TOP_P, MIN_P | Sampling.TOP_K_TOP_P
 ASKED = GREEDY, NOISE, MIN_P, TOP, FULL
 
 
@@ -167,11 +167,11 @@ def check_kind(kind: str, vocab_size: int, num_rows: int, dtype: torch.dtype, de
 def rows_that_ask(asked: Sampling, num_rows: int, seed: int) -> list[Row]:
     """Return rows that need only this kind of sampling."""
     rows = make_rows(num_rows, seed)
-    if Sampling.TOP not in asked:
+    if Sampling.TOP_K_TOP_P not in asked:
         rows = [row._replace(top_k=0, top_p=1.0) for row in rows]
     if Sampling.MIN_P not in asked:
         rows = [row._replace(min_p=0.0) for row in rows]
-    if Sampling.NOISE not in asked:
+    if Sampling.RANDOM not in asked:
         rows = [row._replace(temperature=0.0) for row in rows]
     return rows
 
