@@ -179,7 +179,7 @@ class Layers:
                 pack = self.ops.pack_linear
                 gated = pack(weights.gate_up, None, "silu", has_room=False)(x)
             else:
-                gated = self.ops.gate(self._project(x, weights.gate_up, best), "silu")
+                gated = self.ops.act_and_mul(self._project(x, weights.gate_up, best), "silu")
             hidden = self._add(residual, gated, weights.down, found.get("down"))
         return self.ops.norm(hidden, self.norm)[0]
 

@@ -100,7 +100,7 @@ def make_weights(shape: Shape, device: torch.device) -> list[Tensor]:
 
 def library(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     y = functional.linear(x, weight)
-    return elementwise.gate(y, "silu") if shape.is_gated else y
+    return elementwise.act_and_mul(y, "silu") if shape.is_gated else y
 
 
 def chosen(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ class Ops(Protocol):
         [positions, 2, dim / 2]. slot_mapping holds positions in the cache, in units of tokens.
         """
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up; gate_up [tokens, 2 * size] holds gate, then up."""
 
     def pack_linear(
@@ -178,7 +178,7 @@ class Ops(Protocol):
     ) -> PackedLinear:
         """Lay out a weight [out, in] for its GEMM; `has_room` allows a second copy of it.
 
-        With an activation, the weight holds gate and up, and the projection returns `gate` of
+        With an activation, the weight holds gate and up, and the projection returns `act_and_mul` of
         their outputs.
         """
 

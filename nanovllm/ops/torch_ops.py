@@ -74,7 +74,7 @@ class TorchOps:
         _write_rows(cache.k, cache.k_exponents, k, slot_mapping)
         _write_rows(cache.v, cache.v_exponents, v, slot_mapping)
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
@@ -99,7 +99,7 @@ class ComposedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        return y if self.activation is None else self.ops.gate(y, self.activation)
+        return y if self.activation is None else self.ops.act_and_mul(y, self.activation)
 
     def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
         return ResidualStream(residual, self(x))

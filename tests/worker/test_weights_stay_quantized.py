@@ -287,7 +287,7 @@ def test_many_rows_on_a_gpu(
         normed, residual = TorchOps().norm(copied, norm)
         got: torch.Tensor = many_after_norm(hidden, norm, weight, bias, activation)
         want = quantized_product(normed, weight.stored, bias)
-        compare(got, want if activation is None else TorchOps().gate(want, activation))
+        compare(got, want if activation is None else TorchOps().act_and_mul(want, activation))
         torch.testing.assert_close(hidden.residual, residual)
         return got
 
@@ -339,7 +339,7 @@ def test_many_rows_of_blocks_on_a_gpu(
         scales = stored.scales.repeat_interleave(size, 0)
         repeated = QuantizedWeight(8, stored.qweight, scales, None, x.shape[1])
         want = quantized_product(x, repeated, None)
-        want = want if activation is None else TorchOps().gate(want, activation)
+        want = want if activation is None else TorchOps().act_and_mul(want, activation)
         errors.append(distance(got, want))
 
     def add(residual: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any) -> ResidualStream:

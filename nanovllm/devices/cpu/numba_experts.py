@@ -39,7 +39,7 @@ class NumbaExperts:
         num_tokens, hidden = x.shape
         pairs, weights = self._route(logits.contiguous())
         y = self._multiply(x.contiguous(), self.gate_up, pairs)
-        y = self._multiply(self.ops.gate(y, "silu"), self.down, pairs)
+        y = self._multiply(self.ops.act_and_mul(y, "silu"), self.down, pairs)
         out = launcher.empty(num_tokens, hidden)
         addresses = out.data_ptr(), y.data_ptr(), weights.data_ptr()
         launcher.launch(experts.add_choices, *addresses, num_tokens, routing.top_k, hidden)

@@ -118,11 +118,11 @@ class NumbaOps:
             cached=cache.k.dtype,
         )
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(num_rows, size)
         curve = [float_bits(factor) for factor in ACTIVATIONS[activation]]
-        self._launch(dense.gate, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
+        self._launch(dense.act_and_mul, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
         return out
 
     def pack_linear(

@@ -194,7 +194,7 @@ def test_norm_of_a_sum(num_rows: int, dim: int, dtype: torch.dtype) -> None:
 @ACTIVATIONS
 def test_gate(num_rows: int, dim: int, dtype: torch.dtype, activation: Activation) -> None:
     gate_up = 4 * make(num_rows, 2 * dim, dtype=dtype)
-    got, want = (ops.gate(gate_up, activation) for ops in (make_ops(dtype), torch_ops))
+    got, want = (ops.act_and_mul(gate_up, activation) for ops in (make_ops(dtype), torch_ops))
     assert_gated(got, want, gate_up, activation)
 
 
@@ -207,7 +207,7 @@ def test_gate_of_any_size_of_number(dtype: torch.dtype, activation: Activation) 
     gates = torch.cat((gates, torch.linspace(-110, 110, 881).to(dtype)))
     for up in (1.0, -2.0, 1e-30, 1e30, 3e38):
         gate_up = torch.cat((gates, torch.full_like(gates, up)))[None]
-        got, want = (ops.gate(gate_up, activation) for ops in (make_ops(dtype), torch_ops))
+        got, want = (ops.act_and_mul(gate_up, activation) for ops in (make_ops(dtype), torch_ops))
         assert not got.isnan().any()
         is_tiny = want.abs() < abs(up) * 1e-34  # silu below -84 may underflow early
         kept = torch.cat((gates[None][~is_tiny], torch.full_like(gates, up)[None][~is_tiny]))
@@ -235,7 +235,7 @@ def test_gate_lets_nan_and_infinity_through(dtype: torch.dtype) -> None:
     gates = torch.tensor([math.nan, math.inf, -math.inf, 1.0, 1.0, 0.0, -1e4]).to(dtype)
     ups = torch.tensor([1.0, 1.0, 1.0, math.nan, math.inf, math.inf, -math.inf]).to(dtype)
     gate_up = torch.cat((gates, ups))[None]
-    got, want = (ops.gate(gate_up, "silu") for ops in (make_ops(dtype), torch_ops))
+    got, want = (ops.act_and_mul(gate_up, "silu") for ops in (make_ops(dtype), torch_ops))
     torch.testing.assert_close(got, want, equal_nan=True, rtol=2.0**-7, atol=0)
 
 
@@ -331,7 +331,7 @@ def add_norm_rows(ops: NumbaOps, x: Tensor) -> Tensor:
 
 
 def gate_rows(ops: NumbaOps, x: Tensor) -> Tensor:
-    return ops.gate(x, "silu")
+    return ops.act_and_mul(x, "silu")
 
 
 def linear_rows(ops: NumbaOps, x: Tensor) -> Tensor:

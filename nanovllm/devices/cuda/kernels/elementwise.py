@@ -64,7 +64,9 @@ def scales_of(scales: DequantScales | None) -> tuple[Tensor, Tensor] | None:
     return None if scales is None else (scales.rows, scales.outputs)
 
 
-def gate(gate_up: Tensor, activation: Activation, scales: DequantScales | None = None) -> Tensor:
+def act_and_mul(
+    gate_up: Tensor, activation: Activation, scales: DequantScales | None = None
+) -> Tensor:
     """Implement Ops.gate; unscaled FP8 products are first multiplied by `scales`."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, size, device=gate_up.device, dtype=gate_up.dtype)

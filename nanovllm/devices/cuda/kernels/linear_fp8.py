@@ -17,7 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.devices.cuda.kernels.elementwise import add_and_norm, count_splits, gate, scales_of
+from nanovllm.devices.cuda.kernels.elementwise import (
+    act_and_mul,
+    add_and_norm,
+    count_splits,
+    scales_of,
+)
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.ops.fp8 import FP8, LARGEST_FP8, SMALLEST_SCALE, Fp8Tensor
 from nanovllm.ops.interface import Activation, DequantScales, NormWeights, ResidualStream
@@ -97,7 +102,7 @@ def _project(
 ) -> Tensor:
     y, scales = _multiply(rows, weight, bias, dtype)
     if activation is not None:
-        return gate(y, activation, scales)
+        return act_and_mul(y, activation, scales)
     if scales is not None:
         scale_sums(y, scales, None)
     return y

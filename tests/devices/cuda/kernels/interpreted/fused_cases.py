@@ -57,7 +57,7 @@ def check_norms_and_gate(dtype: torch.dtype, device: str) -> None:
                 assert_close(a, b)
         gate_up = 4 * make(shape[0], 2 * shape[1], dtype=dtype, device=device)
         for activation in ACTIVATIONS:
-            got, want = (ops.gate(gate_up, activation) for ops in (TritonOps(), TorchOps()))
+            got, want = (ops.act_and_mul(gate_up, activation) for ops in (TritonOps(), TorchOps()))
             assert_close(got, want)
 
 
