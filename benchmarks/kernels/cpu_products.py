@@ -62,7 +62,7 @@ def measure_linear(ops: NumbaOps, dtype: torch.dtype, rows: list[int]) -> None:
     product_dtype = FEATURES.product_dtype(dtype)
     models = {
         "by rows": [partial(linear, weight=w, bias=None, dtype=product_dtype) for w in weights],
-        "ours": [ops.pack_linear(weight, None, None, has_room=False) for weight in weights],
+        "ours": [ops.pack_linear(weight, None, None, allow_copy=False) for weight in weights],
     }
     if dtype in FEATURES.packs:
         models["oneDNN"] = [pack_onednn(weight, None) for weight in weights]
@@ -75,7 +75,7 @@ def measure_linear(ops: NumbaOps, dtype: torch.dtype, rows: list[int]) -> None:
 def measure_blocks(rows: list[int]) -> None:
     """Measure GGUF weights of random bytes, whose values only need to be finite."""
     ops = NumbaOps(Launcher(torch.bfloat16), FEATURES)
-    plain = ops.pack_linear(torch.randn(BLOCKS_SHAPE).bfloat16(), None, None, has_room=True)
+    plain = ops.pack_linear(torch.randn(BLOCKS_SHAPE).bfloat16(), None, None, allow_copy=True)
     num_out, num_in = BLOCKS_SHAPE
     for kind, block_type in TYPES.items():
         row_bytes = num_in // block_type.size * block_type.num_bytes

@@ -106,7 +106,7 @@ def library(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
 def chosen(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     """Run the projection as the engine does."""
     activation = "silu" if shape.is_gated else None
-    packed = TritonOps().pack_linear(weight, None, activation, has_room=False)
+    packed = TritonOps().pack_linear(weight, None, activation, allow_copy=False)
     if not shape.is_summed:
         return packed(x)
     residual = torch.empty(len(x), shape.num_out, device=x.device, dtype=x.dtype)

@@ -62,5 +62,5 @@ class Layer(nn.Module):
         """Return the checkpoint tensors of this layer's parameters, excluding its submodules."""
         return {}
 
-    def pack(self, has_room: bool) -> None:
-        """Lay out the loaded parameters for the kernels; `has_room` allows a second copy."""
+    def pack(self, allow_copy: bool) -> None:
+        """Lay out the loaded parameters for the kernels; `allow_copy` allows a second copy."""

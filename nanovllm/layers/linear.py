@@ -60,9 +60,9 @@ class MergedLinear(Layer):
             tensors |= {f"{parent}{name}.bias": tensor for name, tensor in biases.items()}
         return tensors
 
-    def pack(self, has_room: bool) -> None:
+    def pack(self, allow_copy: bool) -> None:
         weight = self.weight.for_ops()
-        self.packed = self.ops.pack_linear(weight, self.bias, self.activation, has_room)
+        self.packed = self.ops.pack_linear(weight, self.bias, self.activation, allow_copy)
         del self.weight
 
 
@@ -85,10 +85,10 @@ class RowParallelLinear(MergedLinear):
         # Every rank has the whole residual, so only the update is summed over the ranks.
         return ResidualStream(residual, self(x))
 
-    def pack(self, has_room: bool) -> None:
+    def pack(self, allow_copy: bool) -> None:
         if self.group.rank > 0:
             self.bias = None  # only rank 0 adds the bias: the ranks' outputs are summed
-        super().pack(has_room)
+        super().pack(allow_copy)
 
 
 class Embedding(Layer):
@@ -113,7 +113,7 @@ class Embedding(Layer):
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         return self.weight.expected_tensors(path)
 
-    def pack(self, has_room: bool) -> None:
+    def pack(self, allow_copy: bool) -> None:
         self.table = self.weight.for_ops()
 
 

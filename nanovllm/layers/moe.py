@@ -59,7 +59,7 @@ class SparseMLP(Layer):
             tensors = [weight.expected_tensors(f"{path}.") for weight in weights]
         return tensors[0] | tensors[1]
 
-    def pack(self, has_room: bool) -> None:
+    def pack(self, allow_copy: bool) -> None:
         gate_up, down = (w.for_ops(self.num_experts) for w in (self.gate_up, self.down))
         self.packed = self.ops.pack_experts(gate_up, down, self.routing)
         del self.gate_up, self.down

@@ -174,9 +174,9 @@ class Ops(Protocol):
         """Return activation(gate) * up; gate_up [tokens, 2 * size] holds gate, then up."""
 
     def pack_linear(
-        self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool
     ) -> PackedLinear:
-        """Lay out a weight [out, in] for its GEMM; `has_room` allows a second copy of it.
+        """Lay out a weight [out, in] for its GEMM; `allow_copy` allows a second copy of it.
 
         With an activation, the weight holds gate and up, and the projection returns `act_and_mul` of
         their outputs.

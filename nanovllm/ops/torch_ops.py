@@ -79,7 +79,7 @@ class TorchOps:
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
     def pack_linear(
-        self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool
     ) -> PackedLinear:
         return compose_linear(self, weight, bias, activation, self.product_dtype)
 

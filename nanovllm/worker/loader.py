@@ -77,7 +77,7 @@ class UnpackedLayers:
             self._layer_of |= dict.fromkeys(tensors, layer)
             self._num_missing[layer] = len(tensors)
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self._has_room = device.has_room_for_copy(num_bytes)
+        self._allow_copy = device.has_room_for_copy(num_bytes)
 
     def loaded(self, name: str) -> None:
         """Record that a tensor is loaded; pack its layer if that was the layer's last tensor."""
@@ -95,7 +95,7 @@ class UnpackedLayers:
     def _pack(self, layer: Layer) -> None:
         num_missing = self._num_missing.pop(layer)
         assert num_missing == 0, f"{num_missing} tensors are missing"
-        layer.pack(self._has_room)
+        layer.pack(self._allow_copy)
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, Layer]]:

@@ -126,14 +126,14 @@ class NumbaOps:
         return out
 
     def pack_linear(
-        self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool
     ) -> PackedLinear:
         if isinstance(weight, PanelWeight):
             return ComposedLinear(self, self.blocks.linear(weight, bias), activation)
         if isinstance(weight, QuantizedWeight):
             return compose_linear(self, weight, bias, activation)
         weight = weight.contiguous()
-        run_many = self._pack_many(weight, bias, has_room)
+        run_many = self._pack_many(weight, bias, allow_copy)
         num_out, num_in = weight.shape
         max_rows = self.max_linear_rows
         num_threads = self.launcher.num_threads
@@ -152,9 +152,9 @@ class NumbaOps:
 
         return ComposedLinear(self, run, activation)
 
-    def _pack_many(self, weight: Tensor, bias: Tensor | None, has_room: bool) -> LinearFn:
+    def _pack_many(self, weight: Tensor, bias: Tensor | None, allow_copy: bool) -> LinearFn:
         """Choose the product of many rows; a packed copy pays off only in the product dtype."""
-        if has_room and self.can_pack and self.product_dtype == weight.dtype:
+        if allow_copy and self.can_pack and self.product_dtype == weight.dtype:
             return pack_onednn(weight, bias)
         return lambda x: linear(x, weight, bias, self.product_dtype)
 

@@ -59,7 +59,7 @@ class TritonOps:
         return elementwise.rms_norm(hidden, norm), hidden.residual
 
     def pack_linear(
-        self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool
     ) -> PackedLinear:
         if isinstance(weight, QuantizedWeight):
             return pack_quantized(self, weight, bias, activation)

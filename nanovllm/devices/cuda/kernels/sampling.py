@@ -261,10 +261,10 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _append(token, slot, is_row, tokens, lengths, stride, num_slots, width):  # type: ignore[no-untyped-def]
     length = tl.load(lengths + slot, mask=is_row, other=0)
-    has_room = is_row & (slot < num_slots - 1) & (length < width)
+    allow_copy = is_row & (slot < num_slots - 1) & (length < width)
     known = tl.maximum(token, 0)  # NO_TOKEN is negative and has no embedding
-    tl.store(tokens + slot.to(tl.int64) * stride + length, known, mask=has_room)
-    tl.store(lengths + slot, length + 1, mask=has_room)
+    tl.store(tokens + slot.to(tl.int64) * stride + length, known, mask=allow_copy)
+    tl.store(lengths + slot, length + 1, mask=allow_copy)
 
 
 @triton.jit

@@ -157,7 +157,7 @@ def check_products(
         if packed._library_of(x) is not None:
             assert num_rows > (64 if kind == "fp8-blocks" else 16)
             continue  # activations are quantized here: see check_quantized_products
-        plain = TorchOps().pack_linear(weight.dequantize(dtype), bias, activation, has_room=False)
+        plain = TorchOps().pack_linear(weight.dequantize(dtype), bias, activation, allow_copy=False)
         assert_close(packed(x), plain(x))
         norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
         update = make(num_rows, num_in, dtype=dtype, device=device, seed=9)
