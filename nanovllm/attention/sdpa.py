@@ -31,9 +31,9 @@ class PrefillRow:
 
 
 class SdpaAttention:
-    def __init__(self, block_size: int, product_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, block_size: int, matmul_dtype: torch.dtype | None = None) -> None:
         self.block_size = block_size
-        self.product_dtype = product_dtype  # None: the dtype of the cache
+        self.matmul_dtype = matmul_dtype  # None: the dtype of the cache
 
     def plan(self, rows: BatchRows) -> list[PrefillRow]:
         offsets = np.cumsum(rows.counts) - rows.counts
@@ -44,7 +44,7 @@ class SdpaAttention:
     ) -> Tensor:
         output = torch.empty_like(q)
         for row in plan:
-            attend_prefill(q, cache, row, spec, output, self.product_dtype)
+            attend_prefill(q, cache, row, spec, output, self.matmul_dtype)
         return output
 
 
@@ -62,14 +62,14 @@ def attend_prefill(
     row: PrefillRow,
     spec: AttentionSpec,
     output: Tensor,
-    product_dtype: torch.dtype | None = None,
+    matmul_dtype: torch.dtype | None = None,
 ) -> None:
     """Attend from a row's last `count` positions to all its positions, or to their windows."""
     part = slice(row.offset, row.offset + row.count)
     q, output = q[part], output[part]
     length = row.start + row.count
     k, v = (part[:, :, :length] for part in _gather(cache, row.block_ids, q.dtype))
-    q, k, v = upcast(q, k, v, dtype=product_dtype)
+    q, k, v = upcast(q, k, v, dtype=matmul_dtype)
     window = length if spec.window is None else spec.window
     if row.start == 0 and length <= window:
         output[:] = _grouped_sdpa(q, k, v, None, spec.scale)

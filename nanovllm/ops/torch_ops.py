@@ -31,10 +31,10 @@ MAX_NARROW_ROWS = {torch.float16: 4, torch.bfloat16: 0}
 
 
 class TorchOps:
-    """`Ops` in plain torch, with GEMMs in `product_dtype`; None: in the dtype of the weights."""
+    """`Ops` in plain torch, with GEMMs in `matmul_dtype`; None: in the dtype of the weights."""
 
-    def __init__(self, product_dtype: torch.dtype | None = None) -> None:
-        self.product_dtype = product_dtype
+    def __init__(self, matmul_dtype: torch.dtype | None = None) -> None:
+        self.matmul_dtype = matmul_dtype
 
     @staticmethod
     def embed(token_ids: Tensor, table: Weight, scale: float) -> Tensor:
@@ -81,12 +81,12 @@ class TorchOps:
     def pack_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool
     ) -> PackedLinear:
-        return compose_linear(self, weight, bias, activation, self.product_dtype)
+        return compose_linear(self, weight, bias, activation, self.matmul_dtype)
 
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
         from nanovllm.ops.torch_experts import compose_experts
 
-        return compose_experts(self, gate_up, down, routing, self.product_dtype)
+        return compose_experts(self, gate_up, down, routing, self.matmul_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +114,13 @@ def compose_linear(
     weight: Weight,
     bias: Tensor | None,
     activation: Activation | None,
-    product_dtype: torch.dtype | None = None,
+    matmul_dtype: torch.dtype | None = None,
 ) -> ComposedLinear:
     """Return the reference projection; a quantized weight is dequantized in every call."""
 
     def run(x: Tensor) -> Tensor:
         if isinstance(weight, Tensor):
-            return linear(x, weight, bias, product_dtype)
+            return linear(x, weight, bias, matmul_dtype)
         assert isinstance(weight, QuantizedWeight)
         return F.linear(x, weight.dequantize(x.dtype), bias)
 

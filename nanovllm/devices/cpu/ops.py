@@ -41,9 +41,9 @@ class NumbaOps:
     def __init__(self, launcher: Launcher, features: CpuFeatures) -> None:
         self.launcher = launcher
         self.can_pack = launcher.dtype in features.packs
-        self.product_dtype = features.product_dtype(launcher.dtype)
-        self.max_linear_rows = MAX_LINEAR_ROWS[self.product_dtype]
-        self.max_expert_rows = MAX_EXPERT_ROWS[self.product_dtype]
+        self.matmul_dtype = features.matmul_dtype(launcher.dtype)
+        self.max_linear_rows = MAX_LINEAR_ROWS[self.matmul_dtype]
+        self.max_expert_rows = MAX_EXPERT_ROWS[self.matmul_dtype]
         self._launch, self._empty = launcher.launch, launcher.empty
         self._blocks: BlockKernels | None = None
 
@@ -154,9 +154,9 @@ class NumbaOps:
 
     def _pack_many(self, weight: Tensor, bias: Tensor | None, allow_copy: bool) -> LinearFn:
         """Choose the product of many rows; a packed copy pays off only in the product dtype."""
-        if allow_copy and self.can_pack and self.product_dtype == weight.dtype:
+        if allow_copy and self.can_pack and self.matmul_dtype == weight.dtype:
             return pack_onednn(weight, bias)
-        return lambda x: linear(x, weight, bias, self.product_dtype)
+        return lambda x: linear(x, weight, bias, self.matmul_dtype)
 
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
         from nanovllm.devices.cpu.numba_experts import NumbaExperts
