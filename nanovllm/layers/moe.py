@@ -22,7 +22,7 @@ class ExpertNames:
     down: str
 
 
-class SparseMLP(Layer):
+class SparseMoeBlock(Layer):
     """A mixture of experts: a router chooses each token's experts and weights their outputs.
 
     Every rank has a shard of every expert.

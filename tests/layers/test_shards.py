@@ -16,7 +16,7 @@ from nanovllm.layers.layer_weight import LayerWeight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Embedding, LMHead, RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import ExpertNames, SparseMLP
+from nanovllm.layers.moe import ExpertNames, SparseMoeBlock
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.layers.shards import Shard, check_splits, replicated, sharded, split_kv_heads
 from nanovllm.models.registry import read_config
@@ -131,14 +131,14 @@ def test_attention_projections(ops: Ops, num_kv_heads: int, size: int, merged: s
 @SIZES
 def test_experts(ops: Ops, size: int) -> None:
     names = ExpertNames("gate_proj", "up_proj", "down_proj")
-    one = SparseMLP(HIDDEN, EXPERTS, names, build(ops))
+    one = SparseMoeBlock(HIDDEN, EXPERTS, names, build(ops))
     stored = stored_tensors(one)
     load(one, stored)
     x, norm = torch.randn(7, HIDDEN), norm_of(ops)
     want = one(ResidualStream(x.clone()), norm).update
     outputs = []
     for group in unconnected(size):
-        sparse = SparseMLP(HIDDEN, EXPERTS, names, build(ops, group))
+        sparse = SparseMoeBlock(HIDDEN, EXPERTS, names, build(ops, group))
         load(sparse, stored)
         outputs.append(sparse(ResidualStream(x.clone()), norm).update)
     torch.testing.assert_close(add_up(outputs), want)
