@@ -36,7 +36,7 @@ from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import TPGroup
-from nanovllm.worker.loader import UnpackedLayers, load_weights
+from nanovllm.worker.loader import LoadingLayers, load_weights
 
 GB = 1e9
 HIDDEN, VOCAB = 1024, 32_000
@@ -98,7 +98,7 @@ def write_random_weights(folder: Path, config: dict[str, Any], num_shards: int) 
     dtype = getattr(torch, model_config.dtype)
     build = BuildContext(torch.device("meta"), dtype, None, None)  # type: ignore[arg-type]
     model = build_model(model_config, 64, build)
-    expected = UnpackedLayers(model, CpuDevice(EngineConfig("none"))).expected
+    expected = LoadingLayers(model, CpuDevice(EngineConfig("none"))).expected
     names = sorted(expected)
     for i in range(num_shards):
         own = names[i * len(names) // num_shards : (i + 1) * len(names) // num_shards]

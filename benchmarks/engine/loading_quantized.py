@@ -46,7 +46,7 @@ from nanovllm.devices.choose import create_device
 from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import build_model, read_config
-from nanovllm.worker.loader import UnpackedLayers, load_weights
+from nanovllm.worker.loader import LoadingLayers, load_weights
 from nanovllm.worker.quantized_layouts import choose_layouts
 
 GROUP = 128
@@ -135,7 +135,7 @@ def write_checkpoint(folder: Path, kind: str, num_layers: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     build = BuildContext(torch.device("meta"), torch.bfloat16, None, None)  # type: ignore[arg-type]
     model = build_model(read_config(config), 64, build)
-    expected = UnpackedLayers(model, CpuDevice(EngineConfig("none"))).expected
+    expected = LoadingLayers(model, CpuDevice(EngineConfig("none"))).expected
     tensors: Parts = {}
     for name, tensor in expected.items():
         module = name.removesuffix(".weight")

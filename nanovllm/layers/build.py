@@ -52,7 +52,7 @@ class ForwardBatch:
 
 
 class Layer(nn.Module):
-    """A module whose parameters are loaded, then packed for the kernels."""
+    """A module that can process its weights after loading, and that lists its tensors."""
 
     def __call__(self, *args: Any) -> Any:
         # nn.Module checks for hooks in every call: about a millisecond for the 300 calls of a step.
@@ -62,5 +62,5 @@ class Layer(nn.Module):
         """Return the checkpoint tensors of this layer's parameters, excluding its submodules."""
         return {}
 
-    def pack(self, allow_copy: bool) -> None:
+    def process_weights_after_loading(self, allow_copy: bool) -> None:
         """Lay out the loaded parameters for the kernels; `allow_copy` allows a second copy."""

@@ -27,7 +27,7 @@ class RMSNorm(Layer):
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         return {f"{path}.weight": expect_replicated(self.weight)}
 
-    def pack(self, allow_copy: bool) -> None:
+    def process_weights_after_loading(self, allow_copy: bool) -> None:
         self.weight.add_(self.offset)
 
 
@@ -45,5 +45,5 @@ class QKNorm(Layer):
         q, k = map(expect_replicated, self.weight)
         return {f"{parent}.q_norm.weight": q, f"{parent}.k_norm.weight": k}
 
-    def pack(self, allow_copy: bool) -> None:
+    def process_weights_after_loading(self, allow_copy: bool) -> None:
         self.weight.add_(self.offset)

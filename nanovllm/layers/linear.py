@@ -29,7 +29,7 @@ class MergedLinear(Layer):
     With an activation it returns activation(gate) * up.
     """
 
-    packed: PackedLinear  # set by `pack`
+    packed: PackedLinear  # set by `process_weights_after_loading`
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class MergedLinear(Layer):
             tensors |= {f"{parent}{name}.bias": tensor for name, tensor in biases.items()}
         return tensors
 
-    def pack(self, allow_copy: bool) -> None:
+    def process_weights_after_loading(self, allow_copy: bool) -> None:
         weight = self.weight.for_ops()
         self.packed = self.ops.pack_linear(weight, self.bias, self.activation, allow_copy)
         del self.weight
@@ -85,14 +85,14 @@ class RowParallelLinear(MergedLinear):
         # Every rank has the whole residual, so only the update is summed over the ranks.
         return ResidualStream(residual, self(x))
 
-    def pack(self, allow_copy: bool) -> None:
+    def process_weights_after_loading(self, allow_copy: bool) -> None:
         if self.group.rank > 0:
             self.bias = None  # only rank 0 adds the bias: the ranks' outputs are summed
-        super().pack(allow_copy)
+        super().process_weights_after_loading(allow_copy)
 
 
 class Embedding(Layer):
-    table: Weight  # set by `pack`
+    table: Weight  # set by `process_weights_after_loading`
 
     def __init__(self, num_embeddings: int, dim: int, scale: float, build: BuildContext) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Embedding(Layer):
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         return self.weight.expected_tensors(path)
 
-    def pack(self, allow_copy: bool) -> None:
+    def process_weights_after_loading(self, allow_copy: bool) -> None:
         self.table = self.weight.for_ops()
 
 

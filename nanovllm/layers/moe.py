@@ -28,7 +28,7 @@ class SparseMoeBlock(Layer):
     Every rank has a shard of every expert.
     """
 
-    packed: PackedExperts  # set by `pack`
+    packed: PackedExperts  # set by `process_weights_after_loading`
 
     def __init__(
         self, hidden_size: int, config: ExpertsConfig, names: ExpertNames, build: BuildContext
@@ -59,7 +59,7 @@ class SparseMoeBlock(Layer):
             tensors = [weight.expected_tensors(f"{path}.") for weight in weights]
         return tensors[0] | tensors[1]
 
-    def pack(self, allow_copy: bool) -> None:
+    def process_weights_after_loading(self, allow_copy: bool) -> None:
         gate_up, down = (w.for_ops(self.num_experts) for w in (self.gate_up, self.down))
         self.packed = self.ops.pack_experts(gate_up, down, self.routing)
         del self.gate_up, self.down

@@ -178,8 +178,8 @@ class Ops(Protocol):
     ) -> PackedLinear:
         """Lay out a weight [out, in] for its GEMM; `allow_copy` allows a second copy of it.
 
-        With an activation, the weight holds gate and up, and the projection returns `act_and_mul` of
-        their outputs.
+        With an activation, the weight holds gate and up, and the projection returns the result of
+        `act_and_mul`.
         """
 
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:

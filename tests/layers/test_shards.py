@@ -23,7 +23,7 @@ from nanovllm.models.registry import read_config
 from nanovllm.ops.interface import Ops, ResidualStream
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE, TPGroup
-from nanovllm.worker.loader import UnpackedLayers
+from nanovllm.worker.loader import LoadingLayers
 from tests.checkpoints import VARIANTS
 from tests.devices import cpu_device
 
@@ -56,20 +56,20 @@ def build(ops: Ops, group: TPGroup = ALONE) -> BuildContext:
 
 
 def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
-    tensors = UnpackedLayers(module, cpu_device()).expected
+    tensors = LoadingLayers(module, cpu_device()).expected
     return {name: 0.2 * torch.randn(tensor.shape) for name, tensor in tensors.items()}
 
 
 def load(module: nn.Module, stored: dict[str, Tensor]) -> None:
     """Copy the expected parts of each tensor, as the loader does."""
-    layers = UnpackedLayers(module, cpu_device())
+    layers = LoadingLayers(module, cpu_device())
     assert layers.expected.keys() == stored.keys()
     for name, tensor in stored.items():
         assert layers.expected[name].shape == tensor.shape
         for part in layers.expected[name].parts:
             part.target.copy_(tensor[part.source])
         layers.loaded(name)
-    layers.pack_rest()
+    layers.process_rest()
 
 
 def dense(weight: LayerWeight) -> Tensor:

@@ -23,7 +23,7 @@ from nanovllm.models.registry import read_config
 from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker import memory_check as memory
 from nanovllm.worker import worker
-from nanovllm.worker.loader import UnpackedLayers
+from nanovllm.worker.loader import LoadingLayers
 from nanovllm.worker.quantized_layouts import choose_layouts
 from tests.checkpoint import tiny_gguf
 from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf
@@ -69,14 +69,14 @@ def run_dequantized(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Any]:
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes in bytes of all tensors that are loaded as quant blocks."""
     sizes: list[int] = []
-    loaded = UnpackedLayers.loaded
+    loaded = LoadingLayers.loaded
 
-    def note(self: UnpackedLayers, name: str) -> None:
+    def note(self: LoadingLayers, name: str) -> None:
         if self.expected[name].is_blocks:
             sizes.append(self.expected[name].nbytes)
         loaded(self, name)
 
-    monkeypatch.setattr(UnpackedLayers, "loaded", note)
+    monkeypatch.setattr(LoadingLayers, "loaded", note)
     return sizes
 
 

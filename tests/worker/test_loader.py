@@ -565,20 +565,20 @@ def test_a_layer_is_packed_when_its_last_tensor_is_there(
     model_config = read_config(find_checkpoint(str(tiny(variant).path)).config)
     build = BuildContext(CPU, torch.float32, SdpaAttention(16), TorchOps())
     model = build_model(model_config, 64, build)
-    layers = loader.UnpackedLayers(model, cpu_device())
+    layers = loader.LoadingLayers(model, cpu_device())
     missing = {
         layer: set(names)
         for path, layer in model.named_modules()
         if isinstance(layer, Layer) and (names := layer.expected_tensors(path))
     }
     packed: list[Layer] = []
-    pack = loader.UnpackedLayers._pack
+    pack = loader.LoadingLayers._process
 
-    def note(self: loader.UnpackedLayers, layer: Layer) -> None:
+    def note(self: loader.LoadingLayers, layer: Layer) -> None:
         packed.append(layer)
         pack(self, layer)
 
-    monkeypatch.setattr(loader.UnpackedLayers, "_pack", note)
+    monkeypatch.setattr(loader.LoadingLayers, "_process", note)
     for name in stored:
         layers.loaded(name)
         assert name not in layers.expected
@@ -587,7 +587,7 @@ def test_a_layer_is_packed_when_its_last_tensor_is_there(
         assert set(packed) == {layer for layer, names in missing.items() if not names}
     head = model.lm_head
     assert (head in packed) == (not head.is_tied)
-    layers.pack_rest()
+    layers.process_rest()
     assert len(packed) == len(set(packed))
     assert head in packed
     assert not any(hasattr(layer, "weight") for layer in packed if isinstance(layer, MergedLinear))

@@ -22,7 +22,7 @@ from nanovllm.ops.quantized_weight import QuantizedWeight
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker import memory_check as memory
-from nanovllm.worker.loader import UnpackedLayers
+from nanovllm.worker.loader import LoadingLayers
 from nanovllm.worker.quantized_layouts import choose_layouts
 from tests.checkpoint.tiny_quantized import (
     Kind,
@@ -91,13 +91,13 @@ def twins(root: Path, model: str, kind: str) -> Twins:
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keep weights quantized on a CPU, in plain torch; return the names of those loaded so."""
     names: list[str] = []
-    loaded = UnpackedLayers.loaded
+    loaded = LoadingLayers.loaded
 
-    def note(self: UnpackedLayers, name: str) -> None:
+    def note(self: LoadingLayers, name: str) -> None:
         names.extend([name] * bool(self.expected[name].is_quantized))
         loaded(self, name)
 
-    monkeypatch.setattr(UnpackedLayers, "loaded", note)
+    monkeypatch.setattr(LoadingLayers, "loaded", note)
     monkeypatch.setattr(CpuDevice, "reads_quantized", lambda *_: True)
     return names
 
