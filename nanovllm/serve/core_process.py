@@ -35,7 +35,7 @@ from nanovllm.serve.core_records import (
     SequenceStatus,
     Watch,
 )
-from nanovllm.worker.host_memory import give_back
+from nanovllm.worker.host_memory import trim_malloc
 
 IDLE_SECONDS = 1.0  # time between updates while the core is idle
 SNAPSHOT_SECONDS = 0.1  # minimum time between snapshots
@@ -146,7 +146,7 @@ class CoreLoop:
         """Use idle time to capture missing graphs; then return free host memory to the OS, once."""
         while not self._is_at_rest and self.inbox.empty():
             if not self.core.executor.capture_one():
-                give_back()
+                trim_malloc()
                 self._is_at_rest = True
 
     def _watch(self, is_on: bool) -> None:

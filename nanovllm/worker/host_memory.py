@@ -28,7 +28,7 @@ def allocate_lazily(num_bytes: int) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def give_back() -> None:
+def trim_malloc() -> None:
     """Return freed memory that malloc still holds to the operating system."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
         libc.malloc_trim(0)

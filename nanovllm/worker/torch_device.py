@@ -27,8 +27,8 @@ from nanovllm.worker.host_memory import (
     GIB,
     allocate_lazily,
     available_memory,
-    give_back,
     total_memory,
+    trim_malloc,
 )
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec
@@ -107,7 +107,7 @@ class TorchDevice:
         return allocate_lazily(num_bytes)
 
     def release(self) -> None:
-        give_back()
+        trim_malloc()
 
     def fill(self, target: Tensor, rows: Tensor) -> None:
         target.copy_(rows)
