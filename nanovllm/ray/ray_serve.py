@@ -30,7 +30,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.llm import ResolvedModel
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.parallel.ray_workers import connect
-from nanovllm.ray.remote_llm import Call, EngineCounts, EngineFacts, RemoteLLM
+from nanovllm.ray.remote_llm import Call, EngineCounts, EngineInfo, RemoteLLM
 from nanovllm.serve.app import make_app
 from nanovllm.serve.core_records import EngineState
 from nanovllm.serve.service import Service
@@ -94,8 +94,8 @@ class Engine:
         """Load the model in a thread, so that Serve can stop the engine meanwhile."""
         self._llm = await asyncio.to_thread(AsyncLLM, **asdict(config))
 
-    async def facts(self) -> EngineFacts:
-        return EngineFacts(self._llm.config, self._llm.model_config, self._llm.max_len)
+    async def info(self) -> EngineInfo:
+        return EngineInfo(self._llm.config, self._llm.model_config, self._llm.max_len)
 
     async def generate(self, call: Call) -> AsyncGenerator[StreamPiece, None]:
         self._end_if_failed()
@@ -150,14 +150,14 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Build the application as soon as an engine is up; called by Serve."""
-        facts: EngineFacts = await self._engines.facts.remote()
-        config = facts.config
+        info: EngineInfo = await self._engines.info.remote()
+        config = info.config
         # The engine's files may be on another node, so find them here as well.
         checkpoint = await asyncio.to_thread(
             find_checkpoint, config.model, revision=config.revision, need_weights=False
         )
-        found = ResolvedModel(config, facts.model_config, checkpoint)
-        llm = await asyncio.to_thread(RemoteLLM, self._engines, found, facts.max_len)
+        found = ResolvedModel(config, info.model_config, checkpoint)
+        llm = await asyncio.to_thread(RemoteLLM, self._engines, found, info.max_len)
         await llm.refresh()
         self._following = asyncio.create_task(llm.follow())
         options = server_options(self._args, config.model, checkpoint.generation_config)

@@ -46,7 +46,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineInfo:
     """The configuration of a running engine."""
 
     config: EngineConfig
