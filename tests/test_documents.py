@@ -51,7 +51,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_files_that_are_named_are_there() -> None:
-    folders = ("nanovllm", "tests", "docs", "learn", "benchmarks", "deploy")
+    folders = ("nanovllm", "tests", "docs", "learn", "benchmarks", "deploy", "examples")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     there = [f"/{path.relative_to(ROOT).as_posix()}" for path in [*files, *ROOT.iterdir()]]
     for path in DOCUMENTS:
