@@ -15,14 +15,8 @@ from nanovllm.cli import build_parser, main, parse
 from tests import test_rings as rings
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (
-    ROOT,
-    ROOT / "docs",
-    ROOT / "docs" / "learn",
-    ROOT / "benchmarks",
-    ROOT / "benchmarks" / "notes",
-)
-DOCUMENTS = [path for folder in FOLDERS for path in folder.glob("*.md")]
+FOLDERS = (".", "docs", "docs/learn", "benchmarks", "benchmarks/notes")
+DOCUMENTS = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.md")]
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 # Files of users, which are not in the repository.
 THEIRS = {"config.json", "generation_config.json", "config.yaml", "server.yaml", "trace.json"}
@@ -55,7 +49,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_files_that_are_named_are_there() -> None:
-    folders = ("nanovllm", "tests", "docs", "benchmarks", "deploy")
+    folders = ("nanovllm", "tests", "docs", "learn", "benchmarks", "deploy")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     there = [f"/{path.relative_to(ROOT).as_posix()}" for path in [*files, *ROOT.iterdir()]]
     for path in DOCUMENTS:
