@@ -166,7 +166,7 @@ def top_two(tokenizer: Any, logits: Tensor) -> list[str]:
 # 1. One forward pass predicts the next token at *every* position, but `next_token_logits` looks at
 #    the last one only. Write `prompt_logprobs(model, token_ids)`: the log-probability that the
 #    model gave to each token of a text, from the second on, in a single pass. Which word of
-#    "The capital of France is Berlin" surprises the model most?
+#    "The capital of France is Berlin" surprises the model most? (It is not the last one. Why?)
 # 2. Qwen3 differs from Llama in one place: it normalizes each head of q and of k (RMSNorm with the
 #    weights `q_norm` and `k_norm`, each [head_dim]) before it rotates them. Load one with
 #    `load_model(path, families=("qwen3",))` and make `generate` work for both families.

@@ -35,6 +35,7 @@ FIRST = (
     "tests/devices/cpu/test_captured_forward.py",
     "tests/test_equals_transformers.py",
     "tests/test_tensor_parallel.py",
+    "tests/test_documented_programs.py",
     "tests/test_example.py",
     "tests/batch/",
 )

@@ -1,4 +1,4 @@
-"""`example.py`, which `make demo` runs."""
+"""`example.py`, which `make demo` runs, and `examples/`."""
 
 from __future__ import annotations
 
@@ -41,3 +41,21 @@ def test_the_demo_in_a_pipe() -> None:
     assert re.findall(r"^\[(\d)/8\]", result.stdout, re.M) == list("12345678")
     assert "The capital of France is Paris.\n" in result.stdout
     assert result.stdout.replace("\n", "").isprintable()
+
+
+@pytest.mark.slow
+def test_three_sequences_in_eight_blocks() -> None:
+    result = run_program("examples/step_by_step.py", timeout=1200)
+    assert (result.returncode, result.stderr) == (0, "")
+    steps = [text.splitlines() for text in result.stdout.split("\nStep ")[1:]]
+    assert [int(lines[0]) for lines in steps] == list(range(1, len(steps) + 1))
+    happened: dict[tuple[str, str], int] = {}  # the step in which each change was made first
+    for number, lines in enumerate(steps):
+        for kind, name in re.findall(r"^  (\w+) +([ABC]): ", "\n".join(lines), re.MULTILINE):
+            happened.setdefault((kind, name), number)
+    assert happened["admitted", "A"] == happened["shared", "B"] == 0
+    preempted, admitted_again = happened["preempted", "C"], happened["shared", "C"]
+    assert happened["admitted", "C"] < preempted < admitted_again < happened["finished", "C"]
+    assert any("decode, position" in line for line in steps[preempted])
+    assert re.search(r"  C +preempted", "\n".join(steps[preempted]))
+    assert steps[-1][-1].startswith("  freed      C: blocks")

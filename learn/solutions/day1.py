@@ -45,6 +45,7 @@ def main(model: Model, tokenizer: Any) -> None:
     rows = zip(token_ids[1:], logprobs, strict=True)
     table = [(show(tokenizer, [token_id]), round(logprob, 2)) for token_id, logprob in rows]
     print_table(["token", "logprob"], table)
+    # After a single word, almost anything can follow.
     print(f"The most surprising token is {min(table, key=lambda row: row[1])[0]}.")
 
 

@@ -30,7 +30,7 @@ class Matcher(Protocol):
         """Whether the next bitmask can be computed without waiting for another thread."""
 
     def finishes(self, token_id: int) -> bool:
-        """Accept a token, not a stop token; return True if the grammar allows no more tokens."""
+        """Accept a token that is not a stop token; return True if no more tokens are allowed."""
 
     def num_allowed(self, drafts: list[int]) -> int:
         """Return how many of the drafts, from the first on, the grammar allows."""
