@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.replayed_drafts import Replay
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.drafter import Drafter
 from nanovllm.engine.request import DraftCounts
 from nanovllm.errors import ConfigError
 from nanovllm.outputs import RequestOutput
 from tests.byte_tokenizer import with_tokenizer
 from tests.checkpoints import VOCAB_SIZE
-from tests.replayed_drafts import EagerDrafter, Replay
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,6 +56,13 @@ FEATURES: list[dict[str, Any]] = [
     {"prompt_logprobs": 1},
     {"logits_processors": ["tests.test_speculation:prefer_the_last"]},
 ]
+
+
+class EagerDrafter(Drafter):
+    """Drafts without regard to gain or cost, with random lengths."""
+
+    def _best_count(self, state: object, most: int, num_rows: int) -> int:
+        return self._proposer.rng.randrange(most + 1)
 
 
 def prefer_the_last(output_token_ids: list[int], logits: Any) -> Any:

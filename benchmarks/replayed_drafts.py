@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from nanovllm.engine.drafter import Drafter, Proposal
+from nanovllm.engine.drafter import Proposal
 from nanovllm.engine.sequence import Sequence
 
 
@@ -33,10 +33,3 @@ class Replay:
     def _corrupted(self, draft: int) -> int:
         is_kept = self.rng.random() >= self.corruption
         return draft if is_kept else self.rng.randrange(self.vocab_size)
-
-
-class EagerDrafter(Drafter):
-    """Drafts without regard to gain or cost, with random lengths."""
-
-    def _best_count(self, state: object, most: int, num_rows: int) -> int:
-        return self._proposer.rng.randrange(most + 1)
