@@ -143,12 +143,12 @@ async def _process_rows(
 
 def _ray_engine(args: argparse.Namespace, options: RowOptions) -> tuple[RayEngine, int]:
     try:
-        from nanovllm.batch.ray_batch import RayEngine, find_room
+        from nanovllm.batch.ray_batch import RayEngine, place_engines
         from nanovllm.parallel.ray_workers import connect
     except ModuleNotFoundError as error:
         raise ConfigError(f"--ray needs Ray ({error}): pip install 'nanovllm[ray]'") from error
     if options.config.distributed_executor_backend == "ray":
         raise ConfigError("--ray places engines itself; leave out --distributed-executor-backend")
     connect(args.ray)
-    room = find_room(options.config, args.ray_replicas)
-    return RayEngine(options, room), room.num_engines
+    placement = place_engines(options.config, args.ray_replicas)
+    return RayEngine(options, placement), placement.num_engines
