@@ -49,7 +49,7 @@ class RowOptions:
     is_raw: bool = False  # continue the text of a "prompt" without the chat template
 
     @property
-    def num_at_once(self) -> int:
+    def max_concurrency(self) -> int:
         """Number of rows sent to one engine at once: half of them run while the others wait."""
         return 2 * self.config.max_num_seqs * self.config.data_parallel_size
 

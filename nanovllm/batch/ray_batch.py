@@ -87,7 +87,7 @@ class RayEngine:
     def __init__(self, options: RowOptions, placement: EnginePlacement) -> None:
         make: Any = ray.remote(
             **placement.each,
-            max_concurrency=options.num_at_once,
+            max_concurrency=options.max_concurrency,
             max_restarts=-1,
             scheduling_strategy="SPREAD",
         )
@@ -97,7 +97,7 @@ class RayEngine:
         self._waiting: dict[asyncio.Task[None], int] = {}  # task -> engine that it waits for
         self._error: Exception | None = None  # set when no further row can be completed
         for number in range(placement.num_engines):
-            for row in range(options.num_at_once):
+            for row in range(options.max_concurrency):
                 self._free_when_ready((row, number))
 
     async def __call__(self, row: Row) -> dict[str, Any]:

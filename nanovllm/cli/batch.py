@@ -110,13 +110,13 @@ async def _process_rows(
     from nanovllm.batch.batch_engine import RowEngine
     from nanovllm.batch.run_batch import run_job
 
-    num_at_once, num_tokens, start = options.num_at_once, 0, time.perf_counter()
+    max_concurrency, num_tokens, start = options.max_concurrency, 0, time.perf_counter()
     engine: RowEngine | RayEngine
     if args.ray is None:
         engine = RowEngine(options)
     else:
         engine, num_engines = _ray_engine(args, options)
-        num_at_once *= num_engines
+        max_concurrency *= num_engines
     bar = tqdm(
         total=len(progress_file.is_done),
         initial=progress_file.num_done,
@@ -136,7 +136,7 @@ async def _process_rows(
 
     try:
         with bar:
-            await run_job(args.input, progress_file, engine, num_at_once, show)
+            await run_job(args.input, progress_file, engine, max_concurrency, show)
     finally:
         engine.close()
 

@@ -36,7 +36,7 @@ async def answer_all(
     make_engine: Callable[[], Any],
     path: Path,
     output: Path,
-    num_at_once: int,
+    max_concurrency: int,
     on_line: Callable[[Any, int], None] = lambda engine, count: None,
 ) -> dict[str, Any]:
     """Run a whole job; `on_line` gets the engine and the number of finished rows."""
@@ -47,7 +47,7 @@ async def answer_all(
             path,
             progress_file,
             engine,
-            num_at_once,
+            max_concurrency,
             lambda line: on_line(engine, progress_file.num_done),
         )
     finally:
@@ -85,7 +85,9 @@ def test_killed_actors_and_a_lost_node_cost_no_row(
     rows = [*mixed_rows(num_rows), {"prompt": "x" * 1000}]
     path = write_rows(tmp_path / "in.jsonl", rows)
     whole = asyncio.run(
-        answer_all(lambda: RowEngine(options), path, tmp_path / "whole.jsonl", options.num_at_once)
+        answer_all(
+            lambda: RowEngine(options), path, tmp_path / "whole.jsonl", options.max_concurrency
+        )
     )
     kills = {(i + 1) * num_rows // (num_kills + 3): i for i in range(num_kills + 1)}
     node = cluster.list_all_nodes()[-1]
@@ -104,7 +106,7 @@ def test_killed_actors_and_a_lost_node_cost_no_row(
                 lambda: RayEngine(options, room),
                 path,
                 tmp_path / "disturbed.jsonl",
-                3 * options.num_at_once,
+                3 * options.max_concurrency,
                 disturb,
             )
         )
@@ -124,7 +126,9 @@ def test_the_command_runs_on_a_cluster(model: Path, options: RowOptions, tmp_pat
     assert result.returncode == 0, result.stderr
     assert "60 of 60 rows answered" in result.stderr
     whole = asyncio.run(
-        answer_all(lambda: RowEngine(options), path, tmp_path / "whole.jsonl", options.num_at_once)
+        answer_all(
+            lambda: RowEngine(options), path, tmp_path / "whole.jsonl", options.max_concurrency
+        )
     )
     assert by_id(output) == whole
 
