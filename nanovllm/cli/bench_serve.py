@@ -121,7 +121,7 @@ async def send_all(
     """Send every prompt once: at random times, or as soon as the concurrency limit allows."""
     from tqdm import tqdm
 
-    room = asyncio.Semaphore(load.concurrency or (16 if load.rate is None else len(prompts)))
+    slots = asyncio.Semaphore(load.concurrency or (16 if load.rate is None else len(prompts)))
     rng, begin = random.Random(load.seed), time.perf_counter()
     fields = {"model": model, "max_tokens": load.max_tokens}
 
@@ -129,7 +129,7 @@ async def send_all(
         try:
             done.append(await measure(client, prompt, fields, begin))
         finally:
-            room.release()
+            slots.release()
             bar.update()
 
     tasks, due = [], begin
@@ -138,7 +138,7 @@ async def send_all(
             if load.rate is not None:
                 due += rng.expovariate(load.rate)
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            await room.acquire()
+            await slots.acquire()
             tasks.append(asyncio.create_task(send(prompt)))
         await asyncio.gather(*tasks)
 
