@@ -12,7 +12,11 @@ from nanovllm.engine.chat_template import choose_template
 from nanovllm.engine.conversations import as_conversations
 from nanovllm.engine.detokenizer import num_held
 from nanovllm.errors import GrammarError, RequestError
-from nanovllm.serve.api_records import (
+from nanovllm.serve.generation import GenerationJob, Update
+from nanovllm.serve.parsing.parser import OutputParser
+from nanovllm.serve.parsing.tool_grammar import CallRules, tool_grammar
+from nanovllm.serve.parsing.tools import Tool, read_tools
+from nanovllm.serve.protocol import (
     AllowedTools,
     ChatFields,
     ChatRequest,
@@ -21,10 +25,6 @@ from nanovllm.serve.api_records import (
     NamedTool,
     TokenizeRequest,
 )
-from nanovllm.serve.generation import GenerationJob, Update
-from nanovllm.serve.parsing.parser import OutputParser
-from nanovllm.serve.parsing.tool_grammar import CallRules, tool_grammar
-from nanovllm.serve.parsing.tools import Tool, read_tools
 from nanovllm.serve.service import Service
 from nanovllm.structured.grammar_text import enforced_json
 from nanovllm.structured.limits import run_bounded
