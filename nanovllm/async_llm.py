@@ -26,7 +26,7 @@ from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestErro
 from nanovllm.llm import create_input_processor
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.core_records import CoreStats, EngineState, Finish, total
+from nanovllm.serve.core_messages import CoreStats, EngineState, FinishSequences, total
 from nanovllm.serve.replica import MAX_FAILURES, SOON_SECONDS, Replica
 from nanovllm.serve.routing import PrefixRouter
 from nanovllm.serve.subscribers import AsyncOutputQueue, copy_error
@@ -198,7 +198,7 @@ class AsyncLLM:
             found = [(self._streams[i], self.output_processor.unfinished(i)) for i in ids]
         for stream, unfinished in found:
             if unfinished:
-                self.replicas[stream.replica].finish(Finish(unfinished, "abort"))
+                self.replicas[stream.replica].finish(FinishSequences(unfinished, "abort"))
 
     def close(self, reason: NanovllmError | None = None) -> None:
         """Stop all engine cores; pending requests fail. Further calls do nothing."""
@@ -324,13 +324,13 @@ class AsyncLLM:
             unfinished = self.output_processor.unfinished(seq_id)
             self.output_processor.forget(seq_id)
         if stream is not None and unfinished:
-            self.replicas[stream.replica].finish(Finish(unfinished, "abort"))
+            self.replicas[stream.replica].finish(FinishSequences(unfinished, "abort"))
 
     def _collect(self, replica: Replica, step: EngineCoreOutputs) -> None:
         """Detokenize the outputs of a step and wake their readers. Runs in a replica's thread."""
 
         def finish_later(seq_id: int, reason: FinishReason) -> None:
-            replica.finish(Finish([seq_id], reason))
+            replica.finish(FinishSequences([seq_id], reason))
 
         with self._lock:
             # If no stream is open, the core may still be starting: output_processor may not exist.

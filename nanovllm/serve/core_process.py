@@ -24,16 +24,16 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestError
 from nanovllm.llm import create_grammars, resolve_model, start_core
 from nanovllm.parallel.child import Kind, Link, StepTimer, run_child
-from nanovllm.serve.core_records import (
-    Add,
+from nanovllm.serve.core_messages import (
+    AddRequests,
     CoreReady,
     CoreStats,
     CoreUpdate,
     EngineState,
-    Finish,
+    FinishSequences,
+    SendSnapshots,
     SequenceState,
     SequenceStatus,
-    Watch,
 )
 from nanovllm.worker.host_memory import trim_malloc
 
@@ -41,7 +41,7 @@ IDLE_SECONDS = 1.0  # time between updates while the core is idle
 SNAPSHOT_SECONDS = 0.1  # minimum time between snapshots
 MAX_QUEUE = 64  # maximum number of waiting sequences in a snapshot
 
-Command = Add | Finish | Watch
+Command = AddRequests | FinishSequences | SendSnapshots
 Send = Callable[[CoreUpdate], None]
 
 
@@ -87,7 +87,7 @@ class CoreLoop:
     ) -> None:
         self.core, self.inbox, self.send, self.timer = core, inbox, send, timer
         self._num_prefill_tokens = self._num_decode_tokens = 0
-        self._observer: Observer | None = None  # set while a client is subscribed
+        self._snapshots: SnapshotThrottle | None = None  # set while a client is subscribed
         self._is_at_rest = self._is_over = False
 
     def run(self) -> None:
@@ -100,7 +100,7 @@ class CoreLoop:
             self._num_prefill_tokens += step.num_prefill_tokens
             self._num_decode_tokens += step.num_decode_tokens
             step, stats = replace(step, finished=[*finished, *step.finished]), self._stats()
-            state = None if self._observer is None else self._observer.snapshot(stats)
+            state = None if self._snapshots is None else self._snapshots.snapshot(stats)
             self.send(CoreUpdate(step, stats, state))
 
     def _handle_commands(self) -> list[FinishedSequence]:
@@ -109,7 +109,7 @@ class CoreLoop:
         while not self._is_over:
             is_idle = not self.core.has_unfinished and not finished
             try:
-                seconds = IDLE_SECONDS if self._observer is None else SNAPSHOT_SECONDS
+                seconds = IDLE_SECONDS if self._snapshots is None else SNAPSHOT_SECONDS
                 command = self.inbox.get(block=is_idle, timeout=seconds)
             except Empty:
                 if is_idle:
@@ -118,12 +118,12 @@ class CoreLoop:
             match command:
                 case None:  # the parent closed its end
                     self._is_over = True
-                case Add(requests):
+                case AddRequests(requests):
                     self._is_at_rest = False
                     finished += self._add(requests)
-                case Watch(is_on):
-                    self._watch(is_on)
-                case Finish(seq_ids, reason):
+                case SendSnapshots(is_on):
+                    self._send_snapshots(is_on)
+                case FinishSequences(seq_ids, reason):
                     found = (self.core.finish(seq_id, reason) for seq_id in seq_ids)
                     finished += [each for each in found if each is not None]
         return finished
@@ -149,13 +149,13 @@ class CoreLoop:
                 trim_malloc()
                 self._is_at_rest = True
 
-    def _watch(self, is_on: bool) -> None:
+    def _send_snapshots(self, is_on: bool) -> None:
         if not is_on:
-            self._observer = None
-        elif self._observer is None:
-            self._observer = Observer(self.core)
+            self._snapshots = None
+        elif self._snapshots is None:
+            self._snapshots = SnapshotThrottle(self.core)
         else:
-            self._observer.restart()
+            self._snapshots.restart()
 
     def _stats(self) -> CoreStats:
         scheduler = self.core.scheduler
@@ -173,7 +173,7 @@ class CoreLoop:
         )
 
 
-class Observer:
+class SnapshotThrottle:
     """Decides when a snapshot is due; exists only while a client is subscribed."""
 
     def __init__(self, core: EngineCore) -> None:

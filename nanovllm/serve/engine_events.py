@@ -13,7 +13,7 @@ import anyio
 
 from nanovllm.engine.request import SequenceEnd, StepTiming
 from nanovllm.errors import EngineError, NanovllmError
-from nanovllm.serve.core_records import CoreStats, EngineState
+from nanovllm.serve.core_messages import CoreStats, EngineState
 from nanovllm.serve.http_responses import Event, EventStream
 from nanovllm.serve.model_interface import Model
 from nanovllm.validation import require

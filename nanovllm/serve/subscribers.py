@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from nanovllm.errors import NanovllmError
-from nanovllm.serve.core_records import EngineState
+from nanovllm.serve.core_messages import EngineState
 
 MAX_UNREAD = 4096  # maximum number of steps, and of ended sequences, kept for a slow reader
 T = TypeVar("T")

@@ -19,14 +19,14 @@ SequenceStatus = Literal["running", "waiting", "preempted", "postponed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class AddRequests:
     """Add requests; all samples of a prompt are in the same message."""
 
     requests: list[Request]
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class FinishSequences:
     """Finish sequences early; a later update reports them as finished."""
 
     seq_ids: list[int]
@@ -34,7 +34,7 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class SendSnapshots:
     """Start or stop sending snapshots of the engine's state."""
 
     is_on: bool
