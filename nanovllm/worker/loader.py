@@ -40,9 +40,9 @@ def load_weights(
     expected = layers.expected
     stored, quantization = list_tensors(checkpoint), checkpoint.quantization
     if quantization is not None:
-        from nanovllm.checkpoint.quantized.modules import join_parts
+        from nanovllm.checkpoint.quantized.modules import combine_parts
 
-        stored = join_parts(stored, quantization, expected)
+        stored = combine_parts(stored, quantization, expected)
     tensors = _match(stored, expected, checkpoint.path)
     if show_progress:
         _log_dequantized(tensors, expected)

@@ -40,10 +40,10 @@ def choose_layouts(
     layout = None if quantization is None else quantization.layout
     if quantization is None or layout is None or not device.reads_quantized(layout.kind, dtype):
         return None
-    from nanovllm.checkpoint.quantized.modules import is_quantized_to_fp8, join_parts
+    from nanovllm.checkpoint.quantized.modules import combine_parts, is_quantized_to_fp8
 
     if isinstance(checkpoint, Checkpoint) and not is_dummy:
-        tensors = join_parts(list_tensors(checkpoint), quantization, ())
+        tensors = combine_parts(list_tensors(checkpoint), quantization, ())
         found = {tensor.name.removesuffix(".weight"): tensor.layout for tensor in tensors}
         return {name: found[name] for name in found if not name.endswith("embed_tokens")}.get
 

@@ -82,7 +82,7 @@ FORMATS = {
 }
 
 
-def join_parts(
+def combine_parts(
     tensors: list[StoredTensor], quantization: Quantization, expected: Collection[str]
 ) -> list[StoredTensor]:
     """Combine the tensors of each quantized weight into one, which is read lazily."""
@@ -91,7 +91,7 @@ def join_parts(
         return [quantize_to_fp8(tensor) if tensor.name in names else tensor for tensor in tensors]
     stored_format = FORMATS[quantization.scheme]
     modules: dict[str, dict[str, StoredTensor]] = {}
-    joined, others = [], []
+    combined, others = [], []
     for tensor in tensors:
         module, _, name = tensor.name.rpartition(".")
         is_duplicate = name in modules.get(module, {})
@@ -103,8 +103,8 @@ def join_parts(
         if parts.keys() == {"weight"} and parts["weight"].dtype in FLOATS:
             others += parts.values()
         else:
-            joined.append(_open(module, parts, stored_format, quantization))
-    return joined + [tensor for tensor in others if not _is_empty_bias(tensor, expected)]
+            combined.append(_open(module, parts, stored_format, quantization))
+    return combined + [tensor for tensor in others if not _is_empty_bias(tensor, expected)]
 
 
 def _open(

@@ -53,9 +53,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat(Format):
-    syntaxes: tuple[
-        ToolCallSyntax, ...
-    ]  # the parser accepts all of them; a grammar enforces the first
+    syntaxes: tuple[ToolCallSyntax, ...]  # the parser accepts all; a grammar enforces the first
 
     def prefer_template_order(self, chat_template: str) -> ToolFormat:
         """Return the format with the syntaxes that the chat template uses moved to the front."""
