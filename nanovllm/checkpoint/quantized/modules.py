@@ -25,7 +25,7 @@ from nanovllm.checkpoint.stored_tensors import FLOATS, StoredTensor
 from nanovllm.errors import CheckpointError
 from nanovllm.ops.fp8 import FP8, quantize_rows
 
-BY_OUTPUT = QuantLayout("fp8", -1)
+PER_CHANNEL = QuantLayout("fp8", -1)
 # Projections of layers, but not routers, whose choices depend on small differences.
 PROJECTION = re.compile(r"model\.layers\.(\d+)\..*(?<!\.gate)\.weight")
 
@@ -61,7 +61,7 @@ def open_fp8_scaled(parts: Parts, quantization: Quantization) -> StoredWeight:
         by_output = read_part(scales) if is_single else read_part(scales, rows)
         return QuantizedPiece(part, by_output.float().view(-1, 1).expand(len(part), 1))
 
-    return StoredWeight(shape, (1, 1), BY_OUTPUT, read)
+    return StoredWeight(shape, (1, 1), PER_CHANNEL, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def quantize_to_fp8(tensor: StoredTensor) -> StoredTensor:
         return QuantizedPiece(whole.values[:, columns], whole.scales)
 
     shape = tensor.shape[0], tensor.shape[1]
-    return StoredWeight(shape, (1, 1), BY_OUTPUT, read).as_tensor(tensor.name, tensor.file)
+    return StoredWeight(shape, (1, 1), PER_CHANNEL, read).as_tensor(tensor.name, tensor.file)
 
 
 def names_to_quantize(tensors: Sequence[StoredTensor]) -> set[str]:
