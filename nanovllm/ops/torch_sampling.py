@@ -59,11 +59,11 @@ def sampling_probs(logits: Tensor, columns: SamplingColumns) -> Tensor:
     shifted = logits - logits.amax(-1, keepdim=True)  # before the division, to avoid inf - inf
     probs = torch.softmax(shifted / columns.temperature[:, None], dim=-1)
     rows = ((columns.top_k > 0) | (columns.top_p < 1)).nonzero().squeeze(1)
-    floor = columns.min_p * probs.amax(-1)
+    threshold = columns.min_p * probs.amax(-1)
     if len(rows):
-        cut = _top_floor(probs[rows], columns.top_k[rows], columns.top_p[rows])
-        floor[rows] = torch.maximum(floor[rows], cut)
-    return probs.masked_fill_(probs < floor[:, None], 0.0)
+        cut = _top_k_top_p_threshold(probs[rows], columns.top_k[rows], columns.top_p[rows])
+        threshold[rows] = torch.maximum(threshold[rows], cut)
+    return probs.masked_fill_(probs < threshold[:, None], 0.0)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,32 +125,32 @@ def _draw(probs: Tensor, numbers: Tensor) -> Tensor:
     return tokens.clamp_(max=probs.shape[-1] - 1)  # out of range if a row has NaN
 
 
-def _top_floor(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _top_k_top_p_threshold(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Return the smallest probability in each row that both top_k and then top_p keep."""
     vocab_size = probs.shape[-1]
     top_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size).long()
     if vocab_size > NUM_CANDIDATES:
         top = probs.topk(NUM_CANDIDATES, dim=-1).values
-        if bool(_is_cut_inside(top, top_k, top_p, vocab_size).all()):
-            return _floor_of_sorted(top, top_k, top_p, vocab_size)
+        if bool(_has_cutoff(top, top_k, top_p, vocab_size).all()):
+            return _threshold_of_sorted(top, top_k, top_p, vocab_size)
     ordered = probs.sort(dim=-1, descending=True).values
-    return _floor_of_sorted(ordered, top_k, top_p, vocab_size)
+    return _threshold_of_sorted(ordered, top_k, top_p, vocab_size)
 
 
-def _is_cut_inside(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
+def _has_cutoff(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
     """Return whether the candidates contain each row's cutoff, including ties."""
     size, last = top.shape[-1], top[:, -1]
-    k_floor = top.gather(-1, top_k.clamp(max=size)[:, None] - 1).squeeze(1)
-    is_k_inside = (top_k <= size) & (k_floor > last)
+    k_threshold = top.gather(-1, top_k.clamp(max=size)[:, None] - 1).squeeze(1)
+    is_k_inside = (top_k <= size) & (k_threshold > last)
     is_p_inside = (top_k == vocab_size) & (top_p < 1) & (top.sum(-1) >= top_p)
     return is_k_inside | is_p_inside | (last == 0)
 
 
-def _floor_of_sorted(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
+def _threshold_of_sorted(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
     """Return the same, given the largest probabilities in descending order (`top`)."""
     size = top.shape[-1]
-    k_floor = top.gather(-1, top_k.clamp(max=size)[:, None] - 1)
-    kept = torch.where((top_k[:, None] > size) | (top >= k_floor), top, 0.0).double()
+    k_threshold = top.gather(-1, top_k.clamp(max=size)[:, None] - 1)
+    kept = torch.where((top_k[:, None] > size) | (top >= k_threshold), top, 0.0).double()
     total = torch.where(top_k == vocab_size, 1.0, kept.sum(-1))
     limit = torch.where(top_p < 1, top_p * total, torch.inf)
     # The token that crosses the threshold is kept, so compare the mass before each token.
