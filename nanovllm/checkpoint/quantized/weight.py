@@ -35,7 +35,7 @@ class StoredWeight:
     """A quantized weight [outputs, inputs], not read yet."""
 
     shape: tuple[int, int]
-    alignment: tuple[int, int]  # of slices, which begin and end at multiples: (outputs, inputs)
+    alignment: tuple[int, int]  # reads begin and end at multiples of these (outputs, inputs)
     layout: QuantLayout | None  # None: no kernel reads it, e.g. groups are not consecutive
     read: Callable[[slice, slice], QuantizedPiece]  # takes aligned slices of outputs and inputs
 
