@@ -78,7 +78,8 @@ def _read(
             array -= offset
         if num_heads is not None:
             array = _unpermute(array, len(array) // step)
-        yield torch.from_numpy(array)[(slice(None), *columns)]
+        index = (slice(None), *columns)
+        yield torch.from_numpy(array)[index]
 
 
 def _unpermute(array: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:

@@ -42,6 +42,9 @@ def parse(arguments: Sequence[str], options: Mapping[str, Any] | None = None) ->
     if options:
         serve.set_options(args.parser, options)
         args = parser.parse_args(arguments)
+    if getattr(args, "demo", False):
+        serve.set_options(args.parser, {**serve.DEMO, **(options or {})})
+        args = parser.parse_args(arguments)
     return args
 
 

@@ -130,6 +130,10 @@ class BlockManager:
         for block_id in list(self.cached.values()):
             self._uncache(block_id)
 
+    def cached_tokens(self) -> dict[int, bytes]:
+        """Return the tokens of every block in the prefix cache, keyed by block id."""
+        return {i: prefix.key.tokens for i, prefix in enumerate(self._prefixes) if prefix}
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

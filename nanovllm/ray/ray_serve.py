@@ -49,7 +49,7 @@ ONE_LOOP = {
 SERVE_OPTIONS = (
     "host", "port", "root_path", "ssl_certfile", "ssl_keyfile", "shutdown_timeout",
     "restart_engine", "in_process", "data_parallel_size", "config", "verbose", "threads",
-    "log_level",
+    "log_level", "allow_pause",
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI
 from fastapi.responses import FileResponse, Response
@@ -21,11 +21,13 @@ from nanovllm.serve.anthropic.messages import (
     count_tokens,
     create_message,
 )
-from nanovllm.serve.engine_events import EngineEvents, record_trace
+from nanovllm.serve.core_messages import ControlAction
+from nanovllm.serve.engine_events import EngineEvents, choose_engine, record_trace
 from nanovllm.serve.http_errors import add_error_handlers, json_response, message_of
 from nanovllm.serve.http_responses import EventStream, StreamResponse, WholeResponse, whole_body
 from nanovllm.serve.metrics import CONTENT_TYPE
 from nanovllm.serve.middleware import PAGE_PREFIX, Middleware
+from nanovllm.serve.model_interface import OwnedModel
 from nanovllm.serve.openai.chat_completions import create_chat_completion
 from nanovllm.serve.openai.completions import create_completion
 from nanovllm.serve.openai.embeddings import create_embedding
@@ -166,7 +168,21 @@ def _watching_routes(app: FastAPI, service: Service) -> None:
     @app.get("/engine/events")
     async def engine_events(engine: int | None = None) -> Response:
         """Stream snapshots of an engine's state as server-sent events."""
-        return StreamResponse(EngineEvents(service.llm, engine), timeout=None)
+        events = EngineEvents(service.llm, engine, service.options.allow_pause)
+        return StreamResponse(events, timeout=None)
+
+    @app.post("/engine/{action}")
+    async def control_engine(action: ControlAction, engine: int | None = None) -> Response:
+        """Pause an engine between two steps, let it run one step, or resume it."""
+        if not service.options.allow_pause:
+            message = "the engine cannot be paused: start the server with --allow-pause"
+            raise RequestError(message, status=403)
+        number = choose_engine(service.llm, engine)
+        replica = cast(OwnedModel, service.llm).replicas[number]
+        if replica.error is not None:
+            raise replica.error
+        replica.control(action)
+        return json_response({"engine": number, "is_paused": action != "resume"})
 
     @app.get("/trace")
     async def trace(seconds: float = 3.0) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Literal, NamedTuple
 
@@ -16,6 +17,7 @@ from nanovllm.engine.step import ExecutorInfo
 
 # "preempted": waiting, but has run before. "postponed": waiting for its grammar's bitmask.
 SequenceStatus = Literal["running", "waiting", "preempted", "postponed"]
+ControlAction = Literal["pause", "step", "resume"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,13 @@ class SendSnapshots:
     """Start or stop sending snapshots of the engine's state."""
 
     is_on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Pause between two steps, run one step and pause again, or resume."""
+
+    action: ControlAction
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,26 @@ class SequenceState(NamedTuple):
     block_ids: list[int]
 
 
+class Change(NamedTuple):
+    """A difference between two snapshots; the page shows it in step mode."""
+
+    kind: str  # such as "allocated"
+    function: str  # which makes such a change, as "file::function"
+    seq_id: int | None
+    block_ids: list[int]
+    note: str = ""
+    token_ids: Sequence[int] = ()  # sampled tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PausedState:
+    """Details of a paused engine."""
+
+    changes: list[Change]  # since the previous snapshot
+    block_tokens: dict[int, list[int]]  # token ids of all blocks in use or in the prefix cache
+    prompts: dict[int, list[int]]  # first token ids of each sequence
+
+
 @dataclass(frozen=True, slots=True)
 class EngineState:
     """A snapshot of an engine. Times are microseconds on the clock of `time.perf_counter`."""
@@ -93,6 +122,7 @@ class EngineState:
     ended: list[SequenceEnd]  # sequences that ended since the last snapshot
     stats: CoreStats
     time: int
+    paused: PausedState | None = None  # set while the engine is paused
 
 
 @dataclass(frozen=True, slots=True)

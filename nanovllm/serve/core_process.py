@@ -26,6 +26,8 @@ from nanovllm.llm import create_grammars, resolve_model, start_core
 from nanovllm.parallel.child import Kind, Link, StepTimer, run_child
 from nanovllm.serve.core_messages import (
     AddRequests,
+    Control,
+    ControlAction,
     CoreReady,
     CoreStats,
     CoreUpdate,
@@ -35,13 +37,14 @@ from nanovllm.serve.core_messages import (
     SequenceState,
     SequenceStatus,
 )
+from nanovllm.serve.step_mode import StepMode
 from nanovllm.worker.host_memory import trim_malloc
 
 IDLE_SECONDS = 1.0  # time between updates while the core is idle
 SNAPSHOT_SECONDS = 0.1  # minimum time between snapshots
 MAX_QUEUE = 64  # maximum number of waiting sequences in a snapshot
 
-Command = AddRequests | FinishSequences | SendSnapshots
+Command = AddRequests | FinishSequences | SendSnapshots | Control
 Send = Callable[[CoreUpdate], None]
 
 
@@ -88,31 +91,40 @@ class CoreLoop:
         self.core, self.inbox, self.send, self.timer = core, inbox, send, timer
         self._num_prefill_tokens = self._num_decode_tokens = 0
         self._snapshots: SnapshotThrottle | None = None  # set while a client is subscribed
+        self._paused: StepMode | None = None  # set while the engine is paused
         self._is_at_rest = self._is_over = False
 
     def run(self) -> None:
         while not self._is_over:
             finished = self._handle_commands()
             step = EngineCoreOutputs([], [], [])
-            if self.core.has_unfinished:
+            if self._may_step:
                 with self.timer:
                     step = self.core.step()
             self._num_prefill_tokens += step.num_prefill_tokens
             self._num_decode_tokens += step.num_decode_tokens
             step, stats = replace(step, finished=[*finished, *step.finished]), self._stats()
-            state = None if self._snapshots is None else self._snapshots.snapshot(stats)
+            if self._paused is not None:
+                self._paused.num_steps = max(self._paused.num_steps - 1, 0)
+            state = None
+            if self._snapshots is not None:
+                state = self._snapshots.snapshot(stats, self._paused)
             self.send(CoreUpdate(step, stats, state))
+
+    @property
+    def _may_step(self) -> bool:
+        return self.core.has_unfinished and (self._paused is None or self._paused.num_steps > 0)
 
     def _handle_commands(self) -> list[FinishedSequence]:
         """Handle all queued commands; wait for one if there is nothing else to do."""
         finished: list[FinishedSequence] = []  # aborted or rejected; sent with the next update
         while not self._is_over:
-            is_idle = not self.core.has_unfinished and not finished
+            is_idle = not self._may_step and not finished
             try:
                 seconds = IDLE_SECONDS if self._snapshots is None else SNAPSHOT_SECONDS
                 command = self.inbox.get(block=is_idle, timeout=seconds)
             except Empty:
-                if is_idle:
+                if is_idle and not self.core.has_unfinished:
                     self._rest()
                 return finished
             match command:
@@ -123,6 +135,8 @@ class CoreLoop:
                     finished += self._add(requests)
                 case SendSnapshots(is_on):
                     self._send_snapshots(is_on)
+                case Control(action):
+                    self._control(action)
                 case FinishSequences(seq_ids, reason):
                     found = (self.core.finish(seq_id, reason) for seq_id in seq_ids)
                     finished += [each for each in found if each is not None]
@@ -157,6 +171,16 @@ class CoreLoop:
         else:
             self._snapshots.restart()
 
+    def _control(self, action: ControlAction) -> None:
+        if action == "resume" and self._paused is not None:
+            self._paused.end()
+            self._paused = None
+        elif action != "resume":
+            self._paused = self._paused or StepMode(self.core)
+            self._paused.num_steps += action == "step"
+        if self._snapshots is not None:
+            self._snapshots.restart()
+
     def _stats(self) -> CoreStats:
         scheduler = self.core.scheduler
         blocks = scheduler.blocks
@@ -187,14 +211,18 @@ class SnapshotThrottle:
         """Make a snapshot due even if nothing changed: a client that just subscribed has none."""
         self._stats = None
 
-    def snapshot(self, stats: CoreStats) -> EngineState | None:
-        """Return a snapshot; None if nothing changed or the last one is too recent."""
+    def snapshot(self, stats: CoreStats, paused: StepMode | None = None) -> EngineState | None:
+        """Return a snapshot; None if nothing changed or the last one is too recent.
+
+        Every step of a paused engine gets one.
+        """
         core, now = self._core, time.perf_counter()
         is_changed = stats != self._stats or core.timings or core.ended
-        if not is_changed or now < self._earliest:
+        if not is_changed or (now < self._earliest and paused is None):
             return None
         self._stats, self._earliest = stats, now + SNAPSHOT_SECONDS
-        return take_snapshot(core, stats, now)
+        state = take_snapshot(core, stats, now)
+        return state if paused is None else paused.explain(state)
 
 
 def take_snapshot(core: EngineCore, stats: CoreStats, now: float) -> EngineState:

@@ -18,6 +18,8 @@ from nanovllm.parallel.child import Failure, Serve
 from nanovllm.parallel.supervisor import ChildProcesses, ChildThread, Supervisor
 from nanovllm.serve.core_messages import (
     AddRequests,
+    Control,
+    ControlAction,
     CoreReady,
     CoreStats,
     CoreUpdate,
@@ -98,6 +100,11 @@ class Replica:
     def finish(self, finish: FinishSequences) -> None:
         self.flush()  # the core must receive the requests before this message
         self._send(finish)
+
+    def control(self, action: ControlAction) -> None:
+        """Pause, step or resume the core, which must run at depth 0."""
+        self.flush()
+        self._send(Control(action))
 
     def fail(self, error: NanovllmError) -> None:
         """Record the core's error, and zero the statistics of running and waiting sequences."""

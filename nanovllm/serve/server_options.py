@@ -55,6 +55,12 @@ class ServerOptions:
     restart_engine: bool = option(False, "start a new engine when its process dies or hangs")
     in_process: bool = option(False, "run the engine in this process, where breakpoint() works")
     metrics_prefix: str = option("vllm:", "prefix of metric names")
+    demo: bool = option(
+        False, "a KV cache to look at: 192 blocks of 32 tokens, and steps of 256 tokens"
+    )
+    allow_pause: bool = option(
+        False, "let clients pause and step the engine, and read the prompts of others"
+    )
     # The next two are set when the server starts.
     is_local: bool = False  # reject requests whose Host header does not name this machine
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Edit logits between the model and the sampler, for the rows that ask for it.
 
-Users may rely on the order of `LogitsEdits.apply` (docs/requests.md); logits processors run after
+Users may rely on the order of `LogitsEdits.apply` (docs/offline.md); logits processors run after
 it. A row's newest token may be known only to the device, so `LogitsEdits` reads tokens from the
 InputBatch and never waits for the device.
 """
