@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig, engine_config
+from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.core import EngineCore
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
-    from nanovllm.engine_options import EngineOptions
+    from nanovllm.engine.engine_options import EngineOptions
     from nanovllm.worker.device_interface import Device
 
 logger = logging.getLogger(__name__)
@@ -345,6 +345,15 @@ class ResolvedModel:
 class StartedCore:
     core: EngineCore
     info: ExecutorInfo
+
+
+def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
+    """Create an EngineConfig from keyword arguments, which may include vLLM's options."""
+    if not options.keys() <= EngineConfig.__dataclass_fields__.keys():
+        from nanovllm.engine.engine_options import drop_vllm_options
+
+        options = drop_vllm_options(options)
+    return EngineConfig(str(model), **options)
 
 
 def create_engine(config: EngineConfig) -> EngineThread:
