@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanovllm.ops.torch_cutoff import NUM_CANDIDATES
 from nanovllm.ops.torch_sampling import (
-    NUM_CANDIDATES,
     SamplingColumns,
     sample,
     sampling_probs,

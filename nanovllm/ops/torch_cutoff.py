@@ -1,0 +1,42 @@
+"""Find the probabilities at which top_k and top_p cut off the distributions of a batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NUM_CANDIDATES = 1024  # enough for nearly every top_k / top_p cut; the rest sorts the vocabulary
+
+
+def top_floor(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Return each row's smallest probability that top_k, then top_p, keeps."""
+    vocab_size = probs.shape[-1]
+    top_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size).long()
+    if vocab_size > NUM_CANDIDATES:
+        top = probs.topk(NUM_CANDIDATES, dim=-1).values
+        if bool(_is_cut_inside(top, top_k, top_p, vocab_size).all()):
+            return _floor_of_sorted(top, top_k, top_p, vocab_size)
+    ordered = probs.sort(dim=-1, descending=True).values
+    return _floor_of_sorted(ordered, top_k, top_p, vocab_size)
+
+
+def _is_cut_inside(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
+    """Whether the candidates contain each row's cut, ties included."""
+    size, last = top.shape[-1], top[:, -1]
+    k_floor = top.gather(-1, top_k.clamp(max=size)[:, None] - 1).squeeze(1)
+    is_k_inside = (top_k <= size) & (k_floor > last)
+    is_p_inside = (top_k == vocab_size) & (top_p < 1) & (top.sum(-1) >= top_p)
+    return is_k_inside | is_p_inside | (last == 0)
+
+
+def _floor_of_sorted(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
+    """Return each row's floor; `top` holds its largest probabilities, descending, past the cut."""
+    size = top.shape[-1]
+    k_floor = top.gather(-1, top_k.clamp(max=size)[:, None] - 1)
+    kept = torch.where((top_k[:, None] > size) | (top >= k_floor), top, 0.0).double()
+    total = torch.where(top_k == vocab_size, 1.0, kept.sum(-1))
+    limit = torch.where(top_p < 1, top_p * total, torch.inf)
+    # The token that crosses the threshold is kept, so compare the mass before each token.
+    mass_before = kept.cumsum(-1) - kept
+    num_kept = ((mass_before < limit[:, None]) & (kept > 0)).sum(-1)
+    return top.gather(-1, num_kept.clamp(min=1)[:, None] - 1).squeeze(1)
