@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import SERVING_TARGET_MS, engine_config
+from nanovllm.config import SERVING_TARGET_MS
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.output_processor import OutputProcessor, RequestState
 from nanovllm.engine.prompts import as_prompt
@@ -23,7 +23,7 @@ from nanovllm.engine.request import EngineCoreOutputs, FinishReason, check_lengt
 from nanovllm.engine.scoring import check_pooling, embedding_of
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
-from nanovllm.llm import create_input_processor
+from nanovllm.llm import create_input_processor, engine_config
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_messages import CoreStats, EngineState, FinishSequences, total
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
-    from nanovllm.engine_options import EngineOptions
+    from nanovllm.engine.engine_options import EngineOptions
 
 
 GUESSED_TOKENS = 256  # completion length assumed for load balancing, unless max_tokens is less

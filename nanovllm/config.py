@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.validation import check_choices, check_types, option, require, suggest_fields
@@ -140,15 +139,6 @@ class EngineConfig:
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:
         require(is_valid, name, expected, getattr(self, name), ConfigError)
-
-
-def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
-    """Create an EngineConfig from keyword arguments, which may include vLLM's options."""
-    if not options.keys() <= EngineConfig.__dataclass_fields__.keys():
-        from nanovllm.engine_options import drop_vllm_options
-
-        options = drop_vllm_options(options)
-    return EngineConfig(str(model), **options)
 
 
 @dataclass(frozen=True, slots=True)

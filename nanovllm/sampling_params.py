@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.errors import ConfigError
+from nanovllm.structured_outputs import check_structured
 from nanovllm.validation import as_python, check_types, option, require, suggest_fields
 
 MAX_LOGPROBS = 100  # per position
@@ -24,18 +24,6 @@ RANGES = {
 }
 NO_LIMIT = 2**31 - 1
 NO_TOKEN = -1  # replaces a sampled token if the logits had no valid token to sample
-STRUCTURED = "structured_outputs"
-GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object")
-REASONING_KEYS = ("after", "opened_by")  # end and start markers of reasoning before the output
-EXPECTED = {
-    "json": "a JSON schema: a dictionary, true or false, or one of them as text",
-    "regex": "a non-empty string",
-    "choice": "a list of at least one string, none empty",
-    "grammar": "a Lark grammar: a non-empty string",
-    "json_object": "True",
-    "after": "a non-empty string",
-    "opened_by": "a non-empty string",
-}
 
 
 @suggest_fields
@@ -215,41 +203,3 @@ def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:
     is_valid = all(isinstance(item, item_type) and not isinstance(item, bool) for item in items)
     require(is_valid, name, f"items of type {item_type.__name__}", value, ConfigError)
     return items
-
-
-def check_structured(value: object) -> dict[str, Any]:
-    """Validate `structured_outputs`; return a copy, so that later changes have no effect."""
-    fields = value if isinstance(value, Mapping) else {}
-    kinds = [key for key in fields if key in GRAMMAR_KINDS]
-    expected = (
-        f"a dict with one of {', '.join(GRAMMAR_KINDS)}, and optionally 'after' and 'opened_by'"
-    )
-    is_valid = len(kinds) == 1 and {*fields} <= {*kinds, *REASONING_KEYS}
-    require(is_valid, STRUCTURED, expected, value, ConfigError)
-    has_end = "opened_by" not in fields or "after" in fields
-    require(has_end, STRUCTURED, "a dict with 'after' where it has 'opened_by'", value, ConfigError)
-    return {key: _checked_grammar(key, item) for key, item in fields.items()}
-
-
-def _checked_grammar(key: str, value: Any) -> Any:
-    try:
-        if key == "json":
-            text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
-            value = json.loads(text)
-        elif key == "choice" and not isinstance(value, str):
-            value = list(value)
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{STRUCTURED}[{key!r}]: {error}", param=STRUCTURED) from error
-    is_valid = {
-        "json": isinstance(value, dict | bool),
-        "choice": isinstance(value, list) and value and all(map(_is_text, value)),
-        "json_object": value is True,
-    }.get(key, _is_text(value))
-    require(is_valid, STRUCTURED, f"a dict whose {key!r} is {EXPECTED[key]}", value, ConfigError)
-    return value
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""

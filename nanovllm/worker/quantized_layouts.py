@@ -1,21 +1,26 @@
-"""Choose the weights of a model that stay quantized on its device."""
+"""Choose which weights of a model stay quantized on its device."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
 from nanovllm.checkpoint.quantization import QuantLayout, choose_quantization
-from nanovllm.checkpoint.stored_tensors import list_tensors
+from nanovllm.checkpoint.stored_tensors import StoredTensor, list_tensors
 from nanovllm.config import EngineConfig
 from nanovllm.layers.layer_weight import Layouts
+from nanovllm.layers.shards import ExpectedTensor
 from nanovllm.models.registry import read_config
 from nanovllm.worker.device_interface import Device
+
+logger = logging.getLogger(__name__)
 
 
 def choose_layouts(
@@ -73,3 +78,17 @@ def _gguf_layouts(types: Mapping[str, str]) -> Layouts:
         return None if kind is None else layouts[kind]
 
     return layout_of
+
+
+def log_dequantized(tensors: list[StoredTensor], expected: dict[str, ExpectedTensor]) -> None:
+    """Log which quantized weights are dequantized, because they take more memory than the file."""
+    stored = [tensor.name for tensor in tensors if tensor.read_quantized is not None]
+    dense = [name for name in stored if not expected[name].is_quantized]
+    if not dense:
+        return
+    target = expected[dense[0]].parts[0].target
+    assert isinstance(target, Tensor)
+    dtype = str(target.dtype).removeprefix("torch.")
+    which = "" if len(dense) == len(stored) else f", such as {dense[0]},"
+    text = "%d of %d quantized weights%s are dequantized to %s: no kernel here supports them"
+    logger.info(text, len(dense), len(stored), which, dtype)
