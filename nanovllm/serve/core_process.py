@@ -214,7 +214,7 @@ class SnapshotThrottle:
     def snapshot(self, stats: CoreStats, paused: StepMode | None = None) -> EngineState | None:
         """Return a snapshot; None if nothing changed or the last one is too recent.
 
-        Every step of a paused engine gets one.
+        Every step of a paused engine gets a snapshot.
         """
         core, now = self._core, time.perf_counter()
         is_changed = stats != self._stats or core.timings or core.ended
