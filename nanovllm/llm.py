@@ -218,7 +218,7 @@ class LLM:
         return self.engine.call(self.engine.step)
 
     def is_finished(self) -> bool:
-        """Whether no request is left for `step`."""
+        """Return whether no request is left for `step`."""
         return self.engine.call(self.engine.is_finished)
 
     def abort(self, seq_id: int | str) -> RequestOutput | None:
@@ -273,7 +273,7 @@ class LLM:
     def _run(self, requests: dict[int, RequestState], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests to completion, with a progress bar; return their outputs in order."""
         outputs: dict[int, RequestOutput] = {}
-        num_input = num_output = 0  # tokens of finished requests
+        num_input = num_output = 0  # number of tokens of finished requests
         is_hidden = not use_tqdm or sys.stderr is None
         steps = self.engine.stream(RequestGroup(is_streaming=False), requests)
         bar = tqdm(total=len(requests), desc="Prompts", dynamic_ncols=True, disable=is_hidden)
@@ -292,7 +292,7 @@ class LLM:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model that was found, with the engine options it runs with."""
+    """The checkpoint and configuration of a model, and the engine options it runs with."""
 
     config: EngineConfig
     model_config: ModelConfig
@@ -449,5 +449,5 @@ def _create_device(config: EngineConfig) -> Device:
 
 
 def _has_devices() -> bool:
-    """Whether `devices/` with the kernels is installed; without it, plain torch is used."""
+    """Return whether `devices/` with the kernels is installed; otherwise plain torch is used."""
     return find_spec("nanovllm.devices") is not None

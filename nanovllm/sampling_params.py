@@ -34,8 +34,8 @@ class SamplingParams:
 
     Sampling applies temperature, then top_k, then top_p to the tokens that are left, then min_p.
     Before that, the logits are edited: forbidden tokens are masked, biases are added, penalties
-    lower the tokens of the output (the repetition penalty also those of the prompt), and then
-    `logits_processors` run. See docs/requests.md.
+    lower the logits of output tokens (the repetition penalty also those of prompt tokens), and
+    then `logits_processors` run. See docs/offline.md.
     """
 
     temperature: float = option(1.0, "0 is greedy; higher values give more varied output")

@@ -11,7 +11,7 @@ from nanovllm.validation import require
 
 STRUCTURED = "structured_outputs"
 GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object")
-REASONING_KEYS = ("after", "opened_by")  # end and start markers of the reasoning before it
+REASONING_KEYS = ("after", "opened_by")  # end and start markers of reasoning before the output
 EXPECTED = {
     "json": "a JSON schema: a dictionary, true or false, or one of them as text",
     "regex": "a non-empty string",

@@ -35,7 +35,7 @@ _END_TEXTS = (
     *("<|eom_id|>", "<|end_of_text|>"),  # Llama 3 uses these besides <|eot_id|>
 )
 
-# The only key that config.json does not have: the quant block type of each quantized tensor.
+# An additional config key, which no config.json has: tensor name -> quant block type.
 BLOCK_TYPES_KEY = "gguf_block_types"
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -45,7 +45,7 @@ TENSOR_TYPES = (*FLOAT_TYPES, *BLOCK_TYPES)
 # Any other key under "{architecture}." may change the output, so it raises an error.
 _KNOWN_KEYS = re.compile(
     r"block_count|context_length|embedding_length|feed_forward_length|vocab_size|expert_count"
-    r"|pooling_type"  # of embedding models; each request chooses its own pooling
+    r"|pooling_type"  # set by embedding models; each request chooses its own pooling
     r"|attention\.(head_count|head_count_kv|key_length|value_length|layer_norm_rms_epsilon)"
     r"|rope\.(freq_base|dimension_count)"
     r"|rope\.scaling\.(type|factor|original_context_length|finetuned|yarn_beta_fast|yarn_beta_slow)"
@@ -159,7 +159,7 @@ def _head_dim(metadata: Metadata) -> int:
 
 
 def _rope_scaling(metadata: Metadata, factors: ReaderTensor | None) -> dict[str, Any] | None:
-    """Return rope scaling in transformers' field names; "factors" divides each frequency."""
+    """Return the rope scaling in transformers' format, plus the type "factors" of GGUF files."""
     number = metadata.number
     implied = "linear" if number("rope.scaling.factor", 0) else "none"
     kind = field(metadata.reader, f"{metadata.architecture}.rope.scaling.type", implied)
@@ -182,7 +182,7 @@ def _rope_scaling(metadata: Metadata, factors: ReaderTensor | None) -> dict[str,
 
 
 def _torch_dtype(reader: GGUFReader) -> str:
-    """Return the dtype of the matrices: norms are float32 in every GGUF file."""
+    """Return the model's dtype, judged by the matrices: norms are float32 in every GGUF file."""
     types = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     if types == {"F32"}:
         return "float32"

@@ -26,7 +26,7 @@ PIECE_ELEMENTS = 4 << 20  # elements read at a time: 16 MB as float32
 
 
 def list_gguf(path: Path) -> Iterator[StoredTensor]:
-    """List the tensors; those stored with permuted heads can be read in whole heads only."""
+    """List the tensors; one that is stored with permuted heads must be read in whole heads."""
     metadata = Metadata.of(path, open_gguf(path, has_lists=False))
     architecture = ARCHITECTURES[metadata.architecture]
     heads = metadata.number("attention.head_count")
@@ -62,7 +62,7 @@ def _read(
 ) -> Iterator[Tensor]:
     """Yield rows piece by piece, in whole heads if heads are stored permuted.
 
-    Rows are dequantized from type `kind`, or copied as stored if it is None.
+    Rows are dequantized from type `kind`, or copied as stored if `kind` is None.
     """
     if len(shape) == 1 and kind is not None:  # a vector cannot be read row by row
         data, kind = to_float(data, kind), type(kind).F32
@@ -78,10 +78,11 @@ def _read(
             array -= offset
         if num_heads is not None:
             array = _unpermute(array, len(array) // step)
-        yield torch.from_numpy(array)[(slice(None), *columns)]
+        index = (slice(None), *columns)
+        yield torch.from_numpy(array)[index]
 
 
 def _unpermute(array: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Turn rows stored as (pair, half) within each head back into (half, pair)."""
+    """Reorder the rows of each head from (pair, half), as they are stored, to (half, pair)."""
     pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
     return np.swapaxes(pairs, 1, 2).reshape(array.shape)

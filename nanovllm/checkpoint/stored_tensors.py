@@ -24,7 +24,7 @@ from nanovllm.errors import CheckpointError, UnsupportedModelError
 if TYPE_CHECKING:
     from nanovllm.checkpoint.quantized.weight import QuantizedPiece
 
-PIECE_BYTES = 32 << 20  # enough to keep every thread busy
+PIECE_BYTES = 32 << 20  # bytes read at a time: enough to keep every thread busy
 Index = tuple[slice, ...]  # the part of a tensor to read; (): all of it
 _DTYPES = {
     "F64": torch.float64,
@@ -57,7 +57,7 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     file: Path
-    read: Read  # yields pieces of rows; each is valid until the next
+    read: Read  # yields rows in pieces; a piece is valid until the next one is read
     # Yields a quantized tensor as stored; for GGUF, the bytes of its quant blocks.
     read_quantized: ReadQuantized | None = None
     dtype: torch.dtype = torch.float32  # dtype of the pieces that `read` yields
@@ -126,7 +126,7 @@ def _read_mapped(
 
 
 def read_and_release(tensor: Tensor, index: Index = ()) -> Iterator[Tensor]:
-    """Yield rows, then release their pages: mapped pages count as memory of this process."""
+    """Yield rows, then release their pages: mapped pages count toward this process's memory."""
     for rows in split_rows(tensor, index):
         yield rows
         first = -(-rows.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -147,7 +147,7 @@ def split_rows(tensor: Tensor, index: Index) -> Iterator[Tensor]:
     if tensor.dim() == 0:
         yield tensor
         return
-    # Count whole rows: even if only some columns are read, the pages of the others are mapped.
+    # Size pieces by whole rows: reading some columns maps the pages of the others as well.
     num_rows = max(PIECE_BYTES // tensor[0].nbytes, 1)
     part = tensor[index]
     for first in range(0, len(part), num_rows):

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# Some defects of a tokenizer show only in use; the last character is in no vocabulary.
+# Encoded and decoded as a test: some defects of a tokenizer show only in use. The last character is
+# in no vocabulary.
 PROBE = "Hello, 1 \U0010fffd"
-# Fields of tokenizer.json besides the vocabulary: of the tokenizer, and of its model.
+# Fields of tokenizer.json, besides the vocabulary: PARTS of the tokenizer, FLAGS of its model.
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 FLAGS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
 

@@ -15,7 +15,7 @@ import json
 from nanovllm.checkpoint.hub import ALIASES
 from nanovllm.cli.options import Commands, add_command
 
-# Hub ids of each architecture.
+# Architecture -> hub ids of example models.
 EXAMPLES = {
     "Gemma3ForCausalLM": ("google/gemma-3-270m-it", "google/gemma-3-1b-it"),
     "LlamaForCausalLM": (

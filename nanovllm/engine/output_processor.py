@@ -37,12 +37,12 @@ NO_TOKEN_LEFT = (
 
 @dataclass(slots=True, eq=False)
 class CompletionState:
-    """One completion of a request, in progress."""
+    """State of one completion of a request in progress."""
 
     index: int
     request: Request
     detokenizer: Detokenizer | None
-    new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
+    new_token_ids: list[int] = field(default_factory=list)  # tokens not streamed yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one entry per received token
     num_kept: int | None = None  # number of tokens up to the stop string, once it was found
     finished: FinishedSequence | None = None
@@ -104,8 +104,8 @@ class OutputProcessor:
     ) -> StepOutput:
         """Turn the outputs of a step into text; `finish` ends a sequence at a stop string.
 
-        If `finish` returns None, a later step brings the finished sequence. Until the core has
-        handled it, more tokens may arrive for a sequence that was stopped or dropped here.
+        If `finish` returns None, a later step brings the finished sequence. Until then, more tokens
+        may arrive for a sequence that was stopped or dropped here.
         """
         known = self._completions
         by_id = {each.seq_id: each for each in step.finished if each.seq_id in known}
@@ -233,13 +233,14 @@ class OutputProcessor:
 def _decode(
     tokenizer: PreTrainedTokenizerBase, token_ids: list[int], params: SamplingParams
 ) -> str:
-    """Decode a whole completion into the same text as streaming would."""
+    """Decode a whole completion to the same text that streaming would produce."""
     skip_special = params.skip_special_tokens
     text = tokenizer.decode(token_ids, skip_special, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     if REPLACEMENT not in text:
         return text
-    # With byte tokens, one invalid byte can turn its valid neighbors into replacements too.
+    # With byte tokens, an invalid byte can also turn valid neighbors into replacements, unlike in
+    # incremental decoding.
     detokenizer = Detokenizer(tokenizer, params)
     for token_id in token_ids:
         detokenizer.push(token_id)

@@ -1,4 +1,4 @@
-"""The frequencies of rotary embeddings that are scaled for contexts longer than the trained one."""
+"""RoPE scaling: frequencies for contexts that are longer than in training."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def scaled_frequencies(exponents: Tensor, rope: RopeConfig, positions: Tensor) -
 
 
 def _dynamic_base(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tensor:
-    """Return the base of each position, which grows past the trained context.
+    """Return the rope base of each position; it grows beyond the trained context length.
 
-    It depends on the sequence length up to that token, so a token's rotation never changes later.
+    The base depends on the sequence length up to that token, so a cached key never changes.
     """
     lengths = (positions + 1).clamp(min=rope.original_max_position)
     growth = rope.factor * lengths / rope.original_max_position - (rope.factor - 1)
@@ -34,14 +34,15 @@ def _dynamic_base(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tensor:
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """Divide low frequencies by the factor, keep high ones, and blend those in between."""
-    rotations = rope.original_max_position * frequencies / (2 * math.pi)  # in the trained context
+    # Number of full rotations within the trained context length.
+    rotations = rope.original_max_position * frequencies / (2 * math.pi)
     blend = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0, 1)
     return frequencies * (blend + (1 - blend) / rope.factor)
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Likewise divide low frequencies, but blend by the index of the frequency."""
+    """Divide low frequencies by the factor, as in `_llama3`, but blend by frequency index."""
     num_frequencies = len(frequencies)
     first, last = (
         num_frequencies

@@ -14,7 +14,7 @@ from nanovllm.validation import check_types
 
 INT32_MAX = 2**31 - 1
 MAX_SIZE, MAX_LAYERS = 1 << 24, 1 << 10
-# The sizes that enter the memory estimate, each with its valid range.
+# The sizes that the memory estimate uses, each with its valid range.
 SIZES = {
     "vocab_size": (1, MAX_SIZE),
     "hidden_size": (1, MAX_SIZE),
@@ -30,7 +30,8 @@ SIZES = {
     "num_experts_per_tok": (0, MAX_SIZE),
     "moe_intermediate_size": (0, MAX_SIZE),
 }
-# Headless classes not named like the full model; Gemma3Model also reads images: unsupported.
+# Classes without an LM head, where "Model" in the name does not stand for "ForCausalLM".
+# Gemma3Model also reads images: under its own name, it is rejected as unsupported.
 BODIES = {"Gemma3TextModel": "Gemma3ForCausalLM", "Gemma3Model": "Gemma3Model"}
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -39,7 +40,7 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for sizes of the wrong type or range; null is like a missing field."""
+    """Raise CheckpointError for sizes of the wrong type or range; null counts as missing."""
     for name, (low, high) in SIZES.items():
         value = config.get(name)
         if value is not None and not (type(value) is int and low <= value <= high):
@@ -109,7 +110,7 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _stretched(max_position: int, rope: RopeConfig) -> int:
-    """Return the number of positions, as extended by rope scaling."""
+    """Return the maximum number of positions, which rope scaling extends."""
     if rope.kind == "yarn":
         max_position = max(max_position, int(rope.factor * rope.original_max_position))
     elif rope.kind in ("linear", "dynamic"):

@@ -8,8 +8,8 @@ from typing import Any
 
 from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.layers.build import Build
-from nanovllm.layers.moe import ExpertNames, SparseMLP
+from nanovllm.layers.build import BuildContext
+from nanovllm.layers.moe import ExpertNames, SparseMoeBlock
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models import mistral
 from nanovllm.models.config_json import field
@@ -35,8 +35,8 @@ def with_experts(model: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
     return replace(model, experts=experts)
 
 
-def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:
+def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> DecoderLayer:
     assert config.experts is not None
     self_attn = SelfAttention(config, layer_index, build)
-    sparse = SparseMLP(config.hidden_size, config.experts, NAMES, build)
+    sparse = SparseMoeBlock(config.hidden_size, config.experts, NAMES, build)
     return DecoderLayer(config, self_attn, sparse, build, mlp_name="block_sparse_moe")

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.config import ModelConfig
 from nanovllm.errors import CheckpointError, NanovllmError, UnsupportedModelError
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from nanovllm.models.config_json import (
     check_fields,
@@ -38,7 +38,7 @@ FAMILIES = {
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Read a config.json as its family does; an invalid value raises CheckpointError."""
+    """Read a config.json with its family's reader; an invalid value raises CheckpointError."""
     name = read_architecture(config)
     if name not in FAMILIES:
         given, supported = config["architectures"][0], ", ".join(sorted(FAMILIES))
@@ -56,5 +56,5 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     return model
 
 
-def build_model(config: ModelConfig, max_model_len: int, build: Build) -> DecoderModel:
+def build_model(config: ModelConfig, max_model_len: int, build: BuildContext) -> DecoderModel:
     return DecoderModel(config, max_model_len, build, FAMILIES[config.architecture].build_layer)

@@ -12,7 +12,7 @@ from nanovllm.models.config_json import field
 
 
 def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -> ModelConfig:
-    """Give some layers a sliding window; 0 or None is no window."""
+    """Return the config with a sliding window in some layers; 0 or None means no window."""
     chosen = set(layers)
     attention = (
         replace(layer, window=window or None) if i in chosen else layer
@@ -22,7 +22,7 @@ def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -
 
 
 def with_upper_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
-    """Give a window to the layers in `layer_types`, or else to those from max_window_layers on."""
+    """Add windows to the layers that `layer_types` names, or else from max_window_layers on."""
     layers: Iterable[int] | None = sliding_layers(config)
     if layers is None:
         layers = range(config.get("max_window_layers", 28), model.num_layers)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NUM_CANDIDATES = 1024  # enough for nearly every top_k / top_p cut; the rest sorts the vocabulary
+NUM_CANDIDATES = 1024  # usually enough for top_k and top_p; else the whole vocabulary is sorted
 
 
 def top_floor(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return each row's smallest probability that top_k, then top_p, keeps."""
+    """Return the smallest probability in each row that both top_k and then top_p keep."""
     vocab_size = probs.shape[-1]
     top_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size).long()
     if vocab_size > NUM_CANDIDATES:
@@ -21,7 +21,7 @@ def top_floor(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _is_cut_inside(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
-    """Whether the candidates contain each row's cut, ties included."""
+    """Return whether the candidates contain each row's cutoff, including ties."""
     size, last = top.shape[-1], top[:, -1]
     k_floor = top.gather(-1, top_k.clamp(max=size)[:, None] - 1).squeeze(1)
     is_k_inside = (top_k <= size) & (k_floor > last)
@@ -30,7 +30,7 @@ def _is_cut_inside(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -
 
 
 def _floor_of_sorted(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
-    """Return each row's floor; `top` holds its largest probabilities, descending, past the cut."""
+    """Return the same, given the largest probabilities in descending order (`top`)."""
     size = top.shape[-1]
     k_floor = top.gather(-1, top_k.clamp(max=size)[:, None] - 1)
     kept = torch.where((top_k[:, None] > size) | (top >= k_floor), top, 0.0).double()

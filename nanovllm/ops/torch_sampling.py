@@ -1,7 +1,7 @@
 """Sample a whole batch with mixed parameters, in plain torch: temperature, top_k, top_p, min_p.
 
 `sampling_probs` defines the distribution that every device samples from. The CPU inverts the
-cumulative distribution; the CUDA kernels take the largest logit after adding noise.
+cumulative distribution; the CUDA kernels add Gumbel noise and take the largest logit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from nanovllm.ops.torch_cutoff import top_floor
 from nanovllm.sampling_params import NO_TOKEN
 
-# Constants of splitmix64, as signed numbers, and of the noise in the CUDA kernels.
+# Constants of splitmix64, as signed integers, and of the noise in the CUDA kernels.
 STEP, MIX_FIRST, MIX_SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 ID_FACTOR, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
 LARGEST_UNIFORM = 1 - 2.0**-24
@@ -53,7 +53,7 @@ def sample(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tenso
 def sampling_probs(logits: Tensor, columns: SamplingColumns) -> Tensor:
     """Return the unnormalized distribution of each row; excluded tokens are exactly 0.
 
-    Tokens are cut by value, so tokens that tie with the last one kept are kept too.
+    The cutoff is a probability, so tokens that tie with the last kept token are kept, too.
     """
     logits = logits.float()
     shifted = logits - logits.amax(-1, keepdim=True)  # before the division, to avoid inf - inf
@@ -85,13 +85,13 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor
     return ids, values, ranks
 
 
-def keep_allowed(logits: Tensor, rows: Tensor | None, words: Tensor) -> None:
+def apply_token_bitmask(logits: Tensor, rows: Tensor | None, words: Tensor) -> None:
     """Set logits to minus infinity, in place, where the bitmask has a 0.
 
     words is int32 [masks, ceil(vocab_size / 32)]; bit i % 32 of word i // 32 is for token i.
     rows [masks] gives the row of each mask; None: one mask per row, in order.
     """
-    # The table maps each byte to eight booleans, which are looked up as one int64.
+    # The table maps each byte to eight booleans, stored as one int64.
     every = torch.arange(256, device=logits.device)[:, None]
     table = (every >> torch.arange(8, device=logits.device) & 1 == 0).view(torch.int64).flatten()
     octets = words.view(torch.uint8).int()

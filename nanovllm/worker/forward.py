@@ -108,5 +108,5 @@ def sampled_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def is_decode(plan: StepPlan) -> bool:
-    """Whether every row runs one token and samples the next."""
+    """Return whether every row runs one token and samples the next."""
     return bool((plan.counts == 1).all() and plan.num_logits.all())

@@ -22,7 +22,7 @@ def profile_run(
     spec: KVCacheSpec,
     attention: AttentionBackend,
 ) -> EagerForward:
-    """Run a step of as many tokens and rows as there can be; all rows share the same few blocks."""
+    """Run a step with the maximum number of tokens and rows, which all share a few blocks."""
     num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
     num_blocks = -(-row_len // spec.block_size)

@@ -14,7 +14,7 @@ from nanovllm.checkpoint.find import Checkpoint, stores_quantized
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.errors import ConfigError
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import build_model
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward
@@ -52,9 +52,8 @@ class Worker:
                 return self._start()
         except (RuntimeError, MemoryError) as error:
             is_shortage = isinstance(error, torch.OutOfMemoryError | MemoryError)
-            if not is_shortage and "DefaultCPUAllocator" not in str(
-                error
-            ):  # has no type of its own
+            # torch has no exception type for a failed allocation on the CPU.
+            if not is_shortage and "DefaultCPUAllocator" not in str(error):
                 raise
             raise ConfigError(
                 f"there is not enough memory for {self.config.model} with these options; use a "
@@ -96,7 +95,7 @@ class Worker:
         layouts = None
         if config.quantization is not None or stores_quantized(self.checkpoint.config):
             layouts = choose_layouts(config, self.checkpoint, device, dtype)
-        build = Build(device.torch_device, dtype, attention, ops, group, layouts)
+        build = BuildContext(device.torch_device, dtype, attention, ops, group, layouts)
         check_memory(config, self.model_config, device, build)
         self._agree(0)  # a barrier: no rank loads before all have measured the free memory
         model = build_model(self.model_config, config.max_model_len, build)

@@ -26,11 +26,11 @@ class NumbaPlan:
 
 class NumbaAttention:
     def __init__(
-        self, block_size: int, launcher: Launcher, product_dtype: torch.dtype | None = None
+        self, block_size: int, launcher: Launcher, matmul_dtype: torch.dtype | None = None
     ) -> None:
         self.block_size = block_size
         self.launcher = launcher
-        self.product_dtype = product_dtype  # for SDPA; None: the dtype of the cache
+        self.matmul_dtype = matmul_dtype  # for SDPA; None: the dtype of the cache
 
     def plan(self, rows: BatchRows) -> NumbaPlan:
         offsets = np.cumsum(rows.counts) - rows.counts
@@ -49,7 +49,7 @@ class NumbaAttention:
         if len(plan.tokens):
             self._decode(q, cache, plan, spec, output)
         for row in plan.prefills:
-            attend_prefill(q, cache, row, spec, output, self.product_dtype)
+            attend_prefill(q, cache, row, spec, output, self.matmul_dtype)
         return output
 
     def _decode(

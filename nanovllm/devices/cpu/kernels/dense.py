@@ -111,7 +111,7 @@ def norm(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 
 @ordered_kernel
-def gate(args: Any, thread: int, num_threads: int, like: Any) -> None:
+def act_and_mul(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """out = activation(gate) * up; each row of gate_up holds gate, then up.
 
     The activation is gate * sigmoid(gate * (linear + cubic * gate**2)).
