@@ -85,3 +85,12 @@ def errors_about(param: str, kind: type[RequestError] = RequestError) -> Iterato
     except kind as error:
         error.param = param
         raise
+
+
+def at_index(error: RequestError, name: str, index: int, count: int) -> RequestError:
+    """Return the error with the index of the prompt that it is about, if there are several."""
+    return (
+        error
+        if count == 1
+        else RequestError(f"{name}[{index}]: {error}", param=name, code=error.code)
+    )

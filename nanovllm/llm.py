@@ -32,11 +32,11 @@ from nanovllm.engine.input_processor import InputProcessor, Vocabulary
 from nanovllm.engine.lazy_requests import run_lazily
 from nanovllm.engine.output_processor import RequestState
 from nanovllm.engine.prompt_budget import PromptBudget
-from nanovllm.engine.prompts import Params, Prompts, as_params, as_prompt, at_index, split_prompts
+from nanovllm.engine.prompts import Params, Prompts, as_params, as_prompt, split_prompts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scoring import SCORED, check_pooling, continue_prompt, embedding_of, score_of
 from nanovllm.engine.step import Executor, ExecutorInfo, Pooling
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import ConfigError, RequestError, at_index
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -164,10 +165,12 @@ def _as_bias(value: Any) -> dict[int, float] | None:
     """Convert a bias to a dict; token ids may be strings of digits, as JSON keys are."""
     if value is None:
         return None
-    items = value.items() if isinstance(value, Mapping) else [(None, None)]
-    pairs = [(as_python(key), as_python(bias)) for key, bias in items]
-    bias = {int(key): float(bias) for key, bias in pairs if _is_id(key) and _is_number(bias)}
-    is_valid = len(bias) == len(pairs)
+    bias, num_given = {}, -1
+    with contextlib.suppress(AttributeError, TypeError, ValueError, OverflowError):
+        pairs = [(int(str(key)), as_python(each)) for key, each in value.items()]
+        bias = {key: float(each) for key, each in pairs if not isinstance(each, str)}
+        num_given = len(pairs)
+    is_valid = len(bias) == num_given
     require(is_valid, "logit_bias", "numbers in [-100, 100] by token id", value, ConfigError)
     return bias
 
@@ -182,16 +185,6 @@ def _as_processors(value: Any) -> tuple[Any, ...]:
 
 def _is_path(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[\w.]+:[\w.]+", value) is not None
-
-
-def _is_id(key: object) -> bool:
-    if isinstance(key, str):
-        return key.isascii() and key.isdigit() and len(key) <= 20  # int() rejects very long strings
-    return isinstance(key, int) and not isinstance(key, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:

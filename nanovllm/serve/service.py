@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.chat_template import ChatTemplate
-from nanovllm.engine.prompts import at_index
-from nanovllm.errors import PromptTooLongError, RequestError, errors_about
+from nanovllm.errors import PromptTooLongError, RequestError, at_index, errors_about
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.model_interface import Model
 from nanovllm.serve.parsing.formats import choose_formats

@@ -1,4 +1,4 @@
-"""Choose which weights of a model stay quantized on its device."""
+"""Choose the weights of a model that stay quantized on its device."""
 
 from __future__ import annotations
 
