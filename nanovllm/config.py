@@ -46,7 +46,7 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1, "number of GPUs, or CPU processes, to shard the model over", alias="-tp"
     )
-    enforce_eager: bool = option(False, "run without CUDA graphs or recorded steps, for debugging")
+    enforce_eager: bool = option(False, "run without CUDA graphs or captured steps, for debugging")
     kvcache_block_size: int = option(
         64, "tokens per KV-cache block, a multiple of 16", alias="--block-size"
     )

@@ -51,7 +51,7 @@ class SamplingParams:
     seed: int | None = option(None, "makes sampling reproducible", unset="random")
     stop: str | Iterable[str] = option((), "stop before any of these strings")
     stop_token_ids: Iterable[int] = option((), "stop at any of these tokens")
-    min_tokens: int = option(0, "minimum number of output tokens before anything stops it")
+    min_tokens: int = option(0, "minimum number of output tokens before a stop condition applies")
     skip_special_tokens: bool = option(True, "omit special tokens from the text")
     presence_penalty: float = option(
         0.0, "subtracted from the logits of tokens that are in the output"

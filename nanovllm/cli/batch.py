@@ -47,7 +47,7 @@ def add_parser(commands: Commands) -> None:
     add_model_argument(parser)
     add("input", type=Path, metavar="INPUT", help="a .jsonl or .parquet file")
     add("-o", "--output", type=Path, required=True, help="a .jsonl file; rows are in any order")
-    text = "output tokens of rows that do not set it (default: the API's default)"
+    text = "maximum output tokens of rows that set no limit (default: the API's default)"
     add("--max-tokens", type=at_least(1), metavar="N", help=text)
     text = 'continue the text of "prompt" rows instead of applying the chat template'
     add("--raw", action="store_true", help=text)
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         progress_file.close()
     num_errors, num_rows = progress_file.num_errors, found.num_rows
     errors = f", {num_errors} failed (see {progress_file.errors})" if num_errors else ""
-    print(f"{num_rows - num_errors} of {num_rows} rows answered in {args.output}{errors}",
+    print(f"{num_rows - num_errors} of {num_rows} rows completed in {args.output}{errors}",
           file=sys.stderr)  # fmt: skip
     return 0 if not num_errors else 1 if num_errors < num_rows else 2
 

@@ -39,10 +39,14 @@ class Load:
     model: str | None = option(None, "model name to request", unset="the server's first")
     rate: float | None = option(None, "requests per second", parse=RATE, alias="--request-rate")
     concurrency: int | None = option(
-        None, "maximum in flight", parse=COUNT, alias="--max-concurrency"
+        None, "maximum number of requests in flight", parse=COUNT, alias="--max-concurrency"
     )
     num_requests: int | None = option(
-        None, "number to send", parse=COUNT, alias="--num-prompts", unset="all --prompts, or 64"
+        None,
+        "number of requests to send",
+        parse=COUNT,
+        alias="--num-prompts",
+        unset="all --prompts, or 64",
     )
     max_tokens: int = option(128, "maximum output tokens", parse=COUNT)
     prompt_words: int = option(256, "words per random prompt", parse=COUNT)

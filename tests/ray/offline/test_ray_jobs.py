@@ -124,7 +124,7 @@ def test_the_command_runs_on_a_cluster(model: Path, options: RowOptions, tmp_pat
     ray_command = command(model, path, output, "--ray", "--ray-replicas", "1")
     result = subprocess.run(ray_command, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0, result.stderr
-    assert "60 of 60 rows answered" in result.stderr
+    assert "60 of 60 rows completed" in result.stderr
     whole = asyncio.run(
         answer_all(
             lambda: RowEngine(options), path, tmp_path / "whole.jsonl", options.max_concurrency
