@@ -57,7 +57,7 @@ class AsyncLLM:
     ...     print(piece.text, end="")
 
     The engine core runs in another process, so tokenization, detokenization and other work in this
-    process never delay a step. A slow reader delays no one: its unread pieces are joined into one.
+    process never delay a step. Nor does a slow reader: its unread pieces are merged into one.
     If the process dies or hangs, every caller gets an error; with `restart_core`, a new process
     replaces it and serves new requests once it is ready.
 
@@ -70,7 +70,7 @@ class AsyncLLM:
     throughput, as `LLM` does.
 
     With `in_process` the engine core runs in a thread of this process instead, so that
-    `breakpoint()` works in it. There is no watchdog then: it may pause for any length of time.
+    `breakpoint()` works in it. There is no watchdog then: the core may pause for any time.
 
     All other options are those of `LLM`.
     """
@@ -132,7 +132,7 @@ class AsyncLLM:
 
         Closing the iterator early, or canceling the task, aborts the request; so does `abort`
         with its `request_id`. With `is_streaming=False` only the last piece is produced, which
-        saves the work for the others.
+        takes less work.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         return self._generate(prompt, params, cache_salt, is_streaming, request_id=request_id)
@@ -201,7 +201,7 @@ class AsyncLLM:
                 self.replicas[stream.replica].finish(Finish(unfinished, "abort"))
 
     def close(self, reason: NanovllmError | None = None) -> None:
-        """End all engine cores; pending requests fail. Further calls do nothing."""
+        """Stop all engine cores; pending requests fail. Further calls do nothing."""
         self._closing.set()
         atexit.unregister(self.close)
         self._compiling.shutdown(wait=False, cancel_futures=True)
@@ -230,7 +230,7 @@ class AsyncLLM:
 
     @property
     def stats(self) -> CoreStats:
-        """Sums over all replicas."""
+        """Statistics summed over all replicas."""
         return total([replica.stats for replica in self.replicas])
 
     @property
@@ -279,7 +279,7 @@ class AsyncLLM:
     ) -> RequestState:
         """Validate and tokenize a prompt, in another thread if that may take long.
 
-        Short work stays in the event loop's thread: another thread could start only after that one
+        Short work stays in the event loop's thread. Another thread could start only after that one
         releases the GIL, so the first of many callers would wait for all of them.
         """
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
@@ -309,7 +309,7 @@ class AsyncLLM:
             self._streams[state.seq_id] = stream
             self.output_processor.add(state)
         core.add(requests)
-        stream.unread.loop.call_soon(core.flush)  # batches requests of several callers
+        stream.unread.loop.call_soon(core.flush)  # sends requests of several callers together
         return stream
 
     def _end(self, seq_id: int) -> ResponseStream | None:
@@ -327,13 +327,14 @@ class AsyncLLM:
             self.replicas[stream.replica].finish(Finish(unfinished, "abort"))
 
     def _collect(self, replica: Replica, step: EngineCoreOutputs) -> None:
-        """Turn a step into text and wake its readers. Runs in the thread of a replica."""
+        """Detokenize the outputs of a step and wake their readers. Runs in a replica's thread."""
 
         def finish_later(seq_id: int, reason: FinishReason) -> None:
             replica.finish(Finish([seq_id], reason))
 
         with self._lock:
-            if not self._streams:  # a step may arrive before there is an output processor
+            # If no stream is open, the core may still be starting: output_processor may not exist.
+            if not self._streams:
                 return
             output = self.output_processor.process(step, finish_later)
             streamed = {piece.seq_id for piece in output.pieces}
@@ -395,7 +396,7 @@ class AsyncLLM:
         try:
             replica.wait_until_ready()
         except NanovllmError:
-            return  # `_lost` was called, and schedules the next restart
+            return  # `_lost` was called and schedules the next restart
         with self._lock:
             if replica.has_failed:
                 return
@@ -414,7 +415,7 @@ class ResponseStream:
 
 
 def joined(pieces: list[StreamPiece]) -> list[StreamPiece]:
-    """Join the pieces of each completion into one; the piece with the output stays last."""
+    """Merge the pieces of each completion into one; the piece with the output stays last."""
     by_sample: dict[int, list[StreamPiece]] = {}
     for piece in pieces:
         by_sample.setdefault(piece.sample, []).append(piece)

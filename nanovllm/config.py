@@ -33,7 +33,7 @@ def tokens(text: str) -> int:
 @suggest_fields
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The options of `LLM(...)`; the first nine are also nano-vLLM's."""
+    """The options of `LLM(...)`; the first nine are the same as in nano-vLLM."""
 
     model: str
     max_num_batched_tokens: int = option(
@@ -162,8 +162,8 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     factors: tuple[float, ...] = ()  # for kind "factors": a divisor per frequency, as in GGUF
-    # For kind "yarn", in rotations over the trained context: frequencies above `beta_fast` are
-    # kept, those below `beta_slow` are divided by `factor`, and those between are interpolated.
+    # For kind "yarn": frequencies with more than `beta_fast` rotations over the trained context are
+    # kept, those with fewer than `beta_slow` are divided by `factor`, the rest is interpolated.
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     is_truncated: bool = True  # round the boundaries of the interpolation to whole indices
@@ -218,7 +218,7 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     embedding_scale: float = 1.0
-    norm_offset: float = 0.0  # added to norm weights: 1 where checkpoints store w for 1 + w
+    norm_offset: float = 0.0  # added to norm weights; 1 if checkpoints store the weights minus 1
     experts: ExpertsConfig | None = None
 
     @property

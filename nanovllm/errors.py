@@ -1,4 +1,4 @@
-"""The exceptions nanovllm raises; each message states the problem, the value and the fix."""
+"""The exceptions that nanovllm raises; a message states the problem, the value and the fix."""
 
 
 class NanovllmError(Exception):
@@ -26,7 +26,7 @@ class ConfigError(NanovllmError, ValueError):
 
 
 class RequestError(NanovllmError, ValueError):
-    """A prompt cannot be served; other requests are unaffected."""
+    """A request is invalid or cannot be served; other requests are unaffected."""
 
     status = 400
 

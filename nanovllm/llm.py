@@ -13,7 +13,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
-from nanovllm.checkpoint.resolved_model import ResolvedModel, clamp_model_len
-from nanovllm.config import EngineConfig, ModelConfig, engine_config
+from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
+from nanovllm.checkpoint.tokenizer import load_tokenizer
+from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig, engine_config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.core import EngineCore
@@ -235,7 +235,7 @@ class LLM:
         return self.engine.call(self.engine.step)
 
     def is_finished(self) -> bool:
-        """Whether no request is left for `step`."""
+        """Return whether no request is left for `step`."""
         return self.engine.call(self.engine.is_finished)
 
     def abort(self, seq_id: int | str) -> RequestOutput | None:
@@ -290,7 +290,7 @@ class LLM:
     def _run(self, requests: dict[int, RequestState], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests to completion, with a progress bar; return their outputs in order."""
         outputs: dict[int, RequestOutput] = {}
-        num_input = num_output = 0  # tokens of finished requests
+        num_input = num_output = 0  # number of tokens of finished requests
         is_hidden = not use_tqdm or sys.stderr is None
         steps = self.engine.stream(RequestGroup(is_streaming=False), requests)
         bar = tqdm(total=len(requests), desc="Prompts", dynamic_ncols=True, disable=is_hidden)
@@ -325,6 +325,23 @@ def _with_params(
 
 
 @dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """The checkpoint and configuration of a model, and the engine options it runs with."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    checkpoint: Checkpoint
+
+    def load_vocabulary(self) -> Vocabulary:
+        tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.checkpoint)
+        eos_ids = eos_token_ids(self.checkpoint)
+        if not eos_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos_ids = (tokenizer.eos_token_id,)
+        vocab_size = self.model_config.vocab_size
+        return Vocabulary(tokenizer, frozenset(i for i in eos_ids if 0 <= i < vocab_size))
+
+
+@dataclass(frozen=True, slots=True)
 class StartedCore:
     core: EngineCore
     info: ExecutorInfo
@@ -355,7 +372,16 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
         check=partial(check_model, config, _check_device(config)),
     )
     model_config = read_config(checkpoint.config)
-    return ResolvedModel(clamp_model_len(config, model_config), model_config, checkpoint)
+    return ResolvedModel(_clamp_model_len(config, model_config), model_config, checkpoint)
+
+
+def _clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
+    limit = model_config.max_position_embeddings
+    if config.max_model_len <= limit:
+        return config
+    if config.max_model_len != WHOLE_CONTEXT:
+        logger.warning("max_model_len=%d is clamped to the model's %d", config.max_model_len, limit)
+    return replace(config, max_model_len=limit)
 
 
 def create_input_processor(resolved: ResolvedModel, is_remote: bool = False) -> InputProcessor:
@@ -448,5 +474,5 @@ def _create_device(config: EngineConfig) -> Device:
 
 
 def _has_devices() -> bool:
-    """Whether `devices/` with the kernels is installed; without it, plain torch is used."""
+    """Return whether `devices/` with the kernels is installed; otherwise plain torch is used."""
     return find_spec("nanovllm.devices") is not None

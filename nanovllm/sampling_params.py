@@ -26,7 +26,7 @@ NO_LIMIT = 2**31 - 1
 NO_TOKEN = -1  # replaces a sampled token if the logits had no valid token to sample
 STRUCTURED = "structured_outputs"
 GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object")
-REASONING_KEYS = ("after", "opened_by")  # end and start markers of the reasoning before it
+REASONING_KEYS = ("after", "opened_by")  # end and start markers of reasoning before the output
 EXPECTED = {
     "json": "a JSON schema: a dictionary, true or false, or one of them as text",
     "regex": "a non-empty string",
@@ -45,8 +45,8 @@ class SamplingParams:
 
     Sampling applies temperature, then top_k, then top_p to the tokens that are left, then min_p.
     Before that, the logits are edited: forbidden tokens are masked, biases are added, penalties
-    lower the tokens of the output (the repetition penalty also those of the prompt), and then
-    `logits_processors` run. See docs/requests.md.
+    lower the logits of output tokens (the repetition penalty also those of prompt tokens), and
+    then `logits_processors` run. See docs/offline.md.
     """
 
     temperature: float = option(1.0, "0 is greedy; higher values give more varied output")
@@ -198,7 +198,7 @@ def _is_path(value: object) -> bool:
 
 def _is_id(key: object) -> bool:
     if isinstance(key, str):
-        return key.isascii() and key.isdigit() and len(key) <= 20  # int() rejects very long ones
+        return key.isascii() and key.isdigit() and len(key) <= 20  # int() rejects very long strings
     return isinstance(key, int) and not isinstance(key, bool)
 
 

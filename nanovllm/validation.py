@@ -59,7 +59,7 @@ def errors_about(param: str, kind: type[RequestError] = RequestError) -> Iterato
 def check_types(record: Any) -> None:
     """Raise ConfigError for the first field whose value does not match its simple type annotation.
 
-    Converts numpy scalars to Python numbers, even in a frozen record.
+    Numpy scalars become Python numbers, even in a frozen dataclass.
     """
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)

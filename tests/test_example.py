@@ -1,4 +1,4 @@
-"""`example.py`, which `make demo` runs, in a terminal and in a pipe; `examples/`."""
+"""`example.py`, which `make demo` runs, and `examples/`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import re
 
 import pytest
 
-from tests.cli.terminal_process import TerminalProcess, run_program
+from tests.cli.terminal_process import ROOT, TerminalProcess, run_program
+
+
+def test_it_uses_only_public_names() -> None:
+    """A newcomer can copy it."""
+    lines = (ROOT / "example.py").read_text().splitlines()
+    assert [line for line in lines if "nanovllm" in line] == [
+        "from nanovllm import LLM, SamplingParams"
+    ]
 
 
 @pytest.mark.slow
@@ -16,24 +24,23 @@ def test_the_demo_at_a_terminal() -> None:
         assert process.wait() == 0, process.text
     finally:
         process.close()
-    assert "0/8 " in process.text
-    question = process.text.index("[1/8] What is the capital of France?")
-    assert process.text.index("The capital of France is Paris.") > question
-    rows = process.text.rstrip().splitlines()
-    assert rows[-6].startswith("prompts       8, ")
+    question = process.text.index("[1/8] What is the capital of France?\n")
+    assert process.text.index("The capital of France is Paris.\n") > question
+    prompts, generated = process.text.rstrip().splitlines()[-2:]
     # Seven prompts share a block of 64 tokens.
-    assert rows[-2] == "prefix cache  448 of 799 prompt tokens"
+    assert prompts == "prompts    8, 799 tokens, 448 from the prefix cache"
+    assert generated.startswith("generated  ")
 
 
 @pytest.mark.slow
 def test_the_demo_in_a_pipe() -> None:
     """Runs on three ranks: the model has nine heads and three KV heads."""
-    options = ["--model", "smollm2", "--max_tokens", "10", "--tensor-parallel-size", "3"]
+    options = ["--model", "smollm2", "--max-tokens", "10", "--tensor-parallel-size", "3"]
     result = run_program("example.py", *options, timeout=1200)
     assert (result.returncode, result.stderr) == (0, "")
+    assert re.findall(r"^\[(\d)/8\]", result.stdout, re.M) == list("12345678")
     assert "The capital of France is Paris.\n" in result.stdout
     assert result.stdout.replace("\n", "").isprintable()
-    assert "generated " in result.stdout
 
 
 @pytest.mark.slow

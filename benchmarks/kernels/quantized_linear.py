@@ -174,7 +174,7 @@ def expect(shape: Shape, x: Tensor, weight: QuantizedWeight) -> Tensor:
     if len(x) == 1 and norm is not None:
         x = TorchOps().norm(ResidualStream(x), norm)[0]
     y = functional.linear(x, weight.dequantize(DTYPE))
-    return y if shape.activation is None else TorchOps().gate(y, shape.activation)
+    return y if shape.activation is None else TorchOps().act_and_mul(y, shape.activation)
 
 
 def one_row_ways(

@@ -15,7 +15,7 @@ from nanovllm.batch.rows import Row
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError
 
-MAX_TRIES = 6  # a row whose engines are lost this often has probably caused it
+MAX_TRIES = 6  # a row whose engines fail this often in succession probably causes it
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +92,10 @@ class RayEngine:
             scheduling_strategy="SPREAD",
         )
         self.actors = [make(RowActor).remote(options) for _ in range(room.num_engines)]
-        # A slot is (position among the rows of an engine, engine number).
+        # A slot is (index in its engine, engine number): the queue fills all engines evenly.
         self.free: asyncio.PriorityQueue[tuple[int, int]] = asyncio.PriorityQueue()
-        self._waiting: dict[asyncio.Task[None], int] = {}  # tasks that wait for engine n to start
-        self._error: Exception | None = None  # why no further row can be completed
+        self._waiting: dict[asyncio.Task[None], int] = {}  # task -> engine that it waits for
+        self._error: Exception | None = None  # set when no further row can be completed
         for number in range(room.num_engines):
             for row in range(options.num_at_once):
                 self._free_when_ready((row, number))
@@ -104,7 +104,7 @@ class RayEngine:
         for _ in range(MAX_TRIES):
             slot = await self.free.get()
             if self._error is not None:
-                self.free.put_nowait(slot)  # wakes the next waiter
+                self.free.put_nowait(slot)  # the next waiter raises the error, too
                 raise self._error
             try:
                 line: dict[str, Any] = await self.actors[slot[1]].process.remote(row)

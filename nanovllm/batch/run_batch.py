@@ -13,7 +13,7 @@ from nanovllm.batch.progress_file import ProgressFile
 from nanovllm.batch.rows import Row, read_rows, windows
 from nanovllm.errors import NanovllmError
 
-OnLine = Callable[[dict[str, Any] | None], None]  # gets the written line; None for an error
+OnLine = Callable[[dict[str, Any] | None], None]  # called with the written line; None for an error
 
 
 async def run_job(
@@ -62,5 +62,5 @@ async def run_job(
 def _write(progress_file: ProgressFile, row: Row, line: dict[str, Any]) -> None:
     try:
         progress_file.write(row.index, line)
-    except (ValueError, RecursionError) as error:  # NaN, or nested too deeply
+    except (ValueError, RecursionError) as error:  # NaN, or values nested too deeply
         raise RowError("invalid_row", f"the row cannot be written as JSON: {error}") from error

@@ -1,4 +1,4 @@
-"""Models by name: short names, packages that contain a model, and downloads from the hub."""
+"""Find models by name: short names, packages that contain a model, and the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fetch(
     need_tokenizer: bool,
     check: Callable[[Path], object],
 ) -> Path:
-    """Return the local copy of a hub model, or of one of its GGUF files.
+    """Return the local copy of a hub model, or of one of its GGUF files; download it if needed.
 
     `check` receives the config.json before anything else is downloaded, and may raise.
     """
@@ -67,7 +67,7 @@ def fetch(
 
 
 def _fetch_file(repo_id: str, revision: str | None, *names: str) -> Path:
-    """Download some files, and return the first, which must exist."""
+    """Download files, and return the path of the first one, which must exist."""
     path = _download(repo_id, revision, names) / names[0]
     if not path.is_file():
         raise CheckpointError(

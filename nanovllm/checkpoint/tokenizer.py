@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# Some defects of a tokenizer show only in use; the last character is in no vocabulary.
+# Encoded and decoded as a test: some defects of a tokenizer show only in use. The last character is
+# in no vocabulary.
 PROBE = "Hello, 1 \U0010fffd"
-# Fields of tokenizer.json besides the vocabulary: of the tokenizer, and of its model.
+# Fields of tokenizer.json, besides the vocabulary: PARTS of the tokenizer, FLAGS of its model.
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 FLAGS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
 
@@ -64,7 +65,7 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Read tokenizer.json; reject huge token ids, as the library iterates up to the highest."""
+    """Read tokenizer.json; reject huge token ids, because the library loops up to the highest."""
     if not file.is_file():
         return {}
 

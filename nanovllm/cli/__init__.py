@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str], options: Mapping[str, Any] | None = None) -> Namespace:
-    """Parse a command line; `options` or a --config file supply what it leaves out."""
+    """Parse a command line; `options` or a --config file supply the options that it omits."""
     parser = build_parser()
     args, unknown = parser.parse_known_args(arguments)
     if unknown:  # the command's own parser puts the command's name into the error

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nanovllm.batch.progress_file import ProgressFile
     from nanovllm.batch.ray_batch import RayEngine
 
-SECONDS_BETWEEN_LINES = 30.0  # progress lines, when stderr is not a terminal
+SECONDS_BETWEEN_LINES = 30.0  # time between progress lines if stderr is not a terminal
 # Settings that affect the output; other options may change when a job is resumed.
 SETTINGS = (
     *("revision", "dtype", "load_format", "max_model_len", "seed", "max_tokens", "raw"),
@@ -73,13 +73,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--threads applies to this machine only; leave it out with --ray")
     config = engine_config(args)
     set_child_threads(args.threads, config)
-    server = server_options(args, config.model, {})  # reads files here: engines may run elsewhere
+    server = server_options(args, config.model, {})  # read files here: engines may run elsewhere
     found = scan(args.input)
     for path in (Path(f"{args.output}{suffix}") for suffix in ("", ".errors.jsonl", ".job.json")):
         if path.exists() and path.samefile(args.input):
             raise ConfigError(f"{path} is the input; choose another file for the output")
     settings = {name: getattr(args, name) for name in SETTINGS}
-    # Files are compared by content, not by path.
+    # On resume, files are compared by content, not by path.
     settings |= {"model": config.model, "input": found.digest}
     settings["chat_template"] = server.chat_template
     if args.generation_config not in ("auto", "vllm"):

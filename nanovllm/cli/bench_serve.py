@@ -57,11 +57,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of one request, in seconds since it was sent."""
+    """Measurements of one request; times are in seconds since it was sent."""
 
     sent: float  # seconds since the benchmark began
     first_token: float = 0.0
-    gaps: tuple[float, ...] = ()  # between the pieces of its output
+    gaps: tuple[float, ...] = ()  # times between consecutive pieces of the output
     seconds: float = 0.0
     num_prompt_tokens: int = 0
     num_tokens: int = 0
@@ -85,7 +85,7 @@ def add_parser(names: options.Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     load = Load(**options.fields_in(args, Load))
     options.append_json(load.json)
-    client = OpenAIClient(args.url, args.api_key, max_connections=None)  # limited by the load
+    client = OpenAIClient(args.url, args.api_key, max_connections=None)  # limited by `load`
     model = load.model or asyncio.run(client.model())
     done: list[Measured] = []
     try:
@@ -118,7 +118,7 @@ def make_prompts(load: Load) -> list[Any]:
 async def send_all(
     client: OpenAIClient, model: str, prompts: Sequence[Any], load: Load, done: list[Measured]
 ) -> None:
-    """Send every prompt once: at random times, or when a request slot is free."""
+    """Send every prompt once: at random times, or as soon as the concurrency limit allows."""
     from tqdm import tqdm
 
     room = asyncio.Semaphore(load.concurrency or (16 if load.rate is None else len(prompts)))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.detokenizer import Detokenizer, decode_whole
+from nanovllm.engine.detokenizer import REPLACEMENT, Detokenizer
 from nanovllm.engine.request import (
     EngineCoreOutputs,
     FinishedSequence,
@@ -18,6 +18,7 @@ from nanovllm.engine.request import (
     TokenLogprobs,
 )
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
+from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,12 +38,12 @@ BROKEN = (
 
 @dataclass(slots=True, eq=False)
 class CompletionState:
-    """One completion of a request, in progress."""
+    """State of one completion of a request in progress."""
 
     index: int
     request: Request
     detokenizer: Detokenizer | None
-    new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
+    new_token_ids: list[int] = field(default_factory=list)  # tokens not streamed yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one entry per received token
     num_kept: int | None = None  # number of tokens up to the stop string, once it was found
     finished: FinishedSequence | None = None
@@ -104,8 +105,8 @@ class OutputProcessor:
     ) -> StepOutput:
         """Turn the outputs of a step into text; `finish` ends a sequence at a stop string.
 
-        If `finish` returns None, a later step brings the finished sequence. Until the core has
-        handled it, more tokens may arrive for a sequence that was stopped or dropped here.
+        If `finish` returns None, a later step brings the finished sequence. Until then, more tokens
+        may arrive for a sequence that was stopped or dropped here.
         """
         known = self._completions
         by_id = {each.seq_id: each for each in step.finished if each.seq_id in known}
@@ -187,7 +188,7 @@ class OutputProcessor:
         if completion.detokenizer is not None:
             text = completion.detokenizer.text
         else:
-            text = "" if tokenizer is None else decode_whole(tokenizer, finished.token_ids, params)
+            text = "" if tokenizer is None else _decode(tokenizer, finished.token_ids, params)
         logprobs = cumulative = None
         if params.logprobs is not None:
             entries = completion.logprobs[: len(finished.token_ids)]
@@ -228,6 +229,24 @@ class OutputProcessor:
         if self._texts is None:
             self._texts = TokenTexts(self.tokenizer)
         return CompletionLogprobs(entries, num_top, self._texts)
+
+
+def _decode(
+    tokenizer: PreTrainedTokenizerBase, token_ids: list[int], params: SamplingParams
+) -> str:
+    """Decode a whole completion to the same text that streaming would produce."""
+    skip_special = params.skip_special_tokens
+    text = tokenizer.decode(token_ids, skip_special, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    if REPLACEMENT not in text:
+        return text
+    # With byte tokens, an invalid byte can also turn valid neighbors into replacements, unlike in
+    # incremental decoding.
+    detokenizer = Detokenizer(tokenizer, params)
+    for token_id in token_ids:
+        detokenizer.push(token_id)
+    detokenizer.finish()
+    return detokenizer.text
 
 
 def why_broken(request: Request) -> str:

@@ -1,7 +1,7 @@
 """Sample a whole batch with mixed parameters, in plain torch: temperature, top_k, top_p, min_p.
 
 `sampling_probs` defines the distribution that every device samples from. The CPU inverts the
-cumulative distribution; the CUDA kernels take the largest logit after adding noise.
+cumulative distribution; the CUDA kernels add Gumbel noise and take the largest logit.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from nanovllm.sampling_params import NO_TOKEN
 
-# Constants of splitmix64, as signed numbers, and of the noise in the CUDA kernels.
+# Constants of splitmix64, as signed integers, and of the noise in the CUDA kernels.
 STEP, MIX_FIRST, MIX_SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 ID_FACTOR, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
 LARGEST_UNIFORM = 1 - 2.0**-24
 ROWS_AT_A_TIME = 64
-NUM_CANDIDATES = 1024  # enough for nearly every top_k / top_p cut; the rest sorts the vocabulary
+NUM_CANDIDATES = 1024  # usually enough for top_k and top_p; else the whole vocabulary is sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def sample(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tenso
 def sampling_probs(logits: Tensor, columns: SamplingColumns) -> Tensor:
     """Return the unnormalized distribution of each row; excluded tokens are exactly 0.
 
-    Tokens are cut by value, so tokens that tie with the last one kept are kept too.
+    The cutoff is a probability, so tokens that tie with the last kept token are kept, too.
     """
     logits = logits.float()
     shifted = logits - logits.amax(-1, keepdim=True)  # before the division, to avoid inf - inf
@@ -85,13 +85,13 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor
     return ids, values, ranks
 
 
-def keep_allowed(logits: Tensor, rows: Tensor | None, words: Tensor) -> None:
+def apply_token_bitmask(logits: Tensor, rows: Tensor | None, words: Tensor) -> None:
     """Set logits to minus infinity, in place, where the bitmask has a 0.
 
     words is int32 [masks, ceil(vocab_size / 32)]; bit i % 32 of word i // 32 is for token i.
     rows [masks] gives the row of each mask; None: one mask per row, in order.
     """
-    # The table maps each byte to eight booleans, which are looked up as one int64.
+    # The table maps each byte to eight booleans, stored as one int64.
     every = torch.arange(256, device=logits.device)[:, None]
     table = (every >> torch.arange(8, device=logits.device) & 1 == 0).view(torch.int64).flatten()
     octets = words.view(torch.uint8).int()
@@ -126,7 +126,7 @@ def _draw(probs: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _top_floor(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return each row's smallest probability that top_k, then top_p, keeps."""
+    """Return the smallest probability in each row that both top_k and then top_p keep."""
     vocab_size = probs.shape[-1]
     top_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size).long()
     if vocab_size > NUM_CANDIDATES:
@@ -138,7 +138,7 @@ def _top_floor(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _is_cut_inside(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
-    """Whether the candidates contain each row's cut, ties included."""
+    """Return whether the candidates contain each row's cutoff, including ties."""
     size, last = top.shape[-1], top[:, -1]
     k_floor = top.gather(-1, top_k.clamp(max=size)[:, None] - 1).squeeze(1)
     is_k_inside = (top_k <= size) & (k_floor > last)
@@ -147,7 +147,7 @@ def _is_cut_inside(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -
 
 
 def _floor_of_sorted(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
-    """Return each row's floor; `top` holds its largest probabilities, descending, past the cut."""
+    """Return the same, given the largest probabilities in descending order (`top`)."""
     size = top.shape[-1]
     k_floor = top.gather(-1, top_k.clamp(max=size)[:, None] - 1)
     kept = torch.where((top_k[:, None] > size) | (top >= k_floor), top, 0.0).double()

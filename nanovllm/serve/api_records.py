@@ -18,10 +18,10 @@ MAX_CHOICES = 128
 
 R = TypeVar("R", bound="ApiRecord")
 T = TypeVar("T")
-# Report one error only: describing a million invalid items would take seconds.
+# Report only the first invalid item: describing a million of them would take seconds.
 Listed = Annotated[list[T], Field(fail_fast=True)]
-# These are bounded because every output token is checked against all stop strings, and bad words
-# are tokenized.
+# Stop strings and bad words are bounded: every output token is checked against all stop strings,
+# and all bad words are tokenized.
 StopString = Annotated[str, Field(max_length=256)]
 StopStrings = Annotated[Listed[StopString], Field(max_length=64)]
 BadWord = Annotated[str, Field(max_length=64)]
@@ -45,7 +45,8 @@ class ApiRecord(BaseModel):
         known = [field.alias or name for name, field in cls.model_fields.items()]
         for name in fields:
             if name not in known:
-                shown = str(name).encode(errors="replace").decode()  # no unpaired surrogates
+                # Unpaired surrogates, which cannot be encoded, become question marks.
+                shown = str(name).encode(errors="replace").decode()
                 message = f"{shown} is not supported{suggestion(shown, known)}"
                 raise RequestError(message, param=shown)
         return fields
@@ -147,7 +148,7 @@ class SamplingFields(IgnoredFields):
 
     @property
     def grammar_param(self) -> str:
-        """Name of the request field that sets `constraint`."""
+        """Name of the request field from which `constraint` is taken."""
         return "structured_outputs" if self.response_format is None else "response_format"
 
     def constraint(self) -> dict[str, Any] | None:
@@ -161,7 +162,8 @@ _SAMPLING_NAMES = {*SamplingFields.model_fields}.intersection(SamplingParams.__d
 _SAMPLING_NAMES -= {"structured_outputs"}
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# The types are tried in this order: token ids come before texts because there may be thousands.
+# Pydantic tries the types in this order; a prompt may have thousands of token ids, so their types
+# come before the lists of strings.
 Texts = str | Listed[int] | Listed[str] | Listed[Listed[int]]
 
 
@@ -296,7 +298,7 @@ class DetokenizeRequest(ApiRecord):
 
 
 def as_record(kind: type[R], fields: Mapping[str, Any]) -> R:
-    """Validate fields that are not the body of an HTTP request."""
+    """Validate fields that do not come from the body of an HTTP request."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -304,7 +306,7 @@ def as_record(kind: type[R], fields: Mapping[str, Any]) -> R:
 
 
 def nested(fields: Any, name: str) -> Any:
-    """Move all fields except `type` into an object `name`, as the chat API nests them."""
+    """Move all fields except `type` into an object under the key `name`, as in the chat API."""
     if not isinstance(fields, dict):
         return fields
     inner = {key: value for key, value in fields.items() if key != "type" and value is not None}

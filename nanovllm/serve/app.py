@@ -63,7 +63,7 @@ ROUTES: dict[str, tuple[type[ApiRecord], CreateResponse]] = {
 
 
 def make_app(service: Service) -> ASGIApp:
-    """Create the application; the middleware covers every route, the OpenAPI schema included."""
+    """Create the application; the middleware covers every route, including the OpenAPI schema."""
     app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     for path, (kind, create) in ROUTES.items():
@@ -89,7 +89,7 @@ def _endpoint(service: Service, kind: type[ApiRecord], create: CreateResponse) -
             return StreamResponse(stream, timeout)
         return WholeResponse(whole_body(stream), timeout)
 
-    respond.__annotations__["request"] = kind  # FastAPI parses the body as this
+    respond.__annotations__["request"] = kind  # FastAPI parses the body as this type
     return respond
 
 
@@ -143,7 +143,7 @@ def _operating_routes(app: FastAPI, service: Service) -> None:
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> Response:
-        """Succeed while at least one engine is alive; the body lists the engines that are lost."""
+        """Succeed while at least one engine is alive; the body lists the engines that failed."""
         error = service.llm.error
         if error is not None:
             raise error
@@ -186,7 +186,7 @@ def _watching_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/trace")
     async def trace(seconds: float = 3.0) -> Response:
-        """Record a trace of the next seconds; ui.perfetto.dev can open it."""
+        """Record a trace for the given number of seconds; ui.perfetto.dev can open it."""
         return WholeResponse(record_trace(service.llm, seconds), timeout=None)
 
 

@@ -38,11 +38,11 @@ from nanovllm.serve.core_records import (
     Watch,
 )
 from nanovllm.serve.step_mode import StepMode
-from nanovllm.worker.host_memory import give_back
+from nanovllm.worker.host_memory import trim_malloc
 
-IDLE_SECONDS = 1.0  # between updates while the core is idle
+IDLE_SECONDS = 1.0  # time between updates while the core is idle
 SNAPSHOT_SECONDS = 0.1  # minimum time between snapshots
-MAX_QUEUE = 64  # waiting sequences included in a snapshot
+MAX_QUEUE = 64  # maximum number of waiting sequences in a snapshot
 
 Command = Add | Finish | Watch | Control
 Send = Callable[[CoreUpdate], None]
@@ -62,7 +62,7 @@ def serve(link: Link, timer: StepTimer, replica: int = 0) -> None:
     inbox: SimpleQueue[Command | None] = SimpleQueue()
     threading.Thread(target=_receive_all, args=(link, inbox), daemon=True).start()
     resolved = resolve_model(config)
-    send(resolved)  # the other process loads the tokenizer while the model is loaded here
+    send(resolved)  # the parent process loads the tokenizer while this one loads the model
     started = start_core(resolved, partial(create_grammars, resolved))
     core = started.core
     try:
@@ -79,19 +79,19 @@ def _receive_all(link: Link, inbox: SimpleQueue[Command | None]) -> None:
 
 
 class CoreLoop:
-    """The main loop: handles commands between steps, and steps while requests are unfinished."""
+    """The main loop: handles commands, and runs a step while requests are unfinished."""
 
     def __init__(
         self,
         core: EngineCore,
         inbox: SimpleQueue[Command | None],
         send: Send,
-        timer: StepTimer,  # entered for every step
+        timer: StepTimer,  # context manager that is entered for every step
     ) -> None:
         self.core, self.inbox, self.send, self.timer = core, inbox, send, timer
         self._num_prefill_tokens = self._num_decode_tokens = 0
-        self._observer: Observer | None = None  # while a client is subscribed
-        self._paused: StepMode | None = None  # while the engine is paused
+        self._observer: Observer | None = None  # set while a client is subscribed
+        self._paused: StepMode | None = None  # set while the engine is paused
         self._is_at_rest = self._is_over = False
 
     def run(self) -> None:
@@ -143,7 +143,7 @@ class CoreLoop:
         return finished
 
     def _add(self, requests: list[Request]) -> list[FinishedSequence]:
-        """Queue requests; return those that can never run as sequences finished with an error."""
+        """Queue requests; one that can never run is returned as finished with an error."""
         rejected = []
         for request in requests:
             try:
@@ -157,10 +157,10 @@ class CoreLoop:
         return rejected
 
     def _rest(self) -> None:
-        """Use idle time to capture missing graphs and then, once, to return free host memory."""
+        """Use idle time to capture missing graphs; then return free host memory to the OS, once."""
         while not self._is_at_rest and self.inbox.empty():
             if not self.core.executor.capture_one():
-                give_back()
+                trim_malloc()
                 self._is_at_rest = True
 
     def _watch(self, is_on: bool) -> None:
@@ -202,13 +202,13 @@ class Observer:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._stats: CoreStats | None = None  # as of the last snapshot
+        self._stats: CoreStats | None = None  # statistics in the last snapshot
         self._earliest = 0.0  # earliest time of the next snapshot
         core.timings.clear()
         core.ended.clear()
 
     def restart(self) -> None:
-        """Force the next snapshot, even if nothing changed: another client has subscribed."""
+        """Make a snapshot due even if nothing changed: a client that just subscribed has none."""
         self._stats = None
 
     def snapshot(self, stats: CoreStats, paused: StepMode | None = None) -> EngineState | None:
@@ -226,7 +226,7 @@ class Observer:
 
 
 def take_snapshot(core: EngineCore, stats: CoreStats, now: float) -> EngineState:
-    """Return the state of a core; its recorded steps and ended sequences move into the snapshot."""
+    """Return the state of a core, and clear its lists of recorded steps and ended sequences."""
     scheduler = core.scheduler
     waiting = list(islice(scheduler.waiting, MAX_QUEUE))
     postponed = list(islice(scheduler.waiting_for_grammar.values(), MAX_QUEUE))

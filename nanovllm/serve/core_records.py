@@ -1,4 +1,4 @@
-"""Records exchanged between AsyncLLM and an engine core in a child process."""
+"""Messages between AsyncLLM and an engine core in a child process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Finish some sequences; a later update reports them as finished."""
+    """Finish sequences early; a later update reports them as finished."""
 
     seq_ids: list[int]
     reason: FinishReason
@@ -57,7 +57,7 @@ class CoreReady:
 
 @dataclass(frozen=True, slots=True)
 class CoreStats:
-    """State of the scheduler after a step; the counters cover the time since the core started."""
+    """Statistics of the scheduler after a step; the counters start at zero with the core."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -116,10 +116,10 @@ class EngineState:
     max_num_seqs: int
     max_num_batched_tokens: int
     sequences: list[SequenceState]  # all running sequences, and those in `queue`
-    queue: list[int]  # seq_ids at the head of the waiting queue; `stats` counts all of them
-    cached: bytes  # one byte per block: 1 if it is in the prefix cache, in use or not
-    steps: list[StepTiming]  # since the last snapshot
-    ended: list[SequenceEnd]  # since the last snapshot
+    queue: list[int]  # seq_ids of the first waiting sequences; `stats` counts all of them
+    cached: bytes  # one byte per block: 1 if the block is in the prefix cache, used or unused
+    steps: list[StepTiming]  # steps since the last snapshot
+    ended: list[SequenceEnd]  # sequences that ended since the last snapshot
     stats: CoreStats
     time: int
     paused: PausedState | None = None  # set while the engine is paused
@@ -127,7 +127,7 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class CoreUpdate:
-    """The outputs of a step; empty ones are sent every second while the core is idle."""
+    """Update sent after every step and, without outputs, about once per second while idle."""
 
     step: EngineCoreOutputs
     stats: CoreStats

@@ -26,7 +26,7 @@ NAMES = {HOST: "host", DEVICE: "device", REQUESTS: "requests"}
 
 
 class EngineEvents(EventStream):
-    """Snapshots of one engine, sent until the client disconnects; by default the first live one."""
+    """Snapshots of one engine, by default the first healthy one, until the client disconnects."""
 
     def __init__(self, llm: Model, engine: int | None, allow_pause: bool) -> None:
         self._llm, self._engine = llm, choose_engine(llm, engine)
@@ -42,7 +42,7 @@ class EngineEvents(EventStream):
 
 
 def choose_engine(llm: Model, engine: int | None) -> int:
-    """Check the number of an engine; None is the first live one."""
+    """Check the number of an engine; None is the first healthy one."""
     numbers = [replica.number for replica in llm.replicas]
     if not numbers:  # a Ray cluster may have no engine for a while
         raise EngineError("no engine is running")
@@ -54,7 +54,7 @@ def choose_engine(llm: Model, engine: int | None) -> int:
 
 
 def as_event(state: EngineState, decode: Decode) -> Event:
-    """Convert a snapshot to JSON; sequences, steps and ended sequences become lists of values."""
+    """Convert a snapshot to an event; named tuples in it become JSON arrays."""
     event = _fields(state)
     cached = base64.b64encode(state.cached).decode()
     paused = None if state.paused is None else partial(_as_texts, state.paused, decode)
@@ -121,7 +121,8 @@ class Trace:
         self._end = 0
         self._steps: list[StepTiming] = []
         self._ended: list[SequenceEnd] = []
-        self._running: dict[int, int] = {}  # first time seen running, by unfinished seq_id
+        # Unfinished seq_id -> time of the first snapshot in which the sequence was running.
+        self._running: dict[int, int] = {}
 
     def add(self, state: EngineState) -> None:
         for seq in state.sequences:
@@ -134,7 +135,7 @@ class Trace:
             self._running.pop(end.seq_id, None)
 
     def events(self, is_alone: bool = True) -> Iterator[Event]:
-        """Yield all trace events; timestamps are on the engine's clock."""
+        """Yield all trace events, with timestamps of the engine's clock."""
         for part, name in NAMES.items():
             args = {"name": name if is_alone else f"engine {self.engine}: {name}"}
             yield {"ph": "M", "pid": self._pid(part), "name": "process_name", "args": args}

@@ -1,4 +1,4 @@
-"""Queues for readers in event loops: a slow reader does not delay the others."""
+"""Asynchronous queues, one per reader, so that a slow reader does not delay the others."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Generic, TypeVar
 from nanovllm.errors import NanovllmError
 from nanovllm.serve.core_records import EngineState
 
-MAX_UNREAD = 4096  # steps, and ended sequences, kept for a slow reader
+MAX_UNREAD = 4096  # maximum number of steps, and of ended sequences, kept for a slow reader
 T = TypeVar("T")
 
 
 class Unread(Generic[T]):
-    """Unread items of one reader; only `call` may be used outside the reader's event loop."""
+    """Unread items of one reader. Outside the reader's event loop, only `call` may be used."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -26,7 +26,7 @@ class Unread(Generic[T]):
         self._has_items = asyncio.Event()
 
     async def take(self) -> list[T]:
-        """Wait for items and return them; empty if the stream ended. Raise if it failed."""
+        """Wait for items and return all; an empty list means the end. Raise the stream's error."""
         await self._has_items.wait()
         if self._error is not None:
             raise copy_error(self._error)
@@ -44,7 +44,7 @@ class Unread(Generic[T]):
         self._has_items.set()
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Schedule a call in the reader's loop; no effect if that loop is closed."""
+        """Schedule a call in the reader's event loop; no effect if that loop is closed."""
         try:
             self.loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
@@ -62,7 +62,7 @@ def copy_error(error: NanovllmError) -> NanovllmError:
 class Subscribers:
     """Subscribers to the state of an engine; any thread may push.
 
-    `watch` is called to make the core start or stop sending snapshots.
+    `watch(True)` asks the core to start sending snapshots, `watch(False)` to stop.
     """
 
     def __init__(self, watch: Callable[[bool], None]) -> None:

@@ -25,8 +25,8 @@ from nanovllm.worker.device_interface import Device
 
 logger = logging.getLogger(__name__)
 
-NUM_READERS = 2  # threads: one reads while the other's copy runs, which torch parallelizes
-MAX_NAMED = 5  # problems listed in an error
+NUM_READERS = 2  # threads: one reads a file while the other copies, which torch parallelizes
+MAX_NAMED = 5  # maximum number of problems listed in an error
 # Some exporters write these: RoPE frequencies, which the config implies, and a tied embedding.
 IGNORED = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
 
@@ -34,9 +34,9 @@ IGNORED = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
 def load_weights(
     model: nn.Module, checkpoint: Checkpoint, device: Device, show_progress: bool = True
 ) -> None:
-    """Fill every parameter and pack every layer; raise for missing, extra or misshapen tensors."""
+    """Load and process all weights; raise for missing, extra or misshapen tensors."""
     start = time.perf_counter()
-    layers = UnpackedLayers(model, device)
+    layers = LoadingLayers(model, device)
     expected = layers.expected
     stored, quantization = list_tensors(checkpoint), checkpoint.quantization
     if quantization is not None:
@@ -54,17 +54,17 @@ def load_weights(
         for name in _fill_all(tensors, expected, device):
             progress.update(expected[name].nbytes)
             layers.loaded(name)
-    layers.pack_rest()
-    device.release()  # read buffers, and weights that packing replaced
+    layers.process_rest()
+    device.release()  # free read buffers, and weights that processing replaced
     seconds = time.perf_counter() - start
     speed = num_bytes / 1e9 / seconds
     logger.info("Loaded %.2f GB of weights in %.1f s, %.1f GB/s", num_bytes / 1e9, seconds, speed)
 
 
-class UnpackedLayers:
-    """Layers of a model that is being loaded: each is packed once its tensors are complete.
+class LoadingLayers:
+    """The layers of a model; each processes its weights as soon as all its tensors are loaded.
 
-    Packing frees the weights it replaces, so at most one layer takes memory twice.
+    Processing frees the weights it replaces, so at most one layer takes memory twice.
     """
 
     def __init__(self, model: nn.Module, device: Device) -> None:
@@ -77,25 +77,25 @@ class UnpackedLayers:
             self._layer_of |= dict.fromkeys(tensors, layer)
             self._num_missing[layer] = len(tensors)
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self._has_room = device.has_room_for_copy(num_bytes)
+        self._allow_copy = device.has_room_for_copy(num_bytes)
 
     def loaded(self, name: str) -> None:
-        """Record that a tensor is loaded; pack its layer if that was the last one."""
-        del self.expected[name]  # it refers to the weights that packing replaces
+        """Record that a tensor is loaded; process its layer if that was the last of its tensors."""
+        del self.expected[name]  # it refers to the weights that processing replaces
         layer = self._layer_of[name]
         self._num_missing[layer] -= 1
         if self._num_missing[layer] == 0:
-            self._pack(layer)
+            self._process(layer)
 
-    def pack_rest(self) -> None:
-        """Pack the layers that have no tensors of their own, such as a tied LM head."""
+    def process_rest(self) -> None:
+        """Process the layers that have no tensors of their own, such as a tied LM head."""
         for layer in list(self._num_missing):
-            self._pack(layer)
+            self._process(layer)
 
-    def _pack(self, layer: Layer) -> None:
+    def _process(self, layer: Layer) -> None:
         num_missing = self._num_missing.pop(layer)
         assert num_missing == 0, f"{num_missing} tensors are missing"
-        layer.pack(self._has_room)
+        layer.process_weights_after_loading(self._allow_copy)
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, Layer]]:

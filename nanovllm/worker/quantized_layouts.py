@@ -1,4 +1,4 @@
-"""Which weights of a model stay quantized on its device."""
+"""Choose the weights of a model that stay quantized on its device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def choose_layouts(
 ) -> Layouts | None:
     """Return the layouts of the weights that stay quantized because kernels support them.
 
-    Before the checkpoint is downloaded, and for dummy weights, they follow from its config.
+    Before the checkpoint is downloaded, and for dummy weights, its config determines them.
     """
     checkpoint_config = checkpoint.config if isinstance(checkpoint, Checkpoint) else checkpoint
     is_dummy = config.load_format == "dummy"
@@ -59,7 +59,7 @@ def choose_layouts(
 
 
 def _gguf_layouts(types: Mapping[str, str]) -> Layouts:
-    """Map modules to layouts, given the GGUF type of each tensor; one tensor holds all experts."""
+    """Return the layouts, given the GGUF type of each tensor; one tensor holds all experts."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     layouts = {

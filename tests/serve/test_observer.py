@@ -169,7 +169,7 @@ def test_a_loop_at_rest_gives_memory_back_once(
 ) -> None:
     given, idle = [], []
     monkeypatch.setattr(core_process, "IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(core_process, "give_back", lambda: given.append(len(idle)))
+    monkeypatch.setattr(core_process, "trim_malloc", lambda: given.append(len(idle)))
 
     def is_last(update: CoreUpdate) -> bool:
         if update.stats.num_running == update.stats.num_waiting == 0:
@@ -199,7 +199,7 @@ def test_an_idle_loop_captures_graphs_between_looks_for_requests(
 
     executor.capture_one = capture_one
     monkeypatch.setattr(core_process, "IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(core_process, "give_back", lambda: inbox.put(None))
+    monkeypatch.setattr(core_process, "trim_malloc", lambda: inbox.put(None))
     inbox.put(Add([request(0)]))
     executor.start()
     CoreLoop(core, inbox, lambda update: None, StepTimer()).run()

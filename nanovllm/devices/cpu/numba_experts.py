@@ -34,12 +34,12 @@ class NumbaExperts:
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         launcher, routing = self.ops.launcher, self.routing
         if len(x) > self.max_tokens:
-            dtype = self.ops.product_dtype
+            dtype = self.ops.matmul_dtype
             return run_each_expert(x, logits, self.num_experts, routing, self._run_expert, dtype)
         num_tokens, hidden = x.shape
         pairs, weights = self._route(logits.contiguous())
         y = self._multiply(x.contiguous(), self.gate_up, pairs)
-        y = self._multiply(self.ops.gate(y, "silu"), self.down, pairs)
+        y = self._multiply(self.ops.act_and_mul(y, "silu"), self.down, pairs)
         out = launcher.empty(num_tokens, hidden)
         addresses = out.data_ptr(), y.data_ptr(), weights.data_ptr()
         launcher.launch(experts.add_choices, *addresses, num_tokens, routing.top_k, hidden)
@@ -82,4 +82,4 @@ class NumbaExperts:
     def _multiply_many(self, x: Tensor, weight: Tensor | PanelWeight, expert: int) -> Tensor:
         if isinstance(weight, PanelWeight):
             return self.ops.blocks.multiply_many(x, weight.of_expert(expert))
-        return linear(x, weight[expert], None, self.ops.product_dtype)
+        return linear(x, weight[expert], None, self.ops.matmul_dtype)

@@ -79,8 +79,11 @@ class DecodeGraphs:
         if persistent is not None and not persistent.suits(eager.caches):
             persistent = None
         self.persistent = persistent
-        # Longer contexts do not use the persistent kernel; 0 disables it.
-        self.max_persistent_context = 0 if persistent is None else persistent.max_context
+        # Maximum total context of a step, keyed by its rows; emptied once the kernel gives up.
+        rows = () if persistent is None else persistent.rows
+        self.persistent_tokens = {
+            size: persistent.max_tokens(size) for size in rows if persistent and size in self.sizes
+        }
         self.graphs: dict[GraphKey, DecodeGraph] = {}
         self.shared_graphs: dict[int, DecodeGraph] = {}  # keyed by size
         self.can_share = isinstance(attention, TritonAttention)
@@ -89,10 +92,11 @@ class DecodeGraphs:
     # Ways to run a step; the first two return None if they do not support the plan.
 
     def run_persistent(self, plan: StepPlan) -> StepLogits | None:
-        is_one = self.persistent is not None and len(plan.slots) in self.persistent.rows
-        if not is_one or plan.starts.max() >= self.max_persistent_context:
+        """A few rows of few tokens in all run as one kernel, which may have more rows."""
+        size = next((size for size in self.persistent_tokens if size >= len(plan.slots)), None)
+        if size is None or plan.starts.sum() >= self.persistent_tokens[size]:
             return None
-        key = self.key(plan)
+        key = size, self.max_context
         replay = self.graph(key).run_persistent
         return None if replay is None else self._replay(replay, plan, key)
 
@@ -129,7 +133,7 @@ class DecodeGraphs:
             for max_context in {self.max_context, self.bound_of(size, 1)}:
                 logits = self._run_layers(size, max_context)
             yield self._step_logits(logits, None)
-            if self.persistent is not None and size in self.persistent.rows:
+            if self.persistent is not None and size in self.persistent_tokens:
                 self._run_persistent(self.persistent, logits)
             if size >= MIN_ROWS and self.can_share:
                 self._run_layers(size, self.max_context, self.prefixes.rows(size))
@@ -199,7 +203,7 @@ class DecodeGraphs:
         run = partial(self._run_layers, size, max_context, shared)
         run_layers, logits = self.device.capture(run)
         run_persistent = None
-        if self.persistent is not None and size in self.persistent.rows:
+        if self.persistent is not None and size in self.persistent_tokens:
             run = partial(self._run_persistent, self.persistent, logits)
             run_persistent, _ = self.device.capture(run)
         # Only one bucket's logits are in use at a time, so the next capture may reuse the memory.

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
 from nanovllm.devices.cuda.decode_graphs import DecodeGraphs, GraphKey, Replay
-from nanovllm.devices.cuda.kernels.masks import keep_allowed
+from nanovllm.devices.cuda.kernels.masks import apply_token_bitmask
 from nanovllm.devices.cuda.kernels.token_logprobs import token_logprobs
 from nanovllm.devices.cuda.prefill_graphs import PrefillGraphs
 from nanovllm.engine.step import IntColumn, StepPlan
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 # Sampling kernels that are captured, simplest first; a batch uses the first that covers its needs.
 CAPTURED_SAMPLING = (
     Sampling.GREEDY,
-    Sampling.NOISE,
-    Sampling.NOISE | Sampling.MIN_P,
-    Sampling.NOISE | Sampling.MIN_P | Sampling.TOP,
+    Sampling.RANDOM,
+    Sampling.RANDOM | Sampling.MIN_P,
+    Sampling.RANDOM | Sampling.MIN_P | Sampling.TOP_K_TOP_P,
 )
 
 SamplerKey = tuple[GraphKey, Sampling, bool]  # graph of the logits, sampling, applies a bitmask
@@ -134,7 +134,7 @@ class CudaSteps:
             "The persistent decode kernel timed out waiting for its other CTAs: the sequences of "
             "the step are recomputed, and decode steps run layer by layer from now on"
         )
-        self.decode.max_persistent_context = 0
+        self.decode.persistent_tokens.clear()
         return True
 
     def run_every_size(self) -> None:
@@ -149,8 +149,8 @@ class CudaSteps:
             if len(logits) == len(self._tokens):
                 shape = len(logits), -(-logits.shape[1] // 32)
                 masks = self.device.readable(self.device.host_memory(shape))
-                keep_allowed(logits, None, masks)  # variant used after a step with prompts
-                keep_allowed(logits, None, masks, step.slots, self.decode.padding)
+                apply_token_bitmask(logits, None, masks)  # variant used after a step with prompts
+                apply_token_bitmask(logits, None, masks, step.slots, self.decode.padding)
                 token_logprobs(logits, self._tokens, 1)
             for sampling in CAPTURED_SAMPLING:
                 self.sampler.sample(step, sampling)  # variant used after a step with prompts
@@ -217,7 +217,7 @@ class CudaSteps:
         host: Tensor,
     ) -> Tensor:
         if masks is not None:
-            keep_allowed(step.values, None, masks, step.slots, self.decode.padding)
+            apply_token_bitmask(step.values, None, masks, step.slots, self.decode.padding)
         return self.sampler.sample(step, sampling, tokens, host)
 
 

@@ -21,7 +21,7 @@ from nanovllm.serve.service import Service
 
 SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "stream"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
-# By kind of content block: the field of a delta, and the delta's type.
+# Kind of content block -> (field of a delta, type of the delta).
 DELTAS = {
     "text": ("text", "text_delta"),
     "reasoning": ("thinking", "thinking_delta"),
@@ -79,7 +79,7 @@ class MessageResponse(ApiResponse):
         return anthropic_body(error)
 
     def _render(self, event: BlockEvent) -> Iterator[Event]:
-        """Convert an event to Anthropic's format, and add it to the whole message."""
+        """Convert an event to Anthropic's format, and apply it to `_content`."""
         index = event.index
         match event:
             case BlockStart():
@@ -222,7 +222,7 @@ class MessagesRequest(CountRequest):
 
 
 def _is_begun(last: Turn) -> bool:
-    """Return whether the last turn is the beginning of the completion, to be continued."""
+    """Return whether the model must continue the last turn instead of starting a new one."""
     blocks = _blocks(last.content)
     return last.role == "assistant" and bool(blocks) and blocks[-1].get("type") == "text"
 
@@ -238,7 +238,7 @@ def _blocks(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _messages(role: str, content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert a turn to chat messages: first the tool results, then everything else."""
+    """Convert a turn to chat messages: first the tool results, then a message with the rest."""
     texts, reasoning, calls, results = [], [], [], []
     for block in _blocks(content):
         match block:

@@ -53,10 +53,10 @@ class OutputParser:
         self._starts_in_reasoning = starts_in_reasoning
         self._has_content = has_content
         self._new_id = new_id
-        self.has_reasoning = False  # final once the text has ended
+        self.has_reasoning = False  # may still change until the text has ended
         self._has_calls = False
-        self._blank: str | None = ""  # leading whitespace of content; None after other content
-        self._newlines = ""  # newlines of reasoning, held back because they may be its last
+        self._blank: str | None = ""  # leading whitespace held back; None after other content
+        self._newlines = ""  # newlines held back because they may be the end of the reasoning
         self._num_blocks = 0
         self._open: Kind | None = None  # kind of the content block that has not stopped yet
         self._texts: list[str] = []  # pieces of the open block since the last event
@@ -71,7 +71,7 @@ class OutputParser:
         return self._take()
 
     def finish(self, is_complete: bool = True) -> list[BlockEvent]:
-        """Return the last events; a completion that was cut off has an incomplete last block."""
+        """Return the last events; the last block is incomplete if the completion was cut off."""
         self._reader.close()
         for _ in self._coroutine:
             raise AssertionError("the coroutine waits for text after its end")
@@ -145,7 +145,7 @@ class OutputParser:
         self._delta("text", text)
 
     def _read_calls(self, opening: str) -> Waits[None]:
-        """Read tool calls at an opening; if there is none, emit the text up to the mismatch."""
+        """Read tool calls; if none is valid, emit the text up to the furthest mismatch."""
         reader = self._reader
         start = reader.pos
         furthest = start + len(opening)
@@ -175,7 +175,7 @@ class OutputParser:
         return True
 
     def _read_call(self, frame: Frame) -> Waits[bool]:
-        """Read a call up to the end of its arguments; return False if there is none."""
+        """Read one call; return False if there is none."""
         reader = self._reader
         if not (yield from reader.accept_all(frame.call_begin)):
             return False
@@ -194,7 +194,7 @@ class OutputParser:
         return is_call
 
     def _read_object(self) -> Waits[bool]:
-        """Read a call that is a JSON object; its arguments are streamed if the name is first."""
+        """Read a call that is a JSON object; stream its arguments if the name comes first."""
         reader, start = self._reader, self._reader.pos
         name = ""
         if (yield from reader.accept_all('{ "name" : "')):
@@ -232,7 +232,7 @@ class OutputParser:
         return True
 
     def _read_rest_of_object(self) -> Waits[None]:
-        """Read what follows the arguments, such as an id, as far as it is valid."""
+        """Read the fields after the arguments, such as an id, as far as they are valid."""
         reader = self._reader
         end = reader.pos
         has_more = yield from reader.accept_all(",")
@@ -250,7 +250,7 @@ class OutputParser:
         return True
 
     def _read_json(self, sink: Callable[[str], None], before: str = "") -> Waits[bool]:
-        """Read a JSON object, or the rest of one, to its end; return False if it is invalid."""
+        """Read a JSON object, or the rest of one after `before`; return False if it is invalid."""
         reader = self._reader
         pieces = [before]
         depth, in_string, is_escaped = len(before[:1]), False, False
@@ -277,7 +277,7 @@ class OutputParser:
         return False
 
     def _read_tags(self, tool: Tool, call_end: str) -> Waits[None]:
-        """Read all `<parameter=key>value</parameter>`, and emit them as a JSON object."""
+        """Read all `<parameter=key>value</parameter>` tags, and emit them as a JSON object."""
         self._begin_call(tool.name)
         emit = partial(self._delta, "tool_call")
         emit("{")
@@ -306,7 +306,7 @@ class OutputParser:
         return ""
 
     def _read_value(self, types: frozenset[str], emit: Callable[[str], None]) -> Waits[bool]:
-        """Read a value up to its closing tag; return False if the tag is missing."""
+        """Read a value up to its closing tag or the next tag; return False if there is neither."""
         reader = self._reader
         yield from reader.accept("\n")
         if types <= {"string"}:

@@ -13,8 +13,8 @@ from nanovllm.serve.parsing.formats import Frame, ToolFormat
 from nanovllm.serve.parsing.tools import Schema, Tool, listed
 
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema"}
-# Schema keywords that can be enforced when arguments are written in tags: those of the object
-# with all arguments, and those of a string argument.
+# OBJECT_KEYS and STRING_KEYS are the schema keywords that can be enforced when arguments are
+# written in tags: for the object of all arguments, and for a string argument.
 DEFINITIONS = {"$defs", "definitions"}
 OBJECT_KEYS = ANNOTATIONS | DEFINITIONS | {"type", "properties", "required", "additionalProperties"}
 STRING_KEYS = ANNOTATIONS | {"type", "enum", "const", "anyOf"}
@@ -109,7 +109,7 @@ class _Writer:
         yield f"call{number}: {' | '.join(calls)}"
 
     def tags(self, tool: Tool, schema: Mapping[str, Any]) -> str:
-        """Return a rule for the parameters of a tool in their order, each in its tags."""
+        """Return the body of a rule for the tool's parameters, in order and each in its tags."""
         _allow_only(OBJECT_KEYS, schema, tool)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         is_readable = (

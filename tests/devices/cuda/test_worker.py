@@ -30,6 +30,7 @@ from nanovllm.worker.forward import StepLogits, is_decode
 from nanovllm.worker.input_batch import sampling_of
 from tests.bench.test_steps import CONFIG
 from tests.devices import NEEDS_GPU, runner_of
+from tests.devices.shared_gpu import own_mem_get_info, process_bytes
 from tests.parallel.leftovers import is_alive
 from tests.parallel.workers import process_ids
 from tests.test_architecture import ROOT
@@ -244,13 +245,6 @@ def many_logits(tmp_path: Path) -> dict[str, Any]:
     return {**options, "model": tmp_path, "load_format": "dummy"}
 
 
-def used_bytes() -> int:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
 def test_graphs_take_no_more_than_is_reserved_for_them(many_logits: dict[str, Any]) -> None:
     """Graphs share the logits of the largest size; separate ones would need ten times as much."""
     used = {}
@@ -258,7 +252,7 @@ def test_graphs_take_no_more_than_is_reserved_for_them(many_logits: dict[str, An
         with LLM(**many_logits, enforce_eager=enforce_eager) as llm:
             if not enforce_eager:
                 capture_every_size(llm)
-            used[enforce_eager] = used_bytes()
+            used[enforce_eager] = process_bytes()
             if not enforce_eager:
                 assert logits_bytes(llm) > 1.4 * GIB
                 reserved = runner_of(llm).eager.tables.device._account().graphs
@@ -292,18 +286,14 @@ def test_logits_of_every_size_are_tensors_of_the_graph(many_logits: dict[str, An
     assert set(seen) == {(rows, VOCAB_SIZE) for rows in range(1, 25)}
 
 
-def own_mem_get_info(device: object = None) -> tuple[int, int]:
-    """Return what `torch.cuda.mem_get_info` would if no other process used the device."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    return total - torch.cuda.memory_reserved(), total
-
-
 def test_eager_engines_reserve_nothing_for_graphs(
     many_logits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", own_mem_get_info)
     options = {**many_logits, "num_kvcache_blocks": -1, "max_model_len": 2048}
-    share = (used_bytes() + 4 * GIB) / own_mem_get_info()[1]  # less than the cache could use
+    torch.cuda.empty_cache()
+    free, total = own_mem_get_info()
+    share = (total - free + 4 * GIB) / total  # less than the cache could use
     num_blocks, reserved = {}, {}
     for enforce_eager in (True, False, True):  # eager again, once both have compiled everything
         options |= {"enforce_eager": enforce_eager, "gpu_memory_utilization": share}

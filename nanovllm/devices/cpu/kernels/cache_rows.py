@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import float32, int64, uint8, uint32
 
-from nanovllm.devices.cpu.kernels.simd import (
+from nanovllm.devices.cpu.kernels.intrinsics import (
     as_bits,
     as_float,
     is_fp8,
