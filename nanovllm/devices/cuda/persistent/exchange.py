@@ -38,7 +38,6 @@ THREADS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0]))  # [8 
 KEEP = gl.constexpr("createpolicy.fractional.L2::evict_last.b64 k, 1.0; ")
 FENCE = gl.constexpr("fence.acq_rel.gpu; mov.u32 $0, $1;")
 PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
-PREFETCH_AND_KEEP = gl.constexpr("prefetch.global.L2::evict_last [$1]; mov.u32 $0, 0;")
 
 
 @gluon.constexpr_function
@@ -139,9 +138,9 @@ def high(words):
 
 
 @gluon.jit
-def prefetch(addresses, ASM: gl.constexpr):
+def prefetch(addresses):
     """Prefetch the cache lines at some addresses into L2."""
-    gl.inline_asm_elementwise(ASM, "=r,l", [addresses.to(gl.int64)], gl.int32, False, 1)
+    gl.inline_asm_elementwise(PREFETCH, "=r,l", [addresses.to(gl.int64)], gl.int32, False, 1)
 
 
 @gluon.jit
