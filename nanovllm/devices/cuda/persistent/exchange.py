@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.devices.cuda.persistent.products import stacked, stage, stage_words
+from nanovllm.devices.cuda.persistent.products import stacked, stage
 from nanovllm.devices.cuda.persistent.sizes import (
     gated_capacity,
     gated_parts,
@@ -261,8 +261,8 @@ class Exchange:
             rows = ()
             for r in gl.static_range(self.rows):
                 one, other = words[2 * (r * N + k)], words[2 * (r * N + k) + 1]
-                rows = rows + (gl.join(one, other) if BITS == 16 else four_floats(one, other),)
-            staged = stage_words(staged, rows) if BITS == 16 else stage(staged, k, rows, BITS)
+                rows = rows + (four_floats(one, other),)
+            staged = stage(staged, k, rows, BITS)
         return staged
 
     @gluon.jit
