@@ -9,10 +9,10 @@ from torch import Tensor
 
 from nanovllm.devices.cuda.kernels.fp8_rows import (
     LEAST_OF_DOT,
+    hadamard_matrix,
     hadamard_transform,
     padded_range,
     quantize,
-    spread_matrix,
 )
 from nanovllm.devices.cuda.kernels.pdl import MAX_ROWS, launch_options, wait_for_inputs
 from nanovllm.ops.fp8 import hadamard_exponents, hadamard_size
@@ -226,7 +226,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     offset = tl.load(slot_mapping + token + 0 * kv_heads).to(tl.int64)[:, None]
     matrix = ()
     if len(caches) > 2:
-        matrix = spread_matrix(i.shape[0], HADAMARD[0], qkv.dtype.element_ty)
+        matrix = hadamard_matrix(i.shape[0], HADAMARD[0], qkv.dtype.element_ty)
     wait_for_inputs(OVERLAP)
     if tl.program_id(1) == 0:
         heads = padded_range(NUM_Q_HEADS, least)[:, None]

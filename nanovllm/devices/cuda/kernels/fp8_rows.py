@@ -56,7 +56,7 @@ def padded_range(count: tl.constexpr, least: tl.constexpr):  # type: ignore[no-u
 
 
 @triton.jit
-def spread_matrix(COLUMNS: tl.constexpr, SIZE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def hadamard_matrix(COLUMNS: tl.constexpr, SIZE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return a block-diagonal Hadamard matrix; each block mixes SIZE columns of half a head."""
     columns = tl.arange(0, COLUMNS)
     common = (columns[:, None] & columns[None, :]) % SIZE
