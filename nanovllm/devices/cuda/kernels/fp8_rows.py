@@ -130,7 +130,7 @@ def join(even, odd):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def widen_pairs(pairs, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def upcast_pairs(pairs, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Upcast FP8 values that were loaded in pairs (int16); return even columns and odd columns.
 
     Tensor cores read columns of 16-bit elements directly from shared memory; single FP8 values
@@ -204,7 +204,7 @@ def weigh_codes(scores, exponents, row_max, row_sum):  # type: ignore[no-untyped
 @triton.jit
 def multiply_keys(queries, pairs):  # type: ignore[no-untyped-def]
     """Return the products of queries from `as_multiplied` with keys in pairs of FP8 values."""
-    even, odd = widen_pairs(pairs, queries[0].dtype)
+    even, odd = upcast_pairs(pairs, queries[0].dtype)
     scores = tl.dot(queries[0], even.T, input_precision="ieee")
     return tl.dot(queries[1], odd.T, scores, input_precision="ieee")
 
@@ -213,6 +213,6 @@ def multiply_keys(queries, pairs):  # type: ignore[no-untyped-def]
 def add_values(acc, weights, pairs, alpha, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add a tile's weighted values to the accumulators, which are `split` into even and odd."""
     weights = weights.to(dtype)
-    even, odd = widen_pairs(pairs, dtype)
+    even, odd = upcast_pairs(pairs, dtype)
     even_sum = tl.dot(weights, even, acc[0] * alpha[:, None], input_precision="ieee")
     return even_sum, tl.dot(weights, odd, acc[1] * alpha[:, None], input_precision="ieee")
