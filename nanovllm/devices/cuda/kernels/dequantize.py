@@ -165,22 +165,22 @@ def as_operands(tile, PLACES: tl.constexpr, dtype: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def join_places(codes, FIRST: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+def join_places(values, FIRST: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Concatenate the values of some positions; no data moves: one thread holds all of them."""
     if COUNT == 8:
-        return _beside(_four_beside(codes, 0), _four_beside(codes, 4))
+        return _beside(_four_beside(values, 0), _four_beside(values, 4))
     elif COUNT == 4:
-        return _four_beside(codes, FIRST)
+        return _four_beside(values, FIRST)
     elif COUNT == 2:
-        return _beside(codes[FIRST], codes[FIRST + 1])
+        return _beside(values[FIRST], values[FIRST + 1])
     else:
-        return codes[FIRST]
+        return values[FIRST]
 
 
 @triton.jit
-def _four_beside(codes, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
-    first = _beside(codes[FIRST], codes[FIRST + 1])
-    return _beside(first, _beside(codes[FIRST + 2], codes[FIRST + 3]))
+def _four_beside(values, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
+    first = _beside(values[FIRST], values[FIRST + 1])
+    return _beside(first, _beside(values[FIRST + 2], values[FIRST + 3]))
 
 
 @triton.jit
@@ -198,8 +198,8 @@ def raised_by(dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 def as_floats(tile, place: tl.constexpr, PLACES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the quantized values at one position of words, in float32."""
     if PLACES == 4:
-        code = ((tile >> (8 * place)) & 255).to(tl.uint8)
-        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        byte = ((tile >> (8 * place)) & 255).to(tl.uint8)
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         return ((tile >> (4 * place)) & 15).to(tl.float32)
 

@@ -81,14 +81,14 @@ def quantize(first, second, places, is_row):  # type: ignore[no-untyped-def]
     first, second = first.to(tl.float32), second.to(tl.float32)
     largest = tl.max(tl.maximum(magnitude(first), magnitude(second)), 1)
     exponents = row_exponents(largest)
-    codes = to_codes(first, largest, exponents), to_codes(second, largest, exponents)
+    values = to_fp8(first, largest, exponents), to_fp8(second, largest, exponents)
     exponents = tl.where(largest >= INFINITY_BITS, NOT_FINITE, exponents)
     tl.store(places, exponents.to(tl.uint8)[:, None], mask=is_row)
-    return codes
+    return values
 
 
 @triton.jit
-def to_codes(x, largest, exponents):  # type: ignore[no-untyped-def]
+def to_fp8(x, largest, exponents):  # type: ignore[no-untyped-def]
     """Quantize float32 rows [rows, dims] to the bits of FP8 values."""
     scaled = x * power_of_two(254 - exponents)[:, None]
     size = tl.minimum(tl.abs(scaled), LARGEST)
@@ -96,9 +96,9 @@ def to_codes(x, largest, exponents):  # type: ignore[no-untyped-def]
     # Round to three bits of fraction, ties to even; below 2**-6 to multiples of 2**-9.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
     tiny = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    codes = tl.where(bits < 0x3C800000, tiny, normal)
-    codes |= (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return tl.where((largest >= INFINITY_BITS)[:, None], 0x7F, codes).to(tl.uint8)
+    rounded = tl.where(bits < 0x3C800000, tiny, normal)
+    rounded |= (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return tl.where((largest >= INFINITY_BITS)[:, None], 0x7F, rounded).to(tl.uint8)
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def scale_scores(scores, exponents, scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def weigh_codes(scores, exponents, row_max, row_sum):  # type: ignore[no-untyped-def]
+def weigh_fp8(scores, exponents, row_max, row_sum):  # type: ignore[no-untyped-def]
     """Do the same as `_weigh` in attention_tiles.py, for the results of `scale_scores`."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     top = tl.where(new_max == float("-inf"), 0.0, new_max)

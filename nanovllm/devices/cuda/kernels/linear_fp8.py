@@ -236,11 +236,11 @@ def _quantize(  # type: ignore[no-untyped-def]
         part = tl.arange(0, PARTS)
         scale = _scale_of(tl.max(tl.max(tl.abs(values), 2), 0))
         tl.store(scales + part * num_rows + row, scale, mask=part < NUM_BLOCKS)
-        _store_codes(words, row, values, scale[None, :, None], NUM_BLOCKS)
+        _store_fp8(words, row, values, scale[None, :, None], NUM_BLOCKS)
     else:
         scale = _scale_of(tl.max(tl.abs(values)))
         tl.store(scales + row, scale)
-        _store_codes(words, row, values, scale, NUM_BLOCKS)
+        _store_fp8(words, row, values, scale, NUM_BLOCKS)
 
 
 @triton.jit
@@ -265,7 +265,7 @@ def _norm(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     scale = _scale_of(tl.max(tl.abs(values)))
     tl.store(scales + row, scale)
-    _store_codes(words, row, values, scale, NUM_BLOCKS)
+    _store_fp8(words, row, values, scale, NUM_BLOCKS)
 
 
 @triton.jit
@@ -284,7 +284,7 @@ def _scale_of(largest):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_codes(words, row, values, scale, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_fp8(words, row, values, scale, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Quantize values [positions, blocks, words] to FP8, and store them as the words of a row."""
     inverse = tl.div_rn(1.0, scale)
     scaled = tl.clamp(values * inverse, -LARGEST, LARGEST)
