@@ -272,11 +272,11 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     v_first, v_second = tl.load(v, mask=mask, other=0.0), tl.load(v + half, mask=mask, other=0.0)
     if len(caches) > 2:
         row = cache_slot // BLOCK_SIZE * NUM_KV_HEADS + heads
-        place = row * BLOCK_SIZE + cache_slot % BLOCK_SIZE  # [heads, 1]
+        offset = row * BLOCK_SIZE + cache_slot % BLOCK_SIZE  # [heads, 1]
         is_row = (heads < NUM_KV_HEADS) & (cache_slot >= 0)
         first, second = hadamard_transform(first, second, matrix, HADAMARD[2])
-        first, second = quantize(first, second, caches[2] + place, is_row)
-        v_first, v_second = quantize(v_first, v_second, caches[3] + place, is_row)
+        first, second = quantize(first, second, caches[2] + offset, is_row)
+        v_first, v_second = quantize(v_first, v_second, caches[3] + offset, is_row)
     tl.store(caches[0] + cached, first, mask=is_used)
     tl.store(caches[0] + cached + half, second, mask=is_used)
     tl.store(caches[1] + cached, v_first, mask=is_used)

@@ -76,14 +76,14 @@ def hadamard_transform(first, second, matrix, SCALE: tl.constexpr):  # type: ign
 
 
 @triton.jit
-def quantize(first, second, places, is_row):  # type: ignore[no-untyped-def]
+def quantize(first, second, pointers, is_row):  # type: ignore[no-untyped-def]
     """Quantize rows given as two halves; store their scale exponents, and return the FP8 bits."""
     first, second = first.to(tl.float32), second.to(tl.float32)
     largest = tl.max(tl.maximum(magnitude(first), magnitude(second)), 1)
     exponents = row_exponents(largest)
     values = to_fp8(first, largest, exponents), to_fp8(second, largest, exponents)
     exponents = tl.where(largest >= INFINITY_BITS, NOT_FINITE, exponents)
-    tl.store(places, exponents.to(tl.uint8)[:, None], mask=is_row)
+    tl.store(pointers, exponents.to(tl.uint8)[:, None], mask=is_row)
     return values
 
 

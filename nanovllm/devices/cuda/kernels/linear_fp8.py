@@ -132,7 +132,7 @@ def _cuda_version() -> tuple[int, ...]:
 
 
 def scale_sums(sums: Tensor, scales: SumScales, bias: Tensor | None) -> None:
-    """Multiply an unscaled product [rows, out] by its scales in place, and add the bias."""
+    """Multiply an unscaled product [rows, out] by its scales in position, and add the bias."""
     num_rows, num_out = sums.shape
     block = 1024
     _scale_sums[(num_rows, triton.cdiv(num_out, block))](
@@ -197,17 +197,17 @@ def _scale_sums(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Scale a block of one row in place; the grid is (rows, outputs)."""
+    """Scale a block of one row in position; the grid is (rows, outputs)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_out
     scale = tl.load(output_scales + i, mask=mask, other=0.0)
     wait_for_inputs(OVERLAP)
-    places = sums + row * num_out + i
-    y = tl.load(places, mask=mask, other=0.0).to(tl.float32) * (tl.load(row_scales + row) * scale)
+    pointers = sums + row * num_out + i
+    y = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) * (tl.load(row_scales + row) * scale)
     if bias is not None:
         y += tl.load(bias + i, mask=mask, other=0.0).to(tl.float32)
-    tl.store(places, y.to(sums.dtype.element_ty), mask=mask)
+    tl.store(pointers, y.to(sums.dtype.element_ty), mask=mask)
 
 
 def count_warps(num_in: int) -> int:
@@ -274,8 +274,8 @@ def _inputs_of_words(PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
 
     See pack_words for the layout. A thread holds all positions of its words, which are neighbors.
     """
-    place, part = tl.arange(0, 4)[:, None, None], tl.arange(0, PARTS)[None, :, None]
-    return part * 128 + place * WORDS + tl.arange(0, WORDS)[None, None, :]
+    position, part = tl.arange(0, 4)[:, None, None], tl.arange(0, PARTS)[None, :, None]
+    return part * 128 + position * WORDS + tl.arange(0, WORDS)[None, None, :]
 
 
 @triton.jit
@@ -291,5 +291,5 @@ def _store_fp8(words, row, values, scale, NUM_BLOCKS: tl.constexpr):  # type: ig
     bits = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
     joined = tl.sum(bits << (8 * tl.arange(0, 4)[:, None, None]), 0)
     part = tl.arange(0, values.shape[1])[:, None]
-    places = words + row * (NUM_BLOCKS * WORDS) + part * WORDS + tl.arange(0, WORDS)[None, :]
-    tl.store(places, joined, mask=part < NUM_BLOCKS)
+    pointers = words + row * (NUM_BLOCKS * WORDS) + part * WORDS + tl.arange(0, WORDS)[None, :]
+    tl.store(pointers, joined, mask=part < NUM_BLOCKS)
