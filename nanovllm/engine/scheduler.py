@@ -114,7 +114,14 @@ class Scheduler:
             add_logprobs(sampled, result)
         for index, error in (result.failures or {}).items():
             sampled[index].error = error
-        updated = self._end_pooled(rows, plan, result)
+        updated = []
+        if result.pooled is not None:
+            from nanovllm.engine.scoring import add_pooled
+
+            for seq in add_pooled(rows, plan, result.pooled):
+                is_finite = seq.pooled is not None and bool(np.isfinite(seq.pooled).all())
+                self._end(seq, "length" if is_finite else "error")
+                updated.append(seq)
         token_ids = iter(result.tokens.tolist())
         for seq, count in zip(rows, num_logits, strict=True):
             new = list(islice(token_ids, count))
@@ -362,9 +369,6 @@ class Scheduler:
         most = min(builder.budget - 1, seq.max_len - seq.num_tokens - 1, num_free)
         if seq.num_pending or seq.is_serial or seq.num_computed < seq.num_tokens - 1 or most < 1:
             return []
-        most = min(
-            most, seq.capacity + self.blocks.num_free * self.blocks.block_size - seq.num_tokens
-        )
         drafts = self.drafter.draft(seq, most, len(self.running))
         return drafts if seq.matcher is None else drafts[: seq.matcher.num_allowed(drafts)]
 
@@ -381,26 +385,6 @@ class Scheduler:
         if seq.slot != NO_SLOT:  # not preempted in the meantime
             seq.num_computed += num_accepted
         return token_ids[: num_accepted + 1]
-
-    def _end_pooled(
-        self, rows: list[Sequence], plan: StepPlan, result: StepResult
-    ) -> list[Sequence]:
-        """Finish the sequences whose prompts this step pooled completely; return them."""
-        if result.pooled is None:
-            return []
-        ends = (plan.starts + plan.counts).tolist()
-        pooled = [
-            seq
-            for seq, end in zip(rows, ends, strict=True)
-            if seq.request.pooling is not None and end == seq.num_prompt_tokens
-        ]
-        ended = []
-        for seq, vector in zip(pooled, result.pooled, strict=True):
-            if seq.finish_reason is None:
-                seq.pooled = vector
-                self._end(seq, "length" if np.isfinite(vector).all() else "error")
-                ended.append(seq)
-        return ended
 
     def _append(self, seq: Sequence, token_id: int) -> None:
         """Append a sampled token, and end the sequence if the token completes it."""
