@@ -15,7 +15,7 @@ from nanovllm.batch.rows import Row
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError
 
-MAX_TRIES = 6  # a row whose engines fail this often in succession probably causes it
+MAX_TRIES = 6  # a row that has run on this many failed engines probably causes the failures
 
 logger = logging.getLogger(__name__)
 

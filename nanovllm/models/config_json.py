@@ -125,7 +125,7 @@ def read_architecture(config: Mapping[str, Any]) -> str:
             f"config.json must name one entry in architectures, got {reprlib.repr(names)}"
         )
     [name] = names
-    # "...Model" has no LM head; embedding models are stored this way.
+    # A class named "...Model" has no LM head; embedding models are stored this way.
     return BODIES.get(name) or re.sub("Model$", "ForCausalLM", name)
 
 
