@@ -183,7 +183,7 @@ def in_pieces(rows: list[T], num_tokens: Callable[[T], int]) -> Iterator[list[T]
 def penalize(
     logits: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
 ) -> Tensor:
-    """Return the penalized logits of tokens that occur `counts` times in the output."""
+    """Return the penalized logits of tokens in the prompt or output; `counts` is for the output."""
     logits = torch.where(logits > 0, logits / repetition, logits * repetition)
     return logits - frequency * counts - presence * (counts > 0)
 
