@@ -29,7 +29,7 @@ class EnginePlacement:
 
 
 def place_engines(config: EngineConfig, num_engines: int | None = None) -> EnginePlacement:
-    """Plan `num_engines` engines or, by default, as many as fit on the cluster.
+    """Place `num_engines` engines or, by default, as many as fit on the cluster.
 
     An engine takes one GPU per rank. Without GPUs it takes as many CPUs as the smallest machine
     has, or fewer if more engines are requested.

@@ -36,7 +36,7 @@ class SlotExtras:
     has_edits: bool
     allowed: Tensor | None  # token ids, on the device
     processors: list[Processor | str]
-    output_ids: list[int]  # maintained for processors only; the host knows all their tokens
+    output_ids: list[int]  # output tokens; maintained only if there are processors
     pooled: Tensor | None = None  # [hidden_size], sum over the prefill chunks so far
 
     def process(self, logits: Tensor) -> str | None:
