@@ -202,7 +202,7 @@ def _scale_sums(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Scale a block of one row in position; the grid is (rows, outputs)."""
+    """Scale a block of one row in place; the grid is (rows, outputs)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_out
