@@ -89,7 +89,7 @@ def open_gptq(parts: Parts, quantization: Quantization) -> StoredWeight:
 def _gptq_zeros(words: Tensor, offset: int, quantization: Quantization) -> Tensor:
     bits = quantization.bits
     if quantization.zeros_carry:
-        words += sum(offset << bits * place for place in range(32 // bits))
+        words += sum(offset << bits * position for position in range(32 // bits))
         return _unpack(words, bits)
     # Version 1 of the format stores a zero point of 0 as the largest integer.
     return (_unpack(words, bits) + offset) & ((1 << bits) - 1)
