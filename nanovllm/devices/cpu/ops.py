@@ -10,6 +10,7 @@ from torch import Tensor
 from nanovllm.devices.cpu.features import CpuFeatures
 from nanovllm.devices.cpu.kernels import dense
 from nanovllm.devices.cpu.program import Launcher, float_bits
+from nanovllm.ops.composed_linear import ComposedLinear, compose_linear, linear
 from nanovllm.ops.fp8 import hadamard_exponents, hadamard_size
 from nanovllm.ops.interface import (
     ACTIVATIONS,
@@ -24,7 +25,6 @@ from nanovllm.ops.interface import (
     Routing,
 )
 from nanovllm.ops.quantized_weight import Panels, PanelWeight, QuantizedWeight, Weight
-from nanovllm.ops.torch_ops import ComposedLinear, compose_linear, linear
 
 if TYPE_CHECKING:
     from nanovllm.devices.cpu.gguf_weights import BlockKernels

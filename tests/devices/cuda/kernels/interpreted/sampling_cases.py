@@ -25,7 +25,7 @@ from nanovllm.devices.cuda.kernels.sampling import (
     sample_tokens,
     sampling_workspace,
 )
-from nanovllm.ops import torch_sampling
+from nanovllm.ops import torch_logits
 from nanovllm.ops.interface import Sampling
 from nanovllm.ops.torch_sampling import SamplingColumns, sampling_probs
 from nanovllm.sampling_params import NO_TOKEN
@@ -332,7 +332,7 @@ def check_logprobs(vocab_size: int, num_top: int, dtype: torch.dtype, device: st
     logits[1, 4096:8200] = logits[2, ::3] = -torch.inf
     tokens = torch.tensor([0, 1, vocab_size - 1, 7, 2], dtype=torch.int32, device=device)
     ids, values, ranks = logprobs.token_logprobs(logits, tokens, num_top)
-    _, right, right_ranks = torch_sampling.token_logprobs(logits, tokens, num_top)
+    _, right, right_ranks = torch_logits.token_logprobs(logits, tokens, num_top)
     torch.testing.assert_close(values, right, rtol=1e-5, atol=1e-5)
     assert ranks.tolist() == right_ranks.tolist()
     own = logits.double().log_softmax(-1).gather(1, ids.long())
@@ -349,13 +349,13 @@ def check_masks(vocab_size: int, dtype: torch.dtype, device: str) -> None:
     for rows in (None, torch.tensor([3, 0, 1], device=device)):
         some = words if rows is None else words[:3]
         right, got = logits.clone(), logits.clone()
-        torch_sampling.apply_token_bitmask(right, rows, some)
+        torch_logits.apply_token_bitmask(right, rows, some)
         masks.apply_token_bitmask(got, rows, some)
         assert torch.equal(got, right)
         assert right.isinf().sum() > vocab_size
     slots = torch.tensor([2, 0, 1, *[9] * (len(logits) - 3)], device=device, dtype=torch.int32)
     right, got = logits.clone(), logits.clone()
-    torch_sampling.apply_token_bitmask(right, torch.arange(3, device=device), words[:3])
+    torch_logits.apply_token_bitmask(right, torch.arange(3, device=device), words[:3])
     masks.apply_token_bitmask(got, None, words[:3], slots, 9)
     assert torch.equal(got, right)
 
