@@ -35,7 +35,7 @@ REQUESTS = {  # name: (prompt, how many tokens to generate)
 }
 
 
-@dataclass
+@dataclass(eq=False)  # two sequences are different even if their texts are equal
 class Sequence:
     """A text that grows: the prompt, then the tokens that the model adds."""
 
