@@ -179,7 +179,7 @@ def new_sequences(tokenizer: Any) -> list[Sequence]:
 
 
 def num_tokens_run(steps: list[list[Row]]) -> int:
-    return sum(row.end - row.start for rows in steps for row in rows)
+    return sum(row.num_tokens for rows in steps for row in rows)
 
 
 def main(model: Model, tokenizer: Any) -> None:
