@@ -199,9 +199,9 @@ def test_a_stop_string_frees_the_blocks(
 def test_exercise_1_gumbel() -> None:
     logits = torch.randn(40, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(temperature=0.5, seed=11)
-    drawn = [solutions.sample_gumbel(logits, params, position) for position in range(8000)]
+    drawn = [solutions.sample_gumbel(logits, params, position) for position in range(4000)]
     frequencies = torch.tensor(drawn).bincount(minlength=40) / len(drawn)
-    torch.testing.assert_close(frequencies, day6.sampling_probs(logits, params), atol=0.01, rtol=0)
+    torch.testing.assert_close(frequencies, day6.sampling_probs(logits, params), atol=0.02, rtol=0)
     others = [solutions.uniform_per_token(seed, 5, torch.arange(40)) for seed in (11, 12, 2**62)]
     assert all(((each > 0) & (each < 1)).all() for each in others)
     assert len({tuple(each.tolist()) for each in others}) == 3
