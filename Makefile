@@ -9,6 +9,8 @@ PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.t
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Most tests keep a core busy, hence two; the tests of a file run in one process and share fixtures.
 TEST_PROCESSES ?= 2
+# Each of these sees only its own memory of the GPU.
+GPU_PROCESSES ?= 8
 IN_PROCESSES := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 # API errors are not reported: torch makes driver calls that are expected to fail.
 MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-errors no \
@@ -18,7 +20,7 @@ MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-er
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow endurance test-gpu sanitize report reference lint style format lock clean
+.PHONY: help demo serve test test-slow endurance test-gpu sanitize report reference pictures lint style format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,7 +41,7 @@ endurance: $(VENV)/.installed-ray ## Run the tests of generated cases with all o
 	$(BIN)/python -m pytest -m endurance --all-counts $(IN_PROCESSES)
 
 test-gpu: $(VENV)/.installed-dev ## Run the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu -n $(GPU_PROCESSES) --dist worksteal
 
 sanitize: $(VENV)/.installed-dev ## Run every CUDA kernel under compute-sanitizer's memcheck
 	$(BIN)/python -m pytest tests/test_gpu_small.py # compiles the kernels, outside memcheck
@@ -50,6 +52,9 @@ report: $(VENV)/.installed-dev ## Measure the tables of benchmarks/RESULTS.md on
 
 reference: $(VENV)/.installed ## Generate docs/reference.md from the options in the code
 	$(BIN)/python docs/reference.py
+
+pictures: $(VENV)/.installed-dev ## Make the pictures of the page in docs/ (needs Chromium)
+	PYTHONPATH=. $(BIN)/python docs/pictures.py
 
 lint: style ## Check style and types
 	$(BIN)/mypy nanovllm

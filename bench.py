@@ -52,6 +52,8 @@ from nanovllm.models.registry import read_config
 CASES = {
     "first": "1x512x1",
     "bs1": "1x128x512",
+    "bs2": "2x128x256",
+    "bs4": "4x128x256",
     "bs8": "8x128x256",
     "bs64": "64x128x256",
     "bs256": "256x128x256",

@@ -28,7 +28,7 @@ NUM_BLOCKS = 32
 BLOCK_SIZE = 4
 MAX_NUM_SEQS = 4  # sequences that may run at the same time
 MAX_NUM_BATCHED_TOKENS = 12  # tokens that may run in one step
-BATCH_SIZES = (1, 2, 4, 8, 16)  # to measure
+BATCH_SIZES = (1, 2, 4, 8)  # to measure
 REQUESTS = {  # name: (prompt, how many tokens to generate)
     "A": ("The first man on the moon was", 3),
     "B": ("The sky is blue because", 12),

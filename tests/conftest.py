@@ -35,6 +35,7 @@ FIRST = (
     "tests/devices/cpu/test_captured_forward.py",
     "tests/test_equals_transformers.py",
     "tests/test_tensor_parallel.py",
+    "tests/test_documented_programs.py",
     "tests/test_example.py",
     "tests/batch/",
 )
@@ -65,14 +66,19 @@ def count(request: pytest.FixtureRequest) -> Callable[..., int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let several processes share the cores; tests of threads set their own number."""
+    """Let several processes share the cores and the GPU; tests of threads set their own number."""
     worker = getattr(config, "workerinput", None)
     if worker is None:  # the xdist controller needs no torch
         restore_kernels()
     else:
         import torch
 
-        torch.set_num_threads(max((os.cpu_count() or 1) // worker["workercount"], 1))
+        num_cores = max((os.cpu_count() or 1) // worker["workercount"], 1)
+        torch.set_num_threads(num_cores)
+        if torch.cuda.is_available():
+            from tests.devices.shared_gpu import share_gpu
+
+            share_gpu(num_cores)
 
 
 @pytest.hookimpl(wrapper=True)

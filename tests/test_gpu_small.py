@@ -98,7 +98,7 @@ def test_sampling_with_every_cut(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("has_experts", [False, True])
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_persistent_step(bits: int, has_experts: bool) -> None:
-    """A few contexts, shorter and longer than the keys of one CTA."""
+    """A few contexts, shorter and longer than the keys of one CTA; also several rows."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     from nanovllm.devices.cuda.persistent.sizes import NO_EXPERTS, ExpertsShape, StepShape
@@ -107,11 +107,16 @@ def test_persistent_step(bits: int, has_experts: bool) -> None:
     experts = ExpertsShape(6, 2, 256) if has_experts else NO_EXPERTS
     shape = StepShape(256, 4, 2, 128, 512, 1000, bits, experts)
     num_layers = 1 if has_experts else 2  # a near tie may choose a different expert
-    step = RandomStep(shape, Variant(num_layers, block_size=32), 700)
-    for context in (1, 33, 650):
-        kernel, plain, cache = step.errors(context, context)
-        assert kernel < 1.3 * plain + 1e-4, context
-        assert cache < 0.01, context
+    step = RandomStep(shape, Variant(num_layers, block_size=32), 700, 4)
+    lengths = {1: 1, 2: 33, 3: 650, 4: 129}
+    batches = [([slot], False) for slot in lengths]
+    if not has_experts:
+        batches += [([1, 2], False), ([3, 0, 4, 1], False), ([3, 3, 3, 0], True)]
+        batches += [([4] * shape.rows[-1], True)]
+    for slots, verifies in batches:
+        kernel, plain, cache = step.errors(slots, lengths, verifies)
+        assert kernel < 1.3 * plain + 1e-4, slots
+        assert cache < 0.01, slots
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])

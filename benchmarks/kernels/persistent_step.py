@@ -1,7 +1,9 @@
-"""Measure the persistent kernel, which runs a decode step of one sequence: time and error.
+"""Measure the persistent kernel, which runs the decode step of up to eight rows: time and error.
 
     python -m benchmarks.kernels.persistent_step --model qwen3-0.6b --contexts 37 400 2000 8000
-        [--bits 8] [--layers 12]
+        [--rows 1 2 4 8] [--verify] [--bits 8] [--layers 12]
+
+Rows are sequences of their own, or with --verify the last tokens of one.
 
 Weights and cache are random. The time is the median of three measurements, each of ten replays of a
 graph with ten steps. The error is that of the logits against float32 on the same device, next to
@@ -17,8 +19,6 @@ import statistics
 import sys
 from pathlib import Path
 
-import torch
-
 from benchmarks.kernels.timing import GpuTimer, floor
 from benchmarks.models import model_path
 from nanovllm.cli.exit_code import exit_code
@@ -27,7 +27,6 @@ from nanovllm.models.registry import read_config
 from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
 STEPS = 10
-TOKENS = 9
 
 
 def main() -> int:
@@ -36,6 +35,9 @@ def main() -> int:
     parser.add_argument("--contexts", type=int, nargs="+", default=[37, 400, 2000, 8000, 32000])
     parser.add_argument("--bits", type=int, choices=(16, 8, 4), default=16, help="per weight")
     parser.add_argument("--layers", type=int, help="(default: as in the model)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1])
+    parser.add_argument("--verify", action="store_true", help="rows are positions of one sequence")
+    parser.add_argument("--tokens", type=int, default=9, help="tokens whose error is measured")
     args = parser.parse_args()
     timer = GpuTimer()
     config = read_config(json.loads(Path(model_path(args.model)).read_text()))
@@ -51,11 +53,7 @@ def main() -> int:
     has_norm = config.architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
     layers = args.layers or config.num_layers
     variant = Variant(layers, has_norm, config.qkv_bias, block_size=256)
-    step = RandomStep(shape, variant, max(args.contexts) + 1)
-
-    def run() -> torch.Tensor:
-        step.run()
-        return step.logits
+    step = RandomStep(shape, variant, max(args.contexts) + 9, max(args.rows))
 
     given = step.given
     weights = given.qkv, given.o, given.gate_up, given.down, given.head
@@ -65,13 +63,21 @@ def main() -> int:
         num_bytes -= round((1 - share) * (given.gate_up.nbytes + given.down.nbytes))
     key_bytes = layers * 4 * config.num_kv_heads * config.head_dim
     print(f"{args.model}, {layers} layers, {args.bits} bits")
-    print("| context | ms a step | floor | error | bfloat16's |\n|---|---|---|---|---|")
-    for context in args.contexts:
-        errors = [step.errors(context, token) for token in range(TOKENS)]
-        kernel, plain, _ = (statistics.median(each) for each in zip(*errors, strict=True))
-        ms = statistics.median(timer.microseconds([run] * STEPS) for _ in range(3)) / 1000
-        best = floor(num_bytes + context * key_bytes, 0) / 1000
-        print(f"| {context:,} | {ms:.4f} | {best:.3f} | {kernel:.4f} | {plain:.4f} |")
+    print("| rows | context | ms a step | floor | error | bfloat16's |\n|---|---|---|---|---|---|")
+    for rows in args.rows:
+        for context in args.contexts:
+            slots = [1] * rows if args.verify else list(range(1, rows + 1))
+            errors = []
+            for more in range(args.tokens):
+                lengths = dict.fromkeys(slots, context + more)
+                errors.append(step.errors(slots, lengths, args.verify)[:2])
+            kernel, plain = map(statistics.median, zip(*errors or [(0, 0)], strict=True))
+            step.run_rows(slots, dict.fromkeys(slots, context), args.verify)
+            ms = statistics.median(timer.microseconds([step.run] * STEPS) for _ in range(3)) / 1000
+            keys = context * (1 if args.verify else rows) * key_bytes
+            best = floor(num_bytes + keys, 0) / 1000
+            row = f"{rows} | {context:,} | {ms:.4f} | {best:.3f} | {kernel:.4f} | {plain:.4f}"
+            print(f"| {row} |", flush=True)
     return 0
 
 

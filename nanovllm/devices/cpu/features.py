@@ -16,7 +16,7 @@ class CpuFeatures:
     multiplies: frozenset[torch.dtype]  # dtypes the CPU multiplies natively, as fast as float32
     has_compiler: bool  # for our own kernels, which upcast weights as they read them
 
-    def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def matmul_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of products; a dtype that torch emulates is up to 300 times slower."""
         return dtype if dtype in self.multiplies else torch.float32
 

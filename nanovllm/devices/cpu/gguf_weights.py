@@ -51,7 +51,7 @@ class BlockKernels:
         self._ops, self._launcher = ops, ops.launcher
         self._products: dict[str, Any] = {}  # by quant block type
         self._dequantizers: dict[str, Any] = {}
-        self._piece = torch.empty(0, dtype=ops.product_dtype)  # buffer of `_dequantize`
+        self._piece = torch.empty(0, dtype=ops.matmul_dtype)  # buffer of `_dequantize`
 
     def compile(self, *weights: PanelWeight) -> None:
         for weight in weights:
@@ -129,7 +129,7 @@ class BlockKernels:
 
     def multiply_many(self, x: Tensor, weight: PanelWeight, bias: Tensor | None = None) -> Tensor:
         """Multiply many rows by a weight that is dequantized piece by piece."""
-        upcast_x, num_out = x.to(self._ops.product_dtype), weight.num_out
+        upcast_x, num_out = x.to(self._ops.matmul_dtype), weight.num_out
         upcast_bias = None if bias is None else bias.to(upcast_x.dtype)
         if num_out * x.shape[1] <= PIECE_SIZE:  # a single product, whose result needs no copy
             return F.linear(upcast_x, self._dequantize(weight.parts), upcast_bias).to(x.dtype)
@@ -149,7 +149,7 @@ class BlockKernels:
         num_in, num_rows = parts[0].num_in, sum(part.num_out for part in parts)
         size = (num_rows + PANEL_ROWS) * num_in
         if len(self._piece) < size:
-            self._piece = torch.empty(size, dtype=self._ops.product_dtype)
+            self._piece = torch.empty(size, dtype=self._ops.matmul_dtype)
         weight, first = self._piece[: num_rows * num_in].view(num_rows, num_in), 0
         for part in parts:
             # The last panel may extend past its part; the next part overwrites the excess.
@@ -165,4 +165,4 @@ class BlockKernels:
             return
         compiler, dtype = self._launcher.compiler, self._launcher.dtype
         self._products[kind] = compile_product(compiler, kind, dtype)
-        self._dequantizers[kind] = compile_widening(compiler, kind, dtype, self._ops.product_dtype)
+        self._dequantizers[kind] = compile_widening(compiler, kind, dtype, self._ops.matmul_dtype)

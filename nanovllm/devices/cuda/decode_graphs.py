@@ -63,11 +63,11 @@ class DecodeGraphs:
         attention, persistent = eager.attention, device.persistent
         assert isinstance(attention, GraphedAttention)
         self.eager, self.attention, self.device = eager, attention, device
-        self.tables = tables = eager.tables
-        num_slots, max_blocks = tables.num_slots, tables.block_table.shape[1]
-        self.max_context = max_blocks * tables.block_size
+        self.input_batch = input_batch = eager.input_batch
+        num_slots, max_blocks = input_batch.num_slots, input_batch.block_table.shape[1]
+        self.max_context = max_blocks * input_batch.block_size
         self.sizes = graph_sizes(num_slots)
-        self.padding = num_slots  # slot of padding rows: the last row of the tables
+        self.padding = num_slots  # slot of padding rows: the last row of the InputBatch
         self._host_slots = np.full(num_slots, self.padding, np.int32)
         self._slots = device.upload(self._host_slots)
         self._input_ids, self._context_lens, self._order = torch.zeros(
@@ -79,20 +79,24 @@ class DecodeGraphs:
         if persistent is not None and not persistent.suits(eager.caches):
             persistent = None
         self.persistent = persistent
-        # Longer contexts do not use the persistent kernel; 0 disables it.
-        self.max_persistent_context = 0 if persistent is None else persistent.max_context
+        # Maximum total context of a step, keyed by its rows; emptied once the kernel gives up.
+        rows = () if persistent is None else persistent.rows
+        self.persistent_tokens = {
+            size: persistent.max_tokens(size) for size in rows if persistent and size in self.sizes
+        }
         self.graphs: dict[GraphKey, DecodeGraph] = {}
         self.shared_graphs: dict[int, DecodeGraph] = {}  # keyed by size
         self.can_share = isinstance(attention, TritonAttention)
-        self.prefixes = SharedPrefixes(device, num_slots, max_blocks, tables.block_size)
+        self.prefixes = SharedPrefixes(device, num_slots, max_blocks, input_batch.block_size)
 
     # Ways to run a step; the first two return None if they do not support the plan.
 
     def run_persistent(self, plan: StepPlan) -> StepLogits | None:
-        is_one = self.persistent is not None and len(plan.slots) in self.persistent.rows
-        if not is_one or plan.starts.max() >= self.max_persistent_context:
+        """A few rows of few tokens in all run as one kernel, which may have more rows."""
+        size = next((size for size in self.persistent_tokens if size >= len(plan.slots)), None)
+        if size is None or plan.starts.sum() >= self.persistent_tokens[size]:
             return None
-        key = self.key(plan)
+        key = size, self.max_context
         replay = self.graph(key).run_persistent
         return None if replay is None else self._replay(replay, plan, key)
 
@@ -129,7 +133,7 @@ class DecodeGraphs:
             for max_context in {self.max_context, self.bound_of(size, 1)}:
                 logits = self._run_layers(size, max_context)
             yield self._step_logits(logits, None)
-            if self.persistent is not None and size in self.persistent.rows:
+            if self.persistent is not None and size in self.persistent_tokens:
                 self._run_persistent(self.persistent, logits)
             if size >= MIN_ROWS and self.can_share:
                 self._run_layers(size, self.max_context, self.prefixes.rows(size))
@@ -199,7 +203,7 @@ class DecodeGraphs:
         run = partial(self._run_layers, size, max_context, shared)
         run_layers, logits = self.device.capture(run)
         run_persistent = None
-        if self.persistent is not None and size in self.persistent.rows:
+        if self.persistent is not None and size in self.persistent_tokens:
             run = partial(self._run_persistent, self.persistent, logits)
             run_persistent, _ = self.device.capture(run)
         # Only one bucket's logits are in use at a time, so the next capture may reuse the memory.
@@ -218,18 +222,20 @@ class DecodeGraphs:
             self._host_slots = host
 
     def _run_layers(self, size: int, max_context: int, shared: SharedRows | None = None) -> Tensor:
-        eager, tables, rows = self.eager, self.tables, slice(size)
+        eager, input_batch, rows = self.eager, self.input_batch, slice(size)
         slots, context_lens, order = self._slots[rows], self._context_lens[rows], self._order[rows]
         inputs = self._input_ids[rows], self._positions[rows], self._slot_mapping[rows]
-        state = tables.lengths, tables.tokens, tables.block_table
-        gather_decode(slots, *state, tables.block_size, (*inputs, context_lens, order))
-        decode = DecodeRows(tables.block_table, slots, context_lens, order, max_context, shared)
+        state = input_batch.lengths, input_batch.tokens, input_batch.block_table
+        gather_decode(slots, *state, input_batch.block_size, (*inputs, context_lens, order))
+        decode = DecodeRows(
+            input_batch.block_table, slots, context_lens, order, max_context, shared
+        )
         plan = self.attention.decode_plan(decode)
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))
 
     def _run_persistent(self, step: PersistentStep, logits: Tensor) -> Tensor:
-        """Run the step as one kernel, which reads the tables itself."""
-        tables, rows = self.tables, slice(len(logits))
-        state = tables.lengths, tables.tokens, tables.block_table
+        """Run the step as one kernel, which reads the InputBatch itself."""
+        input_batch, rows = self.input_batch, slice(len(logits))
+        state = input_batch.lengths, input_batch.tokens, input_batch.block_table
         step.run(self._slots[rows], *state, self.eager.caches, logits, self._context_lens[rows])
         return logits

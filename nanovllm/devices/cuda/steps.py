@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
 from nanovllm.devices.cuda.decode_graphs import DecodeGraphs, GraphKey, Replay
-from nanovllm.devices.cuda.kernels.masks import keep_allowed
+from nanovllm.devices.cuda.kernels.masks import apply_token_bitmask
 from nanovllm.devices.cuda.kernels.token_logprobs import token_logprobs
 from nanovllm.devices.cuda.prefill_graphs import PrefillGraphs
 from nanovllm.engine.step import IntColumn, StepPlan
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 # Sampling kernels that are captured, simplest first; a batch uses the first that covers its needs.
 CAPTURED_SAMPLING = (
     Sampling.GREEDY,
-    Sampling.NOISE,
-    Sampling.NOISE | Sampling.MIN_P,
-    Sampling.NOISE | Sampling.MIN_P | Sampling.TOP,
+    Sampling.RANDOM,
+    Sampling.RANDOM | Sampling.MIN_P,
+    Sampling.RANDOM | Sampling.MIN_P | Sampling.TOP_K_TOP_P,
 )
 
 SamplerKey = tuple[GraphKey, Sampling, bool]  # graph of the logits, sampling, applies a bitmask
@@ -63,16 +63,16 @@ class CudaSteps:
         self.eager, self.device, self.prefill = eager, device, prefill
         self.captures_ahead = device.config.optimizes_latency
         self.decode = DecodeGraphs(eager, device)
-        self.sampler = device.sampler(eager.tables, eager.model.config.vocab_size)
+        self.sampler = device.sampler(eager.input_batch, eager.model.config.vocab_size)
         # Output of the sampler graphs, outside their pool: the next step may run during its copy.
-        num_slots = eager.tables.num_slots
+        num_slots = eager.input_batch.num_slots
         self._tokens = torch.zeros(num_slots, dtype=torch.int32, device=device.torch_device)
         self._masks: Tensor | None = None  # pinned host memory, read by the graphs
         self._samplers: dict[SamplerKey, Iterator[tuple[Replay, Tensor]]] = {}
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         if is_decode(plan):
-            self.eager.tables.update(plan)
+            self.eager.input_batch.update(plan)
             self.note(plan)
             decode = self.decode
             return decode.run_persistent(plan) or decode.run_shared(plan) or decode.run_layers(plan)
@@ -93,7 +93,7 @@ class CudaSteps:
         self, logits: StepLogits, plan: StepPlan, masks: IntColumn | None
     ) -> SamplerKey | None:
         """Return the key of the graph that samples a step; None if kernels must be launched."""
-        asked = self.eager.tables.sampling(plan)
+        asked = self.eager.input_batch.sampling(plan)
         sampling = next((each for each in CAPTURED_SAMPLING if asked in each), None)
         if logits.graph is None or sampling is None:
             return None
@@ -134,7 +134,7 @@ class CudaSteps:
             "The persistent decode kernel timed out waiting for its other CTAs: the sequences of "
             "the step are recomputed, and decode steps run layer by layer from now on"
         )
-        self.decode.max_persistent_context = 0
+        self.decode.persistent_tokens.clear()
         return True
 
     def run_every_size(self) -> None:
@@ -149,8 +149,8 @@ class CudaSteps:
             if len(logits) == len(self._tokens):
                 shape = len(logits), -(-logits.shape[1] // 32)
                 masks = self.device.readable(self.device.host_memory(shape))
-                keep_allowed(logits, None, masks)  # variant used after a step with prompts
-                keep_allowed(logits, None, masks, step.slots, self.decode.padding)
+                apply_token_bitmask(logits, None, masks)  # variant used after a step with prompts
+                apply_token_bitmask(logits, None, masks, step.slots, self.decode.padding)
                 token_logprobs(logits, self._tokens, 1)
             for sampling in CAPTURED_SAMPLING:
                 self.sampler.sample(step, sampling)  # variant used after a step with prompts
@@ -217,7 +217,7 @@ class CudaSteps:
         host: Tensor,
     ) -> Tensor:
         if masks is not None:
-            keep_allowed(step.values, None, masks, step.slots, self.decode.padding)
+            apply_token_bitmask(step.values, None, masks, step.slots, self.decode.padding)
         return self.sampler.sample(step, sampling, tokens, host)
 
 

@@ -73,7 +73,7 @@ class InterpretedDevice(RunAgain, CpuDevice):
     run_every_step, compile_ahead = CudaDevice.run_every_step, CudaDevice.compile_ahead
     uses_graphs = CudaDevice.uses_graphs
     token_logprobs = staticmethod(CudaDevice.token_logprobs)
-    keep_allowed = staticmethod(CudaDevice.keep_allowed)
+    apply_token_bitmask = staticmethod(CudaDevice.apply_token_bitmask)
     _max_tokens, _step_bytes = CudaDevice._max_tokens, 0
     _count_graph_bytes = CudaDevice._count_graph_bytes
 
@@ -299,7 +299,7 @@ def check_logits(root: Path) -> None:
 class ReferenceStep:
     """A persistent step in plain torch, for short contexts."""
 
-    max_context, rows = 9, (1,)
+    most_tokens, rows = 9, (1, 4)
 
     def __init__(self, model: DecoderModel, lost: int | None) -> None:
         layers = step_layers(model)
@@ -310,6 +310,9 @@ class ReferenceStep:
 
     def suits(self, caches: list[LayerCache]) -> bool:
         return True
+
+    def max_tokens(self, rows: int) -> int:
+        return self.most_tokens
 
     def gave_up(self) -> bool:
         is_lost, self.is_lost = self.is_lost, False
@@ -325,27 +328,28 @@ class ReferenceStep:
         logits: Tensor,
         context_lens: Tensor,
     ) -> None:
-        row, block_size = int(slots[0]), caches[0].k.shape[1]
-        length = int(lengths[row])
-        context_lens.fill_(length)
-        if length == 0:
-            return
-        if len(self.contexts) == self.lost:
-            self.is_lost, self.lost = True, None
-            return
-        positions = torch.arange(length)
-        blocks = block_table[row, positions // block_size].long()
-        places = blocks * block_size + positions % block_size
         k, v = [cache.k.flatten(0, 1) for cache in caches], [c.v.flatten(0, 1) for c in caches]
-        token = int(tokens[row, length - 1])
-        logits[0] = reference_step(
-            self.tensors, self.constants, token, places, k, v, torch.float32
-        ).to(logits.dtype)
-        self.contexts.append(length)
+        block_size = caches[0].k.shape[1]
+        for row, slot in enumerate(slots.tolist()):
+            length = int(lengths[slot])
+            context_lens[row] = length
+            if length == 0:
+                continue
+            if len(self.contexts) == self.lost:
+                self.is_lost, self.lost = True, None
+                return
+            positions = torch.arange(length)
+            blocks = block_table[slot, positions // block_size].long()
+            places = blocks * block_size + positions % block_size
+            token = int(tokens[slot, length - 1])
+            logits[row] = reference_step(
+                self.tensors, self.constants, token, places, k, v, torch.float32
+            ).to(logits.dtype)
+            self.contexts.append(length)
 
 
 def check_whole_step(root: Path) -> None:
-    """A short single sequence uses the persistent step; both ways to run share the cache."""
+    """A few short sequences use the persistent step; both ways to run share the cache."""
     path = make_checkpoint(root / "whole", ONE_LAYER, seed=3).path
     rng = random.Random(1)
     prompts: Ids = [rng.choices(range(160), k=length) for length in (5, 1, 8)]
@@ -363,6 +367,20 @@ def check_whole_step(root: Path) -> None:
     for a, b in zip(ours, exact, strict=True):
         assert (a - b).abs().max() < 0.02 * b.abs().max()
     assert sorted(step.contexts) == [1, 2, 3, 6, 7, 8, 9]  # a prompt of one token decodes, too
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(path, dtype="float32", **OPTIONS) as llm:
+        exact = llm.generate([[3], [1, 2], [5]], params, use_tqdm=False)
+    with (
+        interpreted(),
+        mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(ReferenceStep, "most_tokens", 12),
+        mock.patch.object(device, "build", lambda model, _: ReferenceStep(model, None)),
+        LLM(path, dtype="float16", max_num_seqs=4, **OPTIONS) as llm,
+    ):
+        found = llm.generate([[3], [1, 2], [5]], params, use_tqdm=False)
+        step = runner_of(llm).forward.decode.persistent
+    assert [each.token_ids for each in found] == [each.token_ids for each in exact]
+    assert len(step.contexts) >= 6  # three rows ran as four, one of them padding
 
 
 def check_lost_step(root: Path) -> None:

@@ -30,6 +30,7 @@ from nanovllm.worker.forward import StepLogits, is_decode
 from nanovllm.worker.input_batch import sampling_of
 from tests.bench.test_steps import CONFIG
 from tests.devices import NEEDS_GPU, runner_of
+from tests.devices.shared_gpu import own_mem_get_info, process_bytes
 from tests.parallel.leftovers import is_alive
 from tests.parallel.workers import process_ids
 from tests.test_architecture import ROOT
@@ -84,7 +85,7 @@ def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]
 def capture_every_size(llm: LLM) -> None:
     """Capture the graphs that would otherwise be captured when a step first needs them."""
     runner = runner_of(llm)
-    with torch.inference_mode(), runner.eager.tables.device.in_order():
+    with torch.inference_mode(), runner.eager.input_batch.device.in_order():
         steps = runner.forward
         for key in steps.decode.all_keys():
             for sampling in CAPTURED_SAMPLING:
@@ -105,7 +106,7 @@ class NoEagerDecode:
     def __call__(self, plan: StepPlan) -> StepLogits:
         graphed: Any = self.graphed
         if is_decode(plan):
-            self.asked.add(self.eager.tables.sampling(plan))
+            self.asked.add(self.eager.input_batch.sampling(plan))
             self.num_rows.add(len(plan.slots))
             graphed.sampler = SimpleNamespace(group=self.sampler.group)
             graphed.decode.eager = None
@@ -222,7 +223,7 @@ def test_short_prompts_are_graphs_too(tiny: Any) -> None:
     with LLM(checkpoint.path, **OPTIONS) as llm:
         capture_every_size(llm)
         steps = runner_of(llm).forward
-        steps.eager = mock.Mock(side_effect=fail, tables=steps.eager.tables)
+        steps.eager = mock.Mock(side_effect=fail, input_batch=steps.eager.input_batch)
         for batch in (prompts[:1], prompts):
             assert generate(llm, batch, GREEDY) == want[: len(batch)]
 
@@ -244,13 +245,6 @@ def many_logits(tmp_path: Path) -> dict[str, Any]:
     return {**options, "model": tmp_path, "load_format": "dummy"}
 
 
-def used_bytes() -> int:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
 def test_graphs_take_no_more_than_is_reserved_for_them(many_logits: dict[str, Any]) -> None:
     """Graphs share the logits of the largest size; separate ones would need ten times as much."""
     used = {}
@@ -258,10 +252,10 @@ def test_graphs_take_no_more_than_is_reserved_for_them(many_logits: dict[str, An
         with LLM(**many_logits, enforce_eager=enforce_eager) as llm:
             if not enforce_eager:
                 capture_every_size(llm)
-            used[enforce_eager] = used_bytes()
+            used[enforce_eager] = process_bytes()
             if not enforce_eager:
                 assert logits_bytes(llm) > 1.4 * GIB
-                reserved = runner_of(llm).eager.tables.device._account().graphs
+                reserved = runner_of(llm).eager.input_batch.device._account().graphs
     taken = used[False] - used[True]
     print(f"graphs take {taken / GIB:.2f} GiB of {reserved / GIB:.2f}")
     assert taken <= reserved
@@ -292,24 +286,20 @@ def test_logits_of_every_size_are_tensors_of_the_graph(many_logits: dict[str, An
     assert set(seen) == {(rows, VOCAB_SIZE) for rows in range(1, 25)}
 
 
-def own_mem_get_info(device: object = None) -> tuple[int, int]:
-    """Return what `torch.cuda.mem_get_info` would if no other process used the device."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    return total - torch.cuda.memory_reserved(), total
-
-
 def test_eager_engines_reserve_nothing_for_graphs(
     many_logits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", own_mem_get_info)
     options = {**many_logits, "num_kvcache_blocks": -1, "max_model_len": 2048}
-    share = (used_bytes() + 4 * GIB) / own_mem_get_info()[1]  # less than the cache could use
+    torch.cuda.empty_cache()
+    free, total = own_mem_get_info()
+    share = (total - free + 4 * GIB) / total  # less than the cache could use
     num_blocks, reserved = {}, {}
     for enforce_eager in (True, False, True):  # eager again, once both have compiled everything
         options |= {"enforce_eager": enforce_eager, "gpu_memory_utilization": share}
         with LLM(**options) as llm:
             num_blocks[enforce_eager] = llm.engine.info.num_blocks
-            reserved[enforce_eager] = runner_of(llm).eager.tables.device._account().graphs
+            reserved[enforce_eager] = runner_of(llm).eager.input_batch.device._account().graphs
     block_bytes = 2 * 2 * 16 * 8 * 128 * 2  # keys and values: layers, tokens, heads, dim, bf16
     saved = (num_blocks[True] - num_blocks[False]) * block_bytes
     assert reserved[True] == 0

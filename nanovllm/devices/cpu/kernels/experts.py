@@ -11,16 +11,8 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, int64
 
-from nanovllm.devices.cpu.kernels.simd import (
-    NUM_STREAMS,
-    dot_row,
-    kernel,
-    load,
-    make_tile,
-    pointer_to,
-    round_to,
-    store,
-)
+from nanovllm.devices.cpu.kernels.intrinsics import kernel, load, pointer_to, round_to, store
+from nanovllm.devices.cpu.kernels.simd import NUM_STREAMS, dot_row, make_tile
 
 # 24 accumulators fill the registers. Experts get few rows, so each row count up to this one has
 # its own unrolled tile.

@@ -17,10 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.devices.cuda.kernels.elementwise import add_and_norm, count_splits, gate, scales_of
+from nanovllm.devices.cuda.kernels.elementwise import (
+    act_and_mul,
+    add_and_norm,
+    count_splits,
+    scales_of,
+)
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.ops.fp8 import FP8, LARGEST_FP8, SMALLEST_SCALE, Fp8Tensor
-from nanovllm.ops.interface import Activation, NormWeights, ResidualStream, SumScales
+from nanovllm.ops.interface import Activation, DequantScales, NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import FP8_WORDS, QuantizedWeight, num_blocks
 
 LARGEST = tl.constexpr(LARGEST_FP8)
@@ -97,7 +102,7 @@ def _project(
 ) -> Tensor:
     y, scales = _multiply(rows, weight, bias, dtype)
     if activation is not None:
-        return gate(y, activation, scales)
+        return act_and_mul(y, activation, scales)
     if scales is not None:
         scale_sums(y, scales, None)
     return y
@@ -105,7 +110,7 @@ def _project(
 
 def _multiply(
     rows: Fp8Tensor, weight: LibraryWeight, bias: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, SumScales | None]:
+) -> tuple[Tensor, DequantScales | None]:
     """Return the product, and the scales that it is yet to be multiplied by, if any."""
     stored, one = weight.stored, weight.one
     is_scaled = stored.has_blocks or len(rows.values) > MAX_SUM_ROWS
@@ -120,7 +125,7 @@ def _multiply(
     )
     if is_scaled:
         return y, None
-    scales = SumScales(rows.scales, stored.scales)
+    scales = DequantScales(rows.scales, stored.scales)
     if bias is None:
         return y, scales
     scale_sums(y, scales, bias)
@@ -131,7 +136,7 @@ def _cuda_version() -> tuple[int, ...]:
     return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
 
 
-def scale_sums(sums: Tensor, scales: SumScales, bias: Tensor | None) -> None:
+def scale_sums(sums: Tensor, scales: DequantScales, bias: Tensor | None) -> None:
     """Multiply an unscaled product [rows, out] by its scales in place, and add the bias."""
     num_rows, num_out = sums.shape
     block = 1024
@@ -203,11 +208,11 @@ def _scale_sums(  # type: ignore[no-untyped-def]
     mask = i < num_out
     scale = tl.load(output_scales + i, mask=mask, other=0.0)
     wait_for_inputs(OVERLAP)
-    places = sums + row * num_out + i
-    y = tl.load(places, mask=mask, other=0.0).to(tl.float32) * (tl.load(row_scales + row) * scale)
+    pointers = sums + row * num_out + i
+    y = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) * (tl.load(row_scales + row) * scale)
     if bias is not None:
         y += tl.load(bias + i, mask=mask, other=0.0).to(tl.float32)
-    tl.store(places, y.to(sums.dtype.element_ty), mask=mask)
+    tl.store(pointers, y.to(sums.dtype.element_ty), mask=mask)
 
 
 def count_warps(num_in: int) -> int:
@@ -236,11 +241,11 @@ def _quantize(  # type: ignore[no-untyped-def]
         part = tl.arange(0, PARTS)
         scale = _scale_of(tl.max(tl.max(tl.abs(values), 2), 0))
         tl.store(scales + part * num_rows + row, scale, mask=part < NUM_BLOCKS)
-        _store_codes(words, row, values, scale[None, :, None], NUM_BLOCKS)
+        _store_fp8(words, row, values, scale[None, :, None], NUM_BLOCKS)
     else:
         scale = _scale_of(tl.max(tl.abs(values)))
         tl.store(scales + row, scale)
-        _store_codes(words, row, values, scale, NUM_BLOCKS)
+        _store_fp8(words, row, values, scale, NUM_BLOCKS)
 
 
 @triton.jit
@@ -265,7 +270,7 @@ def _norm(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     scale = _scale_of(tl.max(tl.abs(values)))
     tl.store(scales + row, scale)
-    _store_codes(words, row, values, scale, NUM_BLOCKS)
+    _store_fp8(words, row, values, scale, NUM_BLOCKS)
 
 
 @triton.jit
@@ -274,8 +279,8 @@ def _inputs_of_words(PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
 
     See pack_words for the layout. A thread holds all positions of its words, which are neighbors.
     """
-    place, part = tl.arange(0, 4)[:, None, None], tl.arange(0, PARTS)[None, :, None]
-    return part * 128 + place * WORDS + tl.arange(0, WORDS)[None, None, :]
+    position, part = tl.arange(0, 4)[:, None, None], tl.arange(0, PARTS)[None, :, None]
+    return part * 128 + position * WORDS + tl.arange(0, WORDS)[None, None, :]
 
 
 @triton.jit
@@ -284,12 +289,12 @@ def _scale_of(largest):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_codes(words, row, values, scale, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_fp8(words, row, values, scale, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Quantize values [positions, blocks, words] to FP8, and store them as the words of a row."""
     inverse = tl.div_rn(1.0, scale)
     scaled = tl.clamp(values * inverse, -LARGEST, LARGEST)
     bits = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
     joined = tl.sum(bits << (8 * tl.arange(0, 4)[:, None, None]), 0)
     part = tl.arange(0, values.shape[1])[:, None]
-    places = words + row * (NUM_BLOCKS * WORDS) + part * WORDS + tl.arange(0, WORDS)[None, :]
-    tl.store(places, joined, mask=part < NUM_BLOCKS)
+    pointers = words + row * (NUM_BLOCKS * WORDS) + part * WORDS + tl.arange(0, WORDS)[None, :]
+    tl.store(pointers, joined, mask=part < NUM_BLOCKS)

@@ -108,7 +108,7 @@ def sample_tokens(
     if num_rows == 0:
         return
     split = split_vocabulary(num_rows, vocab_size)
-    has_min_p, has_top = Sampling.MIN_P in asked, Sampling.TOP in asked
+    has_min_p, has_top = Sampling.MIN_P in asked, Sampling.TOP_K_TOP_P in asked
     if has_min_p or has_top:
         find_peaks(logits, workspace, split, groups=has_top)
     if has_top:
@@ -122,7 +122,7 @@ def sample_tokens(
         workspace.floors if has_top else None,
         *(vocab_size, split.num_tiles, split.num_splits),
         **sizes,
-        HAS_NOISE=Sampling.NOISE in asked,
+        HAS_NOISE=Sampling.RANDOM in asked,
         IS_NATIVE=logits.is_cuda,
         BLOCK=split.block,
         num_warps=4,
@@ -261,10 +261,10 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _append(token, slot, is_row, tokens, lengths, stride, num_slots, width):  # type: ignore[no-untyped-def]
     length = tl.load(lengths + slot, mask=is_row, other=0)
-    has_room = is_row & (slot < num_slots - 1) & (length < width)
+    allow_copy = is_row & (slot < num_slots - 1) & (length < width)
     known = tl.maximum(token, 0)  # NO_TOKEN is negative and has no embedding
-    tl.store(tokens + slot.to(tl.int64) * stride + length, known, mask=has_room)
-    tl.store(lengths + slot, length + 1, mask=has_room)
+    tl.store(tokens + slot.to(tl.int64) * stride + length, known, mask=allow_copy)
+    tl.store(lengths + slot, length + 1, mask=allow_copy)
 
 
 @triton.jit

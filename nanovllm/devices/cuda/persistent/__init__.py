@@ -1,6 +1,6 @@
-"""The persistent kernel: a decode step of one sequence as one kernel on Hopper GPUs.
+"""The persistent kernel: a decode step of up to eight rows as one kernel on Hopper GPUs.
 
-`build` is the only entry; docs/persistent-step.md explains the kernel.
+`build` is the only entry point; docs/persistent-step.md explains the kernel.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRITON = "3.6."  # gluon, in which the kernel is written, changes with every release
+TRITON = "3.6."  # the kernel is written in gluon, whose API changes with every release
 
 
 def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
-    """Return the persistent step of a loaded model, or None if it cannot have one.
+    """Return the persistent step of a loaded model, or None if the kernel does not support it.
 
-    Moves the projections of all layers into one tensor for each kind.
+    Moves the weights of each projection (qkv, o, ...) of all layers into one tensor.
     """
     problem = f"triton is {triton.__version__}, not {TRITON}x"
     if triton.__version__.startswith(TRITON):
-        # These need gluon as it is in that release.
+        # These modules import gluon, and fail with other releases.
         from nanovllm.devices.cuda.persistent.packed_weights import (
             find_problem,
             step_constants,
@@ -45,7 +45,8 @@ def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
             shape, constants = step_shape(model, layers), step_constants(model, layers)
             try:
                 return PersistentStep(shape, step_tensors(model, layers), constants)
-            except torch.OutOfMemoryError:  # what has moved may stay where it is
-                problem = "there is no room to move its weights together"
-    logger.info("A sequence alone runs layer by layer: %s", problem)
+            except torch.OutOfMemoryError:
+                # Weights that have already moved remain valid views.
+                problem = "there is not enough memory to move its weights together"
+    logger.info("Small batches run layer by layer: %s", problem)
     return None

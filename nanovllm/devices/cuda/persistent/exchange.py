@@ -1,87 +1,105 @@
-"""How the programs of the persistent step hand each other vectors, without barriers.
+"""How the CTAs of the persistent step exchange vectors through L2, without barriers.
 
-A value is its own flag: a buffer holds EMPTY, bits that arithmetic never gives, until a value is
-stored, and readers poll the values themselves. See docs/persistent-step.md.
+A value is its own flag: a buffer holds EMPTY (0xFFFF, a NaN that arithmetic never produces) until a
+value is stored, and readers poll the values themselves. See docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.devices.cuda.persistent.products import stage, stage_words
+from nanovllm.devices.cuda.persistent.products import stacked, stage
 from nanovllm.devices.cuda.persistent.sizes import (
+    gated_capacity,
     gated_parts,
-    gated_room,
     num_chunks,
+    num_copies,
     num_stored,
+    num_sum_blocks,
     q_width,
     qkv_width,
+    sums_layout,
 )
 
-NUM_PROGRAMS = gl.constexpr(128)
-NUM_BUFFERS = gl.constexpr(3)  # layers take turns, so that two fences lie between two uses of one
-CHUNK = gl.constexpr(1024)  # columns of a tile, and lines of which each program has 8
-CHECK_SPINS = gl.constexpr(1 << 12)  # how often who waits looks whether another has given up
-MAX_CHECKS = gl.constexpr(1 << 8)  # about a second
-# The best score where there are no keys, and its bits
+NUM_CTAS = gl.constexpr(128)
+NUM_BUFFERS = gl.constexpr(3)  # used in rotation: two fences separate two uses of a buffer
+CHUNK = gl.constexpr(1024)  # columns of a chunk, and weight rows of a block
+CHECK_SPINS = gl.constexpr(1 << 12)  # polls between two checks of the timeout flag
+MAX_CHECKS = gl.constexpr(1 << 8)  # checks of the flag before a poll times out: about a second
+# The maximum score where there are no keys, and its bits
 NO_SCORE, NO_SCORE_BITS = gl.constexpr(-1e30), "0xF149F2CA"
 
-S1, S2, S3 = (
-    gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1])) for rank in (1, 2, 3)
+S1, S2, S3, S4 = (
+    gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1])) for rank in (1, 2, 3, 4)
 )
 THREADS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0]))  # [8 warps, 32]
-EIGHT = gl.constexpr(gl.BlockedLayout([8], [32], [8], [0]))
-# [8 parts of a sum, 4 copies, 8 blocks, 8 lines]: a thread adds up one line for one copy
-SUMS = gl.constexpr(gl.BlockedLayout([8, 1, 1, 1], [1, 4, 1, 8], [1, 1, 8, 1], [3, 2, 1, 0]))
-COPIES = gl.constexpr(gl.SliceLayout(0, SUMS.value))
-LINES = gl.constexpr(gl.SliceLayout(0, COPIES.value))  # [8 blocks, 8 lines]
 
-# Weights flow through L2 once; what programs hand each other is to outlast them.
+# Weights pass through L2 once: exchanged values must not be evicted by them.
 KEEP = gl.constexpr("createpolicy.fractional.L2::evict_last.b64 k, 1.0; ")
 FENCE = gl.constexpr("fence.acq_rel.gpu; mov.u32 $0, $1;")
 PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
-PREFETCH_AND_KEEP = gl.constexpr("prefetch.global.L2::evict_last [$1]; mov.u32 $0, 0;")
 
 
 @gluon.constexpr_function
-def poll_asm(num_loads, stride, words):
-    """Load `words` words each from places `stride` bytes apart until no half of one is EMPTY."""
-    num_words = num_loads * words
-    code = ""
-    for load in range(num_loads):
-        names = [f"${load * words + word}" for word in range(words)]
-        target, vector = (names[0], "") if words == 1 else (f"{{{', '.join(names)}}}", f".v{words}")
-        place = f"[${num_words} + {load * stride}]"
-        code += f"ld.relaxed.gpu.global.L2::cache_hint{vector}.b32 {target}, {place}, k; "
-    for word in range(num_words):  # a half of -1 is the only one that borrows here
-        code += f"sub.u32 g, 0xFFFEFFFE, ${word}; and.b32 g, g, ${word}; "
-        code += "and.b32 g, g, 0x80008000; or.b32 f, f, g; "
-    return spin_asm(code, num_words + 1)
+def poll_asm(loads, flag, has_halves=True, predicates=None):
+    """Load words, [(names, address)], and reload those that are EMPTY or have an EMPTY half.
 
-
-@gluon.constexpr_function
-def poll_partials_asm(count):
-    """Load the first three words at each of `count` places until none is EMPTY.
-
-    Where an operand behind the flags is 0 there is nothing to load: a sum without a weight.
+    `predicates` names an operand for each load: where it is 0 nothing is loaded, and the words keep
+    the values they have. The first loads come before the loop: words written only under its
+    condition would occupy registers from the start of the kernel. The warp reconverges at the end.
     """
-    code = ""
-    for i in range(count):
-        total, best, weight = f"${i}", f"${count + i}", f"${2 * count + i}"
-        code += f"mov.u32 {total}, 0; mov.u32 {best}, {NO_SCORE_BITS}; mov.u32 {weight}, 0; "
-        code += f"setp.ne.u32 q, ${5 * count + i}, 0; "
-        names, place = f"{{{total}, {best}, {weight}, g}}", f"[${3 * count + i}]"
-        code += f"@q ld.relaxed.gpu.global.L2::cache_hint.v4.b32 {names}, {place}, k; "
-    for word in range(3 * count):
-        code += f"setp.eq.u32 p, ${word}, -1; selp.u32 g, 1, 0, p; or.b32 f, f, g; "
-    return spin_asm(code, 4 * count)
+    begin = f"{{ .reg .b64 k; .reg .pred r; .reg .b32 m<{len(loads)}>; {KEEP.value} "
+    tests, again = "", ""
+    for j in range(len(loads)):
+        names, address = loads[j]
+        target, vector = names[0], ""
+        if len(names) > 1:
+            target, vector = "{" + ", ".join(names) + "}", f".v{len(names)}"
+        load = f"ld.relaxed.gpu.global.L2::cache_hint{vector}.b32 {target}, {address}, "
+        if predicates is None:
+            begin += f"{load} k; "
+        else:
+            begin += f"setp.ne.u32 r, {predicates[j]}, 0; @r {load} k; "
+        tests += missing_asm(names, f"m{j}", has_halves) + f"or.b32 f, f, m{j}; "
+        again += f"setp.ne.u32 q, m{j}, 0; @q {load} k; "
+    return begin + spin_asm(tests + again, flag) + " bar.warp.sync 0xffffffff; }"
+
+
+@gluon.constexpr_function
+def missing_asm(words, target, has_halves):
+    """Set bits of `target` if a word, or a half of one, is EMPTY.
+
+    Of all halves with a sign bit, only 0xFFFF borrows when subtracted from 0xFFFE.
+    """
+    code = f"mov.u32 {target}, 0; "
+    if not has_halves:
+        code += "".join(f"max.u32 {target}, {target}, {word}; " for word in words)
+        return code + f"setp.eq.u32 q, {target}, -1; selp.u32 {target}, 1, 0, q; "
+    for word in words:
+        code += f"sub.u32 g, 0xFFFEFFFE, {word}; lop3.b32 {target}, g, {word}, {target}, 0xEA; "
+    return code + f"and.b32 {target}, {target}, 0x80008000; "
+
+
+@gluon.constexpr_function
+def poll_pairs_asm(offsets):
+    """Poll two words at each offset, in bytes, from one address."""
+    count = 2 * len(offsets)
+    loads = [((f"${2 * j}", f"${2 * j + 1}"), f"[${count} + {o}]") for j, o in enumerate(offsets)]
+    return poll_asm(loads, count + 1)
+
+
+@gluon.constexpr_function
+def pair_offsets(rows, size, count, step):
+    """Byte offsets of `count` pairs of words, `step` columns apart, for each row."""
+    return tuple(2 * (row * size + k * step) for row in range(rows) for k in range(count))
 
 
 @gluon.constexpr_function
 def spin_asm(code, flag):
-    """Repeat code, which sets bits of f while something is missing, until none are set.
+    """Repeat `code`, which sets bits of f while a value is missing, until f is 0.
 
-    Who waited too long says so by operand `flag`, where the others look now and then.
+    A poll that times out sets the flag whose address is operand `flag`. All other polls check it
+    occasionally, and stop when it is set.
     """
     begin = f"{{ .reg .pred p, q; .reg .b32 i, n, f, g; .reg .b64 k; {KEEP.value} mov.u32 n, 0; "
     code = begin + f"MORE: mov.u32 i, 0; AGAIN: mov.u32 f, 0; {code} setp.ne.u32 p, f, 0; "
@@ -93,9 +111,9 @@ def spin_asm(code, flag):
 
 
 @gluon.constexpr_function
-def registers(num_words, num_places, num_numbers=0):
-    # Words are written before the places are read for the last time: these may not share registers.
-    return ",".join(["=&r"] * num_words + ["l"] * num_places + ["r"] * num_numbers)
+def registers(num_words, num_addresses, num_numbers=0):
+    # Early clobber: words are written before the addresses are read for the last time.
+    return ",".join(["=&r"] * num_words + ["l"] * num_addresses + ["r"] * num_numbers)
 
 
 @gluon.constexpr_function
@@ -110,7 +128,7 @@ def bits_to_float(bits):
 
 @gluon.jit
 def low(words):
-    """The first of the two bfloat16 in each word."""
+    """The lower of the two bfloat16 in each word."""
     return bits_to_float(words << 16)
 
 
@@ -120,9 +138,9 @@ def high(words):
 
 
 @gluon.jit
-def prefetch(places, ASM: gl.constexpr):
-    """Ask for what lies there to be in L2 when it is loaded."""
-    gl.inline_asm_elementwise(ASM, "=r,l", [places.to(gl.int64)], gl.int32, False, 1)
+def prefetch(addresses):
+    """Prefetch the cache lines at some addresses into L2."""
+    gl.inline_asm_elementwise(PREFETCH, "=r,l", [addresses.to(gl.int64)], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -132,170 +150,198 @@ def thread_index():
 
 
 @gluon.jit
-def line_index():
-    return gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, LINES)), 0)
-
-
-@gluon.jit
-def block_index():
-    return gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, LINES)), 1)
-
-
-@gluon.jit
 def fence():
     gl.inline_asm_elementwise(FENCE, "=r,r", [thread_index()], gl.int32, False, 1)
 
 
+@gluon.jit
+def sum_indices(BLOCKS: gl.constexpr, ROWS: gl.constexpr):
+    """Indices of a thread's block, batch row and weight row in sums [blocks, rows, 8]."""
+    L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, sums_layout(BLOCKS, ROWS)))
+    block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    return block, row, column
+
+
 @aggregate
 class Exchange:
-    """A vector of bfloat16 that every program stores a part of, and every program reads.
+    """A bfloat16 vector for each row; CTAs store 8 columns of each block, and read all of it.
 
-    Its memory is [buffers, 2, size]: half of the programs read each copy. Parts of it may each have
-    room for more. What no value is stored into is zero, and stays so. In one `of_all` programs,
-    those without a value store zeros, so that who has read it has heard of everyone.
+    Memory is [buffers, 2 copies, rows, size]: half of the CTAs read each copy. A vector may consist
+    of parts that are padded to a capacity. Padding is never stored to: it is and remains zero. With
+    `of_all`, CTAs without a value store zeros: a reader that has polled the whole vector knows that
+    every CTA has stored.
     """
 
     memory: gl.tensor
-    flag: gl.tensor  # where who waited too long says so
-    sm: gl.tensor
-    width: gl.constexpr  # values
-    stored: gl.constexpr  # these, and zeros of programs that have none
-    part: gl.constexpr  # of these
-    room: gl.constexpr  # of a part
-    columns: gl.constexpr  # of all parts
-    size: gl.constexpr
+    flag: gl.tensor  # address of the timeout flag
+    cta: gl.tensor  # index of this CTA
+    width: gl.constexpr  # columns with values
+    stored: gl.constexpr  # columns that CTAs store, including zeros beyond the width
+    part: gl.constexpr  # columns of a part
+    capacity: gl.constexpr  # capacity of a part
+    columns: gl.constexpr  # capacity of all parts
+    size: gl.constexpr  # columns, padded to whole chunks
+    rows: gl.constexpr
+    blocks: gl.constexpr  # upper bound on the blocks published at once
 
     @gluon.constexpr_function
-    def __init__(self, memory, flag, sm, width, bits, parts=1, room=None, of_all=False):
-        self.memory, self.flag, self.sm = memory, flag, sm
-        room = width if room is None else room
+    def __init__(
+        self, memory, flag, cta, width, bits, rows, blocks, parts=1, capacity=None, of_all=False
+    ):
+        self.memory, self.flag, self.cta = memory, flag, cta
+        capacity = width if capacity is None else capacity
         self.stored = gl.constexpr(num_stored(width) if of_all else width)
         self.width, self.part = gl.constexpr(width), gl.constexpr(width // parts)
-        self.room, self.columns = gl.constexpr(room), gl.constexpr(parts * room)
-        self.size = gl.constexpr(num_chunks(parts * room, bits) * 1024)
+        self.capacity, self.columns = gl.constexpr(capacity), gl.constexpr(parts * capacity)
+        self.size = gl.constexpr(num_chunks(parts * capacity, bits) * 1024)
+        self.rows, self.blocks = gl.constexpr(rows), gl.constexpr(blocks)
 
     @gluon.jit
-    def publish(self, y, row, block, now, COUNT: gl.constexpr):
-        """Store COUNT blocks of lines from y's `row` on, and empty the buffer before this one."""
-        copy = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, COPIES)))[:, None, None]
-        i = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, COPIES)))[None, :, None] - row
-        line = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, COPIES)))[None, None, :]
-        line = (block + i) * CHUNK + self.sm * 8 + line
-        self.store(gl.expand_dims(y, 0), copy, line, (i >= 0) & (i < COUNT), now)
+    def publish(self, y, block, buffer, COUNT: gl.constexpr):
+        """Store the first COUNT blocks of y in both copies, and clear those of the previous buffer.
 
-    @gluon.jit
-    def store(self, y, copy, line, is_ours, now):
-        """Store y twice, and EMPTY twice into the buffer before: who is copy 0 to 3 does each."""
-        before = gl.where(now == 0, NUM_BUFFERS - 1, now - 1)
-        at = (gl.where(copy < 2, now, before) * 2 + copy % 2) * self.size + line
-        if self.room > self.part:
-            at += line // self.part * (self.room - self.part)
-        bits = y.to(gl.bfloat16).to(gl.int16, bitcast=True) | gl.where(copy < 2, 0, -1).to(gl.int16)
+        If several threads hold the same y, they share these four stores.
+        """
+        COPIES: gl.constexpr = num_copies(self.rows)
+        L: gl.constexpr = gl.SliceLayout(0, sums_layout(self.blocks, self.rows))
+        C: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
+        copy = gl.arange(0, COPIES, C)[:, None, None, None]
+        i, row, column = sum_indices(self.blocks, self.rows)
+        column = (block + i) * CHUNK + self.cta * 8 + column
+        bits = y.to(gl.bfloat16).to(gl.int16, bitcast=True)
         if self.stored > self.width:
-            bits = gl.where((line < self.width) | (copy >= 2), bits, 0)
-        is_ours = is_ours & (line < self.stored) & (copy < 4)
-        gl.store(self.memory + at, bits, mask=is_ours, eviction_policy="evict_last")
+            bits = gl.where(column < self.width, bits, 0).to(gl.int16)
+        offset = row * self.size + column
+        if self.capacity > self.part:
+            offset += column // self.part * (self.capacity - self.part)
+        is_ours = gl.expand_dims((i < COUNT) & (column < self.stored) & (row >= 0), 0)
+        bits, offset = gl.expand_dims(bits, 0), gl.expand_dims(offset, 0)
+        previous = gl.where(buffer == 0, NUM_BUFFERS - 1, buffer - 1)
+        for first in gl.static_range(0, 4, COPIES):
+            c = first + copy
+            base = (gl.where(c < 2, buffer, previous) * 2 + c % 2) * (self.rows * self.size)
+            value = bits | gl.where(c < 2, 0, -1).to(gl.int16)
+            gl.store(
+                self.memory + (base + offset), value, mask=is_ours & (c >= 0),
+                eviction_policy="evict_last",
+            )  # fmt: skip
 
     @gluon.jit
-    def place(self, now):
-        """Where this program reads."""
-        return self.memory + (now * 2 + self.sm % 2) * self.size
+    def address(self, buffer):
+        """Address of the copy that this CTA reads."""
+        return self.memory + (buffer * 2 + self.cta % 2) * (self.rows * self.size)
 
     @gluon.jit
-    def poll(self, now):
-        """Read the whole vector: of each chunk, two words in a thread."""
-        return self.poll_chunks(now, 0, self.size // CHUNK)
+    def poll(self, buffer, first, N: gl.constexpr):
+        """Poll N chunks of all rows: a thread gets two words of each chunk."""
+        return self.poll_from(first * CHUNK + thread_index() * 4, buffer, N, CHUNK)
 
     @gluon.jit
-    def poll_chunks(self, now, first: gl.constexpr, N: gl.constexpr):
-        return self.poll_from(first * CHUNK + thread_index() * 4, now, N, CHUNK)
-
-    @gluon.jit
-    def poll_from(self, column, now, N: gl.constexpr, STEP: gl.constexpr):
-        """Read two words from each thread's column on, and N - 1 times more, STEP columns on."""
-        places = (self.place(now) + column).to(gl.int64)
+    def poll_from(self, column, buffer, N: gl.constexpr, STEP: gl.constexpr):
+        """Poll N pairs of words for each row, the first at `column`, the others STEP columns on."""
+        COUNT: gl.constexpr = 2 * N * self.rows
+        addresses = (self.address(buffer) + column).to(gl.int64)
         return gl.inline_asm_elementwise(
-            poll_asm(N, 2 * STEP, 2),
-            registers(2 * N, 2),
-            [places, places * 0 + self.flag.to(gl.int64)],
-            words_type(2 * N),
+            poll_pairs_asm(pair_offsets(self.rows, self.size, N, STEP)),
+            registers(COUNT, 2),
+            [addresses, addresses * 0 + self.flag.to(gl.int64)],
+            words_type(COUNT),
             False,
             1,
         )
 
     @gluon.jit
-    def take(self, now, BITS: gl.constexpr):
-        """Read the vector into shared memory, in pieces for weights of so many bits."""
-        N: gl.constexpr = self.size // CHUNK
-        words = self.poll(now)
+    def stage_chunks(self, buffer, first, N: gl.constexpr, BITS: gl.constexpr):
+        """Poll N chunks and stage them in shared memory, as pieces for weights of BITS bits."""
+        words = self.poll(buffer, first, N)
         staged = ()
         for k in gl.static_range(N):
-            first, second = words[2 * k], words[2 * k + 1]
-            if BITS == 16:
-                staged = stage_words(staged, first, second)
-            else:
-                staged = stage(staged, k, four_floats(first, second), BITS)
+            rows = ()
+            for r in gl.static_range(self.rows):
+                one, other = words[2 * (r * N + k)], words[2 * (r * N + k) + 1]
+                rows = rows + (four_floats(one, other),)
+            staged = stage(staged, k, rows, BITS)
         return staged
 
     @gluon.jit
     def load_norm(self, weight):
-        """Load the norm's weight for `take_normed` ahead of time; it is padded to whole chunks."""
-        factors = ()
+        """Load the norm's weight, which is padded to whole chunks, ahead of `stage_normed`."""
+        norm_weights = ()
         for k in gl.static_range(self.size // CHUNK):
-            factors = factors + (gl.load(weight + k * 256 + thread_index()),)
-        return factors
+            norm_weights = norm_weights + (gl.load(weight + k * 256 + thread_index()),)
+        return norm_weights
 
     @gluon.jit
-    def take_normed(self, now, factors, eps, BITS: gl.constexpr):
-        """Stage x times the norm's weight; what is left of the norm is the factor returned."""
+    def stage_normed(self, buffer, norm_weights, eps, BITS: gl.constexpr):
+        """Poll x and stage it times the norm's weight; also return each row's 1 / RMS."""
         N: gl.constexpr = self.size // CHUNK
-        words = self.poll(now)
-        total = gl.zeros([8], gl.float32, gl.SliceLayout(1, THREADS))
-        staged = ()
+        words = self.poll(buffer, 0, N)
+        squares, staged = (), ()
+        for _ in gl.static_range(self.rows):
+            squares = squares + (gl.zeros([8, 32], gl.float32, THREADS),)
         for k in gl.static_range(N):
-            x = four_floats(words[2 * k], words[2 * k + 1])
-            w = four_floats(factors[k].to(gl.int32), (factors[k] >> 32).to(gl.int32))
-            staged = stage(staged, k, x * w, BITS)
-            total += gl.convert_layout(gl.sum(x * x, 1), gl.SliceLayout(1, THREADS))
-        squares = gl.allocate_shared_memory(gl.float32, [8], S1)
-        squares.store(total)
-        mean = gl.sum(squares.load(EIGHT), 0) / self.width
-        return staged, gl.rsqrt(mean + eps)
+            w = four_floats(norm_weights[k].to(gl.int32), (norm_weights[k] >> 32).to(gl.int32))
+            rows, more = (), ()
+            for r in gl.static_range(self.rows):
+                one, other = words[2 * (r * N + k)], words[2 * (r * N + k) + 1]
+                more = more + (squares[r] + (square(one) + square(other)),)
+                rows = rows + (four_floats(one, other) * w,)
+            squares = more
+            staged = stage(staged, k, rows, BITS)
+        memory = gl.allocate_shared_memory(gl.float32, [self.rows, 8], S2)
+        memory.permute([1, 0]).store(gl.sum(stacked(squares), 1))
+        L: gl.constexpr = sums_layout(self.blocks, self.rows)
+        P: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, L)))
+        mean = gl.sum(memory.permute([1, 0]).load(P), 0) / self.width
+        SUMS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, L))
+        R: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
+        mean = gl.convert_layout(mean, R, assert_trivial=True)
+        return staged, gl.rsqrt(mean + eps)[None, :, None]
+
+
+@gluon.jit
+def square(words):
+    """Sum of the squares of both bfloat16 in each word."""
+    return low(words) * low(words) + high(words) * high(words)
 
 
 @gluon.jit
 def four_floats(first, second):
-    """Four bfloat16 of two words, for each of 256 threads: [8, 128]."""
+    """The four bfloat16 of two words in each of 256 threads, as float32 [8, 128]."""
     pairs = gl.join(gl.join(low(first), low(second)), gl.join(high(first), high(second)))
     return gl.reshape(pairs, [8, 128])
 
 
 @aggregate
 class Exchanges:
-    """What programs hand each other in a layer."""
+    """The vectors that CTAs exchange in a layer."""
 
-    x: Exchange  # the residual before attention
+    x: Exchange  # residual stream before attention
     qkv: Exchange
     attended: Exchange
-    y: Exchange  # the residual before the MLP
+    y: Exchange  # residual stream before the MLP
     gated: Exchange
-    routed: Exchange  # logits of experts; without any, something else
+    router_logits: Exchange  # router logits; unused without experts
 
     @gluon.constexpr_function
-    def __init__(self, x, qkv, attended, y, gated, routed):
+    def __init__(self, x, qkv, attended, y, gated, router_logits):
         self.x, self.qkv, self.attended, self.y, self.gated = x, qkv, attended, y, gated
-        self.routed = routed
+        self.router_logits = router_logits
 
 
 @gluon.jit
-def make_exchanges(memories, flag, sm, SHAPE: gl.constexpr):
-    x, qkv, _, attended, y, gated, routed = memories
+def make_exchanges(memories, flag, cta, SHAPE: gl.constexpr, ROWS: gl.constexpr):
+    x, qkv, _, attended, y, gated, router_logits = memories
     BITS: gl.constexpr = SHAPE.bits
+    B: gl.constexpr = num_sum_blocks(SHAPE, ROWS)
+    PARTS: gl.constexpr = gated_parts(SHAPE)
     return Exchanges(
-        Exchange(x, flag, sm, SHAPE.hidden, BITS, of_all=True),
-        Exchange(qkv, flag, sm, qkv_width(SHAPE), 16),
-        Exchange(attended, flag, sm, q_width(SHAPE), BITS),
-        Exchange(y, flag, sm, SHAPE.hidden, BITS, of_all=True),
-        Exchange(gated, flag, sm, SHAPE.mlp, BITS, gated_parts(SHAPE), gated_room(SHAPE)),
-        Exchange(routed, flag, sm, SHAPE.experts.num_experts, 16),
+        Exchange(x, flag, cta, SHAPE.hidden, BITS, ROWS, B, of_all=True),
+        Exchange(qkv, flag, cta, qkv_width(SHAPE), 16, ROWS, B),
+        Exchange(attended, flag, cta, q_width(SHAPE), BITS, ROWS, B),
+        Exchange(y, flag, cta, SHAPE.hidden, BITS, ROWS, B, of_all=True),
+        Exchange(gated, flag, cta, SHAPE.mlp, BITS, ROWS, B, PARTS, gated_capacity(SHAPE)),
+        Exchange(router_logits, flag, cta, SHAPE.experts.num_experts, 16, ROWS, B),
     )

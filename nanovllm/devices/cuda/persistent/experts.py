@@ -1,7 +1,8 @@
-"""Experts in the persistent step: which of them a token goes to, and how their weights are found.
+"""Experts in the persistent step: how they are chosen, and how their weights are located.
 
-The gates of the chosen experts are the lines of one wide MLP, one expert after another, and so are
-the columns of their outputs. Only who loads must know whose they are. See docs/persistent-step.md.
+The chosen experts form one wide MLP: the rows of gate and up, and the columns of down, are those of
+one expert after another. Only the loading warp needs to know which expert they belong to. See
+docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
@@ -18,26 +19,26 @@ from nanovllm.devices.cuda.persistent.sizes import (
 )
 from nanovllm.devices.cuda.persistent.stream import LANES
 
-HIGH, LOW = gl.constexpr(-65536), gl.constexpr(0xFFFF)  # bits of a key: its logit, its expert
+HIGH, LOW = gl.constexpr(-65536), gl.constexpr(0xFFFF)  # masks of a key: its logit, its expert
 LOWEST = gl.constexpr(-(1 << 31))
 
 
 @gluon.constexpr_function
-def meets(place, room, chunk):
-    """Whether the columns of the expert in a place lie in a chunk."""
-    return place * room < (chunk + 1) * 1024 and (place + 1) * room > chunk * 1024
+def overlaps(rank, capacity, chunk):
+    """Whether a chunk has columns of the expert of a rank; each expert has `capacity` columns."""
+    return rank * capacity < (chunk + 1) * 1024 and (rank + 1) * capacity > chunk * 1024
 
 
 @aggregate
 class Experts:
-    """The experts that were chosen in a layer, the best first, in one of 32 places each."""
+    """The experts chosen in a layer, ranked from the largest logit down; there are up to 32."""
 
-    ids: gl.shared_memory_descriptor  # [8 warps, 32], of which each has all
+    ids: gl.shared_memory_descriptor  # [8 warps, 32]: a copy for each warp
     weights: gl.shared_memory_descriptor  # [32, 8 warps]
-    chosen: gl.shared_memory_descriptor  # a barrier: they are there
+    chosen: gl.shared_memory_descriptor  # an mbarrier: the ids are stored
     count: gl.constexpr
     top_k: gl.constexpr
-    size: gl.constexpr  # of an expert's MLP
+    size: gl.constexpr  # intermediate size of one expert
     is_normalized: gl.constexpr
 
     @gluon.constexpr_function
@@ -48,15 +49,15 @@ class Experts:
         self.size, self.is_normalized = gl.constexpr(size), gl.constexpr(is_normalized)
 
     @gluon.jit
-    def choose(self, routed, now):
-        """Wait for the router's logits, and tell who loads which experts are the best.
+    def choose(self, router_logits, buffer):
+        """Poll the router's logits, and tell the loading warp the top-k experts.
 
-        Every warp does so by itself. A key is an integer that grows with a logit, and behind it an
-        expert's number, of which of two logits alike the smaller one counts.
+        Every warp finds them independently. A key is an integer that grows with the logit in its
+        upper half; of equal logits, the expert with the smaller index has the larger key.
         """
         N: gl.constexpr = (self.count + 127) // 128
         lane = thread_index() % 32
-        words = routed.poll_from(lane * 4, now, N, 128)
+        words = router_logits.poll_from(lane * 4, buffer, N, 128)
         keys = ()
         for n in gl.static_range(N):
             for j in gl.static_range(4):
@@ -66,15 +67,15 @@ class Experts:
                 keys = keys + (gl.where(expert < self.count, key, LOWEST),)
         found = lane * 0 + LOWEST
         left = keys
-        for place in gl.static_range(self.top_k):
+        for rank in gl.static_range(self.top_k):
             best = gl.expand_dims(gl.max(largest(left), 1), 1)
-            found = gl.where(lane == place, best, found)
+            found = gl.where(lane == rank, best, found)
             left = without(left, best)
-        self.keep(keys, found, lane)
+        self.store_chosen(keys, found, lane)
 
     @gluon.jit
-    def keep(self, keys, found, lane):
-        """Put the experts of the best keys into shared memory, and then their weights."""
+    def store_chosen(self, keys, found, lane):
+        """Store the ids of the chosen experts in shared memory, and then their weights."""
         self.ids._reinterpret(gl.int32, [8, 32], S2).store(LOW - (found & LOW))
         gl.thread_barrier()
         mbarrier.arrive(self.chosen, count=1)
@@ -91,93 +92,105 @@ class Experts:
         weights.store((odds / total).to(gl.bfloat16).to(gl.float32))
 
     @gluon.jit
-    def weight(self, place: gl.constexpr):
-        found = self.weights.index(place).load(gl.SliceLayout(1, THREADS))
+    def weight(self, rank: gl.constexpr):
+        found = self.weights.index(rank).load(gl.SliceLayout(1, THREADS))
         return gl.expand_dims(found, 1)
 
     @gluon.jit
-    def take(self, gated, now, BITS: gl.constexpr):
-        """Stage what the experts' gates gave, each times its expert's weight.
+    def stage_gated(self, gated, buffer, BITS: gl.constexpr):
+        """Poll and stage the gated values, multiplied by the weights of their experts.
 
-        What was multiplied first is staged while the rest is on its way.
+        The first half is staged while the second is still being computed.
         """
         N: gl.constexpr = gated.size // CHUNK
-        words = gated.poll_chunks(now, 0, N // 2) if N > 1 else ()
+        words = gated.poll(buffer, 0, N // 2) if N > 1 else ()
         staged = ()
         for k in gl.static_range(N):
             if k == N // 2:
-                words = words + gated.poll_chunks(now, N // 2, N - N // 2)
+                words = words + gated.poll(buffer, N // 2, N - N // 2)
             column = k * CHUNK + thread_index() * 4
             w = column * 0.0
-            for place in gl.static_range(self.top_k):
-                if meets(place, gated.room, k):
-                    w = gl.where(column >= place * gated.room, self.weight(place), w)
+            for rank in gl.static_range(self.top_k):
+                if overlaps(rank, gated.capacity, k):
+                    w = gl.where(column >= rank * gated.capacity, self.weight(rank), w)
             pair = gl.join(w, w)
-            factors = gl.reshape(gl.join(pair, pair), [8, 128])
-            x = four_floats(words[2 * k], words[2 * k + 1]) * factors
-            staged = stage(staged, k, x, BITS)
+            expert_weights = gl.reshape(gl.join(pair, pair), [8, 128])
+            x = four_floats(words[2 * k], words[2 * k + 1]) * expert_weights
+            staged = stage(staged, k, (x,), BITS)
         return staged
 
     @gluon.jit
     def wait(self, layer):
-        """Return the experts' places among those of all layers, once they are chosen."""
+        """Wait until the experts are chosen; return their indices among those of all layers."""
         mbarrier.wait(self.chosen, layer & 1)
         return layer * self.count + self.ids.index(0).load(LANES)
 
     @gluon.jit
     def fetch_down(
-        self, stream, weights, experts, t, g, owners, LINES: gl.constexpr, BLOCKS: gl.constexpr,
-        LINE: gl.constexpr, GROUP: gl.constexpr,
+        self, stream, weights, experts, t, g, owners, HIDDEN: gl.constexpr, BLOCKS: gl.constexpr,
+        FORMAT: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr,
     ):  # fmt: skip
-        """Ask for tiles whose columns are of one chosen expert after another, in pieces."""
-        TILES: gl.constexpr = LINE.tiles
-        rows = experts * LINES + stream.sm * 8
-        for block in range(BLOCKS):
-            is_there = block * CHUNK + stream.sm * 8 < LINES
-            for tile in gl.static_range(TILES):
-                group = g + (block * TILES + tile) // GROUP
-                owners = stream.claim(t, group, owners, LINE, stream.flying)
-                self.fetch_pieces(
-                    stream, weights, t, is_there, rows + block * CHUNK, 16 * tile, LINE
-                )
-                t += 1
+        """Start the TMA copies of tiles whose columns are those of one chosen expert after another.
+
+        The `down` of an expert has HIDDEN weight rows.
+        """
+        TILES: gl.constexpr = FORMAT.tiles
+        rows = experts * HIDDEN + stream.cta * 8
+        for first in gl.static_range(0, TILES, COLUMNS):
+            for block in range(BLOCKS):
+                is_in_bounds = block * CHUNK + stream.cta * 8 < HIDDEN
+                for i in gl.static_range(COLUMNS):
+                    group = g + (first * BLOCKS + block * COLUMNS + i) // GROUP
+                    owners = stream.claim(t, group, owners, FORMAT, stream.in_flight)
+                    block_rows = rows + block * CHUNK
+                    self.fetch_pieces(
+                        stream, weights, t, is_in_bounds, block_rows, 16 * (first + i), FORMAT
+                    )
+                    t += 1
         return t, g + BLOCKS * TILES // GROUP, owners
 
     @gluon.jit
     def fetch_pieces(
-        self, stream, weights, t, is_there, rows, first: gl.constexpr, LINE: gl.constexpr
+        self, stream, weights, t, is_in_bounds, rows, first: gl.constexpr, FORMAT: gl.constexpr
     ):
-        """Ask for a tile from a line's segment on, of 128 bytes: no piece crosses two experts."""
-        S: gl.constexpr = expert_segments(self.size, LINE.bits)
-        N: gl.constexpr = piece_segments(self.size, LINE.bits)
-        G: gl.constexpr = 8 * segment_groups(LINE.bits)  # factors of a segment
-        for at in gl.static_range(0, 8 * LINE.halves, N):
-            is_ours = is_there & ((first + at) // S < self.top_k)
-            row = pick(rows, (first + at) // S)
-            place = (row // 8 * S + (first + at) % S) * G
-            stream.copy(weights, t, is_ours, row, (first + at) % S, place, at, N, LINE)
+        """Copy a tile piece by piece, from segment `first` on; each piece is of a single expert."""
+        S: gl.constexpr = expert_segments(self.size, FORMAT.bits)
+        N: gl.constexpr = piece_segments(self.size, FORMAT.bits)
+        G: gl.constexpr = 8 * segment_groups(FORMAT.bits)  # scales of a segment
+        for target in gl.static_range(0, 8 * FORMAT.halves, N):
+            is_ours = is_in_bounds & ((first + target) // S < self.top_k)
+            row = pick(rows, (first + target) // S)
+            scale_offset = (row // 8 * S + (first + target) % S) * G
+            stream.copy(
+                weights, t, is_ours, row, (first + target) % S, scale_offset, target, N, FORMAT
+            )
 
 
 @aggregate
-class ExpertLines:
-    """The gates of the chosen experts, and what they gate, as the parts of one wide MLP."""
+class ExpertRows:
+    """The weight rows of gate and up of the chosen experts, as those of one wide MLP."""
 
-    experts: gl.tensor  # among those of all layers
-    count: gl.constexpr  # of lines
-    part: gl.constexpr  # an expert's
+    experts: gl.tensor  # indices among the experts of all layers
+    count: gl.constexpr  # weight rows of gate, over all chosen experts
+    part: gl.constexpr  # weight rows of gate of one expert
 
     @gluon.constexpr_function
     def __init__(self, experts, count, part):
         self.experts, self.count, self.part = experts, gl.constexpr(count), gl.constexpr(part)
 
     @gluon.jit
-    def find(self, line):
-        return pick(self.experts, line // self.part) * (2 * self.part) + line % self.part
+    def find(self, weight_row):
+        return (
+            pick(self.experts, weight_row // self.part) * (2 * self.part) + weight_row % self.part
+        )
 
 
 @gluon.jit
 def in_order(bits):
-    """Bits of floats as integers of the same order, -0 before 0; bits of no bfloat16 stay."""
+    """Map bfloat16 bits (upper half) to integers in the same order; the lower half is unchanged.
+
+    -0 comes before 0. The mapping is its own inverse.
+    """
     return bits ^ ((bits >> 31) & 0x7FFF0000)
 
 
@@ -203,6 +216,6 @@ def without(keys, best):
 
 
 @gluon.jit
-def pick(values, place):
-    """A warp's value in a place."""
-    return gl.sum(gl.where(gl.arange(0, 32, LANES) == place, values, 0), 0)
+def pick(values, lane):
+    """The value in lane `lane` of a warp."""
+    return gl.sum(gl.where(gl.arange(0, 32, LANES) == lane, values, 0), 0)

@@ -1,7 +1,7 @@
-"""A whole decode step of one sequence as one kernel: the phases of a layer, and their loads.
+"""The persistent kernel: the phases of a layer, and the order in which weights are loaded.
 
-128 programs stay on a multiprocessor each. One warp of a program asks for its weights, eight do
-everything else. docs/persistent-step.md has the picture.
+Each of the 128 CTAs stays on its SM for the whole step. One warp of a CTA starts the TMA copies of
+its weights, the other eight do everything else. docs/persistent-step.md has a picture.
 """
 
 from triton.experimental import gluon
@@ -13,63 +13,61 @@ from nanovllm.devices.cuda.persistent.attention import Attention
 from nanovllm.devices.cuda.persistent.exchange import (
     CHUNK,
     NUM_BUFFERS,
-    PREFETCH_AND_KEEP,
     S1,
-    S3,
-    block_index,
+    S4,
     fence,
-    line_index,
     make_exchanges,
-    prefetch,
-    thread_index,
+    sum_indices,
 )
-from nanovllm.devices.cuda.persistent.experts import ExpertLines, Experts
-from nanovllm.devices.cuda.persistent.products import FACTORS
+from nanovllm.devices.cuda.persistent.experts import ExpertRows, Experts
+from nanovllm.devices.cuda.persistent.products import SCALES, by_row
 from nanovllm.devices.cuda.persistent.sizes import (
     ExpertsShape,
     StepShape,
     blocks_at_once,
-    factor_piece,
-    gated_at_once,
+    format_of,
+    gate_blocks_at_once,
     gated_width,
     group_tiles,
     head_blocks_at_once,
-    line_of,
     num_blocks,
-    num_flying,
     num_head_blocks,
+    num_in_flight,
     num_slots,
-    num_splits,
+    num_sum_blocks,
+    output_group,
     q_width,
     qkv_width,
-    slot_factors,
+    scale_piece,
+    slot_scales,
+    tiles_at_once,
 )
 from nanovllm.devices.cuda.persistent.stream import (
-    HEAD_FLYING,
+    HEAD_IN_FLIGHT,
     LANES,
     NUM_USED,
     RING,
     RING_WORDS,
-    Lines,
     Stream,
-    add_up,
-    spread,
-    total,
+    WeightRows,
+    no_sums,
+    reduce_sums,
+    store_sums,
 )
 
 
 @aggregate
 class Parameters:
-    """The small ones; hidden sizes are padded to whole chunks."""
+    """Norm weights, biases and constants; hidden sizes are padded to whole chunks."""
 
     norms: gl.tensor  # [layers, 2, hidden], four bfloat16 in an element
     final_norm: gl.tensor
-    qk_norms: gl.tensor  # [layers, 2, dim], two bfloat16 in an element
-    qkv_bias: gl.tensor  # [layers, q + k + v]; without one, or norms of q and k, something else
-    rope: gl.tensor  # this position's cosines and sines
+    qk_norms: gl.tensor  # [layers, 2, dim], two bfloat16 in an element; unused without norms
+    qkv_bias: gl.tensor  # [layers, q + k + v]; unused without biases
+    rope: gl.tensor  # [positions, 2, dim / 2]: cosines and sines
     eps: gl.tensor
-    scale: gl.tensor  # of the scores, for powers of two
-    has_norm: gl.constexpr  # of q and k
+    scale: gl.tensor  # softmax scale times log2(e), for exp2
+    has_norm: gl.constexpr  # whether q and k are normalized
     has_bias: gl.constexpr
 
     @gluon.constexpr_function
@@ -80,231 +78,307 @@ class Parameters:
 
 
 @gluon.jit
-def next_buffer(now):
-    return gl.where(now == NUM_BUFFERS - 1, 0, now + 1)
+def next_buffer(buffer):
+    return gl.where(buffer == NUM_BUFFERS - 1, 0, buffer + 1)
 
 
 @gluon.jit
-def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
-    """x -> q, k and v."""
-    B: gl.constexpr = num_blocks(given.qkv.width)
-    LINE: gl.constexpr = line_of(given.x.width, stream.bits)
-    N: gl.constexpr = blocks_at_once(B, LINE)
-    held = stream.grab_early(t, g, B, LINE, stream.flying)
-    x, factor = given.x.take_normed(x_now, norm, parameters.eps, stream.bits)
-    held_x = stream.hold_x(x, LINE)
+def project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buffer):
+    """Project x to q, k and v, and publish them."""
+    B: gl.constexpr = num_blocks(exchanges.qkv.width)
+    FORMAT: gl.constexpr = format_of(exchanges.x.width, stream.bits, stream.rows)
+    N: gl.constexpr = blocks_at_once(B, FORMAT)
+    resident = stream.load_tiles_early(t, g, B, FORMAT, stream.in_flight)
+    x, inv_rms = exchanges.x.stage_normed(x_buffer, norm, parameters.eps, stream.bits)
+    x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, N, LINE, stream.flying)
-        y = add_up(stream.sums, sums, 0, N) * factor
+        sums = stream.products(t, g, resident, x, x_registers, N, FORMAT, stream.in_flight)
+        y = stream.reduce(sums, N) * inv_rms
         if parameters.has_bias:
-            line = (i * N + block_index()) * CHUNK + stream.sm * 8 + line_index()
-            is_ours = (block_index() < N) & (line < given.qkv.width)
-            bias = parameters.qkv_bias + layer * given.qkv.width + line
+            block, row, column = sum_indices(stream.blocks, stream.rows)
+            column = (i * N + block) * CHUNK + stream.cta * 8 + column
+            is_ours = (block < N) & (column < exchanges.qkv.width) & (row >= 0)
+            bias = parameters.qkv_bias + layer * exchanges.qkv.width + column + row * 0
             y += gl.load(bias, mask=is_ours, other=0.0).to(gl.float32)
-        given.qkv.publish(y, 0, i * N, now, N)
-        t += N * LINE.tiles
-        g += N * LINE.tiles // group_tiles(N, LINE)
+        exchanges.qkv.publish(y, i * N, buffer, N)
+        t += N * FORMAT.tiles
+        g += N * FORMAT.tiles // group_tiles(N, FORMAT)
     return t, g
 
 
 @gluon.jit
-def route(stream, t, g, given, norm, parameters, experts, now):
-    """Choose the experts of y, and stage it for them while the logits are on their way."""
-    LINE: gl.constexpr = line_of(given.y.width, 16)
-    x, factor = given.y.take_normed(now, norm, parameters.eps, 16)
-    sums = stream.products(t, g, (), x, ((), ()), 1, LINE, stream.flying)
-    given.routed.publish(add_up(stream.sums, sums, 0, 1) * factor, 0, 0, now, 1)
+def route(stream, t, g, exchanges, norm, parameters, experts, buffer):
+    """Choose the experts of y, and stage y for them while the logits are being exchanged."""
+    FORMAT: gl.constexpr = format_of(exchanges.y.width, 16)
+    x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, 16)
+    sums = stream.products(t, g, (), x, ((), ()), 1, FORMAT, stream.in_flight)
+    exchanges.router_logits.publish(stream.reduce(sums, 1) * inv_rms, 0, buffer, 1)
     if stream.bits < 16:
-        x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
-    experts.choose(given.routed, now)
-    return x, factor, t + LINE.tiles, g + LINE.tiles // group_tiles(1, LINE)
+        x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, stream.bits)
+    experts.choose(exchanges.router_logits, buffer)
+    return x, inv_rms, t + FORMAT.tiles, g + FORMAT.tiles // group_tiles(1, FORMAT)
 
 
 @gluon.jit
-def project_back(
-    stream, t, g, source, target, residual, experts, now, target_now, GATED: gl.constexpr
+def project_output(
+    stream, t, g, source, target, residual, experts, buffer, target_buffer, GATED: gl.constexpr
 ):
-    """Add a projection of source to the residual: o after attention, down after the gate."""
+    """Add a projection of `source` to the residual stream: `o`, or `down` if GATED."""
     bits: gl.constexpr = stream.bits
     B: gl.constexpr = num_blocks(target.width)
-    LINE: gl.constexpr = line_of(source.columns, bits)
-    N: gl.constexpr = blocks_at_once(B, LINE)
-    HAS_WEIGHTS: gl.constexpr = GATED and experts.count > 0
-    PIECE: gl.constexpr = factor_piece(experts.size, bits) if HAS_WEIGHTS else 8
-    held = stream.grab_early(t, g, B, LINE, stream.flying, PIECE)
-    x = experts.take(source, now, bits) if HAS_WEIGHTS else source.take(now, bits)
-    held_x = stream.hold_x(x, LINE)
-    for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, N, LINE, stream.flying, PIECE)
-        added = residual + add_up(stream.sums, sums, i * N, N)
-        row = block_index() - i * N
-        is_new = (row >= 0) & (row < N)
-        residual = gl.where(is_new, added.to(gl.bfloat16).to(gl.float32), residual)
-        target.publish(residual, i * N, i * N, target_now, N)
-        t += N * LINE.tiles
-        g += N * LINE.tiles // group_tiles(N, LINE)
-    return residual, t, g
+    FORMAT: gl.constexpr = format_of(source.columns, bits, stream.rows)
+    OF_EXPERTS: gl.constexpr = GATED and experts.count > 0
+    PIECE: gl.constexpr = scale_piece(experts.size, bits) if OF_EXPERTS else 8
+    resident = stream.load_tiles_early(t, g, B, FORMAT, stream.in_flight, PIECE)
+    sums = ()
+    if len(resident) > 0:
+        x = (
+            experts.stage_gated(source, buffer, bits)
+            if OF_EXPERTS
+            else stage_all(source, buffer, bits)
+        )
+        sums = stream.products(
+            t, g, resident, x, stream.load_x_registers(x, FORMAT), B, FORMAT, stream.in_flight,
+            PIECE,
+        )  # fmt: skip
+        g += 1
+    else:
+        N: gl.constexpr = tiles_at_once(B, FORMAT)
+        CHUNKS: gl.constexpr = N * source.size // CHUNK // FORMAT.tiles
+        totals = ()
+        for _ in gl.static_range(B):
+            totals = totals + (no_sums(FORMAT),)
+        if OF_EXPERTS:
+            x = experts.stage_gated(source, buffer, bits)
+            PIECES: gl.constexpr = N * FORMAT.halves
+            for i in gl.static_range(FORMAT.tiles // N):
+                part = x[i * PIECES : (i + 1) * PIECES]
+                totals, g = add_columns(stream, t + i * N * B, g, part, totals, N, FORMAT, PIECE)
+        else:
+            for i in range(FORMAT.tiles // N):
+                part = source.stage_chunks(buffer, i * CHUNKS, CHUNKS, bits)
+                totals, g = add_columns(stream, t + i * N * B, g, part, totals, N, FORMAT, PIECE)
+        for b in gl.static_range(B):
+            sums = sums + (by_row(totals[b], bits),)
+    residual = (residual + stream.reduce(sums, B)).to(gl.bfloat16).to(gl.float32)
+    target.publish(residual, 0, target_buffer, num_blocks(target.stored))
+    return residual, t + B * FORMAT.tiles, g
 
 
 @gluon.jit
-def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
-    """y -> the gated values: blocks of gate and up lie in turn."""
+def stage_all(source, buffer, BITS: gl.constexpr):
+    return source.stage_chunks(buffer, 0, source.size // CHUNK, BITS)
+
+
+@gluon.jit
+def add_columns(
+    stream, t, g, x, totals, N: gl.constexpr, FORMAT: gl.constexpr, PIECE: gl.constexpr
+):
+    """Add the products of N tiles of every block and their part of x."""
+    x_registers = stream.load_x_registers(x, FORMAT)
+    # Not unrolled: the code of all phases must fit into the instruction cache.
+    for b in range(len(totals)):
+        own = totals[0]
+        for k in gl.static_range(1, len(totals)):
+            own = select(b == k, totals[k], own)
+        own = stream.add_tiles(
+            t + b * N, g + b, x, x_registers, 0, N, own, FORMAT, stream.in_flight, PIECE
+        )
+        found = ()
+        for k in gl.static_range(len(totals)):
+            found = found + (select(b == k, own, totals[k]),)
+        totals = found
+    return totals, g + len(totals)
+
+
+@gluon.jit
+def select(condition, ours, others):
+    """Elementwise `where` on two tuples of tensors."""
+    found = ()
+    for k in gl.static_range(len(ours)):
+        found = found + (gl.where(condition, ours[k], others[k]),)
+    return found
+
+
+@gluon.jit
+def project_gate_up(stream, t, g, exchanges, norm, parameters, experts, buffer):
+    """Project y to gate and up, whose blocks alternate, and publish silu(gate) * up."""
     if experts.count > 0:
-        x, factor, t, g = route(stream, t, g, given, norm, parameters, experts, now)
-    B: gl.constexpr = num_blocks(given.gated.width)
-    LINE: gl.constexpr = line_of(given.y.width, stream.bits)
-    N: gl.constexpr = gated_at_once(B, LINE, experts.count > 0)
-    held = stream.grab_early(t, g, 2 * B, LINE, stream.flying)
+        x, inv_rms, t, g = route(stream, t, g, exchanges, norm, parameters, experts, buffer)
+    B: gl.constexpr = num_blocks(exchanges.gated.width)
+    FORMAT: gl.constexpr = format_of(exchanges.y.width, stream.bits, stream.rows)
+    N: gl.constexpr = gate_blocks_at_once(B, FORMAT, experts.count > 0)
+    resident = stream.load_tiles_early(t, g, 2 * B, FORMAT, stream.in_flight)
     if experts.count == 0:
-        x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
-    held_x = stream.hold_x(x, LINE)
+        x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, stream.bits)
+    x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, 2 * N, LINE, stream.flying)
-        spread(stream.sums, sums, 0, 0, 2, N)
-        spread(stream.more_sums, sums, 0, 1, 2, N)
-        gate, up = total(stream.sums) * factor, total(stream.more_sums) * factor
-        given.gated.publish(gate / (1.0 + gl.exp(-gate)) * up, 0, i * N, now, N)
-        t += 2 * N * LINE.tiles
-        g += 2 * N * LINE.tiles // group_tiles(2 * N, LINE)
+        sums = stream.products(t, g, resident, x, x_registers, 2 * N, FORMAT, stream.in_flight)
+        store_sums(stream.sums, sums, 0, 2, N, stream.rows)
+        store_sums(stream.more_sums, sums, 1, 2, N, stream.rows)
+        gate = reduce_sums(stream.sums, stream.blocks, stream.rows) * inv_rms
+        up = reduce_sums(stream.more_sums, stream.blocks, stream.rows) * inv_rms
+        exchanges.gated.publish(gate / (1.0 + gl.exp(-gate)) * up, i * N, buffer, N)
+        t += 2 * N * FORMAT.tiles
+        g += 2 * N * FORMAT.tiles // group_tiles(2 * N, FORMAT)
     return t, g
 
 
 @gluon.jit
-def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.constexpr):
-    LINE: gl.constexpr = line_of(given.x.width, 16)
-    C: gl.constexpr = LINE.tiles
+def project_logits(stream, t, g, exchanges, parameters, x_buffer, logits, VOCAB: gl.constexpr):
+    FORMAT: gl.constexpr = format_of(exchanges.x.width, 16, stream.rows)
+    C: gl.constexpr = FORMAT.tiles
     N: gl.constexpr = head_blocks_at_once(C)
-    norm = given.x.load_norm(parameters.final_norm)
-    x, factor = given.x.take_normed(x_now, norm, parameters.eps, 16)
-    held_x = stream.hold_x(x, LINE)
+    norm = exchanges.x.load_norm(parameters.final_norm)
+    x, inv_rms = exchanges.x.stage_normed(x_buffer, norm, parameters.eps, 16)
+    x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(num_head_blocks(VOCAB, C) // N):
-        sums = stream.products(t, g, (), x, held_x, N, LINE, HEAD_FLYING)
-        y = add_up(stream.sums, sums, 0, N) * factor
-        line = (i * N + block_index()) * CHUNK + stream.sm * 8 + line_index()
-        gl.store(logits + line, y.to(gl.bfloat16), mask=(block_index() < N) & (line < VOCAB))
+        sums = stream.products(t, g, (), x, x_registers, N, FORMAT, HEAD_IN_FLIGHT)
+        y = stream.reduce(sums, N) * inv_rms
+        block, row, column = sum_indices(stream.blocks, stream.rows)
+        column = (i * N + block) * CHUNK + stream.cta * 8 + column
+        is_ours = (block < N) & (column < VOCAB) & (row >= 0)
+        gl.store(logits + (row * VOCAB + column), y.to(gl.bfloat16), mask=is_ours)
         t += N * C
-        g += N * C // group_tiles(N, LINE)
+        g += N * C // group_tiles(N, FORMAT)
 
 
 @gluon.jit
-def prefetch_layer(given, attention, parameters, k_cache, v_cache, place, layer, later, stride):
-    """Ask for what the next layer loads beside its weights, before they crowd memory."""
-    skip = (later - layer).to(gl.int64) * stride
-    attention.prefetch(k_cache + skip, v_cache + skip, place)
-    NORMS: gl.constexpr = 2 * (given.x.size // CHUNK)  # elements of a thread
-    at = parameters.norms + later * (256 * NORMS)
-    prefetch(at + thread_index() * NORMS, PREFETCH_AND_KEEP)
-    if parameters.has_norm:
-        at = parameters.qk_norms + later * attention.dim
-        prefetch(at + thread_index() % attention.dim, PREFETCH_AND_KEEP)
-    if parameters.has_bias:
-        BIAS: gl.constexpr = (given.qkv.width + 255) // 256
-        at = gl.minimum(thread_index() * BIAS, given.qkv.width - 1)
-        at = parameters.qkv_bias + later * given.qkv.width + at
-        prefetch(at, PREFETCH_AND_KEEP)
+def embed(stream, exchanges, attention, embedding, tokens, tokens_width, context_lens):
+    """Load the embeddings of the rows' tokens; also store the lengths of their contexts."""
+    block, row, column = sum_indices(stream.blocks, stream.rows)
+    column = block * CHUNK + stream.cta * 8 + column
+    position = attention.position(row)
+    slot = gl.load(attention.slots + row).to(gl.int64)
+    offset = slot * tokens_width + position
+    token = gl.load(tokens + offset, mask=position >= 0, other=0).to(gl.int64)
+    offset = token * exchanges.x.width + column
+    if stream.cta == 0:
+        is_first = (block == 0) & (column == 0) & (row >= 0)
+        gl.store(
+            context_lens + row + 0 * column, gl.maximum(position + 1, 0) + 0 * column, mask=is_first
+        )
+    return gl.load(embedding + offset, mask=column < exchanges.x.width, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def compute(
-    stream, given, attention, parameters, experts, embedding, caches, turns, logits, num_layers,
-    VOCAB: gl.constexpr,
+    stream, exchanges, attention, parameters, experts, sources, caches, buffer_indices, logits,
+    num_layers, VOCAB: gl.constexpr,
 ):  # fmt: skip
-    """What eight warps of a program do."""
+    """Run all layers and the LM head, in eight warps of a CTA."""
     k_caches, v_caches, stride = caches
-    now, x_now = gl.load(turns), gl.load(turns + 1)
+    buffer, x_buffer = gl.load(buffer_indices), gl.load(buffer_indices + 1)
     D: gl.constexpr = attention.dim
-    NORM: gl.constexpr = given.x.size // 4  # elements of a norm's weight
-    line = block_index() * CHUNK + stream.sm * 8 + line_index()
-    residual = gl.load(embedding + line, mask=line < given.x.width, other=0.0).to(gl.float32)
-    given.x.publish(residual, 0, 0, x_now, 8)
-    lines = attention.allocate_lines()
-    turn = attention.load_turn(parameters.rope)
-    place, new_place = attention.find(attention.first), attention.find(attention.position)
-    later_place = attention.find(attention.first + 32)
+    NORM: gl.constexpr = exchanges.x.size // 4  # elements of a norm's weight
+    embedding, tokens, tokens_width, context_lens = sources
+    residual = embed(stream, exchanges, attention, embedding, tokens, tokens_width, context_lens)
+    exchanges.x.publish(residual, 0, x_buffer, num_blocks(exchanges.x.stored))
+    heads = attention.allocate_heads()
+    ends, first_split, last_split = attention.divide_splits()
+    first_segment, num_first_splits = attention.segment(ends, first_split, last_split)
+    offsets = attention.find_unit(first_segment, first_segment.first)
+    is_active = attention.active()
     t, g = gl.to_tensor(0), gl.to_tensor(0)
-    norm = given.x.load_norm(parameters.norms)
+    norm = exchanges.x.load_norm(parameters.norms)
     for layer in range(num_layers):
         offset = layer.to(gl.int64) * stride
         k_cache, v_cache = k_caches + offset, v_caches + offset
-        later = gl.minimum(layer + 1, num_layers - 1)
-        num_keys = attention.end - attention.first
-        k, v = attention.load_tile(k_cache, v_cache, place, num_keys)
+        next_layer = gl.minimum(layer + 1, num_layers - 1)
+        skip = (next_layer - layer).to(gl.int64) * stride
+        num_keys = first_segment.end - first_segment.first
+        first_k = attention.load_keys(k_cache, offsets[0], num_keys)
+        first_v = attention.load_values(v_cache, offsets[0], num_keys)
         qk_norms = attention.load_norms(parameters.qk_norms + layer * D)
-        t, g = project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now)
-        later_k, later_v = k, v
-        if num_keys > 32:
-            later_k, later_v = attention.load_tile(k_cache, v_cache, later_place, num_keys - 32)
-        prefetch_layer(given, attention, parameters, k_cache, v_cache, place, layer, later, stride)
-        if attention.first < attention.end:
-            attention.turn_heads(lines, qk_norms, turn, parameters, now)
-            attention.attend(lines, k_cache, v_cache, k, v, later_k, later_v, now)
-        attention.join(given.attended, now)
-        norm = given.y.load_norm(parameters.norms + (2 * layer + 1) * NORM)
-        residual, t, g = project_back(
-            stream, t, g, given.attended, given.y, residual, experts, now, now, False
+        t, g = project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buffer)
+        k = first_k, attention.load_keys(k_cache, offsets[1], num_keys - 32)
+        v = first_v, attention.load_values(v_cache, offsets[1], num_keys - 32)
+        if num_keys > 0:
+            attention.prefetch_unit(offsets, k_cache + skip, v_cache + skip)
+        split, segment, count = first_split, first_segment, num_first_splits
+        while split < last_split:
+            attention.rotate_heads(segment, heads, qk_norms, parameters, buffer)
+            attention.attend(segment, heads, k_cache, v_cache, skip, k, v, buffer)
+            split += count
+            if split < last_split:
+                segment, count = attention.segment(ends, split, last_split)
+                begin, found = segment.first, attention.find_unit(segment, segment.first)
+                k = attention.load_unit_keys(segment, begin, found, k_cache)
+                v = attention.load_unit_values(segment, begin, found, v_cache)
+                attention.prefetch_unit(found, k_cache + skip, v_cache + skip)
+        attention.join(exchanges.attended, is_active, buffer)
+        norm = exchanges.y.load_norm(parameters.norms + (2 * layer + 1) * NORM)
+        residual, t, g = project_output(
+            stream, t, g, exchanges.attended, exchanges.y, residual, experts, buffer, buffer, False
         )
         fence()
-        attention.store_new(lines, k_cache, v_cache, new_place)  # when nobody waits for it
-        t, g = project_gate_up(stream, t, g, given, norm, parameters, experts, now)
-        norm = given.x.load_norm(parameters.norms + later * (2 * NORM))
-        x_now = next_buffer(x_now)
-        residual, t, g = project_back(
-            stream, t, g, given.gated, given.x, residual, experts, now, x_now, True
+        t, g = project_gate_up(stream, t, g, exchanges, norm, parameters, experts, buffer)
+        norm = exchanges.x.load_norm(parameters.norms + next_layer * (2 * NORM))
+        x_buffer = next_buffer(x_buffer)
+        residual, t, g = project_output(
+            stream, t, g, exchanges.gated, exchanges.x, residual, experts, buffer, x_buffer, True
         )
-        now = next_buffer(now)
-    project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB)
-    if stream.sm == 0:  # the others read them before they had anything to say
-        gl.store(turns, now)
-        gl.store(turns + 1, next_buffer(x_now))
+        buffer = next_buffer(buffer)
+    project_logits(stream, t, g, exchanges, parameters, x_buffer, logits, VOCAB)
+    # Every CTA has read the buffer indices by now: this one has polled values from all of them.
+    if stream.cta == 0:
+        gl.store(buffer_indices, buffer)
+        gl.store(buffer_indices + 1, next_buffer(x_buffer))
 
 
 @gluon.jit
 def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
-    """Ask for tiles, across phases and layers, as slots come free."""
+    """Start the TMA copies of tiles, across phases and layers, as slots become free."""
     HIDDEN: gl.constexpr = SHAPE.hidden
     QKV: gl.constexpr = qkv_width(SHAPE)
     MLP: gl.constexpr = SHAPE.mlp
     VOCAB: gl.constexpr = SHAPE.vocab
     EXPERTS: gl.constexpr = experts.count
     qkv, o, gate_up, down, router = weights
-    # lines
-    H: gl.constexpr = line_of(HIDDEN, stream.bits)
-    A: gl.constexpr = line_of(q_width(SHAPE), stream.bits)
-    M: gl.constexpr = line_of(gated_width(SHAPE), stream.bits)
-    V: gl.constexpr = line_of(HIDDEN, 16)
-    # blocks of them
+    # Layouts of weight rows
+    ROWS: gl.constexpr = stream.rows
+    H: gl.constexpr = format_of(HIDDEN, stream.bits, ROWS)
+    A: gl.constexpr = format_of(q_width(SHAPE), stream.bits, ROWS)
+    M: gl.constexpr = format_of(gated_width(SHAPE), stream.bits, ROWS)
+    V: gl.constexpr = format_of(HIDDEN, 16, ROWS)
+    # Numbers of blocks
     B: gl.constexpr = num_blocks(HIDDEN)
     BQ: gl.constexpr = num_blocks(QKV)
     BM: gl.constexpr = num_blocks(MLP)
     BV: gl.constexpr = num_head_blocks(VOCAB, V.tiles)
-    # tiles in a group
+    # Tiles in a group
     GQ: gl.constexpr = group_tiles(blocks_at_once(BQ, H), H)
-    GO: gl.constexpr = group_tiles(blocks_at_once(B, A), A)
-    GG: gl.constexpr = group_tiles(2 * gated_at_once(BM, H, EXPERTS > 0), H)
-    GD: gl.constexpr = group_tiles(blocks_at_once(B, M), M)
+    GO: gl.constexpr = output_group(B, A)
+    GG: gl.constexpr = group_tiles(2 * gate_blocks_at_once(BM, H, EXPERTS > 0), H)
+    GD: gl.constexpr = output_group(B, M)
     GR: gl.constexpr = group_tiles(1, V)
     GV: gl.constexpr = group_tiles(head_blocks_at_once(V.tiles), V)
-    F: gl.constexpr = stream.flying
+    # Tiles of a block that come before those of the next block
+    CO: gl.constexpr = tiles_at_once(B, A)
+    CD: gl.constexpr = tiles_at_once(B, M)
+    F: gl.constexpr = stream.in_flight
     t, g = gl.to_tensor(0), gl.to_tensor(0)
     owners = gl.zeros([32], gl.int32, LANES)
     for layer in range(num_layers):
-        lines = Lines(layer * QKV, QKV)
-        t, g, owners = stream.fetch(qkv, lines, t, g, owners, BQ, H, 1, GQ, F)
-        lines = Lines(layer * HIDDEN, HIDDEN)
-        t, g, owners = stream.fetch(o, lines, t, g, owners, B, A, 1, GO, F)
+        weight_rows = WeightRows(layer * QKV, QKV)
+        t, g, owners = stream.fetch(qkv, weight_rows, t, g, owners, BQ, H, 1, GQ, F)
+        weight_rows = WeightRows(layer * HIDDEN, HIDDEN)
+        t, g, owners = stream.fetch(o, weight_rows, t, g, owners, B, A, 1, GO, F, CO)
         if EXPERTS == 0:
-            gates = Lines(layer * (2 * MLP), MLP)
+            gates = WeightRows(layer * (2 * MLP), MLP)
             t, g, owners = stream.fetch(gate_up, gates, t, g, owners, BM, H, 2, GG, F)
-            t, g, owners = stream.fetch(down, lines, t, g, owners, B, M, 1, GD, F)
+            t, g, owners = stream.fetch(down, weight_rows, t, g, owners, B, M, 1, GD, F, CD)
         else:
-            routed = Lines(layer * EXPERTS, EXPERTS)
-            t, g, owners = stream.fetch(router, routed, t, g, owners, 1, V, 1, GR, F)
+            router_rows = WeightRows(layer * EXPERTS, EXPERTS)
+            t, g, owners = stream.fetch(router, router_rows, t, g, owners, 1, V, 1, GR, F)
             chosen = experts.wait(layer)
-            gates = ExpertLines(chosen, MLP, experts.size)
+            gates = ExpertRows(chosen, MLP, experts.size)
             t, g, owners = stream.fetch(gate_up, gates, t, g, owners, BM, H, 2, GG, F)
-            t, g, owners = experts.fetch_down(stream, down, chosen, t, g, owners, HIDDEN, B, M, GD)
-    lines = Lines(gl.to_tensor(0), VOCAB)
-    stream.fetch((head, head), lines, t, g, owners, BV, V, 1, GV, HEAD_FLYING)
+            t, g, owners = experts.fetch_down(
+                stream, down, chosen, t, g, owners, HIDDEN, B, M, GD, CD
+            )
+    weight_rows = WeightRows(gl.to_tensor(0), VOCAB)
+    stream.fetch((head, head), weight_rows, t, g, owners, BV, V, 1, GV, HEAD_IN_FLIGHT)
 
 
 @gluon.constexpr_function
@@ -313,29 +387,32 @@ def shape_of(numbers):
 
 
 @gluon.jit
-def make_stream(sm, SHAPE: gl.constexpr):
-    SLOTS: gl.constexpr = num_slots(SHAPE)
+def make_stream(cta, SHAPE: gl.constexpr, ROWS: gl.constexpr):
+    SLOTS: gl.constexpr = num_slots(SHAPE, ROWS)
     BITS: gl.constexpr = SHAPE.bits
     ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 16, 8, 64], RING)
     words = ring._reinterpret(gl.int32, [SLOTS, 16, 8, 32], RING_WORDS)
-    factors = ring
+    scales = ring
     if BITS < 16:
-        factors = gl.allocate_shared_memory(gl.int32, [SLOTS, slot_factors(SHAPE)], FACTORS)
+        scales = gl.allocate_shared_memory(gl.int32, [SLOTS, slot_scales(SHAPE)], SCALES)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     used = gl.allocate_shared_memory(gl.int64, [NUM_USED, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(NUM_USED):
         mbarrier.init(used.index(i), count=1)
-    sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
-    more_sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
-    FLYING: gl.constexpr = num_flying(SHAPE.hidden)
-    return Stream(ring, words, factors, full, used, sums, more_sums, sm, SLOTS, FLYING, BITS)
+    BLOCKS: gl.constexpr = num_sum_blocks(SHAPE, ROWS)
+    sums = gl.allocate_shared_memory(gl.float32, [8, BLOCKS, ROWS, 8], S4)
+    more_sums = gl.allocate_shared_memory(gl.float32, [8, BLOCKS, ROWS, 8], S4)
+    IN_FLIGHT: gl.constexpr = num_in_flight(SHAPE.hidden)
+    return Stream(
+        ring, words, scales, full, used, sums, more_sums, cta, BLOCKS, ROWS, SLOTS, IN_FLIGHT, BITS
+    )
 
 
 @gluon.jit
 def make_experts(stream, SHAPE: gl.constexpr):
-    ids, weights, chosen = stream.full, stream.full, stream.full  # which nobody uses
+    ids, weights, chosen = stream.full, stream.full, stream.full  # unused without experts
     if SHAPE.experts.num_experts > 0:
         ids = gl.allocate_shared_memory(gl.int32, [8, 32], S1)
         weights = gl.allocate_shared_memory(gl.float32, [32, 8], S1)
@@ -345,73 +422,46 @@ def make_experts(stream, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def make_attention(
-    table, partials, qkv, length, position, window, SHAPE: gl.constexpr, BLOCK_SIZE: gl.constexpr
-):
-    """Shard the keys of each kv head out: whole tiles of 32, each of which lies in one block."""
-    SPLITS: gl.constexpr = num_splits(SHAPE.num_kv_heads)
-    oldest = gl.maximum(length - window, 0)
-    start = oldest // 32 * 32
-    size = (length - start + 32 * SPLITS - 1) // (32 * SPLITS) * 32
-    # Without keys it is -1, and no program has any.
-    num_active = (length - start + size - 1) // gl.maximum(size, 1)
-    first = start + qkv.sm % SPLITS * size
-    end = gl.where(qkv.sm < SPLITS * SHAPE.num_kv_heads, gl.minimum(first + size, length), first)
-    return Attention(
-        table, partials, qkv, first, end, oldest, num_active, position, SHAPE, BLOCK_SIZE
-    )
-
-
-@gluon.jit
 def persistent_step(
-    qkv, qkv_factors, o, o_factors, gate_up, gate_up_factors, down, down_factors, router, head,
+    qkv, qkv_scales, o, o_scales, gate_up, gate_up_scales, down, down_scales, router, head,
     vectors, caches, tables, signals, memories, outputs, numbers,
-    NUMBERS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    NUMBERS: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, NEW: gl.constexpr,
 ):  # fmt: skip
-    """`PersistentStep.run` says what the tuples hold. A tuple cannot hold what is described.
+    """Run a decode step; `PersistentStep.run` passes the arguments.
 
-    NUMBERS are those of a `StepShape`.
+    Tensor descriptors cannot be elements of a tuple. NUMBERS are those of a `StepShape`. Up to NEW
+    of the rows belong to one sequence.
     """
     SHAPE: gl.constexpr = shape_of(NUMBERS)
-    HIDDEN: gl.constexpr = SHAPE.hidden
-    DIM: gl.constexpr = SHAPE.head_dim
     VOCAB: gl.constexpr = SHAPE.vocab
-    gates, downs = (gate_up, gate_up_factors), (down, down_factors)
-    weights = ((qkv, qkv_factors), (o, o_factors), gates, downs, (router, router))
+    gates, downs = (gate_up, gate_up_scales), (down, down_scales)
+    weights = ((qkv, qkv_scales), (o, o_scales), gates, downs, (router, router))
     embedding, norms, final_norm, qk_norms, qkv_bias, rope = vectors
-    slot, lengths, tokens, tokens_width, block_table, table_width = tables
-    turns, flag = signals
-    partials = memories[2]
-    logits, context_len = outputs
+    slots, lengths, tokens, tokens_width, block_table, table_width = tables
+    buffer_indices, flag = signals
+    logits, context_lens = outputs
     layer_stride, num_layers, window, eps, scale = numbers
-    sm = gl.program_id(0)
-    stream = make_stream(sm, SHAPE)
+    cta = gl.program_id(0)
+    stream = make_stream(cta, SHAPE, ROWS)
     experts = make_experts(stream, SHAPE)
-    given = make_exchanges(memories, flag, sm, SHAPE)
-    # A length of 0 is padding: its result is not used, and its key must go nowhere.
-    slot = gl.load(slot)
-    length = gl.load(lengths + slot)
-    position = gl.maximum(length, 1) - 1
-    if sm == 0:
-        gl.store(context_len, length)
-    attention = make_attention(
-        block_table + slot * table_width, partials, given.qkv, length, position, window, SHAPE,
-        BLOCK_SIZE,
+    exchanges = make_exchanges(memories, flag, cta, SHAPE, ROWS)
+    attention = Attention(
+        slots, lengths, block_table, table_width, num_layers if window is None else window,
+        memories[2], exchanges.qkv, SHAPE, BLOCK_SIZE, ROWS, NEW, window is not None,
     )  # fmt: skip
     parameters = Parameters(
         norms, final_norm, norms if qk_norms is None else qk_norms,
-        norms if qkv_bias is None else qkv_bias, rope + position * DIM, eps, scale,
+        norms if qkv_bias is None else qkv_bias, rope, eps, scale,
         qk_norms is not None, qkv_bias is not None,
     )  # fmt: skip
-    token = gl.load(tokens + slot.to(gl.int64) * tokens_width + position)
-    embedding += token.to(gl.int64) * HIDDEN
+    sources = (embedding, tokens, tokens_width, context_lens)
     caches = (caches[0], caches[1], layer_stride)
     gl.warp_specialize(
         [
             (
                 compute,
-                (stream, given, attention, parameters, experts, embedding, caches, turns, logits,
-                 num_layers, VOCAB),
+                (stream, exchanges, attention, parameters, experts, sources, caches, buffer_indices,
+                 logits, num_layers, VOCAB),
             ),
             (
                 load,

@@ -1,4 +1,4 @@
-"""Read the weights of a finished model for the persistent step, or say why it cannot have one."""
+"""Collect the weights of a loaded model for the persistent step, or explain why it has none."""
 
 from __future__ import annotations
 
@@ -11,34 +11,33 @@ from nanovllm.attention.backend import AttentionSpec
 from nanovllm.devices.cuda.kernels.dequantize import CudaWeight
 from nanovllm.devices.cuda.ops import CudaExperts, CudaLinear
 from nanovllm.devices.cuda.persistent.persistent_step import (
-    StackedCodes,
+    StackedQuantized,
     StepConstants,
     StepTensors,
     device_problem,
 )
-from nanovllm.devices.cuda.persistent.products import LOWER, MIDDLE
+from nanovllm.devices.cuda.persistent.products import FP8_SCALE_FACTOR, INT4_OFFSET
 from nanovllm.devices.cuda.persistent.sizes import NO_EXPERTS, ExpertsShape, StepShape
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import SparseMLP
+from nanovllm.layers.moe import SparseMoeBlock
 from nanovllm.models.decoder import DecoderLayer, DecoderModel
 from nanovllm.ops.interface import NormWeights, QKNormWeights, Routing
-from nanovllm.ops.quantized_weight import BLOCK, QuantizedWeight, num_blocks
-from nanovllm.ops.quantized_weight import MIDDLE as MIDDLE_CODE
+from nanovllm.ops.quantized_weight import BLOCK, MIDDLE, QuantizedWeight, num_blocks
 from nanovllm.worker.kv_cache import KVCacheSpec
 
-KEY_TILE = 32  # keys; a tile lies in one block of the cache
+KEY_TILE = 32  # keys that are loaded together, from one KV-cache block
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayer:
-    """A decoder layer as the kernel reads it."""
+    """Weights and attributes of a decoder layer that the kernel needs."""
 
     attention: AttentionSpec
     rope: Tensor
     norm: NormWeights
     mlp_norm: NormWeights
     qk_norm: QKNormWeights | None
-    linears: list[CudaLinear]  # qkv, o, then gate_up and down, or the router
+    linears: list[CudaLinear]  # qkv, o, and either gate_up and down or the router
     experts: CudaExperts | None
 
     @property
@@ -60,7 +59,7 @@ class StepLayer:
 
 
 def step_layers(model: DecoderModel) -> list[StepLayer]:
-    """Return the layers of a model; none at all if one is of a kind that the kernel cannot run."""
+    """Return the layers of a model, or an empty list if the kernel does not support one of them."""
     pairs = zip(model.model.layers, model.model.ropes, strict=True)
     layers = [_step_layer(layer, rope) for layer, rope in pairs]
     known = [layer for layer in layers if layer is not None]
@@ -74,7 +73,7 @@ def _step_layer(layer: nn.Module, rope: Tensor) -> StepLayer | None:
     modules = [attention.qkv_proj, attention.o_proj]
     if isinstance(mlp, GatedMLP):
         modules += [mlp.gate_up_proj, mlp.down_proj]
-    elif isinstance(mlp, SparseMLP) and isinstance(mlp.packed, CudaExperts):
+    elif isinstance(mlp, SparseMoeBlock) and isinstance(mlp.packed, CudaExperts):
         modules.append(mlp.gate)
         experts = mlp.packed
     packed = [module.packed for module in modules]
@@ -93,47 +92,47 @@ def _step_layer(layer: nn.Module, rope: Tensor) -> StepLayer | None:
 
 
 def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpec) -> str | None:
-    """Return why the kernel cannot run a model."""
+    """Return the reason why the kernel cannot run a model, or None."""
     packed = model.lm_head.packed
     head = packed.weight if isinstance(packed, CudaLinear) else None
     if not model.lm_head.group.is_alone:
-        return "several ranks share it"
+        return "it is sharded over several ranks"
     if not layers or not isinstance(head, Tensor) or _embedding(model) is None:
-        return "its weights are not plain matrices in 16 bits, or codes beside a plain head"
+        return "its weights are neither 16-bit nor quantized beside a 16-bit LM head"
     if head.dtype != torch.bfloat16:
         return "its weights are not bfloat16"
     if cache.has_exponents or cache.block_size % KEY_TILE:
-        return f"its KV cache is FP8, or its blocks are not whole tiles of {KEY_TILE} tokens"
+        return f"its KV cache is FP8, or its block size is not a multiple of {KEY_TILE}"
     matrices = [matrix for layer in layers for matrix in layer.matrices]
     if len({_bits(matrix) for matrix in matrices}) > 1:
         return "its weights differ in bits"
-    if any(map(_is_unusual, matrices)):
-        return "its codes have other groups than of 128, or scales of more digits than bfloat16"
+    if any(map(_is_unsupported, matrices)):
+        return "its quant groups are not of 128 values, or its scales are not exact in bfloat16"
     if len({layer.routing for layer in layers}) > 1:
         return "some layers have experts, and some have none"
     return (
         device_problem(head.device)
         or step_shape(model, layers).problem
-        or _odd_layers(model, layers)
+        or _find_layer_problem(model, layers)
     )
 
 
-def _odd_layers(model: DecoderModel, layers: list[StepLayer]) -> str | None:
+def _find_layer_problem(model: DecoderModel, layers: list[StepLayer]) -> str | None:
     if model.model.embed_tokens.scale != 1:
         return "it scales embeddings"
     if any(linear.activation not in (None, "silu") for layer in layers for linear in layer.linears):
         return "its activation is not silu"
     if any(linear.bias is not None for layer in layers for linear in layer.linears[1:]):
-        return "there are biases beside those of q, k and v"
+        return "it has biases other than those of q, k and v"
     if len({(layer.attention, layer.rope.data_ptr()) for layer in layers}) > 1:
-        return "layers differ in their attention"
+        return "its layers differ in their attention"
     norms = [norm for layer in layers for norm in (layer.norm, layer.mlp_norm)]
     norms.append(model.model.norm.weights)
     qk_norms = [layer.qk_norm for layer in layers if layer.qk_norm is not None]
     values = [norm.weight for norm in norms] + [w for norm in qk_norms for w in (norm.q, norm.k)]
     eps = {norm.eps for norm in norms} | {norm.eps for norm in qk_norms}
     if len(eps) > 1 or not all(map(_is_bfloat16, values)):
-        return "its norms differ in eps, or have more digits than bfloat16"
+        return "its norms differ in eps, or their weights are not exact in bfloat16"
     return None
 
 
@@ -181,8 +180,8 @@ def step_tensors(model: DecoderModel, layers: list[StepLayer]) -> StepTensors:
     )
 
 
-def move_together(weights: list[CudaWeight]) -> Tensor | StackedCodes:
-    """Make the weights of all layers views of one tensor, so that none is held twice."""
+def move_together(weights: list[CudaWeight]) -> Tensor | StackedQuantized:
+    """Move the weights of all layers into one tensor, of which they become views."""
     first = _words(weights[0])
     stacked = first.new_empty(len(weights), *first.shape)
     for i, weight in enumerate(weights):
@@ -192,17 +191,21 @@ def move_together(weights: list[CudaWeight]) -> Tensor | StackedCodes:
     stored = [weight for weight in weights if not isinstance(weight, Tensor)]
     if not stored:
         return stacked
-    return StackedCodes(_bits(weights[0]), stacked, torch.stack(list(map(factors_of, stored))))
+    return StackedQuantized(_bits(weights[0]), stacked, torch.stack(list(map(pack_scales, stored))))
 
 
-def factors_of(weight: QuantizedWeight) -> Tensor:
-    """What turns sums over 128 codes into those over weights, in a word each: [out, in / 128]."""
+def pack_scales(weight: QuantizedWeight) -> Tensor:
+    """Pack the scale, and with 4 bits the zero point, of each quant group: int32 [out, in / 128].
+
+    An FP8 scale is a float32 times FP8_SCALE_FACTOR. A 4-bit word has the zero point plus
+    INT4_OFFSET in its lower half and the scale in its upper half, both bfloat16.
+    """
     if weight.bits == 8:
-        scales = weight.scales.expand(-1, num_blocks(weight.num_in)) * LOWER
+        scales = weight.scales.expand(-1, num_blocks(weight.num_in)) * FP8_SCALE_FACTOR
         return scales.contiguous().view(torch.int32)
     zeros = weight.zero_points
-    zeros = torch.full_like(weight.scales, MIDDLE_CODE) if zeros is None else zeros
-    halves = (zeros + MIDDLE).bfloat16(), weight.scales.bfloat16()
+    zeros = torch.full_like(weight.scales, MIDDLE) if zeros is None else zeros
+    halves = (zeros + INT4_OFFSET).bfloat16(), weight.scales.bfloat16()
     return torch.stack(halves, -1).view(torch.int32).squeeze(-1)
 
 
@@ -226,7 +229,7 @@ def _words(weight: CudaWeight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.qweight
 
 
-def _is_unusual(weight: CudaWeight) -> bool:
+def _is_unsupported(weight: CudaWeight) -> bool:
     if isinstance(weight, Tensor) or weight.bits == 8:
         return False
     return weight.group != BLOCK or not _is_bfloat16(weight.scales)

@@ -1,4 +1,4 @@
-"""The host side of the persistent kernel: its weights, its buffers, the launch."""
+"""The host side of the persistent kernel: its weights, its buffers and the launch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanovllm.devices.cuda.persistent.exchange import NUM_BUFFERS, NUM_PROGRAMS
+from nanovllm.devices.cuda.persistent.exchange import NUM_BUFFERS, NUM_CTAS
 from nanovllm.devices.cuda.persistent.kernel import persistent_step
-from nanovllm.devices.cuda.persistent.products import FACTORS
+from nanovllm.devices.cuda.persistent.products import SCALES
 from nanovllm.devices.cuda.persistent.sizes import (
+    MAX_ROWS,
+    PART_WORDS,
     StepShape,
     expert_segments,
+    gated_capacity,
     gated_parts,
-    gated_room,
     num_chunks,
     num_halves,
-    num_partials,
+    num_parts,
+    num_splits,
     num_stored,
     num_tiles,
     piece_segments,
@@ -28,35 +31,34 @@ from nanovllm.devices.cuda.persistent.stream import RING
 from nanovllm.ops.interface import LayerCache, Routing
 
 LOG2_E = 1.4426950408889634
-NO_WINDOW = 1 << 30
-MAX_CACHE_BYTES = 4 << 31  # of a layer's keys: the kernel counts words in 32 bits
+MAX_CACHE_BYTES = 4 << 31  # limit for a layer's keys: the kernel's word offsets have 32 bits
 
 
 @dataclass(frozen=True, slots=True)
-class StackedCodes:
-    """Weights of all layers that stay codes; what they mean is in quantized_weight.py."""
+class StackedQuantized:
+    """Quantized weights of all layers; ops/quantized_weight.py describes their format."""
 
-    bits: int  # of a code: 8 or 4
+    bits: int  # 8 or 4
     words: Tensor  # int32 [layers, out, in * bits / 32]
-    factors: Tensor  # int32 [layers, out, in / 128]: see `factors_of`
+    scales: Tensor  # int32 [layers, out, in / 128]: scales, packed by `pack_scales`
 
     @property
     def nbytes(self) -> int:
-        return self.words.nbytes + self.factors.nbytes
+        return self.words.nbytes + self.scales.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """All of a model's weights, every kind of them stacked by layer."""
+    """All weights of a model; those of each kind are stacked by layer."""
 
     embedding: Tensor  # [vocab, hidden]
     norms: Tensor  # [layers, 2, hidden]
-    qkv: Tensor | StackedCodes  # [layers, q + k + v, hidden]
+    qkv: Tensor | StackedQuantized  # [layers, q + k + v, hidden]
     qkv_bias: Tensor | None  # [layers, q + k + v]
     qk_norms: Tensor | None  # [layers, 2, head_dim]
-    o: Tensor | StackedCodes  # [layers, hidden, q]
-    gate_up: Tensor | StackedCodes  # [layers, 2 * mlp, hidden], or [layers, experts, ...]
-    down: Tensor | StackedCodes  # [layers, hidden, mlp], or [layers, experts, ...]
+    o: Tensor | StackedQuantized  # [layers, hidden, q]
+    gate_up: Tensor | StackedQuantized  # [layers, 2 * mlp, hidden], or [layers, experts, ...]
+    down: Tensor | StackedQuantized  # [layers, hidden, mlp], or [layers, experts, ...]
     final_norm: Tensor  # [hidden]
     head: Tensor  # [vocab, hidden]
     rope: Tensor  # [positions, 2, head_dim / 2], float32
@@ -66,63 +68,63 @@ class StepTensors:
 @dataclass(frozen=True, slots=True)
 class StepConstants:
     eps: float
-    scale: float  # of the scores
+    scale: float  # softmax scale
     window: int | None
-    routing: Routing | None = None  # among experts
+    routing: Routing | None = None
 
 
 def device_problem(device: torch.device) -> str | None:
-    """Why this device cannot run the kernel."""
+    """Return the reason why this device cannot run the kernel, or None."""
     properties = torch.cuda.get_device_properties(device)
     if (properties.major, properties.minor) != (9, 0):
         return f"compute capability {properties.major}.{properties.minor}, not 9.0"
-    if properties.multi_processor_count < NUM_PROGRAMS.value:
-        return f"{properties.multi_processor_count} multiprocessors: its programs must all run"
+    if properties.multi_processor_count < NUM_CTAS.value:
+        return f"{properties.multi_processor_count} SMs: too few for all its CTAs at once"
     return None
 
 
 class PersistentStep:
-    """Runs decode steps of as many rows as `rows` names, each a sequence of its own."""
-
-    rows = (1,)
+    """Runs decode steps as one kernel, for the numbers of rows in `rows`."""
 
     def __init__(self, shape: StepShape, tensors: StepTensors, constants: StepConstants) -> None:
-        self.shape, self.constants = shape, constants
+        self.shape, self.constants, self.rows = shape, constants, shape.rows
         self.num_layers = len(tensors.norms)
-        # Beyond it two tiles of keys on their way are too few: benchmarks/RESULTS.md.
-        self.max_context = 16384 if shape.hidden >= 4096 else 8192
         device = tensors.head.device
         weights = tensors.qkv, tensors.o, tensors.gate_up
         router = tensors.head if tensors.router is None else tensors.router
         self._weights = (
-            *[part for weight in weights for part in describe_both(weight)],
-            *describe_both(tensors.down, is_of_experts=shape.experts.num_experts > 0),
-            describe_both(router)[0],
-            describe_both(tensors.head)[0],
+            *[part for weight in weights for part in make_descriptors(weight)],
+            *make_descriptors(tensors.down, is_of_experts=shape.experts.num_experts > 0),
+            make_descriptors(router)[0],
+            make_descriptors(tensors.head)[0],
         )
         norms, bias = tensors.qk_norms, tensors.qkv_bias
         self._vectors = (
             tensors.embedding,
-            four_in_one(tensors.norms, shape.bits),
-            four_in_one(tensors.final_norm, shape.bits),
+            pack_norms(tensors.norms, shape.bits),
+            pack_norms(tensors.final_norm, shape.bits),
             None if norms is None else norms.contiguous().view(torch.int32),
             None if bias is None else bias.contiguous(),
             tensors.rope,
         )
-        widths = num_stored(shape.hidden), shape.q, num_stored(shape.hidden)
-        x, attended, y = (empty_exchange(width, device, shape.bits) for width in widths)
-        parts, room = gated_parts(shape), gated_room(shape)
-        gated = empty_exchange(shape.mlp, device, shape.bits, parts, room)
-        qkv = empty_exchange(shape.qkv, device)
-        partials = empty_partials(shape, device)
-        routed = empty_exchange(shape.experts.num_experts, device)
-        self._exchanges = x, qkv, partials, attended, y, gated, routed
-        self._turns = torch.zeros(2, dtype=torch.int32, device=device)
-        # The kernel writes it if a program waits in vain, and the host can look without waiting.
+        # Keyed by the number of rows: each kernel has its own current buffers.
+        self._exchanges = {rows: allocate_exchanges(shape, rows, device) for rows in self.rows}
+        self._buffer_indices = {
+            rows: torch.zeros(2, dtype=torch.int32, device=device) for rows in self.rows
+        }
+        # Pinned: the kernel sets it on a timeout, and the host reads it without a sync.
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._gave_up = self._flag.numpy()
 
+    def max_tokens(self, rows: int) -> int:
+        """Return the total context length from which a step is faster layer by layer.
+
+        The kernel has too few keys in flight for longer contexts: see benchmarks/RESULTS.md.
+        """
+        return (6144 if rows == MAX_ROWS else 8192) * (2 if self.shape.hidden >= 4096 else 1)
+
     def suits(self, caches: list[LayerCache]) -> bool:
+        """Return whether the kernel's 32-bit offsets can address the caches."""
         return caches[0].k.nbytes < MAX_CACHE_BYTES
 
     def run(
@@ -134,101 +136,126 @@ class PersistentStep:
         caches: list[LayerCache],
         logits: Tensor,
         context_lens: Tensor,
+        verifies: bool = False,
     ) -> None:
-        """Run the last token of the sequences in some slots, by tables with a row for each slot.
+        """Run a decode step for the sequences in `slots` [rows]; the tables have a row per slot.
 
-        slots [rows] and the tables are int32; a length of 0 is padding. Writes logits [rows, vocab]
-        and the sequences' lengths to context_lens [rows].
+        `slots` and the tables are int32; a slot of length 0 is padding. By default every row has
+        its own slot, unless it is padding. With `verifies`, n adjacent rows of the same slot are
+        the last n tokens of its sequence. Either way a row's logits are bitwise independent of
+        other rows. Writes logits [rows, vocab] and context_lens [rows], the tokens of each row's
+        context.
         """
+        rows = len(slots)
         shape, constants = self.shape, self.constants
         k, v = caches[0].k.view(torch.int32), caches[0].v.view(torch.int32)
-        window = NO_WINDOW if constants.window is None else constants.window
-        # The same between all layers, of keys and of values.
+        # The stride between layers is uniform, and the same for keys and values.
         stride = 0 if len(caches) == 1 else caches[1].k.data_ptr() - caches[0].k.data_ptr()
-        persistent_step[(NUM_PROGRAMS.value,)](
+        persistent_step[(NUM_CTAS.value,)](
             *self._weights,
             self._vectors,
             (k, v),
             (slots, lengths, tokens, tokens.stride(0), block_table, block_table.stride(0)),
-            (self._turns, self._flag),
-            self._exchanges,
+            (self._buffer_indices[rows], self._flag),
+            self._exchanges[rows],
             (logits, context_lens),
-            (stride // 4, self.num_layers, window, constants.eps, constants.scale * LOG2_E),
+            (
+                stride // 4,
+                self.num_layers,
+                constants.window,
+                constants.eps,
+                constants.scale * LOG2_E,
+            ),
             NUMBERS=shape.numbers,
             BLOCK_SIZE=k.shape[1],
+            ROWS=rows,
+            NEW=rows if verifies else 1,
             num_warps=8,
-            launch_cooperative_grid=True,  # all programs run at once, or none
+            launch_cooperative_grid=True,  # all CTAs are co-resident, or the launch fails
         )
 
     def gave_up(self) -> bool:
-        """Return once whether a finished step failed; no step may run afterwards.
+        """Return whether a finished step timed out, and reset the flag; do not run steps after it.
 
-        Its programs wait for each other, in vain if other work takes part of the device.
+        CTAs wait for each other, which times out if other work occupies a part of the device.
         """
         gave_up = bool(self._gave_up[0])
         self._gave_up[0] = 0
         return gave_up
 
 
-def describe_both(
-    weight: Tensor | StackedCodes, is_of_experts: bool = False
+def make_descriptors(
+    weight: Tensor | StackedQuantized, is_of_experts: bool = False
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Tell the copy engine of weights and their factors; what is no code has only the first.
+    """Make the TMA descriptors of weights and of their scales; without scales both are the same.
 
-    Tiles come whole, or in pieces if lines of experts are put together.
+    A copy loads a whole tile, or a piece of one for the `down` projections of experts.
     """
     bits = 16 if isinstance(weight, Tensor) else weight.bits
     plain = weight if isinstance(weight, Tensor) else weight.words.view(torch.bfloat16)
     width = plain.shape[-1] * 16 // bits
     piece = piece_segments(width, bits) if is_of_experts else 8 * num_halves(width, bits)
-    described = describe(plain, piece)
+    descriptor = make_descriptor(plain, piece)
     if isinstance(weight, Tensor):
-        return described, described
-    factors = by_tile(weight.factors, bits, is_of_experts)
+        return descriptor, descriptor
+    scales = arrange_scales(weight.scales, bits, is_of_experts)
     size = 8 * segment_groups(bits) * piece
-    return described, TensorDescriptor(factors, [factors.numel()], [1], [size], FACTORS.value)
+    return descriptor, TensorDescriptor(scales, [scales.numel()], [1], [size], SCALES.value)
 
 
-def describe(weight: Tensor, piece: int) -> TensorDescriptor:
-    """Tell the copy engine of lines [..., width], of which it copies 8 times `piece` segments."""
+def make_descriptor(weight: Tensor, piece: int) -> TensorDescriptor:
+    """Make a TMA descriptor of weight rows [..., width]: a copy is `piece` segments of 8 rows."""
     width = weight.shape[-1]
     shape = [width // 64, weight.numel() // width, 64]
     return TensorDescriptor(weight, shape, [64, width, 1], [piece, 8, 64], RING.value)
 
 
-def by_tile(factors: Tensor, bits: int, is_of_experts: bool = False) -> Tensor:
-    """Lay factors [..., out, groups] out for 8 lines at a time, group by group.
+def arrange_scales(scales: Tensor, bits: int, is_of_experts: bool = False) -> Tensor:
+    """Lay out scales [..., out, groups] for 8 weight rows at a time, quant group by quant group.
 
-    Lines are padded to whole tiles, or as those that are put together are.
+    Weight rows are padded to whole tiles or, for `down` of experts, to `expert_segments`.
     """
-    groups = factors.shape[-1]
+    groups = scales.shape[-1]
     width = groups * 128
     count = 8 * num_tiles(width, bits) * num_halves(width, bits)
     count = expert_segments(width, bits) if is_of_experts else count
     padded = count * segment_groups(bits)
-    whole = torch.nn.functional.pad(factors, (0, padded - groups))
+    whole = torch.nn.functional.pad(scales, (0, padded - groups))
     return whole.view(-1, 8, padded).transpose(1, 2).contiguous().flatten()
 
 
-def four_in_one(norms: Tensor, bits: int = 16) -> Tensor:
-    """Pad norm weights [..., hidden] to whole chunks, and view four of them as one element."""
+def pack_norms(norms: Tensor, bits: int = 16) -> Tensor:
+    """Pad norm weights [..., hidden] to whole chunks, and view four bfloat16 as one int64."""
     padding = num_chunks(norms.shape[-1], bits) * 1024 - norms.shape[-1]
     padded: Tensor = torch.nn.functional.pad(norms, (0, padding))
     return padded.contiguous().view(torch.int64)
 
 
-def empty_exchange(
-    width: int, device: torch.device, bits: int = 16, parts: int = 1, room: int | None = None
+def allocate_exchanges(shape: StepShape, rows: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Allocate the buffers of all exchanges, in the order of `make_exchanges`."""
+    widths = num_stored(shape.hidden), shape.q, num_stored(shape.hidden)
+    x, attended, y = (allocate_exchange(width, rows, device, shape.bits) for width in widths)
+    parts, capacity = gated_parts(shape), gated_capacity(shape)
+    gated = allocate_exchange(shape.mlp, rows, device, shape.bits, parts, capacity)
+    qkv = allocate_exchange(shape.qkv, rows, device)
+    router_logits = allocate_exchange(shape.experts.num_experts, rows, device)
+    count = rows * num_parts(shape.q) * num_splits(shape.num_kv_heads)
+    sizes = NUM_BUFFERS.value, count, PART_WORDS.value
+    partials = torch.full(sizes, -1, dtype=torch.int32, device=device)
+    return x, qkv, partials, attended, y, gated, router_logits
+
+
+def allocate_exchange(
+    width: int,
+    rows: int,
+    device: torch.device,
+    bits: int = 16,
+    parts: int = 1,
+    capacity: int | None = None,
 ) -> Tensor:
-    """Buffers for values, of which each part has room for some more."""
-    room = width if room is None else room
-    size = num_chunks(parts * room, bits) * 1024
-    memory = torch.zeros(NUM_BUFFERS.value, 2, size, dtype=torch.int16, device=device)
-    memory[..., : parts * room].unflatten(-1, (parts, room))[..., : width // parts] = -1
+    """Allocate the buffers of one exchange: values are EMPTY (-1), the padding of parts is 0."""
+    capacity = width if capacity is None else capacity
+    size = num_chunks(parts * capacity, bits) * 1024
+    memory = torch.zeros(NUM_BUFFERS.value, 2, rows, size, dtype=torch.int16, device=device)
+    memory[..., : parts * capacity].unflatten(-1, (parts, capacity))[..., : width // parts] = -1
     return memory
-
-
-def empty_partials(shape: StepShape, device: torch.device) -> Tensor:
-    """Buffers for the splits of attention: [buffers, columns / 8, splits, 8, 4 words]."""
-    count = num_partials(shape.q, shape.num_kv_heads)
-    return torch.full((NUM_BUFFERS.value, count, 4), -1, dtype=torch.int32, device=device)

@@ -1,176 +1,214 @@
-"""How the weights of the persistent step meet x, whether they are bfloat16 or codes of 8 or 4 bits.
+"""Tensor-core products of a tile with x, for weights in bfloat16, FP8 or 4 bits.
 
-A thread has 8 words of one line in each half of a tile; the codes among them share a scale. As
-bfloat16 they are two lines of A, of which each has half of them. Columns of B are x: the even ones
-what the upper lines of A are multiplied with, the odd ones what the lower ones are. Scales are
-applied to sums. See docs/persistent-step.md.
+A thread holds 8 words of one weight row for each half of a tile; quantized values among them share
+a scale. Converted to bfloat16, they fill two rows of A, i and i + 8, with half of them each. The
+even columns of B hold the x that rows 0 to 7 of A are multiplied by, the odd columns that of rows 8
+to 15. Scales are applied to the sums. See docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from nanovllm.devices.cuda.persistent.sizes import factor_words, segment_groups
+from nanovllm.devices.cuda.persistent.sizes import scale_words, segment_groups
 
-S3, S4, S5, S6, S8 = (
+S3, S5, S6, S7, S9 = (
     gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1]))
-    for rank in (3, 4, 5, 6, 8)
+    for rank in (3, 5, 6, 7, 9)
 )
-# Half of a tile, as words [8 segments, 8 lines, 32], shared out as the tensor cores want it
+# Half a tile as words [8 segments, 8 weight rows, 32], distributed as an operand of `mma`
 HALF = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
 ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [8, 1, 1], [2, 1, 0]))  # [8, 8, 4]
-FACTORS = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))  # of a tile, as they lie in memory
-# The bits of an FP8 number, put where bfloat16 has them, are that number times 2**-120. x is made
-# larger in turn: up to 2**27 it stays finite, and sums are no smaller than float32 can hold.
-RAISE = gl.constexpr(2.0**100)
-LOWER = 2.0**20  # by which scales of FP8 are multiplied, for sums to come back
-MIDDLE = 128  # that is added to codes of 4 bits, which then are the last bits of a bfloat16
-SIGN, REST = "0x80008000", "0x07f007f0"
-NIBBLES, MIDDLES, ONES = "0x000f000f", "0x43004300", "0x3f803f80"
+SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))  # scales of a tile, not swizzled
+# The bits of an FP8 value, moved to their positions in bfloat16, are that value times 2**-120. To
+# compensate, x is scaled up: |x| < 2**27 stays finite, and sums do not underflow in float32.
+FP8_X_SCALE = gl.constexpr(2.0**100)
+FP8_SCALE_FACTOR = 2.0**20  # multiplied into FP8 scales, to undo the rest of 2**-120
+INT4_OFFSET = 128  # added to 4-bit values, which become the low mantissa bits of a bfloat16
+SIGNS, EXPONENT_AND_MANTISSA = "0x80008000", "0x07f007f0"
+NIBBLES, OFFSETS, ONES = "0x000f000f", "0x43004300", "0x3f803f80"
 
 
 @gluon.constexpr_function
 def x_words(bits):
-    """Words of x that a thread multiplies 8 words of weights with."""
+    """Words of x that a thread multiplies 8 words of weights by."""
     return 64 // bits
 
 
-@gluon.jit
-def stage(staged, k: gl.constexpr, x, BITS: gl.constexpr):
-    """Put chunk k of x, [8, 128], into shared memory, and say so at the end of what is staged.
+@gluon.constexpr_function
+def rows_at_once(bits, rows):
+    """Rows of x that one `mma` multiplies: columns 2 r and 2 r + 1 of B are row r.
 
-    A piece is what half a tile is multiplied with, [8 segments, vectors, 2 columns of B, 4 threads,
-    8]: what the threads of a segment load together lies together. A chunk is two pieces for weights
-    of 16 bits, one for 8 bits, and half of one for 4.
+    With 4-bit weights the other half of the columns holds the same rows for the other quant group.
     """
+    return min(rows, 2 if bits == 4 else 4)
+
+
+@gluon.constexpr_function
+def num_sets(bits, rows):
+    """Sets of rows, each multiplied by the same weights with an `mma` of its own."""
+    return rows // rows_at_once(bits, rows)
+
+
+@gluon.jit
+def stacked(values):
+    """Stack tensors, one for each row, along a new last dimension."""
+    N: gl.constexpr = len(values)
+    if N == 1:
+        found = gl.reshape(values[0], with_last(values[0].shape, 1))
+    else:
+        evens, odds = (), ()
+        for r in gl.static_range(N // 2):
+            evens, odds = evens + (values[2 * r],), odds + (values[2 * r + 1],)
+        pairs = gl.join(stacked(evens), stacked(odds))
+        found = gl.reshape(pairs, with_last(values[0].shape, N))
+    return found
+
+
+@gluon.constexpr_function
+def with_last(shape, size):
+    return [*shape, size]
+
+
+@gluon.jit
+def stage(staged, k: gl.constexpr, rows, BITS: gl.constexpr):
+    """Store chunk k of x, [8, 128] for each row, in shared memory, and append it to `staged`.
+
+    A piece is [8 segments, rows, vectors, 2 columns of B, 4 threads, 8]: the threads of a segment
+    load contiguous memory. A chunk is two pieces for 16-bit weights, one for 8-bit weights, and
+    half a piece for 4-bit weights.
+    """
+    R: gl.constexpr = len(rows)
+    x = stacked(rows)
     if BITS == 16:
-        # Of a thread's words, which lie together, the first and the third are of one line of A.
-        both = gl.allocate_shared_memory(gl.bfloat16, [2, 8, 2, 4, 4, 2], S6)
-        values = gl.reshape(x.to(gl.bfloat16), [2, 8, 4, 4, 2, 2])
-        both.store(gl.permute(values, [0, 1, 4, 2, 3, 5]))
-        staged = staged + two_pieces(both)
+        # A thread's weights are consecutive words: the first and the third go to one row of A.
+        both = gl.allocate_shared_memory(gl.bfloat16, [2, 8, R, 2, 4, 4, 2], S7)
+        values = gl.reshape(x.to(gl.bfloat16), [2, 8, 4, 4, 2, 2, R])
+        both.store(gl.permute(values, [0, 1, 6, 4, 2, 3, 5]))
+        pieces = both._reinterpret(gl.bfloat16, [2, 8, R, 2, 4, 8], S5)
+        staged = staged + (pieces.index(0), pieces.index(1))
     elif BITS == 8:
-        # A word has the codes of four inputs 32 apart: the first and the third become a pair.
-        piece = gl.allocate_shared_memory(gl.bfloat16, [8, 2, 2, 4, 4, 2], S6)
-        values = gl.reshape((x * RAISE).to(gl.bfloat16), [8, 2, 2, 4, 2, 4])
-        piece.store(gl.permute(values, [0, 4, 2, 3, 5, 1]))
+        # A word holds four weights, 32 columns apart: the first and the third become a pair.
+        piece = gl.allocate_shared_memory(gl.bfloat16, [8, R, 2, 2, 4, 4, 2], S7)
+        values = gl.reshape((x * FP8_X_SCALE).to(gl.bfloat16), [8, 2, 2, 4, 2, 4, R])
+        piece.store(gl.permute(values, [0, 6, 4, 2, 3, 5, 1]))
         staged = staged + (piece,)
     else:
         if k % 2 == 0:
-            staged = staged + (gl.allocate_shared_memory(gl.bfloat16, [2, 4, 8, 4, 8], S4),)
-        # And here of eight, 16 apart, in two blocks: the first and the fifth.
-        values = gl.reshape(x.to(gl.bfloat16), [4, 2, 2, 2, 2, 2, 4, 2])
-        values = gl.permute(values, [0, 6, 4, 1, 5, 7, 3, 2])
+            staged = staged + (gl.allocate_shared_memory(gl.bfloat16, [2, 4, R, 8, 4, 8], S5),)
+        # A word holds eight weights of a quant group, 16 columns apart: the first and the fifth
+        # become a pair.
+        values = gl.reshape(x.to(gl.bfloat16), [4, 2, 2, 2, 2, 2, 4, 2, R])
+        values = gl.permute(values, [0, 8, 6, 4, 1, 5, 7, 3, 2])
         half = staged[k // 2].index(k % 2)
-        half._reinterpret(gl.bfloat16, [4, 4, 2, 2, 2, 2, 2, 2], S8).store(values)
+        half._reinterpret(gl.bfloat16, [4, R, 4, 2, 2, 2, 2, 2, 2], S9).store(values)
     return staged
 
 
 @gluon.jit
-def stage_words(staged, first, second):
-    """Put a chunk, of which each thread has two words, into shared memory for 16 bits."""
-    both = gl.allocate_shared_memory(gl.int32, [2, 8, 2, 4, 4], S5)
-    words = gl.reshape(gl.join(first, second), [2, 8, 4, 4, 2])
-    both.store(gl.permute(words, [0, 1, 4, 2, 3]))
-    return staged + two_pieces(both)
+def load_x(piece, BITS: gl.constexpr, ROWS: gl.constexpr):
+    """Load a thread's words of x for half a tile, for all sets of rows.
 
-
-@gluon.jit
-def two_pieces(both):
-    pieces = both._reinterpret(gl.bfloat16, [2, 8, 2, 4, 8], S4)
-    return pieces.index(0), pieces.index(1)
-
-
-@gluon.jit
-def load_x(piece, BITS: gl.constexpr):
-    """A thread's words of x for one half of a tile: of the column of B that its line counts."""
+    A thread's index among the 8 weight rows selects its column of B, and so its row of x.
+    """
     V: gl.constexpr = x_words(BITS) // 4
+    N: gl.constexpr = rows_at_once(BITS, ROWS)
     L: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 1, V, 4], [1, 4, 2, 4, 1, 1], [8, 1, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0]
-    )
-    words = piece._reinterpret(gl.int32, [8, V, 2, 4, 4], S5).permute([0, 2, 3, 1, 4])
-    x = gl.expand_dims(words.load(gl.SliceLayout(1, L)), 1)
-    x = gl.reshape(x + gl.zeros([8, 4, 2, 4, V, 4], gl.int32, L), [8, 8, 4, 4 * V])
-    found = each(x, 4 * V)
-    if BITS == 4:
-        keep, own = own_block(), ()
-        for k in gl.static_range(16):
-            own = own + (found[k] & keep,)
-        found = own
+        [1, 1, 1, 1, 1, V, 4], [1, 4 // N, N, 2, 4, 1, 1], [8, 1, 1, 1, 1, 1, 1],
+        [6, 5, 4, 3, 2, 1, 0],
+    )  # fmt: skip
+    words = piece._reinterpret(gl.int32, [8, ROWS, V, 2, 4, 4], S6).permute([0, 1, 3, 4, 2, 5])
+    found = ()
+    for s in gl.static_range(num_sets(BITS, ROWS)):
+        x = gl.expand_dims(words.slice(s * N, N, 1).load(gl.SliceLayout(1, L)), 1)
+        x = gl.reshape(x + gl.zeros([8, 4 // N, N, 2, 4, V, 4], gl.int32, L), [8, 8, 4, 4 * V])
+        own = unpacked(x, 4 * V)
+        if BITS == 4:
+            own = mask_quant_group(own)
+        found = found + own
     return found
 
 
 @gluon.jit
-def own_block():
-    """All bits, where a thread's words are of the block that its column of B is for."""
+def mask_quant_group(words):
+    """Zero the words of x unless a thread's weights are in the quant group of its column of B."""
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, ONE)))[None, :, None]
-    place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, ONE)))[None, None, :]
-    is_own = gl.zeros([8, 8, 4], gl.int32, ONE) + column // 2 % 2 == place // 2
-    return gl.where(is_own, -1, 0)
+    is_own = gl.zeros([8, 8, 4], gl.int32, ONE) + column // 4 == quad_lane() // 2
+    keep, own = gl.where(is_own, -1, 0), ()
+    for k in gl.static_range(len(words)):
+        own = own + (words[k] & keep,)
+    return own
 
 
 @gluon.jit
-def each(t, N: gl.constexpr):
-    """The words that each thread has, [8, 8, 4, N], as N tensors of one word."""
+def quad_lane():
+    """Index of a thread among the four threads of a weight row."""
+    return gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, ONE)))[None, None, :]
+
+
+@gluon.jit
+def unpacked(t, N: gl.constexpr):
+    """Split [8, 8, 4, N], N words in each thread, into N tensors of one word."""
     words = ()
     if N == 1:
-        words = (one(t),)
+        words = (as_words(t),)
     else:
         even, odd = gl.split(gl.reshape(t, [8, 8, 4, N // 2, 2]))
-        evens, odds = each(even, N // 2), each(odd, N // 2)
+        evens, odds = unpacked(even, N // 2), unpacked(odd, N // 2)
         for k in gl.static_range(N // 2):
             words = words + (evens[k], odds[k])
     return words
 
 
 @gluon.jit
-def one(t):
+def as_words(t):
     return gl.convert_layout(gl.reshape(t, [8, 8, 4]), ONE, assert_trivial=True)
 
 
 @gluon.jit
 def load_words(slot, HALVES: gl.constexpr):
-    """A thread's words of the halves of a tile, [16 segments, 8 lines, 32 words]."""
+    """Load a thread's words of a tile, [16 segments, 8 weight rows, 32 words]."""
     words = ()
     for a in gl.static_range(HALVES):
         half = slot.slice(8 * a, 8, 0).load(HALF)
-        words = words + each(gl.reshape(half, [8, 8, 4, 8]), 8)
+        words = words + unpacked(gl.reshape(half, [8, 8, 4, 8]), 8)
     return words
 
 
 @gluon.jit
-def load_factors(slot, HALVES: gl.constexpr, BITS: gl.constexpr, PIECE: gl.constexpr):
-    """A thread's words of factors, for each half of a tile: of its line, and of its block's sums.
+def load_scales(slot, HALVES: gl.constexpr, BITS: gl.constexpr, PIECE: gl.constexpr):
+    """Load the scale word of a thread's weight row and quant group, for each half of a tile.
 
-    Factors of each PIECE segments begin where the copy engine can write.
+    The scales of PIECE segments are contiguous, and start at an address that TMA can write to.
     """
-    P: gl.constexpr = segment_groups(BITS)  # blocks of a segment
+    P: gl.constexpr = segment_groups(BITS)
     N: gl.constexpr = 8 * HALVES // PIECE
-    STEP: gl.constexpr = factor_words(BITS, PIECE)
+    STEP: gl.constexpr = scale_words(BITS, PIECE)
     L: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 1], [4 // P, 1, P, 8], [1, 8 // PIECE, PIECE, 1], [2, 0, 3, 1]
+        [1, 1, 1, 1], [4 // P, 1, P, 8], [1, 8 // PIECE, PIECE, 1], [0, 2, 3, 1]
     )
     pieces = slot.slice(0, N * STEP, 0)._reinterpret(gl.int32, [N, STEP // 8, 8], S3)
     words = gl.expand_dims(pieces.slice(0, PIECE * P, 1).load(gl.SliceLayout(0, L)), 0)
     words = words + gl.zeros([4 // P, N, PIECE * P, 8], gl.int32, L)
-    words = gl.permute(gl.reshape(words, [4 // P, HALVES, 8, P, 8]), [2, 4, 0, 3, 1])
+    words = gl.permute(gl.reshape(words, [4 // P, HALVES, 8, P, 8]), [2, 4, 3, 0, 1])
     if HALVES == 2:
         first, second = gl.split(gl.reshape(words, [8, 8, 4, 2]))
-        found = one(first), one(second)
+        found = as_words(first), as_words(second)
     else:
-        found = (one(words),)
+        found = (as_words(words),)
     return found
 
 
 @gluon.constexpr_function
-def accumulators():
-    """Sums of products that do not wait for each other."""
-    zeros = "".join(f"mov.f32 {name}{i}, 0f00000000; " for name in "ab" for i in range(4))
-    return f"{{ .reg .f32 a<4>, b<4>; .reg .b32 s, t, p<4>; {zeros}"
+def accumulators(sets=1):
+    """Declare two independent accumulators for each set of rows."""
+    names = [f"{name}{s}_{i}" for s in range(sets) for name in "ab" for i in range(4)]
+    zeros = "".join(f"mov.f32 {name}, 0f00000000; " for name in names)
+    return f"{{ .reg .f32 {', '.join(names)}; .reg .b32 s, t, p<4>; {zeros}"
 
 
 @gluon.constexpr_function
 def product(name, low, high):
-    sums = ", ".join(f"{name}{i}" for i in range(4))
+    sums = ", ".join(f"{name}_{i}" for i in range(4))
     return (
         f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{sums}}}, "
         f"{{p0, p1, p2, p3}}, {{{low}, {high}}}, {{{sums}}}; "
@@ -178,106 +216,148 @@ def product(name, low, high):
 
 
 @gluon.constexpr_function
-def collected(first, second):
-    """A thread has sums of two columns of B, for an upper line of A and for a lower one."""
-    return (
-        f"add.f32 a0, a{first}, b{first}; add.f32 a1, a{second}, b{second}; add.f32 $0, a0, a1; }}"
-    )
+def products(sets, j, first, words):
+    """Multiply A, p0 to p3, by two words of x for each set.
+
+    The first set's words are operands `first` and `first + 1`; the next set's are `words` later.
+    """
+    operands = [first + s * words for s in range(sets)]
+    name = "ab"[j % 2]
+    return "".join(product(f"{name}{s}", f"${n}", f"${n + 1}") for s, n in enumerate(operands))
 
 
 @gluon.constexpr_function
-def plain_asm(halves):
-    """The words of halves of a tile, which are bfloat16 as they are: two for each line of A."""
-    code = accumulators()
+def collect_sums(sets, first, second):
+    """Add up the two elements of C that belong to a thread's weight row, for each set."""
+    code = ""
+    for s in range(sets):
+        code += f"add.f32 a{s}_0, a{s}_{first}, b{s}_{first}; "
+        code += f"add.f32 a{s}_1, a{s}_{second}, b{s}_{second}; add.f32 ${s}, a{s}_0, a{s}_1; "
+    return code + "}"
+
+
+@gluon.constexpr_function
+def plain_asm(halves, sets):
+    """Multiply bfloat16 weights: four words for each `mma`, two of them for each row of A."""
+    code = accumulators(sets)
     for j in range(2 * halves):
-        first = 1 + 4 * halves + 4 * j
+        first = sets * (1 + 4 * halves) + 4 * j
         code += "".join(f"mov.b32 p{i}, ${first + i}; " for i in range(4))
-        code += product("ab"[j % 2], f"${1 + 2 * j}", f"${2 + 2 * j}")
-    return code + collected(0, 3)
+        half, rest = divmod(j, 2)
+        code += products(sets, j, sets * (1 + 4 * half) + 2 * rest, 4)
+    return code + collect_sums(sets, 0, 3)
 
 
 @gluon.constexpr_function
-def fp8_asm():
-    """8 words, whose bytes 0 and 2 are a pair, and 1 and 3. (a & b) | c is table 0xEA."""
-    code = accumulators()
+def fp8_asm(sets):
+    """Multiply 8 words of FP8: bytes 0 and 2 are a pair, and bytes 1 and 3.
+
+    The lookup table 0xEA of `lop3` is (a & b) | c.
+    """
+    code = accumulators(sets)
     for j in range(8):
-        word, even, odd = f"${9 + j}", f"p{j % 2 * 2}", f"p{j % 2 * 2 + 1}"
-        code += f"shl.b32 t, {word}, 4; and.b32 t, t, {REST}; shl.b32 s, {word}, 8; "
-        code += f"lop3.b32 {even}, s, {SIGN}, t, 0xEA; "
-        code += f"shr.u32 t, {word}, 4; and.b32 t, t, {REST}; "
-        code += f"lop3.b32 {odd}, {word}, {SIGN}, t, 0xEA; "
+        word, even, odd = f"${9 * sets + j}", f"p{j % 2 * 2}", f"p{j % 2 * 2 + 1}"
+        code += (
+            f"shl.b32 t, {word}, 4; and.b32 t, t, {EXPONENT_AND_MANTISSA}; shl.b32 s, {word}, 8; "
+        )
+        code += f"lop3.b32 {even}, s, {SIGNS}, t, 0xEA; "
+        code += f"shr.u32 t, {word}, 4; and.b32 t, t, {EXPONENT_AND_MANTISSA}; "
+        code += f"lop3.b32 {odd}, {word}, {SIGNS}, t, 0xEA; "
         if j % 2:
-            code += product("ab"[j // 2 % 2], f"${j}", f"${j + 1}")
-    return code + collected(0, 3)
+            code += products(sets, j // 2, sets + j - 1, 8)
+    return code + collect_sums(sets, 0, 3)
 
 
 @gluon.constexpr_function
-def int4_asm():
-    """8 words; the codes in bits 4 * n and 16 + 4 * n, each behind the bits of 128, are a pair."""
-    code = accumulators()
+def int4_asm(sets):
+    """Multiply 8 words of 4-bit values: those at bits 4 * n and 16 + 4 * n are a pair.
+
+    Combined with the bits of 128, they are the bfloat16 of 128 + value.
+    """
+    code = accumulators(sets)
     for j in range(8):
-        word = f"${17 + j}"
-        code += f"lop3.b32 p0, {word}, {NIBBLES}, {MIDDLES}, 0xEA; "
+        word = f"${17 * sets + j}"
+        code += f"lop3.b32 p0, {word}, {NIBBLES}, {OFFSETS}, 0xEA; "
         for n in range(1, 4):
-            code += f"shr.u32 t, {word}, {4 * n}; lop3.b32 p{n}, t, {NIBBLES}, {MIDDLES}, 0xEA; "
-        code += product("ab"[j % 2], f"${1 + 2 * j}", f"${2 + 2 * j}")
-    return code + collected(0, 3)
+            code += f"shr.u32 t, {word}, {4 * n}; lop3.b32 p{n}, t, {NIBBLES}, {OFFSETS}, 0xEA; "
+        code += products(sets, j, sets + 2 * j, 16)
+    return code + collect_sums(sets, 0, 3)
 
 
 @gluon.constexpr_function
 def sum_asm():
-    """The sum of what int4_asm multiplies, of both columns."""
+    """Sum the x that `int4_asm` multiplies by, over both columns of a row."""
     code = accumulators() + "".join(f"mov.b32 p{i}, {ONES}; " for i in range(4))
     for j in range(8):
-        code += product("ab"[j % 2], f"${1 + 2 * j}", f"${2 + 2 * j}")
-    return code + collected(0, 1)
+        code += products(1, j, 1 + 2 * j, 16)
+    return code + collect_sums(1, 0, 1)
 
 
 @gluon.constexpr_function
-def rows_asm():
-    """8 words of lines of A, whose lower half is zero, and 8 of B: what each line has with two."""
-    code = accumulators() + "mov.b32 p1, 0; mov.b32 p3, 0; "
-    for j in range(4):
-        code += f"mov.b32 p0, ${2 + 2 * j}; mov.b32 p2, ${3 + 2 * j}; "
-        code += product("ab"[j % 2], f"${10 + 2 * j}", f"${11 + 2 * j}")
-    return code + "add.f32 $0, a0, b0; add.f32 $1, a1, b1; }"
+def registers(num_sums, num_words):
+    return ",".join(["=f"] * num_sums + ["r"] * num_words)
 
 
 @gluon.constexpr_function
-def registers(count):
-    return "=f," + ",".join(["r"] * count)
+def floats_type(count):
+    return (gl.float32,) * count
 
 
 @gluon.jit
-def sum_of(x):
-    """The sum of x over a block of 4-bit codes."""
-    return run(sum_asm(), registers(16), x)
+def run(ASM: gl.constexpr, words, SETS: gl.constexpr):
+    """Run inline PTX; return one sum for each set."""
+    R: gl.constexpr = registers(SETS, len(words))
+    if SETS == 1:
+        sums = (gl.inline_asm_elementwise(ASM, R, words, gl.float32, True, 1),)
+    else:
+        sums = gl.inline_asm_elementwise(ASM, R, words, floats_type(SETS), True, 1)
+    return sums
 
 
 @gluon.jit
-def run(ASM: gl.constexpr, REGISTERS: gl.constexpr, words):
-    return gl.inline_asm_elementwise(ASM, REGISTERS, words, gl.float32, True, 1)
+def sums_of(x, ROWS: gl.constexpr):
+    """Sum x over a quant group of 4-bit weights, for each set."""
+    sums = ()
+    for s in gl.static_range(num_sets(4, ROWS)):
+        sums = sums + run(sum_asm(), x[16 * s : 16 * s + 16], 1)
+    return sums
 
 
 @gluon.jit
-def multiply(w, x, x_sums, total, HALVES: gl.constexpr, BITS: gl.constexpr):
-    """Add the products of a tile with x, of which each half of the tile has a piece.
+def multiply(w, x, x_sums, totals, FORMAT: gl.constexpr):
+    """Add the products of a tile and its pieces of x, one for each half, to `totals`.
 
-    w are a thread's words of the tile, and behind them a factor for each half.
+    w is a thread's words of the tile, followed by a scale word for each half. There is a total for
+    each set of rows.
     """
-    if BITS == 16:
+    HALVES: gl.constexpr = FORMAT.halves
+    SETS: gl.constexpr = num_sets(FORMAT.bits, FORMAT.rows)
+    if FORMAT.bits == 16:
         all_of_x = x[0] if HALVES == 1 else x[0] + x[1]
-        total += run(plain_asm(HALVES), registers(12 * HALVES), all_of_x + w)
+        totals = add_all(totals, run(plain_asm(HALVES, SETS), all_of_x + w, SETS))
     else:
         for a in gl.static_range(HALVES):
-            words, factor = w[8 * a : 8 * a + 8], w[8 * HALVES + a]
-            if BITS == 8:
-                products = run(fp8_asm(), registers(16), x[a] + words)
-                total += products * factor.to(gl.float32, bitcast=True)
+            words, scale = w[8 * a : 8 * a + 8], w[8 * HALVES + a]
+            scaled = ()
+            if FORMAT.bits == 8:
+                sums = run(fp8_asm(SETS), x[a] + words, SETS)
+                for s in gl.static_range(SETS):
+                    scaled = scaled + (sums[s] * scale.to(gl.float32, bitcast=True),)
             else:
-                products = run(int4_asm(), registers(24), x[a] + words)
-                total += (products - lower_half(factor) * x_sums[a]) * upper_half(factor)
-    return total
+                sums = run(int4_asm(SETS), x[a] + words, SETS)
+                for s in gl.static_range(SETS):
+                    centered = sums[s] - lower_half(scale) * x_sums[a][s]
+                    scaled = scaled + (centered * upper_half(scale),)
+            totals = add_all(totals, scaled)
+    return totals
+
+
+@gluon.jit
+def add_all(totals, sums):
+    found = ()
+    for s in gl.static_range(len(totals)):
+        found = found + (totals[s] + sums[s],)
+    return found
 
 
 @gluon.jit
@@ -291,7 +371,25 @@ def upper_half(word):
 
 
 @gluon.jit
-def both_blocks(total):
-    """Add what the next thread has: the sum of the other blocks of 4-bit codes."""
-    asm: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 1, 0x1f, 0xffffffff;"
+def by_row(totals, BITS: gl.constexpr):
+    """Arrange sums so that the four threads of a weight row have rows 0 to 3, then 4 to 7.
+
+    With 4-bit weights a thread has the sum of one of two quant groups, for one of two rows. It adds
+    that of the other group.
+    """
+    if BITS == 4:
+        whole = ()
+        for s in gl.static_range(len(totals)):
+            whole = whole + (add_other_group(totals[s]),)
+        totals = whole
+        if len(whole) > 1:
+            totals = ()
+            for s in gl.static_range(len(whole) // 2):
+                totals = totals + (gl.where(quad_lane() < 2, whole[2 * s], whole[2 * s + 1]),)
+    return totals
+
+
+@gluon.jit
+def add_other_group(total):
+    asm: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 2, 0x1f, 0xffffffff;"
     return total + gl.inline_asm_elementwise(asm, "=f,f", [total], gl.float32, False, 1)

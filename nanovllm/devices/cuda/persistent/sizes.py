@@ -1,5 +1,22 @@
-"""Which sizes the persistent step serves, and how it divides its work: all that is known when it
-is compiled."""
+"""Compile-time sizes of the persistent step: which models it supports, and how work is divided.
+
+Glossary (see docs/persistent-step.md):
+
+- chunk: 1,024 columns of a vector such as x.
+- segment: 128 bytes of a weight row.
+- tile: 16 KB of a projection, one slot of the ring buffer: 16 segments of each of 8 weight rows. A
+  weight row of a tile has 1,024 columns in bfloat16, 2,048 in 8 bits and 4,096 in 4 bits.
+- half: half a tile: 8 segments of each weight row, one for each warp.
+- block: 1,024 consecutive weight rows of a projection, of which each CTA computes 8.
+- group: tiles that are consumed together, so that their slots become free together. A quant group
+  is 128 quantized values that share a scale.
+- piece: the part of x that half a tile is multiplied by. For a tile of experts' weights, also the
+  segments that one TMA copy loads.
+- part: gate or up in gate_up, or the columns of one expert in the input of `down`. In attention,
+  the partial result of one split for 8 output columns.
+- split, unit: keys of one row and KV head with one partial result; the 64 keys of an online-softmax
+  update.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,24 +24,28 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-SHARED_BYTES = 232448  # of a Hopper multiprocessor, for one program
-HALF_BYTES = gl.constexpr(8192)  # of a tile
-MAX_EXPERTS = 256  # of which a lane of a warp has up to eight
+SHARED_BYTES = 232448  # shared memory of a CTA on Hopper
+HALF_BYTES = gl.constexpr(8192)  # half a tile
+MAX_EXPERTS = 256  # each lane of a warp holds the logits of up to eight
 MAX_TOP_K = 32
-MIN_SLOTS = 7  # a group of tiles
+MIN_SLOTS = 7  # the ring must hold the largest group of tiles
+MAX_ROWS = 8
+UNIT = gl.constexpr(64)  # keys per online-softmax update
+PART_WORDS = gl.constexpr(12)  # 8 sums, and the maximum score and the denominator, both twice
+MAX_STAGED = 32  # chunks of x in shared memory, over all rows; more only if one tile needs them
 
 
 class ExpertsShape(NamedTuple):
     num_experts: int = 0
     top_k: int = 1
-    size: int = 64  # of an expert's MLP
-    is_normalized: bool = False  # whether the weights of the chosen sum to one
+    size: int = 64  # intermediate size of one expert
+    is_normalized: bool = False  # whether the weights of the chosen experts sum to one
 
     def problem(self, bits: int) -> str | None:
         if self.num_experts > MAX_EXPERTS or self.top_k > MAX_TOP_K:
-            return f"{self.top_k} of {self.num_experts} experts"
+            return f"top {self.top_k} of {self.num_experts} experts"
         if self.num_experts > 0 and (self.size % 8 or self.size * bits % 1024):
-            return f"experts of {self.size}"
+            return f"experts of intermediate size {self.size}"
         return None
 
 
@@ -33,15 +54,15 @@ NO_EXPERTS = ExpertsShape()
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a kernel is compiled for."""
+    """Model sizes that a kernel is compiled for."""
 
     hidden: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mlp: int  # of experts: all that a token goes to
+    mlp: int  # intermediate size; with experts, that of all chosen ones together
     vocab: int
-    bits: int = 16  # of all weights but the head's and the router's
+    bits: int = 16  # bits of a weight; the LM head and the router always have 16
     experts: ExpertsShape = NO_EXPERTS
 
     @property
@@ -54,175 +75,211 @@ class StepShape:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """All of it: a kernel's parameter can be a tuple, but no record."""
+        """All fields as a tuple: a dataclass cannot be a parameter of a kernel."""
         heads = self.num_heads, self.num_kv_heads, self.head_dim
         return self.hidden, *heads, self.mlp, self.vocab, self.bits, *self.experts
 
     @property
     def problem(self) -> str | None:
-        """Why there is no kernel for these sizes."""
+        """The reason why there is no kernel for these sizes, or None."""
         group, rest = divmod(self.num_heads, self.num_kv_heads)
         if self.head_dim not in (64, 128):
-            return f"heads of {self.head_dim}"
+            return f"head_dim is {self.head_dim}, not 64 or 128"
         if rest or group > 8 or self.num_kv_heads > 32:
-            return f"{self.num_heads} heads with {self.num_kv_heads} of keys"
-        if power_of_two(group) * self.head_dim < 256:  # two threads would hand on the same value
-            return f"a kv head for every {group} of {self.head_dim}"
+            return f"{self.num_heads} query heads for {self.num_kv_heads} KV heads"
+        if power_of_two(group) * self.head_dim < 256:  # two threads would store the same value
+            return f"only {group} query heads of {self.head_dim} per KV head"
         if problem := self.experts.problem(self.bits):
             return problem
-        part = {16: 64, 8: 128, 4: 256}[self.bits]  # of which the copy engine takes whole ones
+        part = {16: 64, 8: 128, 4: 256}[self.bits]  # columns of a segment: TMA copies whole ones
         if self.hidden % part or self.mlp % part or self.q % part or self.hidden > 8192:
-            return f"widths of {self.hidden} and {self.mlp}"
-        return None if num_slots(self) >= MIN_SLOTS else "too little shared memory"
+            return f"hidden size {self.hidden} and intermediate size {self.mlp}"
+        return None if self.rows else "too little shared memory"
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Numbers of rows for which there is a kernel.
 
-# A tile of codes is also 16 KB, so it has twice or four times the columns. Both of its halves are
-# alike: 8 segments of 128 bytes of each line, one for each warp.
+        With experts only one row: more rows share too few weights. With quantized weights at most
+        four: eight rows are slower than running layer by layer.
+        """
+        most = MAX_ROWS if self.bits == 16 else MAX_ROWS // 2
+        most = 1 if self.experts.num_experts else most
+        sizes = [1 << n for n in range(most.bit_length())]
+        return tuple(rows for rows in sizes if num_slots(self, rows) >= MIN_SLOTS)
 
 
 @gluon.constexpr_function
 def tile_chunks(bits):
-    """Chunks of a vector that a tile is multiplied with."""
+    """Chunks of x that a tile is multiplied by."""
     return 16 // bits
 
 
 @gluon.constexpr_function
 def segment_groups(bits):
-    """Scales of a line in a segment: one for 128 codes; weights of 16 bits have none."""
+    """Quant groups of a segment, each with one scale; 16-bit weights have none."""
     return {16: 0, 8: 1, 4: 2}[bits]
 
 
 @gluon.constexpr_function
 def num_chunks(width, bits=16):
-    """Chunks of a vector, padded to half a tile or to whole ones: to so many that groups of chunks,
-    and groups of tiles, leave no rest."""
+    """Chunks of a vector, padded to half a tile or to whole tiles.
+
+    Both the chunks and the tiles divide into groups of equal size.
+    """
     size = tile_chunks(bits)
     if num_halves(width, bits) == 1:
         return -(-size // 2)
     chunks = -(-width // 1024)
-    while chunks % size or leaves_rest(chunks) or leaves_rest(chunks // size):
+    while chunks % size or has_remainder(chunks) or has_remainder(chunks // size):
         chunks += 1
     return chunks
 
 
 @gluon.constexpr_function
 def num_stored(width):
-    """Columns of a vector that every program stores 8 of, those beyond its width included."""
+    """Width of a vector of which every CTA stores 8 columns, some possibly beyond its end."""
     return max(width, 1024)
 
 
 @gluon.constexpr_function
-def leaves_rest(count):
-    """Whether so many cannot be cut into groups of one size: one group holds at most six."""
+def has_remainder(count):
+    """Whether `count` items do not divide into groups of equal size (up to six are one group)."""
     return count > 6 and all(count % size for size in (4, 5, 6, 7, 3))
 
 
 @gluon.constexpr_function
 def num_halves(width, bits):
-    """Halves of a line's tiles that are in use: of a narrow line, one."""
+    """Halves of a tile that are used: one if the weight row is no wider than half a tile."""
     return 1 if width <= 512 * tile_chunks(bits) else 2
 
 
 @gluon.constexpr_function
 def num_tiles(width, bits):
-    """Tiles of a line of weights."""
+    """Tiles of a weight row."""
     return -(-num_chunks(width, bits) // tile_chunks(bits))
 
 
 @gluon.constexpr_function
-def num_blocks(lines):
-    """Blocks of lines of a projection, of which each program has 8 of 1,024."""
-    return -(-lines // 1024)
+def num_blocks(weight_rows):
+    """Blocks of a projection with `weight_rows` weight rows."""
+    return -(-weight_rows // 1024)
 
 
 @dataclass(frozen=True)
-class Line:
-    """How the lines of a projection are multiplied."""
+class RowFormat:
+    """Layout of a projection's weight rows, and the number of batch rows they are multiplied by."""
 
     tiles: int
-    halves: int  # of each tile
-    bits: int  # of a weight
+    halves: int  # used halves of each tile
+    bits: int  # bits of a weight
+    rows: int = 1  # batch rows
 
 
 @gluon.constexpr_function
-def line_of(width, bits):
-    return Line(num_tiles(width, bits), num_halves(width, bits), bits)
+def format_of(width, bits, rows=1):
+    return RowFormat(num_tiles(width, bits), num_halves(width, bits), bits, rows)
 
 
 @gluon.constexpr_function
-def tile_words(line):
-    """Words of a tile in a thread, and those of factors."""
-    return line.halves * (8 if line.bits == 16 else 9)
+def tile_words(row_format):
+    """Registers of a thread for a tile, including a word of scales for each half."""
+    return row_format.halves * (8 if row_format.bits == 16 else 9)
 
 
 @gluon.constexpr_function
-def tile_factors(line):
-    """Factors of a tile of 8 lines."""
-    return line.halves * 64 * segment_groups(line.bits)
+def tile_scales(row_format):
+    """Words of scales of a tile."""
+    return row_format.halves * 64 * segment_groups(row_format.bits)
 
 
 @gluon.constexpr_function
-def tile_bytes(line):
-    return line.halves * HALF_BYTES.value + 4 * tile_factors(line)
+def tile_bytes(row_format):
+    return row_format.halves * HALF_BYTES.value + 4 * tile_scales(row_format)
 
 
 @gluon.constexpr_function
-def is_wide(line):
-    """Whether a line has too many tiles for all of x to be in registers."""
-    return line.tiles > {16: 3, 8: 2, 4: 1}[line.bits]
+def is_wide(row_format):
+    """Whether a weight row has too many tiles for all of x to be register-resident."""
+    return row_format.tiles > {16: 3, 8: 2, 4: 1}[row_format.bits]
 
 
 @gluon.constexpr_function
-def max_held(line):
-    """Tiles that registers have room for, beside x."""
-    return 4 if (line.halves, line.bits) == (2, 4) else 6
+def max_resident(row_format):
+    """Tiles that fit into registers beside x."""
+    return 4 if (row_format.halves, row_format.bits) == (2, 4) else 6
 
 
 @gluon.constexpr_function
-def is_held(blocks, line):
-    """Whether all tiles of a projection are in registers before its x has come."""
-    return blocks * line.tiles <= max_held(line) and (line.bits == 16 or not is_wide(line))
+def is_resident(blocks, row_format):
+    """Whether all tiles of a projection are loaded into registers before x has arrived."""
+    fits = blocks * row_format.tiles <= max_resident(row_format)
+    return fits and (row_format.bits == 16 or not is_wide(row_format))
 
 
 @gluon.constexpr_function
-def goes_by_tile(blocks, line):
-    """Whether tiles are multiplied as they come, without being moved into registers first."""
-    return is_wide(line) and not is_held(blocks, line)
+def is_streamed(blocks, row_format):
+    """Whether tiles are multiplied as they arrive, one by one, instead of loading all first."""
+    return is_wide(row_format) and not is_resident(blocks, row_format)
 
 
 @gluon.constexpr_function
-def blocks_at_once(blocks, line):
-    """Blocks of lines that are multiplied before their sums are added up."""
-    if goes_by_tile(blocks, line):
+def blocks_at_once(blocks, row_format):
+    """Blocks that are multiplied before their sums are reduced over the warps."""
+    if is_streamed(blocks, row_format):
         return 1
-    return max(n for n in range(1, 7) if blocks % n == 0 and n * line.tiles <= max_held(line))
+    return max(
+        n
+        for n in range(1, 7)
+        if blocks % n == 0 and n * row_format.tiles <= max_resident(row_format)
+    )
 
 
 @gluon.constexpr_function
-def gated_at_once(blocks, line, is_of_experts):
-    """Blocks of gate, and as many of up, that are loaded together: all, if registers hold them.
+def tiles_at_once(blocks, row_format):
+    """Tiles of each block of `o` or `down` that are multiplied before more of x is staged.
 
-    Those of experts are asked for late, so multiplying begins with two blocks of each at most.
+    Limited by the shared memory for x, and by the size of the unrolled code.
     """
-    if is_held(2 * blocks, line):
+    if is_resident(blocks, row_format):
+        return row_format.tiles
+    limits = MAX_STAGED // (tile_chunks(row_format.bits) * row_format.rows), 16 // blocks, MIN_SLOTS
+    return max(n for n in range(1, max(min(limits), 1) + 1) if row_format.tiles % n == 0)
+
+
+@gluon.constexpr_function
+def output_group(blocks, row_format):
+    """Tiles in a group of `o` or `down`."""
+    if is_resident(blocks, row_format):
+        return blocks * row_format.tiles
+    return tiles_at_once(blocks, row_format)
+
+
+@gluon.constexpr_function
+def gate_blocks_at_once(blocks, row_format, is_of_experts):
+    """Blocks of gate, and as many of up, that are loaded together: all, if they fit into registers.
+
+    The copies of experts' weights start late, so multiplication begins after two blocks of each.
+    """
+    if is_resident(2 * blocks, row_format):
         return blocks
-    most = max_held(line) // (2 * line.tiles)
+    most = max_resident(row_format) // (2 * row_format.tiles)
     most = min(most, 2) if is_of_experts else most
     return max((n for n in range(1, most + 1) if blocks % n == 0), default=1)
 
 
 @gluon.constexpr_function
-def group_chunks(tiles):
-    """Tiles of a wide line that are waited for together."""
+def wide_group_tiles(tiles):
+    """Tiles in a group of a wide weight row: a divisor of `tiles`."""
     return next(size for size in (4, 5, 6, 7, 3, 2, 1) if tiles % size == 0)
 
 
 @gluon.constexpr_function
-def group_tiles(blocks, line):
-    """Tiles that are used together, of as many blocks as are multiplied together."""
-    if goes_by_tile(blocks, line):
-        return group_chunks(line.tiles)
-    return blocks * line.tiles
+def group_tiles(blocks, row_format):
+    """Tiles in a group, when `blocks` blocks are multiplied together."""
+    if is_streamed(blocks, row_format):
+        return wide_group_tiles(row_format.tiles)
+    return blocks * row_format.tiles
 
 
 @gluon.constexpr_function
@@ -237,13 +294,13 @@ def qkv_width(shape):
 
 @gluon.constexpr_function
 def gated_parts(shape):
-    """Parts of what goes into `down`: one for each chosen expert."""
+    """Parts of the input of `down`: one for each chosen expert."""
     return shape.experts.top_k if shape.experts.num_experts else 1
 
 
 @gluon.constexpr_function
-def gated_room(shape):
-    """Columns of a part, those that fill an expert's lines up included."""
+def gated_capacity(shape):
+    """Padded width of a part of the input of `down`."""
     return (
         expert_columns(shape.experts.size, shape.bits) if shape.experts.num_experts else shape.mlp
     )
@@ -251,39 +308,84 @@ def gated_room(shape):
 
 @gluon.constexpr_function
 def gated_width(shape):
-    """Columns of `down`."""
-    return gated_parts(shape) * gated_room(shape)
+    """Padded width of the input of `down`."""
+    return gated_parts(shape) * gated_capacity(shape)
 
 
 @gluon.constexpr_function
-def slot_factors(shape):
-    """Words for the factors of any tile."""
+def slot_scales(shape):
+    """Words of scales in a slot of the ring, enough for any tile."""
     bits = shape.bits
-    piece = factor_piece(shape.experts.size, bits) if shape.experts.num_experts else 8
-    return 0 if bits == 16 else 16 // piece * factor_words(bits, piece)
+    piece = scale_piece(shape.experts.size, bits) if shape.experts.num_experts else 8
+    return 0 if bits == 16 else 16 // piece * scale_words(bits, piece)
 
 
 @gluon.constexpr_function
-def num_slots(shape):
-    """Tiles that the ring has room for, beside what the phases of a layer need in turn."""
-    dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
-    widths = shape.hidden, q_width(shape), gated_width(shape)
-    num_staged = max(num_chunks(width, shape.bits) for width in widths)
-    heads = 16 * dim * 2 + power_of_two(group) * 8 * (dim + 2) * 4
-    scratch = max(num_staged * 2048, heads) + 8192 + 1024
-    return min(12, (SHARED_BYTES - scratch) // (2 * HALF_BYTES.value + 4 * slot_factors(shape)))
+def output_chunks(shape, rows):
+    """Chunks of x that are staged at once, for `o` and for `down`."""
+    blocks, found = num_blocks(shape.hidden), []
+    for width in (q_width(shape), gated_width(shape)):
+        row_format = format_of(width, shape.bits, rows)
+        whole = num_chunks(width, shape.bits)
+        at_once = tiles_at_once(blocks, row_format)
+        parts = 1 if shape.experts.num_experts else row_format.tiles // at_once
+        found.append(whole // parts)
+    return found
 
 
 @gluon.constexpr_function
-def num_flying(hidden):
-    """Tiles on their way at once: see the page."""
+def num_slots(shape, rows):
+    """Slots of the ring that fit into shared memory beside the scratch memory of the phases."""
+    num_staged = max(num_chunks(shape.hidden, shape.bits), *output_chunks(shape, rows))
+    heads = num_head_vectors(shape.num_heads // shape.num_kv_heads, rows) * shape.head_dim * 2
+    sums = 2 * 256 * num_sum_blocks(shape, rows) * rows
+    scratch = max(num_staged * 2048 * rows, 8192) + heads + sums + 3072
+    return min(12, (SHARED_BYTES - scratch) // (2 * HALF_BYTES.value + 4 * slot_scales(shape)))
+
+
+@gluon.constexpr_function
+def num_sum_blocks(shape, rows):
+    """Blocks whose sums fit into shared memory: at least as many as any phase reduces at once."""
+    row_format, head = format_of(shape.hidden, shape.bits, rows), format_of(shape.hidden, 16, rows)
+    return power_of_two(
+        max(
+            4,
+            num_blocks(num_stored(shape.hidden)),
+            blocks_at_once(num_blocks(qkv_width(shape)), row_format),
+            gate_blocks_at_once(num_blocks(shape.mlp), row_format, shape.experts.num_experts > 0),
+            head_blocks_at_once(head.tiles),
+        )
+    )
+
+
+@gluon.constexpr_function
+def num_copies(rows):
+    """Threads that hold the same sum of a weight row."""
+    return max(4 // rows, 1)
+
+
+@gluon.constexpr_function
+def sums_layout(blocks, rows):
+    """[8 warps' sums, copies, blocks, rows, 8 weight rows]: a thread adds the warps' sums up."""
+    copies, warps = num_copies(rows), min(blocks, 8)
+    return gl.BlockedLayout(
+        [8, 1, 1, 1, 1],
+        [1, copies, 1, 4 // copies, 8],
+        [1, 1, warps, 8 // warps, 1],
+        [4, 3, 2, 1, 0],
+    )
+
+
+@gluon.constexpr_function
+def num_in_flight(hidden):
+    """Tiles in flight at once: docs/persistent-step.md has the measurements."""
     return 3 if hidden >= 2048 else 2
 
 
 @gluon.constexpr_function
-def line_flying(line, flying, slots):
-    """Tiles of a line on their way at once, if as many whole ones are."""
-    return min(flying * 2 // line.halves, slots - 1)
+def tiles_in_flight(row_format, in_flight, slots):
+    """Tiles in flight, possibly half tiles, for the bytes of `in_flight` whole tiles."""
+    return min(in_flight * 2 // row_format.halves, slots - 1)
 
 
 @gluon.constexpr_function
@@ -299,13 +401,13 @@ def num_head_blocks(vocab, tiles):
 
 @gluon.constexpr_function
 def power_of_two(count):
-    """The next power of two."""
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
 @gluon.constexpr_function
 def num_splits(num_kv_heads):
-    """Programs per kv head."""
+    """Upper bound on the splits of a row's keys for one KV head."""
     splits = 32
     while splits * num_kv_heads > 128:
         splits //= 2
@@ -313,66 +415,51 @@ def num_splits(num_kv_heads):
 
 
 @gluon.constexpr_function
-def joined_chunks(q_width, num_kv_heads):
-    """Chunks of attention's output as `Attention.join` counts them: a column for each thread."""
-    lanes = min(num_splits(num_kv_heads), 16)
-    return max(32 // lanes, power_of_two(-(-q_width // 1024)))
+def num_parts(q_width):
+    """Groups of 8 columns of a row's attention output, padded to the same number for every CTA."""
+    return -(-q_width // 1024) * 128
 
 
 @gluon.constexpr_function
-def num_partials(q_width, num_kv_heads):
-    """Of 16 bytes, in one buffer of splits that are to be joined."""
-    return q_width * num_splits(num_kv_heads)
+def join_groups(q_width, num_kv_heads, rows):
+    """Groups of 8 columns that a CTA merges, over all rows: enough for all threads to have work."""
+    return max(rows * power_of_two(-(-q_width // 1024)), 256 // num_splits(num_kv_heads))
 
 
 @gluon.constexpr_function
-def split_layout(num_kv_heads):
-    """[chunks, splits, 8 lines]: no two threads have the same, since who reads also empties."""
-    lanes = min(num_splits(num_kv_heads), 16)
-    return gl.BlockedLayout(
-        [1, 1, 1], [1, lanes, 32 // lanes], [32 // lanes, 1, lanes // 4], [2, 1, 0]
-    )
+def join_layout(num_kv_heads):
+    """[groups, splits], without replication: the thread that reads a part also clears it."""
+    splits = num_splits(num_kv_heads)
+    return gl.BlockedLayout([1, 1], [32 // splits, splits], [8, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def key_layout():
-    """32 keys as words of two: [4, 8, dim / 64, 32]."""
+    """32 keys as words of two bfloat16: [4, 8, dim / 64, 32]."""
     return gl.BlockedLayout([1, 1, 1, 8], [1, 8, 1, 4], [4, 1, 2, 1], [3, 2, 1, 0])
 
 
 @gluon.constexpr_function
-def value_layout(dim):
-    """[heads, 8 warps, 4 values, dim / 2 words]."""
-    return gl.BlockedLayout([1, 1, 4, dim // 64], [1, 1, 1, 32], [1, 8, 1, 1], [3, 2, 1, 0])
+def num_head_vectors(group, new):
+    """Head vectors of a segment: a group's queries, and the keys and values of `new` tokens."""
+    return max(8, power_of_two(group + 2 * new))
 
 
 @gluon.constexpr_function
-def head_rows(group):
-    """Lines for the queries of a group, their key and their value."""
-    return 8 if group <= 6 else 16
-
-
-@gluon.constexpr_function
-def head_layout(group):
-    """[rows, dim / 4]: a warp for each of 8 lines."""
-    return gl.BlockedLayout([head_rows(group) // 8, 1], [1, 32], [8, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def join_layout(group):
-    """[heads, 8 warps, dim]: a thread joins what the warps have of a column."""
-    return gl.BlockedLayout([1, 8, 1], [1, 1, 32], [group, 1, 8 // group], [2, 1, 0])
+def head_vector_layout(vectors):
+    """[head vectors, dim / 4]: each warp has an eighth of the vectors."""
+    return gl.BlockedLayout([vectors // 8, 1], [1, 32], [8, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def segments(width, bits):
-    """Of 128 bytes, in a line of so many weights; a tile has 16."""
+    """Segments of a weight row."""
     return width * bits // 1024
 
 
 @gluon.constexpr_function
 def expert_segments(size, bits):
-    """Of a line of an expert's `down` as part of a tile: filled up, so that few copies bring it."""
+    """Segments of a weight row of an expert's `down`, padded so that few TMA copies load it."""
     count = segments(size, bits)
     return power_of_two(count) if count < 4 else -(-count // 4) * 4
 
@@ -384,17 +471,17 @@ def expert_columns(size, bits):
 
 @gluon.constexpr_function
 def piece_segments(size, bits):
-    """Segments of a tile of experts' lines that can come together: none crosses two experts."""
+    """Segments that one TMA copy loads into a tile of experts' weights: all of one expert."""
     return next(n for n in (16, 8, 4, 2, 1) if expert_segments(size, bits) % n == 0)
 
 
 @gluon.constexpr_function
-def factor_words(bits, piece):
-    """From the factors of a piece to those of the next: a multiple of 128 bytes."""
+def scale_words(bits, piece):
+    """Words from the scales of a piece to those of the next: a multiple of 128 bytes, for TMA."""
     return max(piece * 8 * segment_groups(bits), 32)
 
 
 @gluon.constexpr_function
-def factor_piece(size, bits):
-    """Segments whose factors come together: those of half a tile, or fewer."""
+def scale_piece(size, bits):
+    """Segments whose scales are contiguous in a slot: at most those of half a tile."""
     return min(piece_segments(size, bits), 8)

@@ -1,6 +1,6 @@
-"""The weights of the persistent step: a stream of tiles, and their products with a vector.
+"""The stream of weight tiles of the persistent step: their TMA copies, and their products with x.
 
-A tile is 8 lines of 1,024 columns. See docs/persistent-step.md.
+sizes.py defines tiles, groups and pieces. See docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
@@ -8,157 +8,215 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.devices.cuda.persistent.exchange import CHUNK, LINES, SUMS
+from nanovllm.devices.cuda.persistent.exchange import CHUNK
 from nanovllm.devices.cuda.persistent.products import (
     ONE,
-    both_blocks,
-    load_factors,
+    by_row,
+    load_scales,
     load_words,
     load_x,
     multiply,
-    sum_of,
+    num_sets,
+    quad_lane,
+    stacked,
+    sums_of,
 )
 from nanovllm.devices.cuda.persistent.sizes import (
-    factor_words,
-    group_chunks,
-    is_held,
+    is_resident,
     is_wide,
-    line_flying,
+    num_copies,
+    power_of_two,
+    scale_words,
     segment_groups,
+    sums_layout,
     tile_bytes,
-    tile_factors,
+    tile_scales,
     tile_words,
+    tiles_in_flight,
+    wide_group_tiles,
 )
 
-HEAD_FLYING = gl.constexpr(4)  # tiles of the head on their way at once
-NOWHERE = gl.constexpr(1 << 30)  # beyond the last line of all the copy engine writes zeros
-NUM_USED = gl.constexpr(16)  # barriers of groups: more than a ring has slots
+HEAD_IN_FLIGHT = gl.constexpr(4)  # tiles of the LM head in flight at once
+OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # a weight row out of bounds, for which TMA writes zeros
+NUM_USED = gl.constexpr(16)  # mbarriers for groups: more than the ring has slots
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 RING = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 RING_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
 
 
 @gluon.jit
-def spread(memory, sums, row, first: gl.constexpr, step: gl.constexpr, N: gl.constexpr):
-    """Store the warps' sums of N blocks for `total`, as rows `row` and on."""
-    # Those of a line are in four threads, of which each stores two rows.
-    n = 2 * gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, ONE)))[None, None, :] - row
-    even, odd = sums[first], sums[first]
-    for r in gl.static_range(N):
-        even = gl.where(n == r, sums[first + r * step], even)
-        odd = gl.where(n + 1 == r, sums[first + r * step], odd)
-    memory.permute([0, 2, 1]).store(gl.reshape(gl.join(even, odd), [8, 8, 8]))
+def store_sums(
+    memory, sums, first: gl.constexpr, step: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr
+):
+    """Store the warps' sums of N blocks in shared memory: every `step`-th of `sums` from `first`.
+
+    `reduce_sums` adds them up.
+    """
+    # The four threads of a weight row have up to four batch rows. With fewer rows several threads
+    # hold the same sums, and each of these stores some of the blocks.
+    COPIES: gl.constexpr = num_copies(ROWS)
+    FOURS: gl.constexpr = len(sums[0])
+    BLOCKS: gl.constexpr = max(power_of_two(N), COPIES)
+    EACH: gl.constexpr = BLOCKS // COPIES
+    copy = quad_lane() // (4 // COPIES)
+    stored = ()
+    for b in gl.static_range(EACH):
+        fours = ()
+        for f in gl.static_range(FOURS):
+            value = sums[first + min(b, N - 1) * step][f]
+            for c in gl.static_range(1, COPIES):
+                if c * EACH + b < N:
+                    value = gl.where(copy == c, sums[first + (c * EACH + b) * step][f], value)
+            fours = fours + (value,)
+        stored = stored + (stacked(fours),)
+    values = gl.reshape(stacked(stored), [8, 8, COPIES, 4 // COPIES, FOURS, EACH])
+    values = gl.permute(values, [0, 2, 5, 4, 3, 1])
+    memory.slice(0, BLOCKS, 1).store(gl.reshape(values, [8, BLOCKS, ROWS, 8]))
 
 
 @gluon.jit
-def total(memory):
-    """Add the warps' sums up: [8 blocks, 8 lines]."""
-    sums = gl.sum(memory.load(gl.SliceLayout(1, SUMS)), 0)
-    return gl.convert_layout(sums, LINES, assert_trivial=True)
-
-
-@gluon.jit
-def add_up(memory, sums, row, N: gl.constexpr):
-    spread(memory, sums, row, 0, 1, N)
-    return total(memory)
+def reduce_sums(memory, BLOCKS: gl.constexpr, ROWS: gl.constexpr):
+    """Add up the sums of all warps: [blocks, rows, 8 weight rows]."""
+    L: gl.constexpr = sums_layout(BLOCKS, ROWS)
+    sums = gl.sum(memory.load(gl.SliceLayout(1, L)), 0)
+    return gl.convert_layout(sums, gl.SliceLayout(0, gl.SliceLayout(0, L)), assert_trivial=True)
 
 
 @aggregate
-class Lines:
-    """Where a projection's lines of a layer are among all, and how far apart those of its parts."""
+class WeightRows:
+    """The weight rows of a projection in one layer, within those of all layers."""
 
     first: gl.tensor
-    count: gl.constexpr
-    part: gl.constexpr
+    count: gl.constexpr  # weight rows of a part: gate_up has two
+    part: gl.constexpr  # distance between parts, in weight rows
 
     @gluon.constexpr_function
     def __init__(self, first, count):
         self.first, self.count, self.part = first, gl.constexpr(count), gl.constexpr(count)
 
     @gluon.jit
-    def find(self, line):
-        return self.first + line
+    def find(self, weight_row):
+        return self.first + weight_row
 
 
 @aggregate
 class Stream:
-    """This program's tiles of all weights, in the order of their use.
+    """This CTA's tiles of all weights, in the order of use.
 
-    Tiles of a group are used, and their slots come free, together. Where in the stream who loads or
-    multiplies is, t says in tiles and g in groups. LINE is a `Line` of persistent_sizes.py.
+    The tiles of a group are consumed together, and their slots become free together. A position in
+    the stream is a pair: t counts tiles, g counts groups. The loading warp and the compute warps
+    each have their own. FORMAT is a `RowFormat` of sizes.py.
     """
 
     ring: gl.shared_memory_descriptor
-    words: gl.shared_memory_descriptor  # the same memory
-    factors: gl.shared_memory_descriptor  # of codes, for each slot
-    full: gl.shared_memory_descriptor  # a barrier for each slot
-    used: gl.shared_memory_descriptor  # and for groups, in rotation
-    sums: gl.shared_memory_descriptor  # what warps add up
-    more_sums: gl.shared_memory_descriptor
-    sm: gl.tensor
+    words: gl.shared_memory_descriptor  # the memory of the ring, as words
+    scales: gl.shared_memory_descriptor  # scales of quantized weights, for each slot
+    full: gl.shared_memory_descriptor  # an mbarrier for each slot: its tile has arrived
+    used: gl.shared_memory_descriptor  # mbarriers for groups, in rotation: tiles are consumed
+    sums: gl.shared_memory_descriptor  # the warps' sums: [8 warps, blocks, rows, 8 weight rows]
+    more_sums: gl.shared_memory_descriptor  # those of `up`
+    cta: gl.tensor  # index of this CTA
+    blocks: gl.constexpr  # upper bound on the blocks whose sums are added up at once
+    rows: gl.constexpr
     slots: gl.constexpr
-    flying: gl.constexpr  # tiles on their way at once: more of them slow the exchanges down
-    bits: gl.constexpr  # of all weights but the head's
+    in_flight: gl.constexpr  # tiles in flight at once: more of them slow the exchanges down
+    bits: gl.constexpr  # bits of a weight, except in the LM head and the router
 
     @gluon.constexpr_function
-    def __init__(self, ring, words, factors, full, used, sums, more_sums, sm, slots, flying, bits):
-        self.ring, self.words, self.factors = ring, words, factors
+    def __init__(
+        self,
+        ring,
+        words,
+        scales,
+        full,
+        used,
+        sums,
+        more_sums,
+        cta,
+        blocks,
+        rows,
+        slots,
+        in_flight,
+        bits,
+    ):
+        self.ring, self.words, self.scales = ring, words, scales
         self.full, self.used = full, used
         self.sums, self.more_sums = sums, more_sums
-        self.sm, self.slots, self.flying = sm, gl.constexpr(slots), gl.constexpr(flying)
-        self.bits = gl.constexpr(bits)
+        self.cta, self.slots, self.in_flight = cta, gl.constexpr(slots), gl.constexpr(in_flight)
+        self.blocks, self.rows, self.bits = (
+            gl.constexpr(blocks),
+            gl.constexpr(rows),
+            gl.constexpr(bits),
+        )
+
+    @gluon.jit
+    def reduce(self, sums, N: gl.constexpr):
+        store_sums(self.sums, sums, 0, 1, N, self.rows)
+        return reduce_sums(self.sums, self.blocks, self.rows)
 
     @gluon.jit
     def fetch(
-        self, weights, lines, t, g, owners, BLOCKS: gl.constexpr, LINE: gl.constexpr,
-        PARTS: gl.constexpr, GROUP: gl.constexpr, FLYING: gl.constexpr,
+        self, weights, weight_rows, t, g, owners, BLOCKS: gl.constexpr, FORMAT: gl.constexpr,
+        PARTS: gl.constexpr, GROUP: gl.constexpr, IN_FLIGHT: gl.constexpr,
+        COLUMNS: gl.constexpr = 0,
     ):  # fmt: skip
-        """Ask for this program's tiles of a layer; gate and up are PARTS whose blocks alternate."""
-        TILES: gl.constexpr = LINE.tiles
+        """Start the TMA copies of this CTA's tiles of a projection in one layer.
+
+        The blocks of PARTS, gate and up, alternate. With COLUMNS, the first COLUMNS tiles of all
+        blocks come before the next COLUMNS tiles of all blocks.
+        """
+        TILES: gl.constexpr = COLUMNS if COLUMNS > 0 else FORMAT.tiles
         N: gl.constexpr = PARTS * TILES
-        for block in range(BLOCKS):
-            line = block * CHUNK + self.sm * 8
-            first = lines.find(line)
+        for turn in range(BLOCKS * (FORMAT.tiles // TILES)):
+            block, before = turn % BLOCKS, turn // BLOCKS * TILES
+            weight_row = block * CHUNK + self.cta * 8
+            first = weight_rows.find(weight_row)
             for i in range(N):
-                row, tile = first + i // TILES * lines.part, i % TILES
-                owners = self.claim(t, g + (block * N + i) // GROUP, owners, LINE, FLYING)
-                place = (row // 8 * TILES + tile) * tile_factors(LINE)
-                is_there = line < lines.count
-                self.copy(weights, t, is_there, row, tile * 16, place, 0, 8 * LINE.halves, LINE)
+                row, tile = first + i // TILES * weight_rows.part, before + i % TILES
+                owners = self.claim(t, g + (turn * N + i) // GROUP, owners, FORMAT, IN_FLIGHT)
+                scale_offset = (row // 8 * FORMAT.tiles + tile) * tile_scales(FORMAT)
+                is_in_bounds = weight_row < weight_rows.count
+                self.copy(
+                    weights, t, is_in_bounds, row, tile * 16, scale_offset, 0, 8 * FORMAT.halves,
+                    FORMAT,
+                )  # fmt: skip
                 t += 1
-        return t, g + BLOCKS * N // GROUP, owners
+        return t, g + BLOCKS * PARTS * FORMAT.tiles // GROUP, owners
 
     @gluon.jit
     def copy(
-        self, weights, t, is_there, row, segment, place, at: gl.constexpr, N: gl.constexpr,
-        LINE: gl.constexpr,
+        self, weights, t, is_in_bounds, row, segment, scale_offset, target: gl.constexpr,
+        N: gl.constexpr, FORMAT: gl.constexpr,
     ):  # fmt: skip
-        """Ask for N segments of 8 lines, and their factors, for a tile from its segment `at` on."""
-        weight, factors = weights
+        """Start the TMA copies of N segments of 8 weight rows, and of their scales.
+
+        They go to a tile's segments from `target` on.
+        """
+        weight, scales = weights
         slot = t % self.slots
-        full, target = self.full.index(slot), self.ring.index(slot).slice(at, N, 0)
-        there = [segment, gl.where(is_there, row, NOWHERE), 0]
-        tma.async_copy_global_to_shared(weight, there, full, target)
-        if LINE.bits < 16:
-            STEP: gl.constexpr = factor_words(LINE.bits, N)
-            COUNT: gl.constexpr = N * 8 * segment_groups(LINE.bits)
-            target = self.factors.index(slot).slice(at // N * STEP, COUNT, 0)
-            there = [gl.where(is_there, place, NOWHERE)]
-            tma.async_copy_global_to_shared(factors, there, full, target)
+        full, destination = self.full.index(slot), self.ring.index(slot).slice(target, N, 0)
+        coordinates = [segment, gl.where(is_in_bounds, row, OUT_OF_BOUNDS), 0]
+        tma.async_copy_global_to_shared(weight, coordinates, full, destination)
+        if FORMAT.bits < 16:
+            STEP: gl.constexpr = scale_words(FORMAT.bits, N)
+            COUNT: gl.constexpr = N * 8 * segment_groups(FORMAT.bits)
+            destination = self.scales.index(slot).slice(target // N * STEP, COUNT, 0)
+            coordinates = [gl.where(is_in_bounds, scale_offset, OUT_OF_BOUNDS)]
+            tma.async_copy_global_to_shared(scales, coordinates, full, destination)
 
     @gluon.jit
-    def claim(self, t, g, owners, LINE: gl.constexpr, FLYING: gl.constexpr):
-        """Wait for a tile's slot, and until few enough are on their way, and expect its bytes."""
+    def claim(self, t, g, owners, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr):
+        """Wait until a tile's slot is free and few enough tiles are in flight; expect its bytes."""
         owners = self.take_slot(t, g, owners)
-        before = t - line_flying(LINE, FLYING, self.slots)
+        before = t - tiles_in_flight(FORMAT, IN_FLIGHT, self.slots)
         if before >= 0:
             mbarrier.wait(self.full.index(before % self.slots), (before // self.slots) & 1)
-        mbarrier.expect(self.full.index(t % self.slots), tile_bytes(LINE))
+        mbarrier.expect(self.full.index(t % self.slots), tile_bytes(FORMAT))
         return owners
 
     @gluon.jit
     def take_slot(self, t, g, owners):
-        """Wait until the group that a slot's last tile was of is used; note whose the next is."""
+        """Wait until the group of a slot's previous tile is consumed; record that of the next."""
         slot = t % self.slots
         lane = gl.arange(0, 32, LANES)
         if t >= self.slots:
@@ -167,127 +225,139 @@ class Stream:
         return gl.where(lane == slot, g, owners)
 
     @gluon.jit
-    def wait(self, t, N: gl.constexpr, FLYING: gl.constexpr):
-        """Wait for N tiles: before the last were asked for, those before them had come."""
+    def wait(self, t, N: gl.constexpr, IN_FLIGHT: gl.constexpr):
+        """Wait for N tiles.
+
+        Only the last ones can be in flight: the loading warp waits for the earlier ones before it
+        starts the copies of these.
+        """
         for k in gl.static_range(N):
-            if k >= N - FLYING:
+            if k >= N - IN_FLIGHT:
                 mbarrier.wait(self.full.index((t + k) % self.slots), ((t + k) // self.slots) & 1)
 
     @gluon.jit
     def release(self, g):
-        """Give a group's slots back, once every warp has loaded its tiles."""
+        """Free a group's slots, once every warp has loaded its tiles."""
         gl.thread_barrier()
         mbarrier.arrive(self.used.index(g % NUM_USED), count=1)
 
     @gluon.jit
-    def tile_at(self, t, LINE: gl.constexpr, PIECE: gl.constexpr):
-        """A thread's words of the tile at a place of the stream, and their factors."""
-        w = load_words(self.words.index(t % self.slots), LINE.halves)
-        if LINE.bits < 16:
-            w = w + load_factors(self.factors.index(t % self.slots), LINE.halves, LINE.bits, PIECE)
+    def tile_at(self, t, FORMAT: gl.constexpr, PIECE: gl.constexpr):
+        """Load a thread's words of tile t, and their scales."""
+        w = load_words(self.words.index(t % self.slots), FORMAT.halves)
+        if FORMAT.bits < 16:
+            w = w + load_scales(
+                self.scales.index(t % self.slots), FORMAT.halves, FORMAT.bits, PIECE
+            )
         return w
 
     @gluon.jit
-    def grab(self, t, g, N: gl.constexpr, LINE: gl.constexpr, FLYING: gl.constexpr,
-             PIECE: gl.constexpr):  # fmt: skip
-        """Move a group of N tiles into registers, with the factors of each."""
-        self.wait(t, N, line_flying(LINE, FLYING, self.slots))
+    def load_tiles(
+        self, t, g, N: gl.constexpr, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr,
+        PIECE: gl.constexpr,
+    ):  # fmt: skip
+        """Load a group of N tiles into registers, each with its scales."""
+        self.wait(t, N, tiles_in_flight(FORMAT, IN_FLIGHT, self.slots))
         w = ()
         for k in gl.static_range(N):
-            w = w + self.tile_at(t + k, LINE, PIECE)
+            w = w + self.tile_at(t + k, FORMAT, PIECE)
         self.release(g)
         return w
 
     @gluon.jit
-    def grab_early(
-        self, t, g, BLOCKS: gl.constexpr, LINE: gl.constexpr, FLYING: gl.constexpr,
+    def load_tiles_early(
+        self, t, g, BLOCKS: gl.constexpr, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr,
         PIECE: gl.constexpr = 8,
     ):  # fmt: skip
-        """Move a projection's tiles into registers before x comes, if they fit."""
+        """Load a projection's tiles into registers before x arrives, if they fit."""
         w = ()
-        if is_held(BLOCKS, LINE):
-            w = self.grab(t, g, BLOCKS * LINE.tiles, LINE, FLYING, PIECE)
+        if is_resident(BLOCKS, FORMAT):
+            w = self.load_tiles(t, g, BLOCKS * FORMAT.tiles, FORMAT, IN_FLIGHT, PIECE)
         return w
 
     @gluon.jit
-    def hold_x(self, x, LINE: gl.constexpr):
-        """What products need of x for all blocks, moved into registers if it fits."""
+    def load_x_registers(self, x, FORMAT: gl.constexpr):
+        """Load x into registers if it fits; with 4-bit weights, also sum it over quant groups."""
         parts, totals = (), ()
-        for k in gl.static_range(LINE.tiles * LINE.halves):
-            if LINE.bits == 4 or not is_wide(LINE):
-                part = load_x(x[k], LINE.bits)
-                if LINE.bits == 4:
-                    totals = totals + (sum_of(part),)
-                if not is_wide(LINE):
+        for k in gl.static_range(len(x)):
+            if FORMAT.bits == 4 or not is_wide(FORMAT):
+                part = load_x(x[k], FORMAT.bits, FORMAT.rows)
+                if FORMAT.bits == 4:
+                    totals = totals + (sums_of(part, FORMAT.rows),)
+                if not is_wide(FORMAT):
                     parts = parts + (part,)
         return parts, totals
 
     @gluon.jit
     def products(
-        self, t, g, held, x, held_x, COUNT: gl.constexpr, LINE: gl.constexpr,
-        FLYING: gl.constexpr, PIECE: gl.constexpr = 8,
+        self, t, g, resident, x, x_registers, COUNT: gl.constexpr, FORMAT: gl.constexpr,
+        IN_FLIGHT: gl.constexpr, PIECE: gl.constexpr = 8,
     ):  # fmt: skip
-        """Multiply COUNT blocks of lines with x: this warp's part of each; a thread has a line's.
+        """Multiply COUNT blocks by x; return this warp's sums, of one weight row in each thread.
 
-        Factors of codes came for PIECE segments at a time.
+        The scales of PIECE segments are contiguous in a slot.
         """
         sums = ()
-        if len(held) == 0 and is_wide(LINE):
-            sums = self.products_by_tile(t, g, x, held_x, COUNT, LINE, FLYING, PIECE)
+        if len(resident) == 0 and is_wide(FORMAT):
+            N: gl.constexpr = wide_group_tiles(FORMAT.tiles)
+            for _ in gl.static_range(COUNT):
+                totals = no_sums(FORMAT)
+                for i in gl.static_range(FORMAT.tiles // N):
+                    totals = self.add_tiles(
+                        t, g, x, x_registers, i * N, N, totals, FORMAT, IN_FLIGHT, PIECE
+                    )
+                    t += N
+                    g += 1
+                sums = sums + (by_row(totals, FORMAT.bits),)
         else:
-            if len(held) == 0:
-                held = self.grab(t, g, COUNT * LINE.tiles, LINE, FLYING, PIECE)
-            sums = self.products_of_held(held, x, held_x, COUNT, LINE)
+            if len(resident) == 0:
+                resident = self.load_tiles(t, g, COUNT * FORMAT.tiles, FORMAT, IN_FLIGHT, PIECE)
+            sums = self.multiply_resident(resident, x, x_registers, COUNT, FORMAT)
         return sums
 
     @gluon.jit
-    def products_of_held(self, w, x, held_x, COUNT: gl.constexpr, LINE: gl.constexpr):
-        TILES: gl.constexpr = LINE.tiles
-        WORDS: gl.constexpr = tile_words(LINE)
+    def multiply_resident(self, w, x, x_registers, COUNT: gl.constexpr, FORMAT: gl.constexpr):
+        TILES: gl.constexpr = FORMAT.tiles
+        WORDS: gl.constexpr = tile_words(FORMAT)
         sums = ()
         for r in gl.static_range(COUNT):
-            total = gl.zeros([8, 8, 4], gl.float32, ONE)
+            totals = no_sums(FORMAT)
             for c in gl.static_range(TILES):
                 tile = w[(r * TILES + c) * WORDS : (r * TILES + c + 1) * WORDS]
-                total = self.add_tile(tile, x, held_x, c, total, LINE)
-            sums = sums + (whole(total, LINE.bits),)
+                totals = self.add_tile(tile, x, x_registers, c, totals, FORMAT)
+            sums = sums + (by_row(totals, FORMAT.bits),)
         return sums
 
     @gluon.jit
-    def products_by_tile(
-        self, t, g, x, held_x, COUNT: gl.constexpr, LINE: gl.constexpr, FLYING: gl.constexpr,
-        PIECE: gl.constexpr,
+    def add_tiles(
+        self, t, g, x, x_registers, first: gl.constexpr, N: gl.constexpr, totals,
+        FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr, PIECE: gl.constexpr,
     ):  # fmt: skip
-        N: gl.constexpr = group_chunks(LINE.tiles)
-        sums = ()
-        for _ in gl.static_range(COUNT):
-            total = gl.zeros([8, 8, 4], gl.float32, ONE)
-            for i in gl.static_range(LINE.tiles // N):
-                self.wait(t, N, line_flying(LINE, FLYING, self.slots))
-                for c in gl.static_range(N):
-                    w = self.tile_at(t + c, LINE, PIECE)
-                    total = self.add_tile(w, x, held_x, i * N + c, total, LINE)
-                self.release(g)
-                t += N
-                g += 1
-            sums = sums + (whole(total, LINE.bits),)
-        return sums
+        """Add the products of a group of N tiles and x, from x's pieces for tile `first` on."""
+        self.wait(t, N, tiles_in_flight(FORMAT, IN_FLIGHT, self.slots))
+        for c in gl.static_range(N):
+            w = self.tile_at(t + c, FORMAT, PIECE)
+            totals = self.add_tile(w, x, x_registers, first + c, totals, FORMAT)
+        self.release(g)
+        return totals
 
     @gluon.jit
-    def add_tile(self, w, x, held_x, c: gl.constexpr, total, LINE: gl.constexpr):
-        """Add the products of tile c of a line with its pieces of x."""
-        HALVES: gl.constexpr = LINE.halves
+    def add_tile(self, w, x, x_registers, c: gl.constexpr, totals, FORMAT: gl.constexpr):
+        """Add the products of tile c of a weight row and its pieces of x."""
         parts, x_sums = (), ()
-        for k in gl.static_range(c * HALVES, (c + 1) * HALVES):
-            parts = parts + (held_x[0][k] if len(held_x[0]) > 0 else load_x(x[k], LINE.bits),)
-            if LINE.bits == 4:
-                x_sums = x_sums + (held_x[1][k],)
-        return multiply(w, parts, x_sums, total, HALVES, LINE.bits)
+        for k in gl.static_range(c * FORMAT.halves, (c + 1) * FORMAT.halves):
+            if len(x_registers[0]) > 0:
+                parts = parts + (x_registers[0][k],)
+            else:
+                parts = parts + (load_x(x[k], FORMAT.bits, FORMAT.rows),)
+            if FORMAT.bits == 4:
+                x_sums = x_sums + (x_registers[1][k],)
+        return multiply(w, parts, x_sums, totals, FORMAT)
 
 
 @gluon.jit
-def whole(total, BITS: gl.constexpr):
-    """The sum of a line, of which with 4-bit codes each thread has half of the blocks."""
-    if BITS == 4:
-        total = both_blocks(total)
-    return total
+def no_sums(FORMAT: gl.constexpr):
+    totals = ()
+    for _ in gl.static_range(num_sets(FORMAT.bits, FORMAT.rows)):
+        totals = totals + (gl.zeros([8, 8, 4], gl.float32, ONE),)
+    return totals

@@ -1,4 +1,4 @@
-"""Random models for the persistent step, with a cache, and what plain torch makes of them."""
+"""Random models and KV caches for the persistent step, and a comparison with plain torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanovllm.devices.cuda.persistent.packed_weights import factors_of
+from nanovllm.devices.cuda.persistent.packed_weights import pack_scales
 from nanovllm.devices.cuda.persistent.persistent_step import (
     PersistentStep,
-    StackedCodes,
+    StackedQuantized,
     StepConstants,
     StepTensors,
 )
@@ -31,60 +31,107 @@ class Variant:
 
 
 class RandomStep:
-    """A model with random weights, and a cache for `max_context` tokens of one sequence."""
+    """A model with random weights, and a cache for `max_context` tokens of some sequences.
 
-    def __init__(self, shape: StepShape, variant: Variant, max_context: int) -> None:
+    Slot 0 is padding; every other slot has a sequence.
+    """
+
+    def __init__(
+        self, shape: StepShape, variant: Variant, max_context: int, num_sequences: int = 1
+    ) -> None:
         self.shape, self.variant = shape, variant
         self.generator = torch.Generator("cuda").manual_seed(0)
-        self._given: dict[str, StackedCodes] = {}  # weights that the kernel gets as codes
+        self._given: dict[str, StackedQuantized] = {}  # quantized weights, for the kernel
         self.tensors = self._tensors(max_context)
         experts, scale = shape.experts, shape.head_dim**-0.5
         routing = Routing(experts.top_k, experts.is_normalized) if experts.num_experts else None
         self.constants = StepConstants(1e-6, scale, variant.window, routing)
-        num_blocks = -(-max_context // variant.block_size) + 3
-        sizes = variant.num_layers, 2, num_blocks, variant.block_size, shape.num_kv_heads
+        num_slots = num_sequences + 1
+        each = -(-max_context // variant.block_size)
+        sizes = variant.num_layers, 2, num_slots * each, variant.block_size, shape.num_kv_heads
         caches = self._random(*sizes, shape.head_dim)
         self.k, self.v = [layer[0] for layer in caches], [layer[1] for layer in caches]
-        self.table = torch.stack(
-            [torch.randperm(num_blocks, generator=self.generator, device="cuda") for _ in range(3)]
+        order = torch.randperm(num_slots * each, generator=self.generator, device="cuda")
+        self.table = order.view(num_slots, each).int()
+        self.lengths = torch.zeros(num_slots, dtype=torch.int32, device="cuda")
+        self.tokens = torch.randint(
+            shape.vocab, (num_slots, max_context), generator=self.generator, device="cuda"
         ).int()
-        self.slot = torch.tensor([1], dtype=torch.int32, device="cuda")
-        self.lengths, self.context_len = torch.zeros(2, 3, dtype=torch.int32, device="cuda")
-        self.tokens = torch.zeros(3, max_context, dtype=torch.int32, device="cuda")
-        self.logits = torch.empty(1, shape.vocab, dtype=torch.bfloat16, device="cuda")
+        self.logits = torch.empty(8, shape.vocab, dtype=torch.bfloat16, device="cuda")
+        self.context_lens = torch.zeros(8, dtype=torch.int32, device="cuda")
         self.given = replace(self.tensors, **self._given)
         self.step = PersistentStep(shape, self.given, self.constants)
+        self.use([1])
+
+    def use(self, slots: list[int], verifies: bool = False) -> None:
+        """Make `run` use these slots."""
+        self.slots = torch.tensor(slots, dtype=torch.int32, device="cuda")
+        self.verifies = verifies
 
     def run(self) -> Tensor:
-        tables = self.lengths, self.tokens, self.table
+        """Run a step; return its logits, which the next run overwrites."""
+        tables, rows = (self.lengths, self.tokens, self.table), slice(len(self.slots))
         caches = [LayerCache(k, v) for k, v in zip(self.k, self.v, strict=True)]
-        self.step.run(self.slot, *tables, caches, self.logits, self.context_len)
-        return self.logits
+        outputs = self.logits[rows], self.context_lens[rows]
+        self.step.run(self.slots, *tables, caches, *outputs, self.verifies)
+        return self.logits[rows]
 
-    def places(self, context: int) -> Tensor:
-        positions, size = torch.arange(context, device="cuda"), self.variant.block_size
-        return self.table[1, positions // size].long() * size + positions % size
-
-    def errors(self, context: int, token: int) -> tuple[float, float, float]:
-        """Run a context: the kernel's error, that of plain bfloat16, and that of the cache."""
-        places = self.places(context)
-        flat = [[cache.flatten(0, 1) for cache in caches] for caches in (self.k, self.v)]
-        arguments = self.tensors, self.constants, token, places
-        exact, plain = (
-            reference_step(*arguments, *[[c.clone() for c in caches] for caches in flat], dtype)
-            for dtype in (torch.float32, torch.bfloat16)
-        )
-        wide = [[c.float() for c in caches] for caches in flat]
-        reference_step(*arguments, *wide, torch.float32)
-        self.tokens[1, context - 1] = token
-        self.lengths[1] = context
+    def run_rows(self, slots: list[int], lengths: dict[int, int], verifies: bool = False) -> Tensor:
+        """Run slots with the given lengths of their sequences; return a copy of the logits."""
+        self.use(slots, verifies)
+        for slot, length in lengths.items():
+            self.lengths[slot] = length
         self.logits.fill_(float("nan"))
-        logits = self.run()[0]
+        logits = self.run().clone()
         torch.cuda.synchronize()
         assert not self.step.gave_up()
-        written = torch.stack([c[places[-1]] for caches in flat for c in caches])
-        wanted = torch.stack([c[places[-1]] for caches in wide for c in caches])
-        return difference(logits, exact), difference(plain, exact), difference(written, wanted)
+        return logits
+
+    def slot_mapping(self, slot: int, context: int) -> Tensor:
+        positions, size = torch.arange(context, device="cuda"), self.variant.block_size
+        return self.table[slot, positions // size].long() * size + positions % size
+
+    def errors(
+        self, slots: list[int], lengths: dict[int, int], verifies: bool = False
+    ) -> tuple[float, float, float]:
+        """Run rows; return the largest errors of the kernel and of bfloat16, and the cache's."""
+        rows = [
+            (row, slot, lengths[slot] - (slots[row + 1 :].count(slot) if verifies else 0))
+            for row, slot in enumerate(slots)
+            if slot
+        ]
+        flat = [[cache.flatten(0, 1) for cache in caches] for caches in (self.k, self.v)]
+        exact, wide = self._reference(rows, flat, torch.float32)
+        plain, _ = self._reference(rows, flat, torch.bfloat16)
+        logits = self.run_rows(slots, lengths, verifies)
+        for row, _, context in rows:
+            assert self.context_lens[row] == context
+        ours = [difference(logits[row], x) for (row, *_), x in zip(rows, exact, strict=True)]
+        theirs = [difference(x, y) for x, y in zip(plain, exact, strict=True)]
+        last = torch.stack([self.slot_mapping(slot, context)[-1] for _, slot, context in rows])
+        written, wanted = (
+            torch.stack([cache[last].float() for caches in both for cache in caches])
+            for both in (flat, wide)
+        )
+        return max(ours), max(theirs), difference(written, wanted)
+
+    def _reference(
+        self, rows: list[tuple[int, int, int]], flat: list[list[Tensor]], dtype: torch.dtype
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Run rows one after another; return their logits, and float32 caches after them."""
+        caches = [[cache.clone() for cache in each] for each in flat]
+        wide = [[cache.float() for cache in each] for each in flat]
+        logits = []
+        for _, slot, context in rows:
+            slot_mapping, token = (
+                self.slot_mapping(slot, context),
+                int(self.tokens[slot, context - 1]),
+            )
+            arguments = self.tensors, self.constants, token, slot_mapping
+            logits.append(reference_step(*arguments, *caches, dtype))
+            if dtype == torch.float32:
+                reference_step(*arguments, *wide, dtype)
+        return logits, wide
 
     def _tensors(self, max_context: int) -> StepTensors:
         shape, variant, random = self.shape, self.variant, self._random
@@ -121,15 +168,15 @@ class RandomStep:
         }
 
     def _weight(self, name: str, num_out: int, num_in: int) -> Tensor:
-        """The weights of all layers; of codes, what they mean, in float32."""
+        """Random weights of all layers; quantized ones are returned dequantized, in float32."""
         values = self._random(self.variant.num_layers, num_out, num_in, std=num_in**-0.5)
         if self.shape.bits == 16:
             return values
         make = make_fp8 if self.shape.bits == 8 else make_int4
         weights = [make(each) for each in values]
         words = torch.stack([weight.qweight for weight in weights])
-        factors = torch.stack([factors_of(weight) for weight in weights])
-        self._given[name] = StackedCodes(self.shape.bits, words, factors)
+        scales = torch.stack([pack_scales(weight) for weight in weights])
+        self._given[name] = StackedQuantized(self.shape.bits, words, scales)
         return torch.stack([weight.dequantize(torch.float32) for weight in weights])
 
     def _random(self, *shape: int, std: float = 1.0) -> Tensor:
@@ -143,13 +190,13 @@ def make_fp8(values: Tensor) -> QuantizedWeight:
 
 
 def make_int4(values: Tensor, group: int = 128) -> QuantizedWeight:
-    """With zero points other than the middle."""
-    codes, scales = quantize_int4(values, group)
+    """Quantize to 4 bits, with various zero points."""
+    quantized, scales = quantize_int4(values, group)
     zeros = (torch.arange(scales.numel(), device=values.device).view_as(scales) % 3 + 7).byte()
-    return QuantizedWeight(4, pack_words(codes), scales.bfloat16(), zeros, values.shape[1])
+    return QuantizedWeight(4, pack_words(quantized), scales.bfloat16(), zeros, values.shape[1])
 
 
 def difference(value: Tensor, exact: Tensor) -> float:
-    """The error's norm as a part of the value's; NaN if anything was not written."""
+    """Norm of the error relative to that of `exact`; NaN if a value was not written."""
     exact = exact.double()
     return float((value.double() - exact).norm() / exact.norm())

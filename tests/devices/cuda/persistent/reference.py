@@ -1,4 +1,4 @@
-"""What a whole decode step of one sequence computes, in plain torch."""
+"""A whole decode step of one sequence in plain torch: the reference for the persistent kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.devices.cuda.persistent.persistent_step import (
-    StackedCodes,
+    StackedQuantized,
     StepConstants,
     StepTensors,
 )
@@ -26,7 +26,7 @@ def reference_step(
 ) -> Tensor:
     """Return the logits [vocab] of a context's last token, and store its keys and values.
 
-    `offsets` are where the context's keys are in caches [tokens, kv_heads, head_dim].
+    `offsets` are the slots of the context's tokens in caches [tokens, kv_heads, head_dim].
     """
     x = tensors.embedding[token].to(dtype)
     for layer in range(len(tensors.norms)):
@@ -51,7 +51,7 @@ def reference_step(
 
 
 def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    return F.linear(TorchOps().gate(F.linear(x, gate_up), "silu"), down)
+    return F.linear(TorchOps().act_and_mul(F.linear(x, gate_up), "silu"), down)
 
 
 def _choose(logits: Tensor, routing: Routing | None) -> list[tuple[int, float]]:
@@ -61,8 +61,8 @@ def _choose(logits: Tensor, routing: Routing | None) -> list[tuple[int, float]]:
     return list(zip(experts.tolist(), weights.bfloat16().tolist(), strict=True))
 
 
-def _plain(weight: Tensor | StackedCodes) -> Tensor:
-    assert isinstance(weight, Tensor), "the reference takes codes as they are widened"
+def _plain(weight: Tensor | StackedQuantized) -> Tensor:
+    assert isinstance(weight, Tensor), "pass dequantized weights to the reference"
     return weight
 
 

@@ -1,4 +1,4 @@
-"""Which models get a persistent step, and that building one moves their weights; on the CPU."""
+"""Which models the persistent step supports, and that `build` moves their weights; on the CPU."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.devices.cuda.ops import TritonOps, pack_quantized
 from nanovllm.devices.cuda.persistent import build
 from nanovllm.devices.cuda.persistent import packed_weights as weights
-from nanovllm.devices.cuda.persistent.persistent_step import StackedCodes
+from nanovllm.devices.cuda.persistent.persistent_step import StackedQuantized
 from nanovllm.devices.cuda.persistent.sizes import ExpertsShape, StepShape
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.fp8 import FP8
@@ -49,7 +49,9 @@ CACHE = KVCacheSpec(3, 32, 2, 128, torch.bfloat16)
 def loaded_model(name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> DecoderModel:
     config = read_config({**json.loads(Path(model_path(name)).read_text()), **SIZES, **changes})
     ops = TritonOps()
-    model = build_model(config, 64, Build(torch.device("cpu"), dtype, SdpaAttention(32), ops))
+    model = build_model(
+        config, 64, BuildContext(torch.device("cpu"), dtype, SdpaAttention(32), ops)
+    )
     fill_dummy_weights(model, cpu_device(), 0)
     return model
 
@@ -60,7 +62,7 @@ def problem_of(model: DecoderModel, cache: KVCacheSpec = CACHE) -> str | None:
 
 @pytest.fixture(autouse=True)
 def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the CPU were a Hopper GPU."""
+    """Accept the CPU as if it were a Hopper GPU."""
     monkeypatch.setattr(weights, "device_problem", lambda device: None)
 
 
@@ -79,40 +81,40 @@ def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
             {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
             "layers differ",
         ),
-        ("qwen3-0.6b", {"num_key_value_heads": 4}, "a kv head for every 1"),
-        ("qwen3-0.6b", {"hidden_size": 200}, "widths"),
-        ("qwen3-0.6b", {"dtype": torch.float32}, "not plain matrices"),
+        ("qwen3-0.6b", {"num_key_value_heads": 4}, "only 1 query heads"),
+        ("qwen3-0.6b", {"hidden_size": 200}, "hidden size 200"),
+        ("qwen3-0.6b", {"dtype": torch.float32}, "neither 16-bit nor quantized"),
         ("qwen3-0.6b", {"dtype": torch.float16}, "not bfloat16"),
     ],
     ids=str,
 )
-def test_who_is_served(name: str, changes: dict[str, Any], problem: str | None) -> None:
+def test_supported_models(name: str, changes: dict[str, Any], problem: str | None) -> None:
     found = problem_of(loaded_model(name, **changes))
     assert found is None if problem is None else problem in str(found)
 
 
 @pytest.mark.parametrize("change", [{"dtype": FP8}, {"block_size": 48}], ids=str)
-def test_which_caches_are_served(change: dict[str, Any]) -> None:
+def test_unsupported_caches(change: dict[str, Any]) -> None:
     assert "KV cache" in str(problem_of(loaded_model("qwen3-0.6b"), replace(CACHE, **change)))
 
 
-def test_norms_with_more_digits_are_not_served() -> None:
+def test_norms_beyond_bfloat16_are_not_supported() -> None:
     model = loaded_model("qwen3-0.6b")
     model.model.norm.weight.fill_(1.001)
-    assert "digits" in str(problem_of(model))
+    assert "not exact in bfloat16" in str(problem_of(model))
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({}, None),
-        ({"moe_intermediate_size": 72}, "experts of 72"),
+        ({"moe_intermediate_size": 72}, "experts of intermediate size 72"),
         ({"num_experts": 300}, "of 300 experts"),
         ({"mlp_only_layers": [1]}, "some have none"),
     ],
     ids=str,
 )
-def test_which_experts_are_served(changes: dict[str, Any], problem: str | None) -> None:
+def test_supported_experts(changes: dict[str, Any], problem: str | None) -> None:
     sizes = {"moe_intermediate_size": 128, "num_experts": 6, "num_experts_per_tok": 2}
     model = loaded_model("qwen3-30b-a3b", **{**sizes, **changes})
     found = problem_of(model)
@@ -141,7 +143,9 @@ def test_weights_move_and_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("make", [make_fp8, make_int4])
-def test_codes_move_and_are_not_copied(make: Callable[[Tensor], QuantizedWeight]) -> None:
+def test_quantized_weights_move_and_are_not_copied(
+    make: Callable[[Tensor], QuantizedWeight],
+) -> None:
     model = loaded_model("qwen3-0.6b")
     for layer in model.model.layers:
         quantize(layer, make)
@@ -149,19 +153,19 @@ def test_codes_move_and_are_not_copied(make: Callable[[Tensor], QuantizedWeight]
     stored: list[Any] = [layer.self_attn.o_proj.packed for layer in model.model.layers]
     before = [linear.weight.dequantize(torch.float32) for linear in stored]
     stacked = weights.step_tensors(model, weights.step_layers(model)).o
-    assert isinstance(stacked, StackedCodes)
+    assert isinstance(stacked, StackedQuantized)
     for i, (linear, values) in enumerate(zip(stored, before, strict=True)):
         assert linear.weight.qweight.data_ptr() == stacked.words[i].data_ptr()
         assert torch.equal(linear.weight.dequantize(torch.float32), values)
 
 
-def test_codes_beside_plain_weights_are_not_served() -> None:
+def test_mixed_bits_are_not_supported() -> None:
     model = loaded_model("qwen3-0.6b")
     quantize(model.model.layers[0], make_fp8)
     assert "differ in bits" in str(problem_of(model))
 
 
-def test_codes_of_other_groups_are_not_served() -> None:
+def test_other_group_sizes_are_not_supported() -> None:
     model = loaded_model("qwen3-0.6b")
     for layer in model.model.layers:
         quantize(layer, lambda weight: make_int4(weight, group=32))
@@ -182,7 +186,7 @@ def test_other_releases_of_triton_run_layer_by_layer(monkeypatch: pytest.MonkeyP
     assert build(loaded_model("qwen3-0.6b"), CACHE) is None
 
 
-def test_without_room_layers_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_layers_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded_model("qwen3-0.6b")
     lacking = mock.Mock(side_effect=torch.OutOfMemoryError)
     monkeypatch.setattr("triton.__version__", "3.6.0")

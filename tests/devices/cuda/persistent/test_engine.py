@@ -1,4 +1,4 @@
-"""A sequence alone decodes by one kernel, and equals the step of many."""
+"""Decode steps of up to eight rows in an engine: the persistent kernel equals eager steps."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ WHOLE = {
     "kvcache_block_size": 32,
     "dtype": "bfloat16",
     "max_model_len": 256,
-    "num_kvcache_blocks": 64,  # by number: other processes may hold any share of the device
+    "num_kvcache_blocks": 64,  # fixed: other processes may use any share of the GPU memory
 }
 
 
 @pytest.fixture(scope="module")
 def path(checkpoint_root: Path) -> Path:
-    """A checkpoint whose norms, too, are bfloat16, as those of real models are."""
+    """A checkpoint whose norm weights are bfloat16 too, as in real models."""
     model = make_checkpoint(checkpoint_root / "whole-float32", WIDE).model.bfloat16()
     model.save_pretrained(checkpoint_root / "whole")
     return checkpoint_root / "whole"
@@ -49,8 +49,10 @@ def prompts() -> list[list[int]]:
 
 def generate(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    for prompt in prompts():  # one after the other: each is alone
+    for prompt in prompts():  # batches of a single row
         llm.generate([prompt], params, use_tqdm=False)
+    for num_rows in (2, 3, 5):
+        llm.generate(prompts()[:num_rows], params, use_tqdm=False)
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 64], ids=["all", "short-contexts"])
@@ -58,8 +60,8 @@ def test_equals_eager_steps(path: Path, limit: int) -> None:
     with LLM(path, **WHOLE) as llm:
         runner = runner_of(llm)
         steps: Any = runner.forward.decode
-        assert steps.max_persistent_context > 0
-        steps.max_persistent_context = limit  # beyond it layers run one by one
+        assert steps.persistent_tokens
+        steps.persistent_tokens = dict.fromkeys(steps.persistent_tokens, limit)
         runner.forward = both = BothWays(runner.forward)
         generate(llm)
     whole, eager = (torch.cat(side).double() for side in zip(*both.pairs, strict=True))
@@ -68,11 +70,11 @@ def test_equals_eager_steps(path: Path, limit: int) -> None:
 
 
 def test_what_a_lost_step_leaves_is_recomputed(path: Path) -> None:
-    """The kernel gives up in the middle of an answer, and is not used again."""
+    """The kernel times out in the middle of a completion, and is not used again."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with LLM(path, **WHOLE) as llm:
         steps: Any = runner_of(llm).forward
-        steps.decode.max_persistent_context = 0
+        steps.decode.persistent_tokens.clear()
         want = llm.generate([prompts()[3]], params, use_tqdm=False)
     with LLM(path, **WHOLE) as llm:
         runner, num_steps = runner_of(llm), count()
@@ -80,14 +82,14 @@ def test_what_a_lost_step_leaves_is_recomputed(path: Path) -> None:
 
         def forward(plan: StepPlan) -> StepLogits:
             if next(num_steps) == 10:
-                attended = steps.decode.persistent._exchanges[3]
-                attended[..., -1] = -1  # a value that no program will store
+                attended = steps.decode.persistent._exchanges[1][3]
+                attended[..., -1] = -1  # EMPTY: a value that no CTA will store
             logits: StepLogits = steps(plan)
             return logits
 
         runner.forward = forward
         outputs = llm.generate([prompts()[3]], params, use_tqdm=False)
-        assert steps.decode.max_persistent_context == 0
+        assert not steps.decode.persistent_tokens
         assert llm.engine.core.scheduler.num_preemptions == 1
     assert len(outputs[0].token_ids) == 40
     assert outputs[0].token_ids[:5] == want[0].token_ids[:5]
@@ -97,5 +99,5 @@ def test_what_a_lost_step_leaves_is_recomputed(path: Path) -> None:
 def test_others_run_layer_by_layer(path: Path, change: dict[str, Any]) -> None:
     with LLM(path, **{**WHOLE, **change}) as llm:
         steps: Any = runner_of(llm).forward.decode
-        assert steps.max_persistent_context == 0
+        assert not steps.persistent_tokens
         generate(llm)

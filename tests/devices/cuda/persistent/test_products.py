@@ -1,4 +1,4 @@
-"""Products of the persistent step with weights of any bits, and with chosen experts, on numpy."""
+"""Products of the persistent step on numpy: weights of 16, 8 and 4 bits, and chosen experts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.devices.cuda.persistent.gluon_on_numpy import Shared, Source, array, 
 from tests.ops.quantized_products import quantize_blocks, quantize_int4
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-from nanovllm.devices.cuda.persistent.packed_weights import factors_of
-from nanovllm.devices.cuda.persistent.persistent_step import by_tile
+from nanovllm.devices.cuda.persistent.packed_weights import pack_scales
+from nanovllm.devices.cuda.persistent.persistent_step import arrange_scales
 from nanovllm.devices.cuda.persistent.sizes import (
     ExpertsShape,
     StepShape,
@@ -40,11 +40,11 @@ def make_weight(
     values = torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(seed))
     if bits == 8:
         quantized = quantize_blocks(values)
-        scales = quantized.scales * (1 + torch.rand(quantized.scales.shape))  # of each line its own
+        scales = quantized.scales * (1 + torch.rand(quantized.scales.shape))  # one per weight row
         return QuantizedWeight(8, pack_words(quantized.values), scales, None, num_in)
-    codes, scales = quantize_int4(values, 128)
+    int4, scales = quantize_int4(values, 128)
     zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if has_zeros else None
-    return QuantizedWeight(4, pack_words(codes), scales.bfloat16(), zeros, num_in)
+    return QuantizedWeight(4, pack_words(int4), scales.bfloat16(), zeros, num_in)
 
 
 @pytest.mark.parametrize(
@@ -63,16 +63,17 @@ def make_weight(
         (4, 2048, True),
     ],
 )
-def test_products(modules: Any, bits: int, num_in: int, has_zeros: bool) -> None:
-    """Of a program in the middle, for a block that it has lines of and one that ends before."""
-    program, num_out, blocks = 3, 1024 + 8, 2
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_products(modules: Any, bits: int, num_in: int, has_zeros: bool, rows: int) -> None:
+    """Products of one CTA, for a block with its weight rows and one that ends before them."""
+    cta, num_out, blocks = 3, 1024 + 8, 2
     weight = make_any(bits, num_out, num_in, 0, has_zeros)
-    x, line = make_x(num_in), modules.sizes.line_of(num_in, bits)
-    stream = make_stream(modules, bits, blocks * line.tiles, program)
-    lines = modules.stream.Lines(0, num_out)
-    stream.fetch(sources(weight), lines, 0, 0, OWNERS, blocks, line, 1, 1, 99)
+    x, row_format = make_x(rows, num_in), modules.sizes.format_of(num_in, bits, rows)
+    stream = make_stream(modules, bits, blocks * row_format.tiles, cta, rows=rows)
+    weight_rows = modules.stream.WeightRows(0, num_out)
+    stream.fetch(sources(weight), weight_rows, 0, 0, OWNERS, blocks, row_format, 1, 1, 99)
     found = multiply(modules, stream, x, blocks)
-    wanted = (widened(weight) @ x.float()).numpy()[8 * program :][:8]
+    wanted = (x.float() @ dequantized(weight).T).numpy()[:, 8 * cta :][:, :8]
     assert np.allclose(found[0], wanted, rtol=1e-4, atol=1e-3)
     assert not found[1].any()
 
@@ -82,19 +83,19 @@ def test_products(modules: Any, bits: int, num_in: int, has_zeros: bool) -> None
 def test_experts_are_chosen_by_their_logits(
     modules: Any, count: int, top_k: int, is_normalized: bool
 ) -> None:
-    logits = make_x(count)
-    logits[5] = logits[3] = logits.max() + 1  # of two alike the first comes first
+    logits = make_x(1, count)[0]
+    logits[5] = logits[3] = logits.max() + 1  # a tie: the smaller index comes first
     padded = torch.nn.functional.pad(logits.float(), (0, 1024 - count))
     words = padded.bfloat16().view(torch.int32).numpy()
 
-    def poll_from(column: Any, now: int, count: int, step: int) -> list[Any]:
-        """Two words from a column on, of which a word has two, and again `step` columns further."""
+    def poll_from(column: Any, buffer: int, count: int, step: int) -> list[Any]:
+        """Return `count` pairs of words, `step` columns apart; a word has two columns."""
         first = np.broadcast_to(column // 2, (8, 32))
         return [array(words[first + k // 2 * step // 2 + k % 2]) for k in range(2 * count)]
 
-    routed = SimpleNamespace(poll_from=poll_from)
+    router_logits = SimpleNamespace(poll_from=poll_from)
     experts = make_experts(modules, (count, top_k, 64, is_normalized))
-    experts.choose(routed, 0)
+    experts.choose(router_logits, 0)
     odds = logits.float().softmax(0)
     order = sorted(range(count), key=lambda i: (-float(odds[i]), i))[:top_k]
     total = odds[order].sum() if is_normalized else 1.0
@@ -104,13 +105,13 @@ def test_experts_are_chosen_by_their_logits(
     assert not experts.weights.values[top_k:].any()
 
 
-COUNT, TOP_K, SIZE, HIDDEN, PROGRAM, LAYER = 5, 3, 768, 1024, 100, 1
+COUNT, TOP_K, SIZE, HIDDEN, CTA, LAYER = 5, 3, 768, 1024, 100, 1
 CHOSEN, WEIGHTS = [4, 0, 2], [0.5, 0.3, 0.2]
 
 
 @pytest.fixture
 def experts(modules: Any) -> Any:
-    """Those that were chosen, of a few."""
+    """CHOSEN experts with WEIGHTS, as if `choose` had run."""
     found = make_experts(modules, (COUNT, TOP_K, SIZE, True))
     found.ids.values[:, :TOP_K] = CHOSEN
     found.weights.values[:TOP_K] = np.array(WEIGHTS)[:, None]
@@ -118,55 +119,62 @@ def experts(modules: Any) -> Any:
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_lines_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> None:
-    """The gates of those chosen are the lines of one wide MLP."""
+def test_weight_rows_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> None:
+    """Gate and up of the chosen experts are the weight rows of one wide MLP."""
     gate_up = [make_any(bits, 2 * SIZE, HIDDEN, seed) for seed in range(2 * COUNT)]
-    line, blocks = modules.sizes.line_of(HIDDEN, bits), 3
-    stream = make_stream(modules, bits, 2 * blocks * line.tiles, PROGRAM)
-    lines = modules.experts.ExpertLines(experts.wait(LAYER), TOP_K * SIZE, SIZE)
-    stream.fetch(sources(*gate_up), lines, 0, 0, OWNERS, blocks, line, 2, 1, 99)
-    x = make_x(HIDDEN)
-    found = multiply(modules, stream, x, 2 * blocks)
-    wide = [widened(gate_up[COUNT * LAYER + i]) @ x.float() for i in CHOSEN]
+    row_format, blocks = modules.sizes.format_of(HIDDEN, bits), 3
+    stream = make_stream(modules, bits, 2 * blocks * row_format.tiles, CTA)
+    weight_rows = modules.experts.ExpertRows(experts.wait(LAYER), TOP_K * SIZE, SIZE)
+    stream.fetch(sources(*gate_up), weight_rows, 0, 0, OWNERS, blocks, row_format, 2, 1, 99)
+    x = make_x(1, HIDDEN)
+    found = multiply(modules, stream, x, 2 * blocks)[:, 0]
+    wide = [dequantized(gate_up[COUNT * LAYER + i]) @ x[0].float() for i in CHOSEN]
     for part in range(2):
-        lines = torch.cat([y[part * SIZE :][:SIZE] for y in wide])
-        wanted = torch.nn.functional.pad(lines, (0, blocks * 1024 - len(lines)))
-        wanted = wanted.view(blocks, -1)[:, 8 * PROGRAM :][:, :8].numpy()
+        weight_rows = torch.cat([y[part * SIZE :][:SIZE] for y in wide])
+        wanted = torch.nn.functional.pad(weight_rows, (0, blocks * 1024 - len(weight_rows)))
+        wanted = wanted.view(blocks, -1)[:, 8 * CTA :][:, :8].numpy()
         assert np.allclose(found[part::2], wanted, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> None:
-    """And so are the columns of what they give, each times its expert's weight."""
-    sizes, gated = modules.sizes, make_x(TOP_K * SIZE)
+    """Gated values of the chosen experts, times their weights, are the columns of that MLP."""
+    sizes, gated = modules.sizes, make_x(1, TOP_K * SIZE)[0]
     down = [make_any(bits, HIDDEN, SIZE, seed) for seed in range(2 * COUNT)]
-    room, piece = sizes.expert_columns(SIZE, bits), sizes.factor_piece(SIZE, bits)
-    line, num_chunks = sizes.line_of(TOP_K * room, bits), sizes.num_chunks(TOP_K * room, bits)
-    stream = make_stream(modules, bits, line.tiles, PROGRAM, piece)
+    capacity, piece = sizes.expert_columns(SIZE, bits), sizes.scale_piece(SIZE, bits)
+    row_format, num_chunks = (
+        sizes.format_of(TOP_K * capacity, bits),
+        sizes.num_chunks(TOP_K * capacity, bits),
+    )
+    stream = make_stream(modules, bits, row_format.tiles, CTA, piece)
     given, chosen = sources(*down, is_of_experts=True), experts.wait(LAYER)
-    experts.fetch_down(stream, given, chosen, 0, 0, OWNERS, HIDDEN, 1, line, 1)
-    padded = torch.nn.functional.pad(gated.view(TOP_K, SIZE), (0, room - SIZE)).flatten()
+    experts.fetch_down(
+        stream, given, chosen, 0, 0, OWNERS, HIDDEN, 1, row_format, 1, row_format.tiles
+    )
+    padded = torch.nn.functional.pad(gated.view(TOP_K, SIZE), (0, capacity - SIZE)).flatten()
     padded = torch.nn.functional.pad(padded, (0, num_chunks * 1024 - len(padded)))
     chunks = padded.view(torch.int32).view(-1, 8, 32, 2).numpy()
     words = tuple(array(chunk[..., half]) for chunk in chunks for half in range(2))
 
-    def poll_chunks(now: int, first: int, count: int) -> tuple[Any, ...]:
+    def poll(buffer: int, first: int, count: int) -> tuple[Any, ...]:
         return words[2 * first : 2 * (first + count)]
 
-    exchange = SimpleNamespace(poll_chunks=poll_chunks, size=num_chunks * 1024, room=room)
-    found = multiply_staged(modules, stream, experts.take(exchange, 0, bits), 1, line, piece)
+    exchange = SimpleNamespace(poll=poll, size=num_chunks * 1024, capacity=capacity)
+    found = multiply_staged(
+        modules, stream, experts.stage_gated(exchange, 0, bits), 1, row_format, piece
+    )[:, 0]
     wanted = torch.zeros(HIDDEN)
     for part, weight, i in zip(gated.view(TOP_K, SIZE), WEIGHTS, CHOSEN, strict=True):
         weighed = (part.float() * weight).bfloat16().float()
-        wanted += widened(down[COUNT * LAYER + i]) @ weighed
-    assert np.allclose(found[0], wanted[8 * PROGRAM :][:8].numpy(), rtol=1e-4, atol=1e-3)
+        wanted += dequantized(down[COUNT * LAYER + i]) @ weighed
+    assert np.allclose(found[0], wanted[8 * CTA :][:8].numpy(), rtol=1e-4, atol=1e-3)
 
 
 OWNERS = array(np.zeros(32, np.int32))
 
 
-def make_x(size: int) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(0)).bfloat16()
+def make_x(*sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
 def make_any(bits: int, num_out: int, num_in: int, seed: int, has_zeros: bool = True) -> Any:
@@ -176,35 +184,38 @@ def make_any(bits: int, num_out: int, num_in: int, seed: int, has_zeros: bool = 
     return make_weight(bits, num_out, num_in, has_zeros, seed)
 
 
-def widened(weight: Any) -> Tensor:
+def dequantized(weight: Any) -> Tensor:
     return weight.float() if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
 
 
 def sources(*weights: Any, is_of_experts: bool = False) -> tuple[Source, Source]:
-    """What the copy engine is told of weights that lie one below another."""
+    """TMA descriptors of concatenated weights and of their scales."""
     if isinstance(weights[0], Tensor):
-        bits, lines, factors = 16, torch.cat(weights), torch.zeros(0, dtype=torch.int32)
+        bits, weight_rows, scales = 16, torch.cat(weights), torch.zeros(0, dtype=torch.int32)
     else:
         bits = weights[0].bits
-        lines = torch.cat([weight.qweight for weight in weights]).view(torch.bfloat16)
-        parts = torch.cat([factors_of(weight) for weight in weights])
-        factors = by_tile(parts, bits, is_of_experts)
-    width = lines.shape[1] * 16 // bits
+        weight_rows = torch.cat([weight.qweight for weight in weights]).view(torch.bfloat16)
+        parts = torch.cat([pack_scales(weight) for weight in weights])
+        scales = arrange_scales(parts, bits, is_of_experts)
+    width = weight_rows.shape[1] * 16 // bits
     piece = piece_segments(width, bits) if is_of_experts else 8 * num_halves(width, bits)
-    values = lines.view(len(lines), -1, 64).transpose(0, 1).view(torch.int16).numpy()
+    values = weight_rows.view(len(weight_rows), -1, 64).transpose(0, 1).view(torch.int16).numpy()
     size = 8 * segment_groups(bits) * piece
-    return Source(values.view(np.uint16), [piece, 8, 64]), Source(factors.numpy(), [size])
+    return Source(values.view(np.uint16), [piece, 8, 64]), Source(scales.numpy(), [size])
 
 
-def make_stream(modules: Any, bits: int, num_tiles: int, program: int, piece: int = 8) -> Any:
-    """With room for all tiles."""
+def make_stream(
+    modules: Any, bits: int, num_tiles: int, cta: int, piece: int = 8, rows: int = 1
+) -> Any:
+    """Make a stream whose ring holds all tiles."""
     ring = np.zeros((num_tiles, 16, 8, 64), np.uint16)
     words = ring.view(np.int32).reshape(num_tiles, 16, 8, 32)
-    num_factors = 16 // piece * modules.sizes.factor_words(bits, piece)
-    factors = np.zeros((num_tiles, num_factors), np.int32)
+    num_scales = 16 // piece * modules.sizes.scale_words(bits, piece)
+    scales = np.zeros((num_tiles, num_scales), np.int32)
     barriers = SimpleNamespace(index=lambda i: None)
-    memory = Shared(ring), Shared(words), Shared(factors), barriers, barriers, None, None
-    return modules.stream.Stream(*memory, program, num_tiles, 99, bits)
+    memory = Shared(ring), Shared(words), Shared(scales), barriers, barriers
+    sums = Shared(np.zeros((8, 8, rows, 8), np.float32))
+    return modules.stream.Stream(*memory, sums, sums, cta, 8, rows, num_tiles, 99, bits)
 
 
 def make_experts(modules: Any, numbers: tuple[int, int, int, bool]) -> Any:
@@ -217,20 +228,27 @@ def make_experts(modules: Any, numbers: tuple[int, int, int, bool]) -> Any:
 
 
 def multiply(modules: Any, stream: Any, x: Tensor, num_blocks: int) -> np.ndarray:
-    size = modules.sizes.num_chunks(len(x), stream.bits) * 1024
-    padded = torch.nn.functional.pad(x.float(), (0, size - len(x)))
+    """Stage x [rows, in] and multiply the tiles in the ring by it."""
+    width = x.shape[1]
+    size = modules.sizes.num_chunks(width, stream.bits) * 1024
+    padded = torch.nn.functional.pad(x.float(), (0, size - width))
     staged: Any = ()
-    for k, chunk in enumerate(padded.view(-1, 8, 128)):
-        staged = modules.products.stage(staged, k, array(chunk.numpy()), stream.bits)
-    line = modules.sizes.line_of(len(x), stream.bits)
-    return multiply_staged(modules, stream, staged, num_blocks, line)
+    for k, chunk in enumerate(padded.view(len(x), -1, 8, 128).unbind(1)):
+        rows = tuple(array(row.numpy()) for row in chunk)
+        staged = modules.products.stage(staged, k, rows, stream.bits)
+    row_format = modules.sizes.format_of(width, stream.bits, len(x))
+    return multiply_staged(modules, stream, staged, num_blocks, row_format)
 
 
 def multiply_staged(
-    modules: Any, stream: Any, staged: Any, num_blocks: int, line: tuple[int, ...], piece: int = 8
+    modules: Any,
+    stream: Any,
+    staged: Any,
+    num_blocks: int,
+    row_format: tuple[int, ...],
+    piece: int = 8,
 ) -> np.ndarray:
-    """Return the sums of the 8 lines of each block."""
-    held_x = stream.hold_x(staged, line)
-    sums = stream.products(0, 0, (), staged, held_x, num_blocks, line, 99, piece)
-    memory = Shared(np.zeros((8, 8, 8), np.float32))
-    return modules.stream.add_up(memory, sums, 0, num_blocks)[:num_blocks]
+    """Return the sums of the 8 weight rows of each block, for each row: [blocks, rows, 8]."""
+    x_registers = stream.load_x_registers(staged, row_format)
+    sums = stream.products(0, 0, (), staged, x_registers, num_blocks, row_format, 99, piece)
+    return stream.reduce(sums, num_blocks)[:num_blocks]
