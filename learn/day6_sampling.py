@@ -69,7 +69,7 @@ def uniform(seed: int, position: int) -> float:
     """Return a random number in [0, 1) that depends on its arguments alone (splitmix64).
 
     A generator has a state, and each draw changes it for all who draw later. This function has
-    none, so it does not matter which other requests run, or whether a token is computed twice.
+    none, so it does not matter which other requests run, or whether one is preempted.
     """
     bits = (seed + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
