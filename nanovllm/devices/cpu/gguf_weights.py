@@ -10,7 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.devices.cpu.kernels.block_kernels import TILE_ROWS, compile_product, compile_widening
+from nanovllm.devices.cpu.kernels.block_kernels import (
+    TILE_ROWS,
+    compile_dequantizer,
+    compile_linear,
+)
 from nanovllm.devices.cpu.kernels.block_types import TYPES, pack_panels
 from nanovllm.devices.cpu.program import float_bits
 from nanovllm.ops.interface import LinearFn
@@ -49,7 +53,7 @@ class BlockKernels:
 
     def __init__(self, ops: NumbaOps) -> None:
         self._ops, self._launcher = ops, ops.launcher
-        self._products: dict[str, Any] = {}  # by quant block type
+        self._linears: dict[str, Any] = {}  # by quant block type
         self._dequantizers: dict[str, Any] = {}
         self._piece = torch.empty(0, dtype=ops.product_dtype)  # buffer of `_dequantize`
 
@@ -114,7 +118,7 @@ class BlockKernels:
         scratch = launcher.scratch(launcher.num_threads * per_thread)
         offset = first * y.itemsize
         launcher.call(
-            self._products[part.kind].address,
+            self._linears[part.kind].address,
             y.data_ptr() + offset,
             x.data_ptr(),
             part.data.data_ptr(),
@@ -161,8 +165,10 @@ class BlockKernels:
         return weight
 
     def _compile(self, kind: str) -> None:
-        if kind in self._products:
+        if kind in self._linears:
             return
         compiler, dtype = self._launcher.compiler, self._launcher.dtype
-        self._products[kind] = compile_product(compiler, kind, dtype)
-        self._dequantizers[kind] = compile_widening(compiler, kind, dtype, self._ops.product_dtype)
+        self._linears[kind] = compile_linear(compiler, kind, dtype)
+        self._dequantizers[kind] = compile_dequantizer(
+            compiler, kind, dtype, self._ops.product_dtype
+        )

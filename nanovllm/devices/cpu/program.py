@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanovllm.devices.cpu.contention import ThreadChooser
 from nanovllm.devices.cpu.kernels.interpreter import (
     PROGRAM_WIDTH,
     Compiler,
     compile_interpreter,
     compile_kernel,
 )
-from nanovllm.devices.cpu.pace import Pace
 
 
 class NotCapturableError(Exception):
     """A captured function computes outside our kernels, which a replay would omit."""
 
 
-class _RefuseProducts:
+class _RefuseCompute:
     """Raises for operations that compute; views and empty tensors stay valid in a replay.
 
     This is a separate base class because torch wraps the __torch_dispatch__ of a TorchDispatchMode
@@ -43,30 +43,30 @@ class _RefuseProducts:
         return func(*args, **(kwargs or {}))
 
 
-class OnlyViews(_RefuseProducts, TorchDispatchMode):
+class OnlyViews(_RefuseCompute, TorchDispatchMode):
     pass
 
 
 class Program:
     """A sequence of kernel calls, and the tensors that they point to."""
 
-    def __init__(self, instructions: np.ndarray, kept: list[Tensor], team: Team) -> None:
+    def __init__(self, instructions: np.ndarray, kept: list[Tensor], pool: ThreadPool) -> None:
         self.instructions = instructions
         self._kept = kept
-        self._team = team
-        sizes = len(instructions), team.num_threads
-        self._header = np.array([instructions.ctypes.data, *sizes, *team.openmp_calls], np.int64)
+        self._pool = pool
+        sizes = len(instructions), pool.num_threads
+        self._header = np.array([instructions.ctypes.data, *sizes, *pool.openmp_calls], np.int64)
         self._address = self._header.ctypes.data
 
     def run(self) -> None:
         """Run the kernels on the fastest number of threads; results are bitwise the same."""
-        self._team.pace.run(self.run_on)
+        self._pool.chooser.run(self.run_on)
 
     def run_on(self, num_threads: int) -> None:
-        self._team.run(self._address, num_threads)
+        self._pool.run(self._address, num_threads)
 
 
-class Team:
+class ThreadPool:
     """The OpenMP threads of torch itself: a second pool would compete with them for the cores."""
 
     def __init__(self, compiler: Compiler) -> None:
@@ -80,7 +80,7 @@ class Team:
             for name in names
         ]
         self._function = ctypes.c_void_p(self._interpreter.address)
-        self.pace = Pace(self.num_threads)
+        self.chooser = ThreadChooser(self.num_threads)
 
     def run(self, header_address: int, num_threads: int) -> None:
         header = ctypes.c_void_p(header_address)
@@ -104,9 +104,9 @@ class Launcher:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.compiler = Compiler()
-        self._team = Team(self.compiler)
-        self.num_threads = self._team.num_threads
-        self._single = Program(np.zeros((1, PROGRAM_WIDTH), np.int64), [], self._team)
+        self._pool = ThreadPool(self.compiler)
+        self.num_threads = self._pool.num_threads
+        self._single = Program(np.zeros((1, PROGRAM_WIDTH), np.int64), [], self._pool)
         self._scratch = torch.empty(0)
         self._kernels: dict[tuple[Any, torch.dtype | None], Any] = {}
         self._capture: Capture | None = None
@@ -151,7 +151,7 @@ class Launcher:
         instructions = np.zeros((len(capture.instructions), PROGRAM_WIDTH), np.int64)
         for i, instruction in enumerate(capture.instructions):
             instructions[i, : len(instruction)] = instruction
-        return Program(instructions, capture.kept, self._team), output
+        return Program(instructions, capture.kept, self._pool), output
 
     def _keep(self, tensor: Tensor) -> None:
         if self._capture is not None:

@@ -49,7 +49,7 @@ def is_first_use() -> bool:
     return isinstance(norm, JITFunction) and not norm.device_caches
 
 
-def stamp_path(*facts: object) -> Path:
+def marker_path(*facts: object) -> Path:
     """Return the file in Triton's cache whose existence means that all kernels are compiled."""
     sources = sorted(_PACKAGES.glob("nanovllm/*/cuda/**/*.py"))
     times = [path.stat().st_mtime_ns for path in sources]
@@ -78,10 +78,10 @@ def compile_ahead(work: Callable[[], object], num_processes: int) -> None:
 
 def serve() -> None:
     """Compile the kernels named on standard input; the main loop of a compiler process."""
-    is_here = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available()
     for line in sys.stdin:
         kernel = compile_kernel(*json.loads(line))
-        if is_here:  # builds the launcher: a C function for every signature
+        if has_gpu:  # builds the launcher: a C function for every signature
             driver.active.launcher_cls(kernel.src, kernel.metadata)
         print(flush=True)
 

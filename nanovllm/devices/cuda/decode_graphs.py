@@ -124,7 +124,7 @@ class DecodeGraphs:
 
     # Capture.
 
-    def run_every_size(self) -> Iterator[StepLogits]:
+    def warm_up(self) -> Iterator[StepLogits]:
         """Launch the kernels of every bucket and yield their logits.
 
         The largest comes first, since all buckets share its memory.

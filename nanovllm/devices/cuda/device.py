@@ -17,7 +17,7 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.devices.cuda.compile_ahead import compile_ahead, is_first_use, stamp_path
+from nanovllm.devices.cuda.compile_ahead import compile_ahead, is_first_use, marker_path
 from nanovllm.devices.cuda.kernels import masks
 from nanovllm.devices.cuda.kernels import token_logprobs as logprobs
 from nanovllm.devices.cuda.memory import GIB, MemoryAccount
@@ -283,18 +283,18 @@ class CudaDevice:
         if num_processes < MIN_PROCESSES or not self.group.is_alone or not is_first_use():
             return
         options = [getattr(self.config, name) for name in KERNEL_OPTIONS]
-        stamp = stamp_path(options, model.config, self.device_name, model.dtype)
-        if stamp.exists():
+        marker = marker_path(options, model.config, self.device_name, model.dtype)
+        if marker.exists():
             return
         logger.warning("Compiling the CUDA kernels: 10 to 30 seconds, once on this machine")
-        compile_ahead(lambda: self.run_every_step(largest_step()), num_processes)
-        stamp.parent.mkdir(parents=True, exist_ok=True)
-        stamp.touch()
+        compile_ahead(lambda: self.warm_up(largest_step()), num_processes)
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
 
-    def run_every_step(self, eager: EagerForward) -> None:
+    def warm_up(self, eager: EagerForward) -> None:
         """Launch every kernel that a step may use."""
         if self.uses_graphs:
-            self.steps(eager).run_every_size()
+            self.steps(eager).warm_up()
 
     def profile(self, largest_step: Callable[[], object]) -> None:
         """Measure the peak memory of the largest step."""

@@ -21,11 +21,11 @@ from nanovllm.devices.cuda.kernels.linear_few_rows import (
     make_counters,
 )
 from nanovllm.devices.cuda.kernels.linear_fp8 import (
-    LibraryWeight,
+    ScaledMMWeight,
     fp8_add_to,
     fp8_after_norm,
     fp8_many_rows,
-    library_weight,
+    scaled_mm_weight,
 )
 from nanovllm.devices.cuda.kernels.linear_one_row import one_row_linear
 from nanovllm.ops.interface import (
@@ -39,10 +39,12 @@ from nanovllm.ops.interface import (
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
 from nanovllm.ops.torch_ops import ComposedLinear, TorchOps
 
-ADD_ROWS = 1024  # from here on the product adds the residual itself, which saves the norm a pass
+MIN_FUSED_ADD_ROWS = (
+    1024  # from here on the product adds the residual itself, which saves the norm a pass
+)
 # Up to here, activations stay unquantized for FP8 weights with a scale per output: the gain would
 # be small.
-MAX_EXACT_ROWS = 16
+MAX_W8A16_ROWS = 16
 # The same limit for FP8 weights with block scales, which are then dequantized in registers.
 MAX_FP8_ROWS = 64
 # With more rows, int4 weights are dequantized in memory first, which moves nine times their bytes.
@@ -85,7 +87,7 @@ class CudaLinear:
     weight: CudaWeight
     bias: Tensor | None
     activation: Activation | None
-    library: LibraryWeight | None = None  # for products of many rows in FP8
+    scaled_mm: ScaledMMWeight | None = None  # for products of many rows in FP8
     counters: Tensor | None = None  # for `few_rows_linear`, if the weight is quantized
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -93,8 +95,8 @@ class CudaLinear:
         if len(x) == 1:
             return one_row_linear(ResidualStream(x), None, weight, bias, activation)[0]
         x = x.contiguous()
-        if (library := self._library_of(x)) is not None:
-            return fp8_many_rows(x, library, bias, activation)
+        if (scaled_mm := self._scaled_mm_of(x)) is not None:
+            return fp8_many_rows(x, scaled_mm, bias, activation)
         if self._has_few(len(x)):
             return few_rows_linear(x, weight, bias, activation, self.counters)
         dense = weight if isinstance(weight, Tensor) else dequantize(weight, x.dtype)
@@ -103,11 +105,11 @@ class CudaLinear:
 
     def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
         assert self.activation is None
-        if isinstance(self.weight, Tensor) and len(x) >= ADD_ROWS and self.bias is None:
+        if isinstance(self.weight, Tensor) and len(x) >= MIN_FUSED_ADD_ROWS and self.bias is None:
             return ResidualStream(residual.addmm_(x, self.weight.t()))
         x = x.contiguous()
-        if (library := self._library_of(x)) is not None:
-            return fp8_add_to(residual, x, library, self.bias)
+        if (scaled_mm := self._scaled_mm_of(x)) is not None:
+            return fp8_add_to(residual, x, scaled_mm, self.bias)
         config = self._split_config(len(x))
         if config is None:
             return ResidualStream(residual, self(x))
@@ -119,9 +121,9 @@ class CudaLinear:
         residual = hidden.residual
         if len(residual) == 1:
             return one_row_linear(hidden, norm, self.weight, self.bias, self.activation)
-        library = self._library_of(residual)
-        if library is not None and not library.stored.has_blocks:
-            return fp8_after_norm(hidden, norm, library, self.bias, self.activation), residual
+        scaled_mm = self._scaled_mm_of(residual)
+        if scaled_mm is not None and not scaled_mm.stored.has_blocks:
+            return fp8_after_norm(hidden, norm, scaled_mm, self.bias, self.activation), residual
         normed, residual = self.ops.norm(hidden, norm)
         return self(normed), residual
 
@@ -138,21 +140,21 @@ class CudaLinear:
         is_split = num_rows > 1 and self._has_few(num_rows)
         return few_rows_config(self.weight, num_rows) if is_split else None
 
-    def _library_of(self, x: Tensor) -> LibraryWeight | None:
-        """Return the FP8 library weight if these rows are to be quantized to FP8."""
-        if self.library is None or x.dtype != torch.bfloat16:
+    def _scaled_mm_of(self, x: Tensor) -> ScaledMMWeight | None:
+        """Return the FP8 scaled_mm weight if these rows are to be quantized to FP8."""
+        if self.scaled_mm is None or x.dtype != torch.bfloat16:
             return None
-        most = MAX_FP8_ROWS if self.library.stored.has_blocks else MAX_EXACT_ROWS
-        return self.library if len(x) > most else None
+        most = MAX_FP8_ROWS if self.scaled_mm.stored.has_blocks else MAX_W8A16_ROWS
+        return self.scaled_mm if len(x) > most else None
 
 
 def pack_quantized(
     ops: TritonOps, weight: QuantizedWeight, bias: Tensor | None, activation: Activation | None
 ) -> CudaLinear:
-    has_library = weight.bits == 8 and weight.qweight.is_cuda
-    library = library_weight(weight) if has_library else None
+    has_scaled_mm = weight.bits == 8 and weight.qweight.is_cuda
+    scaled_mm = scaled_mm_weight(weight) if has_scaled_mm else None
     counters = make_counters(weight.qweight.device)
-    return CudaLinear(ops, weight, bias, activation, library, counters)
+    return CudaLinear(ops, weight, bias, activation, scaled_mm, counters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ MAX_PROMPTS = 16  # prefill rows: rows of more than one token
 # maximum length, and CTAs without queries take time too, so that maximum must be small.
 MANY_PROMPTS, MANY_LEN = 64, 512  # prompts of such a bucket, and the tokens of each
 MIN_MANY_TOKENS, MAX_MANY_TOKENS = 1024, 8192  # total tokens of such a bucket
-LAYER_PRODUCTS = 3 << 36  # multiplications that take about as long as the launches of a layer
+LAYER_MACS = 3 << 36  # multiplications that take about as long as the launches of a layer
 MAX_ALONE = 4  # prompts in the buckets for steps without decode rows
 MAX_ALONE_TOKENS = 1024  # total tokens of these buckets
 MAX_CHANGES = 16384  # words of the tables that a graph writes before it runs a step
@@ -76,7 +76,7 @@ def count_many_tokens(config: ModelConfig) -> int:
     The LM head's weights are spread evenly over the layers.
     """
     num_weights = config.num_weights_per_token // config.num_layers
-    return min(LAYER_PRODUCTS // num_weights, MAX_MANY_TOKENS)
+    return min(LAYER_MACS // num_weights, MAX_MANY_TOKENS)
 
 
 def bucket_sizes(max_tokens: int, max_rows: int, max_many_tokens: int) -> list[Bucket]:
@@ -124,7 +124,7 @@ class PrefillGraphs:
         self._token_columns = torch.zeros(2, most, dtype=torch.int64, device=where)
         self._graphs: dict[Bucket, tuple[Callable[[], None], Tensor]] = {}
 
-    def run_every_size(self) -> None:
+    def warm_up(self) -> None:
         """Launch every kernel of steps with prompts, including steps too large for any graph."""
         for size in reversed(self.sizes):
             self._run_model(size)

@@ -137,14 +137,14 @@ class CudaSteps:
         self.decode.persistent_tokens.clear()
         return True
 
-    def run_every_size(self) -> None:
+    def warm_up(self) -> None:
         """Launch every kernel that a step may use."""
         model = self.eager.model
         with one_of_each_layer(model.model, model.config):
-            self._run_every_size()
+            self._warm_up()
 
-    def _run_every_size(self) -> None:
-        for step in self.decode.run_every_size():
+    def _warm_up(self) -> None:
+        for step in self.decode.warm_up():
             logits, host = step.values, self.device.pinned(self._tokens[: len(step.values)])
             if len(logits) == len(self._tokens):
                 shape = len(logits), -(-logits.shape[1] // 32)
@@ -156,7 +156,7 @@ class CudaSteps:
                 self.sampler.sample(step, sampling)  # variant used after a step with prompts
                 self.sampler.sample(step, sampling, None, host)
         if self.prefill is not None:
-            self.prefill.run_every_size()
+            self.prefill.warm_up()
 
     def capture_all(self) -> None:
         """Load every kernel, then capture every graph that ordinary requests replay.
@@ -166,7 +166,7 @@ class CudaSteps:
         not idle at the same moment, so their graphs are all captured here.
         """
         logger.info("Capturing CUDA graphs, so that no request waits for one")
-        self.run_every_size()
+        self.warm_up()
         for key in self.decode.all_keys():
             for sampling in CAPTURED_SAMPLING:
                 self._capture_sampler((key, sampling, False))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.attention.backend import AttentionSpec, BatchRows, DecodeRows, SharedRows
 from nanovllm.devices.cuda.kernels.attention_configs import (
-    MAX_SMALL,
+    MAX_SMALL_TILE_ROWS,
     TMA_CONFIG,
     choose_prefill_splits,
     choose_splits,
@@ -23,7 +23,7 @@ from nanovllm.devices.cuda.kernels.attention_configs import (
 from nanovllm.devices.cuda.kernels.attention_tiles import PagedCache
 from nanovllm.devices.cuda.kernels.paged_attention import (
     QueryRows,
-    SharedPart,
+    SharedPartials,
     attend_shared,
     paged_attention,
 )
@@ -128,10 +128,10 @@ class TritonAttention:
         num_splits = choose_splits(num_rows, num_kv_heads, max_keys, self.num_processors)
         is_large = self.is_hopper and suits_large_tiles(num_rows, num_kv_heads, num_splits)
         config = decode_config(head_dim, q.dtype, is_large, cache.is_fp8)
-        part = None
+        prefix = None
         if shared is not None and spec.window is None:
-            num_q_rows = min(num_rows * q.shape[1] // num_kv_heads, MAX_SMALL)
+            num_q_rows = min(num_rows * q.shape[1] // num_kv_heads, MAX_SMALL_TILE_ROWS)
             tiles = prefill_config(head_dim, q.dtype, num_q_rows, cache.is_fp8)
-            parts = attend_shared(q, cache, shared.groups, shared.members, spec.scale, tiles)
-            part = SharedPart(shared.lens, parts)
-        paged_attention(q, cache, rows, out, spec.scale, spec.window, config, num_splits, part)
+            partials = attend_shared(q, cache, shared.groups, shared.members, spec.scale, tiles)
+            prefix = SharedPartials(shared.lens, partials)
+        paged_attention(q, cache, rows, out, spec.scale, spec.window, config, num_splits, prefix)

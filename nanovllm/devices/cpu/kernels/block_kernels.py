@@ -24,20 +24,20 @@ from nanovllm.devices.cpu.kernels.block_types import (
     Block,
     BlockType,
     Group,
-    spread,
+    broadcast,
 )
-from nanovllm.devices.cpu.kernels.interpreter import LIKE, Compiler, hash_sources
+from nanovllm.devices.cpu.kernels.interpreter import ZERO_OF, Compiler, hash_sources
 from nanovllm.devices.cpu.kernels.simd import (
     LINE_BYTES,
     as_float,
     constant,
     kernel,
     load,
-    narrow,
     pointer_to,
     prefetch,
     round_to,
     store,
+    to_bf16_bits,
     zero_variable,
 )
 
@@ -104,7 +104,7 @@ def _add_group(
     values, scale, offset = _to_multiply(builder, group)
     if group.low is not None or offset:
         addresses = [builder.gep(b, [builder.add(base, index)]) for base in sums]
-        x_sums = [spread(builder, builder.load(address)) for address in addresses]
+        x_sums = [broadcast(builder, builder.load(address)) for address in addresses]
     parts = [[constant(FLOATS, 0.0)] * num_parts for _ in rows]
     if offset:
         for part, x_sum in zip(parts, x_sums, strict=True):
@@ -113,7 +113,7 @@ def _add_group(
         column_values = values(i)
         for part, base in zip(parts, rows, strict=True):
             address = builder.gep(b, [builder.add(builder.add(base, column), I64(i))])
-            x = spread(builder, builder.load(address))
+            x = broadcast(builder, builder.load(address))
             part[i % num_parts] = _multiply_add(builder, column_values, x, part[i % num_parts])
     for row, (part, total) in enumerate(zip(parts, totals, strict=True)):
         while len(part) > 1:
@@ -133,7 +133,7 @@ def _to_multiply(builder: Any, group: Group) -> tuple[Callable[[int], Any], Any,
 
 
 @intrinsic(prefer_literal=True)
-def widen_panel(
+def dequantize_panel(
     context: Any, kind: Any, panel: Any, num_blocks: Any, out: Any, first: Any, stride: Any
 ) -> Any:
     """Dequantize a panel: set out[first + stride * lane + column] to its weights."""
@@ -144,9 +144,9 @@ def widen_panel(
 
         def write(group: Group, column: Any) -> None:
             for i in range(0, block_type.group_size, PANEL_ROWS):
-                columns = [_widen(builder, group, i + j) for j in range(PANEL_ROWS)]
+                columns = [_dequantize_column(builder, group, i + j) for j in range(PANEL_ROWS)]
                 if isinstance(out.type.pointee, ir.IntType):
-                    columns = [narrow(builder, values) for values in columns]
+                    columns = [to_bf16_bits(builder, values) for values in columns]
                 at = builder.add(builder.add(first, column), I64(i))
                 for lane, values in enumerate(_transpose(builder, columns)):
                     index = builder.add(at, builder.mul(stride, I64(lane)))
@@ -159,7 +159,7 @@ def widen_panel(
     return types.void(kind, i64, i64, out, i64, i64), generate
 
 
-def _widen(builder: Any, group: Group, column: int) -> Any:
+def _dequantize_column(builder: Any, group: Group, column: int) -> Any:
     """Return the weights of all rows in a column, with the same rounding as the reference."""
     values = builder.sitofp(group.integer(column), FLOATS)
     if group.offset:
@@ -212,7 +212,7 @@ def _store(builder: Any, values: Any, address: Any) -> None:
 # machine code.
 
 
-def compile_product(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
+def compile_linear(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
     """Compile the kernel of y = x @ weight.T + bias for few rows of x, and some columns of y.
 
     If `order` is not 0, y has a row for each (token, expert) pair, as for grouped_linear in
@@ -221,10 +221,10 @@ def compile_product(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
     """
     kind, block_type = NAMES.index(name), TYPES[name]
     size, num_bytes, group_size = block_type.size, block_type.num_bytes, block_type.group_size
-    version, like = hash_sources(), LIKE[dtype]
+    version, like = hash_sources(), ZERO_OF[dtype]
     one, tile, lanes = 1, TILE_ROWS, PANEL_ROWS
 
-    def product(args, thread, num_threads):  # type: ignore[no-untyped-def]
+    def linear(args, thread, num_threads):  # type: ignore[no-untyped-def]
         weight, scratch, max_rows = args[2], pointer_to(args[4], float32(0)), args[5] + 0 * version
         num_out, num_in, starts = args[6], args[7], pointer_to(args[10], int32(0))
         num_blocks, num_groups = num_in // size, num_in // group_size
@@ -255,7 +255,7 @@ def compile_product(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
                     write_sums(args, first + row, num_done, i * lanes, scratch, sums, like)
                     row += num_done
 
-    return compiler.compile(product)
+    return compiler.compile(linear)
 
 
 @kernel
@@ -293,20 +293,20 @@ def write_sums(
             store(y, row * args[8] + out + i, value)
 
 
-def compile_widening(
-    compiler: Compiler, name: str, dtype: torch.dtype, wide_dtype: torch.dtype
+def compile_dequantizer(
+    compiler: Compiler, name: str, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> Any:
     """Compile the kernel that dequantizes panels, or the rows of a table at token ids.
 
-    Panels become rows: wide[16 * panel + lane, column]. For a table, row i is scaled and stored in
-    rows[i], and `wide` holds one panel per thread.
+    Panels become rows: out[16 * panel + lane, column]. For a table, row i is scaled and stored in
+    rows[i], and `out` holds one panel per thread.
     """
     kind, size, num_bytes = NAMES.index(name), TYPES[name].size, TYPES[name].num_bytes
-    like, wide_like = LIKE[dtype], LIKE[wide_dtype]
+    like, out_like = ZERO_OF[dtype], ZERO_OF[out_dtype]
     lanes, version = PANEL_ROWS, hash_sources()
 
-    def widen(args, thread, num_threads):  # type: ignore[no-untyped-def]
-        wide, weight, num_in = pointer_to(args[0], wide_like), args[1], args[2] + 0 * version
+    def dequantize(args, thread, num_threads):  # type: ignore[no-untyped-def]
+        out, weight, num_in = pointer_to(args[0], out_like), args[1], args[2] + 0 * version
         count, rows = args[3], pointer_to(args[4], like)
         token_ids, scale = pointer_to(args[5], int32(0)), as_float(uint32(args[6]))
         is_lookup, num_blocks = args[4] != 0, num_in // size
@@ -315,11 +315,11 @@ def compile_widening(
             index, first = i, i * num_in * lanes
             if is_lookup:
                 index, first = token_ids[i] // lanes, thread * num_in * lanes
-            widen_panel(kind, weight + index * panel_bytes, num_blocks, wide, first, num_in)
+            dequantize_panel(kind, weight + index * panel_bytes, num_blocks, out, first, num_in)
             if is_lookup:
                 row = first + token_ids[i] % lanes * num_in
                 for j in range(num_in):
-                    value = round_to(load(wide, row + j), like)
+                    value = round_to(load(out, row + j), like)
                     store(rows, i * num_in + j, value * scale)
 
-    return compiler.compile(widen)
+    return compiler.compile(dequantize)

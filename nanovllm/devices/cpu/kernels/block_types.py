@@ -16,7 +16,7 @@ import llvmlite.ir as ir
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.devices.cpu.kernels.simd import constant, spread_lanes
+from nanovllm.devices.cpu.kernels.simd import broadcast_lanes, constant
 from nanovllm.ops.quantized_weight import PANEL_ROWS
 
 FRACTION_SHIFT, ONE_BITS = 19, 0x3F800000  # float32: shift of the top 4 mantissa bits; bits of 1.0
@@ -92,7 +92,7 @@ class Block:
         if _has_halves():
             halves = self.builder.bitcast(bits, ir.VectorType(ir.HalfType(), PANEL_ROWS))
             return self.builder.fpext(halves, FLOATS)
-        return _widen_halves(self.builder, bits)
+        return _upcast_halves(self.builder, bits)
 
     def word(self, unit: int, further: Any = None) -> Any:
         """Emit a four-byte unit of every row, `further` units after `unit`."""
@@ -121,7 +121,7 @@ class Block:
 
     def shifted(self, word: Any, by: Any) -> Any:
         """Emit a right shift by an amount that is known only at run time."""
-        return self.builder.lshr(word, spread(self.builder, self.builder.trunc(by, I32)))
+        return self.builder.lshr(word, broadcast(self.builder, self.builder.trunc(by, I32)))
 
     def to_float(self, integers: Any) -> Any:
         return self.builder.sitofp(integers, FLOATS)
@@ -135,9 +135,9 @@ class Block:
         return self.builder.load(self.builder.bitcast(pointer, vector.as_pointer()), align=2)
 
 
-def spread(builder: Any, value: Any) -> Any:
+def broadcast(builder: Any, value: Any) -> Any:
     """Emit a vector with this value in the lane of every row."""
-    return spread_lanes(builder, value, PANEL_ROWS)
+    return broadcast_lanes(builder, value, PANEL_ROWS)
 
 
 def _has_halves() -> bool:
@@ -146,7 +146,7 @@ def _has_halves() -> bool:
     return features.get("f16c", False) or "x86" not in llvm.get_default_triple()
 
 
-def _widen_halves(builder: Any, bits: Any) -> Any:
+def _upcast_halves(builder: Any, bits: Any) -> Any:
     """Emulate the conversion of float16 by shifts and a product; infinity becomes 65536."""
     words = builder.zext(bits, WORDS)
     rest = builder.shl(builder.and_(words, constant(WORDS, 0x7FFF)), constant(WORDS, 13))

@@ -14,11 +14,11 @@ from numba import float32, int64, uint8, uint32
 from nanovllm.devices.cpu.kernels.simd import (
     as_bits,
     as_float,
+    inlined,
     is_fp8,
     kernel,
     load,
     ordered_kernel,
-    part,
 )
 from nanovllm.ops.fp8 import (
     CODE_EXPONENT,
@@ -36,7 +36,7 @@ SHIFTED = 16384.0  # its last mantissa bit is 2**-9, the smallest FP8 value
 SHIFTED_BITS = 0x46800000
 
 
-@part
+@inlined
 def store_row(
     cache: Any, base: int, exponents: Any, place: int, x: Any, first: int, dim: int, cached: Any
 ) -> None:
@@ -48,7 +48,7 @@ def store_row(
             cache[base + i] = x[first + i]
 
 
-@part
+@inlined
 def scale_rows(b: Any, at: int, exponents: Any, place: int, count: int, cached: Any) -> None:
     """Multiply b[at:] by the scales of FP8 rows, whose exponents begin at `place`."""
     if is_fp8(cached):
@@ -95,7 +95,7 @@ def hadamard_transform(
         width *= 2
 
 
-@part
+@inlined
 def _round(bits: Any) -> Any:
     """Return the FP8 bits of a nonnegative float32, given by its bits; ties round to even."""
     bits = min(bits, uint32(LARGEST_BITS))

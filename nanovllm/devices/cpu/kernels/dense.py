@@ -27,11 +27,11 @@ from nanovllm.devices.cpu.kernels.simd import (
     as_float,
     dot_row,
     dot_tile,
+    inlined,
     is_fp8,
     kernel,
     load,
     ordered_kernel,
-    part,
     pointer_to,
     round_to,
     store,
@@ -240,7 +240,7 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
             store(out, tokens[row] * num_heads * head_dim + first_head + i, scratch[sums + i])
 
 
-@part
+@inlined
 def _rms_norm(out: Any, x: Any, base: int, weight: Any, eps: float, dim: int, like: Any) -> None:
     total = float32(0)
     for i in range(base, base + dim):
@@ -252,7 +252,7 @@ def _rms_norm(out: Any, x: Any, base: int, weight: Any, eps: float, dim: int, li
         store(out, base + i, value * load(weight, i))
 
 
-@part
+@inlined
 def _rotate(x: Any, base: int, rope: Any, angle: int, half: int) -> None:
     for i in range(half):
         first, second = load(x, base + i), load(x, base + half + i)
@@ -275,7 +275,7 @@ def _softmax(x: Any, base: int, count: int) -> None:
         x[base + i] /= total
 
 
-@part
+@inlined
 def _exp(x: Any) -> Any:
     """Return e ** x with an error of at most 1e-6, in steps that a compiler can vectorize."""
     # Below -60 the result vanishes next to the 1 it is added to, and denormals would be slow.
@@ -292,7 +292,7 @@ def _exp(x: Any) -> Any:
     return series * as_float(uint32(int32(power) + int32(127)) << uint32(23))
 
 
-@part
+@inlined
 def _dot(a: Any, a_base: int, b: Any, b_base: int, count: int) -> Any:
     """Return the sum of a[i] * b[i]; b is float32, here and below."""
     total = float32(0)
@@ -301,7 +301,7 @@ def _dot(a: Any, a_base: int, b: Any, b_base: int, count: int) -> Any:
     return total
 
 
-@part
+@inlined
 def _dots(
     a: Any, a_base: int, stride: int, b: Any, b_base: int, dim: int, sums: int, count: int
 ) -> None:
@@ -313,7 +313,7 @@ def _dots(
         b[sums + i] = _dot(a, a_base + i * stride, b, b_base, dim)
 
 
-@part
+@inlined
 def _add_weighted(
     b: Any, sums: int, a: Any, a_base: int, stride: int, weights: int, count: int, dim: int
 ) -> None:

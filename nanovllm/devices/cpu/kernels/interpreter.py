@@ -23,7 +23,7 @@ PROGRAM_WIDTH = 24  # int64 per instruction: the address of a kernel, then its a
 KERNEL_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
 SOURCES = ("dense", "experts", "simd", "cache_rows", "block_kernels", "block_types")
 # A value of the type that elements are read as; bfloat16 and FP8 are read as bits.
-LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), FP8: np.uint8(0)}
+ZERO_OF = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), FP8: np.uint8(0)}
 
 
 class Compiler(event.Listener):
@@ -84,12 +84,12 @@ def compile_interpreter(compiler: Compiler) -> Any:
 def compile_kernel(compiler: Compiler, kernel: Any, *dtypes: torch.dtype) -> Any:
     """Return a kernel as a C function for these element dtypes."""
     version = hash_sources(kernel.__name__)
-    likes = tuple(LIKE[dtype] for dtype in dtypes)
+    zeros = tuple(ZERO_OF[dtype] for dtype in dtypes)
 
     def run(args, thread, num_threads):  # type: ignore[no-untyped-def]
         # `version` is in the closure for numba's cache, whose key is this file and the closure.
         # The kernel is a global: in the closure, it would be another object in every process.
-        kernel_function(args, thread + 0 * version, num_threads, *likes)  # type: ignore[name-defined]  # noqa: F821
+        kernel_function(args, thread + 0 * version, num_threads, *zeros)  # type: ignore[name-defined]  # noqa: F821
 
     names = {**globals(), "kernel_function": kernel}
     return compiler.compile(FunctionType(run.__code__, names, closure=run.__closure__))

@@ -16,7 +16,7 @@ FAST = {"reassoc", "contract", "arcp", "nsz"}
 kernel = njit(fastmath=FAST, nogil=True, error_model="numpy")
 # Without reassociation, for kernels in which a reordered division could overflow.
 ordered_kernel = njit(fastmath={"contract"}, nogil=True, error_model="numpy")
-part = njit(fastmath=FAST, nogil=True, error_model="numpy", inline="always")
+inlined = njit(fastmath=FAST, nogil=True, error_model="numpy", inline="always")
 
 
 def _register_lanes() -> int:
@@ -47,8 +47,8 @@ def load(context: Any, pointer: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = builder.load(builder.gep(args[0], [args[1]]))
         if signature.args[0].dtype is types.uint8:
-            return _widen_codes(builder, value, ir.IntType(32), ir.FloatType())
-        return value if signature.args[0].dtype is types.float32 else _widen(builder, value)
+            return _upcast_fp8(builder, value, ir.IntType(32), ir.FloatType())
+        return value if signature.args[0].dtype is types.float32 else _upcast_bf16(builder, value)
 
     return types.float32(pointer, types.int64), generate
 
@@ -60,7 +60,7 @@ def store(context: Any, pointer: Any, index: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer, index, value = args
         if signature.args[0].dtype is not types.float32:
-            value = narrow(builder, value)
+            value = to_bf16_bits(builder, value)
         builder.store(value, builder.gep(pointer, [index]))
         return context.get_dummy_value()
 
@@ -74,7 +74,7 @@ def round_to(context: Any, value: Any, like: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if signature.args[1] is types.float32:
             return args[0]
-        return _widen(builder, narrow(builder, args[0]))
+        return _upcast_bf16(builder, to_bf16_bits(builder, args[0]))
 
     return types.float32(types.float32, like), generate
 
@@ -99,13 +99,13 @@ def is_fp8(context: Any, like: Any) -> Any:
     return types.boolean(like), generate
 
 
-def _widen(builder: Any, half: Any) -> Any:
+def _upcast_bf16(builder: Any, half: Any) -> Any:
     """Upcast the bits of a bfloat16 to float32."""
     i32 = ir.IntType(32)
     return builder.bitcast(builder.shl(builder.zext(half, i32), i32(16)), ir.FloatType())
 
 
-def _widen_codes(builder: Any, codes: Any, words: Any, floats: Any) -> Any:
+def _upcast_fp8(builder: Any, codes: Any, words: Any, floats: Any) -> Any:
     """Upcast FP8 (e4m3) bits, a scalar or a vector without NaN, to float32.
 
     Shifted into place, their bits have an exponent that is 120 too small.
@@ -121,7 +121,7 @@ def constant(kind: Any, value: float) -> Any:
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
-def narrow(builder: Any, values: Any) -> Any:
+def to_bf16_bits(builder: Any, values: Any) -> Any:
     """Return the bits of a float32 scalar or vector rounded to bfloat16, ties to even."""
     words, halves = ir.IntType(32), ir.IntType(16)
     if isinstance(values.type, ir.VectorType):
@@ -195,7 +195,7 @@ def make_tile(num_rows: int) -> Any:
     loops handle the tail that does not fill a cache line.
     """
 
-    @part
+    @inlined
     def multiply(a, a_base, stride, b, b_base, b_stride, count, sums):  # type: ignore[no-untyped-def]
         per_line = LINE_BYTES // itemsize(a)
         num_whole = count // per_line * per_line
@@ -255,7 +255,7 @@ def add_weighted_lanes(
         totals = [zero_variable(builder, LANES) for _ in offsets]
         with cgutils.for_range(builder, count) as loop:
             weight = builder.load(builder.gep(b, [builder.add(weights, loop.index)]))
-            same = spread_lanes(builder, weight, LANES)
+            same = broadcast_lanes(builder, weight, LANES)
             base = builder.add(a_base, builder.mul(stride, loop.index))
             for total, offset in zip(totals, offsets, strict=True):
                 values = _load_lanes(builder, a, builder.add(base, offset))
@@ -279,7 +279,7 @@ def zero_variable(builder: Any, num_lanes: int) -> Any:
     return variable
 
 
-def spread_lanes(builder: Any, value: Any, num_lanes: int) -> Any:
+def broadcast_lanes(builder: Any, value: Any, num_lanes: int) -> Any:
     """Emit a vector with this value in every lane."""
     undefined = ir.Constant(ir.VectorType(value.type, num_lanes), ir.Undefined)
     first = builder.insert_element(undefined, value, ir.IntType(32)(0))
@@ -303,7 +303,7 @@ def _load_lanes(builder: Any, pointer: Any, index: Any) -> Any:
         return values
     words = ir.VectorType(ir.IntType(32), LANES)
     if element.width == 8:
-        return _widen_codes(builder, values, words, ir.VectorType(ir.FloatType(), LANES))
+        return _upcast_fp8(builder, values, words, ir.VectorType(ir.FloatType(), LANES))
     bits = builder.shl(builder.zext(values, words), ir.Constant(words, [16] * LANES))
     return builder.bitcast(bits, ir.VectorType(ir.FloatType(), LANES))
 

@@ -20,8 +20,8 @@ PREFILL_CTAS_PER_SM = 2
 MIN_PREFILL_SPLIT = 256  # fewest keys that are worth a CTA
 MIN_PREFILL_SPLITS = 4  # fewer splits gain less than joining them costs
 # Up to this many query rows, small tiles are best, because more CTAs occupy the device.
-MAX_SMALL = 2048
-MAX_FEW = 1024  # the same limit for FP8 keys, which every CTA has to upcast
+MAX_SMALL_TILE_ROWS = 2048
+MAX_SMALL_TILE_ROWS_FP8 = 1024  # the same limit for FP8 keys, which every CTA has to upcast
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,12 @@ def prefill_config(
     """Return the config for up to `num_q_rows` queries times query heads per kv head."""
     is_wide = head_dim > 128
     if is_fp8 and dtype != torch.float32 and not is_wide:
-        if num_q_rows <= MAX_FEW:
+        if num_q_rows <= MAX_SMALL_TILE_ROWS_FP8:
             return AttentionConfig(q_rows=32, tile=64, num_warps=4, num_stages=3)
         return AttentionConfig(q_rows=128, tile=64, num_warps=4, num_stages=2)
     if dtype == torch.float32:
         return AttentionConfig(q_rows=32, tile=16 if is_wide else 32, num_warps=4, num_stages=2)
-    if num_q_rows <= (64 if is_wide else MAX_SMALL):
+    if num_q_rows <= (64 if is_wide else MAX_SMALL_TILE_ROWS):
         return AttentionConfig(q_rows=64, tile=32 if is_wide else 64, num_warps=4, num_stages=3)
     if is_wide:
         return AttentionConfig(q_rows=128, tile=32, num_warps=8, num_stages=3)
@@ -82,7 +82,7 @@ def suits_tma(q: Tensor, cache: PagedCache, max_query_len: int, window: int | No
     group, head_dim = q.shape[1] // cache.k.shape[2], q.shape[2]
     is_whole = cache.k.shape[1] % TMA_CONFIG.tile == 0  # each tile lies within one block
     num_q_rows = max_query_len * group
-    is_long = len(q) * group > MAX_SMALL and num_q_rows >= TMA_CONFIG.q_rows >= group
+    is_long = len(q) * group > MAX_SMALL_TILE_ROWS and num_q_rows >= TMA_CONFIG.q_rows >= group
     is_plain = window is None and not cache.is_fp8
     return is_whole and is_long and head_dim in (64, 128) and is_plain and q.itemsize == 2
 

@@ -56,15 +56,17 @@ class PagedCache:
         return self.block_table.shape[1] * self.k.shape[1]
 
 
-Parts = tuple[Tensor, Tensor, Tensor]  # weighted values [parts, head_dim], maxima, weight sums
+Partials = tuple[
+    Tensor, Tensor, Tensor
+]  # weighted values [partials, head_dim], maxima, weight sums
 
 
-def allocate_parts(q: Tensor, num_rows: int, num_splits: int) -> Parts:
-    """Allocate the parts of `num_rows` rows with the heads of `q`."""
+def allocate_partials(q: Tensor, num_rows: int, num_splits: int) -> Partials:
+    """Allocate the partials of `num_rows` rows with the heads of `q`."""
     num_heads, head_dim = q.shape[1:]
-    num_parts = num_rows * num_heads * num_splits
-    values = torch.empty(num_parts, head_dim, device=q.device, dtype=torch.float32)
-    return values, values.new_empty(num_parts), values.new_empty(num_parts)
+    num_partials = num_rows * num_heads * num_splits
+    values = torch.empty(num_partials, head_dim, device=q.device, dtype=torch.float32)
+    return values, values.new_empty(num_partials), values.new_empty(num_partials)
 
 
 @triton.jit
@@ -313,8 +315,8 @@ def split_size(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store_parts(parts, indices, dims, softmax, is_row, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    values, maxima, sums = parts
+def store_partials(partials, indices, dims, softmax, is_row, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    values, maxima, sums = partials
     acc, row_max, row_sum = softmax
     is_real = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(values + indices[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_real)
@@ -323,9 +325,9 @@ def store_parts(parts, indices, dims, softmax, is_row, HEAD_DIM: tl.constexpr): 
 
 
 @triton.jit
-def load_parts(parts, indices, dims, is_used, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load some parts; unused ones load as parts without keys."""
-    values, maxima, sums = parts
+def load_partials(partials, indices, dims, is_used, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load some partials; unused ones load as partials without keys."""
+    values, maxima, sums = partials
     is_real = is_used[:, None] & (dims < HEAD_DIM)[None, :]
     acc = tl.load(values + indices[:, None] * HEAD_DIM + dims[None, :], mask=is_real, other=0.0)
     row_max = tl.load(maxima + indices, mask=is_used, other=float("-inf"))
@@ -333,8 +335,8 @@ def load_parts(parts, indices, dims, is_used, HEAD_DIM: tl.constexpr):  # type: 
 
 
 @triton.jit
-def join_splits(  # type: ignore[no-untyped-def]
-    parts,
+def merge_splits(  # type: ignore[no-untyped-def]
+    partials,
     row,
     dims,
     first,
@@ -349,7 +351,7 @@ def join_splits(  # type: ignore[no-untyped-def]
     size = split_size(end - lo, SPLITS, TILE, MIN_SPLIT)
     splits = tl.arange(0, SPLITS)
     is_used = lo + splits * size < end  # splits without keys stored nothing
-    acc, maxima, sums = load_parts(parts, row * SPLITS + splits, dims, is_used, HEAD_DIM)
+    acc, maxima, sums = load_partials(partials, row * SPLITS + splits, dims, is_used, HEAD_DIM)
     highest = tl.max(maxima, 0)
     weights = tl.exp2(maxima - tl.where(highest == float("-inf"), 0.0, highest))
     total = tl.sum(sums * weights, 0)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.devices.cuda.kernels.fp8_rows import (
-    LEAST_OF_DOT,
+    MIN_DOT_SIZE,
     hadamard_transform,
     padded_range,
     quantize,
@@ -217,7 +217,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     base = token * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     half: tl.constexpr = HEAD_DIM // 2
-    least: tl.constexpr = 1 if len(caches) == 2 else LEAST_OF_DOT
+    least: tl.constexpr = 1 if len(caches) == 2 else MIN_DOT_SIZE
     i = padded_range(half, least)
     kv_heads = padded_range(NUM_KV_HEADS, least)
     angles = rope + tl.load(positions + token).to(tl.int64) * HEAD_DIM + i

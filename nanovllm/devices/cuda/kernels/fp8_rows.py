@@ -22,7 +22,7 @@ NOT_FINITE = tl.constexpr(fp8.NOT_FINITE)
 INFINITY_BITS = tl.constexpr(fp8.INFINITY_BITS)
 ROUND_UP = tl.constexpr(fp8.ROUND_UP)
 CODE_EXPONENT = tl.constexpr(fp8.CODE_EXPONENT)
-LEAST_OF_DOT = tl.constexpr(16)  # the minimum rows and columns of tl.dot
+MIN_DOT_SIZE = tl.constexpr(16)  # the minimum rows and columns of tl.dot
 # Exponent of the largest softmax weight: it stays below float16's limit of 2**16, and much smaller
 # weights keep all their bits.
 WEIGHT_EXPONENT = tl.constexpr(14)

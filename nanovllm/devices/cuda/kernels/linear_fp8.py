@@ -32,21 +32,21 @@ MULTIPLE = 16  # required by the library for inputs, outputs and, with block sca
 
 
 @dataclass(frozen=True, slots=True)
-class LibraryWeight:
+class ScaledMMWeight:
     """A weight in the format of the library's product."""
 
     stored: QuantizedWeight  # with a scale per output, or scales [outputs / 128, blocks]
     one: Tensor  # float32 1.0, passed as the scale if products are scaled afterwards
 
 
-def library_weight(weight: QuantizedWeight) -> LibraryWeight | None:
+def scaled_mm_weight(weight: QuantizedWeight) -> ScaledMMWeight | None:
     """Return the weight in the format of the library's product; None if it is not supported."""
     num_out, num_in = weight.shape
     capability = torch.cuda.get_device_capability(weight.qweight.device)
     one = torch.ones((), device=weight.qweight.device)
     if not weight.has_blocks:
         is_known = num_out % MULTIPLE == 0 and capability >= (9, 0)
-        return LibraryWeight(weight, one) if is_known else None
+        return ScaledMMWeight(weight, one) if is_known else None
     # The library reads the scales of four quant blocks at a time.
     is_whole = num_out % 128 == num_blocks(num_in) % 4 == 0
     if not is_whole or capability != (9, 0) or _cuda_version() < (12, 9):
@@ -54,11 +54,11 @@ def library_weight(weight: QuantizedWeight) -> LibraryWeight | None:
     blocks = weight.scales[::128].contiguous()
     if not torch.equal(blocks.repeat_interleave(128, 0), weight.scales):
         return None
-    return LibraryWeight(QuantizedWeight(8, weight.qweight, blocks, None, num_in), one)
+    return ScaledMMWeight(QuantizedWeight(8, weight.qweight, blocks, None, num_in), one)
 
 
 def fp8_many_rows(
-    x: Tensor, weight: LibraryWeight, bias: Tensor | None, activation: Activation | None
+    x: Tensor, weight: ScaledMMWeight, bias: Tensor | None, activation: Activation | None
 ) -> Tensor:
     """Quantize the rows of x [rows, in], and project them to [rows, out]."""
     rows = fp8_quantize(x, weight.stored.has_blocks)
@@ -68,7 +68,7 @@ def fp8_many_rows(
 def fp8_after_norm(
     hidden: ResidualStream,
     norm: NormWeights,
-    weight: LibraryWeight,
+    weight: ScaledMMWeight,
     bias: Tensor | None,
     activation: Activation | None,
 ) -> Tensor:
@@ -81,7 +81,7 @@ def fp8_after_norm(
 
 
 def fp8_add_to(
-    residual: Tensor, x: Tensor, weight: LibraryWeight, bias: Tensor | None
+    residual: Tensor, x: Tensor, weight: ScaledMMWeight, bias: Tensor | None
 ) -> ResidualStream:
     """Return the product as an update of the residual; the next norm may have to scale it."""
     y, scales = _multiply(fp8_quantize(x, weight.stored.has_blocks), weight, bias, x.dtype)
@@ -90,7 +90,7 @@ def fp8_add_to(
 
 def _project(
     rows: Fp8Tensor,
-    weight: LibraryWeight,
+    weight: ScaledMMWeight,
     bias: Tensor | None,
     activation: Activation | None,
     dtype: torch.dtype,
@@ -104,7 +104,7 @@ def _project(
 
 
 def _multiply(
-    rows: Fp8Tensor, weight: LibraryWeight, bias: Tensor | None, dtype: torch.dtype
+    rows: Fp8Tensor, weight: ScaledMMWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, SumScales | None]:
     """Return the product, and the scales that it is yet to be multiplied by, if any."""
     stored, one = weight.stored, weight.one

@@ -12,16 +12,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanovllm.devices.cuda.kernels.attention_configs import AttentionConfig
 from nanovllm.devices.cuda.kernels.attention_tiles import (
     PagedCache,
-    Parts,
-    allocate_parts,
+    Partials,
+    allocate_partials,
     attend_keys,
     attend_keys_by_tma,
     find_blocks,
     find_split,
     head_dims,
-    join_splits,
-    load_parts,
-    store_parts,
+    load_partials,
+    merge_splits,
+    store_partials,
     window_start,
 )
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
@@ -44,11 +44,11 @@ class QueryRows:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPart:
+class SharedPartials:
     """The result of `attend_shared`, from which the softmax of decode rows continues."""
 
     lens: Tensor  # [rows], the number of shared keys, less than the context length
-    parts: Parts
+    partials: Partials
 
 
 def paged_attention(
@@ -60,7 +60,7 @@ def paged_attention(
     window: int | None,
     config: AttentionConfig,
     num_splits: int = 1,  # a power of two
-    shared: SharedPart | None = None,
+    shared: SharedPartials | None = None,
 ) -> None:
     """Attend causally from the last tokens of each row's context; write zeros if it is empty.
 
@@ -73,13 +73,13 @@ def paged_attention(
     num_rows, has_prompts = len(rows.slots), rows.query_lens is not None
     if num_rows * rows.max_query_len == 0:
         return
-    num_part_rows = len(q) if has_prompts else num_rows
-    parts = allocate_parts(q, num_part_rows, num_splits) if num_splits > 1 else None
-    _launch(q, cache, rows, None, shared, out, parts, num_splits, scale, window, config)
-    if parts is not None:
+    num_partial_rows = len(q) if has_prompts else num_rows
+    partials = allocate_partials(q, num_partial_rows, num_splits) if num_splits > 1 else None
+    _launch(q, cache, rows, None, shared, out, partials, num_splits, scale, window, config)
+    if partials is not None:
         group = q.shape[1] // cache.k.shape[2]
-        _join_kernel[num_part_rows, q.shape[1]](
-            *(parts, rows.context_lens, None if shared is None else shared.lens),
+        _merge_kernel[num_partial_rows, q.shape[1]](
+            *(partials, rows.context_lens, None if shared is None else shared.lens),
             *(rows.query_starts, rows.query_lens, num_rows if has_prompts else None, out),
             WINDOW=window,
             HEAD_DIM=q.shape[2],
@@ -99,14 +99,14 @@ def attend_shared(
     members: Tensor,  # rows of each group, concatenated
     scale: float,
     config: AttentionConfig,
-) -> Parts:
+) -> Partials:
     """Attend from decode rows to the keys that they share, which are read once per group."""
     assert groups.is_contiguous()
     slots, context_lens, first_members, num_members = groups.unbind()
     rows = QueryRows(slots, context_lens, first_members, num_members, len(q))
-    parts = allocate_parts(q, len(q), 1)
-    _launch(q, cache, rows, members, None, None, parts, 1, scale, None, config)
-    return parts
+    partials = allocate_partials(q, len(q), 1)
+    _launch(q, cache, rows, members, None, None, partials, 1, scale, None, config)
+    return partials
 
 
 def _launch(
@@ -114,9 +114,9 @@ def _launch(
     cache: PagedCache,
     rows: QueryRows,
     members: Tensor | None,
-    shared: SharedPart | None,
+    shared: SharedPartials | None,
     out: Tensor | None,
-    parts: Parts | None,
+    partials: Partials | None,
     num_splits: int,
     scale: float,
     window: int | None,
@@ -131,8 +131,8 @@ def _launch(
     _attention_kernel[len(rows.slots) * num_kv_heads, num_tiles, num_splits](
         *(q, cache.parts, *described, cache.block_table, out),
         *(rows.slots, rows.context_lens, rows.query_starts, rows.query_lens, rows.order, members),
-        *((None, None) if shared is None else (shared.lens, shared.parts)),
-        *(parts, q.stride(0), cache.block_table.stride(0), cache.parts[0].stride(0)),
+        *((None, None) if shared is None else (shared.lens, shared.partials)),
+        *(partials, q.stride(0), cache.block_table.stride(0), cache.parts[0].stride(0)),
         scale * LOG2_E,
         WINDOW=window,
         GROUP=num_heads // num_kv_heads,
@@ -198,7 +198,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     members,
     shared_lens,
     shared,
-    parts,
+    partials,
     q_stride,
     table_stride,
     block_stride,
@@ -261,7 +261,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         softmax = tl.zeros((Q_ROWS, dims.shape[0]), tl.float32), row_max, row_sum
     else:
         is_begun = is_row & (first > 0) & (tl.program_id(2) == 0)
-        softmax = load_parts(shared, row * KV_HEADS * GROUP + heads, dims, is_begun, HEAD_DIM)
+        softmax = load_partials(shared, row * KV_HEADS * GROUP + heads, dims, is_begun, HEAD_DIM)
     if k_rows is not None:
         softmax = attend_keys_by_tma(
             *(softmax, q_tile, k_rows, v_rows, blocks, kv_head * HEAD_DIM, lowest + queries),
@@ -281,21 +281,23 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         )
     if members is None:
         tokens = token + queries
-    if parts is None:
+    if partials is None:
         acc, _, row_sum = softmax
         row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # padding and empty contexts give zeros
         values = (acc / row_sum[:, None]).to(out.dtype.element_ty)
         out_rows = tokens * (KV_HEADS * GROUP) + heads
         tl.store(out + out_rows[:, None] * HEAD_DIM + dims[None, :], values, mask=is_real)
     else:
-        # Decode rows may be far apart in a large batch, so their parts are indexed by row.
-        part_rows = (tokens if query_lens is not None else row) * (KV_HEADS * GROUP) + heads
-        store_parts(parts, part_rows * SPLITS + tl.program_id(2), dims, softmax, is_row, HEAD_DIM)
+        # Decode rows may be far apart in a large batch, so their partials are indexed by row.
+        partial_rows = (tokens if query_lens is not None else row) * (KV_HEADS * GROUP) + heads
+        store_partials(
+            partials, partial_rows * SPLITS + tl.program_id(2), dims, softmax, is_row, HEAD_DIM
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
-def _join_kernel(  # type: ignore[no-untyped-def]
-    parts,
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    partials,
     context_lens,
     shared_lens,
     query_starts,
@@ -335,8 +337,10 @@ def _join_kernel(  # type: ignore[no-untyped-def]
             return
     first = window_start(lowest, WINDOW) if shared_lens is None else tl.load(shared_lens + index)
     end, dims = tl.minimum(lowest + QUERIES, length), head_dims(HEAD_DIM)
-    part_row = index.to(tl.int64) * num_heads + head
-    values = join_splits(*(parts, part_row, dims, first, end, HEAD_DIM, SPLITS, TILE, MIN_SPLIT))
+    partial_row = index.to(tl.int64) * num_heads + head
+    values = merge_splits(
+        *(partials, partial_row, dims, first, end, HEAD_DIM, SPLITS, TILE, MIN_SPLIT)
+    )
     offsets = (token.to(tl.int64) * num_heads + head) * HEAD_DIM + dims
     tl.store(out + offsets, values.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 

@@ -28,23 +28,23 @@ from nanovllm.devices.cuda.persistent.exchange import (
     thread_index,
     words_type,
 )
-from nanovllm.devices.cuda.persistent.products import (
+from nanovllm.devices.cuda.persistent.sizes import (
+    PARTIAL_WORDS,
+    UNIT,
+    head_vector_layout,
+    key_layout,
+    merge_groups,
+    merge_layout,
+    num_head_vectors,
+    num_output_groups,
+    num_splits,
+)
+from nanovllm.devices.cuda.persistent.tile_mma import (
     ONE,
     floats_type,
     quad_lane,
     stacked,
     unpacked,
-)
-from nanovllm.devices.cuda.persistent.sizes import (
-    PART_WORDS,
-    UNIT,
-    head_vector_layout,
-    join_groups,
-    join_layout,
-    key_layout,
-    num_head_vectors,
-    num_parts,
-    num_splits,
 )
 
 # [8 warps, 8 heads or words, 4 threads, 8 keys]
@@ -139,7 +139,7 @@ def poll_heads_asm(count, stride):
 
 
 @gluon.constexpr_function
-def store_part_asm():
+def store_partial_asm():
     """Store four sums, and the head's maximum score and denominator.
 
     The last two operands are the predicates of the two stores.
@@ -152,8 +152,8 @@ def store_part_asm():
 
 
 @gluon.constexpr_function
-def poll_parts_asm(count):
-    """Poll 8 sums, the maximum score and the denominator of each of `count` parts.
+def poll_partials_asm(count):
+    """Poll 8 sums, the maximum score and the denominator of each of `count` partials.
 
     Where a part's predicate is 0, its values are those of a split without keys.
     """
@@ -169,7 +169,7 @@ def poll_parts_asm(count):
 
 
 @gluon.constexpr_function
-def clear_parts_asm():
+def clear_partials_asm():
     code = f"{{ .reg .b64 k; .reg .pred p; .reg .b32 e; {KEEP.value} mov.u32 e, -1; "
     code += "setp.ne.u32 p, $2, 0; "
     for n in range(3):
@@ -246,7 +246,7 @@ class Attention:
     tables: gl.tensor
     table_width: gl.tensor
     window: gl.tensor
-    parts: gl.tensor  # [buffers, rows, columns / 8, splits, words]
+    partials: gl.tensor  # [buffers, rows, columns / 8, splits, words]
     qkv: Exchange
     num_heads: gl.constexpr
     num_kv_heads: gl.constexpr
@@ -259,12 +259,12 @@ class Attention:
 
     @gluon.constexpr_function
     def __init__(
-        self, slots, lengths, tables, table_width, window, parts, qkv, shape, block_size, rows, new,
-        has_window,
+        self, slots, lengths, tables, table_width, window, partials, qkv, shape, block_size, rows,
+        new, has_window,
     ):  # fmt: skip
         self.slots, self.lengths, self.tables = slots, lengths, tables
         self.table_width, self.window = table_width, window
-        self.parts, self.qkv = parts, qkv
+        self.partials, self.qkv = partials, qkv
         self.num_heads = gl.constexpr(shape.num_heads)
         self.num_kv_heads = gl.constexpr(shape.num_kv_heads)
         self.group = gl.constexpr(shape.num_heads // shape.num_kv_heads)
@@ -620,34 +620,34 @@ class Attention:
 
     @gluon.jit
     def store_partial(self, segment, split, sums, max_score, denominator, buffer):
-        """Store the partial result of a split for `join`; no two threads store the same value."""
+        """Store the partial result of a split for `merge`; no two threads store the same value."""
         D: gl.constexpr = self.dim
         warp, head, four = thread_indices()
         column = (segment.head * self.group + head) * D + warp * 16 + four * 4
-        part = self.part(buffer, segment.row, column // 8, split)
+        partial = self.partial_address(buffer, segment.row, column // 8, split)
         is_ours = (head < self.group) & (warp < D // 16) & (four >= 0)
         zero = gl.zeros([8, 8, 4], gl.float32, ONE)
         gl.inline_asm_elementwise(
-            store_part_asm(), "=r,l,l,f,f,f,f,f,f,r,r",
-            ((part + four % 2 * 4).to(gl.int64), (part + 8).to(gl.int64)) + sums
+            store_partial_asm(), "=r,l,l,f,f,f,f,f,f,r,r",
+            ((partial + four % 2 * 4).to(gl.int64), (partial + 8).to(gl.int64)) + sums
             + (broadcast_heads(max_score) + zero, broadcast_heads(denominator) + zero,
                gl.where(is_ours, 1, 0), gl.where(is_ours & (four % 2 == 0), 1, 0)),
             gl.int32, False, 1,
         )  # fmt: skip
 
     @gluon.jit
-    def part(self, buffer, row, group, split):
+    def partial_address(self, buffer, row, group, split):
         """Address of a split's part of 8 columns: sums, maximum score and denominator."""
         WIDTH: gl.constexpr = self.num_heads * self.dim
         S: gl.constexpr = num_splits(self.num_kv_heads)
-        index = ((buffer * self.rows + row) * num_parts(WIDTH) + group) * S + split
-        return self.parts + index * PART_WORDS
+        index = ((buffer * self.rows + row) * num_output_groups(WIDTH) + group) * S + split
+        return self.partials + index * PARTIAL_WORDS
 
     @gluon.jit
-    def join_indices(self):
-        """Indices of a thread's row, chunk and split in `join`."""
-        L: gl.constexpr = join_layout(self.num_kv_heads)
-        C: gl.constexpr = join_groups(self.num_heads * self.dim, self.num_kv_heads, self.rows)
+    def merge_indices(self):
+        """Indices of a thread's row, chunk and split in `merge`."""
+        L: gl.constexpr = merge_layout(self.num_kv_heads)
+        C: gl.constexpr = merge_groups(self.num_heads * self.dim, self.num_kv_heads, self.rows)
         S: gl.constexpr = num_splits(self.num_kv_heads)
         index = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
         split = gl.arange(0, S, gl.SliceLayout(0, L))[None, :]
@@ -655,36 +655,38 @@ class Attention:
 
     @gluon.jit
     def active(self):
-        """Predicate of the splits that `join` polls: those that have keys."""
+        """Predicate of the splits that `merge` polls: those that have keys."""
         WIDTH: gl.constexpr = self.num_heads * self.dim
-        row, chunk, split = self.join_indices()
+        row, chunk, split = self.merge_indices()
         _, _, count = self.splits(self.position(row))
         group = chunk * NUM_CTAS + self.qkv.cta
         return gl.where((split < count) & (group < WIDTH // 8), 1, 0)
 
     @gluon.jit
-    def join(self, output, is_active, buffer):
+    def merge(self, output, is_active, buffer):
         """Merge the splits of this CTA's 8 columns of each chunk of the attention output.
 
         Splits without keys have no partial result and are not polled: the less is polled, the
         sooner the partial results of the others arrive.
         """
         WIDTH: gl.constexpr = self.num_heads * self.dim
-        C: gl.constexpr = join_groups(WIDTH, self.num_kv_heads, self.rows)
+        C: gl.constexpr = merge_groups(WIDTH, self.num_kv_heads, self.rows)
         S: gl.constexpr = num_splits(self.num_kv_heads)
         N: gl.constexpr = C * S // 256
-        row, chunk, split = self.join_indices()
+        row, chunk, split = self.merge_indices()
         group = chunk * NUM_CTAS + self.qkv.cta
-        parts = self.part(buffer, row, gl.minimum(group, num_parts(WIDTH) - 1), split)
-        addresses = parts.to(gl.int64)
+        partials = self.partial_address(
+            buffer, row, gl.minimum(group, num_output_groups(WIDTH) - 1), split
+        )
+        addresses = partials.to(gl.int64)
         found = gl.inline_asm_elementwise(
-            poll_parts_asm(N), registers(10 * N, 2 * N, N),
+            poll_partials_asm(N), registers(10 * N, 2 * N, N),
             [addresses, addresses * 0 + self.qkv.flag.to(gl.int64), is_active],
             words_type(10), False, N,
         )  # fmt: skip
-        # `found` is an operand so that the parts are cleared after they have been polled.
+        # `found` is an operand so that the partials are cleared after they have been polled.
         gl.inline_asm_elementwise(
-            clear_parts_asm(), "=r,l,r,r", [addresses, is_active, found[0]], gl.int32, False, 1
+            clear_partials_asm(), "=r,l,r,r", [addresses, is_active, found[0]], gl.int32, False, 1
         )
         max_score = bits_to_float(found[8])
         rescale = gl.exp2(max_score - gl.expand_dims(gl.max(max_score, 1), 1))

@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.devices.cuda.persistent.products import stacked, stage, stage_words
 from nanovllm.devices.cuda.persistent.sizes import (
     gated_capacity,
     gated_parts,
@@ -20,6 +19,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
     qkv_width,
     sums_layout,
 )
+from nanovllm.devices.cuda.persistent.tile_mma import stacked, stage, stage_words
 
 NUM_CTAS = gl.constexpr(128)
 NUM_BUFFERS = gl.constexpr(3)  # used in rotation: two fences separate two uses of a buffer

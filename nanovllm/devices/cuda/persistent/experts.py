@@ -11,13 +11,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from nanovllm.devices.cuda.persistent.exchange import CHUNK, S2, THREADS, four_floats, thread_index
-from nanovllm.devices.cuda.persistent.products import stage
 from nanovllm.devices.cuda.persistent.sizes import (
     expert_segments,
     piece_segments,
     segment_groups,
 )
 from nanovllm.devices.cuda.persistent.stream import LANES
+from nanovllm.devices.cuda.persistent.tile_mma import stage
 
 HIGH, LOW = gl.constexpr(-65536), gl.constexpr(0xFFFF)  # masks of a key: its logit, its expert
 LOWEST = gl.constexpr(-(1 << 31))
@@ -172,16 +172,21 @@ class ExpertRows:
 
     experts: gl.tensor  # indices among the experts of all layers
     count: gl.constexpr  # weight rows of gate, over all chosen experts
-    part: gl.constexpr  # weight rows of gate of one expert
+    part_stride: gl.constexpr  # weight rows of gate of one expert
 
     @gluon.constexpr_function
-    def __init__(self, experts, count, part):
-        self.experts, self.count, self.part = experts, gl.constexpr(count), gl.constexpr(part)
+    def __init__(self, experts, count, part_stride):
+        self.experts, self.count, self.part_stride = (
+            experts,
+            gl.constexpr(count),
+            gl.constexpr(part_stride),
+        )
 
     @gluon.jit
     def find(self, weight_row):
         return (
-            pick(self.experts, weight_row // self.part) * (2 * self.part) + weight_row % self.part
+            pick(self.experts, weight_row // self.part_stride) * (2 * self.part_stride)
+            + weight_row % self.part_stride
         )
 
 

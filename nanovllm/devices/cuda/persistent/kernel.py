@@ -23,7 +23,6 @@ from nanovllm.devices.cuda.persistent.exchange import (
     thread_index,
 )
 from nanovllm.devices.cuda.persistent.experts import ExpertRows, Experts
-from nanovllm.devices.cuda.persistent.products import SCALES, by_row
 from nanovllm.devices.cuda.persistent.sizes import (
     ExpertsShape,
     StepShape,
@@ -57,6 +56,7 @@ from nanovllm.devices.cuda.persistent.stream import (
     reduce_sums,
     store_sums,
 )
+from nanovllm.devices.cuda.persistent.tile_mma import SCALES, by_row
 
 
 @aggregate
@@ -95,7 +95,7 @@ def project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buff
     x, inv_rms = exchanges.x.stage_normed(x_buffer, norm, parameters.eps, stream.bits)
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
-        sums = stream.products(t, g, resident, x, x_registers, N, FORMAT, stream.in_flight)
+        sums = stream.multiply_blocks(t, g, resident, x, x_registers, N, FORMAT, stream.in_flight)
         y = stream.reduce(sums, N) * inv_rms
         if parameters.has_bias:
             block, row, column = sum_indices(stream.blocks, stream.rows)
@@ -114,7 +114,7 @@ def route(stream, t, g, exchanges, norm, parameters, experts, buffer):
     """Choose the experts of y, and stage y for them while the logits are being exchanged."""
     FORMAT: gl.constexpr = format_of(exchanges.y.width, 16)
     x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, 16)
-    sums = stream.products(t, g, (), x, ((), ()), 1, FORMAT, stream.in_flight)
+    sums = stream.multiply_blocks(t, g, (), x, ((), ()), 1, FORMAT, stream.in_flight)
     exchanges.router_logits.publish(stream.reduce(sums, 1) * inv_rms, 0, buffer, 1)
     if stream.bits < 16:
         x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, stream.bits)
@@ -140,7 +140,7 @@ def project_output(
             if OF_EXPERTS
             else stage_all(source, buffer, bits)
         )
-        sums = stream.products(
+        sums = stream.multiply_blocks(
             t, g, resident, x, stream.load_x_registers(x, FORMAT), B, FORMAT, stream.in_flight,
             PIECE,
         )  # fmt: skip
@@ -216,7 +216,9 @@ def project_gate_up(stream, t, g, exchanges, norm, parameters, experts, buffer):
         x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, stream.bits)
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
-        sums = stream.products(t, g, resident, x, x_registers, 2 * N, FORMAT, stream.in_flight)
+        sums = stream.multiply_blocks(
+            t, g, resident, x, x_registers, 2 * N, FORMAT, stream.in_flight
+        )
         store_sums(stream.sums, sums, 0, 2, N, stream.rows)
         store_sums(stream.more_sums, sums, 1, 2, N, stream.rows)
         gate = reduce_sums(stream.sums, stream.blocks, stream.rows) * inv_rms
@@ -236,7 +238,7 @@ def project_logits(stream, t, g, exchanges, parameters, x_buffer, logits, VOCAB:
     x, inv_rms = exchanges.x.stage_normed(x_buffer, norm, parameters.eps, 16)
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(num_head_blocks(VOCAB, C) // N):
-        sums = stream.products(t, g, (), x, x_registers, N, FORMAT, HEAD_IN_FLIGHT)
+        sums = stream.multiply_blocks(t, g, (), x, x_registers, N, FORMAT, HEAD_IN_FLIGHT)
         y = stream.reduce(sums, N) * inv_rms
         block, row, column = sum_indices(stream.blocks, stream.rows)
         column = (i * N + block) * CHUNK + stream.cta * 8 + column
@@ -326,7 +328,7 @@ def compute(
                 k = attention.load_unit_keys(segment, begin, found, k_cache)
                 v = attention.load_unit_values(segment, begin, found, v_cache)
                 attention.prefetch_unit(found, k_cache + skip, v_cache + skip)
-        attention.join(exchanges.attended, is_active, buffer)
+        attention.merge(exchanges.attended, is_active, buffer)
         norm = exchanges.y.load_norm(parameters.norms + (2 * layer + 1) * NORM)
         residual, t, g = project_output(
             stream, t, g, exchanges.attended, exchanges.y, residual, experts, buffer, buffer, False

@@ -16,8 +16,8 @@ from nanovllm.devices.cuda.persistent.persistent_step import (
     StepTensors,
     device_problem,
 )
-from nanovllm.devices.cuda.persistent.products import FP8_SCALE_FACTOR, INT4_OFFSET
 from nanovllm.devices.cuda.persistent.sizes import NO_EXPERTS, ExpertsShape, StepShape
+from nanovllm.devices.cuda.persistent.tile_mma import FP8_SCALE_FACTOR, INT4_OFFSET
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import SparseMLP
 from nanovllm.models.decoder import DecoderLayer, DecoderModel

@@ -10,17 +10,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.devices.cuda.persistent.exchange import NUM_BUFFERS, NUM_CTAS
 from nanovllm.devices.cuda.persistent.kernel import persistent_step
-from nanovllm.devices.cuda.persistent.products import SCALES
 from nanovllm.devices.cuda.persistent.sizes import (
     MAX_ROWS,
-    PART_WORDS,
+    PARTIAL_WORDS,
     StepShape,
     expert_segments,
     gated_capacity,
     gated_parts,
     num_chunks,
     num_halves,
-    num_parts,
+    num_output_groups,
     num_splits,
     num_stored,
     num_tiles,
@@ -28,6 +27,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
     segment_groups,
 )
 from nanovllm.devices.cuda.persistent.stream import RING
+from nanovllm.devices.cuda.persistent.tile_mma import SCALES
 from nanovllm.ops.interface import LayerCache, Routing
 
 LOG2_E = 1.4426950408889634
@@ -239,8 +239,8 @@ def allocate_exchanges(shape: StepShape, rows: int, device: torch.device) -> tup
     gated = allocate_exchange(shape.mlp, rows, device, shape.bits, parts, capacity)
     qkv = allocate_exchange(shape.qkv, rows, device)
     router_logits = allocate_exchange(shape.experts.num_experts, rows, device)
-    count = rows * num_parts(shape.q) * num_splits(shape.num_kv_heads)
-    sizes = NUM_BUFFERS.value, count, PART_WORDS.value
+    count = rows * num_output_groups(shape.q) * num_splits(shape.num_kv_heads)
+    sizes = NUM_BUFFERS.value, count, PARTIAL_WORDS.value
     partials = torch.full(sizes, -1, dtype=torch.int32, device=device)
     return x, qkv, partials, attended, y, gated, router_logits
 

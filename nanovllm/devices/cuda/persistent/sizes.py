@@ -31,7 +31,7 @@ MAX_TOP_K = 32
 MIN_SLOTS = 7  # the ring must hold the largest group of tiles
 MAX_ROWS = 8
 UNIT = gl.constexpr(64)  # keys per online-softmax update
-PART_WORDS = gl.constexpr(12)  # 8 sums, and the maximum score and the denominator, both twice
+PARTIAL_WORDS = gl.constexpr(12)  # 8 sums, and the maximum score and the denominator, both twice
 MAX_STAGED = 32  # chunks of x in shared memory, over all rows; more only if one tile needs them
 
 
@@ -415,19 +415,19 @@ def num_splits(num_kv_heads):
 
 
 @gluon.constexpr_function
-def num_parts(q_width):
+def num_output_groups(q_width):
     """Groups of 8 columns of a row's attention output, padded to the same number for every CTA."""
     return -(-q_width // 1024) * 128
 
 
 @gluon.constexpr_function
-def join_groups(q_width, num_kv_heads, rows):
+def merge_groups(q_width, num_kv_heads, rows):
     """Groups of 8 columns that a CTA merges, over all rows: enough for all threads to have work."""
     return max(rows * power_of_two(-(-q_width // 1024)), 256 // num_splits(num_kv_heads))
 
 
 @gluon.constexpr_function
-def join_layout(num_kv_heads):
+def merge_layout(num_kv_heads):
     """[groups, splits], without replication: the thread that reads a part also clears it."""
     splits = num_splits(num_kv_heads)
     return gl.BlockedLayout([1, 1], [32 // splits, splits], [8, 1], [1, 0])

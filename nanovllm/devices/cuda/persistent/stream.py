@@ -9,18 +9,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 from nanovllm.devices.cuda.persistent.exchange import CHUNK
-from nanovllm.devices.cuda.persistent.products import (
-    ONE,
-    by_row,
-    load_scales,
-    load_words,
-    load_x,
-    multiply,
-    num_sets,
-    quad_lane,
-    stacked,
-    sums_of,
-)
 from nanovllm.devices.cuda.persistent.sizes import (
     is_resident,
     is_wide,
@@ -34,6 +22,18 @@ from nanovllm.devices.cuda.persistent.sizes import (
     tile_words,
     tiles_in_flight,
     wide_group_tiles,
+)
+from nanovllm.devices.cuda.persistent.tile_mma import (
+    ONE,
+    by_row,
+    load_scales,
+    load_words,
+    load_x,
+    multiply,
+    num_sets,
+    quad_lane,
+    stacked,
+    sums_of,
 )
 
 HEAD_IN_FLIGHT = gl.constexpr(4)  # tiles of the LM head in flight at once
@@ -88,11 +88,11 @@ class WeightRows:
 
     first: gl.tensor
     count: gl.constexpr  # weight rows of a part: gate_up has two
-    part: gl.constexpr  # distance between parts, in weight rows
+    part_stride: gl.constexpr  # distance between parts, in weight rows
 
     @gluon.constexpr_function
     def __init__(self, first, count):
-        self.first, self.count, self.part = first, gl.constexpr(count), gl.constexpr(count)
+        self.first, self.count, self.part_stride = first, gl.constexpr(count), gl.constexpr(count)
 
     @gluon.jit
     def find(self, weight_row):
@@ -172,7 +172,7 @@ class Stream:
             weight_row = block * CHUNK + self.cta * 8
             first = weight_rows.find(weight_row)
             for i in range(N):
-                row, tile = first + i // TILES * weight_rows.part, before + i % TILES
+                row, tile = first + i // TILES * weight_rows.part_stride, before + i % TILES
                 owners = self.claim(t, g + (turn * N + i) // GROUP, owners, FORMAT, IN_FLIGHT)
                 scale_offset = (row // 8 * FORMAT.tiles + tile) * tile_scales(FORMAT)
                 is_in_bounds = weight_row < weight_rows.count
@@ -289,7 +289,7 @@ class Stream:
         return parts, totals
 
     @gluon.jit
-    def products(
+    def multiply_blocks(
         self, t, g, resident, x, x_registers, COUNT: gl.constexpr, FORMAT: gl.constexpr,
         IN_FLIGHT: gl.constexpr, PIECE: gl.constexpr = 8,
     ):  # fmt: skip

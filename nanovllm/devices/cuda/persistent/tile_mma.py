@@ -214,7 +214,7 @@ def load_scales(slot, HALVES: gl.constexpr, BITS: gl.constexpr, PIECE: gl.conste
 
 
 @gluon.constexpr_function
-def accumulators(sets=1):
+def accumulators_asm(sets=1):
     """Declare two independent accumulators for each set of rows."""
     names = [f"{name}{s}_{i}" for s in range(sets) for name in "ab" for i in range(4)]
     zeros = "".join(f"mov.f32 {name}, 0f00000000; " for name in names)
@@ -222,7 +222,7 @@ def accumulators(sets=1):
 
 
 @gluon.constexpr_function
-def product(name, low, high):
+def mma_asm(name, low, high):
     sums = ", ".join(f"{name}_{i}" for i in range(4))
     return (
         f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{sums}}}, "
@@ -231,18 +231,18 @@ def product(name, low, high):
 
 
 @gluon.constexpr_function
-def products(sets, j, first, words):
+def mmas_asm(sets, j, first, words):
     """Multiply A, p0 to p3, by two words of x for each set.
 
     The first set's words are operands `first` and `first + 1`; the next set's are `words` later.
     """
     operands = [first + s * words for s in range(sets)]
     name = "ab"[j % 2]
-    return "".join(product(f"{name}{s}", f"${n}", f"${n + 1}") for s, n in enumerate(operands))
+    return "".join(mma_asm(f"{name}{s}", f"${n}", f"${n + 1}") for s, n in enumerate(operands))
 
 
 @gluon.constexpr_function
-def collect_sums(sets, first, second):
+def collect_sums_asm(sets, first, second):
     """Add up the two elements of C that belong to a thread's weight row, for each set."""
     code = ""
     for s in range(sets):
@@ -252,15 +252,15 @@ def collect_sums(sets, first, second):
 
 
 @gluon.constexpr_function
-def plain_asm(halves, sets):
+def bf16_asm(halves, sets):
     """Multiply bfloat16 weights: four words for each `mma`, two of them for each row of A."""
-    code = accumulators(sets)
+    code = accumulators_asm(sets)
     for j in range(2 * halves):
         first = sets * (1 + 4 * halves) + 4 * j
         code += "".join(f"mov.b32 p{i}, ${first + i}; " for i in range(4))
         half, rest = divmod(j, 2)
-        code += products(sets, j, sets * (1 + 4 * half) + 2 * rest, 4)
-    return code + collect_sums(sets, 0, 3)
+        code += mmas_asm(sets, j, sets * (1 + 4 * half) + 2 * rest, 4)
+    return code + collect_sums_asm(sets, 0, 3)
 
 
 @gluon.constexpr_function
@@ -269,7 +269,7 @@ def fp8_asm(sets):
 
     The lookup table 0xEA of `lop3` is (a & b) | c.
     """
-    code = accumulators(sets)
+    code = accumulators_asm(sets)
     for j in range(8):
         word, even, odd = f"${9 * sets + j}", f"p{j % 2 * 2}", f"p{j % 2 * 2 + 1}"
         code += (
@@ -279,8 +279,8 @@ def fp8_asm(sets):
         code += f"shr.u32 t, {word}, 4; and.b32 t, t, {EXPONENT_AND_MANTISSA}; "
         code += f"lop3.b32 {odd}, {word}, {SIGNS}, t, 0xEA; "
         if j % 2:
-            code += products(sets, j // 2, sets + j - 1, 8)
-    return code + collect_sums(sets, 0, 3)
+            code += mmas_asm(sets, j // 2, sets + j - 1, 8)
+    return code + collect_sums_asm(sets, 0, 3)
 
 
 @gluon.constexpr_function
@@ -289,23 +289,23 @@ def int4_asm(sets):
 
     Combined with the bits of 128, they are the bfloat16 of 128 + value.
     """
-    code = accumulators(sets)
+    code = accumulators_asm(sets)
     for j in range(8):
         word = f"${17 * sets + j}"
         code += f"lop3.b32 p0, {word}, {NIBBLES}, {OFFSETS}, 0xEA; "
         for n in range(1, 4):
             code += f"shr.u32 t, {word}, {4 * n}; lop3.b32 p{n}, t, {NIBBLES}, {OFFSETS}, 0xEA; "
-        code += products(sets, j, sets + 2 * j, 16)
-    return code + collect_sums(sets, 0, 3)
+        code += mmas_asm(sets, j, sets + 2 * j, 16)
+    return code + collect_sums_asm(sets, 0, 3)
 
 
 @gluon.constexpr_function
-def sum_asm():
+def x_sum_asm():
     """Sum the x that `int4_asm` multiplies by, over both columns of a row."""
-    code = accumulators() + "".join(f"mov.b32 p{i}, {ONES}; " for i in range(4))
+    code = accumulators_asm() + "".join(f"mov.b32 p{i}, {ONES}; " for i in range(4))
     for j in range(8):
-        code += products(1, j, 1 + 2 * j, 16)
-    return code + collect_sums(1, 0, 1)
+        code += mmas_asm(1, j, 1 + 2 * j, 16)
+    return code + collect_sums_asm(1, 0, 1)
 
 
 @gluon.constexpr_function
@@ -334,7 +334,7 @@ def sums_of(x, ROWS: gl.constexpr):
     """Sum x over a quant group of 4-bit weights, for each set."""
     sums = ()
     for s in gl.static_range(num_sets(4, ROWS)):
-        sums = sums + run(sum_asm(), x[16 * s : 16 * s + 16], 1)
+        sums = sums + run(x_sum_asm(), x[16 * s : 16 * s + 16], 1)
     return sums
 
 
@@ -349,7 +349,7 @@ def multiply(w, x, x_sums, totals, FORMAT: gl.constexpr):
     SETS: gl.constexpr = num_sets(FORMAT.bits, FORMAT.rows)
     if FORMAT.bits == 16:
         all_of_x = x[0] if HALVES == 1 else x[0] + x[1]
-        totals = add_all(totals, run(plain_asm(HALVES, SETS), all_of_x + w, SETS))
+        totals = add_all(totals, run(bf16_asm(HALVES, SETS), all_of_x + w, SETS))
     else:
         for a in gl.static_range(HALVES):
             words, scale = w[8 * a : 8 * a + 8], w[8 * HALVES + a]

@@ -11,7 +11,7 @@ FAIR_SHARE = 0.8
 MIN_PAUSE, MAX_PAUSE = 8, 64  # runs between two checks; a check may make a run slow
 
 
-class Pace:
+class ThreadChooser:
     """Chooses between all threads and one, by the time that the last runs took.
 
     A thread that loses its core for a moment makes all others wait at the next barrier. If this
