@@ -23,11 +23,11 @@ from nanovllm.devices.cpu.kernels.interpreter import (
 
 
 class NotCapturableError(Exception):
-    """A captured function computes outside our kernels, which a replay would omit."""
+    """A captured function computes outside our kernels; a replay would omit that computation."""
 
 
 class _RefuseCompute:
-    """Raises for operations that compute; views and empty tensors stay valid in a replay.
+    """Raises for operations that compute; views and empty tensors remain valid in a replay.
 
     This is a separate base class because torch wraps the __torch_dispatch__ of a TorchDispatchMode
     in a function that imports its compiler, which takes seconds.
@@ -59,7 +59,7 @@ class Program:
         self._address = self._header.ctypes.data
 
     def run(self) -> None:
-        """Run the kernels on the fastest number of threads; results are bitwise the same."""
+        """Run the kernels on the fastest number of threads, which does not affect the results."""
         self._pool.chooser.run(self.run_on)
 
     def run_on(self, num_threads: int) -> None:
@@ -67,7 +67,7 @@ class Program:
 
 
 class ThreadPool:
-    """The OpenMP threads of torch itself: a second pool would compete with them for the cores."""
+    """Torch's own OpenMP threads: a second thread pool would compete with them for the cores."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._interpreter = compile_interpreter(compiler)
@@ -112,7 +112,7 @@ class Launcher:
         self._capture: Capture | None = None
 
     def launch(self, kernel: Any, *args: int, cached: torch.dtype | None = None) -> None:
-        """Run a kernel, compiling it at its first launch; `cached` is the dtype of the KV cache."""
+        """Run a kernel, compiling it on first use; `cached` is the dtype of the KV cache."""
         key = kernel, cached
         if key not in self._kernels:
             dtypes = [self.dtype] if cached is None else [self.dtype, cached]
@@ -120,7 +120,7 @@ class Launcher:
         self.call(self._kernels[key].address, *args)
 
     def call(self, address: int, *args: int) -> None:
-        """Run the kernel at an address."""
+        """Run the compiled kernel at an address, or record the call during a capture."""
         if self._capture is not None:
             self._capture.instructions.append((address, *args))
             return
@@ -141,7 +141,7 @@ class Launcher:
         return self._scratch
 
     def capture(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
-        """Capture a function that only launches kernels; every run fills the returned output."""
+        """Capture a function that only launches kernels; each run overwrites the output tensor."""
         capture = self._capture = Capture([], [])
         try:
             with OnlyViews():
@@ -159,7 +159,7 @@ class Launcher:
 
 
 def find_openmp() -> ctypes.CDLL | None:
-    """Return a handle to the OpenMP library of torch, if it has the GNU interface."""
+    """Return a handle to torch's OpenMP library; None if it lacks the GNU interface."""
     for path in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
         library = ctypes.CDLL(str(path))
         if hasattr(library, "GOMP_parallel") and hasattr(library, "GOMP_barrier"):

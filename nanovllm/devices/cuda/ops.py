@@ -1,4 +1,4 @@
-"""Ops on CUDA: Triton where it beats the libraries, cuBLAS for products of many rows."""
+"""Ops on CUDA: Triton kernels where they beat the libraries, cuBLAS for GEMMs with many rows."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from nanovllm.ops.interface import (
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
 from nanovllm.ops.torch_ops import ComposedLinear, TorchOps
 
-MIN_FUSED_ADD_ROWS = (
-    1024  # from here on the product adds the residual itself, which saves the norm a pass
-)
-# Up to here, activations stay unquantized for FP8 weights with a scale per output: the gain would
-# be small.
+# From this many rows on, the residual add is fused into the GEMM (addmm), so that the norm reads
+# one tensor less.
+MIN_FUSED_ADD_ROWS = 1024
+# FP8 weights with per-channel scales: up to this many rows, quantizing activations gains little.
 MAX_W8A16_ROWS = 16
-# The same limit for FP8 weights with block scales, which are then dequantized in registers.
+# FP8 weights with block-wise scales: up to this many rows, weights are dequantized in registers.
 MAX_FP8_ROWS = 64
-# With more rows, int4 weights are dequantized in memory first, which moves nine times their bytes.
+# Int4 weights: with more rows, they are first dequantized to memory, which moves nine times their
+# bytes.
 MAX_INT4_ROWS = 1024
-MAX_PAIR_TOKENS = 4  # with more tokens, enough of them share an expert for sorting to pay
+MAX_PAIR_TOKENS = 4  # MoE: with more tokens, enough of them share experts to sort them by expert
 
 
 class TritonOps:
@@ -81,14 +81,14 @@ class TritonOps:
 
 @dataclass(slots=True)
 class CudaLinear:
-    """A linear layer: a fused kernel for one row, another for a few, libraries for many rows."""
+    """A linear layer: GEMV for one row, a skinny-GEMM kernel for a few rows, libraries for many."""
 
     ops: TritonOps
     weight: CudaWeight
     bias: Tensor | None
     activation: Activation | None
-    scaled_mm: ScaledMMWeight | None = None  # for products of many rows in FP8
-    counters: Tensor | None = None  # for `few_rows_linear`, if the weight is quantized
+    scaled_mm: ScaledMMWeight | None = None  # weight for FP8 GEMMs with many rows
+    counters: Tensor | None = None  # split-K counters of `few_rows_linear` for quantized weights
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias, activation = self.weight, self.bias, self.activation
@@ -133,7 +133,7 @@ class CudaLinear:
         return num_rows <= (MAX_FP8_ROWS if self.weight.bits == 8 else MAX_INT4_ROWS)
 
     def _split_config(self, num_rows: int) -> FewRowsConfig | None:
-        """Return the split-K config of a product whose partial sums the next norm adds up."""
+        """Return the config of a split-K GEMM whose partial sums the next norm adds up, or None."""
         if isinstance(self.weight, Tensor):
             num_splits = choose_splits(num_rows, self.weight)
             return few_rows_config(self.weight, num_rows, num_splits) if num_splits > 1 else None
@@ -141,7 +141,7 @@ class CudaLinear:
         return few_rows_config(self.weight, num_rows) if is_split else None
 
     def _scaled_mm_of(self, x: Tensor) -> ScaledMMWeight | None:
-        """Return the FP8 scaled_mm weight if these rows are to be quantized to FP8."""
+        """Return the weight for torch._scaled_mm if x is to be quantized to FP8, else None."""
         if self.scaled_mm is None or x.dtype != torch.bfloat16:
             return None
         most = MAX_FP8_ROWS if self.scaled_mm.stored.has_blocks else MAX_W8A16_ROWS
@@ -159,7 +159,7 @@ def pack_quantized(
 
 @dataclass(frozen=True, slots=True)
 class CudaExperts:
-    """Routed experts: few tokens each read their own experts, more tokens are grouped by expert."""
+    """An MoE layer: a few tokens each read their own experts; more tokens are sorted by expert."""
 
     ops: TritonOps
     gate_up: CudaWeight

@@ -37,7 +37,7 @@ class TritonPlan:
     decode: QueryRows | None
     prefill: QueryRows | None
     shared: SharedRows | None = None  # shared prefixes of the decode rows
-    max_context: int | None = None  # longest decode context; None: as much as the table holds
+    max_context: int | None = None  # maximum decode context; None: what the block table can hold
 
 
 class TritonAttention:
@@ -64,11 +64,11 @@ class TritonAttention:
     def chunk_plan(
         self, block_table: Tensor, decodes: Tensor, prompts: Tensor, max_query_len: int
     ) -> TritonPlan:
-        """Plan decode rows and rows of any number of tokens, from device tensors alone.
+        """Plan decode rows and prefill rows whose sizes only the device knows.
 
-        `decodes` [3, rows] holds slot, token index and context length; context length 0 is padding,
-        whose output is zeros. `prompts` [4, rows] holds slot, first token index, context length and
-        number of tokens, which may be 0.
+        `decodes` [3, rows] holds slot, token index and context length. A context length of 0 marks
+        padding, whose output is zeros. `prompts` [4, rows] holds slot, first token index, context
+        length and number of tokens, which is 0 for padding.
         """
         decode = prefill = None
         if decodes.shape[1]:
@@ -85,7 +85,7 @@ class TritonAttention:
         if cache.k_exponents is not None and cache.v_exponents is not None:
             exponents = cache.k_exponents, cache.v_exponents
         paged = PagedCache(cache.k, cache.v, plan.block_table, exponents)
-        if plan.decode is not None:  # before prefill, which overwrites what padding rows wrote
+        if plan.decode is not None:  # before prefill, which overwrites the output of padding rows
             self._decode(q, paged, plan, spec, out)
         if plan.prefill is not None:
             self._prefill(q, paged, plan.prefill, spec, out)
@@ -115,10 +115,10 @@ class TritonAttention:
     def _decode(
         self, q: Tensor, cache: PagedCache, plan: TritonPlan, spec: AttentionSpec, out: Tensor
     ) -> None:
-        """Attend for decode rows.
+        """Compute the attention of decode rows.
 
-        The key splits depend on the longest possible context, not the actual one, so that eager
-        steps use the same kernels as graphs.
+        The number of key splits depends on the maximum context, not on the actual one, so that
+        eager steps use the same kernels as graphs.
         """
         rows, shared = plan.decode, plan.shared
         assert rows is not None

@@ -1,4 +1,4 @@
-"""Kernels that read GGUF quant blocks: a product of few rows, and dequantization.
+"""Kernels that read GGUF quant blocks: a skinny GEMM (few rows of x), and dequantization.
 
 Each is compiled for one quant block type when a model first needs it; programs call them by
 address.
@@ -58,9 +58,9 @@ def multiply_panel(
     x_sums: Any,
     target: Any,
 ) -> Any:
-    """Set b[target + 16 * row + lane] to the products of a panel with rows of x, stored in b.
+    """Multiply a panel by rows of x; store the dot products in b[target + 16 * row + lane].
 
-    The sums of each row of x over groups of columns are at x_sums.
+    b[xs:] holds the rows of x, and b[x_sums:] their sums over groups of columns.
     """
     block_type, count = TYPES[NAMES[kind.literal_value]], num_rows.literal_value
 
@@ -97,8 +97,8 @@ def _add_group(
     sums: list[Any],
     totals: list[Any],
 ) -> None:
-    """Add the products of a group's columns, which are summed before the scale is applied."""
-    num_parts = max(4 // len(rows), 1)  # an addition takes four cycles, so four are in flight
+    """Multiply a group's columns by rows of x; scale the sums, and add them to `totals`."""
+    num_parts = max(4 // len(rows), 1)  # an addition takes four cycles: keep four in flight
     index = builder.sdiv(column, I64(kind.group_size))
     x_sums: list[Any] = []
     values, scale, offset = _to_multiply(builder, group)
@@ -125,7 +125,7 @@ def _add_group(
 
 
 def _to_multiply(builder: Any, group: Group) -> tuple[Callable[[int], Any], Any, float]:
-    """Return the emitter of a column, and its scale and offset: scale * (column - offset)."""
+    """Return an emitter of columns, and the scale and offset for scale * (column - offset)."""
     if group.fraction is None:
         return lambda i: builder.sitofp(group.integer(i), FLOATS), group.scale, group.offset
     scale = builder.fmul(group.scale, constant(FLOATS, 16.0))
@@ -160,7 +160,7 @@ def dequantize_panel(
 
 
 def _dequantize_column(builder: Any, group: Group, column: int) -> Any:
-    """Return the weights of all rows in a column, with the same rounding as the reference."""
+    """Emit code for one column of weights, with the same rounding as the reference."""
     values = builder.sitofp(group.integer(column), FLOATS)
     if group.offset:
         values = builder.fadd(values, constant(FLOATS, -group.offset))
@@ -172,7 +172,7 @@ def _transpose(builder: Any, columns: list[Any]) -> list[Any]:
     """Transpose PANEL_ROWS vectors of PANEL_ROWS lanes."""
     half = PANEL_ROWS // 2
     pairs = [lane for i in range(PANEL_ROWS) for lane in (i, i + PANEL_ROWS)]
-    for _ in range(PANEL_ROWS.bit_length() - 1):  # each round merges the lanes of i and i + half
+    for _ in range(PANEL_ROWS.bit_length() - 1):  # each round interleaves vectors i and i + half
         columns = [
             builder.shuffle_vector(columns[i], columns[i + half], ir.Constant(WORDS, part))
             for i in range(half)
@@ -182,7 +182,7 @@ def _transpose(builder: Any, columns: list[Any]) -> list[Any]:
 
 
 def _for_groups(builder: Any, kind: BlockType, panel: Any, num_blocks: Any, use: Any) -> None:
-    """Loop over the groups of a panel, and call `use` with each and its first column."""
+    """Emit a loop over the groups of a panel; `use(group, first column)` emits its body."""
     num_bytes, num_steps = kind.num_bytes * PANEL_ROWS, kind.num_steps
     step_bytes = num_bytes // num_steps
     # A single loop: the compiler would unroll the inner one of two nested loops.
@@ -213,11 +213,11 @@ def _store(builder: Any, values: Any, address: Any) -> None:
 
 
 def compile_linear(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
-    """Compile the kernel of y = x @ weight.T + bias for few rows of x, and some columns of y.
+    """Compile the kernel that computes y = x @ weight.T + bias for few rows of x.
 
-    If `order` is not 0, y has a row for each (token, expert) pair, as for grouped_linear in
-    experts.py. `scratch` holds, per thread, the sums of a tile, then x as float32 and its sums by
-    group.
+    It may fill only some columns of y. If the argument `order` is not 0, y has a row for each
+    (token, expert) pair, as in grouped_linear in experts.py. `scratch` holds, per thread, the sums
+    of a tile, then x as float32 and its sums over groups.
     """
     kind, block_type = NAMES.index(name), TYPES[name]
     size, num_bytes, group_size = block_type.size, block_type.num_bytes, block_type.group_size
@@ -260,7 +260,7 @@ def compile_linear(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
 
 @kernel
 def gather_x(args: Any, first: int, num_rows: int, scratch: Any, xs: int, like: Any) -> None:
-    """Upcast rows of x to scratch: all rows, or those of the pairs from `first` on."""
+    """Upcast rows of x to float32 in `scratch`: all rows, or the rows of pairs from `first` on."""
     x, num_in, order = pointer_to(args[1], like), args[7], pointer_to(args[9], int32(0))
     for row in range(num_rows):
         source = row if args[9] == 0 else int64(order[first + row]) // args[12]
@@ -281,7 +281,7 @@ def add_groups(scratch: Any, xs: int, x_sums: int, num_groups: int, size: int) -
 def write_sums(
     args: Any, first: int, num_rows: int, out: int, sums: Any, base: int, like: Any
 ) -> None:
-    """Set the columns of y from `out` on, in the rows of the pairs from `first` on."""
+    """Add the bias, and store sums in y: columns from `out` on, rows or pairs from `first` on."""
     y, bias = pointer_to(args[0], like), pointer_to(args[3], like)
     order, count = pointer_to(args[9], int32(0)), min(int64(PANEL_ROWS), args[6] - out)
     for j in range(num_rows):
@@ -296,10 +296,10 @@ def write_sums(
 def compile_dequantizer(
     compiler: Compiler, name: str, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> Any:
-    """Compile the kernel that dequantizes panels, or the rows of a table at token ids.
+    """Compile the kernel that dequantizes panels, or looks up rows of an embedding table.
 
-    Panels become rows: out[16 * panel + lane, column]. For a table, row i is scaled and stored in
-    rows[i], and `out` holds one panel per thread.
+    Panels are stored as rows: out[16 * panel + lane, column]. A lookup scales the table row of
+    token_ids[i] and stores it in rows[i]; `out` is then scratch memory for one panel per thread.
     """
     kind, size, num_bytes = NAMES.index(name), TYPES[name].size, TYPES[name].num_bytes
     like, out_like = ZERO_OF[dtype], ZERO_OF[out_dtype]

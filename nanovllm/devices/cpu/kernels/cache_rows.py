@@ -1,6 +1,6 @@
-"""Rows of the KV cache, as kernels write and scale them: in the element type, or in FP8.
+"""Write rows of the KV cache, and apply their scales: in the element type, or in FP8.
 
-`ops/fp8.py` defines the FP8 rows. The type of `cached` selects one of the two when a kernel is
+`ops/fp8.py` defines the FP8 format. The type of `cached` selects the format when a kernel is
 compiled.
 """
 
@@ -32,7 +32,7 @@ from nanovllm.ops.fp8 import (
 
 LARGEST_BITS = int(np.float32(LARGEST_FP8).view(np.uint32))
 NORMAL_BITS = 0x3C800000  # bits of 2**-6, the smallest normal FP8 value
-SHIFTED = 16384.0  # its last mantissa bit is 2**-9, the smallest FP8 value
+SHIFTED = 16384.0  # its last mantissa bit is 2**-9, the smallest subnormal FP8 value
 SHIFTED_BITS = 0x46800000
 
 
@@ -40,7 +40,7 @@ SHIFTED_BITS = 0x46800000
 def store_row(
     cache: Any, base: int, exponents: Any, place: int, x: Any, first: int, dim: int, cached: Any
 ) -> None:
-    """Store x[first : first + dim] at cache[base:], and its exponent, if any, at `place`."""
+    """Store x[first : first + dim] at cache[base:]; in FP8, also its exponent at `place`."""
     if is_fp8(cached):
         quantize_row(cache, base, exponents, place, x, first, dim)
     else:
@@ -80,7 +80,7 @@ def quantize_row(
 def hadamard_transform(
     x: Any, base: int, b: Any, at: int, half: int, size: int, scale: float
 ) -> None:
-    """Set b[at:] to the result of `fp8.hadamard_transform`, bit for bit."""
+    """Store the Hadamard transform of x[base:] in b[at:], bitwise as `fp8.hadamard_transform`."""
     for i in range(half):
         first, second = load(x, base + i) * scale, load(x, base + half + i) * scale
         b[at + i] = first + second

@@ -1,8 +1,9 @@
-"""CPU kernels, compiled by numba.
+"""CPU kernels for dense models, compiled by numba.
 
-`args` are int64. Addresses point to elements of the type of `like`, which is float32, or uint16 for
-the bits of bfloat16, unless stated otherwise. Floats are passed as the bits of a float32. All
-arithmetic is float32. Each kernel does part `thread` of `num_threads` equal parts of its work.
+`args` points to int64 values. Unless stated otherwise, addresses among them point to elements of
+the type of `like`: float32, or uint16 for the bits of bfloat16. Floats are passed as the bits of a
+float32. All arithmetic is float32. A call does part `thread` of `num_threads` equal parts of the
+work.
 """
 
 from __future__ import annotations
@@ -122,14 +123,15 @@ def gate(args: Any, thread: int, num_threads: int, like: Any) -> None:
         gates, ups, outs = 2 * row * size, (2 * row + 1) * size, row * size
         for i in range(begin, end):
             gate = load(gate_up, gates + i)
-            bent = gate * (linear + cubic * min(gate * gate, float32(1e30)))  # 0 * inf is NaN
+            # The bound avoids 0 * inf, which is NaN.
+            bent = gate * (linear + cubic * min(gate * gate, float32(1e30)))
             active = round_to(gate / (float32(1) + _exp(-bent)), like)
             store(out, outs + i, active * load(gate_up, ups + i))
 
 
 @kernel
 def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> None:
-    """Ops.rope_write into a cache of the type of `cached`; norm addresses of 0 mean no norm."""
+    """Implement Ops.rope_write; `cached` has the cache's type; norm addresses of 0 mean no norm."""
     qkv, rope = pointer_to(args[0], like), pointer_to(args[1], float32(0))
     q_norm, k_norm = pointer_to(args[2], float32(0)), pointer_to(args[3], float32(0))
     has_norm, eps = args[2] != 0, as_float(uint32(args[4]))
@@ -179,7 +181,7 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
 
 @kernel
 def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> None:
-    """Attend from one query token per row; `cached` is the type of the KV cache.
+    """Compute attention of one query token per row; `cached` has the type of the KV cache.
 
     NumbaAttention lists the arguments. `scratch` holds, per thread and query head of a group, the
     query, the output and a score per position.
@@ -201,7 +203,7 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
     sums = queries + group * head_dim
     scores = sums + group * head_dim
     stride = num_kv_heads * head_dim
-    # Each thread takes every num_threads-th (row, kv head), so that long rows are distributed.
+    # Each thread takes every num_threads-th (row, KV head) pair, which spreads out long rows.
     for item in range(thread, num_rows * num_kv_heads, num_threads):
         row, kv_head = item // num_kv_heads, item % num_kv_heads
         length, table = int64(lengths[row]), row * table_stride
@@ -278,8 +280,8 @@ def _softmax(x: Any, base: int, count: int) -> None:
 @inlined
 def _exp(x: Any) -> Any:
     """Return e ** x with an error of at most 1e-6, in steps that a compiler can vectorize."""
-    # Below -60 the result vanishes next to the 1 it is added to, and denormals would be slow.
-    # From 88.4 on the power of two is infinity, as it should be.
+    # Below -60, the result is negligible next to 1, to which it is added; denormals are slow.
+    # From 88.4 on, the power of two is infinity, as it should be.
     x = min(max(x, float32(-60)), float32(89))
     power = np.floor(x * LOG2_E + float32(0.5))
     rest = x - power * LN_2  # within +-0.35, where six terms of the series are enough

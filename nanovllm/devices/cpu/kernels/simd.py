@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 # Sums may be reordered and fused, but NaN and infinity are preserved.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
-# Division by zero gives infinity: a check in a loop would prevent vectorization.
+# Division by zero gives infinity (error_model): a check would prevent vectorization.
 kernel = njit(fastmath=FAST, nogil=True, error_model="numpy")
 # Without reassociation, for kernels in which a reordered division could overflow.
 ordered_kernel = njit(fastmath={"contract"}, nogil=True, error_model="numpy")
@@ -20,18 +20,19 @@ inlined = njit(fastmath=FAST, nogil=True, error_model="numpy", inline="always")
 
 
 def _register_lanes() -> int:
-    """Return how many float32 fit in a vector register; with more, a tile's sums would spill."""
+    """Return how many float32 fit in a vector register; with longer vectors, tiles would spill."""
     features = llvm.get_host_cpu_features()
     return 16 if features.get("avx512f") else 8 if features.get("avx") else 4
 
 
 # Memory serves many requests in parallel, but a sequential reader issues few: hardware prefetchers
-# stop at every page. So each thread reads distant rows in parallel and prefetches 2 KiB ahead.
+# stop at every page. So each thread reads NUM_STREAMS distant rows in parallel, and prefetches
+# AHEAD_BYTES ahead in each.
 NUM_STREAMS = 4
-TILE_ROWS = 4  # rows of x that share one read of the weight: 16 sums, which fit in registers
-TILE = NUM_STREAMS * TILE_ROWS
+TILE_ROWS = 4  # rows of x that share one read of the weight
+TILE = NUM_STREAMS * TILE_ROWS  # sums of a tile, which fit in registers
 LANES = _register_lanes()
-NUM_WEIGHTED = 64  # elements summed at a time: a head, or half of one
+NUM_WEIGHTED = 64  # elements of a weighted sum that are kept in registers: a head, or half of one
 LINE_BYTES = 64
 AHEAD_BYTES = 2048
 
@@ -91,7 +92,7 @@ def itemsize(context: Any, pointer: Any) -> Any:
 
 @intrinsic
 def is_fp8(context: Any, like: Any) -> Any:
-    """Whether elements are FP8, which uint8 stands for."""
+    """Whether elements are FP8, which are loaded as uint8."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return ir.IntType(1)(int(signature.args[0] is types.uint8))
@@ -108,7 +109,7 @@ def _upcast_bf16(builder: Any, half: Any) -> Any:
 def _upcast_fp8(builder: Any, codes: Any, words: Any, floats: Any) -> Any:
     """Upcast FP8 (e4m3) bits, a scalar or a vector without NaN, to float32.
 
-    Shifted into place, their bits have an exponent that is 120 too small.
+    Shifted to their positions in float32, the bits have an exponent that is 120 too small.
     """
     bits = builder.zext(codes, words)
     size = builder.shl(builder.and_(bits, constant(words, 0x7F)), constant(words, 20))
@@ -185,13 +186,13 @@ def as_bits(context: Any, value: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
-# Compilers do not vectorize loops reliably, so the hottest ones are written with vectors.
+# Compilers do not vectorize loops reliably, so the hottest loops emit vector instructions.
 
 
 def make_tile(num_rows: int) -> Any:
-    """Return a function: dot products of NUM_STREAMS rows of a with num_rows rows of b.
+    """Return a function that computes dot products of NUM_STREAMS rows of a with num_rows of b.
 
-    It stores them at b[sums + row * NUM_STREAMS + stream]. Rows of a are `stride` apart; plain
+    It stores them in b[sums + row * NUM_STREAMS + stream]. Rows of a are `stride` apart; plain
     loops handle the tail that does not fill a cache line.
     """
 
@@ -246,7 +247,7 @@ dot_tile = make_tile(TILE_ROWS)
 def add_weighted_lanes(
     context: Any, b: Any, sums: Any, a: Any, a_base: Any, stride: Any, weights: Any, count: Any
 ) -> Any:
-    """Do `_add_weighted` for NUM_WEIGHTED elements, whose sums stay in registers."""
+    """Like `_add_weighted` in dense.py, for NUM_WEIGHTED elements whose sums stay in registers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         b, sums, a, a_base, stride, weights, count = args
@@ -323,4 +324,4 @@ def prefetch(builder: Any, pointer: Any, index: Any) -> None:
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, i32, i32, i32])
     name = "llvm.prefetch.p0"
     function = cgutils.get_or_insert_function(builder.module, function_type, name)
-    builder.call(function, [address, i32(0), i32(3), i32(1)])  # for reading, into every cache
+    builder.call(function, [address, i32(0), i32(3), i32(1)])  # read, all cache levels, data

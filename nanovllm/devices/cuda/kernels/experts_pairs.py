@@ -1,7 +1,8 @@
-"""Mixtures of experts on CUDA, for few tokens: every (token, expert) pair reads its own weights.
+"""MoE on CUDA for few tokens: every (token, expert) pair reads the expert's weights by itself.
 
 With more tokens, experts_grouped.py reads each expert once. The host does not know which experts
-are chosen, so the grids fit any choice. Quantized weights are multiplied as in linear_one_row.py.
+are chosen, so the grids do not depend on it. Quantized weights are multiplied as in
+linear_one_row.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from nanovllm.devices.cuda.kernels.dequantize import (
 )
 from nanovllm.devices.cuda.kernels.elementwise import activate
 from nanovllm.devices.cuda.kernels.linear_one_row import (
-    add_products,
+    dot_tile,
     load_inputs,
     prepare_inputs,
     row_scale,
@@ -34,8 +35,8 @@ from nanovllm.ops.quantized_weight import QuantizedWeight
 GATE_UP_BLOCK = 2  # outputs per CTA, for dense weights
 DOWN_ELEMENTS = 4096  # elements of a dense weight that a CTA loads at a time
 QUANTIZED_BLOCK = 8  # outputs per CTA, for quantized weights
-MAX_QUANTIZED_IN = 4096  # inputs per tile
-TOGETHER = tl.constexpr(4)  # experts of a token whose weights are loaded before the first is used
+MAX_QUANTIZED_IN = 4096  # maximum inputs per iteration
+TOGETHER = tl.constexpr(4)  # number of a token's experts whose weights are in flight at once
 
 
 def route(
@@ -43,12 +44,13 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids and weights [tokens, top_k] of each token's experts, and the ranks of the pairs.
 
-    A rank is a pair's index among the pairs of the same expert, in any order. `counts`, if given,
-    is incremented by the pairs of each expert; without it the ranks are not written.
+    A rank is a pair's index among the pairs of the same expert, in any order. `counts` [experts],
+    if given, is incremented by the number of pairs of each expert. Without `counts`, the ranks are
+    uninitialized.
     """
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, routing.top_k, device=logits.device, dtype=torch.int32)
-    ranks = torch.empty_like(ids)  # its own tensor: a new alignment would compile another kernel
+    ranks = torch.empty_like(ids)  # no slice of `ids`: other alignments compile another kernel
     weights = torch.empty(ids.shape, device=logits.device, dtype=torch.float32)
     _route[(num_tokens,)](
         *(ids, weights, logits, ranks, counts, num_experts),
@@ -106,7 +108,7 @@ def _run_dense(
     down: Tensor,
     options: dict[str, Any],
 ) -> None:
-    """Run dense experts; adding up all experts of a token at once is faster than one by one."""
+    """Run dense experts; the down kernel sums over a token's experts, which is the fastest way."""
     num_tokens, top_k = ids.shape
     _, hidden, size = down.shape
     _dense_gate_up[(triton.cdiv(size, GATE_UP_BLOCK), len(y))](
@@ -162,7 +164,7 @@ def _route(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _choose(logits, num_experts, choices, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the top experts of a token by logit; ties go to the lower index."""
+    """Return the top-k experts of a token by logit; ties go to the lower index."""
     keys = _load_keys(logits, num_experts, BLOCK)
     experts = choices * 0
     for choice in tl.static_range(TOP_K):
@@ -175,7 +177,7 @@ def _choose(logits, num_experts, choices, TOP_K: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _load_keys(logits, num_experts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return distinct integers ordered like the logits; among ties the first expert is highest.
+    """Return distinct integers in the order of the logits; of equal logits, the first is larger.
 
     NaN sorts like a large number.
     """
@@ -229,7 +231,7 @@ def _dense_gate_up(  # type: ignore[no-untyped-def]
     BLOCK_IN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute y[pair] = silu(gate) * up for some outputs of a pair."""
+    """Compute y[pair] = silu(gate) * up for BLOCK_OUT outputs of one pair."""
     wait_for_inputs(OVERLAP)
     pair = tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
@@ -268,14 +270,17 @@ def _dense_down(  # type: ignore[no-untyped-def]
     BLOCK_IN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute some outputs of all experts of a token, and add them up, weighted."""
+    """Compute BLOCK_OUT outputs of the down projection for one token.
+
+    They are weighted sums over the token's top-k experts.
+    """
     token = tl.program_id(1)
     choices = tl.arange(0, TOP_K_BLOCK)
     is_choice = choices < TOP_K
     pairs = token * TOP_K + choices
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = (is_choice[:, None] & (outs < num_out)[None, :])[:, :, None]
-    # The previous kernel already waited for the choice of experts, so load weights before waiting.
+    # The previous kernel has already waited for the expert ids, so weights can be loaded early.
     expert = tl.load(ids + pairs, mask=is_choice, other=0, cache_modifier=".cg").to(tl.int64)
     w_start = weight + ((expert[:, None] * num_out + outs[None, :]) * NUM_IN)[:, :, None]
     lanes = tl.arange(0, BLOCK_IN)
@@ -312,7 +317,7 @@ def _quantized_gate_up(  # type: ignore[no-untyped-def]
     BLOCK_WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute y[pair] = silu(gate) * up for some outputs of a pair."""
+    """Compute y[pair] = silu(gate) * up for BLOCK_OUT outputs of one pair."""
     wait_for_inputs(OVERLAP)
     pair = tl.program_id(1)
     rows, is_row = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, True)
@@ -324,9 +329,7 @@ def _quantized_gate_up(  # type: ignore[no-untyped-def]
         tile = load_tile(words, rows, is_row, word, NUM_WORDS)
         inputs, _ = load_inputs((row, row, None), None, word, NUM_IN, LANES)
         inputs, totals = prepare_inputs(inputs, LANES, GROUP)
-        sums += add_products(
-            tile, inputs, totals, stored, rows, is_row, begin, NUM_WORDS, LANES, GROUP
-        )
+        sums += dot_tile(tile, inputs, totals, stored, rows, is_row, begin, NUM_WORDS, LANES, GROUP)
     sums *= row_scale(stored, rows, is_row, GROUP)
     gate, up = tl.split(sums.reshape(2, BLOCK_OUT).permute(1, 0))
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -352,12 +355,15 @@ def _quantized_down(  # type: ignore[no-untyped-def]
     BLOCK_WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute some outputs of all experts of a token, and add them up, weighted."""
+    """Compute BLOCK_OUT outputs of the down projection for one token.
+
+    They are weighted sums over the token's top-k experts.
+    """
     token = tl.program_id(1)
     first_pair = token * TOP_K
     outs, is_out = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, False)
     lanes = tl.arange(0, BLOCK_WORDS)
-    # The previous kernel already waited for the choice of experts, so load weights before waiting.
+    # The previous kernel has already waited for the expert ids, so weights can be loaded early.
     experts = (ids, first_pair, num_out)
     tiles = _load_together(words, experts, outs, is_out, 0, lanes, NUM_WORDS, TOP_K)
     wait_for_inputs(OVERLAP)
@@ -376,7 +382,7 @@ def _quantized_down(  # type: ignore[no-untyped-def]
                     row = y + pair * NUM_IN
                     inputs, _ = load_inputs((row, row, None), None, begin + lanes, NUM_IN, LANES)
                     inputs, totals = prepare_inputs(inputs, LANES, GROUP)
-                    sums = add_products(
+                    sums = dot_tile(
                         *(few[n], inputs, totals, stored, rows, is_out, begin),
                         *(NUM_WORDS, LANES, GROUP),
                     )
@@ -400,7 +406,7 @@ def _load_together(  # type: ignore[no-untyped-def]
     NUM_WORDS: tl.constexpr,
     TOP_K: tl.constexpr,
 ):
-    """Load some words of the weights of TOGETHER experts of a token, beginning with `first`."""
+    """Load the given words of the weights of a token's experts `first` to `first` + TOGETHER."""
     ids, first_pair, num_out = experts
     tiles = ()
     for choice in tl.static_range(first, first + TOGETHER):

@@ -1,10 +1,10 @@
-"""Projections of one row on CUDA, bound by the time to read the weight once.
+"""GEMV on CUDA: projections of one row, bound by the time to read the weight once.
 
-The RMSNorm before the projection and the gate after it are fused with it: a CTA scales its outputs
-by the norm once it has read the whole row. Each tile of the weight is loaded while the previous one
-is used. A quantized weight is dequantized in registers, and scales are applied to the sums of
-groups. Preparing the row for that takes long, so just enough CTAs to fill the device share the
-tiles, and each prepares the row once.
+The RMSNorm before the projection and the gated activation after it are fused with it: a CTA scales
+its outputs by 1 / RMS once it has read the whole row. Each tile of the weight is loaded while the
+previous one is used. A quantized weight is dequantized in registers, and scales are applied to the
+sums of quant groups. The row must be prepared for that, which takes long. So there are just enough
+CTAs to fill the device: each prepares the row once, and computes several tiles.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.ops.interface import Activation, NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import QuantizedWeight
 
-# Int4 value n among the lowest 20 bits of a word, masked, is a subnormal float32 that needs no
-# conversion: the integer times 2**(4 * n - 149). The inputs are scaled up to compensate.
+# Int4 values are not converted: a word masked to value n (among its lowest 20 bits) is a subnormal
+# float32, the integer times 2**(4 * n - 149). The inputs are scaled up to compensate.
 RAISE = tl.constexpr(100)  # inputs are scaled by up to 2**100: inputs up to 2**27 stay finite
 LOWER = tl.constexpr(2.0**49)  # scales the sums back
 
@@ -52,7 +52,7 @@ def one_row_linear(
     activation: Activation | None,
     config: OneRowConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Project residual + update [1, in], normalized if `norm` is given; also return that sum."""
+    """Project residual + update [1, in], normalized if `norm` is given; also return the sum."""
     residual, update = hidden.residual, hidden.update
     num_rows, num_in = weight.shape
     assert residual.shape == (1, num_in), residual.shape
@@ -100,7 +100,7 @@ def one_row_config(weight: CudaWeight, has_norm: bool, is_gated: bool) -> OneRow
 
 
 def _quantized_config(weight: QuantizedWeight, has_norm: bool) -> OneRowConfig:
-    """Return the config; a norm needs the whole row, the rest is tuned for Qwen3-8B on an H200."""
+    """Return a config tuned for Qwen3-8B on an H200; with a norm, a tile has the whole row."""
     num_rows, num_in = weight.shape
     block_in = max(128, triton.next_power_of_2(num_in))
     block_in = block_in if has_norm else min(block_in, 4096)
@@ -132,9 +132,9 @@ def _one_row(  # type: ignore[no-untyped-def]
     HAS_ONE_TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute outputs of one row; `source` is (the sum to store, the residual, the update)."""
+    """Compute one or more tiles of outputs; `source` is (sum to store, residual, update)."""
     CHUNKS: tl.constexpr = (NUM_WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
-    # A gated tile has gate rows, then up rows; with a dense weight, each kind has its own tile.
+    # A gated tile has gate rows, then up rows; with a dense weight, gate and up are separate tiles.
     HAS_UP: tl.constexpr = HAS_ONE_TILE and ACTIVATION is not None
     GATED: tl.constexpr = ACTIVATION is not None and not HAS_ONE_TILE
     lanes = tl.arange(0, BLOCK_WORDS)
@@ -177,7 +177,7 @@ def _one_row(  # type: ignore[no-untyped-def]
         if not HAS_ONE_TILE:
             place = first + turn // CHUNKS * step
             rows, is_row = tile_rows(place, num_out, BLOCK_OUT, GATED)
-        sums += add_products(
+        sums += dot_tile(
             *(tile, inputs, totals, stored, rows, is_row, chunk * BLOCK_WORDS),
             *(NUM_WORDS, LANES, GROUP),
         )
@@ -220,7 +220,7 @@ def _norm_scale(norms, total_squares, NUM_IN: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def row_scale(stored, rows, is_row, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scale of each row of a weight without groups (GROUP 0); else 1."""
+    """Return the per-channel scales of the given weight rows (if GROUP is 0), or 1."""
     if GROUP == 0:
         return tl.load(stored[0] + rows, mask=is_row, other=0.0)
     else:
@@ -235,7 +235,10 @@ def _store(y, sums, tile, num_out, BLOCK_OUT: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def load_inputs(source, norms, word, NUM_IN: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the inputs of words by place, times the norm's weight, and the sums of squares."""
+    """Load the inputs for the given words, times the norm's weight: one tensor per position.
+
+    Also return the sums of the squares of the inputs, before the norm's weight.
+    """
     if LANES == 0:
         values, squares = _input(source, norms, word, NUM_IN)
         return (values,), squares
@@ -267,7 +270,10 @@ def _input(source, norms, i, NUM_IN: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def prepare_inputs(v, LANES: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scale up the inputs of int4 values by place (see RAISE); also return their sums by group."""
+    """Scale up the inputs of int4 weights (see RAISE); also return their sums over quant groups.
+
+    Other inputs are returned as they are.
+    """
     if LANES != 16:
         return v, ()
     else:
@@ -283,7 +289,7 @@ def prepare_inputs(v, LANES: tl.constexpr, GROUP: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def add_products(  # type: ignore[no-untyped-def]
+def dot_tile(  # type: ignore[no-untyped-def]
     tile,
     inputs,
     totals,
@@ -295,7 +301,7 @@ def add_products(  # type: ignore[no-untyped-def]
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Return the sums of the products of words, beginning at `first_word`, with prepared inputs."""
+    """Return the dot products of a tile's rows, from word `first_word` on, with prepared inputs."""
     BLOCKS: tl.constexpr = tile.shape[1] // LANES if LANES > 0 else 0
     if LANES == 0:
         sums = tl.sum(tile.to(tl.float32) * inputs[0][None, :], 1)
@@ -325,7 +331,7 @@ def add_products(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _by_group(products, totals, stored, rows, is_row, group, NUM_GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum products by group, subtract the products of the zero points, and scale."""
+    """Sum products over quant groups, subtract zero point * sum of inputs, and apply the scales."""
     LANES: tl.constexpr = products.shape[1] // group.shape[0]
     sums = tl.sum(products.reshape(products.shape[0], group.shape[0], LANES), 2)
     mask = is_row[:, None] & (group < NUM_GROUPS)[None, :]
@@ -341,14 +347,14 @@ def _by_group(products, totals, stored, rows, is_row, group, NUM_GROUPS: tl.cons
 
 @triton.jit
 def _int4_values(tile, n: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the int4 values at place n of words, as subnormal floats (see RAISE)."""
+    """Return the int4 values at position n of the words, as subnormal floats (see RAISE)."""
     codes = tile & (15 << (4 * n)) if n < 5 else (tile >> 12) & (15 << (4 * n - 12))
     return codes.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _fp8_to_floats(tile):  # type: ignore[no-untyped-def]
-    """Return the FP8 values of words by place, in float32."""
+    """Unpack words of FP8 values to float32: return one tensor per position."""
     if IS_INTERPRETED:
         values = ()
         for place in tl.static_range(4):

@@ -27,32 +27,33 @@ from nanovllm.devices.cuda.kernels.attention_tiles import (
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 
 LOG2_E = 1.4426950408889634  # the softmax uses base 2, for which the hardware has an instruction
-# These may begin anywhere in an upload; specializing on alignment would compile more kernels.
+# Kernel arguments that may start anywhere in an upload: specializing on their alignment would
+# compile more kernels.
 COLUMNS = "slots", "context_lens", "query_starts", "query_lens", "order", "members", "shared_lens"
 
 
 @dataclass(frozen=True, slots=True)
 class QueryRows:
-    """The rows of a batch that attend; all columns are [rows] on the device."""
+    """The queries of a batch's rows; all columns are device tensors [rows]."""
 
     slots: Tensor
-    context_lens: Tensor  # number of keys that the last query attends to; 0 is padding
-    query_starts: Tensor | None = None  # first token of each row in the batch; None: token i
-    query_lens: Tensor | None = None  # queries, the last tokens of the context; None: one each
+    context_lens: Tensor  # tokens up to and including the last query; 0: padding
+    query_starts: Tensor | None = None  # token index of each row's first query; None: row i
+    query_lens: Tensor | None = None  # queries: the last tokens of the context; None: one per row
     max_query_len: int = 1
-    order: Tensor | None = None  # start order of decode rows; longest context first is best
+    order: Tensor | None = None  # order in which decode rows start: best by descending context
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPartials:
     """The result of `attend_shared`, from which the softmax of decode rows continues."""
 
-    lens: Tensor  # [rows], the number of shared keys, less than the context length
+    lens: Tensor  # [rows], number of shared keys; smaller than the context length
     partials: Partials
 
 
 def paged_attention(
-    q: Tensor,  # [tokens, heads, head_dim]; stride(0) may be anything
+    q: Tensor,  # [tokens, heads, head_dim], with any stride(0)
     cache: PagedCache,
     rows: QueryRows,
     out: Tensor,  # [tokens, heads, head_dim], contiguous
@@ -62,9 +63,9 @@ def paged_attention(
     num_splits: int = 1,  # a power of two
     shared: SharedPartials | None = None,
 ) -> None:
-    """Attend causally from the last tokens of each row's context; write zeros if it is empty.
+    """Compute causal attention of each row's queries, the last tokens of its context, into `out`.
 
-    With `query_lens`, nothing is written for padding.
+    The output of padding rows is zeros; with `query_lens`, it is not written.
     """
     assert shared is None or (window is None and rows.query_starts is None)
     assert out.shape == q.shape
@@ -93,9 +94,9 @@ def paged_attention(
 
 
 def attend_shared(
-    q: Tensor,  # [rows, heads, head_dim]; stride(0) may be anything
+    q: Tensor,  # [rows, heads, head_dim], with any stride(0)
     cache: PagedCache,
-    groups: Tensor,  # [4, groups]: a member's slot, num shared keys, first member, num members
+    groups: Tensor,  # [4, groups]: slot of a member, shared keys, first member, number of members
     members: Tensor,  # rows of each group, concatenated
     scale: float,
     config: AttentionConfig,
@@ -167,12 +168,15 @@ def _check_layout(q: Tensor, cache: PagedCache) -> None:
 
 
 def _tile_rows(config: AttentionConfig, group: int) -> int:
-    """Return the rows of a CTA's tile: some queries of every query head of a kv head."""
+    """Return the number of rows of a query tile, which has at least one row per head of a group."""
     return max(config.q_rows, triton.next_power_of_2(group))
 
 
 def _describe(cache: Tensor, config: AttentionConfig) -> TensorDescriptor | None:
-    """Describe a cache to TMA as a matrix of token rows, including those between its blocks."""
+    """Return the TMA descriptor of a cache, as a matrix with a row per token.
+
+    The matrix includes the rows between two blocks of the layer.
+    """
     if not config.has_tma:
         return None
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
@@ -215,7 +219,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     MIN_SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Attend from some queries of one row to one key split, for the heads of one kv head."""
+    """Compute the attention of a query tile (one row, one KV head) over one split of the keys."""
     most_queries: tl.constexpr = Q_ROWS // GROUP
     if query_lens is None:
         row, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
@@ -229,7 +233,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         if skipped >= num_queries:
             return
     length = tl.load(context_lens + row)
-    lowest = length - num_queries + skipped if members is None else length - 1  # first query
+    # Position of the first query.
+    lowest = length - num_queries + skipped if members is None else length - 1
     highest = tl.minimum(lowest + most_queries, length) - 1
     first = window_start(lowest, WINDOW) if shared_lens is None else tl.load(shared_lens + row)
     lo, hi = find_split(first, highest + 1, SPLITS, TILE, MIN_SPLIT)
@@ -288,7 +293,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         out_rows = tokens * (KV_HEADS * GROUP) + heads
         tl.store(out + out_rows[:, None] * HEAD_DIM + dims[None, :], values, mask=is_real)
     else:
-        # Decode rows may be far apart in a large batch, so their partials are indexed by row.
+        # Partial results of decode rows are indexed by row: their tokens may be far apart.
         partial_rows = (tokens if query_lens is not None else row) * (KV_HEADS * GROUP) + heads
         store_partials(
             partials, partial_rows * SPLITS + tl.program_id(2), dims, softmax, is_row, HEAD_DIM
@@ -313,7 +318,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     ROWS_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Join the splits of one head of a row or, with query_lens, of a token."""
+    """Merge the splits of one head of a row or, with query_lens, of a token."""
     index, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     token = index
     if query_lens is None:
@@ -329,7 +334,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
         lengths = tl.load(context_lens + rows, mask=rows < num_rows, other=0)
         is_row = (queries >= 0) & (queries < counts)
         length = tl.sum(tl.where(is_row, lengths, 0), 0)
-        # The first query of this token's tile, which determines how its keys were split.
+        # Position of the first query of this token's tile: it determines how the keys were split.
         lowest = lengths - counts + queries // QUERIES * QUERIES
         lowest = tl.sum(tl.where(is_row, lowest, 0), 0)
         wait_for_inputs(OVERLAP)
@@ -349,9 +354,9 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 def _find_queries(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """Return this CTA's row and kv head, and how many of the row's queries precede its own.
+    """Return this CTA's row and KV head, and the index of its first query in the row.
 
-    CTAs process PAIRS pairs of (row, kv head) at a time, so that L2 serves their keys, and begin
+    CTAs process PAIRS pairs of (row, KV head) at a time, so that their keys stay in L2, and start
     with the tiles that have the most keys.
     """
     num_pairs, num_tiles = tl.num_programs(0), tl.num_programs(1)

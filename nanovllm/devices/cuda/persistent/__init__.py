@@ -29,7 +29,7 @@ def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
     """
     problem = f"triton is {triton.__version__}, not {TRITON}x"
     if triton.__version__.startswith(TRITON):
-        # These modules import gluon, and fail with other releases.
+        # These modules import gluon, which fails with other releases.
         from nanovllm.devices.cuda.persistent.packed_weights import (
             find_problem,
             step_constants,

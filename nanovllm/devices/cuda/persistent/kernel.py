@@ -63,9 +63,9 @@ from nanovllm.devices.cuda.persistent.tile_mma import SCALES, by_row
 class Parameters:
     """Norm weights, biases and constants; hidden sizes are padded to whole chunks."""
 
-    norms: gl.tensor  # [layers, 2, hidden], four bfloat16 in an element
+    norms: gl.tensor  # [layers, 2, hidden], four bfloat16 per element
     final_norm: gl.tensor
-    qk_norms: gl.tensor  # [layers, 2, dim], two bfloat16 in an element; unused without norms
+    qk_norms: gl.tensor  # [layers, 2, dim], two bfloat16 per element; unused without norms
     qkv_bias: gl.tensor  # [layers, q + k + v]; unused without biases
     rope: gl.tensor  # [positions, 2, dim / 2]: cosines and sines
     eps: gl.tensor
@@ -177,7 +177,7 @@ def stage_all(source, buffer, BITS: gl.constexpr):
 def add_columns(
     stream, t, g, x, totals, N: gl.constexpr, FORMAT: gl.constexpr, PIECE: gl.constexpr
 ):
-    """Add the products of N tiles of every block and their part of x."""
+    """Multiply N tiles of every block by their columns of x, and add the results to `totals`."""
     x_registers = stream.load_x_registers(x, FORMAT)
     # Not unrolled: the code of all phases must fit into the instruction cache.
     for b in range(len(totals)):
@@ -250,7 +250,7 @@ def project_logits(stream, t, g, exchanges, parameters, x_buffer, logits, VOCAB:
 
 @gluon.jit
 def prefetch_layer(exchanges, attention, parameters, layer):
-    """Prefetch norm weights and biases of a layer, before weights and keys saturate memory."""
+    """Prefetch the norm weights and biases of a layer, before weights and keys saturate memory."""
     NORMS: gl.constexpr = 2 * (exchanges.x.size // CHUNK)  # elements per thread
     address = parameters.norms + layer * (256 * NORMS)
     prefetch(address + thread_index() * NORMS, PREFETCH_AND_KEEP)
@@ -342,7 +342,7 @@ def compute(
         )
         buffer = next_buffer(buffer)
     project_logits(stream, t, g, exchanges, parameters, x_buffer, logits, VOCAB)
-    # Every CTA has read the buffer indices by now: this one has polled values from all of them.
+    # Every CTA has read the buffer indices by now, since this CTA has polled values from all CTAs.
     if stream.cta == 0:
         gl.store(buffer_indices, buffer)
         gl.store(buffer_indices + 1, next_buffer(x_buffer))
@@ -451,8 +451,8 @@ def persistent_step(
 ):  # fmt: skip
     """Run a decode step; `PersistentStep.run` passes the arguments.
 
-    Tensor descriptors cannot be elements of a tuple. NUMBERS are those of a `StepShape`. Up to NEW
-    of the rows belong to one sequence.
+    Tensor descriptors are separate arguments, because they cannot be elements of a tuple. NUMBERS
+    is `StepShape.numbers`. At most NEW rows belong to the same sequence.
     """
     SHAPE: gl.constexpr = shape_of(NUMBERS)
     VOCAB: gl.constexpr = SHAPE.vocab

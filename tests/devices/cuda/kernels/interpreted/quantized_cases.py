@@ -154,7 +154,7 @@ def check_products(
         bias = make(num_out, dtype=dtype, device=device) if has_bias else None
         x = make(num_rows, num_in, dtype=dtype, device=device)
         packed = pack_quantized(TritonOps(), weight, bias, activation)
-        if packed._library_of(x) is not None:
+        if packed._scaled_mm_of(x) is not None:
             assert num_rows > (64 if kind == "fp8-blocks" else 16)
             continue  # activations are quantized here: see check_quantized_products
         plain = TorchOps().pack_linear(weight.dequantize(dtype), bias, activation, has_room=False)
