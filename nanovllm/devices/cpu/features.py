@@ -12,7 +12,7 @@ import torch
 class CpuFeatures:
     """What this CPU and torch do fast; other dtypes work too, upcast to float32 where faster."""
 
-    packs: frozenset[torch.dtype]  # dtypes whose weights oneDNN can repack in its own layout
+    packs: frozenset[torch.dtype]  # dtypes whose weights oneDNN can repack into its own layout
     multiplies: frozenset[torch.dtype]  # dtypes with native GEMMs, as fast as float32
     has_compiler: bool  # numba, for our own kernels, which upcast weights as they read them
 

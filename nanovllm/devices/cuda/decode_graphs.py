@@ -36,10 +36,10 @@ GraphKey = tuple[int, int]  # (batch size, maximum context length)
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Return the batch sizes of the graphs: every size up to 16, then larger steps, and max_rows.
+    """Return the batch sizes of the graphs: every size up to 16, then with gaps, and max_rows.
 
-    A step is 1/8 of the power of two below. Sizes between 208 and 256 are left out: cuBLAS is as
-    fast with 256 rows.
+    The gap is 1/8 of the power of two below. Sizes between 208 and 256 are left out, because cuBLAS
+    is as fast with 256 rows.
     """
     sizes, size = [], 1
     while size < max_rows:
@@ -162,7 +162,7 @@ class DecodeGraphs:
 
     def graph(self, key: GraphKey) -> DecodeGraph:
         if key not in self.graphs:
-            with self.padded():  # sequences in the last step's slots may have lost their blocks
+            with self.padded():  # the last step's slots may hold sequences with freed blocks
                 self.graphs[key] = self._capture(*key)
         return self.graphs[key]
 

@@ -49,7 +49,7 @@ MAX_FP8_ROWS = 64
 # Int4 weights: with more rows, they are first dequantized to memory, which moves nine times their
 # bytes.
 MAX_INT4_ROWS = 1024
-MAX_PAIR_TOKENS = 4  # MoE: with more tokens, enough of them share experts to sort them by expert
+MAX_PAIR_TOKENS = 4  # MoE: with more tokens, enough share experts that sorting by expert pays off
 
 
 class TritonOps:

@@ -38,7 +38,7 @@ MAX_PROMPTS = 16  # prefill rows (more than one token) of a bucket
 MANY_PROMPTS, MANY_LEN = 64, 512  # prompts of such a bucket, and maximum tokens of each
 MIN_MANY_TOKENS, MAX_MANY_TOKENS = 1024, 8192  # bounds on the total tokens of such a bucket
 LAYER_MACS = 3 << 36  # multiply-adds that take about as long as the launches of a layer
-MAX_ALONE = 4  # prompts in the buckets for steps without decode rows
+MAX_ALONE = 4  # maximum prompts in the buckets for steps without decode rows
 MAX_ALONE_TOKENS = 1024  # maximum total tokens of these buckets
 MAX_CHANGES = 16384  # maximum words of the InputBatch that a graph updates before its step
 # Warm-up of steps too large for any graph: numbers of decode rows that cover all attention kernels.
@@ -72,7 +72,7 @@ def needed_size(plan: StepPlan) -> Bucket:
 
 
 def count_many_tokens(config: ModelConfig) -> int:
-    """Return the maximum tokens of a bucket for many prompts: beyond, the host is not the limit.
+    """Return the maximum tokens of a bucket for many prompts: with more, the device is the limit.
 
     Weights outside the layers, such as the LM head's, are counted as if spread over the layers.
     """

@@ -1,4 +1,4 @@
-"""Write rows of the KV cache, and apply their scales: in the element type, or in FP8.
+"""Write rows of the KV cache in the element type or in FP8, and apply the scales of FP8 rows.
 
 `ops/fp8.py` defines the FP8 format. The type of `cached` selects the format when a kernel is
 compiled.

@@ -1,4 +1,4 @@
-"""CPU kernels for dense models, compiled by numba.
+"""CPU kernels, compiled by numba.
 
 `args` points to int64 values. Unless stated otherwise, addresses among them point to elements of
 the type of `like`: float32, or uint16 for the bits of bfloat16. Floats are passed as the bits of a

@@ -44,7 +44,7 @@ class PagedCache:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """Kernel arguments: keys and values; with FP8 as int16 pairs, then exponents as int32."""
+        """Keys and values as kernel arguments; FP8 as int16 pairs, followed by int32 exponents."""
         if not self.is_fp8:
             return self.k, self.v
         words = (part.flatten().view(torch.int32) for part in self.exponents)

@@ -90,7 +90,7 @@ def rope_write(
     cache: LayerCache,
     slot_mapping: Tensor,
 ) -> None:
-    """Implement Ops.rope_write; tokens with a negative slot_mapping are padding: not cached."""
+    """Implement Ops.rope_write; padding tokens have a negative slot_mapping and are not cached."""
     num_tokens, num_heads, head_dim = qkv.shape
     block_size, num_kv_heads = cache.k.shape[1:3]
     _rope_write[(num_tokens, 2)](

@@ -50,7 +50,7 @@ def route(
     """
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, routing.top_k, device=logits.device, dtype=torch.int32)
-    ranks = torch.empty_like(ids)  # no slice of `ids`: other alignments compile another kernel
+    ranks = torch.empty_like(ids)  # not a slice, whose alignment would compile another kernel
     weights = torch.empty(ids.shape, device=logits.device, dtype=torch.float32)
     _route[(num_tokens,)](
         *(ids, weights, logits, ranks, counts, num_experts),
@@ -177,7 +177,7 @@ def _choose(logits, num_experts, choices, TOP_K: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _load_keys(logits, num_experts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return distinct integers in the order of the logits; of equal logits, the first is larger.
+    """Map logits to distinct integers in the same order; of equal logits, the first is larger.
 
     NaN sorts like a large number.
     """

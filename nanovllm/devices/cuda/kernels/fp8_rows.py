@@ -166,8 +166,9 @@ def load_exponents(  # type: ignore[no-untyped-def]
 ):
     """Load the scale exponents of a tile of keys and values; beyond the keys they are arbitrary.
 
-    `exponents` are pointers to int32 words of four exponents, to the head's first word in block 0.
-    `rows` is each key's block id times KV_HEADS. Loads narrower than a word would not be pipelined.
+    `exponents` holds two pointers, for keys and values, to int32 words of four exponents: the words
+    of this head in block 0. `rows` is each key's block id times KV_HEADS. Loads narrower than a
+    word would not be pipelined.
     """
     words = tile_start // 4 + tl.arange(0, TILE // 4)
     offsets = words % (BLOCK_SIZE // 4)

@@ -28,7 +28,8 @@ SMALLEST = tl.constexpr(SMALLEST_SCALE)
 WORDS = tl.constexpr(FP8_WORDS)  # words per quant block
 # Up to this many rows, scales are applied after the GEMM; from 512 rows on, that gains nothing.
 MAX_SUM_ROWS = 256
-MULTIPLE = 16  # torch._scaled_mm requires it of inputs, outputs and, with block scales, rows
+# torch._scaled_mm requires multiples of this for inputs, outputs and, with block scales, rows.
+MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ def fp8_quantize(x: Tensor, by_block: bool) -> Fp8Tensor:
 
 
 def fp8_norm(hidden: ResidualStream, norm: NormWeights) -> Fp8Tensor:
-    """Return RMSNorm(residual + update) in FP8, a scale per row; store the sum in the residual."""
+    """Return RMSNorm(residual + update) in FP8 with a scale per row; update the residual."""
     residual, update = hidden.residual, hidden.update
     num_rows, dim = residual.shape
     values = torch.empty(num_rows, num_blocks(dim) * 128, device=residual.device, dtype=FP8)

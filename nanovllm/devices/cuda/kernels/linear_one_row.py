@@ -3,8 +3,8 @@
 The RMSNorm before the projection and the gated activation after it are fused with it: a CTA scales
 its outputs by 1 / RMS once it has read the whole row. Each tile of the weight is loaded while the
 previous one is used. A quantized weight is dequantized in registers, and scales are applied to the
-sums of quant groups. The row must be prepared for that, which takes long. So there are just enough
-CTAs to fill the device: each prepares the row once, and computes several tiles.
+sums of quant groups. The row must be prepared for that, which is expensive. So there are just
+enough CTAs to fill the device: each prepares the row once, and computes several tiles.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ class QueryRows:
 
     slots: Tensor
     context_lens: Tensor  # tokens up to and including the last query; 0: padding
-    query_starts: Tensor | None = None  # token index of each row's first query; None: row i
+    query_starts: Tensor | None = None  # token index of each row's first query; None: row index
     query_lens: Tensor | None = None  # queries: the last tokens of the context; None: one per row
     max_query_len: int = 1
-    order: Tensor | None = None  # order in which decode rows start: best by descending context
+    order: Tensor | None = None  # start order of decode rows; descending context lengths are best
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a row is split over CTAs: `num_splits` of them, with `num_tiles` tiles of `block` ids."""
+    """How a row is split: over `num_splits` CTAs with `num_tiles` tiles of `block` ids each."""
 
     block: int
     num_tiles: int
@@ -281,7 +281,7 @@ def _min_p_offset(temperature, min_p):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _row_key(seed, position):  # type: ignore[no-untyped-def]
-    """Hash a seed and a position to 64 bits; seeds never collide at the same position."""
+    """Hash a seed and a position to 64 bits; at a position, different seeds never collide."""
     seed_key = _mix(seed.to(tl.uint64) + STEP)
     return _mix(seed_key + position.to(tl.uint64) * STEP)
 

@@ -296,7 +296,7 @@ def load_row_max(maxima, num_splits, SPLITS_BLOCK: tl.constexpr):  # type: ignor
 
 @triton.jit
 def _load_parameters(slot, temperature, top_k, top_p, vocab_size):  # type: ignore[no-untyped-def]
-    """Load temperature, top_k and top_p of a slot; return k = 0 or p = 1 where it has no effect."""
+    """Load a slot's temperature, top_k and top_p; k is 0 and p is 1 if they have no effect."""
     row_temperature = tl.load(temperature + slot)
     k = tl.load(top_k + slot)
     p = tl.load(top_p + slot)

@@ -47,7 +47,7 @@ from nanovllm.devices.cuda.persistent.tile_mma import (
     unpacked,
 )
 
-# [8 warps, 8 heads or words, 4 threads, 8 keys]
+# Layout [8 warps, 8 heads or words, 4 threads, 8 keys].
 TILE = gl.constexpr(gl.BlockedLayout([1, 1, 1, 8], [1, 8, 4, 1], [8, 1, 1, 1], [3, 2, 1, 0]))
 SCORES = gl.constexpr(gl.SliceLayout(0, TILE.value))  # [8 heads, 4 threads, 8 keys]
 HEADS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, SCORES.value)))
@@ -123,7 +123,7 @@ def add_values_asm():
 def load_values_asm(stride):
     """Return PTX that loads a word of each of 8 values, `stride` bytes apart.
 
-    Words beyond the last valid value, whose number is the last operand, are zero.
+    The last operand is the number of valid values; the words of the others are zero.
     """
     code = "{ .reg .pred p; "
     for j in range(8):
@@ -339,7 +339,7 @@ class Attention:
             begin = gl.where(item >= ends[r], ends[r], begin)
         position = self.position(row)
         start, size, count = self.splits(position)
-        count = gl.maximum(count, 1)  # a divisor; a row without keys has no segment
+        count = gl.maximum(count, 1)  # avoids division by 0; rows without keys have no segment
         head = gl.minimum((item - begin) // count, self.num_kv_heads - 1)
         split = (item - begin) % count
         count = gl.minimum(count - split, last - item)

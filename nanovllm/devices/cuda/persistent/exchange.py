@@ -168,7 +168,7 @@ def sum_indices(BLOCKS: gl.constexpr, ROWS: gl.constexpr):
 
 @aggregate
 class Exchange:
-    """A bfloat16 vector per row; each CTA stores 8 columns of each block, and reads the whole.
+    """A bfloat16 vector per row; each CTA stores 8 columns of each block, and reads all columns.
 
     Memory is [buffers, 2 copies, rows, size]: half of the CTAs read each copy. A vector may consist
     of parts that are padded to a capacity. Padding is never written and stays zero. With `of_all`,

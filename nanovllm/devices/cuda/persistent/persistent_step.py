@@ -142,9 +142,8 @@ class PersistentStep:
 
         `slots` and the tables are int32; a slot of length 0 is padding. By default every row has
         its own slot, unless it is padding. With `verifies`, n adjacent rows of the same slot are
-        the last n tokens of its sequence. Either way a row's logits are bitwise independent of
-        other rows. Writes logits [rows, vocab] and context_lens [rows], the tokens of each row's
-        context.
+        the last n tokens of its sequence. Either way, a row's logits are bitwise independent of
+        other rows. The kernel writes `logits` [rows, vocab] and `context_lens` [rows].
         """
         rows = len(slots)
         shape, constants = self.shape, self.constants

@@ -112,7 +112,7 @@ class Stream:
     words: gl.shared_memory_descriptor  # the memory of the ring, as words
     scales: gl.shared_memory_descriptor  # scales of quantized weights, for each slot
     full: gl.shared_memory_descriptor  # mbarrier per slot; completes when its tile has arrived
-    used: gl.shared_memory_descriptor  # mbarriers of groups, reused; complete when consumed
+    used: gl.shared_memory_descriptor  # mbarriers of groups, in rotation; complete when released
     sums: gl.shared_memory_descriptor  # the warps' sums: [8 warps, blocks, rows, 8 weight rows]
     more_sums: gl.shared_memory_descriptor  # the warps' sums of `up`
     cta: gl.tensor  # index of this CTA
@@ -206,7 +206,7 @@ class Stream:
 
     @gluon.jit
     def claim(self, t, g, owners, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr):
-        """Wait until tile t has a free slot and few tiles are in flight; then expect its bytes."""
+        """Wait until tile t has a free slot and may be in flight; then expect its bytes."""
         owners = self.take_slot(t, g, owners)
         before = t - tiles_in_flight(FORMAT, IN_FLIGHT, self.slots)
         if before >= 0:
