@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
 
 FIRST_SIZES = 8, 4, 2, 1  # batch sizes captured at startup
-# Batches of these sizes also have a graph for short contexts, in which attention does not split
-# the keys.
+# Batches of these sizes also have a graph for short contexts, in which the keys are not split.
 SHORT_SIZES = range(24, 81)
 
 Replay = Callable[[], None]
@@ -81,8 +80,7 @@ class DecodeGraphs:
         if persistent is not None and not persistent.suits(eager.caches):
             persistent = None
         self.persistent = persistent
-        # Maximum total context of a persistent step, keyed by its batch size. Cleared once the
-        # kernel has timed out.
+        # Batch size -> maximum total context of a persistent step; cleared after a timeout.
         rows = () if persistent is None else persistent.rows
         self.persistent_tokens = {
             size: persistent.max_tokens(size) for size in rows if persistent and size in self.sizes

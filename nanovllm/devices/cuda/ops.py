@@ -39,15 +39,13 @@ from nanovllm.ops.interface import (
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
 from nanovllm.ops.torch_ops import ComposedLinear, TorchOps
 
-# From this many rows on, the residual add is fused into the GEMM (addmm), so that the norm reads
-# one tensor less.
+# Minimum rows to fuse the residual add into the GEMM (addmm); the norm then reads one tensor less.
 MIN_FUSED_ADD_ROWS = 1024
 # FP8 weights with per-channel scales: up to this many rows, quantizing activations gains little.
 MAX_W8A16_ROWS = 16
 # FP8 weights with block-wise scales: up to this many rows, weights are dequantized in registers.
 MAX_FP8_ROWS = 64
-# Int4 weights: with more rows, they are first dequantized to memory, which moves nine times their
-# bytes.
+# Int4 weights: with more rows, they are dequantized to memory, which moves nine times their bytes.
 MAX_INT4_ROWS = 1024
 MAX_PAIR_TOKENS = 4  # MoE: with more tokens, enough share experts that sorting by expert pays off
 

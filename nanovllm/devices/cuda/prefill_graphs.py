@@ -118,8 +118,7 @@ class PrefillGraphs:
         self.sizes = sizes
         num_words = max(sum(size.lengths) for size in self.sizes) + 1 + 2 * MAX_CHANGES
         self._columns = torch.zeros(num_words, dtype=torch.int32, device=device.torch_device)
-        # Zeros are valid tokens and positions: nothing fills these buffers while launches are
-        # suppressed to compile the kernels.
+        # Zeros are valid tokens and positions: when launches are suppressed, nothing fills them.
         most, where = self.sizes[-1].num_tokens, device.torch_device
         self._input_ids = torch.zeros(most, dtype=torch.int32, device=where)
         # Row 0: positions; row 1: slot_mapping.

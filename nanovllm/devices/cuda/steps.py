@@ -66,8 +66,8 @@ class CudaSteps:
         self.captures_ahead = device.config.optimizes_latency
         self.decode = DecodeGraphs(eager, device)
         self.sampler = device.sampler(eager.tables, eager.model.config.vocab_size)
-        # Output of the sampler graphs. It is not in the graph pool, because the next step may run
-        # while it is copied to the host.
+        # Output of the sampler graphs, outside the graph pool: the next step may run while the
+        # tokens are copied to the host.
         num_slots = eager.tables.num_slots
         self._tokens = torch.zeros(num_slots, dtype=torch.int32, device=device.torch_device)
         self._masks: Tensor | None = None  # bitmasks in pinned host memory, read by the graphs

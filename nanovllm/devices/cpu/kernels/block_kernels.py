@@ -208,8 +208,7 @@ def _store(builder: Any, values: Any, address: Any) -> None:
     builder.store(values, builder.bitcast(address, values.type.as_pointer()), align=2)
 
 
-# The closure of a kernel must be the same in every process, or numba's cache does not find its
-# machine code.
+# Closure variables must be equal in every process: they are part of the key of numba's cache.
 
 
 def compile_linear(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:

@@ -32,8 +32,7 @@ class Group:
     low: Any | None
     offset: int
     integer: Callable[[int], Any]  # emits code for the integers of a column
-    # For 4-bit integers: emits code for 1 + integer / 16, which needs no conversion: the integer is
-    # inserted into the mantissa of 1.0.
+    # For 4-bit integers: emits code for 1 + integer / 16, made by setting mantissa bits of 1.0.
     fraction: Callable[[int], Any] | None = None
 
 

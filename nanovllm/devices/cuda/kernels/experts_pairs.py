@@ -50,7 +50,7 @@ def route(
     """
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, routing.top_k, device=logits.device, dtype=torch.int32)
-    ranks = torch.empty_like(ids)  # not a slice, whose alignment would compile another kernel
+    ranks = torch.empty_like(ids)  # not a slice: another alignment would compile another kernel
     weights = torch.empty(ids.shape, device=logits.device, dtype=torch.float32)
     _route[(num_tokens,)](
         *(ids, weights, logits, ranks, counts, num_experts),
@@ -108,7 +108,7 @@ def _run_dense(
     down: Tensor,
     options: dict[str, Any],
 ) -> None:
-    """Run dense experts; the down kernel sums over a token's experts, which is the fastest way."""
+    """Run dense experts: a kernel for gate and up, and one for down, which sums over experts."""
     num_tokens, top_k = ids.shape
     _, hidden, size = down.shape
     _dense_gate_up[(triton.cdiv(size, GATE_UP_BLOCK), len(y))](

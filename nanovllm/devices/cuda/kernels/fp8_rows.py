@@ -24,8 +24,8 @@ INFINITY_BITS = tl.constexpr(fp8.INFINITY_BITS)
 ROUND_UP = tl.constexpr(fp8.ROUND_UP)
 CODE_EXPONENT = tl.constexpr(fp8.CODE_EXPONENT)
 MIN_DOT_SIZE = tl.constexpr(16)  # minimum M, N and K of tl.dot
-# Probabilities are scaled so that the largest is 2**14: below float16's maximum, while much smaller
-# ones are still normal numbers.
+# Probabilities are scaled so that the largest is 2**14: it stays below float16's maximum, and much
+# smaller ones remain normal numbers.
 WEIGHT_EXPONENT = tl.constexpr(14)
 
 
@@ -112,7 +112,7 @@ def prepare_queries(q_tile, scale):  # type: ignore[no-untyped-def]
     if q_tile.dtype != tl.float32:
         wide = q_tile.to(tl.float32)
         largest = magnitude(wide)
-        largest = tl.where(largest >= INFINITY_BITS, 0, largest)  # the output is NaN anyway
+        largest = tl.where(largest >= INFINITY_BITS, 0, largest)  # ignore NaN and infinity
         exponent = row_exponents(tl.max(tl.max(largest, 1), 0))
         q_tile = (wide * power_of_two(254 - exponent)).to(tl.float16)
         scale *= power_of_two(exponent)

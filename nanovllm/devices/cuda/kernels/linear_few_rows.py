@@ -35,8 +35,8 @@ NUM_CTAS = 128  # number of CTAs that fill the device, for dense weights
 MAX_SPLITS = 4  # K splits of a dense weight
 # Unsplit, this kernel is faster than cuBLAS up to this many rows of x and bytes of the weight.
 MAX_ROWS, MAX_BYTES = 64, 32 << 20
-# Split-K for the next norm is faster than cuBLAS up to MAX_ROWS. For small weights, of up to
-# MAX_SPLIT_BYTES, it is faster up to MAX_SPLIT_ROWS.
+# If the next norm adds up the partial sums, split-K beats cuBLAS up to MAX_ROWS rows, and up to
+# MAX_SPLIT_ROWS rows for weights of at most MAX_SPLIT_BYTES.
 MAX_SPLIT_ROWS, MAX_SPLIT_BYTES = 256, 6 << 20
 MAX_QUANTIZED_SPLITS = 8
 MAX_SPLIT_TILES = 384  # a GEMM with a quantized weight and this many tiles or more is not split

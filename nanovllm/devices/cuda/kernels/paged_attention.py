@@ -27,8 +27,7 @@ from nanovllm.devices.cuda.kernels.attention_tiles import (
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 
 LOG2_E = 1.4426950408889634  # the softmax uses base 2, for which the hardware has an instruction
-# Kernel arguments that may start anywhere in an upload: specializing on their alignment would
-# compile more kernels.
+# Kernel arguments of any alignment (slices of an upload): specializing would compile more kernels.
 COLUMNS = "slots", "context_lens", "query_starts", "query_lens", "order", "members", "shared_lens"
 
 

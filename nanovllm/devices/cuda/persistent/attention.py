@@ -706,8 +706,8 @@ class Attention:
         sums = ()
         for n in gl.static_range(8):
             sums = sums + (gl.sum(bits_to_float(found[n]) * rescale, 1) / denominator,)
-        # Of a group's first four threads, two store the two copies of the output, and two clear the
-        # copies of the previous buffer.
+        # The first two threads of a group store the two copies of the output; the next two clear
+        # the copies in the previous buffer.
         previous = gl.where(buffer == 0, NUM_BUFFERS - 1, buffer - 1)
         copy = gl.where(split < 2, buffer, previous) * 2 + split % 2
         words = ()

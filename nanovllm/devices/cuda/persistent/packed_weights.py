@@ -1,4 +1,4 @@
-"""Collect a loaded model's weights for the persistent step, or find why it is not supported."""
+"""Collect a loaded model's weights for the persistent step, or find out why it is unsupported."""
 
 from __future__ import annotations
 

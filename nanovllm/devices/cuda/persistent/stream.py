@@ -112,7 +112,7 @@ class Stream:
     words: gl.shared_memory_descriptor  # the memory of the ring, as words
     scales: gl.shared_memory_descriptor  # scales of quantized weights, for each slot
     full: gl.shared_memory_descriptor  # mbarrier per slot; completes when its tile has arrived
-    used: gl.shared_memory_descriptor  # mbarriers of groups, in rotation; complete when released
+    used: gl.shared_memory_descriptor  # mbarrier per group, in rotation; completes on release
     sums: gl.shared_memory_descriptor  # the warps' sums: [8 warps, blocks, rows, 8 weight rows]
     more_sums: gl.shared_memory_descriptor  # the warps' sums of `up`
     cta: gl.tensor  # index of this CTA

@@ -94,8 +94,7 @@ def stage(staged, k: gl.constexpr, rows, BITS: gl.constexpr):
     else:
         if k % 2 == 0:
             staged = staged + (gl.allocate_shared_memory(gl.bfloat16, [2, 4, R, 8, 4, 8], S5),)
-        # A word holds eight weights of a quant group, 16 columns apart: the first and the fifth
-        # become a pair.
+        # A word holds eight weights, 16 columns apart: the first and the fifth become a pair.
         values = gl.reshape(x.to(gl.bfloat16), [4, 2, 2, 2, 2, 2, 4, 2, R])
         values = gl.permute(values, [0, 8, 6, 4, 1, 5, 7, 3, 2])
         half = staged[k // 2].index(k % 2)
