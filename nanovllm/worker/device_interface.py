@@ -110,7 +110,7 @@ class Device(Protocol):
     def keep_allowed(self, logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
         """See `torch_sampling.keep_allowed`."""
 
-    def sampler(self, tables: InputBatch, vocab_size: int) -> Sampler:
+    def sampler(self, input_batch: InputBatch, vocab_size: int) -> Sampler:
         """Create the sampler, which draws tokens from logits."""
 
     def prepare(

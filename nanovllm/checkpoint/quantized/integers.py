@@ -20,7 +20,7 @@ from nanovllm.checkpoint.stored_tensors import FLOATS, QuantizedPiece, StoredTen
 from nanovllm.errors import CheckpointError
 
 # AWQ: the position in a word of each of eight outputs, counted from the lowest bits.
-AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+AWQ_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def open_awq(parts: Parts, quantization: Quantization) -> StoredWeight:
@@ -51,8 +51,8 @@ def _unpack_awq(words: Tensor) -> Tensor:
     """Unpack [n, words of outputs] to [outputs, n]."""
     by_output = words.t().contiguous()
     values = torch.empty(len(by_output), 8, len(words), dtype=torch.uint8)
-    for i, place in enumerate(AWQ_PLACES):
-        values[:, i] = (by_output >> 4 * place) & 15
+    for i, position in enumerate(AWQ_POSITIONS):
+        values[:, i] = (by_output >> 4 * position) & 15
     return values.flatten(0, 1)
 
 
@@ -88,7 +88,7 @@ def open_gptq(parts: Parts, quantization: Quantization) -> StoredWeight:
 def _gptq_zeros(words: Tensor, offset: int, quantization: Quantization) -> Tensor:
     bits = quantization.bits
     if quantization.zeros_carry:
-        words += sum(offset << bits * place for place in range(32 // bits))
+        words += sum(offset << bits * position for position in range(32 // bits))
         return _unpack(words, bits)
     # Version 1 of the format stores a zero point of 0 as the largest integer.
     return (_unpack(words, bits) + offset) & ((1 << bits) - 1)

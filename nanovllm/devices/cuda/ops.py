@@ -47,7 +47,9 @@ MAX_W8A16_ROWS = 16
 MAX_FP8_ROWS = 64
 # Int4 weights: with more rows, they are dequantized to memory, which moves nine times their bytes.
 MAX_INT4_ROWS = 1024
-MAX_PAIR_TOKENS = 4  # MoE: with more tokens, enough share experts that sorting by expert pays off
+# MoE: with more tokens, enough of them share an expert that sorting by expert pays off. With
+# quantized weights tokens are always sorted, because tensor cores multiply such weights faster.
+MAX_PAIR_TOKENS = 4
 
 
 class TritonOps:
@@ -90,7 +92,7 @@ class CudaLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias, activation = self.weight, self.bias, self.activation
-        if len(x) == 1:
+        if len(x) == 1 and isinstance(weight, Tensor):
             return one_row_linear(ResidualStream(x), None, weight, bias, activation)[0]
         x = x.contiguous()
         if (scaled_mm := self._scaled_mm_of(x)) is not None:
@@ -116,9 +118,9 @@ class CudaLinear:
         )
 
     def after_norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        residual = hidden.residual
-        if len(residual) == 1:
-            return one_row_linear(hidden, norm, self.weight, self.bias, self.activation)
+        residual, weight = hidden.residual, self.weight
+        if len(residual) == 1 and isinstance(weight, Tensor):
+            return one_row_linear(hidden, norm, weight, self.bias, self.activation)
         scaled_mm = self._scaled_mm_of(residual)
         if scaled_mm is not None and not scaled_mm.stored.has_blocks:
             return fp8_after_norm(hidden, norm, scaled_mm, self.bias, self.activation), residual
@@ -157,7 +159,7 @@ def pack_quantized(
 
 @dataclass(frozen=True, slots=True)
 class CudaExperts:
-    """An MoE layer: a few tokens each read their own experts; more tokens are sorted by expert."""
+    """An MoE layer: tokens are sorted by expert, or a few tokens each read their own experts."""
 
     ops: TritonOps
     gate_up: CudaWeight
@@ -168,10 +170,11 @@ class CudaExperts:
         x, logits = x.contiguous(), logits.contiguous()
         if len(x) == 0:
             return x
-        if len(x) > MAX_PAIR_TOKENS:
-            return run_grouped(x, logits, self.gate_up, self.down, self.routing)
-        ids, weights, _ = route(logits, self.routing)
-        return run_pairs(x, ids, weights, self.gate_up, self.down)
+        gate_up, down = self.gate_up, self.down
+        if len(x) <= MAX_PAIR_TOKENS and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            ids, weights, _ = route(logits, self.routing)
+            return run_pairs(x, ids, weights, gate_up, down)
+        return run_grouped(x, logits, gate_up, down, self.routing)
 
     def after_norm(
         self, hidden: ResidualStream, norm: NormWeights, router: PackedLinear

@@ -102,12 +102,12 @@ def attend_keys(  # type: ignore[no-untyped-def]
     `seen_by_all` is the range [begin, end) of keys that all rows attend to, and `seen` holds each
     row's first and last key (inclusive). Only tiles that reach beyond `seen_by_all` need a mask.
     """
-    HAS_CODES: tl.constexpr = len(caches) > 2
-    WIDTH: tl.constexpr = HEAD_DIM // 2 if HAS_CODES else HEAD_DIM  # FP8 is read in pairs
+    IS_FP8: tl.constexpr = len(caches) > 2
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if IS_FP8 else HEAD_DIM  # FP8 is read in pairs
     column = kv_head * WIDTH
     heads = caches[0] + column, caches[1] + column
     exponents = ()
-    if HAS_CODES:  # even and odd columns are accumulated separately
+    if IS_FP8:  # even and odd columns are accumulated separately
         word = kv_head * (BLOCK_SIZE // 4)
         exponents = caches[2] + word, caches[3] + word  # type: ignore[assignment]
         q_tile, scale = prepare_queries(q_tile, scale)
@@ -124,7 +124,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
         *(softmax, q_tile, heads, exponents, blocks, block_ids, length, (whole, hi, first)),
         *(seen_by_all, seen, block_stride, scale, WIDTH, KV_HEADS, BLOCK_SIZE, TILE, False),
     )
-    if HAS_CODES:
+    if IS_FP8:
         softmax = join(softmax[0][0], softmax[0][1]), softmax[1], softmax[2]
     return softmax
 

@@ -57,7 +57,7 @@ def padded_range(count: tl.constexpr, least: tl.constexpr):  # type: ignore[no-u
 
 
 @triton.jit
-def spread_matrix(COLUMNS: tl.constexpr, SIZE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def hadamard_matrix(COLUMNS: tl.constexpr, SIZE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return a block-diagonal Hadamard matrix; each block mixes SIZE columns of half a head."""
     columns = tl.arange(0, COLUMNS)
     common = (columns[:, None] & columns[None, :]) % SIZE
@@ -77,19 +77,19 @@ def hadamard_transform(first, second, matrix, SCALE: tl.constexpr):  # type: ign
 
 
 @triton.jit
-def quantize(first, second, places, is_row):  # type: ignore[no-untyped-def]
+def quantize(first, second, pointers, is_row):  # type: ignore[no-untyped-def]
     """Quantize rows given as two halves; store their scale exponents, and return the FP8 bits."""
     first, second = first.to(tl.float32), second.to(tl.float32)
     largest = tl.max(tl.maximum(magnitude(first), magnitude(second)), 1)
     exponents = row_exponents(largest)
-    codes = to_codes(first, largest, exponents), to_codes(second, largest, exponents)
+    values = to_fp8(first, largest, exponents), to_fp8(second, largest, exponents)
     exponents = tl.where(largest >= INFINITY_BITS, NOT_FINITE, exponents)
-    tl.store(places, exponents.to(tl.uint8)[:, None], mask=is_row)
-    return codes
+    tl.store(pointers, exponents.to(tl.uint8)[:, None], mask=is_row)
+    return values
 
 
 @triton.jit
-def to_codes(x, largest, exponents):  # type: ignore[no-untyped-def]
+def to_fp8(x, largest, exponents):  # type: ignore[no-untyped-def]
     """Quantize float32 rows [rows, dims] to the bits of FP8 values."""
     scaled = x * power_of_two(254 - exponents)[:, None]
     size = tl.minimum(tl.abs(scaled), LARGEST)
@@ -97,9 +97,9 @@ def to_codes(x, largest, exponents):  # type: ignore[no-untyped-def]
     # Round to three bits of fraction, ties to even; below 2**-6 to multiples of 2**-9.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
     tiny = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    codes = tl.where(bits < 0x3C800000, tiny, normal)
-    codes |= (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return tl.where((largest >= INFINITY_BITS)[:, None], 0x7F, codes).to(tl.uint8)
+    rounded = tl.where(bits < 0x3C800000, tiny, normal)
+    rounded |= (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return tl.where((largest >= INFINITY_BITS)[:, None], 0x7F, rounded).to(tl.uint8)
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def join(even, odd):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def widen_pairs(pairs, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def upcast_pairs(pairs, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Upcast FP8 values that were loaded in pairs (int16); return even columns and odd columns.
 
     Tensor cores read columns of 16-bit elements directly from shared memory; single FP8 values
@@ -206,7 +206,7 @@ def weigh_fp8(scores, exponents, row_max, row_sum):  # type: ignore[no-untyped-d
 @triton.jit
 def multiply_keys(queries, pairs):  # type: ignore[no-untyped-def]
     """Compute Q K^T of queries from `prepare_queries` and keys in pairs of FP8 values."""
-    even, odd = widen_pairs(pairs, queries[0].dtype)
+    even, odd = upcast_pairs(pairs, queries[0].dtype)
     scores = tl.dot(queries[0], even.T, input_precision="ieee")
     return tl.dot(queries[1], odd.T, scores, input_precision="ieee")
 
@@ -215,6 +215,6 @@ def multiply_keys(queries, pairs):  # type: ignore[no-untyped-def]
 def add_values(acc, weights, pairs, alpha, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add a tile's P V to the accumulators, one for even columns and one for odd columns."""
     weights = weights.to(dtype)
-    even, odd = widen_pairs(pairs, dtype)
+    even, odd = upcast_pairs(pairs, dtype)
     even_sum = tl.dot(weights, even, acc[0] * alpha[:, None], input_precision="ieee")
     return even_sum, tl.dot(weights, odd, acc[1] * alpha[:, None], input_precision="ieee")
