@@ -123,7 +123,7 @@ class DecodeGraphs:
         replay()
         return self._step_logits(self.graphs[key].logits[: len(plan.slots)], key)
 
-    # Capture.
+    # Warm-up and capture.
 
     def warm_up(self) -> Iterator[StepLogits]:
         """Launch the kernels of every bucket, and yield the logits of each bucket.

@@ -17,7 +17,8 @@ S3, S5, S6, S7, S9 = (
 )
 # Layout of half a tile, as words [8 segments, 8 weight rows, 32], for an operand of `mma`.
 HALF = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
-ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [8, 1, 1], [2, 1, 0]))  # [8, 8, 4]
+# Layout with one word per thread: [8 segments, 8 weight rows, 4].
+ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
 SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))  # scales of a tile, not swizzled
 # The bits of an FP8 value, moved to their positions in bfloat16, are that value times 2**-120. To
 # compensate, x is scaled up: |x| < 2**27 stays finite, and sums do not underflow in float32.
