@@ -1,15 +1,11 @@
-"""Run several prompts as one continuously batched job, streaming; `make demo` runs this."""
+"""Ask eight questions as one batch, and print the answers as they are generated: `make demo`."""
 
 import argparse
-import sys
+from collections import defaultdict
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli.exit_code import exit_code
-from nanovllm.cli.options import dashed
-from nanovllm.cli.output import RunStats, print_in_order
-from nanovllm.cli.start import configure_logging
 
-# Every prompt starts with this text; with the prefix cache, its first block is computed once.
+# All prompts begin with this text: the prefix cache computes its first block of 64 tokens once.
 SYSTEM = (
     "You are a helpful AI assistant. You answer every question truthfully, in plain words and in "
     "no more than two short sentences, so that everyone understands the answer. You do not repeat "
@@ -28,46 +24,44 @@ QUESTIONS = [
 ]
 
 
-def main() -> int:
-    args = parse_args()
-    configure_logging(is_verbose=False)
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    print(f"Loading {args.model} ...")
-    with LLM(
-        args.model,
-        device=args.device,
-        enforce_eager=args.enforce_eager,
-        tensor_parallel_size=args.tensor_parallel_size,
-    ) as llm:
-        prompts = as_chat(llm, QUESTIONS)
-        # Without streaming: for output in llm.generate(prompts, params): print(output.text)
-        stats = RunStats()
-        print_in_order(llm.stream(prompts, params), QUESTIONS, stats)
-        print("\n" + stats.summary())
-    return 0
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2", help="folder, .gguf file or hub id")
+    parser.add_argument("--max-tokens", type=int, default=128, help="per answer")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="number of GPUs")
+    args = parser.parse_args()
 
-
-def as_chat(llm: LLM, questions: list[str]) -> list[str] | list[list[int]]:
-    """Put each question into the model's chat template, if it has one."""
-    if not llm.get_tokenizer().chat_template:
-        return questions
     system = {"role": "system", "content": SYSTEM}
-    conversations = [[system, {"role": "user", "content": question}] for question in questions]
-    return llm.apply_chat_template(conversations, enable_thinking=False)  # Qwen3: skip reasoning
+    chats = [[system, {"role": "user", "content": question}] for question in QUESTIONS]
+    params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
+    outputs, is_new = [], True
+    with LLM(args.model, tensor_parallel_size=args.tensor_parallel_size) as llm:
+        # Without streaming: for output in llm.chat(chats, params): print(output.text)
+        for piece in in_order(llm.stream_chat(chats, params)):
+            if is_new:
+                print(f"[{piece.index + 1}/{len(QUESTIONS)}] {QUESTIONS[piece.index]}")
+            print(piece.text, end="\n\n" if piece.finished else "", flush=True)
+            is_new = piece.finished
+            outputs += [piece.output] if piece.finished else []
+
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    num_new = sum(len(output.token_ids) for output in outputs)
+    seconds = max(output.duration for output in outputs)
+    print(f"prompts    {len(outputs)}, {num_prompt} tokens, {num_cached} from the prefix cache")
+    print(f"generated  {num_new} tokens in {seconds:.2f} s, {num_new / seconds:.0f} per second")
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--model", default="smollm2", help="folder, .gguf file, hub id, or qwen3")
-    parser.add_argument("--device", default="auto", help="where to run")
-    parser.add_argument("--max-tokens", type=int, default=128, help="per output")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--enforce-eager", action="store_true", help="run without captured graphs")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices to shard over")
-    return parser.parse_args(dashed(sys.argv[1:]))
+def in_order(pieces):
+    """Yield pieces question by question: all run at once, and pieces of later ones wait."""
+    waiting, turn = defaultdict(list), 0
+    for new in pieces:
+        waiting[new.index].append(new)
+        while waiting[turn]:
+            piece = waiting[turn].pop(0)
+            yield piece
+            turn += piece.finished
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    main()

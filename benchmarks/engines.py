@@ -17,14 +17,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.models import model_path
 from benchmarks.workloads import Workload
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.checkpoint.gguf import list_tensors
+from nanovllm.checkpoint.gguf_tensors import list_gguf
 from nanovllm.checkpoint.hub import ALIASES
 from nanovllm.config import EngineConfig
 from nanovllm.errors import NanovllmError
@@ -191,8 +190,8 @@ def load_transformers(name: str, device: str, dtype: str, load_format: str = "au
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     if not is_dummy:  # GGUF, for which transformers would need another package
-        stored = list_tensors(checkpoint.weight_files[0])
-        weights = {each.name: torch.from_numpy(np.concatenate([*each.read()])) for each in stored}
+        stored = list_gguf(checkpoint.weight_files[0])
+        weights = {each.name: torch.cat([*each.read()]) for each in stored}
         missing, unexpected = model.load_state_dict(weights, strict=False)
         assert not unexpected
         assert set(missing) <= {"lm_head.weight"}  # tied embeddings

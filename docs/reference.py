@@ -46,13 +46,13 @@ Keyword arguments of `SamplingParams`, and fields of requests to a server; some 
 - `seed` makes a request reproducible whatever else is in the batch: in float32, except for draws within 6e-6 of the boundary between two
   tokens; in bfloat16, rounding depends on the batch.
 - `max_tokens=None` generates as many tokens as the context can hold.
-- `structured_outputs`: [structured-output.md](structured-output.md); `logits_processors`: [requests.md](requests.md#logits-processors).""",
+- `structured_outputs`: [structured-output.md](structured-output.md); `logits_processors`: [offline.md](offline.md#logits-processors).""",
     ),
     "Server": (
         ServerOptions,
         """\
 Flags of `nanovllm serve`, and keys of its `--config` file (YAML), which may also contain engine options. The first six
-are also flags of `nanovllm batch`. [serving.md](serving.md#operation) explains them.""",
+are also flags of `nanovllm batch`. [operations.md](operations.md) explains them.""",
     ),
 }
 

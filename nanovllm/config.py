@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.validation import check_choices, check_types, option, require, suggest_fields
@@ -33,7 +32,7 @@ def tokens(text: str) -> int:
 @suggest_fields
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The options of `LLM(...)`; the first nine are also nano-vLLM's."""
+    """The options of `LLM(...)`; the first nine are the same as in nano-vLLM."""
 
     model: str
     max_num_batched_tokens: int = option(
@@ -47,7 +46,7 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1, "number of GPUs, or CPU processes, to shard the model over", alias="-tp"
     )
-    enforce_eager: bool = option(False, "run without CUDA graphs or recorded steps, for debugging")
+    enforce_eager: bool = option(False, "run without CUDA graphs or captured steps, for debugging")
     kvcache_block_size: int = option(
         64, "tokens per KV-cache block, a multiple of 16", alias="--block-size"
     )
@@ -142,15 +141,6 @@ class EngineConfig:
         require(is_valid, name, expected, getattr(self, name), ConfigError)
 
 
-def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
-    """Create an EngineConfig from keyword arguments, which may include vLLM's options."""
-    if not options.keys() <= EngineConfig.__dataclass_fields__.keys():
-        from nanovllm.engine_options import drop_vllm_options
-
-        options = drop_vllm_options(options)
-    return EngineConfig(str(model), **options)
-
-
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary embedding: its base, and how the frequencies are scaled for longer contexts."""
@@ -162,8 +152,8 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     factors: tuple[float, ...] = ()  # for kind "factors": a divisor per frequency, as in GGUF
-    # For kind "yarn", in rotations over the trained context: frequencies above `beta_fast` are
-    # kept, those below `beta_slow` are divided by `factor`, and those between are interpolated.
+    # For kind "yarn": frequencies with more than `beta_fast` rotations over the trained context are
+    # kept, those with fewer than `beta_slow` are divided by `factor`, the rest is interpolated.
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     is_truncated: bool = True  # round the boundaries of the interpolation to whole indices
@@ -218,7 +208,7 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     embedding_scale: float = 1.0
-    norm_offset: float = 0.0  # added to norm weights: 1 where checkpoints store w for 1 + w
+    norm_offset: float = 0.0  # added to norm weights; 1 if checkpoints store the weights minus 1
     experts: ExpertsConfig | None = None
 
     @property

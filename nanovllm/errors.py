@@ -1,4 +1,9 @@
-"""The exceptions nanovllm raises; each message states the problem, the value and the fix."""
+"""The exceptions that nanovllm raises; a message states the problem, the value and the fix."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 
 class NanovllmError(Exception):
@@ -26,7 +31,7 @@ class ConfigError(NanovllmError, ValueError):
 
 
 class RequestError(NanovllmError, ValueError):
-    """A prompt cannot be served; other requests are unaffected."""
+    """A request is invalid or cannot be served; other requests are unaffected."""
 
     status = 400
 
@@ -70,3 +75,22 @@ class EngineError(NanovllmError, RuntimeError):
 
 class WorkerError(EngineError):
     """A worker process raised an error or died, so its engine has failed."""
+
+
+@contextlib.contextmanager
+def errors_about(param: str, kind: type[RequestError] = RequestError) -> Iterator[None]:
+    """Set `param` on errors of type `kind` that are raised in this context."""
+    try:
+        yield
+    except kind as error:
+        error.param = param
+        raise
+
+
+def at_index(error: RequestError, name: str, index: int, count: int) -> RequestError:
+    """Return the error with the index of the prompt that it is about, if there are several."""
+    return (
+        error
+        if count == 1
+        else RequestError(f"{name}[{index}]: {error}", param=name, code=error.code)
+    )

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,22 +20,23 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
-from nanovllm.checkpoint.resolved_model import ResolvedModel, clamp_model_len
-from nanovllm.config import EngineConfig, ModelConfig, engine_config
+from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
+from nanovllm.checkpoint.tokenizer import load_tokenizer
+from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.engine_thread import EngineThread, RequestGroup
 from nanovllm.engine.grammar import GrammarEngine
 from nanovllm.engine.input_processor import InputProcessor, Vocabulary
+from nanovllm.engine.lazy_requests import run_lazily
 from nanovllm.engine.output_processor import RequestState
 from nanovllm.engine.prompt_budget import PromptBudget
-from nanovllm.engine.prompts import Params, Prompts, as_params, as_prompt, at_index, split_prompts
+from nanovllm.engine.prompts import Params, Prompts, as_params, as_prompt, split_prompts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scoring import SCORED, check_pooling, continue_prompt, embedding_of, score_of
 from nanovllm.engine.step import Executor, ExecutorInfo, Pooling
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import ConfigError, RequestError, at_index
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
-    from nanovllm.engine_options import EngineOptions
+    from nanovllm.engine.engine_options import EngineOptions
     from nanovllm.worker.device_interface import Device
 
 logger = logging.getLogger(__name__)
@@ -114,27 +114,10 @@ class LLM:
         Prompts, and parameters if each prompt has its own, are read lazily, as others finish.
         """
 
-        def take(count: int) -> dict[int, RequestState]:
-            requests = {}
-            for index, (item, params) in itertools.islice(pairs, count):
-                try:
-                    requests[index] = self._request_state(item, params, cache_salt)
-                except RequestError as error:
-                    raise RequestError(f"prompts[{index}]: {error}") from error
-                indices[requests[index].seq_id] = index
-            return requests
+        def create(item: Any, params: SamplingParams) -> RequestState:
+            return self._request_state(item, params, cache_salt)
 
-        pairs = enumerate(_with_params(prompts, sampling_params))
-        indices: dict[int, int] = {}  # keyed by seq_id
-        group = RequestGroup(is_streaming=True)
-        # Keep as many requests waiting as can run, so that the batch stays full.
-        steps = self.engine.stream(group, take(2 * self.engine.config.max_num_seqs))
-        with contextlib.closing(steps):
-            for step in steps:
-                if step.finished:
-                    self.engine.extend(group, take(len(step.finished)))
-                for output in step.finished:
-                    yield indices.pop(output.seq_id), output
+        return run_lazily(self.engine, create, prompts, sampling_params)
 
     def chat(
         self,
@@ -235,7 +218,7 @@ class LLM:
         return self.engine.call(self.engine.step)
 
     def is_finished(self) -> bool:
-        """Whether no request is left for `step`."""
+        """Return whether no request is left for `step`."""
         return self.engine.call(self.engine.is_finished)
 
     def abort(self, seq_id: int | str) -> RequestOutput | None:
@@ -290,7 +273,7 @@ class LLM:
     def _run(self, requests: dict[int, RequestState], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests to completion, with a progress bar; return their outputs in order."""
         outputs: dict[int, RequestOutput] = {}
-        num_input = num_output = 0  # tokens of finished requests
+        num_input = num_output = 0  # number of tokens of finished requests
         is_hidden = not use_tqdm or sys.stderr is None
         steps = self.engine.stream(RequestGroup(is_streaming=False), requests)
         bar = tqdm(total=len(requests), desc="Prompts", dynamic_ncols=True, disable=is_hidden)
@@ -307,27 +290,36 @@ class LLM:
         return [outputs[state.seq_id] for state in requests.values()]
 
 
-def _with_params(
-    prompts: Iterable[Any], params: SamplingParams | Iterable[SamplingParams] | None
-) -> Iterator[tuple[Any, SamplingParams]]:
-    """Pair each prompt with its parameters; a string or a dict is one prompt."""
-    prompts = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
-    params = SamplingParams() if params is None else params
-    each = itertools.repeat(params) if isinstance(params, SamplingParams) else iter(params)
-    for index, prompt in enumerate(prompts):
-        own = next(each, None)
-        if not isinstance(own, SamplingParams):
-            raise RequestError(
-                "sampling_params must be SamplingParams or one for each prompt, got "
-                f"{own!r:.80} for prompts[{index}]"
-            )
-        yield prompt, own
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """The checkpoint and configuration of a model, and the engine options it runs with."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    checkpoint: Checkpoint
+
+    def load_vocabulary(self) -> Vocabulary:
+        tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.checkpoint)
+        eos_ids = eos_token_ids(self.checkpoint)
+        if not eos_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos_ids = (tokenizer.eos_token_id,)
+        vocab_size = self.model_config.vocab_size
+        return Vocabulary(tokenizer, frozenset(i for i in eos_ids if 0 <= i < vocab_size))
 
 
 @dataclass(frozen=True, slots=True)
 class StartedCore:
     core: EngineCore
     info: ExecutorInfo
+
+
+def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
+    """Create an EngineConfig from keyword arguments, which may include vLLM's options."""
+    if not options.keys() <= EngineConfig.__dataclass_fields__.keys():
+        from nanovllm.engine.engine_options import drop_vllm_options
+
+        options = drop_vllm_options(options)
+    return EngineConfig(str(model), **options)
 
 
 def create_engine(config: EngineConfig) -> EngineThread:
@@ -355,7 +347,16 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
         check=partial(check_model, config, _check_device(config)),
     )
     model_config = read_config(checkpoint.config)
-    return ResolvedModel(clamp_model_len(config, model_config), model_config, checkpoint)
+    return ResolvedModel(_clamp_model_len(config, model_config), model_config, checkpoint)
+
+
+def _clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
+    limit = model_config.max_position_embeddings
+    if config.max_model_len <= limit:
+        return config
+    if config.max_model_len != WHOLE_CONTEXT:
+        logger.warning("max_model_len=%d is clamped to the model's %d", config.max_model_len, limit)
+    return replace(config, max_model_len=limit)
 
 
 def create_input_processor(resolved: ResolvedModel, is_remote: bool = False) -> InputProcessor:
@@ -448,5 +449,5 @@ def _create_device(config: EngineConfig) -> Device:
 
 
 def _has_devices() -> bool:
-    """Whether `devices/` with the kernels is installed; without it, plain torch is used."""
+    """Return whether `devices/` with the kernels is installed; otherwise plain torch is used."""
     return find_spec("nanovllm.devices") is not None

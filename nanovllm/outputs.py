@@ -1,4 +1,4 @@
-"""Outputs of the engine: a record per finished request, streamed piece and step."""
+"""Outputs of the engine: records of finished requests, streamed pieces and steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CompletionOutput:
     logprobs: Sequence[dict[int, Logprob]] | None
     cumulative_logprob: float | None
     finish_reason: str
-    # The stop string or token that ended it; "num_kvcache_blocks" if it filled the KV cache.
+    # The stop string or stop token, if any; "num_kvcache_blocks" if the KV cache was full.
     stop_reason: str | int | None
 
 
@@ -34,7 +34,7 @@ class CompletionOutput:
 class RequestOutput(Mapping[str, Any]):
     """The output of one request; also a mapping, as in `output["text"]` or `dict(output)`.
 
-    `outputs` holds all `n` completions; fields like `text` and `token_ids` are the first one's.
+    `outputs` holds all `n` completions; fields such as `text` belong to the first one.
     """
 
     seq_id: int

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from nanovllm.errors import ConfigError, NanovllmError, RequestError
@@ -46,20 +45,10 @@ def require_text(param: str, value: object) -> None:
         raise RequestError(message, param=param) from error
 
 
-@contextlib.contextmanager
-def errors_about(param: str, kind: type[RequestError] = RequestError) -> Iterator[None]:
-    """Set `param` on errors of type `kind` that are raised in this context."""
-    try:
-        yield
-    except kind as error:
-        error.param = param
-        raise
-
-
 def check_types(record: Any) -> None:
     """Raise ConfigError for the first field whose value does not match its simple type annotation.
 
-    Converts numpy scalars to Python numbers, even in a frozen record.
+    Numpy scalars become Python numbers, even in a frozen dataclass.
     """
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)

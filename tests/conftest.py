@@ -35,6 +35,7 @@ FIRST = (
     "tests/devices/cpu/test_captured_forward.py",
     "tests/test_equals_transformers.py",
     "tests/test_tensor_parallel.py",
+    "tests/test_documented_programs.py",
     "tests/test_example.py",
     "tests/batch/",
 )
@@ -42,6 +43,7 @@ SHARED = {
     "tests/serve/": "server",
     "tests/ray/": "ray",
     "tests/clients/": "clients",
+    "tests/learn/": "learn",
     # The kernels of experts compile in half the time after the other kernels.
     "tests/devices/cpu/test_numba_attention.py": "kernels",
     "tests/devices/cpu/test_experts.py": "kernels",

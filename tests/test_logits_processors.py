@@ -209,7 +209,7 @@ def test_a_step_cannot_wait_for_itself(tiny: Any) -> None:
 
 @pytest.mark.slow
 def test_the_documented_example(capsys: Any) -> None:
-    text = (Path(__file__).parents[1] / "docs" / "requests.md").read_text()
+    text = (Path(__file__).parents[1] / "docs" / "offline.md").read_text()
     example = next(part for part in text.split("```python\n") if "say_nothing_twice" in part)
     scope: dict[str, Any] = {}
     exec(example.partition("```")[0], scope)

@@ -32,11 +32,11 @@ from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
 from nanovllm.devices.choose import create_device
 from nanovllm.devices.cpu.device import CpuDevice
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import TPGroup
-from nanovllm.worker.loader import UnpackedLayers, load_weights
+from nanovllm.worker.loader import LoadingLayers, load_weights
 
 GB = 1e9
 HIDDEN, VOCAB = 1024, 32_000
@@ -96,9 +96,9 @@ def write_random_weights(folder: Path, config: dict[str, Any], num_shards: int) 
     (folder / "config.json").write_text(json.dumps(config))
     model_config = read_config(config)
     dtype = getattr(torch, model_config.dtype)
-    build = Build(torch.device("meta"), dtype, None, None)  # type: ignore[arg-type]
+    build = BuildContext(torch.device("meta"), dtype, None, None)  # type: ignore[arg-type]
     model = build_model(model_config, 64, build)
-    expected = UnpackedLayers(model, CpuDevice(EngineConfig("none"))).expected
+    expected = LoadingLayers(model, CpuDevice(EngineConfig("none"))).expected
     names = sorted(expected)
     for i in range(num_shards):
         own = names[i * len(names) // num_shards : (i + 1) * len(names) // num_shards]
@@ -125,7 +125,9 @@ def measure(folder: Path, dtype: str, device: str, num_ranks: int) -> Load:
     checkpoint = find_checkpoint(str(folder), need_tokenizer=False)
     place = create_device(EngineConfig(str(folder), device=device))
     first = TPGroup(0, num_ranks)
-    build = Build(place.torch_device, getattr(torch, dtype), SdpaAttention(16), TorchOps(), first)
+    build = BuildContext(
+        place.torch_device, getattr(torch, dtype), SdpaAttention(16), TorchOps(), first
+    )
     held_bytes = resident_bytes("VmRSS")
     with torch.inference_mode(), place.in_order():
         model = build_model(read_config(checkpoint.config), 64, build)

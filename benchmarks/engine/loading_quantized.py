@@ -44,9 +44,9 @@ from nanovllm.checkpoint.quantized.modules import PROJECTION
 from nanovllm.config import EngineConfig
 from nanovllm.devices.choose import create_device
 from nanovllm.devices.cpu.device import CpuDevice
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import build_model, read_config
-from nanovllm.worker.loader import UnpackedLayers, load_weights
+from nanovllm.worker.loader import LoadingLayers, load_weights
 from nanovllm.worker.quantized_layouts import choose_layouts
 
 GROUP = 128
@@ -85,7 +85,7 @@ def measure_stored(file: Path) -> Load:
     stored = choose_layouts(config, checkpoint, device, dtype)
     ops = device.ops(dtype)
     attention = device.attention(dtype, ops)
-    build = Build(device.torch_device, dtype, attention, ops, device.group, stored)
+    build = BuildContext(device.torch_device, dtype, attention, ops, device.group, stored)
     held_bytes = resident_bytes("VmRSS")
     with torch.inference_mode():
         model = build_model(model_config, 64, build)
@@ -133,9 +133,9 @@ def write_checkpoint(folder: Path, kind: str, num_layers: int) -> None:
     quantization, make = KINDS[kind]
     config = {**CONFIG, "num_hidden_layers": num_layers, "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
-    build = Build(torch.device("meta"), torch.bfloat16, None, None)  # type: ignore[arg-type]
+    build = BuildContext(torch.device("meta"), torch.bfloat16, None, None)  # type: ignore[arg-type]
     model = build_model(read_config(config), 64, build)
-    expected = UnpackedLayers(model, CpuDevice(EngineConfig("none"))).expected
+    expected = LoadingLayers(model, CpuDevice(EngineConfig("none"))).expected
     tensors: Parts = {}
     for name, tensor in expected.items():
         module = name.removesuffix(".weight")

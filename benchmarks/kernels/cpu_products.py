@@ -59,10 +59,10 @@ def main() -> None:
 def measure_linear(ops: NumbaOps, dtype: torch.dtype, rows: list[int]) -> None:
     ops.max_linear_rows = max(rows)  # so that our kernel runs all of them
     weights = [torch.randn(shape).to(dtype) for shape in SHAPES]
-    product_dtype = FEATURES.product_dtype(dtype)
+    matmul_dtype = FEATURES.matmul_dtype(dtype)
     models = {
-        "by rows": [partial(linear, weight=w, bias=None, dtype=product_dtype) for w in weights],
-        "ours": [ops.pack_linear(weight, None, None, has_room=False) for weight in weights],
+        "by rows": [partial(linear, weight=w, bias=None, dtype=matmul_dtype) for w in weights],
+        "ours": [ops.pack_linear(weight, None, None, allow_copy=False) for weight in weights],
     }
     if dtype in FEATURES.packs:
         models["oneDNN"] = [pack_onednn(weight, None) for weight in weights]
@@ -75,7 +75,7 @@ def measure_linear(ops: NumbaOps, dtype: torch.dtype, rows: list[int]) -> None:
 def measure_blocks(rows: list[int]) -> None:
     """Measure GGUF weights of random bytes, whose values only need to be finite."""
     ops = NumbaOps(Launcher(torch.bfloat16), FEATURES)
-    plain = ops.pack_linear(torch.randn(BLOCKS_SHAPE).bfloat16(), None, None, has_room=True)
+    plain = ops.pack_linear(torch.randn(BLOCKS_SHAPE).bfloat16(), None, None, allow_copy=True)
     num_out, num_in = BLOCKS_SHAPE
     for kind, block_type in TYPES.items():
         row_bytes = num_in // block_type.size * block_type.num_bytes
@@ -96,7 +96,7 @@ def measure_experts(ops: NumbaOps, dtype: torch.dtype, num_experts: int, rows: l
     ops.max_expert_rows = max(rows) * ROUTING.top_k  # so that our kernels run all of them
     gate_up = make(num_experts, 2 * EXPERT_SIZE, HIDDEN, dtype=dtype)
     down = make(num_experts, HIDDEN, EXPERT_SIZE, dtype=dtype)
-    library = TorchOps(FEATURES.product_dtype(dtype))
+    library = TorchOps(FEATURES.matmul_dtype(dtype))
     candidates = {
         "loop": partial(loop, gate_up, down),
         "oneDNN": library.pack_experts(gate_up, down, ROUTING),

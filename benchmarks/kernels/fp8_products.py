@@ -26,7 +26,7 @@ from benchmarks.kernels.quantized_linear import SHAPES, Shape, make_weight
 from benchmarks.kernels.timing import GpuTimer, Run, line
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
-from nanovllm.devices.cuda.kernels.elementwise import gate, rms_norm
+from nanovllm.devices.cuda.kernels.elementwise import act_and_mul, rms_norm
 from nanovllm.devices.cuda.kernels.linear_few_rows import few_rows_linear, make_counters
 from nanovllm.devices.cuda.kernels.linear_fp8 import (
     MAX_SUM_ROWS,
@@ -78,12 +78,12 @@ class Case:
         )
         if is_summed:
             return fp8_norm(ResidualStream(self.residual, y), self.norm_out).scales
-        return y if activation is None else gate(y, activation)
+        return y if activation is None else act_and_mul(y, activation)
 
     def without_product(self, y: Tensor) -> Tensor:
         if not self.shape.is_summed:
             fp8_norm(ResidualStream(self.x), self.norm_in)
-            return y if self.shape.activation is None else gate(y, self.shape.activation)
+            return y if self.shape.activation is None else act_and_mul(y, self.shape.activation)
         fp8_quantize(self.x, by_block=False)
         return fp8_norm(ResidualStream(self.residual, y), self.norm_out).scales
 

@@ -177,15 +177,15 @@ class Layers:
             x, residual = self.ops.norm(hidden, self.norm)
             if (best := found.get("gate_up")) is None:
                 pack = self.ops.pack_linear
-                gated = pack(weights.gate_up, None, "silu", has_room=False)(x)
+                gated = pack(weights.gate_up, None, "silu", allow_copy=False)(x)
             else:
-                gated = self.ops.gate(self._project(x, weights.gate_up, best), "silu")
+                gated = self.ops.act_and_mul(self._project(x, weights.gate_up, best), "silu")
             hidden = self._add(residual, gated, weights.down, found.get("down"))
         return self.ops.norm(hidden, self.norm)[0]
 
     def _project(self, x: Tensor, weight: Tensor, best: Best | None) -> Tensor:
         if best is None:
-            return self.ops.pack_linear(weight, None, None, has_room=False)(x)
+            return self.ops.pack_linear(weight, None, None, allow_copy=False)(x)
         y = torch.empty(len(x), len(weight), device=x.device, dtype=best.product.shape.out_dtype)
         return best.product(best.algorithm, x, weight, y)
 
@@ -193,7 +193,7 @@ class Layers:
         self, residual: Tensor, x: Tensor, weight: Tensor, best: Best | None
     ) -> ResidualStream:
         if best is None:
-            return self.ops.pack_linear(weight, None, None, has_room=False).add_to(residual, x)
+            return self.ops.pack_linear(weight, None, None, allow_copy=False).add_to(residual, x)
         if best.product.shape.adds:
             return ResidualStream(best.product(best.algorithm, x, weight, residual))
         y = self._project(x, weight, best)

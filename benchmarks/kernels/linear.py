@@ -100,13 +100,13 @@ def make_weights(shape: Shape, device: torch.device) -> list[Tensor]:
 
 def library(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     y = functional.linear(x, weight)
-    return elementwise.gate(y, "silu") if shape.is_gated else y
+    return elementwise.act_and_mul(y, "silu") if shape.is_gated else y
 
 
 def chosen(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     """Run the projection as the engine does."""
     activation = "silu" if shape.is_gated else None
-    packed = TritonOps().pack_linear(weight, None, activation, has_room=False)
+    packed = TritonOps().pack_linear(weight, None, activation, allow_copy=False)
     if not shape.is_summed:
         return packed(x)
     residual = torch.empty(len(x), shape.num_out, device=x.device, dtype=x.dtype)

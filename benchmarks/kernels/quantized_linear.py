@@ -156,7 +156,7 @@ def make_weight(kind: str, shape: Shape) -> QuantizedWeight:
 
 def expect(shape: Shape, x: Tensor, weight: QuantizedWeight) -> Tensor:
     y = functional.linear(x, weight.dequantize(DTYPE))
-    return y if shape.activation is None else TorchOps().gate(y, shape.activation)
+    return y if shape.activation is None else TorchOps().act_and_mul(y, shape.activation)
 
 
 def few_ways(shape: Shape, x: Tensor, weights: Sequence[QuantizedWeight]) -> dict[str, list[Run]]:

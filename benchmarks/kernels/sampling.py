@@ -21,7 +21,7 @@ from nanovllm.devices.cuda.kernels.sampling import sample_tokens, sampling_works
 from nanovllm.ops.interface import Sampling
 from nanovllm.ops.torch_sampling import SamplingColumns
 
-FULL = Sampling.NOISE | Sampling.MIN_P | Sampling.TOP
+FULL = Sampling.RANDOM | Sampling.MIN_P | Sampling.TOP_K_TOP_P
 VOCAB_SIZE = 151_936
 DTYPES = (
     torch.float32,
@@ -35,8 +35,8 @@ MIN_BYTES = 400_000_000  # of the rotating logits: several times the L2 cache
 # Sampling mode, scale of the normally distributed logits, temperature, top_k, top_p, min_p.
 CASES = {
     "greedy": (Sampling.GREEDY, 4.0, 0.0, 0, 1.0, 0.0),
-    "plain": (Sampling.NOISE, 4.0, 0.6, 0, 1.0, 0.0),
-    "min_p": (Sampling.NOISE | Sampling.MIN_P, 4.0, 0.6, 0, 1.0, 0.05),
+    "plain": (Sampling.RANDOM, 4.0, 0.6, 0, 1.0, 0.0),
+    "min_p": (Sampling.RANDOM | Sampling.MIN_P, 4.0, 0.6, 0, 1.0, 0.05),
     "full, top_k 20, top_p 0.95": (FULL, 4.0, 0.6, 20, 0.95, 0.0),
     "full, top_p 0.95, peaked": (FULL, 4.0, 0.6, 0, 0.95, 0.0),
     "full, top_p 0.95, flat": (FULL, 1.0, 1.0, 0, 0.95, 0.0),

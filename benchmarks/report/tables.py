@@ -72,7 +72,6 @@ README_LABELS = {
     "nano": "256 mixed requests",
     "bs1": "batch 1",
     "bs64": "batch 64",
-    "bs256": "batch 256",
     "prefill": "64 prompts of 2,048 tokens",
 }
 TRANSFORMERS_LABELS = {"nano-64-512": "64 mixed requests", "first": "first token after 512"}

@@ -14,18 +14,12 @@ from nanovllm.ops.interface import LayerCache
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """The rows of a step as host arrays; row i runs counts[i] positions from starts[i]."""
+    """The rows of a step as host arrays; row i runs counts[i] positions, starting at starts[i]."""
 
     slots: npt.NDArray[np.int32]
     starts: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int32]
     block_table: Tensor  # int32 [slots, max_blocks] on the device; undefined past a row's blocks
-
-    def last_tokens(self, is_chosen: npt.NDArray[np.bool_]) -> BatchRows:
-        """Return the chosen rows, each reduced to its last position."""
-        counts = self.counts[is_chosen]
-        starts = self.starts[is_chosen] + counts - 1
-        return BatchRows(self.slots[is_chosen], starts, np.ones_like(counts), self.block_table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +27,7 @@ class AttentionSpec:
     """The attention parameters of a layer."""
 
     scale: float  # multiplies the scores
-    window: int | None = None  # keys that a query sees, its own included; None: all
+    window: int | None = None  # keys that a query attends to, including its own; None: all
 
 
 class AttentionBackend(Protocol):
@@ -51,11 +45,11 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """Groups of decode rows that begin with the same blocks, as device tensors."""
+    """Groups of decode rows whose contexts begin with the same blocks, as device tensors."""
 
     # [4, groups]: slot of one member, number of shared keys, offset into members, member count
     groups: Tensor
-    members: Tensor  # [rows], the rows of each group
+    members: Tensor  # [rows], row indices, group by group
     lens: Tensor  # [rows], number of keys that a row shares with its group
 
 
@@ -66,7 +60,7 @@ class DecodeRows:
     block_table: Tensor  # as in BatchRows
     slots: Tensor
     context_lens: Tensor  # 0: padding
-    order: Tensor | None  # the order in which rows should start; None: as given
+    order: Tensor | None  # row indices in the order in which the kernel runs them; None: 0, 1, ...
     max_context: int | None = None  # upper bound of context_lens; None: the block table's width
     shared: SharedRows | None = None
 

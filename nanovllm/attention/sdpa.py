@@ -1,6 +1,6 @@
 """Attention in plain torch, on any device: SDPA, row by row, over each row's own tokens only.
 
-Query heads that share a kv head are treated as a batch, so grouped-query attention copies nothing.
+Query heads that share a kv head form a batch, so grouped-query attention needs no copies of k, v.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanovllm.ops.fp8 import Fp8Rows, dequantize
 from nanovllm.ops.interface import LayerCache
 from nanovllm.ops.torch_ops import upcast
 
-QUERY_TILE = 512  # queries per call with a mask, which bounds the mask's memory
+QUERY_TILE = 512  # queries per masked call; this bounds the memory of the mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class PrefillRow:
 
 
 class SdpaAttention:
-    def __init__(self, block_size: int, product_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, block_size: int, matmul_dtype: torch.dtype | None = None) -> None:
         self.block_size = block_size
-        self.product_dtype = product_dtype  # None: the dtype of the cache
+        self.matmul_dtype = matmul_dtype  # None: the dtype of the cache
 
     def plan(self, rows: BatchRows) -> list[PrefillRow]:
         offsets = np.cumsum(rows.counts) - rows.counts
@@ -44,7 +44,7 @@ class SdpaAttention:
     ) -> Tensor:
         output = torch.empty_like(q)
         for row in plan:
-            attend_prefill(q, cache, row, spec, output, self.product_dtype)
+            attend_prefill(q, cache, row, spec, output, self.matmul_dtype)
         return output
 
 
@@ -62,14 +62,14 @@ def attend_prefill(
     row: PrefillRow,
     spec: AttentionSpec,
     output: Tensor,
-    product_dtype: torch.dtype | None = None,
+    matmul_dtype: torch.dtype | None = None,
 ) -> None:
-    """Attend from the last `count` positions of a row to all of it, or to their windows."""
+    """Attend from a row's last `count` positions to all its positions, or to their windows."""
     part = slice(row.offset, row.offset + row.count)
     q, output = q[part], output[part]
     length = row.start + row.count
     k, v = (part[:, :, :length] for part in _gather(cache, row.block_ids, q.dtype))
-    q, k, v = upcast(q, k, v, dtype=product_dtype)
+    q, k, v = upcast(q, k, v, dtype=matmul_dtype)
     window = length if spec.window is None else spec.window
     if row.start == 0 and length <= window:
         output[:] = _grouped_sdpa(q, k, v, None, spec.scale)
@@ -108,7 +108,10 @@ def _gather_blocks(
 def _grouped_sdpa(
     q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None, scale: float
 ) -> Tensor:
-    """Run SDPA of q [queries, heads, dim] over k, v [1, kv_heads, tokens, dim]; no mask: causal."""
+    """Run SDPA of q [queries, heads, dim] over k, v [1, kv_heads, tokens, dim].
+
+    Without a mask, attention is causal.
+    """
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     # kv heads become the batch, and each is broadcast over its query heads: a view, not a copy.

@@ -1,4 +1,4 @@
-"""An engine that completes rows with the code of the HTTP API; outputs depend only on the row."""
+"""An engine that passes rows to the handlers of the HTTP API; outputs depend only on the row."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nanovllm.batch.progress_file import ROW_ID
 from nanovllm.batch.rows import Row
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
-from nanovllm.serve.api_records import as_record
 from nanovllm.serve.app import ROUTES
 from nanovllm.serve.http_errors import openai_body
 from nanovllm.serve.http_responses import whole_body
 from nanovllm.serve.openai.chat_completions import OF_PROMPT
+from nanovllm.serve.protocol import as_api_model
 from nanovllm.serve.server_options import ServerOptions, resolve
 from nanovllm.serve.service import Service
 
@@ -49,7 +49,7 @@ class RowOptions:
     is_raw: bool = False  # continue the text of a "prompt" without the chat template
 
     @property
-    def num_at_once(self) -> int:
+    def max_concurrency(self) -> int:
         """Number of rows sent to one engine at once: half of them run while the others wait."""
         return 2 * self.config.max_num_seqs * self.config.data_parallel_size
 
@@ -60,7 +60,7 @@ class RowEngine:
     def __init__(self, options: RowOptions, llm: AsyncLLM | None = None) -> None:
         self.llm = llm or AsyncLLM(**asdict(options.config))
         server = options.server
-        if server.generation_config == "auto":  # known only after the model is found
+        if server.generation_config == "auto":  # its values are known only now
             server = resolve(server, options.config.model, self.llm.generation_config)
         self._options, self._service = options, Service(self.llm, server)
         self._is_raw = options.is_raw or not self._service.chat_template
@@ -140,7 +140,7 @@ class RowEngine:
         if "max_completion_tokens" not in body:
             defaults["max_tokens"] = max_tokens
         defaults = {name: each for name, each in defaults.items() if name in kind.model_fields}
-        stream = await create(self._service, as_record(kind, {**defaults, **body}))
+        stream = await create(self._service, as_api_model(kind, {**defaults, **body}))
         response: dict[str, Any] = _reproducible(await whole_body(stream), index, {})
         return response
 

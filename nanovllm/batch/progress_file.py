@@ -1,4 +1,4 @@
-"""Progress of a batch job, kept in its output files, so that it can be killed at any moment.
+"""Progress of a batch job, kept in its output files so that the job can be killed at any time.
 
 A row is done when its complete line is in the output file or the error file. Each line is appended
 in one write, so a kill leaves at most one partial last line, which the next start removes.
@@ -18,7 +18,7 @@ from typing import Any
 
 from nanovllm.errors import ConfigError, NanovllmError
 
-ROW_ID = "batch_req_"  # prefix of a row's index in OpenAI's batch format
+ROW_ID = "batch_req_"  # in OpenAI's batch format, a row's id is this prefix and the row's index
 
 
 class ProgressFile:
@@ -72,7 +72,7 @@ class ProgressFile:
         file = self._file(path)
         with _naming(path):
             num_written = file.write(data)
-            if num_written != len(data):  # no line may follow a partial one
+            if num_written != len(data):  # remove the partial line: no other line may follow it
                 file.truncate(os.fstat(file.fileno()).st_size - num_written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.is_done[index] = True
@@ -144,7 +144,7 @@ def _row_index(line: bytes) -> int:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name the file in errors from writing it, for example when the disk is full."""
+    """Name the file in errors that occur while it is written, for example if the disk is full."""
     try:
         yield
     except OSError as error:

@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Facts about the whole input, from one pass over it."""
+    """Properties of the whole input file."""
 
     digest: str
     num_rows: int
@@ -48,7 +48,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def scan(path: Path) -> Scan:
-    """Read the whole input once; raise ConfigError if two rows have the same custom_id."""
+    """Read the whole input file; raise ConfigError if two rows have the same custom_id."""
     digest = hashlib.sha256()
     with _open(path) as file:
         if not file.seekable():
@@ -66,7 +66,7 @@ def scan(path: Path) -> Scan:
 
 
 def windows(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Group rows; each group is sorted, so that rows with a common prefix are adjacent."""
+    """Group the rows, and sort each group so that rows with a common prefix are adjacent."""
     iterator = iter(rows)
     while window := list(islice(iterator, MAX_WINDOW_ROWS)):
         yield sorted(window, key=_prompt_text)

@@ -1,4 +1,4 @@
-"""Resolve a short name, a folder, a file or a hub id to a described checkpoint."""
+"""Resolve a short name, a folder, a file or a hub id to a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any, Literal
 
 from nanovllm.checkpoint import gguf
 from nanovllm.checkpoint.gguf_file import open_gguf
-from nanovllm.checkpoint.hub import ALIASES, HUB_ID, fetch, packaged_gguf
+from nanovllm.checkpoint.hub import fetch, packaged_gguf
 from nanovllm.checkpoint.quantization import Quantization, choose_quantization
 from nanovllm.errors import CheckpointError, ConfigError
 
 WeightFormat = Literal["safetensors", "bin", "gguf", "none"]
 
 BUILT_IN = "smollm2"
-# The built-in model's generation config has no temperature; at 1.0 so small a model writes
-# gibberish.
+# The built-in model's generation config has no temperature, and so small a model writes gibberish
+# at 1.0.
 BUILT_IN_TEMPERATURE = 0.3
 # File patterns, in order of preference.
 _WEIGHTS = (
@@ -35,7 +35,7 @@ class Checkpoint:
     """Everything known about a model before its weights are read."""
 
     path: Path  # the folder, or the GGUF file
-    config: Mapping[str, Any]  # in config.json layout, for GGUF too
+    config: Mapping[str, Any]  # in the layout of config.json, also for GGUF
     generation_config: Mapping[str, Any]
     weight_files: tuple[Path, ...]
     weight_format: WeightFormat
@@ -43,14 +43,13 @@ class Checkpoint:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the files store quantized weights, which are not floats."""
+        """Whether the files store quantized weights instead of floats."""
         return self.quantization is not None and self.quantization.scheme != "round_to_fp8"
 
 
-def is_model_name(text: str) -> bool:
-    """Whether a text looks like a model: a short name, a hub id, a folder or a .gguf file."""
-    is_name = text.lower() in ALIASES or bool(HUB_ID.fullmatch(text)) or text.endswith(".gguf")
-    return is_name or os.path.exists(os.path.join(text, "config.json"))
+def stores_quantized(config: Mapping[str, Any]) -> bool:
+    """Return whether some weights are stored quantized, according to the config."""
+    return bool(config.get("quantization_config") or config.get(gguf.BLOCK_TYPES_KEY))
 
 
 def find_checkpoint(
@@ -110,9 +109,9 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def _local_path(model: str, revision: str | None) -> Path | None:
-    """Return the path if it exists, or the GGUF file in an installed package."""
+    """Return a path that exists, or the GGUF file in an installed package; None if neither."""
     path = Path(os.path.expanduser(model))
-    if os.path.exists(path):  # unlike path.exists(), it accepts names of any length
+    if os.path.exists(path):  # unlike path.exists(), this accepts names of any length
         if revision is not None:
             raise ConfigError(
                 f"revision={revision!r} selects a version on the hub, but {path} is a local path; "

@@ -1,30 +1,24 @@
-"""Read a GGUF file: its metadata as a Hugging Face config, its tensors under Hugging Face names."""
+"""Read the metadata of a GGUF file as a Hugging Face config."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
 
 from nanovllm.checkpoint.gguf_architectures import ARCHITECTURES, Architecture
 from nanovllm.checkpoint.gguf_file import (
     field,
     list_field,
-    open_gguf,
-    release_pages,
     special_token_id,
+    to_float,
 )
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
+    from gguf import GGUFReader, ReaderTensor
 
 
 _TOP_TENSORS = {
@@ -41,11 +35,9 @@ _END_TEXTS = (
     *("<|eom_id|>", "<|end_of_text|>"),  # Llama 3 uses these besides <|eot_id|>
 )
 
-# The only key that config.json does not have: the quant block type of each quantized tensor.
+# An additional config key, which no config.json has: tensor name -> quant block type.
 BLOCK_TYPES_KEY = "gguf_block_types"
 
-PIECE_ELEMENTS = 4 << 20  # elements read at a time: 16 MB as float32
-DEQUANTIZED_ELEMENTS = 1 << 17  # elements per call of the gguf package, which makes copies
 FLOAT_TYPES = ("F32", "F16", "BF16")
 BLOCK_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 TENSOR_TYPES = (*FLOAT_TYPES, *BLOCK_TYPES)
@@ -53,7 +45,7 @@ TENSOR_TYPES = (*FLOAT_TYPES, *BLOCK_TYPES)
 # Any other key under "{architecture}." may change the output, so it raises an error.
 _KNOWN_KEYS = re.compile(
     r"block_count|context_length|embedding_length|feed_forward_length|vocab_size|expert_count"
-    r"|pooling_type"  # of embedding models; each request chooses its own pooling
+    r"|pooling_type"  # set by embedding models; each request chooses its own pooling
     r"|attention\.(head_count|head_count_kv|key_length|value_length|layer_norm_rms_epsilon)"
     r"|rope\.(freq_base|dimension_count)"
     r"|rope\.scaling\.(type|factor|original_context_length|finetuned|yarn_beta_fast|yarn_beta_slow)"
@@ -62,7 +54,7 @@ _KNOWN_KEYS = re.compile(
 
 def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:
     """Return the metadata in config.json layout."""
-    metadata = _Metadata.of(path, reader)
+    metadata = Metadata.of(path, reader)
     metadata.check_keys()
     architecture = ARCHITECTURES[metadata.architecture]
     number, tensors = metadata.number, {tensor.name: tensor for tensor in metadata.reader.tensors}
@@ -108,45 +100,7 @@ def read_generation_config(reader: GGUFReader) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFTensor:
-    """A tensor under its Hugging Face name and shape.
-
-    `read` yields rows as floats, `read_blocks` the bytes of each row of a quantized tensor. Both
-    read all rows, or a slice, which must cover whole heads if heads are stored permuted.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    read: Callable[..., Iterator[npt.NDArray[Any]]]
-    read_blocks: Callable[..., Iterator[npt.NDArray[Any]]] | None
-
-
-def list_tensors(path: Path) -> list[GGUFTensor]:
-    metadata = _Metadata.of(path, open_gguf(path, has_lists=False))
-    architecture = ARCHITECTURES[metadata.architecture]
-    heads = metadata.number("attention.head_count")
-    num_heads = {"attn_q": heads, "attn_k": metadata.number("attention.head_count_kv", heads)}
-    tensors = [tensor for tensor in metadata.reader.tensors if tensor.name != ROPE_FACTORS]
-    listed = []
-    for tensor in tensors:
-        name, part = _hf_name(tensor, architecture, path), tensor.name.split(".")[-2]
-        shape = tuple(map(int, reversed(tensor.shape)))
-        heads = num_heads[part] if part in architecture.permuted else None
-        offset = architecture.norm_offset if part.endswith("norm") else 0.0
-        is_stacked = "*" in name  # one tensor holds this projection of all experts
-        shape = shape[1:] if is_stacked else shape
-        for expert, data in enumerate(tensor.data if is_stacked else [tensor.data]):
-            read = partial(_read, metadata.reader, data, shape=shape, num_heads=heads)
-            floats = partial(read, kind=tensor.tensor_type, offset=offset)
-            name_of_one = name.replace("*", str(expert))
-            is_quantized = tensor.tensor_type.name in BLOCK_TYPES
-            blocks = partial(read, kind=None) if is_quantized else None
-            listed.append(GGUFTensor(name_of_one, shape, floats, blocks))
-    return listed
-
-
-@dataclass(frozen=True, slots=True)
-class _Metadata:
+class Metadata:
     """The header of one file and the keys under its architecture's prefix."""
 
     path: Path
@@ -154,7 +108,7 @@ class _Metadata:
     architecture: str
 
     @classmethod
-    def of(cls, path: Path, reader: GGUFReader) -> _Metadata:
+    def of(cls, path: Path, reader: GGUFReader) -> Metadata:
         name = field(reader, "general.architecture", None, str)
         if name not in ARCHITECTURES:
             raise UnsupportedModelError(
@@ -191,7 +145,7 @@ class _Metadata:
             raise UnsupportedModelError(f"{self.path} uses {', '.join(unknown)}: not supported")
 
 
-def _head_dim(metadata: _Metadata) -> int:
+def _head_dim(metadata: Metadata) -> int:
     number = metadata.number
     head_dim = number("attention.key_length", 0)
     head_dim = head_dim or number("embedding_length") // (number("attention.head_count") or 1)
@@ -204,8 +158,8 @@ def _head_dim(metadata: _Metadata) -> int:
     return int(head_dim)
 
 
-def _rope_scaling(metadata: _Metadata, factors: ReaderTensor | None) -> dict[str, Any] | None:
-    """Return rope scaling in transformers' field names; "factors" divides each frequency."""
+def _rope_scaling(metadata: Metadata, factors: ReaderTensor | None) -> dict[str, Any] | None:
+    """Return the rope scaling in transformers' format, plus the type "factors" of GGUF files."""
     number = metadata.number
     implied = "linear" if number("rope.scaling.factor", 0) else "none"
     kind = field(metadata.reader, f"{metadata.architecture}.rope.scaling.type", implied)
@@ -217,7 +171,7 @@ def _rope_scaling(metadata: _Metadata, factors: ReaderTensor | None) -> dict[str
     if kind == "none":
         if factors is None:
             return None
-        values = _to_float(factors.data, factors.tensor_type).tolist()
+        values = to_float(factors.data, factors.tensor_type).tolist()
         return {"rope_type": "factors", "factors": values}
     scaling = {"rope_type": kind, "factor": number("rope.scaling.factor")}
     if kind == "linear":
@@ -228,7 +182,7 @@ def _rope_scaling(metadata: _Metadata, factors: ReaderTensor | None) -> dict[str
 
 
 def _torch_dtype(reader: GGUFReader) -> str:
-    """Return the dtype of the matrices: norms are float32 in every GGUF file."""
+    """Return the model's dtype, judged by the matrices: norms are float32 in every GGUF file."""
     types = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     if types == {"F32"}:
         return "float32"
@@ -236,73 +190,15 @@ def _torch_dtype(reader: GGUFReader) -> str:
 
 
 def _block_types(reader: GGUFReader, architecture: Architecture) -> dict[str, str]:
-    named = [(_known_name(tensor, architecture), tensor) for tensor in reader.tensors]
+    named = [(known_name(tensor, architecture), tensor) for tensor in reader.tensors]
     types = {name: t.tensor_type.name for name, t in named if name is not None}
     return {name: kind for name, kind in types.items() if kind in BLOCK_TYPES}
 
 
-def _hf_name(tensor: ReaderTensor, architecture: Architecture, path: Path) -> str:
-    if (name := _known_name(tensor, architecture)) is None:
-        raise CheckpointError(f"{path}: {architecture.hf_class} has no tensor {tensor.name}")
-    return name
-
-
-def _known_name(tensor: ReaderTensor, architecture: Architecture) -> str | None:
+def known_name(tensor: ReaderTensor, architecture: Architecture) -> str | None:
     if tensor.name in _TOP_TENSORS:
         return _TOP_TENSORS[tensor.name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", tensor.name)
     if match is None or match[2] not in architecture.layer_tensors:
         return None
     return f"model.layers.{match[1]}.{architecture.layer_tensors[match[2]]}.{match[3]}"
-
-
-def _read(
-    reader: GGUFReader,
-    data: npt.NDArray[Any],
-    wanted: slice = slice(None),
-    *,
-    kind: GGMLQuantizationType | None,
-    shape: tuple[int, ...],
-    num_heads: int | None,
-    offset: float = 0.0,
-) -> Iterator[npt.NDArray[Any]]:
-    """Yield rows piece by piece, in whole heads if heads are stored permuted.
-
-    Rows are dequantized from type `kind`, or copied as stored if it is None.
-    """
-    if len(shape) == 1 and kind is not None:  # a vector cannot be read row by row
-        data, kind = _to_float(data, kind), type(kind).F32
-    step = 1 if num_heads is None else shape[0] // num_heads
-    num_rows = max(PIECE_ELEMENTS // math.prod(shape[1:]) // step, 1) * step
-    begin, end, _ = wanted.indices(shape[0])
-    for first in range(begin, end, num_rows):
-        rows = data[first : min(first + num_rows, end)]
-        array = np.array(rows) if kind is None else _to_float(rows, kind)
-        release_pages(reader)
-        if offset:
-            array -= offset
-        yield array if num_heads is None else _unpermute(array, len(array) // step)
-
-
-def _to_float(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[Any]:
-    """Copy or dequantize, so that the array is writable and outlives the memory map."""
-    import gguf
-
-    if kind.name in ("F32", "F16"):
-        return np.array(data)
-    block_len, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    blocks = data.reshape(-1, block_bytes)
-    array = np.empty((len(blocks), block_len), np.float32)
-    # Pass one long row: the package processes many rows 16 at a time, which is 3 times slower.
-    num_blocks = DEQUANTIZED_ELEMENTS // block_len
-    for first in range(0, len(blocks), num_blocks):
-        row = blocks[first : first + num_blocks].reshape(1, -1)
-        values = gguf.quants.dequantize(row, kind)
-        array[first : first + num_blocks] = values.reshape(-1, block_len)
-    return array.reshape(*data.shape[:-1], -1)
-
-
-def _unpermute(array: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Turn rows stored as (pair, half) within each head back into (half, pair)."""
-    pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
-    return np.swapaxes(pairs, 1, 2).reshape(array.shape)

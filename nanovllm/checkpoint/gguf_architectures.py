@@ -1,4 +1,4 @@
-"""Each `general.architecture` of GGUF files: its Hugging Face class, config and tensor names."""
+"""The architectures of GGUF files, each with its Hugging Face class, config and tensor names."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class Architecture:
 
     hf_class: str
     model_type: str
-    layer_tensors: Mapping[str, str]  # "*": expert index, where one tensor stacks all
+    # GGUF name -> Hugging Face name; "*" stands for the index in a tensor that stacks all experts.
+    layer_tensors: Mapping[str, str]
     permuted: tuple[str, ...] = ()  # projections whose rows are stored in interleaved rope order
-    norm_offset: float = 0.0  # added to the weight of every norm by converters
+    norm_offset: float = 0.0  # converters add this to the weights of all norms
     # Metadata key -> config field and default value (None: the key is required).
     numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=lambda: _SILU)
@@ -57,7 +58,7 @@ _WINDOW = {"attention.sliding_window": ("sliding_window", 0)}
 
 
 def _gemma3_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields that GGUF does not store: the sliding-window pattern and the scale of q."""
+    """Return fields that GGUF does not store: the sliding-window pattern and attention scale."""
     scalar = config["head_dim"]
     if config["num_hidden_layers"] == 62:
         scalar = config["hidden_size"] // (config["num_attention_heads"] or 1)

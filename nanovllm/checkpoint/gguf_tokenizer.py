@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type
-_KEEPING_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3 tokens that keep the next space
+_KEEPING_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3 tokens that do not strip the next space
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _WAY_OUT = "token-id prompts with skip_tokenizer_init=True need no tokenizer"
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The pre-tokenization of one `tokenizer.ggml.pre`, before byte-level BPE."""
+    """The split of a text before byte-level BPE, for one value of `tokenizer.ggml.pre`."""
 
     patterns: tuple[str, ...] = ()  # applied in order; empty: GPT-2's own split
     single_digits: bool = False
@@ -34,7 +34,7 @@ class PreTokenizer:
 
 
 def _words(digits: str) -> str:
-    """Match contractions, words, digits, punctuation, line ends and other space, in that order."""
+    """Return a regex for contractions, words, digits, punctuation, line ends and other space."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"|"
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -116,7 +116,7 @@ def _surround(
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """The tokenizer part of a GGUF header; a token's id is its index."""
+    """The tokenizer section of a GGUF header; the id of a token is its index in `tokens`."""
 
     path: Path
     reader: GGUFReader
@@ -149,7 +149,7 @@ class _Vocabulary:
         return None if token_id is None else self.tokens[token_id]
 
     def ids(self) -> dict[str, int]:
-        """Map text to id, without the unused entries that only pad the embedding matrix."""
+        """Return token -> id, without the unused entries that only pad the embedding matrix."""
         kinds = enumerate(zip(self.tokens, self.types(), strict=True))
         return {token: token_id for token_id, (token, kind) in kinds if kind != _UNUSED}
 
@@ -212,7 +212,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return merges ordered by score: SentencePiece joins the neighbors of highest score first."""
+    """Return merges ordered by score: SentencePiece merges the pair of highest score first."""
     scores = vocabulary.column("scores", float)
     rows = zip(vocabulary.tokens, vocabulary.types(), scores, strict=True)
     pieces = {token: score for token, kind, score in rows if kind == _NORMAL}

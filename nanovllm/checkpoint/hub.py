@@ -1,8 +1,9 @@
-"""Models by name: short names, packages that contain a model, and downloads from the hub."""
+"""Find models by name: short names, packages that contain a model, and the Hugging Face hub."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,12 @@ HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/([\w./-]+\.gguf
 _CONFIGS = ("config.json", "generation_config.json")
 _TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template*")
 _SAFETENSORS, _BIN = "model*.safetensors", "pytorch_model*.bin"
+
+
+def is_model_name(text: str) -> bool:
+    """Return whether a text looks like a short name, a hub id, a model folder or a .gguf file."""
+    is_name = text.lower() in ALIASES or bool(HUB_ID.fullmatch(text)) or text.endswith(".gguf")
+    return is_name or os.path.exists(os.path.join(text, "config.json"))
 
 
 def packaged_gguf(model: str) -> Path | None:
@@ -36,7 +43,7 @@ def fetch(
     need_tokenizer: bool,
     check: Callable[[Path], object],
 ) -> Path:
-    """Return the local copy of a hub model, or of one of its GGUF files.
+    """Return the local copy of a hub model, or of one of its GGUF files; download it if needed.
 
     `check` receives the config.json before anything else is downloaded, and may raise.
     """
@@ -67,7 +74,7 @@ def fetch(
 
 
 def _fetch_file(repo_id: str, revision: str | None, *names: str) -> Path:
-    """Download some files, and return the first, which must exist."""
+    """Download files, and return the path of the first one, which must exist."""
     path = _download(repo_id, revision, names) / names[0]
     if not path.is_file():
         raise CheckpointError(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class PlainTokenizer:
     """A stand-in for a transformers tokenizer.
 
-    It implements what engines and servers use. Any other attribute is looked up in the
+    It implements the methods that engines and servers use. Any other attribute is looked up in the
     transformers tokenizer, which is created on first use and imports torch.
     """
 

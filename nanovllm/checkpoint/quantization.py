@@ -20,7 +20,7 @@ class QuantLayout:
     """The layout of a stored weight that kernels can read without dequantizing it first."""
 
     kind: str  # "fp8", "int4", or a GGUF quant block type
-    group: int  # consecutive inputs that share a scale; -1: all inputs of an output
+    group: int  # consecutive inputs that share a scale; -1: one scale per output channel
     has_zeros: bool = False
     scale_dtype: str = "float32"
     block_bytes: int = 0  # bytes of a GGUF quant block; 0: not GGUF
@@ -33,13 +33,14 @@ class Quantization:
     method: str  # one of QUANTIZATION_METHODS
     scheme: Scheme  # the storage format, or round_to_fp8: quantize while loading
     bits: int = 8
-    group_size: int = -1  # inputs that share a scale; -1: all inputs of an output
+    group_size: int = -1  # inputs that share a scale; -1: one scale per output channel
     is_symmetric: bool = True
-    desc_act: bool = False  # groups are by importance of the inputs, not consecutive
-    block_size: tuple[int, int] | None = None  # outputs and inputs that share a scale
-    zero_offset: int = 0  # added to stored zero points
-    zeros_carry: bool = False  # the offset is added to whole words and carries between zero points
-    ignored: tuple[str, ...] = ()  # modules not quantized: names, or "re:" and a pattern
+    # Act-order: inputs are grouped by activation importance, so a group is not contiguous (g_idx).
+    desc_act: bool = False
+    block_size: tuple[int, int] | None = None  # (outputs, inputs) of a block that shares a scale
+    zero_offset: int = 0  # to be added to stored zero points
+    zeros_carry: bool = False  # add the offset to whole words, with carries between zero points
+    ignored: tuple[str, ...] = ()  # unquantized modules: names, or patterns that follow "re:"
 
     @property
     def layout(self) -> QuantLayout | None:
@@ -67,7 +68,7 @@ ROUND_TO_FP8 = Quantization("fp8", "round_to_fp8")
 
 
 def choose_quantization(asked: str | None, stored: object) -> Quantization | None:
-    """Return the quantization in `quantization_config`, or the one that the user asked for."""
+    """Return the quantization in `quantization_config`, or the one that the user requested."""
     quantization = read_quantization(stored)
     if asked is None or (quantization is not None and quantization.method == asked):
         return quantization
@@ -178,7 +179,7 @@ def _read_compressed(stored: Mapping[str, Any]) -> Quantization:
 
 
 def _check_activations(inputs: Any, layout: str) -> None:
-    """Accept no activation quantization, or dynamic fp8, which is ignored: only weights matter."""
+    """Raise unless activations are unquantized or dynamic fp8, which is then ignored."""
     known = {"num_bits": 8, "type": "float", "dynamic": True}
     if inputs and (layout == "pack-quantized" or any(inputs[key] != known[key] for key in known)):
         raise _unsupported(f"input_activations {inputs!r:.120}", "dynamic fp8 with fp8 weights")
@@ -201,7 +202,7 @@ def _read_packed_weights(weights: Mapping[str, Any], ignored: object) -> Quantiz
 
 
 def _choose(stored: Mapping[str, Any], name: str, default: object, *supported: object) -> Any:
-    """Return a value, which must be one of `supported`."""
+    """Return the value of a field, which must be one of `supported`."""
     value = stored.get(name)
     value = default if value is None else value
     if not any(type(value) is type(known) and value == known for known in supported):

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str], options: Mapping[str, Any] | None = None) -> Namespace:
-    """Parse a command line; `options` or a --config file supply what it leaves out."""
+    """Parse a command line; `options` or a --config file supply the options that it omits."""
     parser = build_parser()
     args, unknown = parser.parse_known_args(arguments)
     if unknown:  # the command's own parser puts the command's name into the error
@@ -41,6 +41,9 @@ def parse(arguments: Sequence[str], options: Mapping[str, Any] | None = None) ->
         options = serve.read_config(args.config)
     if options:
         serve.set_options(args.parser, options)
+        args = parser.parse_args(arguments)
+    if getattr(args, "demo", False):
+        serve.set_options(args.parser, {**serve.DEMO, **(options or {})})
         args = parser.parse_args(arguments)
     return args
 

@@ -39,10 +39,14 @@ class Load:
     model: str | None = option(None, "model name to request", unset="the server's first")
     rate: float | None = option(None, "requests per second", parse=RATE, alias="--request-rate")
     concurrency: int | None = option(
-        None, "maximum in flight", parse=COUNT, alias="--max-concurrency"
+        None, "maximum number of requests in flight", parse=COUNT, alias="--max-concurrency"
     )
     num_requests: int | None = option(
-        None, "number to send", parse=COUNT, alias="--num-prompts", unset="all --prompts, or 64"
+        None,
+        "number of requests to send",
+        parse=COUNT,
+        alias="--num-prompts",
+        unset="all --prompts, or 64",
     )
     max_tokens: int = option(128, "maximum output tokens", parse=COUNT)
     prompt_words: int = option(256, "words per random prompt", parse=COUNT)
@@ -57,11 +61,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of one request, in seconds since it was sent."""
+    """Measurements of one request; times are in seconds since it was sent."""
 
     sent: float  # seconds since the benchmark began
     first_token: float = 0.0
-    gaps: tuple[float, ...] = ()  # between the pieces of its output
+    gaps: tuple[float, ...] = ()  # times between consecutive pieces of the output
     seconds: float = 0.0
     num_prompt_tokens: int = 0
     num_tokens: int = 0
@@ -85,7 +89,7 @@ def add_parser(names: options.Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     load = Load(**options.fields_in(args, Load))
     options.append_json(load.json)
-    client = OpenAIClient(args.url, args.api_key, max_connections=None)  # limited by the load
+    client = OpenAIClient(args.url, args.api_key, max_connections=None)  # limited by `load`
     model = load.model or asyncio.run(client.model())
     done: list[Measured] = []
     try:
@@ -118,10 +122,10 @@ def make_prompts(load: Load) -> list[Any]:
 async def send_all(
     client: OpenAIClient, model: str, prompts: Sequence[Any], load: Load, done: list[Measured]
 ) -> None:
-    """Send every prompt once: at random times, or when a request slot is free."""
+    """Send every prompt once: at random times, or as soon as the concurrency limit allows."""
     from tqdm import tqdm
 
-    room = asyncio.Semaphore(load.concurrency or (16 if load.rate is None else len(prompts)))
+    slots = asyncio.Semaphore(load.concurrency or (16 if load.rate is None else len(prompts)))
     rng, begin = random.Random(load.seed), time.perf_counter()
     fields = {"model": model, "max_tokens": load.max_tokens}
 
@@ -129,7 +133,7 @@ async def send_all(
         try:
             done.append(await measure(client, prompt, fields, begin))
         finally:
-            room.release()
+            slots.release()
             bar.update()
 
     tasks, due = [], begin
@@ -138,7 +142,7 @@ async def send_all(
             if load.rate is not None:
                 due += rng.expovariate(load.rate)
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            await room.acquire()
+            await slots.acquire()
             tasks.append(asyncio.create_task(send(prompt)))
         await asyncio.gather(*tasks)
 

@@ -48,13 +48,14 @@ if TYPE_CHECKING:
 QUOTES = '"""'
 MORE = "... "  # the input prompt inside triple quotes
 FAREWELLS = ("/exit", "/bye", "/quit", "exit", "quit")
-# /set does not offer these: a chat shows one text only, and the others do not fit on a line.
+# /set does not offer these parameters: a chat shows one text without logprobs, and the values of
+# the others do not fit on a line.
 HIDDEN = {
     *("n", "logprobs", "prompt_logprobs"),
     *("logit_bias", "logits_processors", "structured_outputs"),
 }
 PARAMETERS = [field.name for field in fields(SamplingParams) if field.name not in HIDDEN]
-WORDS = {"none": "null", "on": "true", "off": "false"}  # besides JSON's own words
+WORDS = {"none": "null", "on": "true", "off": "false"}  # accepted in addition to JSON's literals
 
 ReadLine = Callable[[str], str | None]  # shows an input prompt; returns None at end of input
 
@@ -230,7 +231,7 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         self.params = params
         self.stats: RunStats = RunStats()
-        self.num_dropped = 0  # messages dropped to make room for the last one
+        self.num_dropped = 0  # number of messages dropped to make room for the last one
         self._llm = llm
         if system is not None:
             self.instruct(system)
@@ -267,7 +268,7 @@ class Conversation:
                 messages = shorter
 
     def retry(self, show: Callable[[str], None]) -> RequestOutput:
-        """Generate the last reply again; if there is no new one, the old one stays."""
+        """Generate the last reply again; keep the old reply if this fails."""
         before = self.messages
         if [message["role"] for message in before[-2:]] != ["user", "assistant"]:
             raise RequestError("there is no reply to generate again")
@@ -299,7 +300,7 @@ class Conversation:
         return output
 
     def _has_room(self, prompt: Sequence[Any]) -> bool:
-        """Return whether a reply of useful length fits after the prompt; a server checks itself."""
+        """Return whether a reply of useful length fits in the context; assume so for a server."""
         if isinstance(self._llm, HttpLLM):
             return True
         max_len = self._llm.engine.core.max_len
@@ -307,7 +308,7 @@ class Conversation:
 
 
 def _without_oldest_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Drop the first user message and its replies; return None if it is the only one."""
+    """Drop the first user message and its replies; return None if there is no other."""
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     return None if len(users) < 2 else messages[: users[0]] + messages[users[1] :]
 

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if args.raw and args.system is not None:
         raise ConfigError("--system is part of a chat, and --raw turns the chat off; leave one out")
     if args.model is None and len(args.prompts) + (args.file is not None) > 1:
-        from nanovllm.checkpoint.find import is_model_name  # imports numpy
+        from nanovllm.checkpoint.hub import is_model_name
 
         if is_model_name(args.prompts[0]):
             args.model_tag = args.prompts.pop(0)
@@ -96,9 +96,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_prompts(arguments: list[str], file: str | None, by_lines: bool) -> list[str]:
-    """Return the prompts in order: the arguments, then the file or, without any, stdin.
+    """Return the prompts: the arguments, then those in the file; without either, those on stdin.
 
-    An argument "-" stands for stdin. Without one, and without a file, piped text is appended to
+    An argument "-" stands for stdin. Without "-" and without a file, piped text is appended to
     every argument; with `by_lines`, every argument is combined with every line.
     """
     # Arguments that are not UTF-8 contain surrogates, which no tokenizer accepts.
@@ -146,7 +146,7 @@ def _read(file: str | int) -> str:
 def _stream(
     llm: LLM | HttpLLM, inputs: list[Any], params: SamplingParams, keep_going: bool
 ) -> Iterator[StreamPiece]:
-    """Stream all completions; a refused prompt raises, or yields one piece with an error."""
+    """Stream all completions; a rejected prompt raises or, with `keep_going`, yields an error."""
     refused: list[StreamPiece] = []
 
     def on_refusal(index: int, error: RequestError) -> None:
@@ -165,7 +165,7 @@ def _stream(
 
 def _print_text(pieces: Iterator[StreamPiece], prompts: list[str]) -> list[RequestOutput]:
     stats = RunStats()
-    is_bare = len(prompts) == 1 and not sys.stdout.isatty()  # `answer=$(nanovllm generate ...)`
+    is_bare = len(prompts) == 1 and not sys.stdout.isatty()  # as in `text=$(nanovllm generate ...)`
     outputs = print_in_order(pieces, prompts, stats, has_headings=not is_bare)
     for number, output in enumerate(outputs, start=1):
         if output.error is None and not output.text.strip():

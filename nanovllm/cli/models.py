@@ -12,7 +12,33 @@ from __future__ import annotations
 import argparse
 import json
 
+from nanovllm.checkpoint.hub import ALIASES
 from nanovllm.cli.options import Commands, add_command
+
+# Architecture -> hub ids of example models.
+EXAMPLES = {
+    "Gemma3ForCausalLM": ("google/gemma-3-270m-it", "google/gemma-3-1b-it"),
+    "LlamaForCausalLM": (
+        "meta-llama/Llama-2-7b-chat-hf",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "meta-llama/Llama-3.2-1B-Instruct",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+    ),
+    "MistralForCausalLM": (
+        "mistralai/Mistral-7B-Instruct-v0.1",
+        "mistralai/Mistral-7B-Instruct-v0.3",
+    ),
+    "MixtralForCausalLM": ("mistralai/Mixtral-8x7B-Instruct-v0.1",),
+    "Phi3ForCausalLM": ("microsoft/Phi-3-mini-4k-instruct", "microsoft/phi-4"),
+    "Qwen2ForCausalLM": ("Qwen/Qwen2-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+    "Qwen3ForCausalLM": (
+        "Qwen/Qwen3-0.6B",
+        "Qwen/Qwen3-4B-Instruct-2507",
+        "Qwen/Qwen3-8B",
+        "Qwen/Qwen3-32B",
+    ),
+    "Qwen3MoeForCausalLM": ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"),
+}
 
 
 def add_parser(commands: Commands) -> None:
@@ -24,19 +50,14 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # These import numpy and torch, which --help does not need.
-    from nanovllm.checkpoint.hub import ALIASES
-    from nanovllm.models.registry import FAMILIES
-
-    for architecture, family in FAMILIES.items():
-        names = {alias: hub_id for alias, (hub_id, _) in ALIASES.items()
-                 if hub_id in family.examples}  # fmt: skip
+    for architecture, examples in EXAMPLES.items():
+        names = {alias: hub_id for alias, (hub_id, _) in ALIASES.items() if hub_id in examples}
         if args.json:
-            fields = {"architecture": architecture, "examples": family.examples}
+            fields = {"architecture": architecture, "examples": examples}
             print(json.dumps({**fields, "short_names": names}))
             continue
         print(architecture)
         shown = {hub_id: f", short: {alias}" for alias, hub_id in names.items()}
-        for hub_id in family.examples:
+        for hub_id in examples:
             print(f"  {hub_id}{shown.get(hub_id, '')}")
     return 0

@@ -1,4 +1,4 @@
-"""Options that commands share, generated from the fields of the dataclasses that they fill."""
+"""Command-line options that several commands share, generated from fields of dataclasses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import Field, fields
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from nanovllm.config import WHOLE_CONTEXT, EngineConfig
-from nanovllm.engine_options import IGNORED_OPTIONS, VLLM_OPTIONS, ignored_notes
+from nanovllm.engine.engine_options import IGNORED_OPTIONS, VLLM_OPTIONS, ignored_notes
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.server_options import read_text as read_text
@@ -23,7 +23,7 @@ from nanovllm.validation import choices_of
 Commands: TypeAlias = "argparse._SubParsersAction[ArgumentParser]"
 Names: TypeAlias = Iterable[str] | None
 
-# Preserve the line breaks of examples; the longest option still has its help on the same line.
+# Preserve the line breaks of examples, and make room for the longest option beside its help.
 HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=31)
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 NO_FLAGS = ("skip_tokenizer_init", "depth")
@@ -34,7 +34,7 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ign
 def add_options(
     parser: ArgumentParser, title: str, record: type, names: Names = None, **defaults: Any
 ) -> None:
-    """Add a flag for each field of a record, or for `names`; `defaults` override the fields'."""
+    """Add a flag for each field of a dataclass or for `names`; `defaults` override its defaults."""
     add, hints = parser.add_argument_group(title).add_argument, get_type_hints(record)
     for field in fields(record):
         if "help" in field.metadata and (names is None or field.name in names):
@@ -175,7 +175,7 @@ def engine_config(args: Namespace) -> EngineConfig:
 
 
 def check_no_engine_options(args: Namespace) -> None:
-    """Refuse engine options: with --url, the engine is a remote one."""
+    """Raise ConfigError for engine options: with --url, the engine runs on a server."""
     _check_foreign_flags(args)
     names = fields_in(args, EngineConfig).keys() - {"model", "seed"}
     for name in sorted([*names, "threads"]):
@@ -189,7 +189,7 @@ def sampling_params(args: Namespace) -> SamplingParams:
 
 
 def fields_in(args: Namespace, record: type) -> dict[str, Any]:
-    """Return the options that are fields of a record."""
+    """Return the parsed options that are fields of a dataclass."""
     given = {each.name: getattr(args, each.name) for each in fields(record) if each.name in args}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
 

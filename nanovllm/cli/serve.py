@@ -5,6 +5,7 @@ Anthropic's messages. Flags have the same names as in vLLM.
 
 examples:
   nanovllm serve
+  nanovllm serve --demo --allow-pause
   nanovllm serve Qwen/Qwen3-0.6B --port 8000 --api-key secret
   nanovllm serve Qwen/Qwen3-32B -tp 2 --max-model-len 32k --served-model-name qwen
   nanovllm serve --config server.yaml
@@ -32,6 +33,8 @@ REQUEST_OPTIONS = (
     *("served_model_name", "chat_template", "generation_config", "override_generation_config"),
     *("tool_call_parser", "reasoning_parser"),
 )
+# Defaults with --demo: prompts are prefilled in chunks, and the page has a cell for each block.
+DEMO = {"kvcache_block_size": 32, "num_kvcache_blocks": 192, "max_num_batched_tokens": 256}
 
 
 def add_parser(commands: Commands) -> None:
@@ -64,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     check_certificate(args.ssl_keyfile, args.ssl_certfile)
     with listen(args.host, args.port) as listener:
         is_local = is_loopback(listener) and not options.api_key
+        if args.allow_pause:
+            config = replace(config, depth=0)  # each step is committed before the next is planned
         how = {"restart_core": args.restart_engine, "in_process": args.in_process}
         llm = AsyncLLM(**asdict(config), **how)
         try:

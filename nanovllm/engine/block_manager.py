@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BlockKey(NamedTuple):
-    """Hash of a full block, chained to the hash of the block before, and the block's tokens."""
+    """Hash of a full block, chained to the previous block's hash, and the block's tokens."""
 
     hash: int
     tokens: bytes
@@ -89,9 +89,9 @@ class BlockManager:
         return None
 
     def copy_on_write(self, seq: Sequence) -> BlockCopy | None:
-        """Return the copy of its leader's partly filled last prompt block that `seq` needs, if any.
+        """Return the copy that `seq` needs of its leader's last prompt block, if partly filled.
 
-        The samples of one prompt share its full blocks, but each writes to a last block of its own.
+        The samples of a prompt share its full blocks, but each writes to a last block of its own.
         """
         index, num_tokens = divmod(seq.num_computed, self.block_size)
         if seq.leader is None or num_tokens == 0:
@@ -113,7 +113,7 @@ class BlockManager:
         seq.next_full_len = sys.maxsize
 
     def register(self, seq: Sequence) -> None:
-        """Add the full blocks of `seq` whose tokens are known and scheduled to the prefix cache.
+        """Add to the prefix cache the full blocks of `seq` whose tokens are known and scheduled.
 
         Safe before the step has run: the device runs plans in order, so another sequence reads
         such a block in the same step (after the layer has written it) or in a later one.
@@ -129,6 +129,10 @@ class BlockManager:
         """Remove every block from the prefix cache; sequences keep the blocks they hold."""
         for block_id in list(self.cached.values()):
             self._uncache(block_id)
+
+    def cached_tokens(self) -> dict[int, bytes]:
+        """Return the tokens of every block in the prefix cache, keyed by block id."""
+        return {i: prefix.key.tokens for i, prefix in enumerate(self._prefixes) if prefix}
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -194,7 +198,8 @@ class BlockManager:
             assert prefix is not None
             return prefix
         if key.hash in self.cached:
-            # The newest block wins over a hash collision or a block whose parent was evicted.
+            # The newest block replaces one with the same hash: a collision, or its parent was
+            # evicted.
             self._uncache(self.cached[key.hash])
         prefix = Prefix(key, parent)
         self._prefixes[block_id] = prefix

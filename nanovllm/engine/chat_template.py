@@ -16,7 +16,7 @@ from nanovllm.errors import RequestError
 from nanovllm.validation import require
 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # appended to the message that the model will continue
-# `{% generation %}` marks assistant messages for training; here it is just a scope.
+# `{% generation %}` marks assistant messages for training; here it only opens a scope.
 _GENERATION = re.compile(r"(\{%[-+]?\s*(?:end)?)generation\b")
 
 

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from nanovllm.engine.prompts import at_index
-from nanovllm.errors import RequestError
+from nanovllm.errors import RequestError, at_index
 from nanovllm.validation import require, require_text
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ _CALL_KEYS = ("tool_calls", "function_call")  # a message with one of these may 
 
 
 class ChatOptions(TypedDict, total=False):
-    """Options that control how a conversation is formatted; None leaves it to the template."""
+    """Options that control how a conversation is formatted; None: as the template does."""
 
     tools: Sequence[Any] | None  # schemas, or functions with docstrings
     add_generation_prompt: bool | None  # False: do not start an assistant message
@@ -29,7 +28,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 def template_options(options: ChatOptions) -> dict[str, Any]:
-    """Merge the options of a call; named ones override those in `chat_template_kwargs`."""
+    """Merge the options of a call; keyword arguments override `chat_template_kwargs`."""
     for name in options:
         if name not in ChatOptions.__annotations__:
             raise TypeError(f"chat got an unexpected keyword argument {name!r}")

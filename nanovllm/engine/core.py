@@ -1,4 +1,4 @@
-"""EngineCore, the main loop: launch the next step and collect the oldest one in flight."""
+"""EngineCore: each call of `step` launches the next step and collects the oldest in flight."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_RECORDED = 1024  # maximum length of `timings` and of `ended`
 class EngineCore:
     """Takes requests and returns tokens. Handles neither text nor tensors.
 
-    Not thread-safe: callers take turns. After an exception inside a step it cannot be used again.
+    Not thread-safe: callers take turns. After an exception in `step`, it cannot be used again.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class EngineCore:
         self._create_grammars = create_grammars
         self.executor = executor
         self.depth = depth
-        # A sequence longer than the whole pool could never be resumed, so it ends at that length.
+        # A sequence ends when it fills the whole KV cache: if preempted, it could never resume.
         pool_len = scheduler.blocks.num_blocks * scheduler.blocks.block_size
         self.max_len = min(max_model_len, pool_len)
         self._is_pool_short = pool_len < max_model_len
         self._sequences: dict[int, Sequence] = {}
-        # Each plan, with its result and the time at which it was submitted.
+        # Plans in flight, each with its pending result and the time of its submission.
         self._in_flight: deque[tuple[StepPlan, Pending[StepResult], float]] = deque()
         self._clock = clock
         self._last_result_time = 0.0
@@ -134,7 +134,8 @@ class EngineCore:
         submitted = self._clock()
         result = pending.result()
         result_time = self._clock()
-        device_begin = max(submit_time, self._last_result_time)  # steps run one by one
+        # The device runs one step at a time.
+        device_begin = max(submit_time, self._last_result_time)
         device = result_time - device_begin
         step = self._drop_in_flight() if result.is_lost else self._commit(plan, result, device)
         self.timings.append(
@@ -188,7 +189,7 @@ class EngineCore:
         return EngineCoreOutputs([], [], [])
 
     def _send_masks(self) -> None:
-        """Sample the oldest step in flight: all tokens its grammars depend on are now known."""
+        """Send bitmasks for the oldest step in flight: the tokens they depend on are now known."""
         plan = self._in_flight[0][0]
         if len(plan.masked_rows):
             matchers = self.scheduler.matchers(plan)

@@ -27,19 +27,6 @@ def decode(tokenizer: Decoder, token_ids: list[int], params: SamplingParams) -> 
     return text
 
 
-def decode_whole(tokenizer: Decoder, token_ids: list[int], params: SamplingParams) -> str:
-    """Decode a completion without stop strings into the same text as streaming would."""
-    text = decode(tokenizer, token_ids, params)
-    if REPLACEMENT not in text:
-        return text
-    # With byte tokens, one invalid byte can turn its valid neighbors into replacements too.
-    detokenizer = Detokenizer(tokenizer, params)
-    for token_id in token_ids:
-        detokenizer.push(token_id)
-    detokenizer.finish()
-    return detokenizer.text
-
-
 def num_held(text: str, markers: Iterable[str]) -> int:
     """Return the length of the longest suffix that could be the start of one of the markers."""
     longest = 0
@@ -56,7 +43,7 @@ class Detokenizer:
     """Detokenizes one sequence: `push` tokens, then `take` the text that is safe to show.
 
     Tokens cannot be decoded one by one: spaces and characters depend on neighbors. So each step
-    decodes a short window that starts in the emitted text, and appends what the window gained.
+    decodes a short window of tokens that starts in emitted text, and appends its new characters.
     """
 
     def __init__(self, tokenizer: Decoder, params: SamplingParams) -> None:
@@ -66,8 +53,8 @@ class Detokenizer:
         self._params = params
         self._stops: tuple[str, ...] = tuple(params.stop)
         self._window: list[int] = []
-        self._num_context = 0  # leading tokens of the window that are only context for the rest
-        self._num_emitted = 0  # characters of the window's text that are in self.text
+        self._num_context = 0  # number of leading window tokens that only serve as context
+        self._num_emitted = 0  # number of characters of the window that are in self.text
         self._num_taken = 0
         self.found_stop: str | None = None
         self._search_from = 0
@@ -84,7 +71,7 @@ class Detokenizer:
         return self._cut_at_stop()
 
     def finish(self) -> None:
-        """Emit what was held back, incomplete characters included: no more tokens follow."""
+        """Emit the text held back, including incomplete characters: no more tokens follow."""
         if self.found_stop is None:
             self._read(is_last=True)
             self._cut_at_stop()

@@ -33,7 +33,7 @@ OWN_STEP = (
     "an engine cannot be called from within its own step, for example by a logits processor: the "
     "step would wait for itself; create another engine for that"
 )
-MAX_UNREAD = 2  # unread steps at which a stream requests no further step
+MAX_UNREAD = 2  # number of unread steps at which a stream requests no further one
 POLL_SECONDS = 0.1  # interval at which a waiting caller checks whether the engine was closed
 CLOSE_SECONDS = 5.0  # grace period for the current step, before workers are killed
 
@@ -44,11 +44,11 @@ class RequestGroup:
     """The requests of one call of `generate` or `stream`."""
 
     def __init__(self, is_streaming: bool) -> None:
-        self.is_streaming = is_streaming  # receives every step, and pauses for a slow reader
-        # Requests whose outputs the caller has not taken; only the caller's thread touches it.
+        self.is_streaming = is_streaming  # True: receives every step, and waits for a slow reader
+        # Number of requests whose outputs are not taken yet; only the caller's thread uses it.
         self.num_unfinished = 0
-        self.indices: dict[int, int] = {}  # prompt index, keyed by seq_id of unfinished requests
-        self.steps: SimpleQueue[Any] = SimpleQueue()  # StepOutputs, or the error that ended it
+        self.indices: dict[int, int] = {}  # seq_id of an unfinished request -> prompt index
+        self.steps: SimpleQueue[Any] = SimpleQueue()  # StepOutputs, or an error that ends the group
 
     @property
     def wants_step(self) -> bool:
@@ -74,7 +74,7 @@ class EngineThread:
         self.config, self.model_config = config, model_config
         self.input_processor, self.core, self.info = input_processor, core, info
         self.output_processor = OutputProcessor(input_processor.tokenizer)
-        self._groups: dict[RequestGroup, None] = {}  # groups with unfinished requests, in order
+        self._groups: dict[RequestGroup, None] = {}  # groups with unfinished requests
         self._owners: dict[int, RequestGroup] = {}  # keyed by seq_id
         self._unowned = RequestGroup(is_streaming=False)  # requests whose outputs `step` returns
         self._is_closed = False
@@ -83,7 +83,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Register `close` first, since an interrupt may follow."""
+        """Start the thread; callers register `close` before this, as an interrupt may follow."""
         self._thread.start()
 
     def prepare(
@@ -128,7 +128,7 @@ class EngineThread:
     def close(self) -> None:
         """End the thread after the current step and free the model; a second call does nothing.
 
-        The interpreter must not exit before the thread does, or it would kill it inside a step.
+        Call this before the interpreter exits, which would kill the thread inside a step.
         """
         if os.getpid() != self._process:  # a forked child must not close its parent's engine
             return
@@ -175,7 +175,7 @@ class EngineThread:
             )
             aborted += [each for each in found if each is not None]
         step = self.output_processor.process(EngineCoreOutputs([], [], aborted), self.core.finish)
-        # Groups receive the outputs of their requests; the others' are only returned.
+        # Groups receive the outputs of their requests; other outputs are only returned.
         finished = [output for output in step.finished if output.seq_id in self._owners]
         pieces = [piece for piece in step.pieces if piece.seq_id in self._owners]
         self._deliver(replace(step, finished=finished, pieces=pieces))
@@ -211,7 +211,7 @@ class EngineThread:
             try:
                 raise result
             finally:
-                del result  # break the cycle: its traceback refers to this frame
+                del result  # break the reference cycle: the traceback refers to this frame
         return result
 
     def _join(self, seconds: float | None) -> None:
@@ -255,7 +255,7 @@ class EngineThread:
                 self._groups.pop(group, None)
 
     def _fail(self, error: BaseException) -> None:
-        """Fail all groups: one caller gets the error itself, whose traceback cannot be shared."""
+        """Fail all groups: the first gets the error itself, the others an EngineError about it."""
         message = f"the engine failed: {error!r}"
         for group in list(self._groups):
             self._cancel(group)

@@ -30,7 +30,7 @@ class Matcher(Protocol):
         """Whether the next bitmask can be computed without waiting for another thread."""
 
     def finishes(self, token_id: int) -> bool:
-        """Accept a token, not a stop token; return True if the grammar allows no more tokens."""
+        """Accept a token that is not a stop token; return True if no more tokens are allowed."""
 
 
 class GrammarEngine(Protocol):
@@ -48,7 +48,7 @@ class GrammarEngine(Protocol):
         """Return the next bitmask of each matcher, and the rows whose bitmask is not ready.
 
         None in place of a matcher (its sequence has ended) allows every token. The next call may
-        reuse the memory.
+        overwrite the bitmasks.
         """
 
     def wait(self, matchers: list[Any]) -> None:

@@ -47,14 +47,14 @@ class InputProcessor:
     ) -> None:
         self.tokenizer = vocabulary.tokenizer
         self._create_grammars = create_grammars
-        self._has_workers = has_workers  # other processes, which cannot receive functions
+        self._has_workers = has_workers  # in other processes, which cannot receive functions
         self._vocab_size = vocab_size
         self._eos_token_ids = vocabulary.eos_token_ids
         self.grammars: GrammarEngine | None = None  # created by the first request with a grammar
         self._engine_seed = seed
         self._seq_ids = itertools.count()
         self._lock = threading.Lock()
-        self._tokenizing = threading.Lock()  # `encode` may change settings of the tokenizer
+        self._tokenizing = threading.Lock()  # tokenizer.encode may change the tokenizer's settings
 
     def get_grammars(self) -> GrammarEngine:
         """Return the grammar engine; the first call creates it."""
@@ -171,9 +171,9 @@ class InputProcessor:
         return eos.union(params.stop_token_ids)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each word, both at the start of a text and after a space.
+        """Return the token ids of each word, both at the start of a text and after a space.
 
-        Words with tokens outside the model's vocabulary are skipped: it cannot generate them.
+        Words with ids outside the model's vocabulary are skipped: the model cannot generate them.
         """
         texts = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
         found = [tuple(self.encode(text, add_special_tokens=False)) for text in texts]
@@ -189,9 +189,9 @@ class InputProcessor:
 
 
 def to_token_ids(ids: list[int], vocab_size: int) -> array[int]:
-    """Validate token ids and pack them into an array, without a Python loop over valid ones."""
+    """Validate token ids and pack them into an array; valid ids take no Python loop."""
     try:
-        values = np.array(array("L", ids))  # several times as fast as via signed integers
+        values = np.array(array("L", ids))  # unsigned is several times as fast as signed
         has_bool = any(isinstance(ids[i], bool) for i in np.flatnonzero(values <= 1))
         if not has_bool and values.max() < vocab_size:
             return array("i", values.astype(np.int32).tobytes())

@@ -1,4 +1,4 @@
-"""Logprobs: packed as bytes per token in the engine, unpacked to dicts by token id in outputs."""
+"""Logprobs: packed into bytes within the engine, and unpacked to dicts in outputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pack_logprobs(
 
 
 def entry_bytes(num_top: int | None) -> int:
-    """Return the size of an entry; a step's may be larger if other requests ask for more."""
+    """Return the size of a request's entry; other requests may make a step's entries larger."""
     return RANK_BYTES + PAIR_BYTES * (1 + (num_top or 0))
 
 
@@ -50,7 +50,7 @@ def add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
 
 
 def add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult) -> None:
-    """Append the logprobs of prompt tokens that this step scored to the sequences that ask."""
+    """Append the prompt logprobs that a step computed to the sequences that requested them."""
     columns = result.prompt_logprob_ids, result.prompt_logprobs, result.prompt_logprob_ranks
     entries = pack_logprobs(*columns)
     spans = zip(rows, plan.starts.tolist(), plan.counts.tolist(), strict=True)
@@ -60,7 +60,7 @@ def add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult
             continue
         for position in range(start, start + num_scored(start, count, seq.num_prompt_tokens)):
             entry = next(entries)
-            if position == len(seq.prompt_logprobs):  # else it is recomputed after a preemption
+            if position == len(seq.prompt_logprobs):  # else recomputed after a preemption
                 seq.prompt_logprobs.append(entry[: entry_bytes(num_top)])
 
 
@@ -78,7 +78,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 def text_within(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    """Return a token's text in mid-sentence: SentencePiece drops the leading space of a text."""
+    """Return a token's text as in mid-sentence: SentencePiece drops a text's leading space."""
     alone, twice = (str(tokenizer.decode([token_id] * count)) for count in (1, 2))
     return f" {alone}" if twice == f"{alone} {alone}" else alone
 
@@ -131,7 +131,7 @@ class CompletionLogprobs(abc.Sequence[dict[int, Logprob]]):
 
 
 def as_dict(entry: TokenLogprobs, texts: TokenTexts) -> dict[int, Logprob]:
-    """Unpack an entry: its token first, then the top tokens, ranked from 1; they may overlap."""
+    """Unpack an entry into a dict: the token at the position, then the other top tokens."""
     numbers = np.frombuffer(entry, np.int32)
     ids = numbers[1::2].tolist()
     ranks = [int(numbers[0]), *range(1, len(ids))]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.detokenizer import Detokenizer, decode_whole
+from nanovllm.engine.detokenizer import REPLACEMENT, Detokenizer
 from nanovllm.engine.request import (
     EngineCoreOutputs,
     FinishedSequence,
@@ -18,31 +18,31 @@ from nanovllm.engine.request import (
     TokenLogprobs,
 )
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
+from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nanovllm.engine.logprobs import CompletionLogprobs, TokenTexts
 
-NOTHING_ALLOWED = (
-    "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and "
-    "logits_processors together leave none, or make logits that are not numbers, or "
-)
-NOTHING_FITS = "no token matches structured_outputs: the grammar exceeded its work limit, or "
 BROKEN = (
     "the model's {} are not numbers (NaN or infinity); the weights may be damaged, or too large "
     "for the dtype: try dtype='float32'"
+)
+NO_TOKEN_LEFT = (
+    "no token may be sampled: structured_outputs, allowed_token_ids, bad_words, logit_bias, "
+    "min_tokens and logits_processors together leave none, or make logits that are not numbers, or "
 )
 
 
 @dataclass(slots=True, eq=False)
 class CompletionState:
-    """One completion of a request, in progress."""
+    """State of one completion of a request in progress."""
 
     index: int
     request: Request
     detokenizer: Detokenizer | None
-    new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
+    new_token_ids: list[int] = field(default_factory=list)  # tokens not streamed yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one entry per received token
     num_kept: int | None = None  # number of tokens up to the stop string, once it was found
     finished: FinishedSequence | None = None
@@ -104,8 +104,8 @@ class OutputProcessor:
     ) -> StepOutput:
         """Turn the outputs of a step into text; `finish` ends a sequence at a stop string.
 
-        If `finish` returns None, a later step brings the finished sequence. Until the core has
-        handled it, more tokens may arrive for a sequence that was stopped or dropped here.
+        If `finish` returns None, a later step brings the finished sequence. Until then, more tokens
+        may arrive for a sequence that was stopped or dropped here.
         """
         known = self._completions
         by_id = {each.seq_id: each for each in step.finished if each.seq_id in known}
@@ -172,7 +172,7 @@ class OutputProcessor:
             queue_time=max(own.start_time - request.arrival_time, 0.0),
             time_to_first_token=max(own.first_token_time - request.arrival_time, 0.0),
             duration=finished.end_time - request.arrival_time,
-            error=(broken[0].error or why_broken(request)) if broken else None,
+            error=(broken[0].error or _why_broken(request)) if broken else None,
             logprobs=best.logprobs,
             cumulative_logprob=best.cumulative_logprob,
             prompt_logprobs=prompt_logprobs,
@@ -187,7 +187,7 @@ class OutputProcessor:
         if completion.detokenizer is not None:
             text = completion.detokenizer.text
         else:
-            text = "" if tokenizer is None else decode_whole(tokenizer, finished.token_ids, params)
+            text = "" if tokenizer is None else _decode(tokenizer, finished.token_ids, params)
         logprobs = cumulative = None
         if params.logprobs is not None:
             entries = completion.logprobs[: len(finished.token_ids)]
@@ -230,14 +230,30 @@ class OutputProcessor:
         return CompletionLogprobs(entries, num_top, self._texts)
 
 
-def why_broken(request: Request) -> str:
+def _decode(
+    tokenizer: PreTrainedTokenizerBase, token_ids: list[int], params: SamplingParams
+) -> str:
+    """Decode a whole completion to the same text that streaming would produce."""
+    skip_special = params.skip_special_tokens
+    text = tokenizer.decode(token_ids, skip_special, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    if REPLACEMENT not in text:
+        return text
+    # With byte tokens, an invalid byte can also turn valid neighbors into replacements, unlike in
+    # incremental decoding.
+    detokenizer = Detokenizer(tokenizer, params)
+    for token_id in token_ids:
+        detokenizer.push(token_id)
+    detokenizer.finish()
+    return detokenizer.text
+
+
+def _why_broken(request: Request) -> str:
     """Return the likely causes when a step produced no valid token or vector for a request."""
     if request.pooling is not None:
         return BROKEN.format("hidden states")
-    why = BROKEN.format("logits")
-    if request.grammar is not None:
-        return NOTHING_FITS + NOTHING_ALLOWED + why
-    return NOTHING_ALLOWED + why if request.params.can_exclude_tokens else why
+    is_edited = request.grammar is not None or request.params.can_exclude_tokens
+    return (NO_TOKEN_LEFT if is_edited else "") + BROKEN.format("logits")
 
 
 def _stop_reason(completion: CompletionState, finished: FinishedSequence) -> str | int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 MIN_PROMPT_TOKENS = 64  # allowed in every step, so that prompts always make progress
 FIRST_SECONDS_PER_TOKEN = 80e-6  # estimate before the first measurement
 MARGIN = 0.8  # fraction of the target to aim for, because equal steps vary in duration
-# After the first measurement, each one is clamped to this ratio and weighted: outliers matter less.
+# The ratio of a later measurement to the estimate is clamped and weighted to dampen outliers.
 MAX_RATIO, WEIGHT = 2.0, 0.25
 
 
@@ -18,7 +18,7 @@ class PromptBudget:
         self._is_measured = False
 
     def num_prompt_tokens(self, num_decode_rows: int) -> int:
-        """Return how many prompt tokens may run beside that many decode rows."""
+        """Return how many prompt tokens may run beside `num_decode_rows` decode rows."""
         num_tokens = int(self._seconds / self._seconds_per_token)
         return max(MIN_PROMPT_TOKENS, _round_down(num_tokens) - num_decode_rows)
 

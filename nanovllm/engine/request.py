@@ -29,13 +29,13 @@ class Request:
     grammar: Grammar | None = None  # constrains the output
     cache_salt: str | None = None
     is_streaming: bool = False  # receives each token as soon as it is sampled
-    leader_id: int | None = None  # seq_id of this prompt's first sample, which is added before
+    leader_id: int | None = None  # seq_id of the prompt's first sample, which must be added first
     pooling: Pooling | None = None  # pool the prompt's hidden states instead of generating
     arrival_time: float = field(default_factory=time.perf_counter)
 
 
 def check_length(request: Request, max_len: int) -> None:
-    """Raise PromptTooLongError if the prompt cannot run with sequences of at most `max_len`."""
+    """Raise PromptTooLongError if the prompt does not fit into a sequence of `max_len` tokens."""
     num_tokens, most, why = len(request.token_ids), max_len, ""
     if request.pooling is None:
         most, why = max_len - 1, " (one must be left for the output)"
@@ -62,7 +62,7 @@ class FinishedSequence:
     end_time: float
     prompt_logprobs: list[TokenLogprobs]  # one per prompt token after the first, if requested
     pooled: Vector | None = None
-    error: str | None = None  # why one of its logits processors failed
+    error: str | None = None  # message of a logits processor that failed
     stop_reason: str | None = None  # None or POOL_TOO_SMALL
 
     def stopped_at(self, num_tokens: int) -> FinishedSequence:
@@ -89,11 +89,12 @@ class EngineCoreOutputs:
 class StepTiming(NamedTuple):
     """Timing of one call of `EngineCore.step`, and of the step whose result it collected, if any.
 
-    In seconds of `time.perf_counter`; snapshots convert them to microseconds.
+    Times are seconds of `time.perf_counter`; snapshots convert them to microseconds.
     """
 
     begin: float
-    schedule: float  # durations of the phases of the call: this and the next three
+    # Durations of the four phases of the call.
+    schedule: float
     submit: float  # includes computing the bitmasks
     wait: float
     commit: float

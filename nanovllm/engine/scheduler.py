@@ -1,4 +1,4 @@
-"""The scheduler: `schedule()` advances counts and makes a plan, `commit()` fills in the tokens."""
+"""The scheduler: `schedule()` plans the next step, `commit()` appends the tokens it sampled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Scheduler:
     """Owns every sequence that is waiting or running.
 
     Plans are committed in the order they were made. The next plan may reuse freed blocks and slots
-    at once: the device runs plans in order, so a step in flight reads them before that.
+    at once: the device runs plans in order, so steps in flight read them before they change.
     """
 
     def __init__(
@@ -35,9 +35,10 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
-        self.num_cache_queries = self.num_cache_hits = 0  # prompt tokens looked up and found
+        # Number of prompt tokens looked up, and found, in the prefix cache.
+        self.num_cache_queries = self.num_cache_hits = 0
         self.blocks = blocks
-        self.prompt_budget = prompt_budget  # None: prompts may take whole steps
+        self.prompt_budget = prompt_budget  # None: only max_num_batched_tokens limits prompts
         self.waiting = WaitingQueue()
         # Sequences whose grammar is not compiled, or whose next bitmask is not computed yet.
         self.waiting_for_grammar: dict[int, Sequence] = {}
@@ -45,9 +46,9 @@ class Scheduler:
         self.running: dict[int, Sequence] = {}
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._released: list[int] = []  # slots freed since the last plan
-        # Free blocks that the first waiting sequence needs, if it did not fit.
+        # Number of free blocks that the first waiting sequence needs; set if it did not fit.
         self._num_free_to_admit = 0
-        # Sequences with followers whose prompt the last plan completed.
+        # Leaders (sequences with followers) whose prefill the last plan completed.
         self._prefilled_leaders: list[Sequence] = []
         self._in_flight: deque[list[Sequence]] = deque()  # rows of each uncommitted plan
 
@@ -97,7 +98,14 @@ class Scheduler:
             add_logprobs(sampled, result)
         for index, error in (result.failures or {}).items():
             sampled[index].error = error
-        updated = self._end_pooled(rows, plan, result)
+        updated = []
+        if result.pooled is not None:
+            from nanovllm.engine.scoring import add_pooled
+
+            for seq in add_pooled(rows, plan, result.pooled):
+                is_finite = seq.pooled is not None and bool(np.isfinite(seq.pooled).all())
+                self._end(seq, "length" if is_finite else "error")
+                updated.append(seq)
         for seq, token_ids in zip(sampled, result.tokens.tolist(), strict=True):
             if seq.finish_reason is not None:  # the sequence ended while this step was in flight
                 continue
@@ -289,7 +297,7 @@ class Scheduler:
         seq.row_start = 0
 
     def _add_row(self, draft: _Draft, seq: Sequence, end: int) -> None:
-        """Schedule `seq` up to `end`; if that is its last token, add the pending one."""
+        """Schedule `seq` up to `end`; at its last token, also count the one to be sampled."""
         start = seq.num_computed
         is_last = end == seq.num_tokens
         draft.rows.append(seq)
@@ -309,26 +317,6 @@ class Scheduler:
             self.blocks.register(seq)
         if seq.followers and end >= seq.num_prompt_tokens:
             self._prefilled_leaders.append(seq)
-
-    def _end_pooled(
-        self, rows: list[Sequence], plan: StepPlan, result: StepResult
-    ) -> list[Sequence]:
-        """Finish the sequences whose prompts this step pooled completely; return them."""
-        if result.pooled is None:
-            return []
-        ends = (plan.starts + plan.counts).tolist()
-        pooled = [
-            seq
-            for seq, end in zip(rows, ends, strict=True)
-            if seq.request.pooling is not None and end == seq.num_prompt_tokens
-        ]
-        ended = []
-        for seq, vector in zip(pooled, result.pooled, strict=True):
-            if seq.finish_reason is None:
-                seq.pooled = vector
-                self._end(seq, "length" if np.isfinite(vector).all() else "error")
-                ended.append(seq)
-        return ended
 
     def _append(self, seq: Sequence, token_id: int) -> None:
         """Append a sampled token, and end the sequence if the token completes it."""

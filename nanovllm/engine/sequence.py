@@ -20,7 +20,7 @@ NO_SLOT = -1
 class Sequence:
     """State of one sequence, owned and mutated by the scheduler.
 
-    Each step moves `num_computed` towards `num_tokens`; prefill, decode and recomputation differ
+    Each step moves `num_computed` toward `num_tokens`; prefill, decode and recomputation differ
     only in the distance. `num_tokens` includes tokens that are sampled but not yet known to the
     host; `token_ids` holds the known ones. A pooled prompt counts its vector as one such token,
     which takes no space in the KV cache.
@@ -35,18 +35,19 @@ class Sequence:
     is_serial: bool = field(init=False)  # runs only when the host knows all its tokens
     token_ids: array[int] = field(init=False)  # an array, because it is hashed and copied as bytes
     num_prompt_tokens: int = field(init=False)
-    num_logits: int = field(init=False)  # logits rows needed when it reaches its last token
+    num_logits: int = field(init=False)  # number of logits rows needed at its last token
     num_tokens: int = field(init=False)
     max_len: int = field(init=False)
     is_cut_by_pool: bool = False  # whether the size of the KV cache limits `max_len`
     num_cached: int = 0
     finish_reason: FinishReason | None = None
-    error: str | None = None  # why one of its logits processors failed
+    error: str | None = None  # message of a logits processor that failed
     start_time: float = 0.0  # when its first step was scheduled
     first_token_time: float = 0.0
-    newest_logprobs: TokenLogprobs | None = None  # for its newest token, if requested
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token on
-    matcher: Matcher | None = None  # has accepted the known output tokens
+    newest_logprobs: TokenLogprobs | None = None  # logprobs of the newest token, if requested
+    # One entry per prompt token, from the second on.
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    matcher: Matcher | None = None  # grammar state after the known output tokens
     is_dropped: bool = False  # whether to discard the token that the step in flight samples
     pooled: Vector | None = None
 
@@ -57,10 +58,10 @@ class Sequence:
     num_computed: int = 0
     row_start: int = 0  # first position of its newest row; 0 for the row that admitted it
     block_ids: list[int] = field(default_factory=list)
-    capacity: int = 0  # tokens that block_ids can hold
+    capacity: int = 0  # number of tokens that block_ids can hold
     block_keys: list[BlockKey] = field(default_factory=list)  # keys of full blocks hashed so far
     prefix: Prefix | str | None = field(init=False)  # last prefix registered or matched
-    next_full_len: int = 0  # number of computed tokens that completes the next block
+    next_full_len: int = 0  # number of computed tokens at which the next block is full
 
     def __post_init__(self) -> None:
         request = self.request
@@ -71,7 +72,7 @@ class Sequence:
         num_new = request.params.max_new_tokens if request.pooling is None else 1
         self.max_len = self.num_prompt_tokens + max(num_new, 1)
         self.num_logits = 1 if request.pooling is None else 0
-        # For tokens in cached blocks there are no logits and no hidden states.
+        # Cached blocks are not recomputed, so their tokens have no logits and no hidden states.
         self.may_hit = request.params.prompt_logprobs is None and request.pooling != "mean"
         self.is_serial = bool(request.params.logits_processors)
         self.prefix = request.cache_salt
@@ -89,10 +90,10 @@ class Sequence:
 
 
 class WaitingQueue:
-    """Queue ordered by priority, lowest number first; preempted sequences precede their equals."""
+    """Queue ordered by priority, lowest number first; among equals, preempted sequences lead."""
 
     def __init__(self) -> None:
-        self._queues: dict[int, OrderedDict[int, Sequence]] = {}  # keyed by priority; never empty
+        self._queues: dict[int, OrderedDict[int, Sequence]] = {}  # keyed by priority; none is empty
         self._priorities: list[int] = []  # sorted keys of `_queues`
         self._num_waiting = 0
 

@@ -13,7 +13,7 @@ from nanovllm.sampling_params import SamplingParams
 
 IntColumn = npt.NDArray[np.int32]
 Vector = npt.NDArray[np.float32]
-Pooling = Literal["last", "mean"]  # over the hidden states of the prompt tokens
+Pooling = Literal["last", "mean"]  # how the hidden states of a prompt become one vector
 T = TypeVar("T")
 
 
@@ -26,7 +26,7 @@ class Pending(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A sequence that enters a slot: all its state on the device, sent once per admission."""
+    """A sequence that enters a slot, with all the state that the device needs."""
 
     slot: int
     token_ids: IntColumn  # all known tokens, prompt and output
@@ -40,7 +40,7 @@ class NewRow:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it needs no more than sampling with temperature, top_k, top_p and min_p."""
+        """Whether it needs only sampling with temperature, top_k, top_p and min_p."""
         return self.pooling is None and not self.bad_words and self.params.is_plain
 
 
@@ -63,7 +63,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: row i runs counts[i] positions, from starts[i], of the sequence in slots[i].
+    """One step: row i runs counts[i] positions of the sequence in slots[i], starting at starts[i].
 
     Tokens that the host does not know yet are already in the device's InputBatch.
     """
@@ -116,7 +116,7 @@ def num_scored(start: int, count: int, num_prompt_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
-    """Facts discovered while starting the workers."""
+    """Properties of the workers, known once they have started."""
 
     num_blocks: int
     depth: int  # default pipeline depth of the device

@@ -1,4 +1,4 @@
-"""What every layer is built from, and the batch it is called with."""
+"""The arguments with which layers are built (`BuildContext`) and called (`ForwardBatch`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanovllm.ops.tp_group import ALONE, TPGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
+class BuildContext:
     """The device, dtype, quantized layouts, operations and ranks that layers are built for."""
 
     device: torch.device
@@ -35,7 +35,7 @@ class Build:
 class SampledTokens:
     """The tokens whose logits are needed; each is the last token of its row."""
 
-    index: Tensor  # indices into the batch
+    index: Tensor  # indices of these tokens in the batch
     attention: Any  # the attention backend's plan for these tokens alone
 
 
@@ -46,21 +46,21 @@ class ForwardBatch:
     input_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
     slot_mapping: Tensor  # [tokens], token -> position in the KV cache
-    sampled: SampledTokens | None  # None: all tokens
+    sampled: SampledTokens | None  # None: the logits of all tokens are needed
     attention: Any  # the attention backend's plan for this step
     caches: list[LayerCache]
 
 
 class Layer(nn.Module):
-    """A module that is loaded, then packed, then called."""
+    """A module that names its checkpoint tensors and processes its weights after loading."""
 
     def __call__(self, *args: Any) -> Any:
         # nn.Module checks for hooks in every call: about a millisecond for the 300 calls of a step.
         return self.forward(*args)
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
-        """Return the checkpoint tensors of this layer's own parameters, without its submodules'."""
+        """Return the checkpoint tensors of this layer's parameters, excluding its submodules."""
         return {}
 
-    def pack(self, has_room: bool) -> None:
-        """Lay out the loaded parameters for the kernels; `has_room` allows a second copy."""
+    def process_weights_after_loading(self, allow_copy: bool) -> None:
+        """Lay out the loaded parameters for the kernels; `allow_copy` allows a second copy."""

@@ -16,23 +16,23 @@ from nanovllm.layers.shards import ExpectedTensor, Shard, expect_stack, num_outp
 from nanovllm.ops.quantized_weight import Weight
 
 if TYPE_CHECKING:
-    from nanovllm.layers.build import Build
+    from nanovllm.layers.build import BuildContext
     from nanovllm.layers.quantized_weights import BlockTensors, WordTensors
 
-# Output shards of a weight by checkpoint name; one tensor may hold several outputs (q, k and v).
+# Checkpoint name -> this rank's shards of the outputs; one tensor may hold several (q, k and v).
 Outputs = dict[str, list[Shard]]
-Layouts = Callable[[str], QuantLayout | None]  # by module name; None: dense
+Layouts = Callable[[str], QuantLayout | None]  # module name -> layout; None: dense
 
 
 class LayerWeight(nn.Module):
-    """The weight of a projection, with its outputs in this order.
+    """The weight of a projection; `outputs` defines the order of its rows.
 
     It stays quantized if the checkpoint stores all its tensors in layouts that the kernels read.
-    With `is_uniform`, they must all have the same layout.
+    With `is_uniform`, all tensors must also have the same layout.
     """
 
     def __init__(
-        self, outputs: Outputs, inputs: Shard, build: Build, is_uniform: bool = False
+        self, outputs: Outputs, inputs: Shard, build: BuildContext, is_uniform: bool = False
     ) -> None:
         super().__init__()
         self.outputs, self.inputs = outputs, inputs
@@ -42,7 +42,7 @@ class LayerWeight(nn.Module):
             self.use_dense()
 
     def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
-        """Return the checkpoint tensors (parent + "q_proj.weight") and this rank's parts."""
+        """Return the expected checkpoint tensors, keyed by name (parent + "q_proj.weight")."""
         if self.tensors is None:
             self.tensors = self._create_quantized(parent)
         if self.tensors is None:
@@ -70,7 +70,7 @@ class LayerWeight(nn.Module):
         self.tensors = DenseTensor(self.outputs, self.inputs, self.build)
 
     def for_ops(self, num_experts: int | None = None) -> Weight:
-        """Return the loaded weight as `Ops` takes it; the rows of experts come expert by expert."""
+        """Return the loaded weight in a form that `Ops` takes; the rows are grouped by expert."""
         assert self.tensors is not None
         return self.tensors.for_ops(num_experts)
 
@@ -78,7 +78,7 @@ class LayerWeight(nn.Module):
 class DenseTensor(nn.Module):
     """One tensor [outputs, inputs] in the model's dtype."""
 
-    def __init__(self, outputs: Outputs, inputs: Shard, build: Build) -> None:
+    def __init__(self, outputs: Outputs, inputs: Shard, build: BuildContext) -> None:
         super().__init__()
         self.outputs, self.inputs = outputs, inputs
         self.values = build.parameter(num_outputs(outputs), inputs.count)

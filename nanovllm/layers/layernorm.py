@@ -1,4 +1,4 @@
-"""RMSNorm layers; a projection that follows a norm applies it itself, in one fused operation."""
+"""RMSNorm layers; a projection after a norm applies the norm itself, in one fused operation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import ModelConfig
-from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.build import BuildContext, Layer
 from nanovllm.layers.shards import ExpectedTensor, expect_replicated
 from nanovllm.ops.interface import NormWeights, QKNormWeights, ResidualStream
 
@@ -14,7 +14,7 @@ from nanovllm.ops.interface import NormWeights, QKNormWeights, ResidualStream
 class RMSNorm(Layer):
     """RMSNorm of hidden states."""
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         self.weight = build.parameter(config.hidden_size, dtype=torch.float32)
         self.weights = NormWeights(self.weight, config.rms_norm_eps)
@@ -27,14 +27,14 @@ class RMSNorm(Layer):
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         return {f"{path}.weight": expect_replicated(self.weight)}
 
-    def pack(self, has_room: bool) -> None:
+    def process_weights_after_loading(self, allow_copy: bool) -> None:
         self.weight.add_(self.offset)
 
 
 class QKNorm(Layer):
     """RMSNorm of every head of q and k; `Ops.rope_write` applies it before the rotation."""
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         self.weight = build.parameter(2, config.head_dim, dtype=torch.float32)
         self.weights = QKNormWeights(self.weight[0], self.weight[1], config.rms_norm_eps)
@@ -45,5 +45,5 @@ class QKNorm(Layer):
         q, k = map(expect_replicated, self.weight)
         return {f"{parent}.q_norm.weight": q, f"{parent}.k_norm.weight": k}
 
-    def pack(self, has_room: bool) -> None:
+    def process_weights_after_loading(self, allow_copy: bool) -> None:
         self.weight.add_(self.offset)

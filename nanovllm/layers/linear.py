@@ -1,6 +1,6 @@
 """Projections, token embedding and LM head, sharded by outputs, inputs or vocabulary.
 
-A projection has one weight, which may stack several checkpoint weights into a single product.
+A projection has one weight, which may stack several checkpoint weights into a single GEMM.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.build import BuildContext, Layer
 from nanovllm.layers.layer_weight import LayerWeight, Outputs
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.shards import (
@@ -29,14 +29,14 @@ class MergedLinear(Layer):
     With an activation it returns activation(gate) * up.
     """
 
-    packed: PackedLinear  # set by `pack`
+    packed: PackedLinear  # set by `process_weights_after_loading`
 
     def __init__(
         self,
         inputs: Shard,
         outputs: Outputs,
         bias: bool,
-        build: Build,
+        build: BuildContext,
         activation: Activation | None = None,
     ) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class MergedLinear(Layer):
         return self.packed(x)
 
     def after_norm(self, hidden: ResidualStream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Project the norm of residual + update; also return that sum, the new residual."""
+        """Return the projection of norm(residual + update), and the new residual."""
         return self.packed.after_norm(hidden, norm.weights)
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
@@ -60,9 +60,9 @@ class MergedLinear(Layer):
             tensors |= {f"{parent}{name}.bias": tensor for name, tensor in biases.items()}
         return tensors
 
-    def pack(self, has_room: bool) -> None:
+    def process_weights_after_loading(self, allow_copy: bool) -> None:
         weight = self.weight.for_ops()
-        self.packed = self.ops.pack_linear(weight, self.bias, self.activation, has_room)
+        self.packed = self.ops.pack_linear(weight, self.bias, self.activation, allow_copy)
         del self.weight
 
 
@@ -70,7 +70,7 @@ class RowParallelLinear(MergedLinear):
     """A projection whose inputs are sharded; the ranks' outputs are summed."""
 
     def __init__(
-        self, inputs: Shard, out_features: int, bias: bool, build: Build, name: str
+        self, inputs: Shard, out_features: int, bias: bool, build: BuildContext, name: str
     ) -> None:
         super().__init__(inputs, {name: [replicated(out_features)]}, bias, build)
         self.group = build.group
@@ -79,25 +79,27 @@ class RowParallelLinear(MergedLinear):
         return self.group.all_reduce(self.packed(x))
 
     def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
-        """Project x to an update of the residual, which the next norm adds."""
+        """Project x to an update of the residual; the next norm adds the update."""
         if self.group.is_alone:
             return self.packed.add_to(residual, x)
-        return ResidualStream(residual, self(x))  # the residual is replicated: sum only the update
+        # Every rank has the whole residual, so only the update is summed over the ranks.
+        return ResidualStream(residual, self(x))
 
-    def pack(self, has_room: bool) -> None:
+    def process_weights_after_loading(self, allow_copy: bool) -> None:
         if self.group.rank > 0:
-            self.bias = None  # rank 0 alone adds it, as outputs are summed
-        super().pack(has_room)
+            self.bias = None  # only rank 0 adds the bias: the ranks' outputs are summed
+        super().process_weights_after_loading(allow_copy)
 
 
 class Embedding(Layer):
-    table: Weight  # set by `pack`
+    table: Weight  # set by `process_weights_after_loading`
 
-    def __init__(self, num_embeddings: int, dim: int, scale: float, build: Build) -> None:
+    def __init__(self, num_embeddings: int, dim: int, scale: float, build: BuildContext) -> None:
         super().__init__()
         self.vocab = sharded(num_embeddings, build.group)
         self.weight = LayerWeight({"": [self.vocab]}, replicated(dim), build)
-        self.scale = torch.tensor(scale).to(build.dtype).item()  # rounded, as in training
+        # Rounded to the model's dtype, as in training.
+        self.scale = torch.tensor(scale).to(build.dtype).item()
         self.ops, self.group = build.ops, build.group
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -111,14 +113,16 @@ class Embedding(Layer):
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         return self.weight.expected_tensors(path)
 
-    def pack(self, has_room: bool) -> None:
+    def process_weights_after_loading(self, allow_copy: bool) -> None:
         self.table = self.weight.for_ops()
 
 
 class LMHead(MergedLinear):
-    """The projection of hidden states to logits; `tied` makes it use the embedding's weight."""
+    """The projection of hidden states to logits; with `tied`, it uses the embedding's weight."""
 
-    def __init__(self, dim: int, vocab_size: int, build: Build, tied: Embedding | None) -> None:
+    def __init__(
+        self, dim: int, vocab_size: int, build: BuildContext, tied: Embedding | None
+    ) -> None:
         outputs = {"lm_head": [sharded(vocab_size, build.group)]}
         super().__init__(replicated(dim), outputs, False, build)
         self.vocab_size, self.group = vocab_size, build.group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanovllm.config import ModelConfig
-from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.build import BuildContext, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
 from nanovllm.layers.shards import replicated, sharded
@@ -13,7 +13,7 @@ from nanovllm.ops.interface import ResidualStream
 class GatedMLP(Layer):
     """A gated MLP; `merged` names the checkpoint weight that stores gate and up as one."""
 
-    def __init__(self, config: ModelConfig, build: Build, merged: str | None = None) -> None:
+    def __init__(self, config: ModelConfig, build: BuildContext, merged: str | None = None) -> None:
         super().__init__()
         size, bias = sharded(config.intermediate_size, build.group), config.mlp_bias
         outputs = {"gate_proj": [size], "up_proj": [size]}

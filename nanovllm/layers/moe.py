@@ -1,11 +1,11 @@
-"""A mixture of experts in place of the MLP: each token runs through a few of many experts."""
+"""A mixture of experts (MoE) in place of the MLP: each token runs through a few of many experts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from nanovllm.config import ExpertsConfig
-from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.build import BuildContext, Layer
 from nanovllm.layers.layer_weight import LayerWeight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
@@ -22,16 +22,16 @@ class ExpertNames:
     down: str
 
 
-class SparseMLP(Layer):
-    """A router chooses each token's experts and weights their outputs.
+class SparseMoeBlock(Layer):
+    """A mixture of experts: a router chooses each token's experts and weights their outputs.
 
     Every rank has a shard of every expert.
     """
 
-    packed: PackedExperts  # set by `pack`
+    packed: PackedExperts  # set by `process_weights_after_loading`
 
     def __init__(
-        self, hidden_size: int, config: ExpertsConfig, names: ExpertNames, build: Build
+        self, hidden_size: int, config: ExpertsConfig, names: ExpertNames, build: BuildContext
     ) -> None:
         super().__init__()
         hidden, size = replicated(hidden_size), sharded(config.size, build.group)
@@ -59,7 +59,7 @@ class SparseMLP(Layer):
             tensors = [weight.expected_tensors(f"{path}.") for weight in weights]
         return tensors[0] | tensors[1]
 
-    def pack(self, has_room: bool) -> None:
+    def process_weights_after_loading(self, allow_copy: bool) -> None:
         gate_up, down = (w.for_ops(self.num_experts) for w in (self.gate_up, self.down))
         self.packed = self.ops.pack_experts(gate_up, down, self.routing)
         del self.gate_up, self.down

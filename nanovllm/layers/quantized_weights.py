@@ -1,4 +1,4 @@
-"""Weights that stay quantized in memory: FP8 and int4 in words, or GGUF quant blocks."""
+"""Weights that stay quantized in memory: FP8 or int4 packed in words, or GGUF quant blocks."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from nanovllm.ops.quantized_weight import (
 )
 
 if TYPE_CHECKING:
-    from nanovllm.layers.build import Build
+    from nanovllm.layers.build import BuildContext
 
 
 def create_quantized(
-    layouts: list[QuantLayout], outputs: Outputs, inputs: Shard, build: Build
+    layouts: list[QuantLayout], outputs: Outputs, inputs: Shard, build: BuildContext
 ) -> WordTensors | BlockTensors | None:
-    """Create a quantized weight, or return None if no kernel reads its layouts or this shard."""
+    """Create a quantized weight; return None if no kernel supports its layouts or this shard."""
     if not layouts[0].block_bytes:
         layout = common_layout(layouts, inputs)
         return None if layout is None else WordTensors(outputs, inputs, layout, build)
@@ -47,7 +47,7 @@ def create_quantized(
 
 
 def common_layout(layouts: Sequence[QuantLayout], inputs: Shard) -> QuantLayout | None:
-    """Return the layout shared by all tensors, if kernels read it and the shard cuts no group."""
+    """Return the common layout of all tensors; None if no kernel reads it or a group is split."""
     if len({(layout.kind, layout.group) for layout in layouts}) > 1:
         return None
     kind, group = layouts[0].kind, layouts[0].group
@@ -61,9 +61,11 @@ def common_layout(layouts: Sequence[QuantLayout], inputs: Shard) -> QuantLayout 
 
 
 class WordTensors(nn.Module):
-    """FP8 or int4 in words, with scales and zero points; `quantized_weight.py` has the layout."""
+    """An FP8 or int4 weight packed in 32-bit words; `quantized_weight.py` describes the layout."""
 
-    def __init__(self, outputs: Outputs, inputs: Shard, layout: QuantLayout, build: Build) -> None:
+    def __init__(
+        self, outputs: Outputs, inputs: Shard, layout: QuantLayout, build: BuildContext
+    ) -> None:
         super().__init__()
         self.outputs, self.inputs, self.layout = outputs, inputs, layout
         self.bits = 8 if layout.kind == "fp8" else 4
@@ -97,10 +99,10 @@ class WordTensors(nn.Module):
 
 
 class BlockTensors(nn.Module):
-    """Rows of GGUF quant blocks, as one tensor [outputs, bytes] per run of outputs of one type."""
+    """A weight in GGUF quant blocks: one tensor [outputs, bytes] per run of equal block types."""
 
     def __init__(
-        self, layouts: list[QuantLayout], outputs: Outputs, inputs: Shard, build: Build
+        self, layouts: list[QuantLayout], outputs: Outputs, inputs: Shard, build: BuildContext
     ) -> None:
         super().__init__()
         self.inputs, self.ops = inputs, build.ops
@@ -112,7 +114,7 @@ class BlockTensors(nn.Module):
             build.parameter(num_outputs(run), byte_columns(layout, inputs).count, dtype=torch.uint8)
             for layout, run in self.runs
         )
-        self.weight: PanelWeight | None = None  # replaces the rows once packed
+        self.weight: PanelWeight | None = None  # replaces `rows` once these are packed
 
     def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
         tensors = {}
@@ -139,11 +141,11 @@ class BlockTensors(nn.Module):
 
 
 def has_whole_blocks(layout: QuantLayout, inputs: Shard) -> bool:
-    """Whether neither the tensor nor this rank's shard of its columns cuts a quant block."""
+    """Return whether the tensor, and this rank's shard of its columns, have whole quant blocks."""
     return not any(size % layout.group for size in (inputs.size, inputs.first, inputs.count))
 
 
 def byte_columns(layout: QuantLayout, inputs: Shard) -> Shard:
-    """Return the shard of inputs in bytes of a row."""
+    """Convert a shard of inputs to the bytes that it occupies in a row of quant blocks."""
     sizes = inputs.size, inputs.first, inputs.count
     return Shard(*(size // layout.group * layout.block_bytes for size in sizes))

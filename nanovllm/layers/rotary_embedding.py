@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from nanovllm.config import RopeConfig
+from nanovllm.layers.scaled_rope import scaled_frequencies
 
 
 def rope_table(head_dim: int, max_position: int, rope: RopeConfig, device: torch.device) -> Tensor:
@@ -21,50 +20,6 @@ def rope_table(head_dim: int, max_position: int, rope: RopeConfig, device: torch
 def rope_frequencies(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tensor:
     """Return each pair's rotation per position in radians, with the checkpoint's rope scaling."""
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
-    if rope.kind == "dynamic":
-        return 1.0 / _dynamic_base(head_dim, rope, positions) ** exponents
-    frequencies = 1.0 / rope.theta**exponents
-    if rope.kind == "linear":
-        return frequencies / rope.factor
-    if rope.kind == "factors":
-        return frequencies / torch.tensor(rope.factors)
-    if rope.kind == "llama3":
-        return _llama3(frequencies, rope)
-    if rope.kind == "yarn":
-        return _yarn(frequencies, rope)
-    return frequencies
-
-
-def _dynamic_base(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tensor:
-    """Return the base of each position, which grows past the trained context.
-
-    It depends on the sequence length up to that token, so a token's rotation never changes later.
-    """
-    lengths = (positions + 1).clamp(min=rope.original_max_position)
-    growth = rope.factor * lengths / rope.original_max_position - (rope.factor - 1)
-    return rope.theta * growth ** (head_dim / (head_dim - 2))
-
-
-def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, and blend those in between."""
-    rotations = rope.original_max_position * frequencies / (2 * math.pi)  # in the trained context
-    blend = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blend = blend.clamp(0, 1)
-    return frequencies * (blend + (1 - blend) / rope.factor)
-
-
-def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Likewise divide low frequencies, but blend by the index of the frequency."""
-    num_frequencies = len(frequencies)
-    first, last = (
-        num_frequencies
-        * math.log(rope.original_max_position / (rotations * 2 * math.pi))
-        / math.log(rope.theta)
-        for rotations in (rope.beta_fast, rope.beta_slow)
-    )
-    if rope.is_truncated:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * num_frequencies - 1)
-    index = torch.arange(num_frequencies).float()
-    blend = ((index - first) / max(last - first, 0.001)).clamp(0, 1)
-    return frequencies * (1 - blend + blend / rope.factor)
+    if rope.kind != "default":
+        return scaled_frequencies(exponents, rope, positions)
+    return 1.0 / rope.theta**exponents

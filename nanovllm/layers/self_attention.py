@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.config import ModelConfig
-from nanovllm.layers.build import Build, ForwardBatch, Layer
+from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
 from nanovllm.layers.shards import replicated, sharded, split_kv_heads
@@ -20,7 +20,7 @@ class SelfAttention(Layer):
         self,
         config: ModelConfig,
         layer_index: int,
-        build: Build,
+        build: BuildContext,
         qk_norm: QKNorm | None = None,
         merged: str | None = None,
     ) -> None:

@@ -25,12 +25,12 @@ class Shard:
     count: int
 
     def times(self, unit: int) -> Shard:
-        """Return the shard in smaller units: heads times head_dim are outputs."""
+        """Return the shard in smaller units; `times(head_dim)` converts heads to outputs."""
         return Shard(self.size * unit, self.first * unit, self.count * unit)
 
     @property
     def stored(self) -> slice:
-        """The elements that are not padding."""
+        """The elements that the checkpoint stores, without padding."""
         return slice(min(self.first, self.size), min(self.first + self.count, self.size))
 
 
@@ -39,13 +39,13 @@ def replicated(size: int) -> Shard:
 
 
 def sharded(size: int, group: TPGroup) -> Shard:
-    """Return this rank's equal part; the last ranks are padded if the size does not divide."""
+    """Return this rank's shard; all shards have the same count, so the last may be padded."""
     count = -(-size // group.size)
     return Shard(size, group.rank * count, count)
 
 
 def split_kv_heads(num_heads: int, group: TPGroup) -> Shard:
-    """Return this rank's equal part; if ranks outnumber the heads, several hold the same head."""
+    """Return this rank's kv heads; if there are more ranks than heads, several share a head."""
     first = group.rank * num_heads // group.size
     return Shard(num_heads, first, max(num_heads // group.size, 1))
 
@@ -76,7 +76,7 @@ class CopiedPart:
 class ExpectedTensor:
     """A tensor that the checkpoint must contain, and the parts of it that this rank copies."""
 
-    shape: tuple[int, ...]  # in the checkpoint
+    shape: tuple[int, ...]  # shape in the checkpoint
     parts: tuple[CopiedPart, ...]
     is_blocks: bool = False  # whether the parts are bytes of GGUF quant blocks, not elements
 
@@ -95,7 +95,7 @@ def expect_replicated(target: Tensor) -> ExpectedTensor:
 
 
 def expect_shards(target: Tensor, rows: list[Shard], *columns: Shard) -> ExpectedTensor:
-    """Expect a tensor whose rows concatenate several dimensions, and copy a shard of each.
+    """Expect a tensor whose rows concatenate several outputs (q, k and v); copy a shard of each.
 
     The shards fill the target in the same order.
     """
@@ -111,7 +111,7 @@ def expect_shards(target: Tensor, rows: list[Shard], *columns: Shard) -> Expecte
 def expect_stack(
     target: Tensor, outputs: dict[str, list[Shard]], *columns: Shard
 ) -> dict[str, ExpectedTensor]:
-    """Expect one tensor per name; their shards fill the rows of the target in this order."""
+    """Expect one tensor per name; their shards fill the target's rows in the order of `outputs`."""
     tensors, first = {}, 0
     for name, rows in outputs.items():
         tensors[name] = expect_shards(target[first:], rows, *columns)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from nanovllm.checkpoint.quantization import read_quantization
-from nanovllm.config import DTYPES, ExpertsConfig, LayerAttention, ModelConfig, RopeConfig
+from nanovllm.config import DTYPES, LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.validation import check_types
 
 INT32_MAX = 2**31 - 1
 MAX_SIZE, MAX_LAYERS = 1 << 24, 1 << 10
-# The sizes that enter the memory estimate, each with its valid range.
+# The sizes that the memory estimate uses, each with its valid range.
 SIZES = {
     "vocab_size": (1, MAX_SIZE),
     "hidden_size": (1, MAX_SIZE),
@@ -31,8 +30,8 @@ SIZES = {
     "num_experts_per_tok": (0, MAX_SIZE),
     "moe_intermediate_size": (0, MAX_SIZE),
 }
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # GGUF files add "factors"
-# Headless classes not named like the full model; Gemma3Model also reads images: unsupported.
+# Classes without an LM head, where "Model" in the name does not stand for "ForCausalLM".
+# Gemma3Model also reads images: under its own name, it is rejected as unsupported.
 BODIES = {"Gemma3TextModel": "Gemma3ForCausalLM", "Gemma3Model": "Gemma3Model"}
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -41,7 +40,7 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for sizes of the wrong type or range; null is like a missing field."""
+    """Raise CheckpointError for sizes of the wrong type or range; null counts as missing."""
     for name, (low, high) in SIZES.items():
         value = config.get(name)
         if value is not None and not (type(value) is int and low <= value <= high):
@@ -66,16 +65,6 @@ def check_model(model: ModelConfig) -> None:
         )
     if model.head_dim % 2:
         raise CheckpointError(f"config.json: head_dim={model.head_dim} must be even for rotation")
-    for rope in ropes:
-        if rope.kind != "factors":
-            continue
-        if len(rope.factors) != model.head_dim // 2:
-            raise CheckpointError(
-                f"config.json: {len(rope.factors)} rope factors for {model.head_dim // 2} pairs "
-                "of dimensions"
-            )
-        if not all(isinstance(factor, (int, float)) and factor > 0 for factor in rope.factors):
-            raise CheckpointError("config.json: rope factors must be positive numbers")
 
 
 def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -121,42 +110,12 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _stretched(max_position: int, rope: RopeConfig) -> int:
-    """Return the number of positions, as extended by rope scaling."""
+    """Return the maximum number of positions, which rope scaling extends."""
     if rope.kind == "yarn":
         max_position = max(max_position, int(rope.factor * rope.original_max_position))
     elif rope.kind in ("linear", "dynamic"):
         max_position = int(rope.factor * max_position)
     return min(max_position, INT32_MAX)
-
-
-def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -> ModelConfig:
-    """Give some layers a sliding window; 0 or None is no window."""
-    chosen = set(layers)
-    attention = (
-        replace(layer, window=window or None) if i in chosen else layer
-        for i, layer in enumerate(model.layers)
-    )
-    return replace(model, layers=tuple(attention))
-
-
-def with_experts(model: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
-    if model.activation != "silu":
-        raise UnsupportedModelError("hidden_act: experts are supported with 'silu' only")
-    return replace(model, experts=experts)
-
-
-def sliding_layers(config: Mapping[str, Any]) -> list[int] | None:
-    """Return the sliding-window layers in `layer_types`, or None if the config has no such list."""
-    if (kinds := config.get("layer_types")) is None:
-        return None
-    known = ("sliding_attention", "full_attention")
-    if unknown := sorted(str(kind) for kind in kinds if kind not in known):
-        raise UnsupportedModelError(f"layer_types {', '.join(unknown)}: only {known} are supported")
-    if len(kinds) != field(config, "num_hidden_layers"):
-        raise CheckpointError(
-            f"layer_types has {len(kinds)} entries for {config['num_hidden_layers']} layers"
-        )
-    return [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
 
 
 def read_architecture(config: Mapping[str, Any]) -> str:
@@ -185,11 +144,8 @@ def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
     turned = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if kind not in (*ROPE_KINDS, "factors") or turned != 1:
-        what = f"rope scaling {kind!r}" if turned == 1 else f"partial_rotary_factor {turned}"
-        raise UnsupportedModelError(
-            f"{what} is not supported (supported: {', '.join(ROPE_KINDS)}, of whole heads)"
-        )
+    if turned != 1:
+        raise UnsupportedModelError(f"partial_rotary_factor {turned} is not supported")
     if kind == "default":
         return RopeConfig(theta)
     from nanovllm.models.rope_scaling import read_scaled_rope

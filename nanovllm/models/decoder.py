@@ -7,14 +7,14 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
-from nanovllm.layers.build import Build, ForwardBatch, Layer
+from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Embedding, LMHead
 from nanovllm.layers.rotary_embedding import rope_table
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.ops.interface import ResidualStream
 
-BuildLayer = Callable[[ModelConfig, int, Build], nn.Module]
+BuildLayer = Callable[[ModelConfig, int, BuildContext], nn.Module]
 
 
 class DecoderLayer(Layer):
@@ -25,14 +25,16 @@ class DecoderLayer(Layer):
         config: ModelConfig,
         self_attn: SelfAttention,
         mlp: nn.Module,
-        build: Build,
-        mlp_name: str = "mlp",  # its name in checkpoints
+        build: BuildContext,
+        mlp_name: str = "mlp",  # name of the MLP in checkpoints
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config, build)
         self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(config, build)
-        self.add_module(mlp_name, mlp)  # before self.mlp: the first name is used for the weights
+        # Register the MLP under its name in checkpoints first: named_modules() reports a shared
+        # module only under its first name.
+        self.add_module(mlp_name, mlp)
         self.mlp = mlp
 
     def forward(self, hidden: ResidualStream, rope: Tensor, batch: ForwardBatch) -> ResidualStream:
@@ -42,10 +44,10 @@ class DecoderLayer(Layer):
 
 
 class DecoderBody(Layer):
-    """Embedding, layers and final norm: the `model` of a checkpoint."""
+    """Embedding, layers and final norm; checkpoints name this module `model`."""
 
     def __init__(
-        self, config: ModelConfig, max_model_len: int, build: Build, build_layer: BuildLayer
+        self, config: ModelConfig, max_model_len: int, build: BuildContext, build_layer: BuildLayer
     ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(
@@ -71,7 +73,7 @@ class DecoderModel(Layer):
     """A causal language model: batch in, logits [sampled tokens, vocab_size] out."""
 
     def __init__(
-        self, config: ModelConfig, max_model_len: int, build: Build, build_layer: BuildLayer
+        self, config: ModelConfig, max_model_len: int, build: BuildContext, build_layer: BuildLayer
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, build.dtype
@@ -86,6 +88,6 @@ class DecoderModel(Layer):
         return self.lm_head.logits(hidden, self.model.norm)
 
     def states(self, hidden: ResidualStream) -> Tensor:
-        """Return hidden states after the final norm."""
+        """Return the hidden states after the final norm."""
         norm = self.model.norm
         return norm.ops.norm(hidden, norm.weights)[0]

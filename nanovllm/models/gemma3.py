@@ -10,11 +10,12 @@ from torch import Tensor
 
 from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.layers.build import Build, ForwardBatch, Layer
+from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.models.config_json import field, read_model_config, read_rope_config, sliding_layers
+from nanovllm.models.config_json import field, read_model_config, read_rope_config
+from nanovllm.models.sliding_window import sliding_layers
 from nanovllm.ops.interface import ResidualStream
 
 DEFAULTS = {
@@ -57,7 +58,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rope config of sliding-window layers, and that of the others."""
+    """Return the rope configs of sliding-window layers and of full-attention layers."""
     given = config.get("rope_parameters", {})
     by_type = {kind: rope or {} for kind, rope in given.items()}
     if unknown := sorted(set(by_type) - {"sliding_attention", "full_attention"}):
@@ -73,7 +74,7 @@ def read_ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
 
 
 class Gemma3Layer(Layer):
-    def __init__(self, config: ModelConfig, layer_index: int, build: Build) -> None:
+    def __init__(self, config: ModelConfig, layer_index: int, build: BuildContext) -> None:
         super().__init__()
         self.self_attn = SelfAttention(config, layer_index, build, QKNorm(config, build))
         self.mlp = GatedMLP(config, build)
@@ -91,5 +92,5 @@ class Gemma3Layer(Layer):
         return ResidualStream(residual, self.post_feedforward_layernorm(self.mlp.down_proj(gated)))
 
 
-def build_layer(config: ModelConfig, layer_index: int, build: Build) -> Gemma3Layer:
+def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> Gemma3Layer:
     return Gemma3Layer(config, layer_index, build)

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.config import ModelConfig
-from nanovllm.models.config_json import read_model_config, sliding_layers, with_window
+from nanovllm.models.config_json import read_model_config
+from nanovllm.models.sliding_window import sliding_layers, with_window
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     config = {"sliding_window": 4096, **config}
     if (layers := sliding_layers(config)) is None:
         return read_window(config)
-    return with_window(read_model_config(config), config["sliding_window"], layers)  # Ministral
+    # Ministral lists its sliding-window layers in `layer_types`.
+    return with_window(read_model_config(config), config["sliding_window"], layers)
 
 
 def read_window(config: Mapping[str, Any]) -> ModelConfig:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.config import ExpertsConfig, ModelConfig
-from nanovllm.layers.build import Build
-from nanovllm.layers.moe import ExpertNames, SparseMLP
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.layers.build import BuildContext
+from nanovllm.layers.moe import ExpertNames, SparseMoeBlock
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models import mistral
-from nanovllm.models.config_json import field, with_experts
+from nanovllm.models.config_json import field
 from nanovllm.models.decoder import DecoderLayer
 
 NAMES = ExpertNames(gate="w1", up="w3", down="w2")
@@ -27,8 +29,14 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     return with_experts(model, experts)
 
 
-def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:
+def with_experts(model: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
+    if model.activation != "silu":
+        raise UnsupportedModelError("hidden_act: experts are supported with 'silu' only")
+    return replace(model, experts=experts)
+
+
+def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> DecoderLayer:
     assert config.experts is not None
     self_attn = SelfAttention(config, layer_index, build)
-    sparse = SparseMLP(config.hidden_size, config.experts, NAMES, build)
+    sparse = SparseMoeBlock(config.hidden_size, config.experts, NAMES, build)
     return DecoderLayer(config, self_attn, sparse, build, mlp_name="block_sparse_moe")

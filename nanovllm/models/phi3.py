@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.config import ModelConfig
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models import mistral
@@ -22,6 +22,6 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     return model
 
 
-def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:
+def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> DecoderLayer:
     self_attn = SelfAttention(config, layer_index, build, merged="qkv_proj")
     return DecoderLayer(config, self_attn, GatedMLP(config, build, merged="gate_up_proj"), build)

@@ -7,20 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.config import ModelConfig
-from nanovllm.models.config_json import field, read_model_config, sliding_layers, with_window
+from nanovllm.models.config_json import read_model_config
+from nanovllm.models.sliding_window import with_upper_windows
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    return replace(read_windows(config), qkv_bias=True, output_bias=False)
-
-
-def read_windows(config: Mapping[str, Any]) -> ModelConfig:
-    """Give layers from max_window_layers on a sliding window, if use_sliding_window is set."""
-    config = {"sliding_window": 4096, "max_window_layers": 28, **config}
-    model = read_model_config(config)
-    if not config.get("use_sliding_window"):
-        return model
-    layers = sliding_layers(config)
-    if layers is None:
-        layers = list(range(field(config, "max_window_layers"), model.num_layers))
-    return with_window(model, config["sliding_window"], layers)
+    model = replace(read_model_config(config), qkv_bias=True, output_bias=False)
+    return with_upper_windows(model, config) if config.get("use_sliding_window") else model

@@ -6,23 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.config import ModelConfig
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.layers.layernorm import QKNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.models import qwen2
+from nanovllm.models.config_json import read_model_config
 from nanovllm.models.decoder import DecoderLayer
+from nanovllm.models.sliding_window import with_upper_windows
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    return qwen2.read_windows({"head_dim": 128, **config})
+    model = read_model_config({"head_dim": 128, **config})
+    return with_upper_windows(model, config) if config.get("use_sliding_window") else model
 
 
-def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:
+def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> DecoderLayer:
     return DecoderLayer(
         config, build_attention(config, layer_index, build), GatedMLP(config, build), build
     )
 
 
-def build_attention(config: ModelConfig, layer_index: int, build: Build) -> SelfAttention:
+def build_attention(config: ModelConfig, layer_index: int, build: BuildContext) -> SelfAttention:
     return SelfAttention(config, layer_index, build, QKNorm(config, build))

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.config import ExpertsConfig, ModelConfig
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import ExpertNames, SparseMLP
-from nanovllm.models.config_json import field, read_model_config, with_experts, with_window
+from nanovllm.layers.moe import ExpertNames, SparseMoeBlock
+from nanovllm.models.config_json import field, read_model_config
 from nanovllm.models.decoder import DecoderLayer
+from nanovllm.models.mixtral import with_experts
 from nanovllm.models.qwen3 import build_attention
+from nanovllm.models.sliding_window import with_window
 
 NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 
@@ -35,10 +37,10 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     return with_experts(model, experts)
 
 
-def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:
+def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> DecoderLayer:
     assert config.experts is not None
     self_attn = build_attention(config, layer_index, build)
     if layer_index in config.experts.dense_layers:
         return DecoderLayer(config, self_attn, GatedMLP(config, build), build)
-    sparse = SparseMLP(config.hidden_size, config.experts, NAMES, build)
+    sparse = SparseMoeBlock(config.hidden_size, config.experts, NAMES, build)
     return DecoderLayer(config, self_attn, sparse, build)

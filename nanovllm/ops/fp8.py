@@ -1,8 +1,8 @@
-"""FP8 (e4m3): scaled rows of weights and activations, and rows of the KV cache.
+"""FP8 (e4m3) quantization of weights and activations, and of the KV cache.
 
 A row of the KV cache has one scale, a power of two. Dividing by it is exact, so every device
-quantizes to the same values, and a dequantized value is exact in bfloat16: kernels may scale keys,
-scores or probabilities alike. The scale is stored as the exponent of a float32, in one byte.
+quantizes to the same values. A dequantized value is exact in bfloat16, so kernels may apply the
+scale to keys, scores or probabilities. It is stored as the exponent of a float32, in one byte.
 
 Keys have outliers in the same few columns as queries. Quantized directly, these columns would
 dominate the error of the attention scores. So queries and keys are first multiplied by a Hadamard
@@ -20,13 +20,13 @@ FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 SMALLEST_SCALE = 2.0**-126  # scale of all-zero rows; its reciprocal is finite
 
-# Scales range from 2**-63 to 2**119, so that 448 times the largest scale is a finite float32. Rows
-# that are not finite store NaN values, and an exponent with which 448 would overflow to infinity.
+# Scales range from 2**-63 to 2**119, so that 448 times the largest scale is a finite float32. A row
+# with NaN or infinity stores NaN values, and an exponent with which 448 would overflow.
 MIN_EXPONENT, MAX_EXPONENT, NOT_FINITE = 64, 246, 254
 INFINITY_BITS = 0x7F800000
 # Adding ROUND_UP to the bits of a float32 carries into its exponent if the significand exceeds
 # 1.75: the largest FP8 value, 448, is 1.75 * 2**8.
-ROUND_UP, CODE_EXPONENT = 0x1FFFFF, 8
+ROUND_UP, FP8_EXPONENT = 0x1FFFFF, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Fp8Tensor:
 
 
 def quantize_fp8(x: Tensor, largest: Tensor) -> Fp8Tensor:
-    """Quantize x; `largest` holds the largest absolute value under each scale, and broadcasts."""
-    # The divisor is a tensor: for a Python number torch multiplies by the reciprocal, which may
+    """Quantize x; `largest` broadcasts to x, and holds the largest absolute value per scale."""
+    # The divisor is a tensor: with a Python number, torch multiplies by the reciprocal, which may
     # round differently.
     scales = largest / torch.full_like(largest, LARGEST_FP8)
     scales.clamp_(min=SMALLEST_SCALE)
@@ -59,8 +59,8 @@ class Fp8Rows:
 def quantize(rows: Tensor) -> Fp8Rows:
     """Quantize rows [..., dim], each with the smallest scale that keeps its values in range."""
     wide = rows.float()
-    bits = wide.abs().contiguous().view(torch.int32).amax(-1)  # ordered like the floats
-    exponents = ((bits.clamp(max=INFINITY_BITS) + ROUND_UP) >> 23) - CODE_EXPONENT
+    bits = wide.abs().contiguous().view(torch.int32).amax(-1)  # these integers sort like the floats
+    exponents = ((bits.clamp(max=INFINITY_BITS) + ROUND_UP) >> 23) - FP8_EXPONENT
     exponents = exponents.clamp(MIN_EXPONENT, MAX_EXPONENT)
     scaled = wide * power_of_two(254 - exponents).unsqueeze(-1)
     is_broken = bits >= INFINITY_BITS
@@ -70,22 +70,22 @@ def quantize(rows: Tensor) -> Fp8Rows:
 
 
 def dequantize(rows: Fp8Rows, dtype: torch.dtype) -> Tensor:
-    """Return the values that rows represent; they are exact in bfloat16 and wider types."""
+    """Return the dequantized rows, which are exact in bfloat16 and wider types."""
     scales = power_of_two(rows.exponents.int()).unsqueeze(-1)
     if dtype != torch.float16:
         return rows.values.to(dtype) * scales.to(dtype)
-    largest = torch.finfo(dtype).max  # rounding to FP8 may have exceeded it
+    largest = torch.finfo(dtype).max  # rounding up to an FP8 value may exceed it
     return (rows.values.float() * scales).clamp(-largest, largest).to(dtype)
 
 
 def hadamard_size(head_dim: int) -> int:
-    """Return the columns per group of the transform: the power-of-two factor of half a head."""
+    """Return the transform's columns per group: the power-of-two factor of head_dim / 2."""
     half = head_dim // 2
     return half & -half
 
 
 def hadamard_exponents(head_dim: int) -> tuple[int, int]:
-    """Return the exponents that normalize the transform of queries and that of keys.
+    """Return the `exponent` of `hadamard_transform` for queries, and the one for keys.
 
     Together they divide by the size of the matrix, so that dot products are unchanged.
     """
@@ -111,5 +111,5 @@ def hadamard_transform(x: Tensor, exponent: int) -> Tensor:
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """Return the float32 with these biased exponents (int32) and a mantissa of zero."""
+    """Return float32 numbers with these biased exponents (int32) and a mantissa of zero."""
     return (exponents << 23).view(torch.float32)

@@ -1,4 +1,4 @@
-"""Ops: the work between attention calls; each device chooses its own fusions and weight layouts."""
+"""Ops: all operations besides attention; each device chooses its own fusions and weight layouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from nanovllm.ops.quantized_weight import Panels, Weight
 LinearFn = Callable[[Tensor], Tensor]
 Activation = Literal["silu", "gelu_tanh"]
 
-# Coefficients (a, b) of x * sigmoid(x * (a + b * x**2)); note tanh(y) = 2 * sigmoid(2 * y) - 1.
+# Both activations are x * sigmoid(x * (a + b * x**2)), with these coefficients (a, b). For GELU,
+# this follows from tanh(y) = 2 * sigmoid(2 * y) - 1.
 GELU_SCALE = 2 * (2 / math.pi) ** 0.5
 ACTIVATIONS: dict[Activation, tuple[float, float]] = {
     "silu": (1.0, 0.0),
@@ -27,9 +28,9 @@ class Sampling(IntFlag):
     """The sampling features that at least one row of the batch needs."""
 
     GREEDY = 0
-    NOISE = 1  # temperature above 0
+    RANDOM = 1  # temperature above 0
     MIN_P = 2
-    TOP = 4  # top_k or top_p
+    TOP_K_TOP_P = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class QKNormWeights:
 class LayerCache:
     """One layer's keys and values, each [num_blocks, block_size, kv_heads, head_dim].
 
-    With exponents, they hold FP8 rows (`fp8.py`), and keys are Hadamard-transformed.
+    If exponents are set, keys and values are FP8 (`fp8.py`), and keys are Hadamard-transformed.
     """
 
     k: Tensor
@@ -69,8 +70,8 @@ class LayerCache:
         return known if len(known) == 2 else [part.view(uint8) for part in known]
 
 
-class SumScales(NamedTuple):
-    """The scales still to be applied to a product of FP8 values [rows, outputs]."""
+class DequantScales(NamedTuple):
+    """The scales still to be applied to the output of an FP8 GEMM [rows, outputs]."""
 
     rows: Tensor  # float32 [rows, 1]
     outputs: Tensor  # float32 [outputs, 1]
@@ -82,21 +83,21 @@ class SumScales(NamedTuple):
 class ResidualStream(NamedTuple):
     """The residual stream, and an update that is not yet added to it.
 
-    The next norm adds them in the pass in which it reads them, and may overwrite both. This is a
-    tuple because every layer creates two of them, and a frozen dataclass takes twice as long.
+    The next norm adds the update while it reads both tensors, and may overwrite them. This class is
+    a tuple because every layer creates two, and a frozen dataclass takes twice as long.
     """
 
     residual: Tensor  # [tokens, hidden]
-    # [tokens, hidden], or the partial sums of a split-K product: float32 [splits, tokens, hidden].
+    # [tokens, hidden], or the partial sums of a split-K GEMM: float32 [splits, tokens, hidden].
     update: Tensor | None = None
-    scales: SumScales | None = None  # set if the update is an unscaled product of FP8 values
+    scales: DequantScales | None = None  # set if the update is the unscaled output of an FP8 GEMM
 
     def select(self, tokens: Tensor) -> ResidualStream:
-        """Copy the states of some tokens; a single token's update is completed (`after_norm`)."""
+        """Copy some tokens; a single token's update is reduced and scaled for `after_norm`."""
         residual, scales = self.residual.index_select(0, tokens), self.scales
         update = None if self.update is None else self.update.index_select(-2, tokens)
         if scales is not None:
-            scales = SumScales(scales.rows.index_select(0, tokens), scales.outputs)
+            scales = DequantScales(scales.rows.index_select(0, tokens), scales.outputs)
         if update is not None and len(tokens) == 1:
             update = update if scales is None else scales.apply(update)
             update = update.sum(0) if update.dim() == 3 else update
@@ -114,9 +115,10 @@ class PackedLinear(Protocol):
         """Project x to an update of the residual, or add the result to the residual in place."""
 
     def after_norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """Project the RMSNorm of residual + update; also return that sum, the new residual.
+        """Return the projection of the RMSNorm of residual + update, and the new residual.
 
-        The update of a single token is complete: neither partial sums nor unscaled.
+        The new residual is residual + update. For a single token, the update must be complete:
+        neither partial sums nor unscaled.
         """
 
 
@@ -140,7 +142,7 @@ class PackedExperts(Protocol):
     def after_norm(
         self, hidden: ResidualStream, norm: NormWeights, router: PackedLinear
     ) -> tuple[Tensor, Tensor]:
-        """Run the experts on the RMSNorm of residual + update; also return that sum."""
+        """Return the experts' output for the RMSNorm of residual + update, and the new residual."""
 
 
 class Ops(Protocol):
@@ -150,7 +152,7 @@ class Ops(Protocol):
         """Return the rows of table [vocab_size, dim] at token_ids (int32), multiplied by scale."""
 
     def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """Return the RMSNorm of residual + update, and that sum, the new residual."""
+        """Return the RMSNorm of residual + update, and the new residual, residual + update."""
 
     def rope_write(
         self,
@@ -165,19 +167,19 @@ class Ops(Protocol):
 
         With an FP8 cache, q and k are Hadamard-transformed too. qkv is [tokens, q + k + v heads,
         dim], and its k may be overwritten. rope holds float32 cosines and sines,
-        [positions, 2, dim / 2]. slot_mapping counts tokens.
+        [positions, 2, dim / 2]. slot_mapping holds positions in the cache, in units of tokens.
         """
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up; gate_up [tokens, 2 * size] holds gate, then up."""
 
     def pack_linear(
-        self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool
     ) -> PackedLinear:
-        """Lay out a weight [out, in] for its product; `has_room` allows a second copy of it.
+        """Lay out a weight [out, in] for its GEMM; `allow_copy` allows a second copy of it.
 
-        With an activation, the weight holds gate and up, and the projection returns `gate` of
-        their outputs.
+        With an activation, the weight holds gate and up, and the projection returns the result of
+        `act_and_mul`.
         """
 
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
@@ -194,4 +196,4 @@ class BlockOps(Ops, Protocol):
     """Ops whose kernels read GGUF quant blocks."""
 
     def pack_blocks(self, kind: str, rows: Tensor) -> Panels:
-        """Lay out the rows of quant blocks of each expert: [experts, rows, bytes]."""
+        """Lay out `rows` of GGUF quant blocks, [experts, rows, bytes], for the kernels."""

@@ -1,9 +1,9 @@
 """A quantized weight: its layout in memory, and its dequantization in plain torch.
 
-A weight is (q - zero point) * scale, where q is FP8 (e4m3) or an unsigned 4-bit integer. All inputs
-of an output share one scale, or each group of 128 or fewer inputs has its own.
+A weight is (q - zero point) * scale, where q is FP8 (e4m3) or an unsigned 4-bit integer. Scales are
+per output channel, or group-wise with a group size of at most 128.
 
-Inputs are cut into blocks of 128, and the last block is padded. A block takes 32 words of 32 bits
+Inputs are split into blocks of 128, and the last block is padded. A block takes 32 words of 32 bits
 in FP8 and 16 words in int4. Position n of word w holds the value of input n * words + w, so the
 values at the same position of a block's words belong to neighboring inputs.
 """
@@ -20,9 +20,9 @@ from torch import Tensor
 from nanovllm.ops.fp8 import FP8
 
 BLOCK = 128
-INT4_WORDS, FP8_WORDS = 16, 32  # words per block
+INT4_WORDS, FP8_WORDS = 16, 32  # number of words per block
 INT4_GROUPS = (32, 64, BLOCK)
-PANEL_ROWS = 16  # rows of a weight whose quant blocks are interleaved
+PANEL_ROWS = 16  # number of rows whose quant blocks are interleaved in a panel
 MIDDLE = 8  # default zero point of int4
 
 Fill = Callable[[Tensor, Tensor], object]  # fill(target, rows), such as the device's `fill`
@@ -43,7 +43,7 @@ class QuantizedWeight:
 
     @property
     def num_words(self) -> int:
-        """The number of words per row."""
+        """Number of words per row."""
         return self.qweight.shape[1]
 
     @property
@@ -59,7 +59,7 @@ class QuantizedWeight:
 
     @property
     def group(self) -> int:
-        """The number of inputs that share a scale; 0: all inputs of an output."""
+        """Number of inputs that share a scale; 0: one scale per output channel."""
         if self.bits == 8 and not self.has_blocks:
             return 0
         return BLOCK * num_blocks(self.num_in) // self.scales.shape[1]
@@ -85,7 +85,7 @@ class Panels:
 
     kind: str
     data: Tensor  # [panels, bytes], expert by expert
-    num_out: int  # per expert
+    num_out: int  # number of outputs per expert
     num_in: int
 
     def rows(self, first: int, num_panels: int) -> Panels:
@@ -150,7 +150,7 @@ class QuantizedRows:
     weight: QuantizedWeight
     first: int
     count: int
-    group: int  # inputs that share a scale in the checkpoint; -1: all
+    group: int  # group size in the checkpoint; -1: one scale per output channel
 
     def __len__(self) -> int:
         return self.count
@@ -162,7 +162,7 @@ class QuantizedRows:
     def put(
         self, first: int, values: Tensor, scales: Tensor, zeros: Tensor | int, fill: Fill
     ) -> None:
-        """Fill rows from `first` on; scales and zero points are per group of the checkpoint."""
+        """Fill rows from `first` on; scales and zero points are per checkpoint group."""
         rows = slice(self.first + first, self.first + first + len(values))
         fill(self.weight.scales[rows], self._by_group(scales))
         staged = torch.empty(values.shape, dtype=values.dtype, device=self.weight.qweight.device)
@@ -183,7 +183,7 @@ class QuantizedRows:
         replace(self, group=-1).put(0, quantized, scales, MIDDLE, Tensor.copy_)
 
     def _by_group(self, numbers: Tensor) -> Tensor:
-        """Repeat the scales of groups larger than a block, and pad to whole blocks."""
+        """Expand numbers per checkpoint group to this weight's groups, and pad to whole blocks."""
         wanted = self.weight.scales.shape[1]
         if self.group == -1:
             return numbers.expand(len(numbers), wanted)

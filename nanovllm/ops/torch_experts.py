@@ -1,4 +1,4 @@
-"""Layers of experts in plain torch: the reference for kernels, and the fallback without them."""
+"""Mixture of experts in plain torch: the reference for kernels, and the fallback without them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanovllm.ops.torch_ops import linear, upcast
 
 @dataclass(frozen=True, slots=True)
 class ComposedExperts:
-    """Experts, with the operations around them run one by one."""
+    """Experts without fusion: the norm, the router and the experts run one after another."""
 
     ops: Ops
     run: Callable[[Tensor, Tensor], Tensor]
@@ -36,9 +36,9 @@ def compose_experts(
     gate_up: Weight,
     down: Weight,
     routing: Routing,
-    product_dtype: torch.dtype | None = None,
+    matmul_dtype: torch.dtype | None = None,
 ) -> ComposedExperts:
-    """Return the reference experts; each one that is chosen runs once, over all its tokens."""
+    """Return the reference experts; each chosen expert runs once, over all its tokens."""
 
     def run(x: Tensor, logits: Tensor) -> Tensor:
         num_experts = logits.shape[1]
@@ -47,9 +47,9 @@ def compose_experts(
             own_gate_up, own_down = (
                 _of_expert(weight, expert, num_experts, x.dtype) for weight in (gate_up, down)
             )
-            return run_expert(rows, own_gate_up, own_down, product_dtype)
+            return run_expert(rows, own_gate_up, own_down, matmul_dtype)
 
-        return run_each_expert(x, logits, num_experts, routing, run_one, product_dtype)
+        return run_each_expert(x, logits, num_experts, routing, run_one, matmul_dtype)
 
     return ComposedExperts(ops, run)
 
@@ -62,10 +62,10 @@ def _of_expert(weight: Weight, expert: int, num_experts: int, dtype: torch.dtype
 
 
 def run_expert(
-    x: Tensor, gate_up: Tensor, down: Tensor, product_dtype: torch.dtype | None
+    x: Tensor, gate_up: Tensor, down: Tensor, matmul_dtype: torch.dtype | None
 ) -> Tensor:
-    gate, up = linear(x, gate_up, None, product_dtype).chunk(2, dim=-1)
-    return linear(F.silu(gate) * up, down, None, product_dtype)
+    gate, up = linear(x, gate_up, None, matmul_dtype).chunk(2, dim=-1)
+    return linear(F.silu(gate) * up, down, None, matmul_dtype)
 
 
 def run_each_expert(
@@ -74,7 +74,7 @@ def run_each_expert(
     num_experts: int,
     routing: Routing,
     run: Callable[[int, Tensor], Tensor],
-    product_dtype: torch.dtype | None,
+    matmul_dtype: torch.dtype | None,
 ) -> Tensor:
     """Run each expert over all its tokens, and return each token's weighted sum of outputs."""
     ids, weights = route(logits, routing)  # [tokens, top_k]
@@ -85,7 +85,7 @@ def run_each_expert(
         if len(pairs) > 0:
             y[pairs] = run(expert, x[pairs // routing.top_k])
     y = y.view(*ids.shape, x.shape[1])
-    weights, y = upcast(weights.unsqueeze(1), y, dtype=product_dtype)
+    weights, y = upcast(weights.unsqueeze(1), y, dtype=matmul_dtype)
     return torch.bmm(weights, y).squeeze(1).to(x.dtype)
 
 

@@ -23,18 +23,18 @@ from nanovllm.ops.interface import (
 )
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
 
-# Elements of a weight that are upcast at a time: enough for a fast product, small compared with
-# any model.
+# Number of weight elements upcast at a time: enough for a fast GEMM, small compared with any model.
 PIECE_SIZE = 1 << 21
-# Up to this many rows the dtype itself is faster, even emulated: benchmarks/engine/cpu_choices.py.
+# Up to this many rows, a GEMM in the dtype itself is faster than upcasting, even if the CPU only
+# emulates the dtype (benchmarks/engine/cpu_choices.py).
 MAX_NARROW_ROWS = {torch.float16: 4, torch.bfloat16: 0}
 
 
 class TorchOps:
-    """`Ops` in plain torch, with products in `product_dtype`; None: in the dtype of the weights."""
+    """`Ops` in plain torch, with GEMMs in `matmul_dtype`; None: in the dtype of the weights."""
 
-    def __init__(self, product_dtype: torch.dtype | None = None) -> None:
-        self.product_dtype = product_dtype
+    def __init__(self, matmul_dtype: torch.dtype | None = None) -> None:
+        self.matmul_dtype = matmul_dtype
 
     @staticmethod
     def embed(token_ids: Tensor, table: Weight, scale: float) -> Tensor:
@@ -74,24 +74,24 @@ class TorchOps:
         _write_rows(cache.k, cache.k_exponents, k, slot_mapping)
         _write_rows(cache.v, cache.v_exponents, v, slot_mapping)
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
     def pack_linear(
-        self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool
     ) -> PackedLinear:
-        return compose_linear(self, weight, bias, activation, self.product_dtype)
+        return compose_linear(self, weight, bias, activation, self.matmul_dtype)
 
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
         from nanovllm.ops.torch_experts import compose_experts
 
-        return compose_experts(self, gate_up, down, routing, self.product_dtype)
+        return compose_experts(self, gate_up, down, routing, self.matmul_dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class ComposedLinear:
-    """A projection, with the operations around it run one by one."""
+    """A projection without fusion: the norm, the GEMM and the activation run one after another."""
 
     ops: Ops
     linear: LinearFn
@@ -99,7 +99,7 @@ class ComposedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        return y if self.activation is None else self.ops.gate(y, self.activation)
+        return y if self.activation is None else self.ops.act_and_mul(y, self.activation)
 
     def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
         return ResidualStream(residual, self(x))
@@ -114,13 +114,13 @@ def compose_linear(
     weight: Weight,
     bias: Tensor | None,
     activation: Activation | None,
-    product_dtype: torch.dtype | None = None,
+    matmul_dtype: torch.dtype | None = None,
 ) -> ComposedLinear:
     """Return the reference projection; a quantized weight is dequantized in every call."""
 
     def run(x: Tensor) -> Tensor:
         if isinstance(weight, Tensor):
-            return linear(x, weight, bias, product_dtype)
+            return linear(x, weight, bias, matmul_dtype)
         assert isinstance(weight, QuantizedWeight)
         return F.linear(x, weight.dequantize(x.dtype), bias)
 
@@ -128,7 +128,7 @@ def compose_linear(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """Compute F.linear in `dtype` (None: that of x) and round the result once.
+    """Compute F.linear in `dtype` (None: the dtype of x), then round the result to x's dtype.
 
     This is for CPUs that only emulate the dtype of x. No upcast copy of the weight is kept.
     """

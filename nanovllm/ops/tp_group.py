@@ -40,7 +40,7 @@ class TPGroup:
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Overwrite x with rank 0's."""
+        """Overwrite x with the x of rank 0."""
         if self.process_group is not None:
             self.process_group.broadcast(x, 0).wait()
         return x

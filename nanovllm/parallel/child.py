@@ -1,6 +1,6 @@
-"""A child process of the engine: it exchanges messages with its parent and exits if that dies.
+"""A child process of the engine, which exchanges messages with its parent and exits with it.
 
-Importing this module must stay fast: until it is done, the death of the parent goes unnoticed.
+Importing this module must stay fast: during the import, the parent's death goes unnoticed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Failure:
     message: str
     type_name: str = "WorkerError"
     traceback: str = ""
-    time: float = 0.0  # time of a reported error; 0 for a death, which sorts before its effects
+    time: float = 0.0  # time of a reported error; 0 for a crash, to sort it before its effects
 
     def error(self) -> NanovllmError:
         """Return the exception to raise: the original type if it is ours, else a WorkerError."""
@@ -109,7 +109,7 @@ class Failure:
 
 
 class StepTimer:
-    """Measures the duration of the current steps, at most one per thread, for the heartbeats."""
+    """Measures the current steps, at most one per thread; heartbeats report the duration."""
 
     def __init__(self) -> None:
         self._starts: dict[int, float] = {}  # keyed by thread id
@@ -131,7 +131,7 @@ Serve = Callable[[Link, StepTimer], None]
 
 def run_child(fd: int, parent_pid: int, log_level: int, serve: Serve) -> None:
     """Run `serve` with a connection to the parent, then exit the process."""
-    os.set_inheritable(fd, False)  # an inherited copy would keep the socket open after our death
+    os.set_inheritable(fd, False)  # an inherited copy would keep the socket open after exit
     channel = Channel(Connection(fd))
     timer = StepTimer()
     args = channel, parent_pid, timer
@@ -146,7 +146,7 @@ def _send_heartbeats(channel: Channel, parent_pid: int, timer: StepTimer) -> Non
     """Send a heartbeat every second; exit when the parent closes its end or dies."""
     poll = select.poll()
     poll.register(channel.connection.fileno(), 0)  # report only a hang-up
-    # A process forked from the parent may keep its end open, so check the parent's pid as well.
+    # A fork of the parent may keep the parent's end open, so check the parent's pid as well.
     with suppress(OSError):
         while os.getppid() == parent_pid and not poll.poll(1000):
             channel.send(Kind.HEARTBEAT, timer.seconds())

@@ -1,4 +1,4 @@
-"""An executor with one worker process per rank; all get the same plans, and rank 0 replies."""
+"""An executor with one worker process per rank. All ranks get the same plans; rank 0 replies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Workers:
 
     children: Children
     rendezvous: RendezvousInfo
-    store: object = None  # the rendezvous store; it exists as long as this reference
+    store: object = None  # this reference keeps the rendezvous store alive
 
 
 def start_workers(config: EngineConfig) -> Workers:
@@ -88,7 +88,8 @@ class MultiprocExecutor:
             replies.put,
             config.step_timeout,
         )
-        weakref.finalize(self, self.supervisor.close)  # at garbage collection, or when Python exits
+        # Close the workers when this object is garbage-collected or Python exits.
+        weakref.finalize(self, self.supervisor.close)
         try:
             rendezvous, build = self._workers.rendezvous, self._build_worker
             self._send(WorkerTask(config, self._model_config, self._checkpoint, rendezvous, build))
@@ -101,7 +102,7 @@ class MultiprocExecutor:
         return info
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        """Launch a step; take each result once, in the order of the plans."""
+        """Launch a step; each result must be taken once, in the order of the plans."""
         self._send(plan)
         return Pending(lambda: self._take_reply()[1])
 
@@ -127,6 +128,6 @@ class MultiprocExecutor:
     def _take_reply(self) -> tuple[int, Any]:
         reply = self._replies.get()
         if isinstance(reply, Failure):
-            self._replies.put(reply)  # every other and later waiter gets it too
+            self._replies.put(reply)  # all other and later waiters get it, too
             raise reply.error()
         return reply

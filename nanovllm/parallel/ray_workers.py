@@ -1,4 +1,4 @@
-"""Workers as actors of a Ray cluster, which starts them and transports the messages.
+"""Workers as actors of a Ray cluster; Ray starts them and transports the messages.
 
 They run the same loop as workers in child processes, with queues instead of sockets.
 """
@@ -36,14 +36,14 @@ from nanovllm.parallel.rendezvous import host_store
 from nanovllm.parallel.supervisor import STOP_SECONDS, reported_failure
 from nanovllm.parallel.worker_main import RendezvousInfo, serve
 
-WAIT_SECONDS = 30.0  # between log messages while the cluster is busy
+WAIT_SECONDS = 30.0  # time between log messages while the cluster is busy
 HEARTBEAT_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 def connect(address: str | None = None) -> None:
-    """Join a Ray cluster: `address`, $RAY_ADDRESS, one running on this machine, or a new one."""
+    """Connect to a Ray cluster at `address` or $RAY_ADDRESS, a local one, or else a new one."""
     if ray.is_initialized():
         return
     try:
@@ -87,7 +87,7 @@ class ActorLink(QueueLink):
 
 
 class RankActor:
-    """A worker in a process that Ray starts, and that ends with the engine's process."""
+    """A worker in a process that Ray starts and ends together with the engine's process."""
 
     def __init__(self, rank: int, level: int) -> None:
         self._link = ActorLink()
@@ -126,7 +126,7 @@ class RankActor:
 
 
 class RankActors:
-    """Worker actors as children of a supervisor; Ray itself detects lost ones."""
+    """Worker actors as children of a supervisor; Ray itself detects lost actors."""
 
     heartbeat_timeout = math.inf
     grace_seconds = 1.0  # wait for Ray to report the death that caused another worker's error
@@ -134,9 +134,9 @@ class RankActors:
     def __init__(self, names: Sequence[str], group: Any) -> None:
         self.names = names
         self.actors: list[Any] = []
-        self._group = group  # placement group with their resources
+        self._group = group  # placement group that reserves the actors' resources
         self._num_sent = 0
-        self._awaited: dict[Any, int] = {}  # rank, keyed by the ObjectRef of its next message
+        self._awaited: dict[Any, int] = {}  # ObjectRef of a rank's next message -> rank
 
     def start(self, num_gpus: int) -> None:
         actors = ray.remote(concurrency_groups={"out": 1})(RankActor)
@@ -178,6 +178,6 @@ class RankActors:
         except RayError as error:
             return rank, Failure(f"{self.names[rank]} is lost: {error}")
         self._take(rank)
-        if kind is Kind.ERROR:  # use our clock: those of other machines differ
+        if kind is Kind.ERROR:  # use this machine's clock: the clocks of machines differ
             return rank, replace(reported_failure(self.names[rank], record), time=time.monotonic())
         return rank, (kind, record)

@@ -12,11 +12,14 @@ from nanovllm.ops.tp_group import TPGroup
 
 HOST = "127.0.0.1"
 CONNECT_TIMEOUT = timedelta(minutes=1)
-TIMEOUT = timedelta(hours=1)  # for slowly loading ranks; the supervisor detects dead ones
+TIMEOUT = timedelta(hours=1)  # long enough for slow loading; the supervisor detects dead ranks
 
 
 def host_store(host: str = HOST) -> dist.TCPStore:
-    """Host a store for as long as the object lives; by default only this machine can reach it."""
+    """Start a TCPStore server on a free port; by default only this machine can reach it.
+
+    The server runs until the returned object is freed.
+    """
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     fd = listener.detach()
@@ -41,7 +44,7 @@ def connect(
     timeout: timedelta,
     address: str = HOST,  # address of this machine that other ranks can reach
 ) -> TPGroup:
-    """Join the process group of a store, without torch's global default group."""
+    """Join the process group of a store, without using torch's global default group."""
     kinds: Any = dist  # torch's stubs lack some of the following names
     if backend == "nccl":
         kind, options = kinds.ProcessGroupNCCL, kinds.ProcessGroupNCCL.Options()
@@ -54,6 +57,6 @@ def connect(
 
 
 def own_address(host: str, port: int) -> str:
-    """Return the address of this machine on the network of a host."""
+    """Return this machine's address on the network through which it reaches a host."""
     with socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds()) as connection:
         return str(connection.getsockname()[0])

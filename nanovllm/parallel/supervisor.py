@@ -36,22 +36,23 @@ from nanovllm.parallel.child import (
     report,
 )
 
-# Child processes start from this code instead of the user's script, which would run again.
+# Child processes run this code; multiprocessing would import the user's script once more.
 _BOOT = (
     "import sys; num = int(sys.argv[1]); numbers = map(int, sys.argv[2:2 + num]); "
     "sys.path[:] = sys.argv[2 + num:]; from {} import main; main(*numbers)"
 )
-PACKAGES = Path(errors.__file__).resolve().parents[1]  # our parent folder, if sys.path is relative
+# Absolute path of the folder that contains nanovllm; entries of sys.path may be relative.
+PACKAGES = Path(errors.__file__).resolve().parents[1]
 FLAGS = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -W ...
-# Limits of torch's and oneDNN's caches of primitives: an entry may take half a megabyte, and the
-# default capacity is 1,024 (docs/cpu.md).
+# Limit torch's and oneDNN's caches of primitives: an entry may take half a megabyte, and the
+# default capacity is 1,024 entries (docs/cpu.md).
 CACHE_LIMITS = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 
-POLL_SECONDS = 0.25  # maximum wait for messages, and maximum silence that one wait counts as
+POLL_SECONDS = 0.25  # maximum duration of one wait for messages
 HEARTBEAT_TIMEOUT = 4.5  # seconds without a message; a child sends a heartbeat every second
-GRACE_SECONDS = 0.2  # wait for the exit that caused another child's error
-STOP_SECONDS = 2.0  # between SIGTERM and SIGKILL
-CLOSE_SECONDS = 5.0  # to finish a thread's current step; a thread that is paused longer is leaked
+GRACE_SECONDS = 0.2  # time to wait for the exit of a child that caused another child's error
+STOP_SECONDS = 2.0  # time between SIGTERM and SIGKILL
+CLOSE_SECONDS = 5.0  # time for a thread to finish its step; a thread paused for longer is leaked
 
 
 CLOSED = Failure("the engine is closed; create a new one", "EngineError")
@@ -66,13 +67,13 @@ class Children(Protocol):
         """Send the same message to every child without blocking."""
 
     def receive(self, seconds: float) -> list[tuple[int, Message | Failure]]:
-        """Wait for messages; return them with the child's number. A failure is the last message."""
+        """Wait for messages; return (child, message) pairs. A failure is a child's last message."""
 
     def stop(self) -> None:
         """Stop all children."""
 
     def close(self) -> None:
-        """Close the connections, once the children ended and no thread receives. Idempotent."""
+        """Close the connections after the children ended and no thread receives. Idempotent."""
 
 
 class Supervisor:
@@ -96,7 +97,7 @@ class Supervisor:
         self._step_timeout = step_timeout  # seconds; 0 disables the watchdog
         self._silence = [0.0] * len(children.names)  # seconds since each child's last message
         self._owner = os.getpid()
-        self._lock = threading.RLock()  # reentrant: garbage collection may call close() in _fail()
+        self._lock = threading.RLock()  # reentrant: garbage collection in _fail() may call close()
         self._thread = threading.Thread(target=self._run, name="nanovllm-supervisor", daemon=True)
         self._thread.start()
 
@@ -135,7 +136,7 @@ class Supervisor:
             if start >= deadline:
                 break
             events = self._children.receive(POLL_SECONDS)
-            # Time in which this process itself was suspended counts as one wait.
+            # If this process itself was suspended, the time counts as one wait only.
             waited = min(time.monotonic() - start, POLL_SECONDS)
             self._silence = [seconds + waited for seconds in self._silence]
             found = {number: self._handle(number, event) for number, event in events}
@@ -144,7 +145,7 @@ class Supervisor:
                 if failure is not None:
                     failures.setdefault(number, failure)
                     deadline = min(deadline, time.monotonic() + self._children.grace_seconds)
-        return self.failure or join_failures([*failures.values()])
+        return self.failure or merge_failures([*failures.values()])
 
     def _handle(self, number: int, event: Message | Failure) -> Failure | None:
         if isinstance(event, Failure):
@@ -181,7 +182,7 @@ class Supervisor:
 
 
 def reported_failure(name: str, failure: Failure) -> Failure:
-    """Complete the message of a reported failure; foreign errors get the child's name."""
+    """Complete a reported failure's message; errors that are not ours get the child's name."""
     if hasattr(errors, failure.type_name):
         return replace(failure, message=failure.message.strip() or failure.type_name)
     # Keep the first line: the whole message is in the traceback.
@@ -189,8 +190,8 @@ def reported_failure(name: str, failure: Failure) -> Failure:
     return replace(failure, message=": ".join(filter(None, parts)))
 
 
-def join_failures(failures: list[Failure]) -> Failure:
-    """Return the earliest failure; a death gets the first reported error added to its message."""
+def merge_failures(failures: list[Failure]) -> Failure:
+    """Return the earliest failure; a crash gets the first reported error added to its message."""
     first, *_ = sorted(failures, key=lambda failure: failure.time)
     reported = [failure.traceback for failure in failures if failure.traceback]
     if first.traceback or not reported:

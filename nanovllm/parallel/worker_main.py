@@ -1,6 +1,6 @@
 """A worker process: builds the worker of one rank, then runs plans until the engine exits.
 
-Importing this module must stay fast: until it is done, the death of the engine goes unnoticed.
+Importing this module must stay fast: during the import, the engine's death goes unnoticed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def build_worker(task: WorkerTask, rank: int) -> Executor:
 
 
 def join_group(task: WorkerTask, rank: int) -> TPGroup:
-    """Set up the rank's device and join the process group; dropping it leaves the group."""
+    """Set up the rank's device and join the process group; freeing the result leaves the group."""
     import torch
 
     from nanovllm.devices.choose import claim_device

@@ -1,4 +1,4 @@
-"""nanovllm on a Ray cluster; needs `pip install "nanovllm[ray]"`. No other module imports this."""
+"""Ray integration; needs `pip install "nanovllm[ray]"`. No other module of nanovllm imports it."""
 
 from __future__ import annotations
 

@@ -16,15 +16,15 @@ import pyarrow as pa
 
 from nanovllm.batch.batch_engine import RowEngine, RowError, RowOptions
 from nanovllm.batch.rows import Row
-from nanovllm.config import engine_config
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.serve.api_records import ChatRequest, CompletionRequest, as_record
+from nanovllm.llm import engine_config
+from nanovllm.serve.protocol import ChatRequest, CompletionRequest, as_api_model
 from nanovllm.serve.server_options import ServerOptions
 
-IDS = "prompt_token_ids"  # an input column of this name is kept instead of an output column
+IDS = "prompt_token_ids"  # an input column with this name takes precedence over the output column
 PROMPTS = ("prompt", IDS, "messages")
 FIELDS = {*PROMPTS, *ChatRequest.model_fields, *CompletionRequest.model_fields}
-# Encoded as JSON, because their shape differs between rows and a column needs one type.
+# These outputs are encoded as JSON: their shape differs between rows, but a column needs one type.
 AS_JSON = ("tool_calls", "logprobs", "token_ids", "prompt_logprobs", "prompt_token_ids")
 OUTPUTS = ("text", "finish_reason", "usage", "reasoning", *AS_JSON)
 TYPES = {
@@ -63,7 +63,7 @@ class Predictor:
     ) -> None:
         self._sampling = dict(sampling or {})
         try:
-            as_record(CompletionRequest, {"prompt": "", **self._sampling})
+            as_api_model(CompletionRequest, {"prompt": "", **self._sampling})
         except RequestError as error:
             raise ConfigError(f"sampling: {error}") from error
         server = ServerOptions(
@@ -134,7 +134,7 @@ def _as_array(column: Any) -> pa.Array:
 
 def _with_outputs(table: pa.Table, outputs: list[dict[str, Any]]) -> pa.Table:
     names = [*TYPES, *sorted({name for output in outputs for name in output} - TYPES.keys())]
-    taken = {*TYPES, *OUTPUTS} - {IDS}  # the same in every batch
+    taken = {*TYPES, *OUTPUTS} - {IDS}  # all possible outputs, so that batches have equal columns
     table = table.rename_columns(
         [f"input_{name}" if name in taken else name for name in table.column_names]
     )

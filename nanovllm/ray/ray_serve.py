@@ -1,7 +1,7 @@
 """`build_app`: a Ray Serve application with the routes and options of `nanovllm serve`.
 
-Its ingress is that server without an engine: it parses requests, tokenizes prompts and sends each
-to one of the engines, which Serve starts, monitors and scales.
+The ingress is the HTTP server without an engine: it parses requests, tokenizes prompts and sends
+each prompt to one of the engines, which Serve starts, monitors and scales.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from starlette.types import ASGIApp
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.checkpoint.resolved_model import ResolvedModel
 from nanovllm.cli import parse
 from nanovllm.cli.serve import engine_config, server_options
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.llm import ResolvedModel
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.parallel.ray_workers import connect
-from nanovllm.ray.remote_llm import Call, EngineCounts, EngineFacts, RemoteLLM
+from nanovllm.ray.remote_llm import Call, EngineCounts, EngineInfo, RemoteLLM
 from nanovllm.serve.app import make_app
-from nanovllm.serve.core_records import EngineState
+from nanovllm.serve.core_messages import EngineState
 from nanovllm.serve.service import Service
 
-HEALTH_SECONDS = 2.0  # between checks; Serve replaces an engine that fails three in a row
-DRAIN_SECONDS = 60.0  # to finish the requests of an engine that is scaled down
-MAX_REQUESTS = 2**16  # per ingress, which itself rejects requests when its queue is full
-# By default Serve passes every token between threads through unbounded queues. In one event loop
-# there are none, and tokens that a slow reader has not fetched are merged at their source.
+HEALTH_SECONDS = 2.0  # time between checks; Serve replaces an engine that fails three in a row
+DRAIN_SECONDS = 60.0  # time for an engine to finish its requests when it is scaled down
+MAX_REQUESTS = 2**16  # never reached: the ingress itself rejects requests when its queue is full
+# By default, Serve passes every token between threads through unbounded queues. A single event loop
+# needs no such queues, and the engine merges the tokens that a slow reader has not fetched.
 ONE_LOOP = {
     "env_vars": {
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -49,7 +49,7 @@ ONE_LOOP = {
 SERVE_OPTIONS = (
     "host", "port", "root_path", "ssl_certfile", "ssl_keyfile", "shutdown_timeout",
     "restart_engine", "in_process", "data_parallel_size", "config", "verbose", "threads",
-    "log_level",
+    "log_level", "allow_pause",
 )  # fmt: skip
 
 
@@ -72,8 +72,8 @@ def build_app(options: str | Mapping[str, Any]) -> serve.Application:
             "num_gpus": _num_gpus(config),
             "runtime_env": ONE_LOOP,
         },
-        # Twice as many requests as run keep an engine busy; those that wait in the ingress instead
-        # can still go to a new engine.
+        # Twice the number of running requests keeps an engine busy. Further requests wait in the
+        # ingress, so that a new engine can take them.
         max_ongoing_requests=2 * config.max_num_seqs,
         request_router_config=_routing(config),
         health_check_period_s=HEALTH_SECONDS,
@@ -94,8 +94,8 @@ class Engine:
         """Load the model in a thread, so that Serve can stop the engine meanwhile."""
         self._llm = await asyncio.to_thread(AsyncLLM, **asdict(config))
 
-    async def facts(self) -> EngineFacts:
-        return EngineFacts(self._llm.config, self._llm.model_config, self._llm.max_len)
+    async def info(self) -> EngineInfo:
+        return EngineInfo(self._llm.config, self._llm.model_config, self._llm.max_len)
 
     async def generate(self, call: Call) -> AsyncGenerator[StreamPiece, None]:
         self._end_if_failed()
@@ -150,14 +150,14 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Build the application as soon as an engine is up; called by Serve."""
-        facts: EngineFacts = await self._engines.facts.remote()
-        config = facts.config
+        info: EngineInfo = await self._engines.info.remote()
+        config = info.config
         # The engine's files may be on another node, so find them here as well.
         checkpoint = await asyncio.to_thread(
             find_checkpoint, config.model, revision=config.revision, need_weights=False
         )
-        found = ResolvedModel(config, facts.model_config, checkpoint)
-        llm = await asyncio.to_thread(RemoteLLM, self._engines, found, facts.max_len)
+        found = ResolvedModel(config, info.model_config, checkpoint)
+        llm = await asyncio.to_thread(RemoteLLM, self._engines, found, info.max_len)
         await llm.refresh()
         self._following = asyncio.create_task(llm.follow())
         options = server_options(self._args, config.model, checkpoint.generation_config)

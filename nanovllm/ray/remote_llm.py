@@ -15,15 +15,14 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from nanovllm.async_llm import GUESSED_TOKENS
-from nanovllm.checkpoint.resolved_model import ResolvedModel
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import EngineError, NanovllmError
-from nanovllm.llm import create_input_processor
+from nanovllm.llm import ResolvedModel, create_input_processor
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.core_records import CoreStats, EngineState
+from nanovllm.serve.core_messages import CoreStats, EngineState
 
-REFRESH_SECONDS = 2.0  # between refreshes of the counters of all engines
+REFRESH_SECONDS = 2.0  # time between refreshes of the counters of all engines
 WAIT_SECONDS = 10.0  # timeout of a refresh
 NO_ENGINE = EngineError("no engine is running; Ray Serve starts another one")
 
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of an engine: a prompt for any engine, or an `engine_id`; the router reads both."""
+    """A call to an engine, which the router chooses by the prompt or, if set, by `engine_id`."""
 
     token_ids: list[int] = field(default_factory=list)
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -42,13 +41,13 @@ class Call:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens plus the estimated number of output tokens."""
+        """Number of prompt tokens plus the estimated number of output tokens."""
         return len(self.token_ids) + self.params.n * min(self.params.max_new_tokens, GUESSED_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """Facts about a running engine."""
+class EngineInfo:
+    """The configuration of a running engine."""
 
     config: EngineConfig
     model_config: ModelConfig
@@ -65,7 +64,7 @@ class EngineCounts:
 
 @dataclass(slots=True)
 class RemoteEngine:
-    """The latest state of an engine that the ingress has received."""
+    """The state of an engine, as the ingress last received it."""
 
     number: int
     engine_id: str
@@ -108,7 +107,7 @@ class RemoteLLM:
             return await anext(outputs)
 
     async def watch(self, engine: int = 0) -> AsyncGenerator[EngineState, None]:
-        """Yield snapshots of the engine with that number as it changes."""
+        """Yield a snapshot of the engine with the number `engine` whenever it changes."""
         found = [each.engine_id for each in self.replicas if each.number == engine]
         if not found:
             raise EngineError(f"engine {engine} is no longer running")
@@ -144,7 +143,7 @@ class RemoteLLM:
         self.replicas = [RemoteEngine(*each, counts[each[1]]) for each in numbered] or lost
 
     async def _call(self, method: str, *arguments: Any) -> AsyncGenerator[Any, None]:
-        """Yield the items of a remote method; retry once if an engine dies before the first."""
+        """Yield the items of a remote method; retry once if it fails before the first item."""
         self.num_requests += 1
         has_begun = False
         try:

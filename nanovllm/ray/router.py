@@ -11,7 +11,7 @@ from nanovllm.serve.routing import PrefixRouter
 
 
 class PrefixRequestRouter(RequestRouter):
-    """Routes calls by prefix; Serve creates one in each process that calls engines."""
+    """Routes calls by prefix; Serve creates a router in each process that calls engines."""
 
     def initialize_state(self, **options: Any) -> None:
         self._prefixes: PrefixRouter[ReplicaID] = PrefixRouter((), **options)
@@ -21,10 +21,10 @@ class PrefixRequestRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Rank the chosen replica first; the others get the request if it is full."""
+        """Rank the chosen replica first; if it is full, another one gets the request."""
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # if all replicas are full
+        pending_request.routing_context.should_backoff = True  # retry later if all are full
         request_id, call = pending_request.metadata.internal_request_id, _call_of(pending_request)
         named = [each for each in candidate_replicas if each.replica_id.unique_id == call.engine_id]
         if named:
@@ -32,7 +32,7 @@ class PrefixRequestRouter(RequestRouter):
         self._prefixes.finished(request_id)  # undo the choice of an earlier attempt
         chosen = self._prefixes.choose(call.token_ids, call.cache_salt)
         self._prefixes.started(request_id, chosen, call.num_tokens)
-        pending_request.future.add_done_callback(  # it may be canceled before it is sent
+        pending_request.future.add_done_callback(  # the request may be canceled before it is sent
             lambda future: self._prefixes.finished(request_id) if future.cancelled() else None
         )
         ranked = sorted(candidate_replicas, key=lambda each: each.replica_id != chosen)
@@ -41,7 +41,7 @@ class PrefixRequestRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Count the request for the replica that took it, which may not be the chosen one."""
+        """Add the request to the load of the replica that took it, perhaps not the chosen one."""
         request_id = pending_request.metadata.internal_request_id
         self._prefixes.started(request_id, replica_id, _call_of(pending_request).num_tokens)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI
 from fastapi.responses import FileResponse, Response
@@ -21,24 +21,26 @@ from nanovllm.serve.anthropic.messages import (
     count_tokens,
     create_message,
 )
-from nanovllm.serve.api_records import (
-    ApiRecord,
+from nanovllm.serve.core_messages import ControlAction
+from nanovllm.serve.engine_events import EngineEvents, choose_engine, record_trace
+from nanovllm.serve.http_errors import add_error_handlers, json_response, message_of
+from nanovllm.serve.http_responses import EventStream, StreamResponse, WholeResponse, whole_body
+from nanovllm.serve.metrics import CONTENT_TYPE
+from nanovllm.serve.middleware import PAGE_PREFIX, Middleware
+from nanovllm.serve.model_interface import OwnedModel
+from nanovllm.serve.openai.chat_completions import create_chat_completion
+from nanovllm.serve.openai.completions import create_completion
+from nanovllm.serve.openai.embeddings import create_embedding
+from nanovllm.serve.openai.responses import ResponsesRequest, create_response
+from nanovllm.serve.prepare_chat import detokenize, tokenize
+from nanovllm.serve.protocol import (
+    ApiModel,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
 )
-from nanovllm.serve.engine_events import EngineEvents, record_trace
-from nanovllm.serve.http_errors import add_error_handlers, json_response, message_of
-from nanovllm.serve.http_responses import EventStream, StreamResponse, WholeResponse, whole_body
-from nanovllm.serve.metrics import CONTENT_TYPE
-from nanovllm.serve.middleware import PAGE_PREFIX, Middleware
-from nanovllm.serve.openai.chat_completions import create_chat_completion
-from nanovllm.serve.openai.completions import create_completion
-from nanovllm.serve.openai.embeddings import create_embedding
-from nanovllm.serve.openai.responses import ResponsesRequest, create_response
-from nanovllm.serve.prepare_chat import detokenize, tokenize
 from nanovllm.serve.server_options import SAMPLING_NAMES
 from nanovllm.serve.service import Service
 
@@ -51,7 +53,7 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 CreateResponse = Callable[[Service, Any], Awaitable[EventStream]]
-ROUTES: dict[str, tuple[type[ApiRecord], CreateResponse]] = {
+ROUTES: dict[str, tuple[type[ApiModel], CreateResponse]] = {
     "/v1/chat/completions": (ChatRequest, create_chat_completion),
     "/v1/completions": (CompletionRequest, create_completion),
     "/v1/embeddings": (EmbeddingRequest, create_embedding),
@@ -61,7 +63,7 @@ ROUTES: dict[str, tuple[type[ApiRecord], CreateResponse]] = {
 
 
 def make_app(service: Service) -> ASGIApp:
-    """Create the application; the middleware covers every route, the OpenAPI schema included."""
+    """Create the application; the middleware covers every route, including the OpenAPI schema."""
     app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     for path, (kind, create) in ROUTES.items():
@@ -77,7 +79,7 @@ def make_app(service: Service) -> ASGIApp:
     return CORSMiddleware(middleware, origins, allow_methods=["*"], allow_headers=["*"])
 
 
-def _endpoint(service: Service, kind: type[ApiRecord], create: CreateResponse) -> Any:
+def _endpoint(service: Service, kind: type[ApiModel], create: CreateResponse) -> Any:
     async def respond(request: Any) -> Response:
         service.check_queue()
         stream = await create(service, request)
@@ -87,7 +89,7 @@ def _endpoint(service: Service, kind: type[ApiRecord], create: CreateResponse) -
             return StreamResponse(stream, timeout)
         return WholeResponse(whole_body(stream), timeout)
 
-    respond.__annotations__["request"] = kind  # FastAPI parses the body as this
+    respond.__annotations__["request"] = kind  # FastAPI parses the body as this type
     return respond
 
 
@@ -141,7 +143,7 @@ def _operating_routes(app: FastAPI, service: Service) -> None:
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> Response:
-        """Succeed while at least one engine is alive; the body lists the engines that are lost."""
+        """Succeed while at least one engine is alive; the body lists the engines that failed."""
         error = service.llm.error
         if error is not None:
             raise error
@@ -166,11 +168,25 @@ def _watching_routes(app: FastAPI, service: Service) -> None:
     @app.get("/engine/events")
     async def engine_events(engine: int | None = None) -> Response:
         """Stream snapshots of an engine's state as server-sent events."""
-        return StreamResponse(EngineEvents(service.llm, engine), timeout=None)
+        events = EngineEvents(service.llm, engine, service.options.allow_pause)
+        return StreamResponse(events, timeout=None)
+
+    @app.post("/engine/{action}")
+    async def control_engine(action: ControlAction, engine: int | None = None) -> Response:
+        """Pause an engine between two steps, let it run one step, or resume it."""
+        if not service.options.allow_pause:
+            message = "the engine cannot be paused: start the server with --allow-pause"
+            raise RequestError(message, status=403)
+        number = choose_engine(service.llm, engine)
+        replica = cast(OwnedModel, service.llm).replicas[number]
+        if replica.error is not None:
+            raise replica.error
+        replica.control(action)
+        return json_response({"engine": number, "is_paused": action != "resume"})
 
     @app.get("/trace")
     async def trace(seconds: float = 3.0) -> Response:
-        """Record a trace of the next seconds; ui.perfetto.dev can open it."""
+        """Record a trace for the given number of seconds; ui.perfetto.dev can open it."""
         return WholeResponse(record_trace(service.llm, seconds), timeout=None)
 
 

@@ -31,7 +31,7 @@ class OpenAIClient:
         import httpx
 
         scheme = ""
-        with contextlib.suppress(ValueError):  # a bad port or IPv6 address
+        with contextlib.suppress(ValueError):  # raised for an invalid port or IPv6 address
             scheme = urlsplit(url).scheme if urlsplit(url).port != 0 else ""
         if scheme not in ("http", "https"):
             raise ConfigError(f"the URL must look like http://127.0.0.1:8000, got {url!r}")
@@ -46,7 +46,7 @@ class OpenAIClient:
         )
 
     async def get(self, path: str, timeout: float = 60.0) -> Any:
-        """GET a path and return its JSON body; a path that starts with a slash is not under /v1."""
+        """GET a path and return its JSON body; a path without a leading slash is under /v1."""
         async with self._response("GET", path, timeout=timeout) as response:
             body = await response.aread()
         try:
@@ -92,7 +92,7 @@ class OpenAIClient:
         body: dict[str, Any] | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[httpx.Response]:
-        """Open a streamed response with status 200; any other status raises RequestError."""
+        """Send a request and yield its streaming response; raise unless the status is 200."""
         import httpx
 
         target = self._root + (path if path.startswith("/") else f"/v1/{path}")
@@ -117,7 +117,7 @@ class OpenAIClient:
 class HttpLLM:
     """A model served at a URL, with the methods of LLM that the commands use.
 
-    All prompts of a call are sent at once; their pieces are yielded as they arrive.
+    A call sends all prompts concurrently and yields the stream pieces as they arrive.
     """
 
     def __init__(self, client: OpenAIClient, model: str) -> None:
@@ -186,7 +186,7 @@ class HttpLLM:
 
 
 def _event(data: str) -> dict[str, Any]:
-    """Parse an event with a list of choices; an error event raises RequestError."""
+    """Parse a server-sent event that has a list of choices; an error event raises RequestError."""
     try:
         event = json.loads(data)
         has_failed = bool(event.get("error"))
@@ -215,7 +215,7 @@ async def _cancel_tasks() -> None:
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the sampling fields of a request; fields at their defaults are left to the server."""
+    """Return the sampling fields to send; most fields with default values are omitted."""
     default = SamplingParams()
     values = {field.name: getattr(params, field.name) for field in fields(params)}
     schema = values.pop("structured_outputs")  # from --json-schema

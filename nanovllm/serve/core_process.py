@@ -24,24 +24,27 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestError
 from nanovllm.llm import create_grammars, resolve_model, start_core
 from nanovllm.parallel.child import Kind, Link, StepTimer, run_child
-from nanovllm.serve.core_records import (
-    Add,
+from nanovllm.serve.core_messages import (
+    AddRequests,
+    Control,
+    ControlAction,
     CoreReady,
     CoreStats,
     CoreUpdate,
     EngineState,
-    Finish,
+    FinishSequences,
+    SendSnapshots,
     SequenceState,
     SequenceStatus,
-    Watch,
 )
-from nanovllm.worker.host_memory import give_back
+from nanovllm.serve.step_mode import StepMode
+from nanovllm.worker.host_memory import trim_malloc
 
-IDLE_SECONDS = 1.0  # between updates while the core is idle
+IDLE_SECONDS = 1.0  # time between updates while the core is idle
 SNAPSHOT_SECONDS = 0.1  # minimum time between snapshots
-MAX_QUEUE = 64  # waiting sequences included in a snapshot
+MAX_QUEUE = 64  # maximum number of waiting sequences in a snapshot
 
-Command = Add | Finish | Watch
+Command = AddRequests | FinishSequences | SendSnapshots | Control
 Send = Callable[[CoreUpdate], None]
 
 
@@ -59,7 +62,7 @@ def serve(link: Link, timer: StepTimer, replica: int = 0) -> None:
     inbox: SimpleQueue[Command | None] = SimpleQueue()
     threading.Thread(target=_receive_all, args=(link, inbox), daemon=True).start()
     resolved = resolve_model(config)
-    send(resolved)  # the other process loads the tokenizer while the model is loaded here
+    send(resolved)  # the parent process loads the tokenizer while this one loads the model
     started = start_core(resolved, partial(create_grammars, resolved))
     core = started.core
     try:
@@ -76,60 +79,71 @@ def _receive_all(link: Link, inbox: SimpleQueue[Command | None]) -> None:
 
 
 class CoreLoop:
-    """The main loop: handles commands between steps, and steps while requests are unfinished."""
+    """The main loop: handles commands, and runs a step while requests are unfinished."""
 
     def __init__(
         self,
         core: EngineCore,
         inbox: SimpleQueue[Command | None],
         send: Send,
-        timer: StepTimer,  # entered for every step
+        timer: StepTimer,  # context manager that is entered for every step
     ) -> None:
         self.core, self.inbox, self.send, self.timer = core, inbox, send, timer
         self._num_prefill_tokens = self._num_decode_tokens = 0
-        self._observer: Observer | None = None  # while a client is subscribed
+        self._snapshots: SnapshotThrottle | None = None  # set while a client is subscribed
+        self._paused: StepMode | None = None  # set while the engine is paused
         self._is_at_rest = self._is_over = False
 
     def run(self) -> None:
         while not self._is_over:
             finished = self._handle_commands()
             step = EngineCoreOutputs([], [], [])
-            if self.core.has_unfinished:
+            if self._may_step:
                 with self.timer:
                     step = self.core.step()
             self._num_prefill_tokens += step.num_prefill_tokens
             self._num_decode_tokens += step.num_decode_tokens
             step, stats = replace(step, finished=[*finished, *step.finished]), self._stats()
-            state = None if self._observer is None else self._observer.snapshot(stats)
+            if self._paused is not None:
+                self._paused.num_steps = max(self._paused.num_steps - 1, 0)
+            state = None
+            if self._snapshots is not None:
+                state = self._snapshots.snapshot(stats, self._paused)
             self.send(CoreUpdate(step, stats, state))
+
+    @property
+    def _may_step(self) -> bool:
+        return self.core.has_unfinished and (self._paused is None or self._paused.num_steps > 0)
 
     def _handle_commands(self) -> list[FinishedSequence]:
         """Handle all queued commands; wait for one if there is nothing else to do."""
         finished: list[FinishedSequence] = []  # aborted or rejected; sent with the next update
         while not self._is_over:
-            is_idle = not self.core.has_unfinished and not finished
+            is_idle = not self._may_step and not finished
             try:
-                seconds = IDLE_SECONDS if self._observer is None else SNAPSHOT_SECONDS
+                seconds = IDLE_SECONDS if self._snapshots is None else SNAPSHOT_SECONDS
                 command = self.inbox.get(block=is_idle, timeout=seconds)
             except Empty:
-                if is_idle:
+                if is_idle and not self.core.has_unfinished:
                     self._rest()
                 return finished
             match command:
                 case None:  # the parent closed its end
                     self._is_over = True
-                case Add(requests):
+                case AddRequests(requests):
                     self._is_at_rest = False
                     finished += self._add(requests)
-                case Watch(is_on):
-                    self._watch(is_on)
-                case Finish(seq_ids, reason):
+                case SendSnapshots(is_on):
+                    self._send_snapshots(is_on)
+                case Control(action):
+                    self._control(action)
+                case FinishSequences(seq_ids, reason):
                     found = (self.core.finish(seq_id, reason) for seq_id in seq_ids)
                     finished += [each for each in found if each is not None]
         return finished
 
     def _add(self, requests: list[Request]) -> list[FinishedSequence]:
-        """Queue requests; return those that can never run as sequences finished with an error."""
+        """Queue requests; one that can never run is returned as finished with an error."""
         rejected = []
         for request in requests:
             try:
@@ -143,19 +157,29 @@ class CoreLoop:
         return rejected
 
     def _rest(self) -> None:
-        """Use idle time to capture missing graphs and then, once, to return free host memory."""
+        """Use idle time to capture missing graphs; then return free host memory to the OS, once."""
         while not self._is_at_rest and self.inbox.empty():
             if not self.core.executor.capture_one():
-                give_back()
+                trim_malloc()
                 self._is_at_rest = True
 
-    def _watch(self, is_on: bool) -> None:
+    def _send_snapshots(self, is_on: bool) -> None:
         if not is_on:
-            self._observer = None
-        elif self._observer is None:
-            self._observer = Observer(self.core)
+            self._snapshots = None
+        elif self._snapshots is None:
+            self._snapshots = SnapshotThrottle(self.core)
         else:
-            self._observer.restart()
+            self._snapshots.restart()
+
+    def _control(self, action: ControlAction) -> None:
+        if action == "resume" and self._paused is not None:
+            self._paused.end()
+            self._paused = None
+        elif action != "resume":
+            self._paused = self._paused or StepMode(self.core)
+            self._paused.num_steps += action == "step"
+        if self._snapshots is not None:
+            self._snapshots.restart()
 
     def _stats(self) -> CoreStats:
         scheduler = self.core.scheduler
@@ -173,32 +197,36 @@ class CoreLoop:
         )
 
 
-class Observer:
+class SnapshotThrottle:
     """Decides when a snapshot is due; exists only while a client is subscribed."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._stats: CoreStats | None = None  # as of the last snapshot
+        self._stats: CoreStats | None = None  # statistics in the last snapshot
         self._earliest = 0.0  # earliest time of the next snapshot
         core.timings.clear()
         core.ended.clear()
 
     def restart(self) -> None:
-        """Force the next snapshot, even if nothing changed: another client has subscribed."""
+        """Make a snapshot due even if nothing changed: a client that just subscribed has none."""
         self._stats = None
 
-    def snapshot(self, stats: CoreStats) -> EngineState | None:
-        """Return a snapshot; None if nothing changed or the last one is too recent."""
+    def snapshot(self, stats: CoreStats, paused: StepMode | None = None) -> EngineState | None:
+        """Return a snapshot; None if nothing changed or the last one is too recent.
+
+        Every step of a paused engine gets a snapshot.
+        """
         core, now = self._core, time.perf_counter()
         is_changed = stats != self._stats or core.timings or core.ended
-        if not is_changed or now < self._earliest:
+        if not is_changed or (now < self._earliest and paused is None):
             return None
         self._stats, self._earliest = stats, now + SNAPSHOT_SECONDS
-        return take_snapshot(core, stats, now)
+        state = take_snapshot(core, stats, now)
+        return state if paused is None else paused.explain(state)
 
 
 def take_snapshot(core: EngineCore, stats: CoreStats, now: float) -> EngineState:
-    """Return the state of a core; its recorded steps and ended sequences move into the snapshot."""
+    """Return the state of a core, and clear its lists of recorded steps and ended sequences."""
     scheduler = core.scheduler
     waiting = list(islice(scheduler.waiting, MAX_QUEUE))
     postponed = list(islice(scheduler.waiting_for_grammar.values(), MAX_QUEUE))

@@ -5,49 +5,83 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import anyio
 
 from nanovllm.engine.request import SequenceEnd, StepTiming
 from nanovllm.errors import EngineError, NanovllmError
-from nanovllm.serve.core_records import CoreStats, EngineState
+from nanovllm.serve.core_messages import CoreStats, EngineState, PausedState
 from nanovllm.serve.http_responses import Event, EventStream
 from nanovllm.serve.model_interface import Model
 from nanovllm.validation import require
 
 MAX_TRACE_SECONDS = 60.0
+Decode = Callable[[list[int]], Any]  # the tokenizer's method that returns text
 HOST, DEVICE, REQUESTS = 1, 2, 3
 NAMES = {HOST: "host", DEVICE: "device", REQUESTS: "requests"}
 
 
 class EngineEvents(EventStream):
-    """Snapshots of one engine, sent until the client disconnects; by default the first live one."""
+    """Snapshots of one engine, by default the first healthy one, until the client disconnects."""
 
-    def __init__(self, llm: Model, engine: int | None = None) -> None:
+    def __init__(self, llm: Model, engine: int | None, allow_pause: bool) -> None:
+        self._llm, self._engine = llm, choose_engine(llm, engine)
         numbers = [replica.number for replica in llm.replicas]
-        if not numbers:  # a Ray cluster may have no engine for a while
-            raise EngineError("no engine is running")
-        if engine is None:
-            living = (replica.number for replica in llm.replicas if replica.error is None)
-            engine = next(living, numbers[0])
-        require(engine in numbers, "engine", f"one of {', '.join(map(str, numbers))}", engine)
-        self._llm, self._engine = llm, engine
-        self._place = {"engine": engine, "engines": numbers}
+        self._place = {"engine": self._engine, "engines": numbers, "allow_pause": allow_pause}
+        self.is_large = allow_pause  # a paused engine sends the text of all blocks
 
     async def events(self) -> AsyncGenerator[Event, None]:
+        decode = self._llm.input_processor.get_tokenizer().decode
         async with contextlib.aclosing(self._llm.watch(self._engine)) as states:
             async for state in states:
-                yield {**as_event(state), **self._place}
+                yield {**as_event(state, decode), **self._place}
 
 
-def as_event(state: EngineState) -> Event:
-    """Convert a snapshot to JSON; sequences, steps and ended sequences become lists of values."""
+def choose_engine(llm: Model, engine: int | None) -> int:
+    """Validate the number of an engine; None chooses the first healthy one."""
+    numbers = [replica.number for replica in llm.replicas]
+    if not numbers:  # a Ray cluster may have no engine for a while
+        raise EngineError("no engine is running")
+    if engine is None:
+        living = (replica.number for replica in llm.replicas if replica.error is None)
+        engine = next(living, numbers[0])
+    require(engine in numbers, "engine", f"one of {', '.join(map(str, numbers))}", engine)
+    return engine
+
+
+def as_event(state: EngineState, decode: Decode) -> Event:
+    """Convert a snapshot to an event; named tuples in it become JSON arrays."""
     event = _fields(state)
     cached = base64.b64encode(state.cached).decode()
-    return {"kind": "state", **event, "cached": cached, "stats": _fields(state.stats)}
+    paused = None if state.paused is None else partial(_as_texts, state.paused, decode)
+    return {
+        "kind": "state",
+        **event,
+        "cached": cached,
+        "stats": _fields(state.stats),
+        "paused": paused,
+    }
+
+
+def _as_texts(paused: PausedState, decode: Decode) -> Event:
+    """Decode all tokens; slow, so it is called in the thread that encodes the event."""
+
+    def texts(tokens: Mapping[int, list[int]]) -> dict[int, str]:
+        return {key: decode(ids) for key, ids in tokens.items()}
+
+    changes = [
+        (*change[:-1], decode(list(change.token_ids)) if change.token_ids else "")
+        for change in paused.changes
+    ]
+    return {
+        "changes": changes,
+        "blocks": texts(paused.block_tokens),
+        "prompts": texts(paused.prompts),
+    }
 
 
 def _fields(record: EngineState | CoreStats) -> dict[str, Any]:
@@ -87,7 +121,8 @@ class Trace:
         self._end = 0
         self._steps: list[StepTiming] = []
         self._ended: list[SequenceEnd] = []
-        self._running: dict[int, int] = {}  # first time seen running, by unfinished seq_id
+        # Unfinished seq_id -> time of the first snapshot in which the sequence was running.
+        self._running: dict[int, int] = {}
 
     def add(self, state: EngineState) -> None:
         for seq in state.sequences:
@@ -100,7 +135,7 @@ class Trace:
             self._running.pop(end.seq_id, None)
 
     def events(self, is_alone: bool = True) -> Iterator[Event]:
-        """Yield all trace events; timestamps are on the engine's clock."""
+        """Yield all trace events, with timestamps of the engine's clock."""
         for part, name in NAMES.items():
             args = {"name": name if is_alone else f"engine {self.engine}: {name}"}
             yield {"ph": "M", "pid": self._pid(part), "name": "process_name", "args": args}

@@ -8,16 +8,15 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanovllm.errors import GrammarError, RequestError
+from nanovllm.errors import GrammarError, RequestError, errors_about
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.http_responses import Event, EventStream
 from nanovllm.serve.parsing.events import BlockEvent
 from nanovllm.serve.service import Service
-from nanovllm.validation import errors_about
 
 Logprobs = Sequence[dict[int, Logprob]]
-MAX_AHEAD = 16  # pieces of one request that are queued for its client
+MAX_AHEAD = 16  # maximum number of stream pieces queued per request
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +27,9 @@ class GenerationJob:
     params: Sequence[SamplingParams]  # one per prompt
     cache_salt: str | None = None
     is_streaming: bool = False
-    grammar_param: str = "structured_outputs"  # request field named in errors of the grammar
-    new_parser: Callable[[], Callable[[Update], None]] | None = None  # for chats: one per choice
+    grammar_param: str = "structured_outputs"  # request field that grammar errors name
+    # Creates the output parser of a choice; only chats have one.
+    new_parser: Callable[[], Callable[[Update], None]] | None = None
 
     @property
     def num_choices(self) -> int:
@@ -38,17 +38,17 @@ class GenerationJob:
 
 @dataclass(slots=True)  # not frozen: one is made for every token, and chats set `events`
 class Update:
-    """New output of one choice; only its last update sets `finish_reason` and later fields."""
+    """New output of one choice. Only its last update sets `finish_reason` and the fields below."""
 
     choice: int
     text: str = ""
     token_ids: Sequence[int] = ()
     logprobs: Logprobs | None = None
-    events: Sequence[BlockEvent] = ()  # for chats: the parsed text
+    events: Sequence[BlockEvent] = ()  # `text` as content-block events; set for chats only
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
-    num_cached_tokens: int = 0  # prompt tokens; counted once, for the first sample
+    num_cached_tokens: int = 0  # cached prompt tokens; set only for the prompt's first sample
     num_reasoning_tokens: int = 0
 
 
@@ -77,7 +77,7 @@ class Usage:
 
 
 class ApiResponse(EventStream):
-    """The completions of a request as the events of one API."""
+    """The completions of a request, rendered as events of one API."""
 
     def __init__(self, service: Service, job: GenerationJob) -> None:
         self.service, self.job = service, job
@@ -140,7 +140,7 @@ def _last_update(
 async def _pieces(
     service: Service, job: GenerationJob
 ) -> AsyncGenerator[tuple[int, StreamPiece], None]:
-    """Yield pieces of all prompts, each with the index of its prompt."""
+    """Yield the stream pieces of all prompts, each with the index of its prompt."""
     streams = [
         service.metrics.observed(
             service.llm.generate(

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from nanovllm.errors import NanovllmError, RequestError
 
-MESSAGES_PATH = "/v1/messages"  # Anthropic's
+MESSAGES_PATH = "/v1/messages"  # Anthropic's API
 OPENAI_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -58,9 +58,10 @@ def timeout_error() -> RequestError:
 
 
 def to_json(body: Any) -> bytes:
-    """Encode a body as UTF-8; values that are functions are called here, to defer large ones.
+    """Encode a body as JSON in UTF-8.
 
-    Unpaired surrogates, which a request may contain, are replaced.
+    A function in the body is called now and replaced by its result, so that large values are
+    computed lazily. Unpaired surrogates, which a request may contain, become question marks.
     """
     text = json.dumps(
         body, ensure_ascii=False, separators=(",", ":"), default=lambda value: value()
@@ -100,12 +101,12 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def invalid(problems: Sequence[Any]) -> RequestError:
-    """Convert pydantic's errors to one that names the first invalid field and the problem."""
+    """Convert pydantic's errors to a RequestError that names the first invalid field."""
     first = problems[0]
     param, cause = _place(first), first.get("ctx", {}).get("error")
     if first["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {cause}")
-    if isinstance(cause, RequestError):  # from a validator; the message starts with the field
+    if isinstance(cause, RequestError):  # from a validator; the message names the field first
         place = f"{param}." if param else ""
         return RequestError(f"{place}{cause}", param=f"{place}{cause.param}", code=cause.code)
     if not param:
@@ -116,7 +117,7 @@ def invalid(problems: Sequence[Any]) -> RequestError:
 
 
 def _place(problem: Any) -> str:
-    """Return the path of the field in the request, without the names of the tried types."""
+    """Return the field's path in the request, without the type names that pydantic adds to it."""
     place = ""
     for part in problem["loc"]:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""HTTP responses, sent as one JSON body or as server-sent events; a disconnect cancels them."""
+"""HTTP responses: one JSON body or server-sent events; both are canceled on a disconnect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EventStream:
         raise NotImplementedError
 
     def whole(self, events: list[Event]) -> Event:
-        """Combine all events into one response body."""
+        """Combine all events into one response body; by default, return the last event."""
         return events[-1]
 
     def error(self, error: NanovllmError) -> Event:

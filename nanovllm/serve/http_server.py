@@ -19,23 +19,23 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.serve.app import make_app
-from nanovllm.serve.core_records import CoreStats
+from nanovllm.serve.core_messages import CoreStats
 from nanovllm.serve.model_interface import Model, OwnedModel
 from nanovllm.serve.server_options import ServerOptions
 from nanovllm.serve.service import Service
 
 LISTEN_BACKLOG = 2048
-LAST_SECONDS = 5  # to send an error to clients whose requests are cut off by the shutdown
-CANCEL_SECONDS = 2  # to cancel handlers after their connections are closed
-RECEIVE_SECONDS = 60  # to receive the headers and the body of a request
-LOG_SECONDS = 10.0  # between log lines of throughput
+LAST_SECONDS = 5  # time for sending errors to clients whose requests the shutdown ends
+CANCEL_SECONDS = 2  # time for canceling handlers after their connections are closed
+RECEIVE_SECONDS = 60  # time limit for receiving the headers and the body of a request
+LOG_SECONDS = 10.0  # time between log lines with the throughput
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 logger = logging.getLogger(__name__)
 
 
 class Connection(H11Protocol):
-    """An HTTP connection that closes if a request does not arrive within RECEIVE_SECONDS."""
+    """An HTTP connection that is closed if a request does not arrive within RECEIVE_SECONDS."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -71,7 +71,7 @@ class ThroughputLog:
         self._last_time = now
 
     def tick(self, now: float) -> None:
-        """Log a line for each busy engine if one is due; call this often."""
+        """Log a line for each busy engine if LOG_SECONDS have passed since the previous lines."""
         seconds = now - self._last_time
         if seconds < LOG_SECONDS:
             return
@@ -117,7 +117,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     def _log_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log accept errors once per second: without file descriptors there are thousands."""
+        """Log accept errors at most once per second: they repeat until a descriptor is free."""
         error, now = context.get("exception"), time.monotonic()
         if not isinstance(error, OSError) or error.errno not in OUT_OF_RESOURCES:
             loop.default_exception_handler(context)
@@ -132,6 +132,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for replica in self._llm.replicas:
             replica.subscribers.end()  # event streams would otherwise never finish
+            replica.control("resume")  # a paused engine would never finish its requests
         ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)
         ending.cancel()
@@ -149,14 +150,15 @@ class Server(uvicorn.Server):
         await asyncio.to_thread(self._llm.close, EngineError("the server is shutting down"))
         await asyncio.sleep(LAST_SECONDS)
         for connection in list(self.server_state.connections):
-            connection.transport.abort()  # its client neither reads nor completes its request
+            # The client neither reads the response nor completes its request.
+            connection.transport.abort()
 
 
 def make_server(llm: OwnedModel, options: ServerOptions) -> Server:
     config = uvicorn.Config(
         make_app(Service(llm, options)),
-        # h11, because httptools loses the body of a request that offers HTTP/2, as Java's clients
-        # do, and sends chunked responses to HTTP/1.0 clients.
+        # Use h11: httptools loses the body of a request that offers an upgrade to HTTP/2, as
+        # Java's clients do, and sends chunked responses to HTTP/1.0 clients.
         http=Connection,
         lifespan="off",
         log_config=None,
@@ -189,7 +191,7 @@ def is_loopback(listener: socket.socket) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind the port; called before the model is loaded, so that errors appear early."""
+    """Bind the port; call this before the model is loaded, so that errors appear early."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server(

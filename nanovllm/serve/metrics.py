@@ -66,7 +66,7 @@ class Metrics:
         labels = (*LABELS, "finished_reason")
         text = "Number of finished sequences by finish reason"
         self._ended = Counter(prefix + "request_success", text, labels, registry=self._registry)
-        for reason in get_args(FinishReason):  # rate() needs a zero before the first increment
+        for reason in get_args(FinishReason):  # rate() in PromQL needs a zero first
             self._ended.labels(model_name, reason)
         self._tokens = {
             name: Counter(prefix + name, text, LABELS, registry=self._registry).labels(model_name)

@@ -1,4 +1,4 @@
-"""ASGI middleware of all routes: root path, authentication, body limits, request ids, logging."""
+"""ASGI middleware for all routes: root path, authentication, body limits, request ids, logging."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanovllm.errors import RequestError
 from nanovllm.serve.http_errors import error_response
 from nanovllm.serve.server_options import ServerOptions
 
-MAX_VALUES = 500_000  # in a body: parsing a million numbers takes a second, a long text does not
+MAX_VALUES = 500_000  # per body, counted as commas: parsing a million numbers takes a second
 OPEN_PATHS = ("/health", "/ping")
 PAGE_PREFIX = "/page/"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -55,7 +55,7 @@ class Middleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 response_headers = MutableHeaders(scope=message)
-                for name in ("X-Request-Id", "Request-Id"):  # OpenAI's and Anthropic's
+                for name in ("X-Request-Id", "Request-Id"):  # OpenAI's and Anthropic's names
                     response_headers[name] = request_id
             await send(message)
 
@@ -77,7 +77,7 @@ class Middleware:
                 )
 
     def _rejection(self, path: str, headers: Headers) -> RequestError | None:
-        """Return the error if a request must be rejected before its body is read."""
+        """Return an error if the request is rejected before its body is read, else None."""
         if path in OPEN_PATHS:
             return None
         if self._limit is not None and self._num_open >= self._limit:
@@ -85,7 +85,7 @@ class Middleware:
             return RequestError(text, status=503)
         host = headers.get("host")
         if self._is_local and host is not None and not _LOCAL_HOST.fullmatch(host):
-            # Another site's host name may resolve to this machine (DNS rebinding).
+            # A malicious site's host name may resolve to this machine (DNS rebinding).
             text = "the Host header must be localhost or a loopback address unless --api-key is set"
             return RequestError(text, status=403)
         if not is_page(path) and not self._has_key(headers):
@@ -93,7 +93,7 @@ class Middleware:
         return None
 
     def _has_key(self, headers: Headers) -> bool:
-        """Compare with every key in constant time."""
+        """Return whether a valid key was sent, or none is needed; compare in constant time."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         given = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]
@@ -119,7 +119,7 @@ class Middleware:
 
 
 def is_page(path: str) -> bool:
-    """Return whether a path belongs to the page, which loads without a key and then asks for it."""
+    """Return whether a path belongs to the web page, which loads without an API key."""
     return path == "/" or path.startswith(PAGE_PREFIX)
 
 

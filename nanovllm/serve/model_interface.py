@@ -1,4 +1,4 @@
-"""Interfaces of the model that a server serves."""
+"""Interfaces of the model behind an HTTP server."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.core_records import CoreStats, EngineState
+from nanovllm.serve.core_messages import CoreStats, EngineState
 from nanovllm.serve.replica import Replica
 
 
 class ReplicaInfo(Protocol):
-    """One replica of the model."""
+    """Status of one replica of the model."""
 
     number: int  # unique, but not necessarily consecutive
     stats: CoreStats
@@ -31,7 +31,7 @@ class Model(Protocol):
 
     @property
     def replicas(self) -> Sequence[ReplicaInfo]:
-        """All engines."""
+        """All replicas of the model."""
 
     @property
     def max_len(self) -> int:
@@ -53,13 +53,13 @@ class Model(Protocol):
         cache_salt: str | None = None,
         is_streaming: bool = True,
     ) -> AsyncGenerator[StreamPiece, None]:
-        """Yield the pieces of the completions as they are generated."""
+        """Yield pieces of the completions as they are generated."""
 
     async def embed(self, prompt: Any, *, normalize: bool = True) -> EmbeddingOutput:
         """Return the embedding of a prompt."""
 
     def watch(self, engine: int = 0) -> AsyncGenerator[EngineState, None]:
-        """Yield snapshots of the replica with that number."""
+        """Yield state snapshots of the replica with the number `engine`."""
 
 
 class OwnedModel(Model, Protocol):
@@ -68,4 +68,4 @@ class OwnedModel(Model, Protocol):
     replicas: list[Replica]
 
     def close(self, reason: NanovllmError | None = None) -> None:
-        """Stop the engines; requests in progress fail with the reason."""
+        """Stop the engines; requests in progress fail with `reason`."""

@@ -1,4 +1,4 @@
-"""Preparation of a chat: render and tokenize its prompt, and set up parsing of the output."""
+"""Prepare chat requests: render and tokenize the prompt, and set up parsing of the output."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from typing import Any
 from nanovllm.engine.chat_template import choose_template
 from nanovllm.engine.conversations import as_conversations
 from nanovllm.engine.detokenizer import num_held
-from nanovllm.errors import GrammarError, RequestError
-from nanovllm.serve.api_records import (
+from nanovllm.errors import GrammarError, RequestError, errors_about
+from nanovllm.serve.generation import GenerationJob, Update
+from nanovllm.serve.parsing.parser import OutputParser
+from nanovllm.serve.parsing.tool_grammar import CallRules, tool_grammar
+from nanovllm.serve.parsing.tools import Tool, read_tools
+from nanovllm.serve.protocol import (
     AllowedTools,
     ChatFields,
     ChatRequest,
@@ -21,21 +25,17 @@ from nanovllm.serve.api_records import (
     NamedTool,
     TokenizeRequest,
 )
-from nanovllm.serve.generation import GenerationJob, Update
-from nanovllm.serve.parsing.parser import OutputParser
-from nanovllm.serve.parsing.tool_grammar import CallRules, tool_grammar
-from nanovllm.serve.parsing.tools import Tool, read_tools
 from nanovllm.serve.service import Service
 from nanovllm.structured.grammar_text import enforced_json
 from nanovllm.structured.limits import run_bounded
-from nanovllm.validation import errors_about, require, require_text
+from nanovllm.validation import require, require_text
 
 # Template variables that chat_template_kwargs may not set.
 RESERVED = (
     *("self", "conversation", "messages", "tools"),
     *("chat_template", "add_generation_prompt", "continue_final_message"),
 )
-# Fields of a message that the template does not receive.
+# Message fields that are not passed to the chat template.
 UNWRITTEN = {"annotations", "cache_control", "parsed", "provider_specific_fields"}
 
 
@@ -60,7 +60,7 @@ async def prompt_of(service: Service, request: ChatRequest, param: str = "messag
 async def prepare_chat(
     service: Service, request: ChatRequest, param: str = "messages"
 ) -> GenerationJob:
-    """Validate a chat request completely; errors about its prompt name the field `param`."""
+    """Validate a chat request and return its job; errors about the prompt name `param`."""
     service.check_num_sequences(1, request.n or 1)
     prompt = await prompt_of(service, request, param)
     length = service.max_tokens(len(prompt.token_ids), request.most_tokens, None, param)
@@ -181,7 +181,7 @@ class ChoiceParser:
         self._num_reasoning_tokens = 0
 
     def parse(self, update: Update) -> None:
-        """Set the events of an update; the parser may hold back text."""
+        """Parse the text of an update and set its events; the parser may hold back text."""
         ids, is_over = update.token_ids, update.finish_reason is not None
         if self._is_reasoning:
             self._is_reasoning = self._end_id not in ids
@@ -200,13 +200,13 @@ class ChoiceParser:
 class VisibleText:
     """Removes the text of hidden tokens; a token's id may arrive before its text.
 
-    The same text produced by other tokens may be mistaken for a hidden token.
+    If other tokens produce the same text, theirs may be removed instead.
     """
 
     def __init__(self, hidden: Mapping[int, str]) -> None:
         self._hidden = hidden
         self._due: deque[str] = deque()  # texts of hidden tokens that have not arrived yet
-        self._held = ""  # held back: may be the start of such a text
+        self._held = ""  # text held back because it may be the start of a hidden token's text
 
     def feed(self, text: str, token_ids: Sequence[int], has_more: bool) -> str:
         if not self._hidden:
@@ -256,7 +256,7 @@ def output_constraint(
     """
     reasoning = service.formats.reasoning
     if reasoning is not None and prompt.rstrip().endswith(reasoning.end):
-        reasoning = None  # the prompt already ends it
+        reasoning = None  # the prompt already ends the reasoning
     constraint = request.constraint()
     must_call = request.must_call
     is_parallel = request.parallel_tool_calls is not False

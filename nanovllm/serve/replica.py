@@ -10,28 +10,30 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
-from nanovllm.checkpoint.resolved_model import ResolvedModel
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import EngineCoreOutputs, Request
 from nanovllm.errors import NanovllmError
+from nanovllm.llm import ResolvedModel
 from nanovllm.parallel.child import Failure, Serve
 from nanovllm.parallel.supervisor import ChildProcesses, ChildThread, Supervisor
-from nanovllm.serve.core_records import (
-    Add,
+from nanovllm.serve.core_messages import (
+    AddRequests,
+    Control,
+    ControlAction,
     CoreReady,
     CoreStats,
     CoreUpdate,
-    Finish,
-    Watch,
+    FinishSequences,
+    SendSnapshots,
 )
 from nanovllm.serve.subscribers import Subscribers
 
-SOON_SECONDS = 10.0  # a core that lives longer resets the count of failures
+SOON_SECONDS = 10.0  # a core that runs longer than this resets the count of failures
 MAX_FAILURES = 6  # consecutive early failures after which no new core is started
 
 
 class Replica:
-    """One of several engines that share the requests.
+    """One data-parallel replica of the engine, as seen by its client.
 
     `on_step` and `on_failure` run in the supervisor's thread; `on_failure` is called once.
     """
@@ -42,14 +44,14 @@ class Replica:
         number: int,
         on_step: Callable[[Replica, EngineCoreOutputs], None],
         on_failure: Callable[[Replica, NanovllmError], None],
-        serve: Serve | None = None,  # run this in a thread; None: start a child process
+        serve: Serve | None = None,  # function to run in a thread; None: start a child process
     ) -> None:
         self.number = number
         self.stats = CoreStats()
         self.error: NanovllmError | None = None  # set while the core is unavailable
         self.max_len = 0  # maximum sequence length in tokens, set once the core is ready
         self.num_restarts = 0
-        self.subscribers = Subscribers(lambda is_on: self._send(Watch(is_on)))
+        self.subscribers = Subscribers(lambda is_on: self._send(SendSnapshots(is_on)))
         self.found: Future[ResolvedModel] = Future()
         self._ready: Future[CoreReady] = Future()
         self._ready_time: float | None = None
@@ -57,7 +59,7 @@ class Replica:
         self._on_step, self._on_failure = on_step, on_failure
         self._added: list[Request] = []  # requests that have not been sent yet
         self._num_added_tokens = 0
-        # Enough for two steps: the second is scheduled while the first one runs.
+        # Enough tokens for two steps: the second is scheduled while the first one runs.
         self._enough_tokens = 2 * config.max_num_batched_tokens
         self._adding = threading.Lock()
         is_alone = config.data_parallel_size == 1
@@ -84,7 +86,7 @@ class Replica:
         return ready
 
     def add(self, requests: list[Request]) -> None:
-        """Queue requests for `flush`; send them at once when they suffice to keep the core busy."""
+        """Queue requests until `flush`; send them now if they are enough to keep the core busy."""
         with self._adding:
             self._added += requests
             self._num_added_tokens += sum(len(each.token_ids) for each in requests)
@@ -95,12 +97,17 @@ class Replica:
         with self._adding:
             self._send_added()
 
-    def finish(self, finish: Finish) -> None:
+    def finish(self, finish: FinishSequences) -> None:
         self.flush()  # the core must receive the requests before this message
         self._send(finish)
 
+    def control(self, action: ControlAction) -> None:
+        """Pause, step or resume the core, which must run at depth 0."""
+        self.flush()
+        self._send(Control(action))
+
     def fail(self, error: NanovllmError) -> None:
-        """Record the error of the core, and that nothing runs on it any more."""
+        """Record the core's error, and zero the statistics of running and waiting sequences."""
         self.error = error
         self.stats = replace(
             self.stats, num_running=0, num_waiting=0, num_free_blocks=self.stats.num_blocks
@@ -126,10 +133,10 @@ class Replica:
     def _send_added(self) -> None:
         added, self._added, self._num_added_tokens = self._added, [], 0
         if added:
-            self._send(Add(added))
+            self._send(AddRequests(added))
 
     def _send(self, record: object) -> None:
-        with contextlib.suppress(NanovllmError):  # `on_failure` receives the reason
+        with contextlib.suppress(NanovllmError):  # `on_failure` receives the error
             self._supervisor.send(record)
 
     def _receive(self, _: int, record: CoreUpdate | ResolvedModel | CoreReady) -> None:

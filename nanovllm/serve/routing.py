@@ -14,24 +14,24 @@ from nanovllm.errors import EngineError
 # A replica is chosen for its cached prefix only if its load is at most MAX_RATIO times the lowest
 # load, plus MAX_EXTRA times the length of the new prompt.
 MAX_RATIO, MAX_EXTRA = 1.5, 6
-SIMILAR = 2  # loads within this many lengths of the new prompt count as equal
+SIMILAR = 2  # loads count as equal if they differ by at most this many lengths of the new prompt
 
 
 R = TypeVar("R", bound=Hashable)  # identifies a replica
 
 
 class PrefixRouter(Generic[R]):
-    """Chooses replicas by load and by the prompts sent to them before. Not thread-safe."""
+    """Chooses replicas by their load and the prompts they received before. Not thread-safe."""
 
     def __init__(self, replicas: Iterable[R], block_size: int, max_blocks: int = 2**16) -> None:
         self.block_size = block_size
-        self.max_blocks = max_blocks  # blocks remembered per replica: the capacity of its cache
+        self.max_blocks = max_blocks  # blocks remembered per replica: its KV-cache capacity
         self._replicas = {replica: ReplicaLoad() for replica in replicas}
-        self._requests: dict[Hashable, tuple[R, int]] = {}  # replica and tokens of each request
+        self._requests: dict[Hashable, tuple[R, int]] = {}  # request id -> (replica, tokens)
 
     @property
     def loads(self) -> dict[R, int]:
-        """Tokens in progress, keyed by replica."""
+        """Number of tokens in progress, keyed by replica."""
         return {replica: each.load for replica, each in self._replicas.items()}
 
     def choose(self, token_ids: Sequence[int], salt: str | None = None) -> R:
@@ -45,7 +45,8 @@ class PrefixRouter(Generic[R]):
         def rank(replica: R) -> tuple[bool, int, int, int]:
             load = self._replicas[replica].load
             num_known = self._replicas[replica].num_known(hashes)
-            # Among similar loads, prefer the replica with the fewest blocks to spread prefixes.
+            # Among similar loads, prefer the replica with the fewest known blocks: this spreads
+            # the prefixes.
             extra = max(load - least - SIMILAR * len(token_ids), 0)
             return load > most, -num_known, extra, len(self._replicas[replica].blocks)
 
@@ -61,7 +62,7 @@ class PrefixRouter(Generic[R]):
             self._replicas[replica].load += num_tokens
 
     def finished(self, request_id: Hashable) -> None:
-        """Remove a request from the load; no effect if its replica was lost."""
+        """Remove a request from its replica's load; no effect if the replica was lost."""
         if request_id in self._requests:
             replica, num_tokens = self._requests.pop(request_id)
             self._replicas[replica].load -= num_tokens
@@ -84,11 +85,11 @@ class PrefixRouter(Generic[R]):
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    load: int = 0  # tokens in progress
+    load: int = 0  # number of tokens in progress
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)  # block hashes, LRU order
 
     def num_known(self, hashes: list[int]) -> int:
-        """Return how many leading blocks the replica has."""
+        """Return how many leading blocks of a prompt the replica is assumed to have cached."""
         return next((i for i, each in enumerate(hashes) if each not in self.blocks), len(hashes))
 
     def remember(self, hashes: list[int], max_blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""Options of the server (those of its engine are in EngineConfig), and the files they name."""
+"""Options of the HTTP server and the files they name; EngineConfig has the engine's options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Options of the server; batch jobs share the first six."""
+    """Options of the HTTP server; batch jobs use the first six, too."""
 
     served_model_name: tuple[str, ...] = option((), "model names in the API", unset="MODEL")
     chat_template: str | None = option(None, "Jinja template or its file", unset="the model's")
@@ -55,8 +55,15 @@ class ServerOptions:
     restart_engine: bool = option(False, "start a new engine when its process dies or hangs")
     in_process: bool = option(False, "run the engine in this process, where breakpoint() works")
     metrics_prefix: str = option("vllm:", "prefix of metric names")
+    demo: bool = option(
+        False,
+        "use a small KV cache that is easy to watch: 192 blocks of 32 tokens; 256 tokens per step",
+    )
+    allow_pause: bool = option(
+        False, "let clients pause and step the engine, and read the prompts of others"
+    )
     # The next two are set when the server starts.
-    is_local: bool = False  # reject requests whose Host header is not this machine
+    is_local: bool = False  # reject requests whose Host header does not name this machine
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,7 +106,7 @@ def resolve(
 
 
 def read_chat_template(given: str | None) -> str | None:
-    """Return the text of a template, which is given as text or as a file name."""
+    """Return the text of a chat template that is given as text or as a file name."""
     if given is None:
         return None
     from nanovllm.engine.chat_template import ChatTemplate
@@ -113,7 +120,7 @@ def read_chat_template(given: str | None) -> str | None:
 
 
 def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling defaults of a generation_config.json: the model's, or another one."""
+    """Return the sampling defaults that --generation-config selects with the value `where`."""
     if where == "vllm":
         return {}
     if where != "auto":

@@ -1,4 +1,4 @@
-"""State shared by all routes: the model, its output formats, and admission of requests."""
+"""State shared by all routes: the model, its output formats, and admission control."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.chat_template import ChatTemplate
-from nanovllm.engine.prompts import at_index
-from nanovllm.errors import PromptTooLongError, RequestError
+from nanovllm.errors import PromptTooLongError, RequestError, at_index, errors_about
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.model_interface import Model
 from nanovllm.serve.parsing.formats import choose_formats
 from nanovllm.serve.server_options import ServerOptions
-from nanovllm.validation import errors_about, require
+from nanovllm.validation import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,8 +44,8 @@ class Service:
         markup = self.formats.markup()
         self.hidden_tokens = {i: text for text, i in self.special_ids.items() if text not in markup}
         self.has_special_markers = len(self.hidden_tokens) < len(self.special_ids)
-        self.num_sequences = 0  # sequences in progress: the samples of all prompts
-        self._longest_token = max(map(len, self.tokenizer.get_vocab()))  # characters
+        self.num_sequences = 0  # number of sequences in progress: samples of all prompts
+        self._longest_token = max(map(len, self.tokenizer.get_vocab()))  # in characters
 
     @property
     def model_name(self) -> str:
@@ -101,7 +100,7 @@ class Service:
     async def token_ids(
         self, prompt: str | list[int], param: str = "prompt", **options: Any
     ) -> list[int]:
-        """Validate a prompt; text is tokenized in a thread, as a long one blocks the event loop."""
+        """Return a prompt's token ids; text is tokenized in a thread, off the event loop."""
         token_ids_of, max_len = self.llm.input_processor.token_ids_of, self.llm.max_len
         with errors_about(param):
             if isinstance(prompt, list):
@@ -141,7 +140,7 @@ class Service:
     def max_tokens(
         self, num_prompt: int, requested: int | None, default: int | None, param: str
     ) -> int:
-        """Return the limit of output tokens; raise if more are requested than there is room for."""
+        """Return the maximum number of output tokens; raise if the request exceeds the context."""
         self.check_length(num_prompt, 1 if requested is None else requested, param)
         room = self.llm.max_len - num_prompt
         if requested is not None:

@@ -1,4 +1,4 @@
-"""Queues for readers in event loops: a slow reader does not delay the others."""
+"""Asynchronous queues, one per reader, so that a slow reader does not delay the others."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from nanovllm.errors import NanovllmError
-from nanovllm.serve.core_records import EngineState
+from nanovllm.serve.core_messages import EngineState
 
-MAX_UNREAD = 4096  # steps, and ended sequences, kept for a slow reader
+MAX_UNREAD = 4096  # maximum number of steps, and of ended sequences, kept for a slow reader
 T = TypeVar("T")
 
 
-class Unread(Generic[T]):
-    """Unread items of one reader; only `call` may be used outside the reader's event loop."""
+class AsyncOutputQueue(Generic[T]):
+    """A queue of items for one reader. Outside the reader's event loop, only `call` may be used."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -26,7 +26,7 @@ class Unread(Generic[T]):
         self._has_items = asyncio.Event()
 
     async def take(self) -> list[T]:
-        """Wait for items and return them; empty if the stream ended. Raise if it failed."""
+        """Wait for items and return all; an empty list means the end. Raise the stream's error."""
         await self._has_items.wait()
         if self._error is not None:
             raise copy_error(self._error)
@@ -44,7 +44,7 @@ class Unread(Generic[T]):
         self._has_items.set()
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Schedule a call in the reader's loop; no effect if that loop is closed."""
+        """Schedule a call in the reader's event loop; no effect if that loop is closed."""
         try:
             self.loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
@@ -62,48 +62,48 @@ def copy_error(error: NanovllmError) -> NanovllmError:
 class Subscribers:
     """Subscribers to the state of an engine; any thread may push.
 
-    `watch` is called to make the core start or stop sending snapshots.
+    `watch(True)` asks the core to start sending snapshots, `watch(False)` to stop.
     """
 
     def __init__(self, watch: Callable[[bool], None]) -> None:
         self._watch = watch
-        self._subscribers: dict[Unread[EngineState], None] = {}
+        self._subscribers: dict[AsyncOutputQueue[EngineState], None] = {}
         self._lock = threading.Lock()
 
     async def subscribe(self) -> AsyncGenerator[EngineState, None]:
         """Yield snapshots until `end` is called; raise the error passed to it, if any."""
-        unread: Unread[EngineState] = Unread()
+        queue: AsyncOutputQueue[EngineState] = AsyncOutputQueue()
         with self._lock:
-            self._subscribers[unread] = None
+            self._subscribers[queue] = None
         try:
             self._watch(True)
-            while states := await unread.take():
+            while states := await queue.take():
                 yield states[-1]
         finally:
             with self._lock:
-                del self._subscribers[unread]
+                del self._subscribers[queue]
                 if not self._subscribers:
                     self._watch(False)
 
     def push(self, state: EngineState) -> None:
-        for unread in self._all():
-            unread.call(_push_state, unread, state)
+        for queue in self._all():
+            queue.call(_push_state, queue, state)
 
     def end(self, error: NanovllmError | None = None) -> None:
         """End all subscriptions, optionally with an error."""
-        for unread in self._all():
-            unread.call(unread.end, error)
+        for queue in self._all():
+            queue.call(queue.end, error)
 
-    def _all(self) -> list[Unread[EngineState]]:
+    def _all(self) -> list[AsyncOutputQueue[EngineState]]:
         with self._lock:
             return list(self._subscribers)
 
 
-def _push_state(unread: Unread[EngineState], state: EngineState) -> None:
+def _push_state(queue: AsyncOutputQueue[EngineState], state: EngineState) -> None:
     """Replace an unread snapshot, but keep its steps and ended sequences."""
-    for before in unread.items:
+    for before in queue.items:
         steps = [*before.steps, *state.steps][-MAX_UNREAD:]
         ended = [*before.ended, *state.ended][-MAX_UNREAD:]
         state = replace(state, steps=steps, ended=ended)
-    unread.items.clear()
-    unread.push(state)
+    queue.items.clear()
+    queue.push(state)

@@ -24,7 +24,7 @@ JSON_OPTIONS = {
 
 
 def grammar_text(asked: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
-    """Return the request as llguidance's JSON: a list of grammars, with the root first."""
+    """Return `structured_outputs` in llguidance's JSON format: a list of grammars, root first."""
     for key in ("after", "opened_by"):
         check_text(asked.get(key, ""))
     grammars = [_constraint(asked)]
@@ -46,7 +46,7 @@ def enforced_json(schema: Schema) -> dict[str, Any]:
 
 
 def _before_rule(after: str, tokenizer: LLTokenizer) -> str:
-    """Return the rule for the free text before the constrained output, ending with `after`."""
+    """Return the rule for the free text, up to `after`, that precedes the constrained output."""
     literal = _literal(after, tokenizer)
     if literal.startswith("<"):
         return f"before: /(?s:.*)/ {literal}"
@@ -54,7 +54,7 @@ def _before_rule(after: str, tokenizer: LLTokenizer) -> str:
 
 
 def _opening_rule(opened_by: str, tokenizer: LLTokenizer) -> str:
-    """Return the rule for `opened_by`; it takes precedence over output that begins the same way."""
+    """Return the rule for `opened_by`; it wins over constrained output that begins the same way."""
     literal = _literal(opened_by, tokenizer)
     return f"opening{'' if literal.startswith('<') else '[lazy]'}: {literal}"
 

@@ -1,6 +1,6 @@
 """Compile grammars and compute token bitmasks with llguidance.
 
-llguidance is imported by the first request that needs it. A bitmask has one bit per token: bit
+The first request that needs llguidance imports it. A bitmask has one bit per token: bit
 i % 32 of word i // 32 tells whether token i may come next.
 """
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NUM_CACHED = 32  # compiled grammars kept for later requests
-NUM_TRIED = 4  # tokens matched as a trial when a grammar is compiled
-SLOW_MASK = 0.005  # CPU seconds; a grammar with a slower bitmask moves to other threads
-MAX_STEP = 0.01  # CPU seconds that a step spends on bitmasks; other threads compute the rest
+NUM_CACHED = 32  # number of compiled grammars kept for later requests
+NUM_TRIED = 4  # number of tokens matched as a test when a grammar is compiled
+SLOW_MASK = 0.005  # CPU seconds per bitmask above which other threads compute a grammar's bitmasks
+MAX_STEP = 0.01  # CPU seconds that a step may spend on bitmasks; other threads compute the rest
 # Limits of llguidance, with their approximate cost. A grammar that exceeds them at compile time is
 # refused; one that exceeds them later ends its sequence with an error.
 LIMITS: dict[str, Any] = {
@@ -73,7 +73,7 @@ class GuidanceMatcher:
     def __init__(self, stop_token_ids: frozenset[int]) -> None:
         self.stop_token_ids = stop_token_ids
         self.mask: Bitmasks | None = None  # the next bitmask, if computed ahead
-        self.job: Future[None] | None = None  # computes `mask`, or the grammar
+        self.job: Future[None] | None = None  # computes `mask`, or compiles the grammar
 
     def begin(self, compiled: Compiled) -> None:
         self.compiled, self.inner = compiled, compiled.start.deep_copy()
@@ -91,24 +91,24 @@ class GuidanceMatcher:
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class GuidanceContext:
     tokenizer: LLTokenizer
     eos_token_ids: frozenset[int]
     limits: LLParserLimits
-    described: Mapping[str, Any]  # from which another process builds the tokenizer
+    described: Mapping[str, Any]  # arguments with which another process creates the tokenizer
 
 
 class GuidanceEngine:
-    """Compiles grammars in any thread, and computes bitmasks for the engine's thread."""
+    """Compiles grammars, on any thread, and computes bitmasks, on the engine's thread."""
 
     def __init__(self, load: Callable[[], Vocabulary], vocab_size: int) -> None:
-        self._load, self._vocab_size = load, vocab_size  # loading a tokenizer takes seconds
+        self._load, self._vocab_size = load, vocab_size  # `load` is called on first use: it is slow
         self._num_words = -(-vocab_size // 32)
         self._lock = threading.Lock()
         # Each grammar is cached twice: keyed by the request as JSON, and by its llguidance text.
         self._cache: OrderedDict[str, GuidanceGrammar] = OrderedDict()
-        self._threads = ThreadPoolExecutor(2, "nanovllm-grammars")  # for slow grammars
-        self._tools: Tools | None = None
+        self._threads = ThreadPoolExecutor(2, "nanovllm-grammars")  # run slow grammars
+        self._context: GuidanceContext | None = None
         self._memory: Bitmasks | None = None  # persistent buffer; CUDA graphs read it in place
 
     def compile(self, asked: Mapping[str, Any]) -> GuidanceGrammar:
@@ -116,10 +116,10 @@ class GuidanceEngine:
         key = _key(asked)
         grammar = self._cached(key)
         if grammar is None:
-            tools = self._get_tools()
-            text = run_bounded(grammar_text, asked, tools.tokenizer)
+            context = self._get_context()
+            text = run_bounded(grammar_text, asked, context.tokenizer)
             if is_risky(text) and self._cached(text) is None:
-                try_compiling(text, tools.described)
+                try_compiling(text, context.described)
             grammar = self._remember(key, self._compiled(text))
         return grammar
 
@@ -138,14 +138,14 @@ class GuidanceEngine:
     def masks(
         self, matchers: Sequence[GuidanceMatcher | None], allocate: Allocate
     ) -> tuple[Bitmasks, list[int]]:
-        """Return the next bitmask of each matcher, and the late rows, whose bitmask is not ready.
+        """Return the next bitmask of each matcher, and the rows whose bitmask is not ready yet.
 
-        None stands for a sequence that has finished: its row allows every token. The next call
-        overwrites the returned memory.
+        None stands for a finished sequence: its row allows every token. The next call overwrites
+        the returned bitmasks.
         """
         masks, late = self._memory_for(len(matchers), allocate), []
-        eos, address = self._get_tools().eos_token_ids, masks.ctypes.data
-        now = time.thread_time()  # CPU time, so that a busy machine makes no grammar slow
+        eos, address = self._get_context().eos_token_ids, masks.ctypes.data
+        now = time.thread_time()  # CPU time: on a busy machine, every grammar would look slow
         end = now + MAX_STEP
         for row, matcher in enumerate(matchers):
             if matcher is None:
@@ -172,7 +172,8 @@ class GuidanceEngine:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin_later(self, matcher: GuidanceMatcher, text: str) -> None:
-        matcher.mask = np.zeros(self._num_words, np.int32)  # ends the sequence if compiling fails
+        # If compilation fails, this empty bitmask ends the sequence with an error.
+        matcher.mask = np.zeros(self._num_words, np.int32)
         compiled = self._compiled(text).compiled
         assert compiled is not None
         matcher.begin(compiled)
@@ -185,7 +186,7 @@ class GuidanceEngine:
     def _compiled(self, text: str) -> GuidanceGrammar:
         grammar = self._cached(text)
         if grammar is None:
-            self._get_tools()  # loads the tokenizer, outside the time limit of compiling
+            self._get_context()  # load the tokenizer before the time limit of compilation starts
             grammar = self._remember(text, GuidanceGrammar(text, run_bounded(self._compile, text)))
         return grammar
 
@@ -210,8 +211,8 @@ class GuidanceEngine:
     def _compile(self, text: str) -> Compiled:
         from llguidance import LLMatcher
 
-        tools = self._get_tools()
-        matcher = LLMatcher(tools.tokenizer, text, log_level=0, limits=tools.limits)
+        context = self._get_context()
+        matcher = LLMatcher(context.tokenizer, text, log_level=0, limits=context.limits)
         if matcher.is_error():
             raise refusal(matcher.get_error())
         if warnings := matcher.get_grammar_warnings():
@@ -220,7 +221,7 @@ class GuidanceEngine:
         return Compiled(matcher, first_mask)
 
     def _first_masks(self, matcher: LLMatcher) -> Iterator[Bitmasks]:
-        """Match a few arbitrary tokens: some grammars fail only after the first one."""
+        """Yield the bitmasks while matching a few arbitrary tokens: some grammars fail late."""
         for _ in range(NUM_TRIED):
             mask = np.zeros(self._num_words, np.int32)
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -229,17 +230,17 @@ class GuidanceEngine:
                 raise refusal(f"no output matches it, or matching takes too much work: {reason}")
             yield mask
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-            bits[list(self._get_tools().eos_token_ids)] = 0
+            bits[list(self._get_context().eos_token_ids)] = 0
             if not bits.any() or not matcher.consume_token(int(bits.argmax())):
                 return
 
-    def _get_tools(self) -> Tools:
+    def _get_context(self) -> GuidanceContext:
         with self._lock:
-            if self._tools is None:
-                self._tools = self._make_tools()
-            return self._tools
+            if self._context is None:
+                self._context = self._create_context()
+            return self._context
 
-    def _make_tools(self) -> Tools:
+    def _create_context(self) -> GuidanceContext:
         vocabulary = self._load()
         if vocabulary.tokenizer is None:
             raise GrammarError("needs a tokenizer; leave out skip_tokenizer_init=True")
@@ -255,11 +256,11 @@ class GuidanceEngine:
         limits = LLParserLimits(verbose_errors=False, **LIMITS)
         described = {"tokenizer": text, "vocab_size": self._vocab_size, "limits": LIMITS}
         described["eos"] = sorted(eos) or None
-        return Tools(tokenizer, eos, limits, described)
+        return GuidanceContext(tokenizer, eos, limits, described)
 
 
 def _key(asked: Mapping[str, Any]) -> str:
-    """Return the request as JSON; empty if it is nested too deeply, which the compiler refuses."""
+    """Return `structured_outputs` as JSON; empty if nested too deeply, which fails to compile."""
     try:
         return json.dumps(asked)
     except RecursionError:
@@ -267,7 +268,7 @@ def _key(asked: Mapping[str, Any]) -> str:
 
 
 def compute_mask(matcher: GuidanceMatcher, mask: Bitmasks, address: int) -> None:
-    """Write the next bitmask to `address`, which the caller knows (numpy looks it up slowly).
+    """Write the next bitmask to `mask`, whose `address` is passed because numpy is slow to get it.
 
     A bitmask that allows no token ends the sequence with an error.
     """
@@ -283,7 +284,7 @@ def compute_mask(matcher: GuidanceMatcher, mask: Bitmasks, address: int) -> None
 def allow_stops(matcher: GuidanceMatcher, mask: Bitmasks, eos: frozenset[int]) -> None:
     """Allow the sequence's stop tokens where the output may end.
 
-    EOS tokens that the sequence ignores stay allowed only where nothing else is.
+    EOS tokens that the sequence ignores are allowed only if no other token is.
     """
     stops = matcher.stop_token_ids
     if stops == eos or not mask.any():

@@ -1,7 +1,7 @@
 """Prepare JSON schemas for llguidance, whose own compiler enforces them.
 
 Annotations are dropped, and the rest is rewritten so that llguidance interprets it as the standard
-does. Keywords that it would ignore or misread are refused by name.
+does. A keyword that llguidance would ignore or misinterpret raises GrammarError.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nanovllm.errors import GrammarError
 
 Schema = dict[str, Any] | bool
 
-EXACT = 2**53  # llguidance parses numbers as float64, which is exact for integers up to here
+EXACT = 2**53  # llguidance parses numbers as float64, which is exact for integers up to this one
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 KEPT = ("type", "required", "const", "enum", "pattern", "multipleOf", *COUNTS, *BOUNDS)
@@ -25,14 +25,14 @@ KEYWORDS = frozenset((*KEPT, *MAPS, *LISTS, "additionalProperties", "items", "$r
 COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "const", "enum")
 SHAPES: dict[str, Any] = {"required": list, "format": str, "pattern": str}
 SHAPES |= dict.fromkeys(COUNTS, int) | dict.fromkeys(MAPS, dict) | dict.fromkeys(LISTS, list)
-# Keywords that are not enforced, with the values that are accepted as they require nothing.
+# Keywords that cannot be enforced -> values that are accepted because they constrain nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("if", "contains", "$dynamicRef", "$recursiveRef", "disallow", "extends"), ()),
     **dict.fromkeys(("not", "uniqueItems", "divisibleBy"), (False,)),
     **dict.fromkeys(("propertyNames", "unevaluatedItems", "unevaluatedProperties"), (True, {})),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
 }
-# Formats as llguidance enforces them; a format that it lacks is replaced by a narrower pattern.
+# How each format is enforced: a format that llguidance lacks is replaced by a narrower pattern.
 # Dates and times exclude what some validators reject: year 0, leap days and leap seconds.
 DATE, TIME = "[1-9].{3}-(?:02-(?:[01].|2[0-8])|(?:0[13-9]|1[0-2])-..)", ".{6}[0-5]"
 URIS = ("uri", "iri", "uri-reference", "iri-reference", "uri-template")
@@ -47,8 +47,8 @@ FORMATS = {
     "relative-json-pointer": {"pattern": "^[0-9]#?$"},
     "regex": {"pattern": "^[A-Za-z0-9_ -]*$"},
 }
-# Tokens of a regular expression (escapes, sets, special groups, other characters), and those that
-# llguidance does not support or that validators interpret differently.
+# REGEX_TOKEN matches any token of a regular expression: an escape, set, special group or character.
+# REFUSED_TOKEN matches tokens that llguidance lacks or that validators interpret differently.
 REGEX_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(\?(?:P?<?[=!]|P<|.)|.", re.DOTALL)
 REFUSED_TOKEN = re.compile(
     r"(?s)\\[DWbBAZzGpPXRkhHQEcNKC1-9]|\[\^.*\\[dw]|\[.*(\\[DWbpP]|(?<!\\)\[|&&|--|~~)|\(\?(?!:|P<)"
@@ -64,12 +64,12 @@ def enforceable(schema: Schema) -> dict[str, Any]:
     for pointer in pointers:
         part = preparation.find(pointer)
         parts[names[pointer]] = preparation.schema(part, "#" + pointer, names[pointer])
-        pointers += [*names][len(pointers) :]  # pointers that this part referred to
+        pointers += [*names][len(pointers) :]  # add the pointers that this subschema refers to
     cyclic: set[str | None] = {*contained}
     while cyclic != (rest := {name for name in cyclic if contained[name] & cyclic}):
         cyclic = rest
     for pointer in pointers:
-        if names[pointer] in cyclic:  # every value contains itself
+        if names[pointer] in cyclic:  # every value would have to contain itself
             raise refused("$ref", "#" + pointer, "no finite text matches")
     return {"$ref": "#/$defs/0", "$defs": parts}
 
@@ -81,8 +81,9 @@ def refused(keyword: str, path: str, reason: str) -> GrammarError:
 class _Preparation:
     def __init__(self, root: Schema) -> None:
         self.root = root
-        self.names = {"": "0"}  # names of the referenced parts, keyed by JSON pointer
-        self.contained: dict[str | None, set[str]] = {}  # parts that every value of a part contains
+        self.names = {"": "0"}  # JSON pointer of a referenced subschema -> its name in $defs
+        # Subschema -> subschemas that it requires; a cycle means that no finite value matches.
+        self.contained: dict[str | None, set[str]] = {}
         head = root if isinstance(root, dict) else {}
         draft = re.search(r"draft-0([3-7])|draft/2019", str(head.get("$schema")))
         self.draft = 10 if draft is None else int(draft[1] or 8)  # 10 is 2020-12, the default
@@ -90,7 +91,7 @@ class _Preparation:
         self.root_id = str(head.get(self.id_key, "")).rstrip("#")
 
     def schema(self, schema: Any, path: str, part: str | None) -> Schema:
-        """Prepare a schema; `part`, if any, is the part whose values all contain a value of it."""
+        """Prepare a schema; `part` names the subschema in $defs that requires it, if any does."""
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
@@ -117,8 +118,8 @@ class _Preparation:
             value not in REFUSED.get(key, (value,))
             or not isinstance(value, SHAPES.get(key, object))
             or (key in (*BOUNDS, "multipleOf") and not _is_exact(value))
-            or (key == "minProperties" and value > 1)  # the same name may occur twice
-            or (key == "multipleOf" and (value <= 0 or value * 1024 % 1))  # floats are inexact
+            or (key == "minProperties" and value > 1)  # the output may repeat a name
+            or (key == "multipleOf" and (value <= 0 or value * 1024 % 1))  # inexact as a float
             or (key in (*MAPS, "const", "enum", "required") and not _is_writable(key, value))
             or (key == "prefixItems" and self.draft < 10)
             or (key == self.id_key and path != "#" and str(value)[:1] != "#")
@@ -171,7 +172,7 @@ class _Preparation:
 
 
 def _limit_digits(out: dict[str, Any]) -> None:
-    """Limit the digits of floats: with too many of them, a float rounds to its exclusive bound.
+    """Limit the digits of floats: a float with too many digits rounds to its exclusive bound.
 
     The bound on the side of zero becomes inclusive and moves by one digit, because llguidance
     would otherwise accept 5 as a number between 5 and 5.5.

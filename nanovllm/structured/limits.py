@@ -20,14 +20,14 @@ T = TypeVar("T")
 MAX_CHARS = 64 * 1024  # per schema, grammar, regular expression or list of choices
 MAX_RULES = 1_000
 MAX_REFERENCES = 1_000
-MAX_DEPTH = 100  # of nested JSON; llguidance limits grammars and regular expressions itself
+MAX_DEPTH = 100  # levels of nested JSON; llguidance limits grammars and regular expressions itself
 MAX_SECONDS = 5.0
-START_SECONDS = 5.0  # added to MAX_SECONDS for a process to start
-MAX_THREADS = 8  # compiling at a time, including those that timed out but still run
-STACK_SIZE = 256 * 2**20  # virtual memory; llguidance uses 10 kB or more per link of a chain
+START_SECONDS = 5.0  # extra time, besides MAX_SECONDS, for a process to start
+MAX_THREADS = 8  # maximum number of compiling threads, including those that timed out but still run
+STACK_SIZE = 256 * 2**20  # virtual memory; llguidance uses 10 kB or more per level of recursion
 TOO_SLOW = "cannot be enforced: it takes too long to compile; simplify the grammar or schema"
 TOO_MANY = "too many grammars are being compiled; try again later"
-# Intersections of many expressions, and large multiples, can take hours and exhaust memory.
+# Intersections of many expressions, and a large multipleOf, can take hours and exhaust memory.
 _RISKY = re.compile(r"pattern|&")
 _MAX_RISKY = 8
 _LARGE_MULTIPLE = re.compile(r"multipleOf\W+[\d.]{0,20}(?:\d{5}|[eE])")
@@ -114,7 +114,8 @@ def run_bounded(function: Callable[..., T], *args: Any) -> T:
     try:
         return outcome.result(MAX_SECONDS)
     except FutureTimeoutError as error:
-        # Python code ends at its next line; a call into llguidance holds its slot until it returns.
+        # Stop the thread: Python code ends at its next line, but a call into llguidance runs on and
+        # keeps its slot until it returns.
         ident = ctypes.c_ulong(thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
         raise GrammarError(TOO_SLOW) from error

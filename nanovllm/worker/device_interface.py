@@ -32,16 +32,16 @@ class Memory:
 
 
 class Device(Protocol):
-    """What the worker needs from a device: layers, memory, copies and steps."""
+    """The operations that the worker needs from a device."""
 
     torch_device: torch.device
     group: TPGroup  # tensor-parallel ranks that share the model
-    depth: int  # default pipeline depth: the fastest in benchmarks
+    depth: int  # default pipeline depth, the fastest one in benchmarks
     name: str  # "cpu" or "cuda"
-    device_name: str  # the vendor's name
+    device_name: str  # the vendor's product name
 
     def in_order(self) -> AbstractContextManager[object]:
-        """Run the work of this context after that of earlier such contexts (a CUDA stream)."""
+        """Return a context whose work runs after that of earlier ones, as on a CUDA stream."""
 
     # Building models.
 
@@ -52,7 +52,7 @@ class Device(Protocol):
         """Raise ConfigError if no kernel supports an FP8 KV cache with this head size."""
 
     def reads_quantized(self, kind: str, dtype: torch.dtype) -> bool:
-        """Whether kernels support this layout of quantized weights with activations of `dtype`.
+        """Return whether kernels support a QuantLayout.kind with activations of `dtype`.
 
         "gguf" stands for all GGUF types.
         """
@@ -69,7 +69,7 @@ class Device(Protocol):
         """Return this rank's part of the device's memory."""
 
     def has_room_for_copy(self, num_bytes: int) -> bool:
-        """Whether there is room to keep weights of `num_bytes` in two layouts."""
+        """Return whether there is room to keep weights of `num_bytes` in two layouts."""
 
     def cache_bytes(self, wanted: int) -> int:
         """Return how many of the `wanted` bytes the KV cache may use, and log why."""
@@ -89,13 +89,13 @@ class Device(Protocol):
         """Copy rows of a stored weight to the device and wait. Safe in any thread."""
 
     def upload(self, array: np.ndarray) -> Tensor:
-        """Copy an array to the device without waiting; it must not change afterwards."""
+        """Copy an array to the device without waiting; the array must not change afterwards."""
 
     def host_memory(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
         """Return (pinned) host memory that `readable` need not copy."""
 
     def readable(self, array: np.ndarray) -> Tensor:
-        """Return a tensor of the array that kernels can read; do not change it before they do."""
+        """Return the array as a tensor that kernels can read; it must not change before they do."""
 
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
         """Start copying tensors to the host; the result waits for the copies."""
@@ -107,8 +107,8 @@ class Device(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `torch_sampling.token_logprobs`."""
 
-    def keep_allowed(self, logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
-        """See `torch_sampling.keep_allowed`."""
+    def apply_token_bitmask(self, logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
+        """See `torch_sampling.apply_token_bitmask`."""
 
     def sampler(self, input_batch: InputBatch, vocab_size: int) -> Sampler:
         """Create the sampler, which draws tokens from logits."""
@@ -116,7 +116,7 @@ class Device(Protocol):
     def prepare(
         self, model: DecoderModel, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
     ) -> None:
-        """Compile what the steps of a loaded model need, and measure the memory of the largest."""
+        """Compile the kernels for a loaded model, and measure the memory of the largest step."""
 
     def runner(self, eager: EagerForward) -> ModelRunner:
-        """Create the runner of steps; it replays captured steps where that is faster."""
+        """Create the runner of steps; it replays captured graphs where that is faster."""

@@ -1,4 +1,4 @@
-"""Random weights: the shapes and the speed of a model, without its checkpoint."""
+"""Random weights, with which a model can be measured without its checkpoint."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import Tensor, nn
 from nanovllm.layers.shards import ExpectedTensor
 from nanovllm.ops.quantized_weight import QuantizedRows
 from nanovllm.worker.device_interface import Device
-from nanovllm.worker.loader import UnpackedLayers
+from nanovllm.worker.loader import LoadingLayers
 
 
 def fill_dummy_weights(model: nn.Module, device: Device, seed: int) -> None:
     """Fill matrices with small random numbers and norms with ones, for benchmarks and tests."""
-    layers = UnpackedLayers(model, device)
+    layers = LoadingLayers(model, device)
     generator = torch.Generator(device.torch_device).manual_seed(seed)
     for name in list(layers.expected):
         _fill_randomly(layers.expected[name], generator, device)
         layers.loaded(name)
-    layers.pack_rest()
+    layers.process_rest()
 
 
 def _fill_randomly(expected: ExpectedTensor, generator: torch.Generator, device: Device) -> None:

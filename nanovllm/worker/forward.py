@@ -75,10 +75,10 @@ class EagerForward:
         rows = BatchRows(plan.slots, plan.starts, plan.counts, input_batch.block_table)
         sampled = None
         if not is_decode(plan):
-            is_sampled = plan.num_logits > 0
-            last_tokens = np.cumsum(plan.counts)[is_sampled] - 1
-            last_rows = self.attention.plan(rows.last_tokens(is_sampled))
-            sampled = SampledTokens(upload(last_tokens), last_rows)
+            last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1
+            slots_of, ends = sampled_rows(plan)
+            last = BatchRows(slots_of, ends - 1, np.ones_like(ends), input_batch.block_table)
+            sampled = SampledTokens(upload(last_tokens), self.attention.plan(last))
         planned = self.attention.plan(rows)
         return ForwardBatch(input_ids, positions, slot_mapping, sampled, planned, self.caches)
 
@@ -108,5 +108,5 @@ def sampled_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def is_decode(plan: StepPlan) -> bool:
-    """Whether every row runs one token and samples the next."""
+    """Return whether every row runs one token and samples the next."""
     return bool((plan.counts == 1).all() and plan.num_logits.all())

@@ -23,12 +23,12 @@ def allocate_lazily(num_bytes: int) -> Tensor:
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Each layer writes keys and values to separate regions. With huge pages, the first token would
     # allocate 2 MiB for each of them, and reads would be no faster.
-    with suppress(OSError):  # the kernel has no huge pages
+    with suppress(OSError):  # raised if the kernel has no huge pages
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def give_back() -> None:
+def trim_malloc() -> None:
     """Return freed memory that malloc still holds to the operating system."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
         libc.malloc_trim(0)
@@ -52,7 +52,7 @@ def available_memory() -> int:
 
 
 _OWN_GROUPS = Path("/proc/self/cgroup")
-# Keyed by the name of the controller; version 2 has none.
+# Keyed by the name of the controller; cgroup version 2 has no such name.
 _CGROUPS = {
     "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     "memory": (
@@ -89,7 +89,7 @@ def _meminfo(name: str) -> int:
 
 
 def _physical_memory() -> int:
-    """Return the memory of a machine without Linux, where the free part is unknown."""
+    """Return the total memory of a machine without /proc/meminfo; how much is free is unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError):  # Windows

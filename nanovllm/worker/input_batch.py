@@ -17,7 +17,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.worker.device_interface import Device
 
 INT32_MAX = 2**31 - 1
-ALIGNMENT = 4  # in words: kernels read columns faster that begin at a multiple of 16 bytes
+ALIGNMENT = 4  # words; kernels read a column faster if it begins at a multiple of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class InputBatch:
     """A column for each field, with a row for each slot; plans update them in order.
 
     All columns are views of one tensor, so that an update is one list of offsets and one of values.
-    The row after the last slot serves as padding of batches: its length stays 0.
+    The row after the last slot pads batches: its length stays 0.
     """
 
     tokens: Tensor  # [slots + 1, max_model_len]
@@ -95,7 +95,7 @@ class InputBatch:
         self._sampling = np.zeros(num_slots, np.int32)  # Sampling flags of each slot, on the host
 
     def update(self, plan: StepPlan) -> None:
-        """Apply the changes of a plan, after the previous step and before its own."""
+        """Apply the changes of a plan; call this between the previous step and the plan's own."""
         changes = self.changes(plan)
         if len(changes):
             sent = self.device.upload(changes)
@@ -144,9 +144,9 @@ def sampling_of(params: SamplingParams) -> Sampling:
     """Return the sampling features that a request needs."""
     if params.temperature == 0:
         return Sampling.GREEDY
-    features = Sampling.NOISE
+    features = Sampling.RANDOM
     if params.min_p:
         features |= Sampling.MIN_P
     if params.top_k or params.top_p < 1:
-        features |= Sampling.TOP
+        features |= Sampling.TOP_K_TOP_P
     return features

@@ -19,7 +19,7 @@ from nanovllm.worker.device_interface import Device
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Layout: keys and values of a layer are each [num_blocks, block_size, kv_heads, head_dim].
+    """Keys and values of a layer are each [num_blocks, block_size, kv_heads, head_dim].
 
     An FP8 cache also has an exponent per token and head, stored after the values of all layers.
     """
@@ -61,7 +61,7 @@ def kv_cache_spec(
 
 
 def choose_num_blocks(config: EngineConfig, spec: KVCacheSpec, device: Device) -> int:
-    """Return the configured number of blocks, or else as many as can be used and fit."""
+    """Return the configured number of blocks, or else as many as are useful and fit in memory."""
     if config.num_kvcache_blocks != -1:
         device.check_cache_bytes(config.num_kvcache_blocks * spec.block_bytes)
         return config.num_kvcache_blocks

@@ -15,18 +15,19 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.checkpoint.find import Checkpoint, stores_quantized
 from nanovllm.checkpoint.stored_tensors import StoredTensor, list_tensors
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.build import Layer
 from nanovllm.layers.shards import ExpectedTensor
 from nanovllm.ops.quantized_weight import QuantizedRows
 from nanovllm.worker.device_interface import Device
+from nanovllm.worker.quantized_layouts import log_dequantized
 
 logger = logging.getLogger(__name__)
 
-NUM_READERS = 2  # threads: one reads while the other's copy runs, which torch parallelizes
-MAX_NAMED = 5  # problems listed in an error
+NUM_READERS = 2  # threads: one reads a file while the other copies, which torch parallelizes
+MAX_NAMED = 5  # maximum number of problems listed in an error
 # Some exporters write these: RoPE frequencies, which the config implies, and a tied embedding.
 IGNORED = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
 
@@ -34,18 +35,18 @@ IGNORED = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
 def load_weights(
     model: nn.Module, checkpoint: Checkpoint, device: Device, show_progress: bool = True
 ) -> None:
-    """Fill every parameter and pack every layer; raise for missing, extra or misshapen tensors."""
+    """Load and process all weights; raise for missing, extra or misshapen tensors."""
     start = time.perf_counter()
-    layers = UnpackedLayers(model, device)
+    layers = LoadingLayers(model, device)
     expected = layers.expected
     stored, quantization = list_tensors(checkpoint), checkpoint.quantization
     if quantization is not None:
-        from nanovllm.checkpoint.quantized.modules import join_parts
+        from nanovllm.checkpoint.quantized.modules import combine_parts
 
-        stored = join_parts(stored, quantization, expected)
+        stored = combine_parts(stored, quantization, expected)
     tensors = _match(stored, expected, checkpoint.path)
-    if show_progress:
-        _log_dequantized(tensors, expected)
+    if show_progress and stores_quantized(checkpoint.config):
+        log_dequantized(tensors, expected)
     num_bytes = sum(tensor.nbytes for tensor in expected.values())
     # None lets tqdm hide the bar unless stderr is a terminal; stderr may also be closed.
     is_hidden = None if show_progress and sys.stderr is not None else True
@@ -54,17 +55,17 @@ def load_weights(
         for name in _fill_all(tensors, expected, device):
             progress.update(expected[name].nbytes)
             layers.loaded(name)
-    layers.pack_rest()
-    device.release()  # read buffers, and weights that packing replaced
+    layers.process_rest()
+    device.release()  # free read buffers, and weights that processing replaced
     seconds = time.perf_counter() - start
     speed = num_bytes / 1e9 / seconds
     logger.info("Loaded %.2f GB of weights in %.1f s, %.1f GB/s", num_bytes / 1e9, seconds, speed)
 
 
-class UnpackedLayers:
-    """Layers of a model that is being loaded: each is packed once its tensors are complete.
+class LoadingLayers:
+    """The layers of a model; each processes its weights as soon as all its tensors are loaded.
 
-    Packing frees the weights it replaces, so at most one layer takes memory twice.
+    Processing frees the weights it replaces, so at most one layer takes memory twice.
     """
 
     def __init__(self, model: nn.Module, device: Device) -> None:
@@ -77,44 +78,30 @@ class UnpackedLayers:
             self._layer_of |= dict.fromkeys(tensors, layer)
             self._num_missing[layer] = len(tensors)
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self._has_room = device.has_room_for_copy(num_bytes)
+        self._allow_copy = device.has_room_for_copy(num_bytes)
 
     def loaded(self, name: str) -> None:
-        """Record that a tensor is loaded; pack its layer if that was the last one."""
-        del self.expected[name]  # it refers to the weights that packing replaces
+        """Record that a tensor is loaded; process its layer if that was the last of its tensors."""
+        del self.expected[name]  # it refers to the weights that processing replaces
         layer = self._layer_of[name]
         self._num_missing[layer] -= 1
         if self._num_missing[layer] == 0:
-            self._pack(layer)
+            self._process(layer)
 
-    def pack_rest(self) -> None:
-        """Pack the layers that have no tensors of their own, such as a tied LM head."""
+    def process_rest(self) -> None:
+        """Process the layers that have no tensors of their own, such as a tied LM head."""
         for layer in list(self._num_missing):
-            self._pack(layer)
+            self._process(layer)
 
-    def _pack(self, layer: Layer) -> None:
+    def _process(self, layer: Layer) -> None:
         num_missing = self._num_missing.pop(layer)
         assert num_missing == 0, f"{num_missing} tensors are missing"
-        layer.pack(self._has_room)
+        layer.process_weights_after_loading(self._allow_copy)
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, Layer]]:
     modules = model.named_modules()
     return [(path, module) for path, module in modules if isinstance(module, Layer)]
-
-
-def _log_dequantized(tensors: list[StoredTensor], expected: dict[str, ExpectedTensor]) -> None:
-    """Log which quantized weights are dequantized, because they take more memory than the file."""
-    stored = [tensor.name for tensor in tensors if tensor.read_quantized is not None]
-    dense = [name for name in stored if not expected[name].is_quantized]
-    if not dense:
-        return
-    target = expected[dense[0]].parts[0].target
-    assert isinstance(target, Tensor)
-    dtype = str(target.dtype).removeprefix("torch.")
-    which = "" if len(dense) == len(stored) else f", such as {dense[0]},"
-    text = "%d of %d quantized weights%s are dequantized to %s: no kernel here supports them"
-    logger.info(text, len(dense), len(stored), which, dtype)
 
 
 def _match(

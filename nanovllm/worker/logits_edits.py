@@ -1,6 +1,6 @@
 """Edit logits between the model and the sampler, for the rows that ask for it.
 
-Users may rely on the order of `LogitsEdits.apply` (docs/requests.md); logits processors run after
+Users may rely on the order of `LogitsEdits.apply` (docs/offline.md); logits processors run after
 it. A row's newest token may be known only to the device, so `LogitsEdits` reads tokens from the
 InputBatch and never waits for the device.
 """
@@ -23,20 +23,20 @@ from nanovllm.worker.input_batch import InputBatch
 T = TypeVar("T")
 Processor = Callable[[list[int], Tensor], Tensor]
 
-# Limit for the rows that are edited together, each padded to the longest one. It bounds their
-# tensors, which the profiled step does not include, to about 60 MB at any sequence length.
+# Maximum number of tokens of rows that are edited together, padded to the longest row. It bounds
+# the temporary tensors, which the profile run does not include, to about 60 MB.
 MAX_TOKENS = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
 class SlotExtras:
-    """What the sequence in a slot requests beside sampling, with its state between steps."""
+    """Features beyond plain sampling of the sequence in a slot, and their state between steps."""
 
     row: NewRow
     has_edits: bool
     allowed: Tensor | None  # token ids, on the device
     processors: list[Processor | str]
-    output_ids: list[int]  # kept only for processors; their rows run when all tokens are known
+    output_ids: list[int]  # maintained for processors only; the host knows all their tokens
     pooled: Tensor | None = None  # [hidden_size], sum over the prefill chunks so far
 
     def process(self, logits: Tensor) -> str | None:
@@ -145,7 +145,7 @@ class LogitsEdits:
             logits.view(-1).index_add_(0, offsets, added)
 
     def _penalize(self, logits: Tensor, rows: list[EditedRow]) -> None:
-        """Apply the penalties to tokens of the prompt and the output: see `penalize`."""
+        """Apply `penalize` to the logits of all tokens in the prompt and the output."""
         input_batch, max_len = self.input_batch, max(row.position for row in rows)
         indices, slots, lengths = (
             self._upload([getattr(row, name) for row in rows])
@@ -169,7 +169,7 @@ class LogitsEdits:
 
 
 def in_pieces(rows: list[T], num_tokens: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield groups of rows of similar length, each within MAX_TOKENS when padded."""
+    """Yield groups of rows of similar length; a padded group has at most MAX_TOKENS tokens."""
     piece: list[T] = []
     for row in sorted(rows, key=num_tokens):
         if piece and (len(piece) + 1) * num_tokens(row) > MAX_TOKENS:
@@ -183,7 +183,7 @@ def in_pieces(rows: list[T], num_tokens: Callable[[T], int]) -> Iterator[list[T]
 def penalize(
     logits: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
 ) -> Tensor:
-    """Return the penalized logits of tokens that occurred, `counts` times in the output."""
+    """Return the penalized logits of tokens that occur `counts` times in the output."""
     logits = torch.where(logits > 0, logits / repetition, logits * repetition)
     return logits - frequency * counts - presence * (counts > 0)
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from nanovllm.checkpoint.find import stores_quantized
 from nanovllm.checkpoint.quantization import choose_quantization
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import ConfigError
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.layers.shards import check_splits
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.torch_ops import TorchOps
@@ -22,7 +23,7 @@ from nanovllm.worker.loader import named_layers
 from nanovllm.worker.quantized_layouts import choose_layouts
 
 GIB = 1 << 30
-HOST_BYTES = 200  # estimate of the scheduler's state per block or slot
+HOST_BYTES = 200  # estimated size of the scheduler's state per block or slot
 REMEDIES = {
     "weights": "use a smaller model, a 16-bit dtype or, on GPUs, a larger tensor_parallel_size",
     "tables": "lower max_num_seqs or max_model_len",
@@ -55,12 +56,16 @@ def check_model(
         device.check_fp8(model.head_dim)
     dtype, ops = device.choose_dtype(config.dtype, model.dtype), TorchOps()
     attention = device.attention(dtype, ops)
-    layouts = choose_layouts(config, checkpoint_config, device, dtype)
-    build = Build(device.torch_device, dtype, attention, ops, device.group, layouts)
+    layouts = None
+    if config.quantization is not None or stores_quantized(checkpoint_config):
+        layouts = choose_layouts(config, checkpoint_config, device, dtype)
+    build = BuildContext(device.torch_device, dtype, attention, ops, device.group, layouts)
     check_memory(config, model, device, build)
 
 
-def check_memory(config: EngineConfig, model: ModelConfig, device: Device, build: Build) -> None:
+def check_memory(
+    config: EngineConfig, model: ModelConfig, device: Device, build: BuildContext
+) -> None:
     needs = estimate_memory(config, model, build)
     if device.has_room_for_copy(needs.weights):  # weights are then kept in two layouts
         needs = replace(needs, weights=2 * needs.weights)
@@ -76,10 +81,12 @@ def check_memory(config: EngineConfig, model: ModelConfig, device: Device, build
         )
 
 
-def estimate_memory(config: EngineConfig, model: ModelConfig, build: Build) -> MemoryEstimate:
+def estimate_memory(
+    config: EngineConfig, model: ModelConfig, build: BuildContext
+) -> MemoryEstimate:
     """Return the memory that a model needs with these options, without allocating any of it."""
     shapes = build_model(model, 1, replace(build, device=torch.device("meta")))
-    if build.layouts is not None:  # the parameters depend on the names of tensors
+    if build.layouts is not None:  # quantized parameters exist only once tensor names are known
         for path, layer in named_layers(shapes):
             layer.expected_tensors(path)
     max_len = min(config.max_model_len, model.max_position_embeddings)
@@ -104,9 +111,3 @@ def _elements_per_token(model: ModelConfig, num_ranks: int) -> int:
     if (experts := model.experts) is not None:
         size = experts.top_k * experts.size
     return 2 * model.hidden_size + 3 * size // num_ranks
-
-
-def is_shortage(error: Exception) -> bool:
-    """Whether an allocation failed; torch has no exception type for this on a CPU."""
-    is_known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return is_known or "DefaultCPUAllocator" in str(error)

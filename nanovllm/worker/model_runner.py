@@ -20,16 +20,16 @@ Sampler = Callable[[StepLogits, StepPlan], Sampled]
 
 
 class CapturedSteps(Protocol):
-    """Captured steps of a device, which its Forward and Sampler replay."""
+    """The captured steps of a device, which its Forward and its Sampler replay."""
 
     def note(self, plan: StepPlan) -> None:
-        """Register the sequences that enter with a plan that is run eagerly instead."""
+        """Register the new sequences of a plan that is run eagerly instead of replayed."""
 
     def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
         """Sample with bitmasks; return None, and do nothing, if no captured step supports it."""
 
     def has_lost_step(self) -> bool:
-        """Whether the device failed to finish a step, and thus also the steps after it."""
+        """Return whether the device failed to finish a step, and thus also all later steps."""
 
     def capture_one(self) -> bool:
         """See `Executor.capture_one`."""
@@ -42,7 +42,7 @@ class Unsampled:
     plan: StepPlan
     logits: StepLogits
     extras: StepExtras | None
-    sampled: list[Pending[StepResult]] = field(default_factory=list)  # one item, once sampled
+    sampled: list[Pending[StepResult]] = field(default_factory=list)  # has one item after sampling
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         self.device = self.eager.input_batch.device
-        self.extras: Extras | None = None  # created when a request asks for more than sampling
+        self.extras: Extras | None = None  # created by the first request beyond plain sampling
         self._unsampled: Unsampled | None = None
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
@@ -86,7 +86,7 @@ class ModelRunner:
         if self.steps is not None:
             sampled = self.steps.replay_masked(step.logits, step.plan, masks)
         if sampled is None:
-            keep_allowed(self.device, step.logits.values, step.plan, masks)
+            apply_token_bitmask(self.device, step.logits.values, step.plan, masks)
             sampled = self.sampler(step.logits, step.plan)
         step.sampled.append(self._fetch(step, sampled))
 
@@ -113,9 +113,9 @@ class ModelRunner:
         return StepResult(tokens[:, None], **arrays, failures=extras.failures)
 
 
-def keep_allowed(device: Device, logits: Tensor, plan: StepPlan, masks: IntColumn) -> None:
+def apply_token_bitmask(device: Device, logits: Tensor, plan: StepPlan, masks: IntColumn) -> None:
     """Apply the bitmasks of the masked rows to the logits [sampled rows, vocab_size]."""
     rows = None
     if len(masks) < len(logits):
         rows = device.upload(np.cumsum(plan.num_logits > 0)[plan.masked_rows] - 1)
-    device.keep_allowed(logits, rows, device.readable(masks))
+    device.apply_token_bitmask(logits, rows, device.readable(masks))

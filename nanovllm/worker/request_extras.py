@@ -1,4 +1,4 @@
-"""Run what requests ask for beside sampling: edited logits, logprobs and pooled hidden states."""
+"""Features beyond plain sampling: edited logits, logprobs and pooled hidden states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepExtras:
-    """The results of one step beside its tokens."""
+    """The results of one step besides its tokens."""
 
     results: dict[str, Tensor]  # keyed by field of StepResult
     by_row: dict[int, SlotExtras]  # keyed by row of the logits
@@ -29,17 +29,17 @@ class StepExtras:
 
 
 class Extras:
-    """Tracks what the sequence in each slot asks for, and does it in each step."""
+    """Tracks the features that the sequence in each slot requests, and applies them."""
 
     def __init__(self, eager: EagerForward, steps: CapturedSteps | None) -> None:
         self.eager, self.steps = eager, steps
         self.device = eager.input_batch.device
         self._edits = LogitsEdits(eager.input_batch)
         self._is_first = eager.model.lm_head.group.rank == 0  # only rank 0 samples
-        self._by_slot: dict[int, SlotExtras] = {}  # keyed by slot
+        self._by_slot: dict[int, SlotExtras] = {}
 
     def update(self, plan: StepPlan) -> None:
-        """Remove the sequences that left, and add what the new ones ask for."""
+        """Remove the sequences that left, and add the features of the new ones."""
         for slot in plan.released:
             self._by_slot.pop(slot, None)
         for row in plan.new_rows:

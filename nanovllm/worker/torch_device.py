@@ -27,8 +27,8 @@ from nanovllm.worker.host_memory import (
     GIB,
     allocate_lazily,
     available_memory,
-    give_back,
     total_memory,
+    trim_malloc,
 )
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec
@@ -48,7 +48,7 @@ class TorchDevice:
     depth = 0  # measured by benchmarks/engine/cpu_choices.py
     name = device_name = "cpu"
     token_logprobs = staticmethod(torch_sampling.token_logprobs)
-    keep_allowed = staticmethod(torch_sampling.keep_allowed)
+    apply_token_bitmask = staticmethod(torch_sampling.apply_token_bitmask)
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
         self.config, self.group = config, group
@@ -85,7 +85,7 @@ class TorchDevice:
         return Memory(available_memory() // self.num_ranks, total_memory() // self.num_ranks)
 
     def has_room_for_copy(self, num_bytes: int) -> bool:
-        # Depends on total, not free memory, so that outputs do not differ between runs.
+        # The choice depends on total, not free, memory, so that outputs do not vary between runs.
         return num_bytes * self.num_ranks <= total_memory() // 8
 
     def cache_bytes(self, wanted: int) -> int:
@@ -107,7 +107,7 @@ class TorchDevice:
         return allocate_lazily(num_bytes)
 
     def release(self) -> None:
-        give_back()
+        trim_malloc()
 
     def fill(self, target: Tensor, rows: Tensor) -> None:
         target.copy_(rows)

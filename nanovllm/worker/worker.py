@@ -8,24 +8,22 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-import numpy as np
 import torch
 
-from nanovllm.attention.backend import AttentionBackend
-from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.checkpoint.find import Checkpoint, stores_quantized
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.errors import ConfigError
-from nanovllm.layers.build import Build
-from nanovllm.models.decoder import DecoderModel
+from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import build_model
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
-from nanovllm.worker.kv_cache import KVCacheSpec, choose_num_blocks, kv_cache_spec
+from nanovllm.worker.kv_cache import choose_num_blocks, kv_cache_spec
 from nanovllm.worker.loader import load_weights
-from nanovllm.worker.memory_check import check_memory, is_shortage
+from nanovllm.worker.memory_check import check_memory
 from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.profile_run import profile_run
 from nanovllm.worker.quantized_layouts import choose_layouts
 
 logger = logging.getLogger(__name__)
@@ -53,7 +51,9 @@ class Worker:
             with torch.inference_mode(), self.device.in_order():
                 return self._start()
         except (RuntimeError, MemoryError) as error:
-            if not is_shortage(error):
+            is_shortage = isinstance(error, torch.OutOfMemoryError | MemoryError)
+            # torch has no exception type for a failed allocation on the CPU.
+            if not is_shortage and "DefaultCPUAllocator" not in str(error):
                 raise
             raise ConfigError(
                 f"there is not enough memory for {self.config.model} with these options; use a "
@@ -92,8 +92,10 @@ class Worker:
         dtype = device.choose_dtype(config.dtype, self.model_config.dtype)
         ops = device.ops(dtype)
         attention = device.attention(dtype, ops)
-        layouts = choose_layouts(config, self.checkpoint, device, dtype)
-        build = Build(device.torch_device, dtype, attention, ops, group, layouts)
+        layouts = None
+        if config.quantization is not None or stores_quantized(self.checkpoint.config):
+            layouts = choose_layouts(config, self.checkpoint, device, dtype)
+        build = BuildContext(device.torch_device, dtype, attention, ops, group, layouts)
         check_memory(config, self.model_config, device, build)
         self._agree(0)  # a barrier: no rank loads before all have measured the free memory
         model = build_model(self.model_config, config.max_model_len, build)
@@ -104,10 +106,13 @@ class Worker:
         else:
             load_weights(model, self.checkpoint, device, show_progress=group.rank == 0)
         spec = kv_cache_spec(config, self.model_config, dtype, group)
-        device.prepare(model, spec, partial(self._largest_step, model, spec, attention))
+        run_largest = partial(profile_run, config, device, model, spec, attention)
+        device.prepare(model, spec, run_largest)
         num_blocks = self._agree(choose_num_blocks(config, spec, device))
         caches = spec.views(device.allocate_cache(num_blocks * spec.block_bytes), num_blocks)
-        self.runner = device.runner(EagerForward(model, self._input_batch(), attention, caches))
+        sizes = config.max_num_seqs, config.max_model_len, config.kvcache_block_size
+        input_batch = InputBatch(device, *sizes)
+        self.runner = device.runner(EagerForward(model, input_batch, attention, caches))
         dtype_name = str(dtype).split(".")[-1]
         return ExecutorInfo(num_blocks, device.depth, device.name, dtype_name, device.device_name)
 
@@ -117,37 +122,3 @@ class Worker:
         if smallest < num_blocks:
             logger.info("KV cache: %d blocks, because another rank has no room for more", smallest)
         return smallest
-
-    def _input_batch(self) -> InputBatch:
-        config = self.config
-        return InputBatch(
-            self.device, config.max_num_seqs, config.max_model_len, config.kvcache_block_size
-        )
-
-    def _largest_step(
-        self, model: DecoderModel, spec: KVCacheSpec, attention: AttentionBackend
-    ) -> EagerForward:
-        """Run the largest possible step, for profiling; all rows share the same few blocks."""
-        config, device = self.config, self.device
-        num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-        row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
-        num_blocks = -(-row_len // spec.block_size)
-        cache = device.allocate_cache(num_blocks * spec.block_bytes)
-        input_batch = self._input_batch()
-        block_ids = torch.arange(num_blocks, device=device.torch_device)
-        input_batch.block_table[:, :num_blocks] = block_ids
-        column = np.ones(num_rows, np.int32)
-        plan = StepPlan(
-            slots=np.arange(num_rows, dtype=np.int32),
-            starts=0 * column,
-            counts=row_len * column,
-            num_logits=column,
-            new_rows=[],
-            block_updates=[],
-            released=[],
-            num_decode_tokens=0,
-        )
-        caches = spec.views(cache, num_blocks)
-        eager = EagerForward(model, input_batch, attention, caches)
-        device.sampler(input_batch, model.config.vocab_size)(eager(plan), plan)
-        return eager

@@ -23,7 +23,7 @@ from nanovllm.checkpoint.find import eos_token_ids, find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import EngineConfig
 from nanovllm.errors import NanovllmError
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.worker.loader import load_weights
@@ -75,7 +75,7 @@ def load(path: Path, *, has_tokenizer: bool = False) -> None:
     eos_token_ids(checkpoint)
     if has_tokenizer:
         load_tokenizer(checkpoint)
-    build = Build(torch.device("cpu"), torch.float32, SdpaAttention(16), TorchOps())
+    build = BuildContext(torch.device("cpu"), torch.float32, SdpaAttention(16), TorchOps())
     with torch.inference_mode():
         model = build_model(read_config(checkpoint.config), 64, build)
         load_weights(model, checkpoint, cpu_device(), show_progress=False)

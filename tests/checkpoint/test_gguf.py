@@ -12,9 +12,10 @@ pytest.importorskip("gguf")
 
 import gguf
 
-from nanovllm.checkpoint import gguf as gguf_reader
-from nanovllm.checkpoint.gguf import list_tensors, read_generation_config
+from nanovllm.checkpoint import gguf_tensors
+from nanovllm.checkpoint.gguf import read_generation_config
 from nanovllm.checkpoint.gguf_file import field, open_gguf
+from nanovllm.checkpoint.gguf_tensors import list_gguf
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.models import registry
 from tests.checkpoint.tiny_gguf import (
@@ -305,16 +306,16 @@ def test_unsupported_architecture_lists_the_supported(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="'falcon'; supported in GGUF: llama, qwen2"):
         read_config(tmp_path / "m.gguf")
     with pytest.raises(UnsupportedModelError, match="falcon"):
-        list_tensors(tmp_path / "m.gguf")
+        list(list_gguf(tmp_path / "m.gguf"))
 
 
 def test_unknown_tensor_and_type_are_refused_before_any_is_read(tmp_path: Path) -> None:
     extra = {"blk.0.attn_q_norm.weight": np.ones(HEAD_DIM, np.float32)}  # qwen3's, not llama's
     with pytest.raises(CheckpointError, match=r"LlamaForCausalLM has no tensor blk.0.attn_q_norm"):
-        list_tensors(write_gguf(tmp_path / "a.gguf", raw=extra))
+        list(list_gguf(write_gguf(tmp_path / "a.gguf", raw=extra)))
     integers = {"blk.9.ffn_up.weight": np.ones((4, 4), np.int8)}
     with pytest.raises(UnsupportedModelError, match=r"blk.9.ffn_up.weight has type I8; supported"):
-        list_tensors(write_gguf(tmp_path / "b.gguf", raw=integers))
+        list(list_gguf(write_gguf(tmp_path / "b.gguf", raw=integers)))
 
 
 def test_truncated_or_foreign_file(tmp_path: Path) -> None:
@@ -357,8 +358,8 @@ def test_pieces_are_the_whole(
     """A piece may end within a tensor, but not within a head whose rows are permuted."""
     path = write_gguf(tmp_path / "m.gguf", arch, quant=quant)
     whole = read_arrays(path)
-    monkeypatch.setattr(gguf_reader, "PIECE_ELEMENTS", 3 * HIDDEN)
-    num_pieces = {tensor.name: len(list(tensor.read())) for tensor in list_tensors(path)}
+    monkeypatch.setattr(gguf_tensors, "PIECE_ELEMENTS", 3 * HIDDEN)
+    num_pieces = {tensor.name: len(list(tensor.read())) for tensor in list_gguf(path)}
     assert num_pieces["model.embed_tokens.weight"] == VOCAB // 3
     assert num_pieces["model.layers.0.self_attn.q_proj.weight"] > 1
     pieces = read_arrays(path)
@@ -372,11 +373,11 @@ def test_rows_of_some_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, qua
     path = write_gguf(tmp_path / "m.gguf", "llama", quant=quant)
     whole = read_arrays(path)
     for piece in (1, 1 << 20):
-        monkeypatch.setattr(gguf_reader, "PIECE_ELEMENTS", piece)
-        for tensor in list_tensors(path):
+        monkeypatch.setattr(gguf_tensors, "PIECE_ELEMENTS", piece)
+        for tensor in list_gguf(path):
             if re.search("[qk]_proj", tensor.name):
                 rows = slice(HEAD_DIM, 2 * HEAD_DIM)
-                array = np.concatenate(list(tensor.read(rows)))
+                array = np.concatenate(list(tensor.read((rows,))))
                 np.testing.assert_array_equal(array, whole[tensor.name][rows])
 
 
@@ -389,7 +390,7 @@ def test_one_tensor_in_memory_at_a_time(tmp_path: Path, stacked: bool) -> None:
     path = write_gguf(tmp_path / "m.gguf", arch, tensors={}, raw=raw)
     read_arrays(write_gguf(tmp_path / "warm.gguf"))
     tracemalloc.start()
-    for tensor in list_tensors(path):
+    for tensor in list_gguf(path):
         for _array in tensor.read():
             pass
     peak = tracemalloc.get_traced_memory()[1]

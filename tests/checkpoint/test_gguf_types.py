@@ -12,8 +12,9 @@ pytest.importorskip("gguf")
 import gguf
 
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.checkpoint.gguf import TENSOR_TYPES, list_tensors
+from nanovllm.checkpoint.gguf import TENSOR_TYPES
 from nanovllm.checkpoint.gguf_file import open_gguf
+from nanovllm.checkpoint.gguf_tensors import list_gguf
 from tests.checkpoint.tiny_gguf import hf_tensors, read_arrays, read_config, write_gguf
 
 
@@ -207,7 +208,7 @@ def test_smollm2_rows_are_where_transformers_wants_them() -> None:
     )
     assert config["tie_word_embeddings"] is True
     name = "model.layers.0.self_attn.k_proj.weight"
-    [tensor] = [t for t in list_tensors(checkpoint.path) if t.name == name]
+    [tensor] = [t for t in list_gguf(checkpoint.path) if t.name == name]
     array = np.concatenate(list(tensor.read()))
     stored = next(t for t in open_gguf(checkpoint.path).tensors if t.name == "blk.0.attn_k.weight")
     rows = [

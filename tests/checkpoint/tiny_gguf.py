@@ -9,6 +9,7 @@ import numpy as np
 
 from nanovllm.checkpoint import gguf as gguf_reader
 from nanovllm.checkpoint.gguf_file import open_gguf
+from nanovllm.checkpoint.gguf_tensors import list_gguf
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 64, 96, 2, 4, 2, 32, 48
 EXPERTS, EXPERTS_USED, EXPERT_INTERMEDIATE, WINDOW = 3, 2, 32, 16
@@ -166,10 +167,7 @@ def write_gguf(
 
 def read_arrays(path: Path) -> Arrays:
     """Return every tensor of a file by its Hugging Face name."""
-    return {
-        tensor.name: np.concatenate(list(tensor.read()))
-        for tensor in gguf_reader.list_tensors(path)
-    }
+    return {tensor.name: np.concatenate(list(tensor.read())) for tensor in list_gguf(path)}
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import os, sys
 os.open(os.ttyname(0), os.O_RDWR)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
-_COMPILING = re.compile(r"(WARNING: )?Compiling the CPU kernels for .*\n")
+_COMPILING = re.compile(r"(WARNING: )?Compiling the CPU kernels.*\n")
 _ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 
 

@@ -108,6 +108,20 @@ def test_the_command_line_overrides_the_config_file(tmp_path: Path) -> None:
     assert (engine_config(args).model, engine_config(args).max_model_len) == ("org/name", 8000)
 
 
+def test_the_demo_has_a_small_cache_unless_another_size_is_given(tmp_path: Path) -> None:
+    def sizes(*arguments: str) -> tuple[int, int, int]:
+        config = config_of(*arguments)
+        cache = config.num_kvcache_blocks, config.kvcache_block_size
+        return (*cache, config.max_num_batched_tokens)
+
+    file = tmp_path / "server.yaml"
+    file.write_text("demo: true\nblock-size: 64\n")
+    assert sizes("--demo") == (192, 32, 256)
+    assert sizes("--num-gpu-blocks-override", "9", "--demo") == (9, 32, 256)
+    assert sizes("--config", str(file)) == (192, 64, 256)
+    assert sizes("--config", str(file), "--no-demo") == (-1, 64, 16384)
+
+
 def test_a_config_file_may_set_false_and_null(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(

@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.errors import ConfigError
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.layers.layer_weight import LayerWeight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Embedding, LMHead, RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import ExpertNames, SparseMLP
+from nanovllm.layers.moe import ExpertNames, SparseMoeBlock
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.layers.shards import Shard, check_splits, replicated, sharded, split_kv_heads
 from nanovllm.models.registry import read_config
 from nanovllm.ops.interface import Ops, ResidualStream
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE, TPGroup
-from nanovllm.worker.loader import UnpackedLayers
+from nanovllm.worker.loader import LoadingLayers
 from tests.checkpoints import VARIANTS
 from tests.devices import cpu_device
 
@@ -51,25 +51,25 @@ def unconnected(size: int) -> list[TPGroup]:
     return [TPGroup(rank, size) for rank in range(size)]
 
 
-def build(ops: Ops, group: TPGroup = ALONE) -> Build:
-    return Build(torch.device("cpu"), torch.float32, None, ops, group)  # type: ignore[arg-type]
+def build(ops: Ops, group: TPGroup = ALONE) -> BuildContext:
+    return BuildContext(torch.device("cpu"), torch.float32, None, ops, group)  # type: ignore[arg-type]
 
 
 def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
-    tensors = UnpackedLayers(module, cpu_device()).expected
+    tensors = LoadingLayers(module, cpu_device()).expected
     return {name: 0.2 * torch.randn(tensor.shape) for name, tensor in tensors.items()}
 
 
 def load(module: nn.Module, stored: dict[str, Tensor]) -> None:
     """Copy the expected parts of each tensor, as the loader does."""
-    layers = UnpackedLayers(module, cpu_device())
+    layers = LoadingLayers(module, cpu_device())
     assert layers.expected.keys() == stored.keys()
     for name, tensor in stored.items():
         assert layers.expected[name].shape == tensor.shape
         for part in layers.expected[name].parts:
             part.target.copy_(tensor[part.source])
         layers.loaded(name)
-    layers.pack_rest()
+    layers.process_rest()
 
 
 def dense(weight: LayerWeight) -> Tensor:
@@ -131,14 +131,14 @@ def test_attention_projections(ops: Ops, num_kv_heads: int, size: int, merged: s
 @SIZES
 def test_experts(ops: Ops, size: int) -> None:
     names = ExpertNames("gate_proj", "up_proj", "down_proj")
-    one = SparseMLP(HIDDEN, EXPERTS, names, build(ops))
+    one = SparseMoeBlock(HIDDEN, EXPERTS, names, build(ops))
     stored = stored_tensors(one)
     load(one, stored)
     x, norm = torch.randn(7, HIDDEN), norm_of(ops)
     want = one(ResidualStream(x.clone()), norm).update
     outputs = []
     for group in unconnected(size):
-        sparse = SparseMLP(HIDDEN, EXPERTS, names, build(ops, group))
+        sparse = SparseMoeBlock(HIDDEN, EXPERTS, names, build(ops, group))
         load(sparse, stored)
         outputs.append(sparse(ResidualStream(x.clone()), norm).update)
     torch.testing.assert_close(add_up(outputs), want)

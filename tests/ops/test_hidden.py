@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.ops.interface import ResidualStream, SumScales
+from nanovllm.ops.interface import DequantScales, ResidualStream
 
 
 def test_partial_sums_of_a_single_token_are_added_up() -> None:
@@ -24,7 +24,7 @@ def test_partial_sums_of_more_tokens_stay() -> None:
 
 def test_sums_of_codes_are_scaled_for_a_single_token() -> None:
     residual, sums = torch.randn(5, 8).bfloat16(), torch.randn(5, 8).bfloat16()
-    scales = SumScales(torch.rand(5, 1), torch.rand(8, 1))
+    scales = DequantScales(torch.rand(5, 1), torch.rand(8, 1))
     hidden = ResidualStream(residual, sums, scales)
     one = hidden.select(torch.tensor([3]))
     assert one.update is not None

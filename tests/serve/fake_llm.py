@@ -14,7 +14,7 @@ from nanovllm.engine.input_processor import InputProcessor, Vocabulary
 from nanovllm.errors import NanovllmError
 from nanovllm.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.core_records import CoreStats, EngineState
+from nanovllm.serve.core_messages import ControlAction, CoreStats, EngineState
 from nanovllm.serve.subscribers import Subscribers
 from tests.serve.byte_model import byte_tokenizer
 
@@ -39,6 +39,7 @@ class FakeLLM:
     config: EngineConfig = field(default_factory=lambda: EngineConfig("fake"))
     asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     num_aborted: int = 0
+    actions: list[ControlAction] = field(default_factory=list)
     pause: float = 0.0  # seconds between pieces
     idle: EngineState = IDLE  # snapshot sent to subscribers
     others: list[FakeLLM] = field(default_factory=list)  # the other replicas
@@ -102,6 +103,9 @@ class FakeLLM:
         async with contextlib.aclosing(replica.subscribers.subscribe()) as states:
             async for state in states:
                 yield state
+
+    def control(self, action: ControlAction) -> None:
+        self.actions.append(action)
 
     def close(self, reason: NanovllmError | None = None) -> None:
         self.error = reason

@@ -78,7 +78,7 @@ def test_containers_can_be_stopped_and_have_the_time_for_it() -> None:
     needed = args.shutdown_timeout + LAST_SECONDS + CANCEL_SECONDS
     assert service["init"]
     assert needed < float(service["stop_grace_period"].rstrip("s"))
-    (command,) = re.findall(r"^docker run .*", (ROOT / "docs" / "serving.md").read_text(), re.M)
+    (command,) = re.findall(r"^docker run .*", (ROOT / "docs" / "operations.md").read_text(), re.M)
     assert "--init" in command.split()
     assert needed < float(command.split("--stop-timeout ")[1].split()[0])
 
@@ -96,7 +96,7 @@ def test_the_unit_starts_with_flags_that_exist(tmp_path: Path) -> None:
     arguments[arguments.index("--config") + 1] = str(tmp_path / "config.yaml")
     args = parse([command, *arguments])
     assert args.shutdown_timeout < float(service["TimeoutStopSec"])
-    assert path in (ROOT / "docs" / "serving.md").read_text()
+    assert path in (ROOT / "docs" / "operations.md").read_text()
 
 
 def expressions(value: Any) -> Iterator[str]:

@@ -16,7 +16,7 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.errors import EngineError
-from nanovllm.serve.core_records import SequenceState
+from nanovllm.serve.core_messages import SequenceState
 from tests.serve.browser import LIVE, Tabs, answers, browser, say, wait_for, wait_for_answer
 from tests.serve.byte_model import make_byte_model
 from tests.serve.fake_llm import IDLE, FakeLLM
@@ -438,6 +438,62 @@ def test_a_batch_of_eight_is_preempted_in_a_pool_of_twelve_blocks(
         llm.close()
 
 
+def test_step_mode_shows_what_a_step_changes(tabs: Tabs, tmp_path: Path) -> None:
+    sizes = {"max_model_len": 256, "kvcache_block_size": 16, "num_kvcache_blocks": 40, "depth": 0}
+    llm = AsyncLLM(make_byte_model(tmp_path), device="cpu", dtype="float32", **sizes)
+    try:
+        with served(tabs, llm, allow_pause=True) as server:
+            page = tabs.open(server.url)
+            page.evaluate("async () => { window.own = (await import('/page/main.js')).engine; }")
+            page.click("#open-settings")
+            page.fill("[name=max_tokens]", "20")
+            page.click("#settings [value=save]")
+            page.click("#pause:text-is('Pause')")
+            page.wait_for_selector("#status[data-state=paused]")
+            page.wait_for_selector("#step-hint:text('The engine is paused')")
+            say(page, "Hi there")
+            page.wait_for_selector("#changes dt:has-text('queued')")
+            assert "“<|im_start|>user⏎Hi there" in page.locator("#queue li").inner_text()
+            page.click("#step")
+            page.wait_for_selector("#changes dt:has-text('sampled')")
+            titles = page.locator("#changes dt").all_inner_texts()
+            assert [title.split()[0] for title in titles] == [
+                *("admitted", "allocated", "scheduled", "registered", "sampled")
+            ]
+            assert "engine/block_manager.py::BlockManager.allocate" in titles[1]
+            assert page.locator("#plan-size").inner_text() == "the plan had 1 row"
+            assert "“<|im_start|>user⏎Hi there" in page.locator("#running li").inner_text()
+            blocks = page.evaluate("[...own.state.sequences.values()][0].blocks")
+            page.hover("#changes dd:nth-of-type(2) .change")
+            assert page.evaluate("own.map.marked") == blocks
+            assert page.evaluate("own.map.isOther(undefined)") is False
+            x, y, width = page.evaluate(f"own.map.box({blocks[0]})")
+            page.hover("#map", position={"x": x + width / 2, "y": y + 5})
+            assert "“<|im_start|>user⏎Hi there" in page.locator("#map-detail").inner_text()
+            assert page.evaluate("own.map.marked") is None
+            page.click("#step:enabled")
+            page.wait_for_selector("#changes .change:has-text('decode, position')")
+            assert page.locator("#stop").is_visible()
+            page.click("#pause:text-is('Resume')")
+            page.wait_for_selector(LIVE)
+            wait_for_answer(page)
+            page.wait_for_selector("#step-hint:text('Pause the engine')")
+            assert page.locator("#changes").inner_text() == ""
+            assert page.locator("#step").is_disabled()
+    finally:
+        llm.close()
+
+
+def test_step_mode_is_hidden_unless_the_server_allows_it(tabs: Tabs) -> None:
+    with served(tabs, FakeLLM()) as server:
+        assert tabs.open(server.url).locator("#step-mode").is_hidden()
+    llm = FakeLLM()
+    with served(tabs, llm, allow_pause=True) as server:
+        page = tabs.open(server.url)
+        page.click("#pause")
+        wait_until(lambda: llm.actions == ["pause"], 120)
+
+
 def test_two_tabs_with_one_system_prompt_share_blocks(tabs: Tabs, server: Running) -> None:
     pages = [tabs.open(server.url) for _ in range(2)]
     for page in pages:
@@ -477,7 +533,8 @@ def test_no_window_is_too_narrow(tabs: Tabs) -> None:
 @pytest.mark.parametrize("width", [390, 1440])
 def test_tips_do_not_cover_what_they_explain(tabs: Tabs, width: int) -> None:
     sequences = [SequenceState(i, "running", 9, 99, 0, 9, 9, 0, [i]) for i in range(3)]
-    with served(tabs, FakeLLM(idle=replace(IDLE, sequences=sequences))) as server:
+    llm = FakeLLM(idle=replace(IDLE, sequences=sequences))
+    with served(tabs, llm, allow_pause=True) as server:
         page = tabs.open(server.url, viewport={"width": width, "height": 780})
         if width < 820:
             page.click("#show-engine")

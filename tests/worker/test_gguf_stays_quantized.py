@@ -18,12 +18,12 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
 from nanovllm.devices.cpu.kernels import interpreter
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import read_config
 from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker import memory_check as memory
 from nanovllm.worker import worker
-from nanovllm.worker.loader import UnpackedLayers
+from nanovllm.worker.loader import LoadingLayers
 from nanovllm.worker.quantized_layouts import choose_layouts
 from tests.checkpoint import tiny_gguf
 from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf
@@ -69,14 +69,14 @@ def run_dequantized(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Any]:
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes in bytes of all tensors that are loaded as quant blocks."""
     sizes: list[int] = []
-    loaded = UnpackedLayers.loaded
+    loaded = LoadingLayers.loaded
 
-    def note(self: UnpackedLayers, name: str) -> None:
+    def note(self: LoadingLayers, name: str) -> None:
         if self.expected[name].is_blocks:
             sizes.append(self.expected[name].nbytes)
         loaded(self, name)
 
-    monkeypatch.setattr(UnpackedLayers, "loaded", note)
+    monkeypatch.setattr(LoadingLayers, "loaded", note)
     return sizes
 
 
@@ -190,7 +190,7 @@ def test_needs_count_quant_blocks(tmp_path: Path, kept: list[int]) -> None:
     checkpoint, config = find_checkpoint(str(path)), EngineConfig(str(path), max_model_len=64)
     model, device = read_config(checkpoint.config), cpu_device()
     layouts = choose_layouts(config, checkpoint.config, device, torch.float32)
-    build = Build(device.torch_device, torch.float32, None, None, ALONE, layouts)  # type: ignore[arg-type]
+    build = BuildContext(device.torch_device, torch.float32, None, None, ALONE, layouts)  # type: ignore[arg-type]
     run(path)
     norms = (2 * 2 + 1) * 64 * 4
     assert memory.estimate_memory(config, model, build).weights == sum(kept) + norms

@@ -37,7 +37,7 @@ from nanovllm.checkpoint.stored_tensors import StoredTensor
 from nanovllm.config import EngineConfig
 from nanovllm.devices.choose import create_device
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.build import BuildContext, Layer
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.torch_ops import TorchOps
@@ -539,7 +539,7 @@ def test_a_rank_reads_its_share_alone(tiny: Tiny, variant: str) -> None:
     whole = {tensor.name: math.prod(tensor.shape) for tensor in weights.list_tensors(checkpoint)}
     shares: Counter[str] = Counter()
     for rank in range(4):
-        build = Build(CPU, torch.float32, SdpaAttention(16), TorchOps(), TPGroup(rank, 4))
+        build = BuildContext(CPU, torch.float32, SdpaAttention(16), TorchOps(), TPGroup(rank, 4))
         model, reads = build_model(model_config, 64, build), ReadBytes()
         held = sum(parameter.numel() for parameter in model.parameters())
         with mock.patch.object(loader, "list_tensors", reads.list_tensors):
@@ -563,22 +563,22 @@ def test_a_layer_is_packed_when_its_last_tensor_is_there(
     """It is not packed earlier, and no reference to the unpacked weights remains."""
     stored = read_tensors(tiny(variant))
     model_config = read_config(find_checkpoint(str(tiny(variant).path)).config)
-    build = Build(CPU, torch.float32, SdpaAttention(16), TorchOps())
+    build = BuildContext(CPU, torch.float32, SdpaAttention(16), TorchOps())
     model = build_model(model_config, 64, build)
-    layers = loader.UnpackedLayers(model, cpu_device())
+    layers = loader.LoadingLayers(model, cpu_device())
     missing = {
         layer: set(names)
         for path, layer in model.named_modules()
         if isinstance(layer, Layer) and (names := layer.expected_tensors(path))
     }
     packed: list[Layer] = []
-    pack = loader.UnpackedLayers._pack
+    pack = loader.LoadingLayers._process
 
-    def note(self: loader.UnpackedLayers, layer: Layer) -> None:
+    def note(self: loader.LoadingLayers, layer: Layer) -> None:
         packed.append(layer)
         pack(self, layer)
 
-    monkeypatch.setattr(loader.UnpackedLayers, "_pack", note)
+    monkeypatch.setattr(loader.LoadingLayers, "_process", note)
     for name in stored:
         layers.loaded(name)
         assert name not in layers.expected
@@ -587,7 +587,7 @@ def test_a_layer_is_packed_when_its_last_tensor_is_there(
         assert set(packed) == {layer for layer, names in missing.items() if not names}
     head = model.lm_head
     assert (head in packed) == (not head.is_tied)
-    layers.pack_rest()
+    layers.process_rest()
     assert len(packed) == len(set(packed))
     assert head in packed
     assert not any(hasattr(layer, "weight") for layer in packed if isinstance(layer, MergedLinear))
@@ -604,7 +604,7 @@ def test_a_bar_at_a_terminal(
 ) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     checkpoint = find_checkpoint(str(llama.path), need_tokenizer=False)
-    build = Build(CPU, torch.float32, SdpaAttention(16), TorchOps())
+    build = BuildContext(CPU, torch.float32, SdpaAttention(16), TorchOps())
     model = build_model(read_config(checkpoint.config), 64, build)
     loader.load_weights(model, checkpoint, cpu_device(), show_progress=show_progress)
     assert ("Loading weights" in sys.stderr.getvalue()) == show_progress  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.engine.step import StepPlan
-from nanovllm.worker.model_runner import keep_allowed
+from nanovllm.worker.model_runner import apply_token_bitmask
 from tests.devices import cpu_device
 
 
@@ -26,5 +26,5 @@ def test_masks(vocab_size: int, masked_rows: list[int]) -> None:
     for index, row in enumerate(masked_rows):
         allowed = torch.from_numpy(is_allowed[index, :vocab_size])
         want[[0, 1, None, 2, 3][row]].masked_fill_(~allowed, -torch.inf)
-    keep_allowed(cpu_device(), logits, plan, masks)
+    apply_token_bitmask(cpu_device(), logits, plan, masks)
     assert torch.equal(logits, want)

@@ -18,7 +18,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.devices import choose
 from nanovllm.devices.choose import check_device
 from nanovllm.errors import ConfigError
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker import host_memory as cpu
@@ -35,8 +35,8 @@ GIB = 1 << 30
 Tiny = Callable[[str], TinyCheckpoint]
 
 
-def build(group: TPGroup, dtype: torch.dtype = torch.float32) -> Build:
-    return Build(torch.device("cpu"), dtype, None, None, group)  # type: ignore[arg-type]
+def build(group: TPGroup, dtype: torch.dtype = torch.float32) -> BuildContext:
+    return BuildContext(torch.device("cpu"), dtype, None, None, group)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_workers_of_a_cluster_need_nothing_of_this_machine(monkeypatch: pytest.M
     assert check_device(replace(config, distributed_executor_backend="ray")) is None
 
 
-def refuse(config: Any, model: Any, device: Any, build: Build) -> None:
+def refuse(config: Any, model: Any, device: Any, build: BuildContext) -> None:
     raise ConfigError(f"no room for rank {build.group.rank} of {build.group.size}")
 
 

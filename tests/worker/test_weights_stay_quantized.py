@@ -15,14 +15,14 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
 from nanovllm.devices.cpu.device import CpuDevice
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import read_config
 from nanovllm.ops.interface import NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import QuantizedWeight
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker import memory_check as memory
-from nanovllm.worker.loader import UnpackedLayers
+from nanovllm.worker.loader import LoadingLayers
 from nanovllm.worker.quantized_layouts import choose_layouts
 from tests.checkpoint.tiny_quantized import (
     Kind,
@@ -91,13 +91,13 @@ def twins(root: Path, model: str, kind: str) -> Twins:
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keep weights quantized on a CPU, in plain torch; return the names of those loaded so."""
     names: list[str] = []
-    loaded = UnpackedLayers.loaded
+    loaded = LoadingLayers.loaded
 
-    def note(self: UnpackedLayers, name: str) -> None:
+    def note(self: LoadingLayers, name: str) -> None:
         names.extend([name] * bool(self.expected[name].is_quantized))
         loaded(self, name)
 
-    monkeypatch.setattr(UnpackedLayers, "loaded", note)
+    monkeypatch.setattr(LoadingLayers, "loaded", note)
     monkeypatch.setattr(CpuDevice, "reads_quantized", lambda *_: True)
     return names
 
@@ -220,7 +220,7 @@ def test_needs_count_quantized_weights(checkpoint_root: Path, kept: list[str]) -
     needs = []
     for stored in (checkpoint.config, checkpoint):
         chosen = choose_layouts(config, stored, device, dtype)
-        build = Build(device.torch_device, dtype, None, None, ALONE, chosen)  # type: ignore[arg-type]
+        build = BuildContext(device.torch_device, dtype, None, None, ALONE, chosen)  # type: ignore[arg-type]
         needs.append(memory.estimate_memory(config, model, build).weights)
     words = 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128)  # inputs are padded to blocks of 128
     assert needs[1] < words * 2 + 2 * 99 * 64 * 2 + 20_000
@@ -287,7 +287,7 @@ def test_many_rows_on_a_gpu(
         normed, residual = TorchOps().norm(copied, norm)
         got: torch.Tensor = many_after_norm(hidden, norm, weight, bias, activation)
         want = quantized_product(normed, weight.stored, bias)
-        compare(got, want if activation is None else TorchOps().gate(want, activation))
+        compare(got, want if activation is None else TorchOps().act_and_mul(want, activation))
         torch.testing.assert_close(hidden.residual, residual)
         return got
 
@@ -339,7 +339,7 @@ def test_many_rows_of_blocks_on_a_gpu(
         scales = stored.scales.repeat_interleave(size, 0)
         repeated = QuantizedWeight(8, stored.qweight, scales, None, x.shape[1])
         want = quantized_product(x, repeated, None)
-        want = want if activation is None else TorchOps().gate(want, activation)
+        want = want if activation is None else TorchOps().act_and_mul(want, activation)
         errors.append(distance(got, want))
 
     def add(residual: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any) -> ResidualStream:

@@ -10,21 +10,22 @@ from torch import Tensor
 from nanovllm.checkpoint.quantization import Quantization, QuantLayout
 from nanovllm.checkpoint.quantized.weight import (
     Parts,
+    QuantizedPiece,
     StoredWeight,
     check_matrix,
     check_part,
     in_groups,
     read_part,
 )
-from nanovllm.checkpoint.stored_tensors import FLOATS, QuantizedPiece, StoredTensor
+from nanovllm.checkpoint.stored_tensors import FLOATS, StoredTensor
 from nanovllm.errors import CheckpointError
 
-# AWQ: the position in a word of each of eight outputs, counted from the lowest bits.
+# AWQ interleaves the eight outputs of a word; these are their positions, from the lowest bits.
 AWQ_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def open_awq(parts: Parts, quantization: Quantization) -> StoredWeight:
-    """Open AWQ: interleaved [inputs, words of outputs]; zero points [groups, words of outputs]."""
+    """Open an AWQ weight: packed along the outputs, [inputs, words]; zeros are [groups, words]."""
     qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     num_inputs, num_words = check_matrix(qweight, torch.int32)
     num_outputs, size = 8 * num_words, _group_size(quantization, num_inputs)
@@ -42,13 +43,13 @@ def open_awq(parts: Parts, quantization: Quantization) -> StoredWeight:
             group_of,
         )
 
-    cuts = 8, _input_cut(quantization)
+    alignment = 8, _input_alignment(quantization)
     layout = _layout(quantization, scales, has_zeros=True)
-    return StoredWeight((num_outputs, num_inputs), cuts, layout, read)
+    return StoredWeight((num_outputs, num_inputs), alignment, layout, read)
 
 
 def _unpack_awq(words: Tensor) -> Tensor:
-    """Unpack [n, words of outputs] to [outputs, n]."""
+    """Unpack [n, words] to [8 * words, n]."""
     by_output = words.t().contiguous()
     values = torch.empty(len(by_output), 8, len(words), dtype=torch.uint8)
     for i, position in enumerate(AWQ_POSITIONS):
@@ -57,7 +58,7 @@ def _unpack_awq(words: Tensor) -> Tensor:
 
 
 def open_gptq(parts: Parts, quantization: Quantization) -> StoredWeight:
-    """Open GPTQ: integers [words of inputs, outputs], zero points [groups, words of outputs]."""
+    """Open a GPTQ weight: packed along the inputs, [words, outputs]; zeros are [groups, words]."""
     qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     num_words, num_outputs = check_matrix(qweight, torch.int32)
     bits, per_word = quantization.bits, 32 // quantization.bits
@@ -80,9 +81,9 @@ def open_gptq(parts: Parts, quantization: Quantization) -> StoredWeight:
             group_of,
         )
 
-    cuts = per_word, _input_cut(quantization)
+    alignment = per_word, _input_alignment(quantization)
     layout = _layout(quantization, scales, has_zeros=True) if g_idx is None else None
-    return StoredWeight((num_outputs, num_inputs), cuts, layout, read)
+    return StoredWeight((num_outputs, num_inputs), alignment, layout, read)
 
 
 def _gptq_zeros(words: Tensor, offset: int, quantization: Quantization) -> Tensor:
@@ -95,9 +96,9 @@ def _gptq_zeros(words: Tensor, offset: int, quantization: Quantization) -> Tenso
 
 
 def _holds_middles(qzeros: StoredTensor, num_outputs: int, quantization: Quantization) -> bool:
-    """Whether symmetric weights store their zero points without the format's offset.
+    """Return whether symmetric weights store their zero points without the format's offset.
 
-    Some tools do so although they declare version 1, in which these would be one too high.
+    Some tools do so although they declare version 1 of the format, which has the offset.
     """
     if not quantization.is_symmetric or quantization.zero_offset == 0:
         return False
@@ -106,10 +107,10 @@ def _holds_middles(qzeros: StoredTensor, num_outputs: int, quantization: Quantiz
 
 
 def open_packed(parts: Parts, quantization: Quantization) -> StoredWeight:
-    """Open compressed-tensors: signed integers plus half their range, [outputs, words of inputs].
+    """Open a compressed-tensors weight: packed along the inputs, [outputs, words].
 
-    Zero points are stored in the same way, [words of outputs, groups], or as bytes
-    [outputs, groups].
+    Zero points are packed along the outputs, [words, groups], or stored as bytes
+    [outputs, groups]. Packed integers are unsigned: half their range was added.
     """
     packed, scales, bits = parts["weight_packed"], parts["weight_scale"], quantization.bits
     check_part(parts["weight_shape"], (2,), torch.int64, torch.int32)
@@ -143,13 +144,13 @@ def open_packed(parts: Parts, quantization: Quantization) -> StoredWeight:
         stored_scales = read_part(scales, rows, groups)
         return QuantizedPiece(values, stored_scales, read_zeros(rows, groups), group_of)
 
-    cuts = 1 if zeros is None or has_bytes else per_word, _input_cut(quantization)
+    alignment = 1 if zeros is None or has_bytes else per_word, _input_alignment(quantization)
     layout = _layout(quantization, scales, zeros is not None) if g_idx is None else None
-    return StoredWeight((num_outputs, num_inputs), cuts, layout, read)
+    return StoredWeight((num_outputs, num_inputs), alignment, layout, read)
 
 
 def _read_groups(tensor: StoredTensor | None, num_inputs: int, size: int) -> Tensor | None:
-    """Read the group of each input; None if groups are consecutive (all -1 means this too)."""
+    """Read the group of each input; return None if groups are consecutive, or all are -1."""
     if tensor is None:
         return None
     check_part(tensor, (num_inputs,), torch.int32, torch.int64)
@@ -181,8 +182,8 @@ def _group_size(quantization: Quantization, num_inputs: int) -> int:
     return max(num_inputs, 1) if quantization.group_size == -1 else quantization.group_size
 
 
-def _input_cut(quantization: Quantization) -> int:
-    """Return the multiple at which inputs may be cut: whole groups, if these are consecutive."""
+def _input_alignment(quantization: Quantization) -> int:
+    """Return the alignment of input slices: whole words, and whole groups if consecutive."""
     has_groups = quantization.group_size != -1 and not quantization.desc_act
     count = 32 // quantization.bits
     return math.lcm(quantization.group_size, count) if has_groups else count

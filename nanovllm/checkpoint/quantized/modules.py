@@ -1,7 +1,7 @@
-"""The weights of a quantized checkpoint: the parts of each are joined into one tensor.
+"""Combine the tensors of each quantized weight, such as qweight and scales, into one.
 
-FP8 weights have a scale per block of outputs and inputs, per output, or one for all. Dense weights
-can be quantized to FP8 while they are read, with a scale per output.
+FP8 weights have one scale per block, per output channel, or per tensor. Dense weights can be
+quantized to FP8 while they are read, with one scale per output channel.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from nanovllm.checkpoint.quantization import Quantization, QuantLayout
 from nanovllm.checkpoint.quantized.integers import open_awq, open_gptq, open_packed
 from nanovllm.checkpoint.quantized.weight import (
     Parts,
+    QuantizedPiece,
     StoredWeight,
     check_matrix,
     check_part,
     in_groups,
     read_part,
 )
-from nanovllm.checkpoint.stored_tensors import FLOATS, QuantizedPiece, StoredTensor
+from nanovllm.checkpoint.stored_tensors import FLOATS, StoredTensor
 from nanovllm.errors import CheckpointError
 from nanovllm.ops.fp8 import FP8, quantize_rows
 
-BY_OUTPUT = QuantLayout("fp8", -1)
+PER_CHANNEL = QuantLayout("fp8", -1)
 # Projections of layers, but not routers, whose choices depend on small differences.
 PROJECTION = re.compile(r"model\.layers\.(\d+)\..*(?<!\.gate)\.weight")
 
@@ -60,7 +61,7 @@ def open_fp8_scaled(parts: Parts, quantization: Quantization) -> StoredWeight:
         by_output = read_part(scales) if is_single else read_part(scales, rows)
         return QuantizedPiece(part, by_output.float().view(-1, 1).expand(len(part), 1))
 
-    return StoredWeight(shape, (1, 1), BY_OUTPUT, read)
+    return StoredWeight(shape, (1, 1), PER_CHANNEL, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +82,16 @@ FORMATS = {
 }
 
 
-def join_parts(
+def combine_parts(
     tensors: list[StoredTensor], quantization: Quantization, expected: Collection[str]
 ) -> list[StoredTensor]:
-    """Join the parts of each quantized weight into one tensor."""
+    """Combine the tensors of each quantized weight into one, which is read lazily."""
     if quantization.scheme == "round_to_fp8":
         names = names_to_quantize(tensors)
         return [quantize_to_fp8(tensor) if tensor.name in names else tensor for tensor in tensors]
     stored_format = FORMATS[quantization.scheme]
     modules: dict[str, dict[str, StoredTensor]] = {}
-    joined, others = [], []
+    combined, others = [], []
     for tensor in tensors:
         module, _, name = tensor.name.rpartition(".")
         is_duplicate = name in modules.get(module, {})
@@ -102,8 +103,8 @@ def join_parts(
         if parts.keys() == {"weight"} and parts["weight"].dtype in FLOATS:
             others += parts.values()
         else:
-            joined.append(_open(module, parts, stored_format, quantization))
-    return joined + [tensor for tensor in others if not _is_empty_bias(tensor, expected)]
+            combined.append(_open(module, parts, stored_format, quantization))
+    return combined + [tensor for tensor in others if not _is_empty_bias(tensor, expected)]
 
 
 def _open(
@@ -120,7 +121,7 @@ def _open(
 
 
 def _is_empty_bias(tensor: StoredTensor, expected: Collection[str]) -> bool:
-    """Whether this is a bias of zeros that the model does not have; early GPTQ tools wrote them."""
+    """Return whether this is a zero bias that the model lacks; early GPTQ tools wrote them."""
     is_extra = tensor.name.endswith(".bias") and tensor.name not in expected
     return is_extra and (0 in tensor.shape or not bool(read_part(tensor).any()))
 
@@ -129,12 +130,12 @@ def quantize_to_fp8(tensor: StoredTensor) -> StoredTensor:
     """Quantize a dense weight while it is read."""
 
     def read(rows: slice, columns: slice) -> QuantizedPiece:
-        # All inputs of an output share its scale, including those of other ranks.
+        # The scale of an output channel covers all inputs, including those of other ranks.
         whole = quantize_rows(read_part(tensor, rows).float())
         return QuantizedPiece(whole.values[:, columns], whole.scales)
 
     shape = tensor.shape[0], tensor.shape[1]
-    return StoredWeight(shape, (1, 1), BY_OUTPUT, read).as_tensor(tensor.name, tensor.file)
+    return StoredWeight(shape, (1, 1), PER_CHANNEL, read).as_tensor(tensor.name, tensor.file)
 
 
 def names_to_quantize(tensors: Sequence[StoredTensor]) -> set[str]:
@@ -144,10 +145,10 @@ def names_to_quantize(tensors: Sequence[StoredTensor]) -> set[str]:
 
 
 def is_quantized_to_fp8(name: str, num_layers: int) -> bool:
-    """Whether a weight is quantized: all projections of layers, except the last layer's down_proj.
+    """Return whether a weight is quantized: projections of layers except the last down_proj.
 
-    Only the LM head follows it, and quantizing it would cost more quality than all others together
-    (benchmarks/engine/quality.py).
+    Only the LM head follows that one, and quantizing it would cost more quality than all others
+    together (benchmarks/engine/quality.py).
     """
     is_last = name == f"model.layers.{num_layers - 1}.mlp.down_proj.weight"
     return not is_last and PROJECTION.fullmatch(name) is not None

@@ -11,10 +11,23 @@ from torch import Tensor
 
 from nanovllm.checkpoint import stored_tensors as weights
 from nanovllm.checkpoint.quantization import QuantLayout
-from nanovllm.checkpoint.stored_tensors import Index, QuantizedPiece, StoredTensor
+from nanovllm.checkpoint.stored_tensors import Index, StoredTensor
 from nanovllm.errors import CheckpointError
 
-Parts = Mapping[str, StoredTensor]  # tensors of one module, by the last component of their names
+Parts = Mapping[str, StoredTensor]  # tensors of one module, keyed by the last part of their names
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedPiece:
+    """Some rows of a quantized weight; dequantized, they are (values - zeros) * scales."""
+
+    values: Tensor  # [rows, inputs]: FP8, or integers (one per byte)
+    scales: Tensor  # [rows, groups]
+    zeros: Tensor | int = 0  # uint8 [rows, groups], or one zero point for all
+    group_of: Tensor | None = None  # group of each input; None: groups are consecutive and equal
+
+    def __len__(self) -> int:
+        return len(self.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +35,12 @@ class StoredWeight:
     """A quantized weight [outputs, inputs], not read yet."""
 
     shape: tuple[int, int]
-    cuts: tuple[int, int]  # reads must begin and end at multiples of these (outputs, inputs)
+    alignment: tuple[int, int]  # reads begin and end at multiples of these (outputs, inputs)
     layout: QuantLayout | None  # None: no kernel reads it, e.g. groups are not consecutive
-    read: Callable[[slice, slice], QuantizedPiece]  # slices at multiples of the cuts
+    read: Callable[[slice, slice], QuantizedPiece]  # takes aligned slices of outputs and inputs
 
     def as_tensor(self, name: str, file: Path) -> StoredTensor:
-        """Return the weight as a float32 tensor, which can also be read in its quantized form."""
+        """Return a StoredTensor: `read` yields float32, `read_quantized` the quantized values."""
 
         def read(index: Index = ()) -> Iterator[Tensor]:
             for piece, part in self._read_pieces(index):
@@ -41,13 +54,13 @@ class StoredWeight:
         return StoredTensor(name, self.shape, file, read, read_quantized, layout=self.layout)
 
     def _read_pieces(self, index: Index) -> Iterator[tuple[QuantizedPiece, tuple[slice, slice]]]:
-        """Yield pieces of rows, each with the slices of its rows and columns that are wanted."""
+        """Yield aligned pieces that cover `index`, each with the slices that `index` requests."""
         rows, columns = index or (slice(None), slice(None))
         (first, last, _), (left, right, _) = (
             part.indices(size) for part, size in zip((rows, columns), self.shape, strict=True)
         )
-        unit = self.cuts[0]
-        outer_columns = _outward(left, right, self.cuts[1], self.shape[1])
+        unit = self.alignment[0]
+        outer_columns = _outward(left, right, self.alignment[1], self.shape[1])
         inner_columns = slice(left - outer_columns.start, right - outer_columns.start)
         row_bytes = 4 * max(outer_columns.stop - outer_columns.start, 1)
         num_rows = max(weights.PIECE_BYTES // row_bytes // unit, 1) * unit
@@ -63,7 +76,7 @@ def _outward(first: int, last: int, unit: int, size: int) -> slice:
 
 
 def dequantize(piece: QuantizedPiece) -> Tensor:
-    """Return the values in float32."""
+    """Return (values - zeros) * scales in float32."""
     values, group_of = piece.values.float(), piece.group_of
     grouped = values if group_of is not None else values.view(*piece.scales.shape, -1)
 
@@ -81,10 +94,10 @@ def dequantize(piece: QuantizedPiece) -> Tensor:
 
 
 def in_groups(inputs: slice, size: int, g_idx: Tensor | None = None) -> tuple[slice, Tensor | None]:
-    """Return the groups of some inputs, and the group of each input, or None if these are regular.
+    """Return the groups that a slice of inputs spans, and the group of each of these inputs.
 
-    Groups are regular if they are consecutive and the inputs cut none of them. `g_idx` holds the
-    group of every input of the weight if groups are not consecutive.
+    The latter is None if the slice spans whole consecutive groups, or lies in one. `g_idx` holds
+    the group of every input of the weight if groups are not consecutive.
     """
     if g_idx is not None:
         return slice(None), g_idx[inputs]
@@ -95,7 +108,7 @@ def in_groups(inputs: slice, size: int, g_idx: Tensor | None = None) -> tuple[sl
 
 
 def read_part(tensor: StoredTensor, *index: slice) -> Tensor:
-    """Read a part at once; unlike the pieces that `read` yields, it stays valid."""
+    """Read a slice of a tensor at once; unlike the pieces of `read`, the result stays valid."""
     pieces = [piece.clone() for piece in tensor.read(index)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

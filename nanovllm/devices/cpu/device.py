@@ -41,7 +41,7 @@ class CpuDevice(TorchDevice):
         if not self.features.runs_kernels(dtype):
             if not self.features.has_compiler:
                 logger.info("no compiled CPU kernels (numba is missing): decoding will be slower")
-            return TorchOps(self.features.product_dtype(dtype))
+            return TorchOps(self.features.matmul_dtype(dtype))
         from nanovllm.devices.cpu.ops import NumbaOps
         from nanovllm.devices.cpu.program import Launcher
 
@@ -49,17 +49,17 @@ class CpuDevice(TorchDevice):
 
     def attention(self, dtype: torch.dtype, ops: Ops) -> AttentionBackend:
         self.check_attention()
-        block_size, product_dtype = (
+        block_size, matmul_dtype = (
             self.config.kvcache_block_size,
-            self.features.product_dtype(dtype),
+            self.features.matmul_dtype(dtype),
         )
         if self.config.attention_backend == "sdpa" or isinstance(ops, TorchOps):
-            return SdpaAttention(block_size, product_dtype)
+            return SdpaAttention(block_size, matmul_dtype)
         from nanovllm.devices.cpu.numba_attention import NumbaAttention
         from nanovllm.devices.cpu.ops import NumbaOps
 
         assert isinstance(ops, NumbaOps)
-        return NumbaAttention(block_size, ops.launcher, product_dtype)
+        return NumbaAttention(block_size, ops.launcher, matmul_dtype)
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         ops, config = eager.model.lm_head.ops, self.config

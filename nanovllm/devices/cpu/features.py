@@ -16,7 +16,7 @@ class CpuFeatures:
     multiplies: frozenset[torch.dtype]  # dtypes with native GEMMs, as fast as float32
     has_compiler: bool  # numba, for our own kernels, which upcast weights as they read them
 
-    def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def matmul_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype for GEMMs; one that torch emulates would be up to 300 times slower."""
         return dtype if dtype in self.multiplies else torch.float32
 

@@ -55,7 +55,7 @@ class BlockKernels:
         self._ops, self._launcher = ops, ops.launcher
         self._linears: dict[str, Any] = {}  # keyed by quant block type
         self._dequantizers: dict[str, Any] = {}
-        self._piece = torch.empty(0, dtype=ops.product_dtype)  # output buffer of `_dequantize`
+        self._piece = torch.empty(0, dtype=ops.matmul_dtype)  # output buffer of `_dequantize`
 
     def compile(self, *weights: PanelWeight) -> None:
         for weight in weights:
@@ -133,7 +133,7 @@ class BlockKernels:
 
     def multiply_many(self, x: Tensor, weight: PanelWeight, bias: Tensor | None = None) -> Tensor:
         """Multiply many rows by a weight, dequantizing PIECE_SIZE elements at a time."""
-        upcast_x, num_out = x.to(self._ops.product_dtype), weight.num_out
+        upcast_x, num_out = x.to(self._ops.matmul_dtype), weight.num_out
         upcast_bias = None if bias is None else bias.to(upcast_x.dtype)
         if num_out * x.shape[1] <= PIECE_SIZE:  # a single GEMM, whose result needs no copy
             return F.linear(upcast_x, self._dequantize(weight.parts), upcast_bias).to(x.dtype)
@@ -153,7 +153,7 @@ class BlockKernels:
         num_in, num_rows = parts[0].num_in, sum(part.num_out for part in parts)
         size = (num_rows + PANEL_ROWS) * num_in
         if len(self._piece) < size:
-            self._piece = torch.empty(size, dtype=self._ops.product_dtype)
+            self._piece = torch.empty(size, dtype=self._ops.matmul_dtype)
         weight, first = self._piece[: num_rows * num_in].view(num_rows, num_in), 0
         for part in parts:
             # The last panel of a part may have padding rows, which the next part overwrites.
@@ -170,5 +170,5 @@ class BlockKernels:
         compiler, dtype = self._launcher.compiler, self._launcher.dtype
         self._linears[kind] = compile_linear(compiler, kind, dtype)
         self._dequantizers[kind] = compile_dequantizer(
-            compiler, kind, dtype, self._ops.product_dtype
+            compiler, kind, dtype, self._ops.matmul_dtype
         )

@@ -26,11 +26,11 @@ class NumbaPlan:
 
 class NumbaAttention:
     def __init__(
-        self, block_size: int, launcher: Launcher, product_dtype: torch.dtype | None = None
+        self, block_size: int, launcher: Launcher, matmul_dtype: torch.dtype | None = None
     ) -> None:
         self.block_size = block_size
         self.launcher = launcher
-        self.product_dtype = product_dtype  # for SDPA; None: the dtype of the cache
+        self.matmul_dtype = matmul_dtype  # for SDPA; None: the dtype of the cache
 
     def plan(self, rows: BatchRows) -> NumbaPlan:
         offsets = np.cumsum(rows.counts) - rows.counts
@@ -49,7 +49,7 @@ class NumbaAttention:
         if len(plan.tokens):
             self._decode(q, cache, plan, spec, output)
         for row in plan.prefills:
-            attend_prefill(q, cache, row, spec, output, self.product_dtype)
+            attend_prefill(q, cache, row, spec, output, self.matmul_dtype)
         return output
 
     def _decode(
@@ -61,6 +61,7 @@ class NumbaAttention:
         # Per thread and query head of a group: the query, the output, and a score per position.
         scratch_size = self.launcher.num_threads * group * (2 * head_dim + plan.max_length)
         scratch = self.launcher.scratch(scratch_size)
+        exponents = cache.k_exponents, cache.v_exponents
         self.launcher.launch(
             dense.attend,
             output.data_ptr(),
@@ -81,6 +82,6 @@ class NumbaAttention:
             self.block_size,
             float_bits(spec.scale),
             plan.max_length if spec.window is None else spec.window,
-            *(part.data_ptr() for part in cache.parts[2:]),
+            *(each.data_ptr() for each in exponents if each is not None),
             cached=cache.k.dtype,
         )

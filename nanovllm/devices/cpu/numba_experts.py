@@ -11,13 +11,26 @@ from torch import Tensor
 
 from nanovllm.devices.cpu.gguf_weights import Pairs
 from nanovllm.devices.cpu.kernels import experts
-from nanovllm.ops.interface import Routing
-from nanovllm.ops.quantized_weight import PanelWeight
-from nanovllm.ops.torch_experts import run_each_expert
+from nanovllm.ops.interface import PackedExperts, Routing
+from nanovllm.ops.quantized_weight import PanelWeight, Weight
+from nanovllm.ops.torch_experts import ComposedExperts, compose_experts, run_each_expert
 from nanovllm.ops.torch_ops import linear
 
 if TYPE_CHECKING:
     from nanovllm.devices.cpu.ops import NumbaOps
+
+
+def pack_experts(ops: NumbaOps, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
+    if isinstance(gate_up, PanelWeight) and isinstance(down, PanelWeight):
+        num_experts = gate_up.num_experts
+        ops.blocks.compile(gate_up, down)
+    elif isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        gate_up, down, num_experts = gate_up.contiguous(), down.contiguous(), len(down)
+    else:
+        return compose_experts(ops, gate_up, down, routing)
+    max_tokens = max(ops.max_expert_rows * num_experts // routing.top_k, ops.max_linear_rows)
+    run = NumbaExperts(ops, gate_up, down, routing, num_experts, max_tokens)
+    return ComposedExperts(ops, run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +47,12 @@ class NumbaExperts:
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         launcher, routing = self.ops.launcher, self.routing
         if len(x) > self.max_tokens:
-            dtype = self.ops.product_dtype
+            dtype = self.ops.matmul_dtype
             return run_each_expert(x, logits, self.num_experts, routing, self._run_expert, dtype)
         num_tokens, hidden = x.shape
         pairs, weights = self._route(logits.contiguous())
         y = self._multiply(x.contiguous(), self.gate_up, pairs)
-        y = self._multiply(self.ops.gate(y, "silu"), self.down, pairs)
+        y = self._multiply(self.ops.act_and_mul(y, "silu"), self.down, pairs)
         out = launcher.empty(num_tokens, hidden)
         addresses = out.data_ptr(), y.data_ptr(), weights.data_ptr()
         launcher.launch(experts.add_choices, *addresses, num_tokens, routing.top_k, hidden)
@@ -82,4 +95,4 @@ class NumbaExperts:
     def _multiply_many(self, x: Tensor, weight: Tensor | PanelWeight, expert: int) -> Tensor:
         if isinstance(weight, PanelWeight):
             return self.ops.blocks.multiply_many(x, weight.of_expert(expert))
-        return linear(x, weight[expert], None, self.ops.product_dtype)
+        return linear(x, weight[expert], None, self.ops.matmul_dtype)

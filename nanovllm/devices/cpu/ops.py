@@ -41,9 +41,9 @@ class NumbaOps:
     def __init__(self, launcher: Launcher, features: CpuFeatures) -> None:
         self.launcher = launcher
         self.can_pack = launcher.dtype in features.packs
-        self.product_dtype = features.product_dtype(launcher.dtype)
-        self.max_linear_rows = MAX_LINEAR_ROWS[self.product_dtype]
-        self.max_expert_rows = MAX_EXPERT_ROWS[self.product_dtype]
+        self.matmul_dtype = features.matmul_dtype(launcher.dtype)
+        self.max_linear_rows = MAX_LINEAR_ROWS[self.matmul_dtype]
+        self.max_expert_rows = MAX_EXPERT_ROWS[self.matmul_dtype]
         self._launch, self._empty = launcher.launch, launcher.empty
         self._blocks: BlockKernels | None = None
 
@@ -118,22 +118,22 @@ class NumbaOps:
             cached=cache.k.dtype,
         )
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(num_rows, size)
         curve = [float_bits(factor) for factor in ACTIVATIONS[activation]]
-        self._launch(dense.gate, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
+        self._launch(dense.act_and_mul, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
         return out
 
     def pack_linear(
-        self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool
     ) -> PackedLinear:
         if isinstance(weight, PanelWeight):
             return ComposedLinear(self, self.blocks.linear(weight, bias), activation)
         if isinstance(weight, QuantizedWeight):
             return compose_linear(self, weight, bias, activation)
         weight = weight.contiguous()
-        run_many = self._pack_many(weight, bias, has_room)
+        run_many = self._pack_many(weight, bias, allow_copy)
         num_out, num_in = weight.shape
         max_rows = self.max_linear_rows
         num_threads = self.launcher.num_threads
@@ -152,26 +152,16 @@ class NumbaOps:
 
         return ComposedLinear(self, run, activation)
 
-    def _pack_many(self, weight: Tensor, bias: Tensor | None, has_room: bool) -> LinearFn:
+    def _pack_many(self, weight: Tensor, bias: Tensor | None, allow_copy: bool) -> LinearFn:
         """Choose the GEMM for many rows; a packed copy pays off only in the GEMM dtype."""
-        if has_room and self.can_pack and self.product_dtype == weight.dtype:
+        if allow_copy and self.can_pack and self.matmul_dtype == weight.dtype:
             return pack_onednn(weight, bias)
-        return lambda x: linear(x, weight, bias, self.product_dtype)
+        return lambda x: linear(x, weight, bias, self.matmul_dtype)
 
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
-        from nanovllm.devices.cpu.numba_experts import NumbaExperts
-        from nanovllm.ops.torch_experts import ComposedExperts, compose_experts
+        from nanovllm.devices.cpu.numba_experts import pack_experts
 
-        if isinstance(gate_up, PanelWeight) and isinstance(down, PanelWeight):
-            num_experts = gate_up.num_experts
-            self.blocks.compile(gate_up, down)
-        elif isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-            gate_up, down, num_experts = gate_up.contiguous(), down.contiguous(), len(down)
-        else:
-            return compose_experts(self, gate_up, down, routing)
-        max_tokens = max(self.max_expert_rows * num_experts // routing.top_k, self.max_linear_rows)
-        run = NumbaExperts(self, gate_up, down, routing, num_experts, max_tokens)
-        return ComposedExperts(self, run)
+        return pack_experts(self, gate_up, down, routing)
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:

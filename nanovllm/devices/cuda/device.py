@@ -69,7 +69,7 @@ class CudaDevice:
     depth = 1
     name = "cuda"
     token_logprobs = staticmethod(logprobs.token_logprobs)
-    keep_allowed = staticmethod(masks.keep_allowed)
+    apply_token_bitmask = staticmethod(masks.apply_token_bitmask)
     persistent: PersistentStep | None = None  # set once a model is loaded
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:

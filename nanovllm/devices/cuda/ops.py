@@ -55,13 +55,13 @@ MAX_PAIR_TOKENS = 4
 class TritonOps:
     embed = staticmethod(TorchOps.embed)
     rope_write = staticmethod(elementwise.rope_write)
-    gate = staticmethod(elementwise.gate)
+    act_and_mul = staticmethod(elementwise.act_and_mul)
 
     def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         return elementwise.rms_norm(hidden, norm), hidden.residual
 
     def pack_linear(
-        self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool
     ) -> PackedLinear:
         if isinstance(weight, QuantizedWeight):
             return pack_quantized(self, weight, bias, activation)
@@ -101,7 +101,7 @@ class CudaLinear:
             return few_rows_linear(x, weight, bias, activation, self.counters)
         dense = weight if isinstance(weight, Tensor) else dequantize(weight, x.dtype)
         y = F.linear(x, dense, bias)
-        return y if activation is None else self.ops.gate(y, activation)
+        return y if activation is None else self.ops.act_and_mul(y, activation)
 
     def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
         assert self.activation is None

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
 from nanovllm.devices.cuda.decode_graphs import DecodeGraphs, GraphKey, Replay
-from nanovllm.devices.cuda.kernels.masks import keep_allowed
+from nanovllm.devices.cuda.kernels.masks import apply_token_bitmask
 from nanovllm.devices.cuda.kernels.token_logprobs import token_logprobs
 from nanovllm.devices.cuda.prefill_graphs import PrefillGraphs
 from nanovllm.engine.step import IntColumn, StepPlan
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 # combination that includes all features it needs.
 CAPTURED_SAMPLING = (
     Sampling.GREEDY,
-    Sampling.NOISE,
-    Sampling.NOISE | Sampling.MIN_P,
-    Sampling.NOISE | Sampling.MIN_P | Sampling.TOP,
+    Sampling.RANDOM,
+    Sampling.RANDOM | Sampling.MIN_P,
+    Sampling.RANDOM | Sampling.MIN_P | Sampling.TOP_K_TOP_P,
 )
 
 # (key of the graph that computes the logits, sampling features, whether a bitmask is applied)
@@ -155,8 +155,8 @@ class CudaSteps:
             if len(logits) == len(self._tokens):
                 shape = len(logits), -(-logits.shape[1] // 32)
                 masks = self.device.readable(self.device.host_memory(shape))
-                keep_allowed(logits, None, masks)  # variant used after prefill
-                keep_allowed(logits, None, masks, step.slots, self.decode.padding)
+                apply_token_bitmask(logits, None, masks)  # variant used after prefill
+                apply_token_bitmask(logits, None, masks, step.slots, self.decode.padding)
                 token_logprobs(logits, self._tokens, 1)
             for sampling in CAPTURED_SAMPLING:
                 self.sampler.sample(step, sampling)  # variant used after prefill
@@ -226,7 +226,7 @@ class CudaSteps:
         host: Tensor,
     ) -> Tensor:
         if masks is not None:
-            keep_allowed(step.values, None, masks, step.slots, self.decode.padding)
+            apply_token_bitmask(step.values, None, masks, step.slots, self.decode.padding)
         return self.sampler.sample(step, sampling, tokens, host)
 
 

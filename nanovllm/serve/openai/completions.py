@@ -12,10 +12,10 @@ from uuid import uuid4
 from nanovllm.engine.logprobs import text_within
 from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.api_records import CompletionRequest, SamplingFields, StreamOptions
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Logprobs, Update
 from nanovllm.serve.http_responses import Event
 from nanovllm.serve.openai.openai_logprobs import prompt_logprobs_by_id, token_bytes
+from nanovllm.serve.protocol import CompletionRequest, SamplingFields, StreamOptions
 from nanovllm.serve.service import Service
 
 DEFAULT_MAX_TOKENS = 16
@@ -23,7 +23,7 @@ _Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 async def create_completion(service: Service, request: CompletionRequest) -> CompletionResponse:
-    """Validate a request completely before generation starts."""
+    """Validate a request; generation starts when the response's events are read."""
     service.check_model(request.model)
     special = request.add_special_tokens
     options = {} if special is None else {"add_special_tokens": special}
@@ -100,7 +100,7 @@ class CompletionResponse(OpenAIResponse):
 
     def __init__(self, service: Service, job: GenerationJob, request: CompletionRequest) -> None:
         super().__init__(service, job, request)
-        self._offsets = [0] * job.num_choices  # characters of each choice so far
+        self._offsets = [0] * job.num_choices  # number of characters of each choice so far
         num_decoders = 0 if request.logprobs is None else job.num_choices
         self._decoders = [_Decoder("replace") for _ in range(num_decoders)]
 
@@ -135,7 +135,7 @@ class CompletionResponse(OpenAIResponse):
         return choice
 
     def _echo(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
-        """Return the prompt's text and the space that the first output token loses on its own."""
+        """Return the prompt's text, plus a space if decoding the first output token drops it."""
         tokenizer = self.service.tokenizer
         echo = str(tokenizer.decode(prompt, skip_special_tokens=False))
         if not token_ids:
@@ -175,7 +175,7 @@ class CompletionResponse(OpenAIResponse):
 
 
 def _logprobs_by_text(entry: dict[int, Logprob]) -> dict[str, float]:
-    """Return the top logprobs and the sampled token's, keyed by text; the likeliest text wins."""
+    """Return logprobs keyed by text; among tokens with the same text, the most likely one wins."""
     logprobs: dict[str, float] = {}
     for logprob in sorted(entry.values(), key=lambda each: each.rank):
         logprobs.setdefault(logprob.decoded_token or "", logprob.logprob)

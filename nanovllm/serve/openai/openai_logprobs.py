@@ -17,7 +17,8 @@ TokenLogprobs = tuple[int, dict[int, Logprob]]  # sampled token id, and logprobs
 Entry = Callable[[], dict[str, Any]]
 
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's byte fallback
-_PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))  # GPT-2 maps these to themselves
+# GPT-2's byte-level BPE maps these bytes to themselves, and the others to characters from 256 on.
+_PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTED)
 _BYTE_LEVEL = {
     **{chr(byte): byte for byte in _PRINTED},
@@ -28,7 +29,7 @@ _BYTE_LEVEL = {
 def logprob_entries(
     tokenizer: PreTrainedTokenizerBase, tokens: Iterable[TokenLogprobs], num_top: int
 ) -> list[Entry]:
-    """Return the logprobs of tokens in the format of chats and responses."""
+    """Return the logprobs of tokens in the format of the chat and Responses APIs."""
 
     def entry(token_id: int, known: dict[int, Logprob]) -> dict[str, Any]:
         top = [
@@ -66,7 +67,7 @@ def prompt_logprobs_by_id(
 def covering(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[TokenLogprobs], text: str
 ) -> Sequence[TokenLogprobs]:
-    """Return the last tokens that make up a text; this excludes a marker's tokens before it."""
+    """Return the trailing tokens that make up `text`, without those of a marker before it."""
     num_bytes, start = len(text.encode("utf-8", "replace")), len(tokens)
     while start > 0 and num_bytes > 0:
         start -= 1
@@ -76,7 +77,7 @@ def covering(
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, text: str) -> bytes:
-    """Return the bytes of a token; its text alone has U+FFFD for incomplete characters."""
+    """Return the bytes of a token; its text has U+FFFD in place of an incomplete character."""
     if REPLACEMENT in text:
         (written,) = tokenizer.convert_ids_to_tokens([token_id])
         if found := _FALLBACK.fullmatch(written):

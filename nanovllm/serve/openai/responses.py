@@ -12,20 +12,20 @@ from pydantic import Field
 
 from nanovllm.engine.conversations import text_of
 from nanovllm.errors import NanovllmError, RequestError
-from nanovllm.serve.api_records import (
-    MAX_TOP_LOGPROBS,
-    ChatRequest,
-    IgnoredFields,
-    Listed,
-    as_record,
-    nested,
-)
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import message_of
 from nanovllm.serve.http_responses import Event
 from nanovllm.serve.openai.openai_logprobs import Entry, TokenLogprobs, covering, logprob_entries
 from nanovllm.serve.parsing.events import BlockDelta, BlockStart, BlockStop
 from nanovllm.serve.prepare_chat import prepare_chat
+from nanovllm.serve.protocol import (
+    MAX_TOP_LOGPROBS,
+    ChatRequest,
+    IgnoredFields,
+    Listed,
+    as_api_model,
+    nested,
+)
 from nanovllm.serve.service import Service
 from nanovllm.validation import require
 
@@ -36,13 +36,13 @@ INCLUDED_LOGPROBS = "message.output_text.logprobs"
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_TYPES = ("input_text", "output_text", "text")
 REASONING_TYPES = ("reasoning_text", "summary_text")
-# By kind of content block: the prefix of an item's id, and its initial fields.
+# Kind of content block -> (prefix of its item's id, initial fields of the item).
 ITEMS: dict[str, tuple[str, Event]] = {
     "text": ("msg_", {"type": "message", "role": "assistant", "content": []}),
     "reasoning": ("rs_", {"type": "reasoning", "summary": [], "content": []}),
     "tool_call": ("fc_", {"type": "function_call", "arguments": ""}),
 }
-# By kind of content block: the type of its content.
+# Kind of content block -> type of its content.
 CONTENT = {
     "text": "output_text",
     "reasoning": "reasoning_text",
@@ -52,7 +52,7 @@ CONTENT = {
 
 async def create_response(service: Service, request: ResponsesRequest) -> ResponsesResponse:
     job = await prepare_chat(service, request.chat(), "input")
-    if request.has_logprobs:  # only streaming shows which content block a token belongs to
+    if request.has_logprobs:  # only streamed updates tell which content block a token belongs to
         job = replace(job, is_streaming=True)
     return ResponsesResponse(service, job, request)
 
@@ -139,7 +139,7 @@ class ResponsesResponse(ApiResponse):
 
     def _start(self, block: BlockStart) -> Iterator[Event]:
         self._kind, self._text = block.kind, ""
-        self._logprobs: list[TokenLogprobs] = []  # of the block's text, if requested
+        self._logprobs: list[TokenLogprobs] = []  # logprobs of the block's text, if requested
         prefix, fields = ITEMS[block.kind]
         self._item = {"id": prefix + uuid4().hex, "status": "in_progress", **fields}
         self._place = {"item_id": self._item["id"], "output_index": block.index}
@@ -245,7 +245,7 @@ class ResponsesRequest(IgnoredFields):
             "tool_choice": _tool_choice(self.tool_choice),
             "response_format": nested(self.text.get("format"), "json_schema"),
         }
-        return as_record(ChatRequest, fields)
+        return as_api_model(ChatRequest, fields)
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> Any:

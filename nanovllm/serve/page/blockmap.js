@@ -14,6 +14,7 @@ export class BlockMap {
     this.detail = detail;
     this.pointed = null;
     this.chosen = null; // the sequence whose blocks are highlighted
+    this.marked = null; // or a list of blocks
     pointable(
       canvas,
       (x, y) => this.blockAt(x, y),
@@ -72,14 +73,14 @@ export class BlockMap {
     const { size, gap } = this.grid;
     const [x, y, wide] = this.box(block);
     const side = size - gap;
+    const isFaded = this.marked ? !this.marked.includes(block) : this.isOther(owners);
     if (!owners) {
       context.fillStyle = this.state.cached[block] ? colors.cached : colors.free;
-      context.globalAlpha = this.chosen === null ? 1 : 0.4;
+      context.globalAlpha = isFaded ? 0.4 : 1;
       context.fillRect(x, y, wide, side);
       context.globalAlpha = 1;
       return;
     }
-    const isFaded = this.chosen !== null && owners.every(([sequence]) => sequence.id !== this.chosen);
     const width = wide / Math.min(owners.length, 3);
     owners.slice(0, 3).forEach((owner, index) => {
       const height = side * filled(this.state, owner);
@@ -91,6 +92,11 @@ export class BlockMap {
     });
     context.globalAlpha = 1;
     if (owners.length > 1 && size > 8 && !isFaded) this.drawDot(context, x + wide / 2, y + side / 2, colors.mark);
+  }
+
+  /** Return whether a sequence is highlighted that does not hold the block. */
+  isOther(owners) {
+    return this.chosen !== null && !owners?.some(([sequence]) => sequence.id === this.chosen);
   }
 
   drawDot(context, x, y, color) {

@@ -5,7 +5,8 @@ import { BlockMap } from "./blockmap.js";
 import { Sparkline, Timeline } from "./charts.js";
 import { find, make, setText } from "./elements.js";
 import { Pace } from "./pace.js";
-import { apply, counts, holders, hue, running } from "./state.js";
+import { apply, counts, holders, hue, running, shownText } from "./state.js";
+import { StepMode } from "./stepmode.js";
 
 const MAX_ROWS = 64;
 const SAMPLE_MS = 500;
@@ -22,6 +23,7 @@ export class Engine {
       hits: new Sparkline(find("hits-line"), 1),
       usage: new Sparkline(find("usage-line"), 1),
     };
+    this.stepMode = new StepMode((blocks) => ((this.map.marked = blocks), this.pace.askNow()));
     this.rows = new Map(); // elements of running sequences, keyed by id
     this.totals = []; // output tokens, one entry per sample
     this.pace = new Pace(() => this.draw());
@@ -43,8 +45,10 @@ export class Engine {
       for await (const event of events(`engine/events${this.query}`, { signal: controller.signal })) {
         this.setEngine(event);
         this.state = apply(this.state, event);
-        this.setStatus("live", "live");
-        this.drawSoon();
+        const status = event.paused ? "paused" : "live";
+        this.setStatus(status, status);
+        if (event.paused) this.pace.askNow();
+        else this.drawSoon();
       }
       throw new ApiFailure("the server closed the connection", 0);
     } catch (error) {
@@ -84,7 +88,7 @@ export class Engine {
     if (status.dataset.state === state && status.textContent === text) return;
     status.dataset.state = state;
     status.textContent = text;
-    if (state === "live") find("failure").hidden = true;
+    if (state !== "dead") find("failure").hidden = true;
   }
 
   drawSoon() {
@@ -108,6 +112,7 @@ export class Engine {
     const zoom = this.map.numShown < state.numBlocks ? ` · zoomed to ${this.map.numShown}` : "";
     setText(find("map-size"), `${state.numBlocks} blocks of ${state.blockSize} tokens${zoom}`);
     find("map").setAttribute("aria-label", `KV cache: ${number.held} blocks held, ${number.shared} of them shared, ${number.cached} cached, ${number.free} free`);
+    this.stepMode.draw(state);
     this.drawSamples();
     this.drawNumbers();
     this.drawRunning();
@@ -140,6 +145,7 @@ export class Engine {
         find("running").append(this.rows.get(sequence.id).item);
       }
       updateRow(this.rows.get(sequence.id), sequence);
+      setText(this.rows.get(sequence.id).words, this.words(sequence.id));
     }
     find("running").dataset.more = shown.length > MAX_ROWS ? `and ${shown.length - MAX_ROWS} more` : "";
   }
@@ -150,7 +156,8 @@ export class Engine {
     const answer = make("span", { className: "bar" }, bars[2]);
     const amounts = make("span", { className: "amounts" });
     const item = make("li", { tabIndex: 0 }, make("b", { className: "swatch" }, `#${id}`));
-    item.append(make("span", { className: "bars" }, prompt, answer), amounts);
+    const words = make("span", { className: "words" });
+    item.append(make("span", { className: "bars" }, prompt, answer), amounts, words);
     item.dataset.id = id;
     item.dataset.tip = "";
     item.tip = () => describeRow(this.state?.sequences.get(id));
@@ -158,7 +165,13 @@ export class Engine {
     const choose = (id) => () => ((this.map.chosen = id), this.pace.askNow());
     item.onpointerenter = item.onfocus = choose(id);
     item.onpointerleave = item.onblur = choose(null);
-    return { item, bars, amounts };
+    return { item, bars, amounts, words };
+  }
+
+  /** Return the first words of a prompt; only a paused engine sends them. */
+  words(id) {
+    const text = this.state.paused?.prompts[id];
+    return text ? shownText(text) : "";
   }
 
   drawQueue() {
@@ -168,6 +181,7 @@ export class Engine {
       item.dataset.id = id;
       if (status === "preempted") item.append(` · preempted after ${tokens - prompt}`);
       if (status === "postponed") item.append(" · waits for its grammar");
+      if (this.words(id)) item.append(make("span", { className: "words" }, this.words(id)));
       return item;
     });
     const list = find("queue");

@@ -111,6 +111,10 @@ async function attempt(action) {
 const send = (prompt, maxTokens) =>
   attempt(() => request("v1/completions", { body: { prompt, max_tokens: maxTokens, ignore_eos: true } }));
 
+const control = (action) => attempt(() => request(`engine/${action}?engine=${engine.number}`, { body: {} }));
+find("pause").onclick = () => control(engine.state.paused ? "resume" : "pause");
+find("step").onclick = () => ((find("step").disabled = true), control("step")); // until the next snapshot
+
 const WORDS = "block token cache step prompt answer batch queue engine page share read write wait run".split(" ");
 const words = (number, salt) => Array.from({ length: number }, (_, i) => WORDS[(i * (salt + 7) + ((i * i) % 11)) % WORDS.length]).join(" ");
 const salt = () => Math.floor(Math.random() * 1000);

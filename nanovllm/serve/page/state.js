@@ -2,13 +2,15 @@
 
 const SEQUENCE = ["id", "status", "prompt", "most", "cached", "computed", "tokens", "arrival", "blocks"];
 const STEP = ["begin", "schedule", "submit", "wait", "commit", "deviceBegin", "device", "prompt", "answer", "rows"];
+const CHANGE = ["kind", "function", "id", "blocks", "note", "text"];
 export const MAX_STEPS = 400;
 
 const named = (names, row) => Object.fromEntries(names.map((name, i) => [name, row[i]]));
 
-/** Return the state after an event, which is a full snapshot; only steps are kept from the old state. */
+/** Return the state after an event, which is a full snapshot; steps and the last changes are kept. */
 export function apply(state, event) {
   const steps = event.steps.map((row) => named(STEP, row));
+  const changes = event.paused?.changes.map((row) => named(CHANGE, row)) ?? null;
   return {
     numBlocks: event.num_blocks,
     blockSize: event.block_size,
@@ -19,6 +21,9 @@ export function apply(state, event) {
     cached: Uint8Array.from(atob(event.cached), (flag) => flag.charCodeAt(0)), // 1 for a cached block
     steps: [...(state?.steps ?? []), ...steps].slice(-MAX_STEPS),
     stats: event.stats,
+    allowPause: event.allow_pause,
+    paused: event.paused, // null, or the text of blocks and prompts
+    changes: changes?.length === 0 ? (state?.changes ?? changes) : changes,
     time: event.time,
   };
 }
@@ -52,9 +57,11 @@ export function filled(state, [sequence, index]) {
 
 export function describeBlock(state, block, held = holders(state)) {
   const owners = held.get(block) ?? [];
+  const text = state.paused?.blocks[block];
+  const content = text ? ` ${shownText(text)}` : "";
   if (owners.length === 0) {
     return state.cached[block]
-      ? `Block ${block}: cached. No sequence holds it; a prompt with the same prefix will reuse it.`
+      ? `Block ${block}: cached. No sequence holds it; a prompt with the same prefix will reuse it.${content}`
       : `Block ${block}: free.`;
   }
   const names = owners.map(([sequence]) => `#${sequence.id}`);
@@ -62,7 +69,7 @@ export function describeBlock(state, block, held = holders(state)) {
   const where = `tokens ${first} to ${first + state.blockSize - 1} of ${joined(names)}`;
   const full = `${Math.round(100 * Math.max(...owners.map((owner) => filled(state, owner))))}% computed`;
   const shared = owners.length > 1 ? ". Shared: computed once, read by all of them" : "";
-  return `Block ${block}: ${where}, ${full}${shared}.`;
+  return `Block ${block}: ${where}, ${full}${shared}.${content}`;
 }
 
 export function describeStep(step) {
@@ -76,6 +83,19 @@ const ms = (us) => (us < 10_000 ? `${(us / 1000).toFixed(2)} ms` : `${Math.round
 function joined(names) {
   const shown = names.length > 6 ? [...names.slice(0, 5), `${names.length - 5} others`] : names;
   return shown.length > 1 ? `${shown.slice(0, -1).join(", ")} and ${shown.at(-1)}` : shown[0];
+}
+
+/** Quote text on one line. */
+export const shownText = (text) => `“${text.replaceAll("\n", "⏎")}”`;
+
+/** Return numbers as ranges: 3 to 5, 9. */
+export function asRanges(numbers) {
+  const ranges = [];
+  for (const number of numbers) {
+    if (ranges.at(-1)?.[1] === number - 1) ranges.at(-1)[1] = number;
+    else ranges.push([number, number]);
+  }
+  return ranges.map(([first, last]) => (first === last ? `${first}` : `${first} to ${last}`)).join(", ");
 }
 
 /** Return a hue; consecutive ids get distant hues. */

@@ -33,7 +33,8 @@ export function startTips() {
   document.addEventListener("pointerdown", follow);
   document.addEventListener("focusin", follow);
   document.addEventListener("focusout", hide);
-  document.addEventListener("scroll", (event) => event.target.contains(owner) && hide(), true);
+  // The focus may itself scroll; the tip is placed later than that.
+  document.addEventListener("scroll", (event) => !tip.hidden && event.target.contains(owner) && hide(), true);
   document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
 }
 

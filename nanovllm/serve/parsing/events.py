@@ -10,7 +10,7 @@ Kind = Literal["text", "reasoning", "tool_call"]
 
 @dataclass(frozen=True, slots=True)
 class BlockStart:
-    index: int  # index of the content block in its completion; the previous one has stopped
+    index: int  # index of the content block in its completion; the previous block has stopped
     kind: Kind
     call_id: str = ""
     name: str = ""  # name of the called tool
@@ -18,7 +18,7 @@ class BlockStart:
 
 @dataclass(frozen=True, slots=True)
 class BlockDelta:
-    """A piece of a content block; the pieces of a complete tool call form a JSON object."""
+    """New text of a content block; the deltas of a complete tool call form a JSON object."""
 
     index: int
     kind: Kind
@@ -27,7 +27,7 @@ class BlockDelta:
 
 @dataclass(frozen=True, slots=True)
 class BlockStop:
-    """The end of a content block; it is incomplete if it was cut off or its JSON is invalid."""
+    """The end of a content block, which is incomplete if it was cut off or its JSON is invalid."""
 
     index: int
     kind: Kind

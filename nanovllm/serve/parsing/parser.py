@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from nanovllm.engine.detokenizer import num_held
 from nanovllm.serve.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop, Kind
-from nanovllm.serve.parsing.formats import Frame, ReasoningFormat, ToolFormat
+from nanovllm.serve.parsing.formats import ReasoningFormat, ToolCallSyntax, ToolFormat
 from nanovllm.serve.parsing.reader import Reader, Waits
 from nanovllm.serve.parsing.tools import Tool, as_json, is_json
 
@@ -47,16 +47,16 @@ class OutputParser:
     ) -> None:
         # Longer names come first because a shorter one may be their prefix.
         self._tools = {tool.name: tool for tool in sorted(tools, key=lambda each: -len(each.name))}
-        self._frames = tool_format.frames if tool_format and tools else ()
-        self._openings = tuple(dict.fromkeys(frame.opening for frame in self._frames))
+        self._syntaxes = tool_format.syntaxes if tool_format and tools else ()
+        self._openings = tuple(dict.fromkeys(syntax.opening for syntax in self._syntaxes))
         self._reasoning_format = reasoning_format
         self._starts_in_reasoning = starts_in_reasoning
         self._has_content = has_content
         self._new_id = new_id
-        self.has_reasoning = False  # final once the text has ended
+        self.has_reasoning = False  # may still change until the text has ended
         self._has_calls = False
-        self._blank: str | None = ""  # leading whitespace of content; None after other content
-        self._newlines = ""  # newlines of reasoning, held back because they may be its last
+        self._blank: str | None = ""  # leading whitespace held back; None after other content
+        self._newlines = ""  # newlines held back because they may be the end of the reasoning
         self._num_blocks = 0
         self._open: Kind | None = None  # kind of the content block that has not stopped yet
         self._texts: list[str] = []  # pieces of the open block since the last event
@@ -71,7 +71,7 @@ class OutputParser:
         return self._take()
 
     def finish(self, is_complete: bool = True) -> list[BlockEvent]:
-        """Return the last events; a completion that was cut off has an incomplete last block."""
+        """Return the last events; the last block is incomplete if the completion was cut off."""
         self._reader.close()
         for _ in self._coroutine:
             raise AssertionError("the coroutine waits for text after its end")
@@ -145,13 +145,13 @@ class OutputParser:
         self._delta("text", text)
 
     def _read_calls(self, opening: str) -> Waits[None]:
-        """Read tool calls at an opening; if there is none, emit the text up to the mismatch."""
+        """Read tool calls; if none is valid, emit the text up to the furthest mismatch."""
         reader = self._reader
         start = reader.pos
         furthest = start + len(opening)
-        for frame in self._frames:
+        for syntax in self._syntaxes:
             reader.pos = start
-            if (yield from self._read_frame(frame)):
+            if (yield from self._read_syntax(syntax)):
                 return
             furthest = max(furthest, reader.pos)
         reader.pos = furthest
@@ -159,42 +159,42 @@ class OutputParser:
         reader.pos -= num_held(reader.since(start)[len(opening) :], self._openings)
         self._emit_content(reader.since(start))
 
-    def _read_frame(self, frame: Frame) -> Waits[bool]:
+    def _read_syntax(self, syntax: ToolCallSyntax) -> Waits[bool]:
         reader = self._reader
-        if not (yield from reader.accept_all(frame.begin)):
+        if not (yield from reader.accept_all(syntax.begin)):
             return False
-        if not (yield from self._read_call(frame)):
+        if not (yield from self._read_call(syntax)):
             return False
         is_call = True
         while is_call:
             after_call = reader.pos
-            yield from reader.accept_all(frame.separator)
-            is_call = yield from self._read_call(frame)
+            yield from reader.accept_all(syntax.separator)
+            is_call = yield from self._read_call(syntax)
         reader.pos = after_call
-        yield from reader.accept_all(frame.end, or_cut=True)
+        yield from reader.accept_all(syntax.end, or_cut=True)
         return True
 
-    def _read_call(self, frame: Frame) -> Waits[bool]:
-        """Read a call up to the end of its arguments; return False if there is none."""
+    def _read_call(self, syntax: ToolCallSyntax) -> Waits[bool]:
+        """Read one call; return False if there is none."""
         reader = self._reader
-        if not (yield from reader.accept_all(frame.call_begin)):
+        if not (yield from reader.accept_all(syntax.call_begin)):
             return False
-        if frame.after_name is None:
+        if syntax.after_name is None:
             return (yield from self._read_object())
         yield from reader.skip(str.isspace)
         name = yield from reader.accept_any(self._tools)
-        if not name or not (yield from reader.accept_all(frame.after_name)):
+        if not name or not (yield from reader.accept_all(syntax.after_name)):
             return False
-        if frame.arguments == "tags":
-            yield from self._read_tags(self._tools[name], frame.call_end)
+        if syntax.arguments == "tags":
+            yield from self._read_tags(self._tools[name], syntax.call_end)
             return True
         is_call = yield from self._read_arguments(name)
         if is_call:
-            yield from reader.accept_all(frame.call_end, or_cut=True)
+            yield from reader.accept_all(syntax.call_end, or_cut=True)
         return is_call
 
     def _read_object(self) -> Waits[bool]:
-        """Read a call that is a JSON object; its arguments are streamed if the name is first."""
+        """Read a call that is a JSON object; stream its arguments if the name comes first."""
         reader, start = self._reader, self._reader.pos
         name = ""
         if (yield from reader.accept_all('{ "name" : "')):
@@ -232,7 +232,7 @@ class OutputParser:
         return True
 
     def _read_rest_of_object(self) -> Waits[None]:
-        """Read what follows the arguments, such as an id, as far as it is valid."""
+        """Read the fields after the arguments, such as an id, as far as they are valid."""
         reader = self._reader
         end = reader.pos
         has_more = yield from reader.accept_all(",")
@@ -250,7 +250,7 @@ class OutputParser:
         return True
 
     def _read_json(self, sink: Callable[[str], None], before: str = "") -> Waits[bool]:
-        """Read a JSON object, or the rest of one, to its end; return False if it is invalid."""
+        """Read a JSON object, or the rest of one after `before`; return False if it is invalid."""
         reader = self._reader
         pieces = [before]
         depth, in_string, is_escaped = len(before[:1]), False, False
@@ -277,7 +277,7 @@ class OutputParser:
         return False
 
     def _read_tags(self, tool: Tool, call_end: str) -> Waits[None]:
-        """Read all `<parameter=key>value</parameter>`, and emit them as a JSON object."""
+        """Read all `<parameter=key>value</parameter>` tags, and emit them as a JSON object."""
         self._begin_call(tool.name)
         emit = partial(self._delta, "tool_call")
         emit("{")
@@ -306,7 +306,7 @@ class OutputParser:
         return ""
 
     def _read_value(self, types: frozenset[str], emit: Callable[[str], None]) -> Waits[bool]:
-        """Read a value up to its closing tag; return False if the tag is missing."""
+        """Read a value up to its closing tag or the next tag; return False if there is neither."""
         reader = self._reader
         yield from reader.accept("\n")
         if types <= {"string"}:

@@ -1,6 +1,6 @@
-"""A reader of text that arrives in pieces; coroutines wait where more text is needed.
+"""A reader of text that arrives in pieces; its coroutines yield when they need more text.
 
-Their decisions depend only on the text, never on how it was split into pieces.
+Their results depend only on the text, never on how it was split into pieces.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeVar
 from nanovllm.engine.detokenizer import num_held
 
 T = TypeVar("T")
-Waits = Generator[None, None, T]  # yields for more text, and returns a T
+Waits = Generator[None, None, T]  # yields when it needs more text, and finally returns a T
 
 
 class Reader:
@@ -84,7 +84,7 @@ class Reader:
         return ""
 
     def accept_all(self, words: str, or_cut: bool = False) -> Waits[bool]:
-        """Consume all words, with optional whitespace before each; `*` is letters and digits."""
+        """Consume all words, each after optional whitespace; `*` matches letters and digits."""
         start = self.pos
         for word in words.split():
             yield from self.skip(str.isspace)
@@ -96,7 +96,7 @@ class Reader:
         return True
 
     def until(self, stops: Sequence[str], sink: Callable[[str], None]) -> Waits[str]:
-        """Pass text to the sink up to a stop, which is returned; an empty string at the end."""
+        """Pass the text before the next stop to the sink; return the stop, or "" at the end."""
         pattern = re.compile("|".join(map(re.escape, stops)) or "(?!)")
         while True:
             start = self.pos - self._start

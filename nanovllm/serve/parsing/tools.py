@@ -1,4 +1,4 @@
-"""The tools of a request, and conversion of their arguments to JSON by schema."""
+"""The tools of a request, and conversion of their arguments to JSON according to the schema."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanovllm.validation import require
 Schema = Mapping[str, Any]
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
-MAX_DEPTH = 16  # maximum nesting of schemas, references included
+MAX_DEPTH = 16  # maximum nesting of schemas, including references
 JSON_TYPES: dict[type, tuple[str, ...]] = {
     type(None): ("null",),
     bool: ("boolean",),
@@ -33,7 +33,7 @@ class Tool:
     is_strict: bool = False
 
     def types(self, parameter: str) -> frozenset[str]:
-        """Return the JSON types that the schema allows; empty if it does not specify any."""
+        """Return the JSON types that the schema allows for a parameter; empty if unspecified."""
         properties = self.parameters.get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
         return frozenset(_types(schema, self.parameters, set()))
@@ -85,7 +85,7 @@ def _read_tool(entry: Any, param: str) -> Tool:
 
 
 def _types(schema: Any, root: Schema, followed: set[str], depth: int = 0) -> Iterator[str]:
-    """Yield the types of a schema; each reference is followed once, as schemas may be recursive."""
+    """Yield a schema's types; each reference is followed once because schemas can be recursive."""
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return
     yield from [schema["type"]] if isinstance(schema.get("type"), str) else listed(schema, "type")

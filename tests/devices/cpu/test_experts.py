@@ -39,7 +39,7 @@ def make_ops(dtype: torch.dtype) -> NumbaOps:
 @DTYPES
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_equals_the_reference(layer: Layer, dtype: torch.dtype) -> None:
-    reference = TorchOps(find_cpu_features().product_dtype(dtype))
+    reference = TorchOps(find_cpu_features().matmul_dtype(dtype))
     x, logits = layer.inputs(dtype)
     before = x.clone(), logits.clone()
     got, want = (

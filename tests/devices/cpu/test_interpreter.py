@@ -15,7 +15,7 @@ import torch
 from numba.core import caching
 
 from nanovllm.devices.cpu.kernels import interpreter
-from nanovllm.devices.cpu.kernels.simd import kernel
+from nanovllm.devices.cpu.kernels.intrinsics import kernel
 
 
 @kernel

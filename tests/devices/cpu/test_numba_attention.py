@@ -45,15 +45,13 @@ def make_backend(request: pytest.FixtureRequest) -> MakeBackend:
 
 
 def build_backend(name: str, block_size: int, dtype: torch.dtype) -> Backend:
-    product_dtype = FEATURES.product_dtype(dtype)
+    matmul_dtype = FEATURES.matmul_dtype(dtype)
     if name == "plain torch":
-        return Backend(TorchOps(), SdpaAttention(block_size, product_dtype))
+        return Backend(TorchOps(), SdpaAttention(block_size, matmul_dtype))
     launcher = make_launcher(dtype, torch.get_num_threads())
     if name == "sdpa":
-        return Backend(NumbaOps(launcher, FEATURES), SdpaAttention(block_size, product_dtype))
-    return Backend(
-        NumbaOps(launcher, FEATURES), NumbaAttention(block_size, launcher, product_dtype)
-    )
+        return Backend(NumbaOps(launcher, FEATURES), SdpaAttention(block_size, matmul_dtype))
+    return Backend(NumbaOps(launcher, FEATURES), NumbaAttention(block_size, launcher, matmul_dtype))
 
 
 @cache

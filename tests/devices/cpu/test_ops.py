@@ -80,24 +80,24 @@ def test_linear_of_integers_is_exact(shape: tuple[int, int], dtype: torch.dtype)
     ops = make_ops(dtype)
     weight = make_integers(*shape, dtype=dtype)
     for bias in (None, make_integers(shape[0], dtype=dtype, seed=1)):
-        for has_room in (True, False):
-            linear = ops.pack_linear(weight.clone(), bias, None, has_room)
+        for allow_copy in (True, False):
+            linear = ops.pack_linear(weight.clone(), bias, None, allow_copy)
             for num_rows in NUM_ROWS:
                 x = make_integers(num_rows, shape[1], dtype=dtype, seed=num_rows)
                 want = exact_linear(x, weight, bias).to(dtype)
-                assert torch.equal(linear(x), want), (bias is None, has_room, num_rows)
+                assert torch.equal(linear(x), want), (bias is None, allow_copy, num_rows)
 
 
 @DTYPES
-@pytest.mark.parametrize("has_room", [True, False], ids=["room", "no-room"])
+@pytest.mark.parametrize("allow_copy", [True, False], ids=["room", "no-room"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("shape", [*SHAPES, (576, 1536)], ids=str)
 def test_linear_is_as_close_as_float32_sums(
-    shape: tuple[int, int], has_bias: bool, has_room: bool, dtype: torch.dtype
+    shape: tuple[int, int], has_bias: bool, allow_copy: bool, dtype: torch.dtype
 ) -> None:
     weight = make(*shape, dtype=dtype)
     bias = make(shape[0], dtype=dtype, seed=1) if has_bias else None
-    linear = make_ops(dtype).pack_linear(weight.clone(), bias, None, has_room)
+    linear = make_ops(dtype).pack_linear(weight.clone(), bias, None, allow_copy)
     for num_rows in NUM_ROWS:
         x = make(num_rows, shape[1], dtype=dtype, seed=num_rows)
         got, want = linear(x), exact_linear(x, weight, bias)
@@ -108,14 +108,14 @@ def test_linear_is_as_close_as_float32_sums(
 
 
 @DTYPES
-@pytest.mark.parametrize("has_room", [True, False], ids=["room", "no-room"])
-def test_linear_takes_views_and_strided_inputs(has_room: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("allow_copy", [True, False], ids=["room", "no-room"])
+def test_linear_takes_views_and_strided_inputs(allow_copy: bool, dtype: torch.dtype) -> None:
     """A weight may be a slice of a merged one; x may be a slice of a wider activation."""
     rows, columns = make_integers(96, 48, dtype=dtype), make_integers(48, 96, dtype=dtype)
     bias = make_integers(128, dtype=dtype, seed=1)[32:96]
     wide = make_integers(40, 96, dtype=dtype, seed=2)
     for weight in (rows[16:80], columns.t()[16:80], make_integers(64, 60, dtype=dtype)[:, 5:53]):
-        linear = make_ops(dtype).pack_linear(weight, bias, None, has_room)
+        linear = make_ops(dtype).pack_linear(weight, bias, None, allow_copy)
         for num_rows in (1, 6, 40):
             for x in (wide[:num_rows, 24:72], wide.t()[:48, :num_rows].t()):
                 want = exact_linear(x, weight, bias).to(dtype)
@@ -123,14 +123,14 @@ def test_linear_takes_views_and_strided_inputs(has_room: bool, dtype: torch.dtyp
 
 
 @DTYPES
-@pytest.mark.parametrize("has_room", [True, False], ids=["room", "no-room"])
+@pytest.mark.parametrize("allow_copy", [True, False], ids=["room", "no-room"])
 def test_linear_keeps_the_weight_and_leaves_it_as_it_was(
-    has_room: bool, dtype: torch.dtype
+    allow_copy: bool, dtype: torch.dtype
 ) -> None:
     weight, bias = make_integers(96, 64, dtype=dtype), make_integers(96, dtype=dtype, seed=1)
     kept = weight.clone(), bias.clone()
-    shared = make_ops(dtype).pack_linear(weight, bias, None, has_room)
-    alone = make_ops(dtype).pack_linear(weight.clone(), bias.clone(), None, has_room)
+    shared = make_ops(dtype).pack_linear(weight, bias, None, allow_copy)
+    alone = make_ops(dtype).pack_linear(weight.clone(), bias.clone(), None, allow_copy)
     gc.collect()
     junk = [torch.full_like(weight, math.nan) for _ in range(8)]  # takes memory that was freed
     for num_rows in (1, 16, 33):
@@ -194,7 +194,7 @@ def test_norm_of_a_sum(num_rows: int, dim: int, dtype: torch.dtype) -> None:
 @ACTIVATIONS
 def test_gate(num_rows: int, dim: int, dtype: torch.dtype, activation: Activation) -> None:
     gate_up = 4 * make(num_rows, 2 * dim, dtype=dtype)
-    got, want = (ops.gate(gate_up, activation) for ops in (make_ops(dtype), torch_ops))
+    got, want = (ops.act_and_mul(gate_up, activation) for ops in (make_ops(dtype), torch_ops))
     assert_gated(got, want, gate_up, activation)
 
 
@@ -207,7 +207,7 @@ def test_gate_of_any_size_of_number(dtype: torch.dtype, activation: Activation) 
     gates = torch.cat((gates, torch.linspace(-110, 110, 881).to(dtype)))
     for up in (1.0, -2.0, 1e-30, 1e30, 3e38):
         gate_up = torch.cat((gates, torch.full_like(gates, up)))[None]
-        got, want = (ops.gate(gate_up, activation) for ops in (make_ops(dtype), torch_ops))
+        got, want = (ops.act_and_mul(gate_up, activation) for ops in (make_ops(dtype), torch_ops))
         assert not got.isnan().any()
         is_tiny = want.abs() < abs(up) * 1e-34  # silu below -84 may underflow early
         kept = torch.cat((gates[None][~is_tiny], torch.full_like(gates, up)[None][~is_tiny]))
@@ -235,7 +235,7 @@ def test_gate_lets_nan_and_infinity_through(dtype: torch.dtype) -> None:
     gates = torch.tensor([math.nan, math.inf, -math.inf, 1.0, 1.0, 0.0, -1e4]).to(dtype)
     ups = torch.tensor([1.0, 1.0, 1.0, math.nan, math.inf, math.inf, -math.inf]).to(dtype)
     gate_up = torch.cat((gates, ups))[None]
-    got, want = (ops.gate(gate_up, "silu") for ops in (make_ops(dtype), torch_ops))
+    got, want = (ops.act_and_mul(gate_up, "silu") for ops in (make_ops(dtype), torch_ops))
     torch.testing.assert_close(got, want, equal_nan=True, rtol=2.0**-7, atol=0)
 
 
@@ -331,7 +331,7 @@ def add_norm_rows(ops: NumbaOps, x: Tensor) -> Tensor:
 
 
 def gate_rows(ops: NumbaOps, x: Tensor) -> Tensor:
-    return ops.gate(x, "silu")
+    return ops.act_and_mul(x, "silu")
 
 
 def linear_rows(ops: NumbaOps, x: Tensor) -> Tensor:

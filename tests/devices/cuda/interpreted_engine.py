@@ -73,7 +73,7 @@ class InterpretedDevice(RunAgain, CpuDevice):
     warm_up, compile_ahead = CudaDevice.warm_up, CudaDevice.compile_ahead
     uses_graphs = CudaDevice.uses_graphs
     token_logprobs = staticmethod(CudaDevice.token_logprobs)
-    keep_allowed = staticmethod(CudaDevice.keep_allowed)
+    apply_token_bitmask = staticmethod(CudaDevice.apply_token_bitmask)
     _max_tokens, _step_bytes = CudaDevice._max_tokens, 0
     _count_graph_bytes = CudaDevice._count_graph_bytes
 

@@ -27,8 +27,7 @@ from nanovllm.devices.cpu.kernels.block_types import (
     broadcast,
 )
 from nanovllm.devices.cpu.kernels.interpreter import ZERO_OF, Compiler, hash_sources
-from nanovllm.devices.cpu.kernels.simd import (
-    LINE_BYTES,
+from nanovllm.devices.cpu.kernels.intrinsics import (
     as_float,
     constant,
     kernel,
@@ -38,8 +37,8 @@ from nanovllm.devices.cpu.kernels.simd import (
     round_to,
     store,
     to_bf16_bits,
-    zero_variable,
 )
+from nanovllm.devices.cpu.kernels.simd import LINE_BYTES, zero_variable
 
 NAMES = list(TYPES)
 TILE_ROWS = 4  # rows of x that share one read of the weight

@@ -16,7 +16,8 @@ import llvmlite.ir as ir
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.devices.cpu.kernels.simd import broadcast_lanes, constant
+from nanovllm.devices.cpu.kernels.intrinsics import constant
+from nanovllm.devices.cpu.kernels.simd import broadcast_lanes
 from nanovllm.ops.quantized_weight import PANEL_ROWS
 
 FRACTION_SHIFT, ONE_BITS = 19, 0x3F800000  # float32: shift of the top 4 mantissa bits; bits of 1.0

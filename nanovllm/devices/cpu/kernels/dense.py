@@ -19,15 +19,8 @@ from nanovllm.devices.cpu.kernels.cache_rows import (
     scale_rows,
     store_row,
 )
-from nanovllm.devices.cpu.kernels.simd import (
-    NUM_STREAMS,
-    NUM_WEIGHTED,
-    TILE,
-    TILE_ROWS,
-    add_weighted_lanes,
+from nanovllm.devices.cpu.kernels.intrinsics import (
     as_float,
-    dot_row,
-    dot_tile,
     inlined,
     is_fp8,
     kernel,
@@ -36,6 +29,15 @@ from nanovllm.devices.cpu.kernels.simd import (
     pointer_to,
     round_to,
     store,
+)
+from nanovllm.devices.cpu.kernels.simd import (
+    NUM_STREAMS,
+    NUM_WEIGHTED,
+    TILE,
+    TILE_ROWS,
+    add_weighted_lanes,
+    dot_row,
+    dot_tile,
 )
 
 LOG2_E = np.float32(1.4426950408889634)
@@ -110,7 +112,7 @@ def norm(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 
 @ordered_kernel
-def gate(args: Any, thread: int, num_threads: int, like: Any) -> None:
+def act_and_mul(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """out = activation(gate) * up; each row of gate_up holds gate, then up.
 
     The activation is gate * sigmoid(gate * (linear + cubic * gate**2)).

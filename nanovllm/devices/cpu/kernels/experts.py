@@ -11,16 +11,8 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, int64
 
-from nanovllm.devices.cpu.kernels.simd import (
-    NUM_STREAMS,
-    dot_row,
-    kernel,
-    load,
-    make_tile,
-    pointer_to,
-    round_to,
-    store,
-)
+from nanovllm.devices.cpu.kernels.intrinsics import kernel, load, pointer_to, round_to, store
+from nanovllm.devices.cpu.kernels.simd import NUM_STREAMS, dot_row, make_tile
 
 # Experts get few rows, so each number of rows up to this one has its own unrolled kernel. With more
 # than 24 accumulators, registers would spill.

@@ -19,11 +19,11 @@ from nanovllm.ops.fp8 import hadamard_exponents, hadamard_size
 from nanovllm.ops.interface import (
     ACTIVATIONS,
     Activation,
+    DequantScales,
     LayerCache,
     NormWeights,
     QKNormWeights,
     ResidualStream,
-    SumScales,
 )
 
 GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_tanh"])
@@ -60,12 +60,14 @@ def count_splits(update: Tensor | None) -> int:
     return len(update) if update.dim() == 3 else 1
 
 
-def scales_of(scales: SumScales | None) -> tuple[Tensor, Tensor] | None:
+def scales_of(scales: DequantScales | None) -> tuple[Tensor, Tensor] | None:
     return None if scales is None else (scales.rows, scales.outputs)
 
 
-def gate(gate_up: Tensor, activation: Activation, scales: SumScales | None = None) -> Tensor:
-    """Implement Ops.gate; the unscaled output of an FP8 GEMM is first multiplied by `scales`."""
+def act_and_mul(
+    gate_up: Tensor, activation: Activation, scales: DequantScales | None = None
+) -> Tensor:
+    """Implement Ops.act_and_mul; unscaled FP8 GEMM outputs are first multiplied by `scales`."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, size, device=gate_up.device, dtype=gate_up.dtype)
     block = 1024

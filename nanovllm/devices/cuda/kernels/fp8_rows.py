@@ -22,7 +22,7 @@ MAX_EXPONENT = tl.constexpr(fp8.MAX_EXPONENT)
 NOT_FINITE = tl.constexpr(fp8.NOT_FINITE)
 INFINITY_BITS = tl.constexpr(fp8.INFINITY_BITS)
 ROUND_UP = tl.constexpr(fp8.ROUND_UP)
-CODE_EXPONENT = tl.constexpr(fp8.CODE_EXPONENT)
+FP8_EXPONENT = tl.constexpr(fp8.FP8_EXPONENT)
 MIN_DOT_SIZE = tl.constexpr(16)  # minimum M, N and K of tl.dot
 # Probabilities are scaled so that the largest is 2**14: it stays below float16's maximum, and much
 # smaller ones remain normal numbers.
@@ -45,7 +45,7 @@ def magnitude(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def row_exponents(largest):  # type: ignore[no-untyped-def]
     """Return the scale exponents of rows from the magnitudes of their largest (finite) values."""
-    exponents = ((largest + ROUND_UP) >> 23) - CODE_EXPONENT
+    exponents = ((largest + ROUND_UP) >> 23) - FP8_EXPONENT
     return tl.minimum(tl.maximum(exponents, MIN_EXPONENT), MAX_EXPONENT)
 
 

@@ -17,10 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.devices.cuda.kernels.elementwise import add_and_norm, count_splits, gate, scales_of
+from nanovllm.devices.cuda.kernels.elementwise import (
+    act_and_mul,
+    add_and_norm,
+    count_splits,
+    scales_of,
+)
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.ops.fp8 import FP8, LARGEST_FP8, SMALLEST_SCALE, Fp8Tensor
-from nanovllm.ops.interface import Activation, NormWeights, ResidualStream, SumScales
+from nanovllm.ops.interface import Activation, DequantScales, NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import FP8_WORDS, QuantizedWeight, num_blocks
 
 LARGEST = tl.constexpr(LARGEST_FP8)
@@ -98,7 +103,7 @@ def _project(
 ) -> Tensor:
     y, scales = _multiply(rows, weight, bias, dtype)
     if activation is not None:
-        return gate(y, activation, scales)
+        return act_and_mul(y, activation, scales)
     if scales is not None:
         scale_sums(y, scales, None)
     return y
@@ -106,7 +111,7 @@ def _project(
 
 def _multiply(
     rows: Fp8Tensor, weight: ScaledMMWeight, bias: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, SumScales | None]:
+) -> tuple[Tensor, DequantScales | None]:
     """Return the output of the GEMM, and the scales that remain to be applied to it, if any."""
     stored, one = weight.stored, weight.one
     is_scaled = stored.has_blocks or len(rows.values) > MAX_SUM_ROWS
@@ -121,7 +126,7 @@ def _multiply(
     )
     if is_scaled:
         return y, None
-    scales = SumScales(rows.scales, stored.scales)
+    scales = DequantScales(rows.scales, stored.scales)
     if bias is None:
         return y, scales
     scale_sums(y, scales, bias)
@@ -132,7 +137,7 @@ def _cuda_version() -> tuple[int, ...]:
     return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
 
 
-def scale_sums(sums: Tensor, scales: SumScales, bias: Tensor | None) -> None:
+def scale_sums(sums: Tensor, scales: DequantScales, bias: Tensor | None) -> None:
     """Multiply an unscaled GEMM output [rows, out] by its scales in place, and add the bias."""
     num_rows, num_out = sums.shape
     block = 1024

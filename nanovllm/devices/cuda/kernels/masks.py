@@ -9,14 +9,14 @@ from torch import Tensor
 BLOCK = 4096  # tokens per CTA
 
 
-def keep_allowed(
+def apply_token_bitmask(
     logits: Tensor,
     rows: Tensor | None,
     words: Tensor,
     slots: Tensor | None = None,
     padding: int = 0,
 ) -> None:
-    """Implement torch_sampling.keep_allowed; rows whose slot is `padding` are not masked."""
+    """Implement torch_sampling.apply_token_bitmask; rows whose slot is `padding` are not masked."""
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1, "the logits of a row must be contiguous"
     num_rows = len(words) if slots is None else len(slots)

@@ -109,7 +109,7 @@ def sample_tokens(
     if num_rows == 0:
         return
     split = split_vocabulary(num_rows, vocab_size)
-    has_min_p, has_top = Sampling.MIN_P in asked, Sampling.TOP in asked
+    has_min_p, has_top = Sampling.MIN_P in asked, Sampling.TOP_K_TOP_P in asked
     if has_min_p or has_top:
         find_maxima(logits, workspace, split, groups=has_top)
     if has_top:
@@ -123,7 +123,7 @@ def sample_tokens(
         workspace.thresholds if has_top else None,
         *(vocab_size, split.num_tiles, split.num_splits),
         **sizes,
-        HAS_NOISE=Sampling.NOISE in asked,
+        HAS_NOISE=Sampling.RANDOM in asked,
         IS_NATIVE=logits.is_cuda,
         BLOCK=split.block,
         num_warps=4,
@@ -267,10 +267,10 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _append(token, slot, is_row, tokens, lengths, stride, num_slots, width):  # type: ignore[no-untyped-def]
     length = tl.load(lengths + slot, mask=is_row, other=0)
-    has_room = is_row & (slot < num_slots - 1) & (length < width)
+    is_appended = is_row & (slot < num_slots - 1) & (length < width)
     known = tl.maximum(token, 0)  # NO_TOKEN is negative, and the next step embeds this token
-    tl.store(tokens + slot.to(tl.int64) * stride + length, known, mask=has_room)
-    tl.store(lengths + slot, length + 1, mask=has_room)
+    tl.store(tokens + slot.to(tl.int64) * stride + length, known, mask=is_appended)
+    tl.store(lengths + slot, length + 1, mask=is_appended)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from nanovllm.devices.cuda.persistent.persistent_step import (
 from nanovllm.devices.cuda.persistent.sizes import NO_EXPERTS, ExpertsShape, StepShape
 from nanovllm.devices.cuda.persistent.tile_mma import FP8_SCALE_FACTOR, INT4_OFFSET
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import SparseMLP
+from nanovllm.layers.moe import SparseMoeBlock
 from nanovllm.models.decoder import DecoderLayer, DecoderModel
 from nanovllm.ops.interface import NormWeights, QKNormWeights, Routing
 from nanovllm.ops.quantized_weight import BLOCK, MIDDLE, QuantizedWeight, num_blocks
@@ -73,7 +73,7 @@ def _step_layer(layer: nn.Module, rope: Tensor) -> StepLayer | None:
     modules = [attention.qkv_proj, attention.o_proj]
     if isinstance(mlp, GatedMLP):
         modules += [mlp.gate_up_proj, mlp.down_proj]
-    elif isinstance(mlp, SparseMLP) and isinstance(mlp.packed, CudaExperts):
+    elif isinstance(mlp, SparseMoeBlock) and isinstance(mlp.packed, CudaExperts):
         modules.append(mlp.gate)
         experts = mlp.packed
     packed = [module.packed for module in modules]

@@ -51,7 +51,7 @@ def reference_step(
 
 
 def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    return F.linear(TorchOps().gate(F.linear(x, gate_up), "silu"), down)
+    return F.linear(TorchOps().act_and_mul(F.linear(x, gate_up), "silu"), down)
 
 
 def _choose(logits: Tensor, routing: Routing | None) -> list[tuple[int, float]]:

@@ -22,7 +22,7 @@ from nanovllm.devices.cuda.persistent import build
 from nanovllm.devices.cuda.persistent import packed_weights as weights
 from nanovllm.devices.cuda.persistent.persistent_step import StackedQuantized
 from nanovllm.devices.cuda.persistent.sizes import ExpertsShape, StepShape
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import BuildContext
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.fp8 import FP8
@@ -49,7 +49,9 @@ CACHE = KVCacheSpec(3, 32, 2, 128, torch.bfloat16)
 def loaded_model(name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> DecoderModel:
     config = read_config({**json.loads(Path(model_path(name)).read_text()), **SIZES, **changes})
     ops = TritonOps()
-    model = build_model(config, 64, Build(torch.device("cpu"), dtype, SdpaAttention(32), ops))
+    model = build_model(
+        config, 64, BuildContext(torch.device("cpu"), dtype, SdpaAttention(32), ops)
+    )
     fill_dummy_weights(model, cpu_device(), 0)
     return model
 

@@ -115,7 +115,7 @@ def check_after_norm(device: str) -> None:
             if isinstance(ops, TritonOps):
                 linear = cuda_ops.CudaLinear(ops, router, None, None)
             else:
-                linear = ops.pack_linear(router, None, None, has_room=False)
+                linear = ops.pack_linear(router, None, None, allow_copy=False)
             experts = ops.pack_experts(*layer.weights(dtype, device), layer.routing)
             for _ in range(1 + has_update):  # the second run shows that no state is left behind
                 hidden = ResidualStream(x.clone(), x.flip(1) if has_update else None)

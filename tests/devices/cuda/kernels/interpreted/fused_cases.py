@@ -57,7 +57,7 @@ def check_norms_and_gate(dtype: torch.dtype, device: str) -> None:
                 assert_close(a, b)
         gate_up = 4 * make(shape[0], 2 * shape[1], dtype=dtype, device=device)
         for activation in ACTIVATIONS:
-            got, want = (ops.gate(gate_up, activation) for ops in (TritonOps(), TorchOps()))
+            got, want = (ops.act_and_mul(gate_up, activation) for ops in (TritonOps(), TorchOps()))
             assert_close(got, want)
 
 
@@ -138,7 +138,7 @@ def check_one_row_linear(dtype: torch.dtype, device: str) -> None:
         update = None
         if kind == "update":
             update = make(1, num_in, dtype=dtype, device=device, seed=9)
-        composed = TorchOps().pack_linear(weight, bias, activation, has_room=False)
+        composed = TorchOps().pack_linear(weight, bias, activation, allow_copy=False)
         if kind == "alone":
             got, _ = one_row_linear(ResidualStream(x), None, weight, bias, activation)
             assert_close(got, composed(x))
@@ -165,7 +165,7 @@ def check_few_rows_linear(dtype: torch.dtype, device: str) -> None:
         weight = make(weight_rows, num_in, dtype=dtype, device=device) / num_in**0.5
         bias = make(weight_rows, dtype=dtype, device=device) if has_bias else None
         x = make(num_rows, num_in, dtype=dtype, device=device)
-        want = TorchOps().pack_linear(weight, bias, activation, has_room=False)(x)
+        want = TorchOps().pack_linear(weight, bias, activation, allow_copy=False)(x)
         config = few_rows_config(weight, num_rows, num_splits)
         got = few_rows_linear(x, weight, bias, activation, None, config)
         if num_splits > 1:
@@ -190,8 +190,8 @@ def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> 
         residual = make(num_rows, 96, dtype=dtype, device=device)
         results = []
         for ops in (TritonOps(), TorchOps()):
-            first = ops.pack_linear(weight, bias, None, has_room=False)
-            second = ops.pack_linear(after_weight, None, "silu", has_room=False)
+            first = ops.pack_linear(weight, bias, None, allow_copy=False)
+            second = ops.pack_linear(after_weight, None, "silu", allow_copy=False)
             with patch.object(cuda_ops, "MIN_FUSED_ADD_ROWS", add_rows):
                 hidden = first.add_to(residual.clone(), x)
             results.append(second.after_norm(hidden, norm))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.devices.cuda import ops as cuda_ops
 from nanovllm.devices.cuda.kernels.dequantize import dequantize
-from nanovllm.devices.cuda.kernels.elementwise import gate
+from nanovllm.devices.cuda.kernels.elementwise import act_and_mul
 from nanovllm.devices.cuda.kernels.linear_fp8 import (
     MAX_SUM_ROWS,
     fp8_norm,
@@ -22,7 +22,7 @@ from nanovllm.devices.cuda.kernels.linear_fp8 import (
 )
 from nanovllm.devices.cuda.ops import TritonOps, pack_quantized
 from nanovllm.ops.fp8 import FP8, LARGEST_FP8
-from nanovllm.ops.interface import Activation, NormWeights, ResidualStream, SumScales
+from nanovllm.ops.interface import Activation, DequantScales, NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import (
     QuantizedWeight,
     num_blocks,
@@ -157,7 +157,7 @@ def check_products(
         if packed._scaled_mm_of(x) is not None:
             assert num_rows > (64 if kind == "fp8-blocks" else 16)
             continue  # activations are quantized here: see check_quantized_products
-        plain = TorchOps().pack_linear(weight.dequantize(dtype), bias, activation, has_room=False)
+        plain = TorchOps().pack_linear(weight.dequantize(dtype), bias, activation, allow_copy=False)
         assert_close(packed(x), plain(x))
         norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
         update = make(num_rows, num_in, dtype=dtype, device=device, seed=9)
@@ -235,16 +235,18 @@ def check_scaled_sums(dtype: torch.dtype, device: str) -> None:
         for got, want in zip(*results, strict=True):
             assert_close(got, want)
         want = scales.apply(sums)
-        assert_close(gate(sums, "silu", scales), TorchOps().gate(want.to(dtype), "silu"))
+        assert_close(
+            act_and_mul(sums, "silu", scales), TorchOps().act_and_mul(want.to(dtype), "silu")
+        )
         bias = make(num_out, dtype=dtype, device=device, seed=4)
         scale_sums(sums, scales, bias)
         assert_close(sums, (want + bias.float()).to(dtype))
 
 
-def make_scales(num_rows: int, num_out: int, device: str) -> SumScales:
+def make_scales(num_rows: int, num_out: int, device: str) -> DequantScales:
     generator = torch.Generator().manual_seed(num_rows + num_out)
     rows, outs = (torch.rand(count, 1, generator=generator) + 0.5 for count in (num_rows, num_out))
-    return SumScales(rows.to(device), outs.to(device))
+    return DequantScales(rows.to(device), outs.to(device))
 
 
 def check_every_fp8_code(device: str) -> None:
@@ -285,12 +287,12 @@ def check_quantized_products(device: str) -> None:
             # If the consumer scales the product, the roundings happen in another place.
             is_scaled_after = kind == "fp8" and num_rows <= MAX_SUM_ROWS
             tolerance = 6e-3 if is_scaled_after else 4e-3
-            assert_near(packed(x), TorchOps().gate(want, "silu"), tolerance)
+            assert_near(packed(x), TorchOps().act_and_mul(want, "silu"), tolerance)
             norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
             normed, _ = TorchOps().norm(ResidualStream(x), norm)
             got, residual = packed.after_norm(ResidualStream(x), norm)
             assert torch.equal(residual, x)
-            want = TorchOps().gate(quantized_product(normed, weight, bias), "silu")
+            want = TorchOps().act_and_mul(quantized_product(normed, weight, bias), "silu")
             assert_near(got, want, 8e-3)  # some values round differently: see check_normed_rows
 
 

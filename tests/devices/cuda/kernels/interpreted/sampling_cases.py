@@ -33,8 +33,8 @@ from tests.ops.sampling_by_noise import sample_by_noise
 from tests.ops.test_torch_sampling import SMALLEST, Row, columns, random_row
 
 INF = torch.inf
-GREEDY, NOISE, MIN_P = Sampling.GREEDY, Sampling.NOISE, Sampling.NOISE | Sampling.MIN_P
-TOP, FULL = Sampling.NOISE | Sampling.TOP, MIN_P | Sampling.TOP
+GREEDY, NOISE, MIN_P = Sampling.GREEDY, Sampling.RANDOM, Sampling.RANDOM | Sampling.MIN_P
+TOP, FULL = Sampling.RANDOM | Sampling.TOP_K_TOP_P, MIN_P | Sampling.TOP_K_TOP_P
 ASKED = GREEDY, NOISE, MIN_P, TOP, FULL
 
 
@@ -167,11 +167,11 @@ def check_kind(kind: str, vocab_size: int, num_rows: int, dtype: torch.dtype, de
 def rows_that_ask(asked: Sampling, num_rows: int, seed: int) -> list[Row]:
     """Return rows that need only this kind of sampling."""
     rows = make_rows(num_rows, seed)
-    if Sampling.TOP not in asked:
+    if Sampling.TOP_K_TOP_P not in asked:
         rows = [row._replace(top_k=0, top_p=1.0) for row in rows]
     if Sampling.MIN_P not in asked:
         rows = [row._replace(min_p=0.0) for row in rows]
-    if Sampling.NOISE not in asked:
+    if Sampling.RANDOM not in asked:
         rows = [row._replace(temperature=0.0) for row in rows]
     return rows
 
@@ -349,14 +349,14 @@ def check_masks(vocab_size: int, dtype: torch.dtype, device: str) -> None:
     for rows in (None, torch.tensor([3, 0, 1], device=device)):
         some = words if rows is None else words[:3]
         right, got = logits.clone(), logits.clone()
-        torch_sampling.keep_allowed(right, rows, some)
-        masks.keep_allowed(got, rows, some)
+        torch_sampling.apply_token_bitmask(right, rows, some)
+        masks.apply_token_bitmask(got, rows, some)
         assert torch.equal(got, right)
         assert right.isinf().sum() > vocab_size
     slots = torch.tensor([2, 0, 1, *[9] * (len(logits) - 3)], device=device, dtype=torch.int32)
     right, got = logits.clone(), logits.clone()
-    torch_sampling.keep_allowed(right, torch.arange(3, device=device), words[:3])
-    masks.keep_allowed(got, None, words[:3], slots, 9)
+    torch_sampling.apply_token_bitmask(right, torch.arange(3, device=device), words[:3])
+    masks.apply_token_bitmask(got, None, words[:3], slots, 9)
     assert torch.equal(got, right)
 
 

@@ -1,7 +1,8 @@
-"""Records exchanged between AsyncLLM and an engine core in a child process."""
+"""Messages between AsyncLLM and an engine core in a child process."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Literal, NamedTuple
 
@@ -16,28 +17,36 @@ from nanovllm.engine.step import ExecutorInfo
 
 # "preempted": waiting, but has run before. "postponed": waiting for its grammar's bitmask.
 SequenceStatus = Literal["running", "waiting", "preempted", "postponed"]
+ControlAction = Literal["pause", "step", "resume"]
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class AddRequests:
     """Add requests; all samples of a prompt are in the same message."""
 
     requests: list[Request]
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    """Finish some sequences; a later update reports them as finished."""
+class FinishSequences:
+    """Finish sequences early; a later update reports them as finished."""
 
     seq_ids: list[int]
     reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class SendSnapshots:
     """Start or stop sending snapshots of the engine's state."""
 
     is_on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Pause between two steps, run one step and pause again, or resume."""
+
+    action: ControlAction
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,7 @@ class CoreReady:
 
 @dataclass(frozen=True, slots=True)
 class CoreStats:
-    """State of the scheduler after a step; the counters cover the time since the core started."""
+    """Statistics of the scheduler after a step; the counters start at zero with the core."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -78,6 +87,26 @@ class SequenceState(NamedTuple):
     block_ids: list[int]
 
 
+class Change(NamedTuple):
+    """A difference between two snapshots; the page shows it in step mode."""
+
+    kind: str  # such as "allocated"
+    function: str  # function that makes such changes, as "file::function"
+    seq_id: int | None
+    block_ids: list[int]
+    note: str = ""
+    token_ids: Sequence[int] = ()  # sampled tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PausedState:
+    """Details of a paused engine."""
+
+    changes: list[Change]  # changes since the previous snapshot
+    block_tokens: dict[int, list[int]]  # token ids of all blocks in use or in the prefix cache
+    prompts: dict[int, list[int]]  # first token ids of each sequence
+
+
 @dataclass(frozen=True, slots=True)
 class EngineState:
     """A snapshot of an engine. Times are microseconds on the clock of `time.perf_counter`."""
@@ -87,17 +116,18 @@ class EngineState:
     max_num_seqs: int
     max_num_batched_tokens: int
     sequences: list[SequenceState]  # all running sequences, and those in `queue`
-    queue: list[int]  # seq_ids at the head of the waiting queue; `stats` counts all of them
-    cached: bytes  # one byte per block: 1 if it is in the prefix cache, in use or not
-    steps: list[StepTiming]  # since the last snapshot
-    ended: list[SequenceEnd]  # since the last snapshot
+    queue: list[int]  # seq_ids of the first waiting sequences; `stats` counts all of them
+    cached: bytes  # one byte per block: 1 if the block is in the prefix cache, used or unused
+    steps: list[StepTiming]  # steps since the last snapshot
+    ended: list[SequenceEnd]  # sequences that ended since the last snapshot
     stats: CoreStats
     time: int
+    paused: PausedState | None = None  # set while the engine is paused
 
 
 @dataclass(frozen=True, slots=True)
 class CoreUpdate:
-    """The outputs of a step; empty ones are sent every second while the core is idle."""
+    """Update sent after every step and, without outputs, about once per second while idle."""
 
     step: EngineCoreOutputs
     stats: CoreStats

@@ -16,12 +16,12 @@ from nanovllm.validation import require, suggestion
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 
-R = TypeVar("R", bound="ApiRecord")
+R = TypeVar("R", bound="ApiModel")
 T = TypeVar("T")
-# Report one error only: describing a million invalid items would take seconds.
+# Report only the first invalid item: describing a million of them would take seconds.
 Listed = Annotated[list[T], Field(fail_fast=True)]
-# These are bounded because every output token is checked against all stop strings, and bad words
-# are tokenized.
+# Stop strings and bad words are bounded: every output token is checked against all stop strings,
+# and all bad words are tokenized.
 StopString = Annotated[str, Field(max_length=256)]
 StopStrings = Annotated[Listed[StopString], Field(max_length=64)]
 BadWord = Annotated[str, Field(max_length=64)]
@@ -29,7 +29,7 @@ BadWords = Annotated[Listed[BadWord], Field(max_length=1024)]
 TokenIds = Annotated[Listed[int], Field(max_length=1024)]
 
 
-class ApiRecord(BaseModel):
+class ApiModel(BaseModel):
     """Base of all request schemas: no type coercion, null means absent, unknown fields raise."""
 
     model_config = ConfigDict(
@@ -45,13 +45,14 @@ class ApiRecord(BaseModel):
         known = [field.alias or name for name, field in cls.model_fields.items()]
         for name in fields:
             if name not in known:
-                shown = str(name).encode(errors="replace").decode()  # no unpaired surrogates
+                # Unpaired surrogates, which cannot be encoded, become question marks.
+                shown = str(name).encode(errors="replace").decode()
                 message = f"{shown} is not supported{suggestion(shown, known)}"
                 raise RequestError(message, param=shown)
         return fields
 
 
-class IgnoredFields(ApiRecord):
+class IgnoredFields(ApiModel):
     """Fields that are accepted and ignored because they do not affect the output."""
 
     store: Any = None
@@ -64,14 +65,14 @@ class IgnoredFields(ApiRecord):
     user: Any = None
 
 
-class JsonSchema(ApiRecord):
+class JsonSchema(ApiModel):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(ApiRecord):
+class ResponseFormat(ApiModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -93,7 +94,7 @@ class ResponseFormat(ApiRecord):
         return {"json": self.json_schema.schema_} if self.json_schema is not None else None
 
 
-class StreamOptions(ApiRecord):
+class StreamOptions(ApiModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # ignored: chunk lengths are never obfuscated
@@ -147,7 +148,7 @@ class SamplingFields(IgnoredFields):
 
     @property
     def grammar_param(self) -> str:
-        """Name of the request field that sets `constraint`."""
+        """Name of the request field from which `constraint` is taken."""
         return "structured_outputs" if self.response_format is None else "response_format"
 
     def constraint(self) -> dict[str, Any] | None:
@@ -161,24 +162,25 @@ _SAMPLING_NAMES = {*SamplingFields.model_fields}.intersection(SamplingParams.__d
 _SAMPLING_NAMES -= {"structured_outputs"}
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# The types are tried in this order: token ids come before texts because there may be thousands.
+# Pydantic tries the types in this order; a prompt may have thousands of token ids, so their types
+# come before the lists of strings.
 Texts = str | Listed[int] | Listed[str] | Listed[Listed[int]]
 
 
-class CalledFunction(ApiRecord):
+class CalledFunction(ApiModel):
     name: str
     arguments: str | dict[str, Any] = "{}"
     parsed_arguments: Any = None  # added by client libraries
 
 
-class ToolCall(ApiRecord):
+class ToolCall(ApiModel):
     function: CalledFunction
     id: str | None = None
     type: Literal["function"] = "function"
     index: int | None = None
 
 
-class Message(ApiRecord):
+class Message(ApiModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Any = None  # a string or a list of text parts
     name: str | None = None
@@ -192,17 +194,17 @@ class Message(ApiRecord):
     provider_specific_fields: Any = None  # added by client libraries
 
 
-class NamedTool(ApiRecord):
+class NamedTool(ApiModel):
     type: Literal["function"]
     function: dict[Literal["name"], str] = Field(min_length=1)
 
 
-class AllowedFunctions(ApiRecord):
+class AllowedFunctions(ApiModel):
     mode: Literal["auto", "required"]
     tools: Listed[NamedTool] = Field(min_length=1)
 
 
-class AllowedTools(ApiRecord):
+class AllowedTools(ApiModel):
     type: Literal["allowed_tools"]
     allowed_tools: AllowedFunctions
 
@@ -210,7 +212,7 @@ class AllowedTools(ApiRecord):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
-class ChatFields(ApiRecord):
+class ChatFields(ApiModel):
     """Inputs of the chat template."""
 
     messages: Listed[Message] = Field(min_length=1)
@@ -290,13 +292,13 @@ class TokenizeRequest(ChatFields):
         return self
 
 
-class DetokenizeRequest(ApiRecord):
+class DetokenizeRequest(ApiModel):
     tokens: Listed[int]
     model: str | None = None
 
 
-def as_record(kind: type[R], fields: Mapping[str, Any]) -> R:
-    """Validate fields that are not the body of an HTTP request."""
+def as_api_model(kind: type[R], fields: Mapping[str, Any]) -> R:
+    """Validate fields that do not come from the body of an HTTP request."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -304,7 +306,7 @@ def as_record(kind: type[R], fields: Mapping[str, Any]) -> R:
 
 
 def nested(fields: Any, name: str) -> Any:
-    """Move all fields except `type` into an object `name`, as the chat API nests them."""
+    """Move all fields except `type` into an object under the key `name`, as in the chat API."""
     if not isinstance(fields, dict):
         return fields
     inner = {key: value for key, value in fields.items() if key != "type" and value is not None}

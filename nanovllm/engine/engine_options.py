@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Options that are always on, or that concern features this engine lacks: each logs a warning.
+# Options that are always on, or concern features that this engine lacks: ignored with a warning.
 IGNORED_OPTIONS = {
     "trust_remote_code": "code from a repository is never run",
     "enable_auto_tool_choice": "tool calls are parsed whenever a request has tools",

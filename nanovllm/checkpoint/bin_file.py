@@ -1,0 +1,37 @@
+"""Read the tensors of a PyTorch checkpoint, pytorch_model.bin."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanovllm.checkpoint.stored_tensors import (
+    StoredTensor,
+    check_dtype,
+    read_and_release,
+    split_rows,
+)
+from nanovllm.errors import CheckpointError
+
+
+def list_bin(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTensor]:
+    is_zip = zipfile.is_zipfile(path)  # the format before torch 1.6 cannot be memory-mapped
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{path} is not a readable PyTorch checkpoint: {error}") from error
+    if not isinstance(tensors, dict):
+        raise CheckpointError(f"{path} must hold a state dict, not a {type(tensors).__name__}")
+    for name, tensor in tensors.items():
+        is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        is_plain = is_dense and not tensor.is_nested and tensor.device.type == "cpu"
+        if not isinstance(name, str) or not is_plain:
+            raise CheckpointError(f"{path} must hold plain tensors by name, not {name!r:.80}")
+        check_dtype(path, name, tensor.dtype, dtypes)
+        read = partial(read_and_release if is_zip else split_rows, tensor)
+        yield StoredTensor(name, tuple(tensor.shape), path, read, dtype=tensor.dtype)

@@ -1,0 +1,43 @@
+"""Read which layers of a model have a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.config import ModelConfig
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.models.config_json import field
+
+
+def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -> ModelConfig:
+    """Return the config with a sliding window in some layers; 0 or None means no window."""
+    chosen = set(layers)
+    attention = (
+        replace(layer, window=window or None) if i in chosen else layer
+        for i, layer in enumerate(model.layers)
+    )
+    return replace(model, layers=tuple(attention))
+
+
+def with_upper_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
+    """Add windows to the layers that `layer_types` names, or else from max_window_layers on."""
+    layers: Iterable[int] | None = sliding_layers(config)
+    if layers is None:
+        layers = range(config.get("max_window_layers", 28), model.num_layers)
+    return with_window(model, config.get("sliding_window", 4096), layers)
+
+
+def sliding_layers(config: Mapping[str, Any]) -> list[int] | None:
+    """Return the sliding-window layers in `layer_types`, or None if the config has no such list."""
+    if (kinds := config.get("layer_types")) is None:
+        return None
+    known = ("sliding_attention", "full_attention")
+    if unknown := sorted(str(kind) for kind in kinds if kind not in known):
+        raise UnsupportedModelError(f"layer_types {', '.join(unknown)}: only {known} are supported")
+    if len(kinds) != field(config, "num_hidden_layers"):
+        raise CheckpointError(
+            f"layer_types has {len(kinds)} entries for {config['num_hidden_layers']} layers"
+        )
+    return [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]

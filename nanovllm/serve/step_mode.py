@@ -1,0 +1,224 @@
+"""Step mode: compare snapshots to find the changes that each step of a paused engine made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
+from nanovllm.serve.core_messages import Change, EngineState, PausedState
+
+NUM_PROMPT_TOKENS = 24  # number of tokens shown of each prompt
+# Kind of change -> function that makes it, in the order in which a step calls these functions.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "queued": Scheduler._enqueue,
+    "preempted": Scheduler._preempt,
+    "postponed": Scheduler.wait_for_grammar,
+    "admitted": Scheduler._admit_waiting,
+    "shared": BlockManager.admit,
+    "evicted": BlockManager._uncache,
+    "allocated": BlockManager.allocate,
+    "copied": BlockManager.copy_on_write,
+    "scheduled": Scheduler._add_row,
+    "registered": BlockManager.register,
+    "sampled": Scheduler.commit,
+    "finished": Scheduler._end,
+    "freed": BlockManager.release,
+}
+
+
+class StepMode:
+    """State of a paused engine: the number of steps to run, and the snapshot before them."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.num_steps = 0  # number of steps to run before the engine pauses again
+        self._core = core
+        self._before: EngineState | None = None
+        core.executor = self._recorder = PlanRecorder(core)
+
+    def end(self) -> None:
+        self._core.executor = self._recorder.executor
+
+    def explain(self, state: EngineState) -> EngineState:
+        """Return a snapshot with the changes since the previous one, and the tokens of blocks."""
+        rows, self._recorder.rows = self._recorder.rows, []
+        changes = [] if self._before is None else compare(self._before, state, rows)
+        self._before = state
+        scheduler = self._core.scheduler
+        waiting = chain(scheduler.waiting, scheduler.waiting_for_grammar.values())
+        prompts = {
+            seq.seq_id: seq.token_ids[:NUM_PROMPT_TOKENS].tolist()
+            for seq in chain(scheduler.running.values(), waiting)
+        }
+        return replace(state, paused=PausedState(changes, self._block_tokens(), prompts))
+
+    def _block_tokens(self) -> dict[int, list[int]]:
+        blocks = self._core.scheduler.blocks
+        cached, size = blocks.cached_tokens(), blocks.block_size
+        found: dict[int, list[int]] = {
+            block_id: np.frombuffer(tokens, np.int32).tolist()
+            for block_id, tokens in cached.items()
+        }
+        for seq in self._core.scheduler.running.values():
+            for index, block_id in enumerate(seq.block_ids):
+                found[block_id] = seq.token_ids[index * size : (index + 1) * size].tolist()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """A row of a plan, with the state of its sequence when the plan was made."""
+
+    seq_id: int
+    slot: int
+    start: int
+    count: int
+    is_new: bool  # whether the plan admits the sequence
+    is_decode: bool
+    block_ids: list[int]
+    source: int | None  # block that is copied to the last of `block_ids`
+    token_ids: list[int] = field(default_factory=list)  # sampled tokens, once the step has run
+
+
+class PlanRecorder:
+    """An executor that passes plans on to another one, and keeps the rows of the newest plan."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.executor: Executor = core.executor
+        self.rows: list[PlannedRow] = []
+        self._scheduler = core.scheduler
+
+    def submit(self, plan: StepPlan) -> Pending[StepResult]:
+        sequences = {seq.slot: seq for seq in self._scheduler.running.values()}
+        new_slots = {row.slot for row in plan.new_rows}
+        sources = {copy.target: copy.source for copy in plan.block_copies}
+        columns = plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist()
+        self.rows = [
+            PlannedRow(
+                sequences[slot].seq_id,
+                slot,
+                start,
+                count,
+                slot in new_slots,
+                count == 1 and start >= sequences[slot].num_prompt_tokens,
+                list(sequences[slot].block_ids),
+                sources.get(sequences[slot].block_ids[-1]),
+            )
+            for slot, start, count in zip(*columns, strict=True)
+        ]
+        sampling = [self.rows[i] for i in plan.num_logits.nonzero()[0]]
+        pending = self.executor.submit(plan)
+
+        def result() -> StepResult:
+            found = pending.result()
+            for row, token_ids in zip(sampling, found.tokens.tolist(), strict=True):
+                row.token_ids.extend(token_ids)
+            return found
+
+        return Pending(result)
+
+    def start(self) -> ExecutorInfo:
+        return self.executor.start()
+
+    def sample(self, masks: IntColumn) -> None:
+        self.executor.sample(masks)
+
+    def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
+        return self.executor.mask_memory(num_rows, num_words)
+
+    def capture_one(self) -> bool:
+        return self.executor.capture_one()
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def compare(before: EngineState, after: EngineState, rows: list[PlannedRow]) -> list[Change]:
+    """Return the changes between two snapshots; at most one plan ran between them."""
+    changes = chain(_sequence_changes(before, after, rows), _block_changes(before, after, rows))
+    order = list(FUNCTIONS)
+    return sorted(changes, key=lambda change: order.index(change.kind))
+
+
+def _sequence_changes(
+    before: EngineState, after: EngineState, rows: list[PlannedRow]
+) -> Iterator[Change]:
+    statuses = {seq.seq_id: seq.status for seq in after.sequences}
+    for seq_id in set(after.queue).difference(seq.seq_id for seq in before.sequences):
+        # A snapshot shows only the head of a long queue.
+        if len(before.queue) == before.stats.num_waiting:
+            yield _change("queued", seq_id)
+    admitted = {row.seq_id for row in rows if row.is_new}
+    for seq_id in _running(before):
+        if statuses.get(seq_id) == "postponed":
+            yield _change("postponed", seq_id, note="waits for its bitmask")
+        elif statuses.get(seq_id, "running") != "running" or seq_id in admitted:
+            yield _change("preempted", seq_id, note="back to the head of the queue")
+    for row in rows:
+        if row.is_new:
+            yield _change("admitted", row.seq_id, note=f"to slot {row.slot}")
+        last, kind = row.start + row.count - 1, "decode" if row.is_decode else "prefill"
+        where = f"position {last}" if row.count == 1 else f"positions {row.start} to {last}"
+        yield _change("scheduled", row.seq_id, note=f"{kind}, {where}")
+        if row.token_ids:
+            yield _change("sampled", row.seq_id, token_ids=row.token_ids)
+    for end in after.ended:
+        yield _change("finished", end.seq_id, note=f"finish_reason {end.reason}")
+
+
+def _block_changes(
+    before: EngineState, after: EngineState, rows: list[PlannedRow]
+) -> Iterator[Change]:
+    tables, kept = _running(before), _running(after)
+    left = {seq_id: block_ids for seq_id, block_ids in tables.items() if seq_id not in kept}
+    taken: set[int] = set()  # blocks allocated by the plan
+    for row in rows:
+        known = tables.get(row.seq_id, [])
+        if row.is_new:
+            left |= {row.seq_id: known} if known else {}  # preempted, then admitted again
+            known = row.block_ids[: row.start // after.block_size]
+            if known:
+                yield _change("shared", row.seq_id, known, "computed already")
+        if len(row.block_ids) > len(known):
+            yield _change("allocated", row.seq_id, row.block_ids[len(known) :])
+        taken.update(row.block_ids[len(known) :])
+        if row.source is not None:
+            yield _change("copied", row.seq_id, row.block_ids[-1:], f"from block {row.source}")
+        if row.seq_id not in kept:
+            left[row.seq_id] = row.block_ids
+    # A block may be freed by one sequence and allocated by another in the same step.
+    held = set(chain.from_iterable(kept.values())) - taken
+    for seq_id, block_ids in left.items():
+        if freed := [block_id for block_id in block_ids if block_id not in held]:
+            yield _change("freed", seq_id, freed)
+    flags = list(enumerate(zip(before.cached, after.cached, strict=True)))
+    evicted = [i for i, (was, is_now) in flags if was and (not is_now or i in taken)]
+    registered = [i for i, (was, is_now) in flags if is_now and (not was or i in taken)]
+    if evicted:
+        yield _change("evicted", None, evicted, "no longer in the prefix cache")
+    if registered:
+        yield _change("registered", None, registered, "now in the prefix cache")
+
+
+def _running(state: EngineState) -> dict[int, list[int]]:
+    """Return the block tables of the running sequences."""
+    return {seq.seq_id: seq.block_ids for seq in state.sequences if seq.status == "running"}
+
+
+def _change(
+    kind: str,
+    seq_id: int | None,
+    block_ids: Sequence[int] = (),
+    note: str = "",
+    token_ids: Sequence[int] = (),
+) -> Change:
+    function = FUNCTIONS[kind]
+    where = f"{function.__module__.replace('.', '/')}.py::{function.__qualname__}"
+    return Change(kind, where, seq_id, list(block_ids), note, token_ids)
