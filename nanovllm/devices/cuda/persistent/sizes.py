@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 SHARED_BYTES = 232448  # shared memory of a CTA on Hopper
-HALF_BYTES = gl.constexpr(8192)  # half a tile
+HALF_BYTES = gl.constexpr(8192)  # bytes of half a tile
 MAX_EXPERTS = 256  # each lane of a warp holds up to eight router logits
 MAX_TOP_K = 32
 MIN_SLOTS = 7  # the ring must hold the largest group of tiles
