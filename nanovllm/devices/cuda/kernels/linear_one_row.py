@@ -1,10 +1,10 @@
-"""Projections of one row on CUDA, bound by the time to read the weight once.
+"""GEMV on CUDA: projections of one row, bound by the time to read the weight once.
 
-The RMSNorm before the projection and the gate after it are fused with it: a CTA scales its outputs
-by the norm once it has read the whole row. Each tile of the weight is loaded while the previous one
-is used. A quantized weight is dequantized in registers, and scales are applied to the sums of
-groups. Preparing the row for that takes long, so just enough CTAs to fill the device share the
-tiles, and each prepares the row once.
+The RMSNorm before the projection and the gated activation after it are fused with it: a CTA scales
+its outputs by 1 / RMS once it has read the whole row. Each tile of the weight is loaded while the
+previous one is used. A quantized weight is dequantized in registers, and scales are applied to the
+sums over quant groups. Preparing the row for that takes long, so just enough CTAs to fill the
+device share the tiles, and each prepares the row once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def one_row_linear(
     activation: Activation | None,
     config: OneRowConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Project residual + update [1, in], normalized if `norm` is given; also return that sum."""
+    """Project residual + update [1, in], normalized if `norm` is given; also return the sum."""
     residual, update = hidden.residual, hidden.update
     num_rows, num_in = weight.shape
     assert residual.shape == (1, num_in), residual.shape
@@ -132,7 +132,7 @@ def _one_row(  # type: ignore[no-untyped-def]
     HAS_ONE_TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute outputs of one row; `source` is (the sum to store, the residual, the update)."""
+    """Compute the outputs of tiles; `source` is (sum to store, residual, update)."""
     CHUNKS: tl.constexpr = (NUM_WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
     # A gated tile has gate rows, then up rows; with a dense weight, each kind has its own tile.
     HAS_UP: tl.constexpr = HAS_ONE_TILE and ACTIVATION is not None
@@ -220,7 +220,7 @@ def _norm_scale(norms, total_squares, NUM_IN: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def row_scale(stored, rows, is_row, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scale of each row of a weight without groups (GROUP 0); else 1."""
+    """Return the scale of each weight row if there is one per row (GROUP 0), else 1."""
     if GROUP == 0:
         return tl.load(stored[0] + rows, mask=is_row, other=0.0)
     else:
