@@ -20,7 +20,7 @@ MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-er
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow endurance test-gpu sanitize report reference lint style format lock clean
+.PHONY: help demo serve test test-slow endurance test-gpu sanitize report reference pictures lint style format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ report: $(VENV)/.installed-dev ## Measure the tables of benchmarks/RESULTS.md on
 
 reference: $(VENV)/.installed ## Generate docs/reference.md from the options in the code
 	$(BIN)/python docs/reference.py
+
+pictures: $(VENV)/.installed-dev ## Make the pictures of the page in docs/ (needs Chromium)
+	PYTHONPATH=. $(BIN)/python docs/pictures.py
 
 lint: style ## Check style and types
 	$(BIN)/mypy nanovllm

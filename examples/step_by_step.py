@@ -10,8 +10,8 @@ import argparse
 from collections.abc import Callable, Iterator
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.serve.core_messages import Change, CoreStats, EngineState
 from nanovllm.serve.core_process import take_snapshot
-from nanovllm.serve.core_records import Change, CoreStats, EngineState
 from nanovllm.serve.step_mode import StepMode
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 16

@@ -114,10 +114,10 @@ def read_config(checkpoint: Checkpoint, families: Sequence[str]) -> Config:
 
 
 def timed(function: Callable[..., T], *args: Any) -> tuple[T, int]:
-    """Call a function; return its result and the milliseconds that it took."""
+    """Call a function; return its result and the milliseconds that it took, at least 1."""
     began = time.perf_counter()
     result = function(*args)
-    return result, round(1000 * (time.perf_counter() - began))
+    return result, max(round(1000 * (time.perf_counter() - began)), 1)
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

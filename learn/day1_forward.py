@@ -21,7 +21,8 @@ from common import Config, Model, load_from_command_line, print_table, show, tim
 PROMPT = "The first man on the moon was"
 MAX_TOKENS = 16
 
-# Attention of one layer: (layer index, q, k, v) -> output, all [tokens, heads, head_dim].
+# Attention of one layer: (layer index, q, k, v) -> output. All are [tokens, heads, head_dim], where
+# k and v have fewer heads.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -51,10 +52,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     group_size = q.shape[1] // k.shape[1]  # query heads per kv head
     k, v = k.repeat_interleave(group_size, dim=1), v.repeat_interleave(group_size, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5  # [heads, queries, keys]
     key_positions = torch.arange(len(k))
     query_positions = key_positions[len(k) - len(q) :]
-    is_future = key_positions[None, :] > query_positions[:, None]  # [queries, positions]
+    is_future = key_positions[None, :] > query_positions[:, None]  # [queries, keys]
     weights = scores.masked_fill(is_future, -torch.inf).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, v)
 
@@ -71,6 +72,7 @@ def project_qkv(
 
 
 def mlp(layer: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Transform each token's vector by itself: widen it, gate it, narrow it again."""
     gate, up = F.linear(x, layer["gate_proj"]), F.linear(x, layer["up_proj"])
     return F.linear(F.silu(gate) * up, layer["down_proj"])
 
@@ -82,7 +84,7 @@ def forward(model: Model, token_ids: Tensor, positions: Tensor, attend: Attend) 
     this function stays the same for seven days: whatever we invent, we pass another `attend`.
     """
     config = model.config
-    hidden = model.embedding[token_ids]
+    hidden = model.embedding[token_ids]  # [tokens, hidden_size]; each layer adds to it
     for index, layer in enumerate(model.layers):
         x = rms_norm(hidden, layer["input_layernorm"], config.norm_eps)
         q, k, v = project_qkv(config, layer, x, positions)
@@ -102,9 +104,9 @@ def attend_to_input(layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor
     return attention(q, k, v)
 
 
-@torch.inference_mode()
+@torch.inference_mode()  # we need no gradients
 def next_token_logits(model: Model, token_ids: list[int]) -> Tensor:
-    """Run the whole text; only the last position has the scores of a token that is not known."""
+    """Run the whole text; return the scores at its last position, where the next token is open."""
     positions = torch.arange(len(token_ids))
     hidden = forward(model, torch.tensor(token_ids), positions, attend_to_input)
     return compute_logits(model, hidden[-1:])[0]  # [vocab_size]

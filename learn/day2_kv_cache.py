@@ -103,7 +103,7 @@ def measure(model: Model) -> None:
         cache.length = 0
         _, prefill_ms = timed(run_tokens, model, cache, token_ids)
         _, decode_ms = timed(run_tokens, model, cache, token_ids[:1])
-        rates = round(1000 * length / max(prefill_ms, 1)), round(1000 / max(decode_ms, 1))
+        rates = round(1000 * length / prefill_ms), round(1000 / decode_ms)
         kib = length * cache.bytes_per_token // 1024
         rows.append((length, prefill_ms, decode_ms, *rates, kib))
     print_table(

@@ -35,7 +35,7 @@ REQUESTS = {  # name: (prompt, how many tokens to generate)
 }
 
 
-@dataclass
+@dataclass(eq=False)  # two sequences are different even if their texts are equal
 class Sequence:
     """A text that grows: the prompt, then the tokens that the model adds."""
 
@@ -54,6 +54,7 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     def is_finished(self, eos_ids: frozenset[int]) -> bool:
+        """Whether it has all its tokens, or its last one ends the text."""
         output_ids = self.output_ids
         return len(output_ids) == self.max_tokens or not eos_ids.isdisjoint(output_ids[-1:])
 
@@ -81,7 +82,10 @@ class BlockManager:
 
 
 class PagedCache:
-    """The keys and values of all sequences: one pool of slots, and block i is the i-th few."""
+    """The keys and values of all sequences, in one pool of slots; a slot holds one token.
+
+    Block i is the slots from i * block_size to (i + 1) * block_size.
+    """
 
     def __init__(self, config: Config, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -96,13 +100,13 @@ class PagedCache:
 
 def paged_attend(cache: PagedCache, block_table: list[int], start: int, end: int) -> Attend:
     """Return the attention of a sequence whose tokens [start, end) run now."""
-    slots = cache.slots(block_table, torch.arange(end))  # where all of its tokens are
+    slots = cache.slots(block_table, torch.arange(end))  # of all its tokens, in order
     new_slots = slots[start:]
 
     def attend(layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.k[layer_index, new_slots] = k
         cache.v[layer_index, new_slots] = v
-        # Gather the blocks in order. A real kernel reads them where they are.
+        # Indexing copies keys and values into order. A real kernel reads them where they are.
         return attention(q, cache.k[layer_index, slots], cache.v[layer_index, slots])
 
     return attend

@@ -28,6 +28,7 @@ NUM_BLOCKS = 32
 BLOCK_SIZE = 4
 MAX_NUM_SEQS = 4  # sequences that may run at the same time
 MAX_NUM_BATCHED_TOKENS = 12  # tokens that may run in one step
+BATCH_SIZES = (1, 2, 4, 8, 16)  # to measure
 REQUESTS = {  # name: (prompt, how many tokens to generate)
     "A": ("The first man on the moon was", 3),
     "B": ("The sky is blue because", 12),
@@ -48,6 +49,10 @@ class Row:
     start: int
     end: int
     is_sampled: bool  # whether it reaches the end of the known tokens, so that a new one follows
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
 
 
 class Scheduler:
@@ -104,7 +109,7 @@ class Scheduler:
 def batched_attend(cache: PagedCache, rows: list[Row]) -> Attend:
     """Return the attention of a step: each row sees its own sequence only."""
     attends = [paged_attend(cache, row.seq.block_table, row.start, row.end) for row in rows]
-    counts = [row.end - row.start for row in rows]
+    counts = [row.num_tokens for row in rows]
 
     def attend(layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = zip(attends, q.split(counts), k.split(counts), v.split(counts), strict=True)
@@ -119,9 +124,9 @@ def run_rows(model: Model, cache: PagedCache, rows: list[Row]) -> list[int]:
     token_ids = [token_id for row in rows for token_id in row.seq.token_ids[row.start : row.end]]
     positions = torch.cat([torch.arange(row.start, row.end) for row in rows])
     hidden = forward(model, torch.tensor(token_ids), positions, batched_attend(cache, rows))
-    ends = torch.tensor([row.end - row.start for row in rows]).cumsum(0)
+    ends = torch.tensor([row.num_tokens for row in rows]).cumsum(0)  # where each row ends
     is_sampled = torch.tensor([row.is_sampled for row in rows])
-    last = ends[is_sampled] - 1  # index of the last token of each sampled row
+    last = ends[is_sampled] - 1  # the index of the last token of each sampled row
     return compute_logits(model, hidden[last]).argmax(dim=-1).tolist()
 
 
@@ -132,6 +137,7 @@ class Engine:
         self.model, self.cache, self.scheduler = model, cache, scheduler
 
     def step(self) -> list[Row]:
+        """Run one step; return its rows."""
         rows = self.scheduler.schedule()
         assert rows, "a sequence needs more blocks than the pool has"
         self.scheduler.commit(rows, run_rows(self.model, self.cache, rows))
@@ -150,12 +156,25 @@ def timeline(sequences: list[Sequence], steps: list[list[Row]]) -> list[str]:
     """Draw a line per sequence: how many of its tokens ran in each step; '.' while it waits."""
     lines = []
     for seq in sequences:
-        counts = [sum(row.end - row.start for row in rows if row.seq is seq) for rows in steps]
+        counts = [sum(row.num_tokens for row in rows if row.seq is seq) for rows in steps]
         last = max(i for i, count in enumerate(counts) if count)
         cells = [str(count or ".") for count in counts[: last + 1]]
         lines.append(f"  {seq.name}       " + "".join(cell.rjust(3) for cell in cells))
-    totals = [sum(row.end - row.start for row in rows) for rows in steps]
+    totals = [sum(row.num_tokens for row in rows) for rows in steps]
     return [*lines, "  tokens  " + "".join(str(total).rjust(3) for total in totals)]
+
+
+def measure(model: Model) -> None:
+    """Print what a decode step costs with more and more sequences in it."""
+    cache = PagedCache(model.config, max(BATCH_SIZES), BLOCK_SIZE)
+    sequences = [Sequence(str(i), [i], 1, block_table=[i]) for i in range(max(BATCH_SIZES))]
+    rows = [Row(seq, 0, 1, is_sampled=True) for seq in sequences]
+    run_rows(model, cache, rows)  # the first call is slower
+    table = []
+    for size in BATCH_SIZES:
+        _, milliseconds = timed(run_rows, model, cache, rows[:size])
+        table.append((size, milliseconds, round(1000 * size / milliseconds)))
+    print_table(["sequences in a decode step", "ms", "tokens/s"], table)
 
 
 def run_policy(
@@ -172,6 +191,10 @@ def run_policy(
 
 
 def main(model: Model, tokenizer: Any) -> None:
+    print("Why batch? All sequences in a step share one read of the weights:")
+    measure(model)
+    print()
+
     prompts = {name: tokenizer.encode(prompt) for name, (prompt, _) in REQUESTS.items()}
     policies = {  # name: (batch_size, max_num_seqs)
         "one at a time": (1, 1),
@@ -185,7 +208,7 @@ def main(model: Model, tokenizer: Any) -> None:
         if policy != "one at a time":
             print(f"{policy}: how many tokens of each sequence run in each step ('.': it waits)")
             print("\n".join(timeline(sequences, steps)) + "\n")
-        num_run = sum(row.end - row.start for rows in steps for row in rows)
+        num_run = sum(row.num_tokens for rows in steps for row in rows)
         outputs.append([seq.output_ids for seq in sequences])
         rate = round(1000 * sum(map(len, outputs[-1])) / milliseconds, 1)
         table.append((policy, len(steps), num_run, round(num_run / len(steps), 1), rate))

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import SERVING_TARGET_MS, engine_config
+from nanovllm.config import SERVING_TARGET_MS
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.output_processor import OutputProcessor, RequestState
 from nanovllm.engine.prompts import as_prompt
@@ -23,19 +23,19 @@ from nanovllm.engine.request import EngineCoreOutputs, FinishReason, check_lengt
 from nanovllm.engine.scoring import check_pooling, embedding_of
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
-from nanovllm.llm import create_input_processor
+from nanovllm.llm import create_input_processor, engine_config
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.core_records import CoreStats, EngineState, Finish, total
+from nanovllm.serve.core_messages import CoreStats, EngineState, FinishSequences, total
 from nanovllm.serve.replica import MAX_FAILURES, SOON_SECONDS, Replica
 from nanovllm.serve.routing import PrefixRouter
-from nanovllm.serve.subscribers import Unread, copy_error
+from nanovllm.serve.subscribers import AsyncOutputQueue, copy_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
-    from nanovllm.engine_options import EngineOptions
+    from nanovllm.engine.engine_options import EngineOptions
 
 
 GUESSED_TOKENS = 256  # completion length assumed for load balancing, unless max_tokens is less
@@ -44,7 +44,7 @@ GIVEN_UP = (
     f"{MAX_FAILURES} in a row failed within {SOON_SECONDS:.0f} s of starting, so it is not "
     "restarted"
 )
-Pieces = Unread[StreamPiece]
+PieceQueue = AsyncOutputQueue[StreamPiece]
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class AsyncLLM:
             found = [(self._streams[i], self.output_processor.unfinished(i)) for i in ids]
         for stream, unfinished in found:
             if unfinished:
-                self.replicas[stream.replica].finish(Finish(unfinished, "abort"))
+                self.replicas[stream.replica].finish(FinishSequences(unfinished, "abort"))
 
     def close(self, reason: NanovllmError | None = None) -> None:
         """Stop all engine cores; pending requests fail. Further calls do nothing."""
@@ -267,7 +267,7 @@ class AsyncLLM:
         is_over = False
         try:
             while not is_over:
-                for piece in joined(await stream.unread.take()):
+                for piece in merged(await stream.queue.take()):
                     is_over = piece.output is not None
                     yield piece
         finally:
@@ -302,14 +302,14 @@ class AsyncLLM:
         with self._lock:
             self._raise_if_failed()
             replica = self._router.choose(ids, first.cache_salt)
-            stream = ResponseStream(Unread(), replica)
+            stream = ResponseStream(AsyncOutputQueue(), replica)
             num_tokens = len(first.token_ids) + sum(lengths)
             self._router.started(state.seq_id, replica, num_tokens)
             core = self.replicas[replica]
             self._streams[state.seq_id] = stream
             self.output_processor.add(state)
         core.add(requests)
-        stream.unread.loop.call_soon(core.flush)  # sends requests of several callers together
+        stream.queue.loop.call_soon(core.flush)  # sends requests of several callers together
         return stream
 
     def _end(self, seq_id: int) -> ResponseStream | None:
@@ -324,13 +324,13 @@ class AsyncLLM:
             unfinished = self.output_processor.unfinished(seq_id)
             self.output_processor.forget(seq_id)
         if stream is not None and unfinished:
-            self.replicas[stream.replica].finish(Finish(unfinished, "abort"))
+            self.replicas[stream.replica].finish(FinishSequences(unfinished, "abort"))
 
     def _collect(self, replica: Replica, step: EngineCoreOutputs) -> None:
         """Detokenize the outputs of a step and wake their readers. Runs in a replica's thread."""
 
         def finish_later(seq_id: int, reason: FinishReason) -> None:
-            replica.finish(Finish([seq_id], reason))
+            replica.finish(FinishSequences([seq_id], reason))
 
         with self._lock:
             # If no stream is open, the core may still be starting: output_processor may not exist.
@@ -345,10 +345,10 @@ class AsyncLLM:
                 for each in output.finished
                 if each.seq_id not in streamed
             ]
-            by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Pieces, StreamPiece]]] = {}
+            by_loop: dict[asyncio.AbstractEventLoop, list[tuple[PieceQueue, StreamPiece]]] = {}
             for piece in (*output.pieces, *whole):
-                unread = self._streams[piece.seq_id].unread
-                by_loop.setdefault(unread.loop, []).append((unread, piece))
+                queue = self._streams[piece.seq_id].queue
+                by_loop.setdefault(queue.loop, []).append((queue, piece))
                 if piece.output is not None:
                     self._end(piece.seq_id)
         for pairs in by_loop.values():  # one call per event loop
@@ -379,7 +379,7 @@ class AsyncLLM:
             for seq_id in ids:
                 stream = self._streams.pop(seq_id)
                 self.output_processor.forget(seq_id)  # outputs sent earlier may still arrive
-                stream.unread.call(stream.unread.end, error)
+                stream.queue.call(stream.queue.end, error)
         replica.subscribers.end(error)
         if delay is not None:
             threading.Thread(target=self._replace, args=[replica, delay], daemon=True).start()
@@ -408,21 +408,21 @@ class AsyncLLM:
 
 @dataclass(frozen=True, slots=True)
 class ResponseStream:
-    """The unread pieces of a request in progress, and the replica that runs it."""
+    """The queue of pieces of a request in progress, and the replica that runs it."""
 
-    unread: Pieces
+    queue: PieceQueue
     replica: int  # index into `AsyncLLM.replicas`
 
 
-def joined(pieces: list[StreamPiece]) -> list[StreamPiece]:
+def merged(pieces: list[StreamPiece]) -> list[StreamPiece]:
     """Merge the pieces of each completion into one; the piece with the output stays last."""
     by_sample: dict[int, list[StreamPiece]] = {}
     for piece in pieces:
         by_sample.setdefault(piece.sample, []).append(piece)
-    return sorted(map(_join, by_sample.values()), key=lambda piece: piece.output is not None)
+    return sorted(map(_merge, by_sample.values()), key=lambda piece: piece.output is not None)
 
 
-def _join(pieces: list[StreamPiece]) -> StreamPiece:
+def _merge(pieces: list[StreamPiece]) -> StreamPiece:
     if len(pieces) == 1:
         return pieces[0]
     logprobs = [each for piece in pieces for each in piece.logprobs or ()]
@@ -434,6 +434,6 @@ def _join(pieces: list[StreamPiece]) -> StreamPiece:
     )
 
 
-def _push_all(pairs: list[tuple[Pieces, StreamPiece]]) -> None:
-    for unread, piece in pairs:
-        unread.push(piece)
+def _push_all(pairs: list[tuple[PieceQueue, StreamPiece]]) -> None:
+    for queue, piece in pairs:
+        queue.push(piece)

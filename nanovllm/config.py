@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.validation import check_choices, check_types, option, require, suggest_fields
@@ -47,7 +46,7 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1, "number of GPUs, or CPU processes, to shard the model over", alias="-tp"
     )
-    enforce_eager: bool = option(False, "run without CUDA graphs or recorded steps, for debugging")
+    enforce_eager: bool = option(False, "run without CUDA graphs or captured steps, for debugging")
     kvcache_block_size: int = option(
         64, "tokens per KV-cache block, a multiple of 16", alias="--block-size"
     )
@@ -140,15 +139,6 @@ class EngineConfig:
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:
         require(is_valid, name, expected, getattr(self, name), ConfigError)
-
-
-def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
-    """Create an EngineConfig from keyword arguments, which may include vLLM's options."""
-    if not options.keys() <= EngineConfig.__dataclass_fields__.keys():
-        from nanovllm.engine_options import drop_vllm_options
-
-        options = drop_vllm_options(options)
-    return EngineConfig(str(model), **options)
 
 
 @dataclass(frozen=True, slots=True)

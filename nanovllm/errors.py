@@ -1,5 +1,10 @@
 """The exceptions that nanovllm raises; a message states the problem, the value and the fix."""
 
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
 
 class NanovllmError(Exception):
     """Base of all errors raised by nanovllm, with machine-readable attributes."""
@@ -70,3 +75,22 @@ class EngineError(NanovllmError, RuntimeError):
 
 class WorkerError(EngineError):
     """A worker process raised an error or died, so its engine has failed."""
+
+
+@contextlib.contextmanager
+def errors_about(param: str, kind: type[RequestError] = RequestError) -> Iterator[None]:
+    """Set `param` on errors of type `kind` that are raised in this context."""
+    try:
+        yield
+    except kind as error:
+        error.param = param
+        raise
+
+
+def at_index(error: RequestError, name: str, index: int, count: int) -> RequestError:
+    """Return the error with the index of the prompt that it is about, if there are several."""
+    return (
+        error
+        if count == 1
+        else RequestError(f"{name}[{index}]: {error}", param=name, code=error.code)
+    )

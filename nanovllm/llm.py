@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -23,20 +22,21 @@ from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig, engine_config
+from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.engine_thread import EngineThread, RequestGroup
 from nanovllm.engine.grammar import GrammarEngine
 from nanovllm.engine.input_processor import InputProcessor, Vocabulary
+from nanovllm.engine.lazy_requests import run_lazily
 from nanovllm.engine.output_processor import RequestState
 from nanovllm.engine.prompt_budget import PromptBudget
-from nanovllm.engine.prompts import Params, Prompts, as_params, as_prompt, at_index, split_prompts
+from nanovllm.engine.prompts import Params, Prompts, as_params, as_prompt, split_prompts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scoring import SCORED, check_pooling, continue_prompt, embedding_of, score_of
 from nanovllm.engine.step import Executor, ExecutorInfo, Pooling
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import ConfigError, RequestError, at_index
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
-    from nanovllm.engine_options import EngineOptions
+    from nanovllm.engine.engine_options import EngineOptions
     from nanovllm.worker.device_interface import Device
 
 logger = logging.getLogger(__name__)
@@ -114,27 +114,10 @@ class LLM:
         Prompts, and parameters if each prompt has its own, are read lazily, as others finish.
         """
 
-        def take(count: int) -> dict[int, RequestState]:
-            requests = {}
-            for index, (item, params) in itertools.islice(pairs, count):
-                try:
-                    requests[index] = self._request_state(item, params, cache_salt)
-                except RequestError as error:
-                    raise RequestError(f"prompts[{index}]: {error}") from error
-                indices[requests[index].seq_id] = index
-            return requests
+        def create(item: Any, params: SamplingParams) -> RequestState:
+            return self._request_state(item, params, cache_salt)
 
-        pairs = enumerate(_with_params(prompts, sampling_params))
-        indices: dict[int, int] = {}  # keyed by seq_id
-        group = RequestGroup(is_streaming=True)
-        # Keep as many requests waiting as can run, so that the batch stays full.
-        steps = self.engine.stream(group, take(2 * self.engine.config.max_num_seqs))
-        with contextlib.closing(steps):
-            for step in steps:
-                if step.finished:
-                    self.engine.extend(group, take(len(step.finished)))
-                for output in step.finished:
-                    yield indices.pop(output.seq_id), output
+        return run_lazily(self.engine, create, prompts, sampling_params)
 
     def chat(
         self,
@@ -307,23 +290,6 @@ class LLM:
         return [outputs[state.seq_id] for state in requests.values()]
 
 
-def _with_params(
-    prompts: Iterable[Any], params: SamplingParams | Iterable[SamplingParams] | None
-) -> Iterator[tuple[Any, SamplingParams]]:
-    """Pair each prompt with its parameters; a string or a dict is one prompt."""
-    prompts = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
-    params = SamplingParams() if params is None else params
-    each = itertools.repeat(params) if isinstance(params, SamplingParams) else iter(params)
-    for index, prompt in enumerate(prompts):
-        own = next(each, None)
-        if not isinstance(own, SamplingParams):
-            raise RequestError(
-                "sampling_params must be SamplingParams or one for each prompt, got "
-                f"{own!r:.80} for prompts[{index}]"
-            )
-        yield prompt, own
-
-
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
     """The checkpoint and configuration of a model, and the engine options it runs with."""
@@ -345,6 +311,15 @@ class ResolvedModel:
 class StartedCore:
     core: EngineCore
     info: ExecutorInfo
+
+
+def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
+    """Create an EngineConfig from keyword arguments, which may include vLLM's options."""
+    if not options.keys() <= EngineConfig.__dataclass_fields__.keys():
+        from nanovllm.engine.engine_options import drop_vllm_options
+
+        options = drop_vllm_options(options)
+    return EngineConfig(str(model), **options)
 
 
 def create_engine(config: EngineConfig) -> EngineThread:

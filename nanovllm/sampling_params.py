@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.errors import ConfigError
+from nanovllm.structured_outputs import check_structured
 from nanovllm.validation import as_python, check_types, option, require, suggest_fields
 
 MAX_LOGPROBS = 100  # per position
@@ -24,18 +25,6 @@ RANGES = {
 }
 NO_LIMIT = 2**31 - 1
 NO_TOKEN = -1  # replaces a sampled token if the logits had no valid token to sample
-STRUCTURED = "structured_outputs"
-GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object")
-REASONING_KEYS = ("after", "opened_by")  # end and start markers of reasoning before the output
-EXPECTED = {
-    "json": "a JSON schema: a dictionary, true or false, or one of them as text",
-    "regex": "a non-empty string",
-    "choice": "a list of at least one string, none empty",
-    "grammar": "a Lark grammar: a non-empty string",
-    "json_object": "True",
-    "after": "a non-empty string",
-    "opened_by": "a non-empty string",
-}
 
 
 @suggest_fields
@@ -62,7 +51,7 @@ class SamplingParams:
     seed: int | None = option(None, "makes sampling reproducible", unset="random")
     stop: str | Iterable[str] = option((), "stop before any of these strings")
     stop_token_ids: Iterable[int] = option((), "stop at any of these tokens")
-    min_tokens: int = option(0, "minimum number of output tokens before anything stops it")
+    min_tokens: int = option(0, "minimum number of output tokens before a stop condition applies")
     skip_special_tokens: bool = option(True, "omit special tokens from the text")
     presence_penalty: float = option(
         0.0, "subtracted from the logits of tokens that are in the output"
@@ -176,10 +165,12 @@ def _as_bias(value: Any) -> dict[int, float] | None:
     """Convert a bias to a dict; token ids may be strings of digits, as JSON keys are."""
     if value is None:
         return None
-    items = value.items() if isinstance(value, Mapping) else [(None, None)]
-    pairs = [(as_python(key), as_python(bias)) for key, bias in items]
-    bias = {int(key): float(bias) for key, bias in pairs if _is_id(key) and _is_number(bias)}
-    is_valid = len(bias) == len(pairs)
+    bias, num_given = {}, -1
+    with contextlib.suppress(AttributeError, TypeError, ValueError, OverflowError):
+        pairs = [(int(str(key)), as_python(each)) for key, each in value.items()]
+        bias = {key: float(each) for key, each in pairs if not isinstance(each, str)}
+        num_given = len(pairs)
+    is_valid = len(bias) == num_given
     require(is_valid, "logit_bias", "numbers in [-100, 100] by token id", value, ConfigError)
     return bias
 
@@ -196,16 +187,6 @@ def _is_path(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[\w.]+:[\w.]+", value) is not None
 
 
-def _is_id(key: object) -> bool:
-    if isinstance(key, str):
-        return key.isascii() and key.isdigit() and len(key) <= 20  # int() rejects very long strings
-    return isinstance(key, int) and not isinstance(key, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-
-
 def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:
     """Convert a string, None or any iterable of items to a tuple."""
     if type(value) is tuple and not value:  # fast path for the default
@@ -215,41 +196,3 @@ def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:
     is_valid = all(isinstance(item, item_type) and not isinstance(item, bool) for item in items)
     require(is_valid, name, f"items of type {item_type.__name__}", value, ConfigError)
     return items
-
-
-def check_structured(value: object) -> dict[str, Any]:
-    """Validate `structured_outputs`; return a copy, so that later changes have no effect."""
-    fields = value if isinstance(value, Mapping) else {}
-    kinds = [key for key in fields if key in GRAMMAR_KINDS]
-    expected = (
-        f"a dict with one of {', '.join(GRAMMAR_KINDS)}, and optionally 'after' and 'opened_by'"
-    )
-    is_valid = len(kinds) == 1 and {*fields} <= {*kinds, *REASONING_KEYS}
-    require(is_valid, STRUCTURED, expected, value, ConfigError)
-    has_end = "opened_by" not in fields or "after" in fields
-    require(has_end, STRUCTURED, "a dict with 'after' where it has 'opened_by'", value, ConfigError)
-    return {key: _checked_grammar(key, item) for key, item in fields.items()}
-
-
-def _checked_grammar(key: str, value: Any) -> Any:
-    try:
-        if key == "json":
-            text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
-            value = json.loads(text)
-        elif key == "choice" and not isinstance(value, str):
-            value = list(value)
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{STRUCTURED}[{key!r}]: {error}", param=STRUCTURED) from error
-    is_valid = {
-        "json": isinstance(value, dict | bool),
-        "choice": isinstance(value, list) and value and all(map(_is_text, value)),
-        "json_object": value is True,
-    }.get(key, _is_text(value))
-    require(is_valid, STRUCTURED, f"a dict whose {key!r} is {EXPECTED[key]}", value, ConfigError)
-    return value
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from nanovllm.errors import ConfigError, NanovllmError, RequestError
@@ -44,16 +43,6 @@ def require_text(param: str, value: object) -> None:
     except UnicodeEncodeError as error:
         message = f"{param} must be valid Unicode ({error}); clean it first"
         raise RequestError(message, param=param) from error
-
-
-@contextlib.contextmanager
-def errors_about(param: str, kind: type[RequestError] = RequestError) -> Iterator[None]:
-    """Set `param` on errors of type `kind` that are raised in this context."""
-    try:
-        yield
-    except kind as error:
-        error.param = param
-        raise
 
 
 def check_types(record: Any) -> None:

@@ -187,7 +187,7 @@ def test_aborts_leave_the_others_alone(tiny: Any, mode: str) -> None:
 
 def slow_down(llm: LLM) -> None:
     """Make the device begin every step late."""
-    buffers = runner_of(llm).eager.tables
+    buffers = runner_of(llm).eager.input_batch
     update = buffers.update
 
     def update_late(plan: StepPlan) -> None:

@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.config import EngineConfig, engine_config
-from nanovllm.engine_options import VLLM_OPTIONS, EngineOptions
+from nanovllm.config import EngineConfig
+from nanovllm.engine.engine_options import VLLM_OPTIONS, EngineOptions
 from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.llm import engine_config
 from nanovllm.outputs import StreamPiece
 from tests.serve.byte_model import make_byte_model
 

@@ -14,7 +14,7 @@ from tests.checkpoints import TinyCheckpoint
 
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
 FLOORS = [
-    "errors validation sampling_params outputs engine_options config",
+    "errors validation structured_outputs sampling_params outputs config",
     *("engine", "ops", "checkpoint", "attention", "layers", "models", "worker"),  # the core
     *("devices", "structured", "parallel", "llm", "serve", "async_llm", "batch", "cli", "ray"),
 ]

@@ -87,13 +87,15 @@ def batched(engine: RowEngine, config: EngineConfig, work: Workload, folder: Pat
         for prompt, max_tokens in zip(work.prompts, work.max_tokens, strict=True):
             row = {"prompt": prompt, "max_tokens": max_tokens, "cache_salt": salt, **SAMPLING}
             file.write(json.dumps(row) + "\n")
-    num_at_once = RowOptions(config, ServerOptions(served_model_name=("random",))).num_at_once
+    max_concurrency = RowOptions(
+        config, ServerOptions(served_model_name=("random",))
+    ).max_concurrency
     gc.collect()
     start = time.perf_counter()
     found = scan(path)
     progress_file = ProgressFile(output, {"input": found.digest}, found.num_rows, overwrite=True)
     try:
-        asyncio.run(run_job(path, progress_file, engine, num_at_once))
+        asyncio.run(run_job(path, progress_file, engine, max_concurrency))
     finally:
         progress_file.close()
     seconds = time.perf_counter() - start

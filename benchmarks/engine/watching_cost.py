@@ -14,8 +14,8 @@ import pickle
 import time
 
 from benchmarks.engine.scheduler_cost import decoding_core
+from nanovllm.serve.core_messages import CoreStats
 from nanovllm.serve.core_process import SNAPSHOT_SECONDS, take_snapshot
-from nanovllm.serve.core_records import CoreStats
 
 NUM_STEPS = 400
 ROUNDS = 7

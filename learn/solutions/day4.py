@@ -24,22 +24,21 @@ class LatencyScheduler(Scheduler):
 
     def schedule(self) -> list[Row]:
         budget, rows = self.max_num_batched_tokens, []
-        is_decode = {seq.name: len(seq.token_ids) - seq.num_computed == 1 for seq in self.running}
-        for seq in self.running:
-            if is_decode[seq.name]:
-                budget -= self._add_row(rows, seq, budget)
+        decoding = [seq for seq in self.running if len(seq.token_ids) - seq.num_computed == 1]
+        prefilling = [seq for seq in self.running if seq not in decoding]
+        for seq in decoding:
+            budget -= self._add_row(rows, seq, budget)
         if rows:
             budget = min(budget, self.max_prefill_tokens)
-        for seq in self.running:
-            if not is_decode[seq.name]:
-                budget -= self._add_row(rows, seq, budget)
+        for seq in prefilling:
+            budget -= self._add_row(rows, seq, budget)
         self._admit(rows, budget)
         return rows
 
 
 # Exercise 2: yes, a sequence starves while others with a higher priority keep arriving. A common
 # cure is aging: the priority of a sequence grows while it waits.
-@dataclass
+@dataclass(eq=False)
 class PrioritySequence(Sequence):
     priority: int = 0
 

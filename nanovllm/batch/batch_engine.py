@@ -13,11 +13,11 @@ from nanovllm.batch.progress_file import ROW_ID
 from nanovllm.batch.rows import Row
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
-from nanovllm.serve.api_records import as_record
 from nanovllm.serve.app import ROUTES
 from nanovllm.serve.http_errors import openai_body
 from nanovllm.serve.http_responses import whole_body
 from nanovllm.serve.openai.chat_completions import OF_PROMPT
+from nanovllm.serve.protocol import as_api_model
 from nanovllm.serve.server_options import ServerOptions, resolve
 from nanovllm.serve.service import Service
 
@@ -49,7 +49,7 @@ class RowOptions:
     is_raw: bool = False  # continue the text of a "prompt" without the chat template
 
     @property
-    def num_at_once(self) -> int:
+    def max_concurrency(self) -> int:
         """Number of rows sent to one engine at once: half of them run while the others wait."""
         return 2 * self.config.max_num_seqs * self.config.data_parallel_size
 
@@ -140,7 +140,7 @@ class RowEngine:
         if "max_completion_tokens" not in body:
             defaults["max_tokens"] = max_tokens
         defaults = {name: each for name, each in defaults.items() if name in kind.model_fields}
-        stream = await create(self._service, as_record(kind, {**defaults, **body}))
+        stream = await create(self._service, as_api_model(kind, {**defaults, **body}))
         response: dict[str, Any] = _reproducible(await whole_body(stream), index, {})
         return response
 

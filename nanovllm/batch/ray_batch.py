@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """How many engines to start on a cluster, and with which resources."""
+class EnginePlacement:
+    """The number of engines to start on a cluster, and the resources of each."""
 
     num_engines: int
     each: dict[str, int]  # Ray resources of one engine, as keyword arguments of ray.remote
 
 
-def find_room(config: EngineConfig, num_engines: int | None = None) -> Room:
+def place_engines(config: EngineConfig, num_engines: int | None = None) -> EnginePlacement:
     """Plan `num_engines` engines or, by default, as many as fit on the cluster.
 
     An engine takes one GPU per rank. Without GPUs it takes as many CPUs as the smallest machine
@@ -51,7 +51,7 @@ def find_room(config: EngineConfig, num_engines: int | None = None) -> Room:
             f"{wanted} engines with {needs} each do not fit on the Ray cluster, which has room for "
             f"{fitting}"
         )
-    return Room(wanted, each)
+    return EnginePlacement(wanted, each)
 
 
 class RowActor:
@@ -84,20 +84,20 @@ class RowActor:
 class RayEngine:
     """Several engines with the interface of one; a row goes to the engine with the fewest rows."""
 
-    def __init__(self, options: RowOptions, room: Room) -> None:
+    def __init__(self, options: RowOptions, placement: EnginePlacement) -> None:
         make: Any = ray.remote(
-            **room.each,
-            max_concurrency=options.num_at_once,
+            **placement.each,
+            max_concurrency=options.max_concurrency,
             max_restarts=-1,
             scheduling_strategy="SPREAD",
         )
-        self.actors = [make(RowActor).remote(options) for _ in range(room.num_engines)]
+        self.actors = [make(RowActor).remote(options) for _ in range(placement.num_engines)]
         # A slot is (index in its engine, engine number): the queue fills all engines evenly.
         self.free: asyncio.PriorityQueue[tuple[int, int]] = asyncio.PriorityQueue()
         self._waiting: dict[asyncio.Task[None], int] = {}  # task -> engine that it waits for
         self._error: Exception | None = None  # set when no further row can be completed
-        for number in range(room.num_engines):
-            for row in range(options.num_at_once):
+        for number in range(placement.num_engines):
+            for row in range(options.max_concurrency):
                 self._free_when_ready((row, number))
 
     async def __call__(self, row: Row) -> dict[str, Any]:

@@ -20,11 +20,11 @@ async def run_job(
     path: Path,
     progress_file: ProgressFile,
     process: Callable[[Row], Awaitable[dict[str, Any]]],
-    num_at_once: int,
+    max_concurrency: int,
     on_line: OnLine = lambda line: None,
 ) -> None:
     """Process every row that is not done; any error except RowError ends the job."""
-    queue: asyncio.Queue[Row | None] = asyncio.Queue(num_at_once)
+    queue: asyncio.Queue[Row | None] = asyncio.Queue(max_concurrency)
 
     async def feed() -> None:
         rows = islice(read_rows(path), len(progress_file.is_done))
@@ -32,7 +32,7 @@ async def run_job(
         while (window := await asyncio.to_thread(next, groups, None)) is not None:
             for row in window:
                 await queue.put(row)
-        for _ in range(num_at_once):
+        for _ in range(max_concurrency):
             await queue.put(None)
 
     async def work() -> None:
@@ -46,7 +46,7 @@ async def run_job(
                 progress_file.write_error(row.index, custom_id, error.code, error.message)
                 on_line(None)
 
-    tasks = [asyncio.create_task(each()) for each in (feed, *[work] * num_at_once)]
+    tasks = [asyncio.create_task(each()) for each in (feed, *[work] * max_concurrency)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:

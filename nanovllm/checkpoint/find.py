@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from nanovllm.checkpoint import gguf
 from nanovllm.checkpoint.gguf_file import open_gguf
-from nanovllm.checkpoint.hub import ALIASES, HUB_ID, fetch, packaged_gguf
+from nanovllm.checkpoint.hub import fetch, packaged_gguf
 from nanovllm.checkpoint.quantization import Quantization, choose_quantization
 from nanovllm.errors import CheckpointError, ConfigError
 
@@ -50,12 +50,6 @@ class Checkpoint:
 def stores_quantized(config: Mapping[str, Any]) -> bool:
     """Return whether some weights are stored quantized, according to the config."""
     return bool(config.get("quantization_config") or config.get(gguf.BLOCK_TYPES_KEY))
-
-
-def is_model_name(text: str) -> bool:
-    """Return whether a text looks like a short name, a hub id, a model folder or a .gguf file."""
-    is_name = text.lower() in ALIASES or bool(HUB_ID.fullmatch(text)) or text.endswith(".gguf")
-    return is_name or os.path.exists(os.path.join(text, "config.json"))
 
 
 def find_checkpoint(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,12 @@ HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/([\w./-]+\.gguf
 _CONFIGS = ("config.json", "generation_config.json")
 _TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template*")
 _SAFETENSORS, _BIN = "model*.safetensors", "pytorch_model*.bin"
+
+
+def is_model_name(text: str) -> bool:
+    """Return whether a text looks like a short name, a hub id, a model folder or a .gguf file."""
+    is_name = text.lower() in ALIASES or bool(HUB_ID.fullmatch(text)) or text.endswith(".gguf")
+    return is_name or os.path.exists(os.path.join(text, "config.json"))
 
 
 def packaged_gguf(model: str) -> Path | None:

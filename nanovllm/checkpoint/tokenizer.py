@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.find import Checkpoint
@@ -49,7 +48,8 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     if any((checkpoint.path / name).is_file() for name in VOCABULARY_FILES):
         from transformers import AutoTokenizer
 
-        written = _read_json(checkpoint.path / "tokenizer.json")
+        file = checkpoint.path / "tokenizer.json"
+        written = json.loads(file.read_bytes()) if file.is_file() else {}
         # The default of trust_remote_code would ask on the terminal, then run a repository's code.
         tokenizer = AutoTokenizer.from_pretrained(
             str(checkpoint.path), local_files_only=True, trust_remote_code=False
@@ -62,21 +62,6 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         f"{checkpoint.path} has no tokenizer: looked for {', '.join(VOCABULARY_FILES)}. "
         "Fetch tokenizer.json, or pass token-id prompts with skip_tokenizer_init=True"
     )
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Read tokenizer.json; reject huge token ids, because the library loops up to the highest."""
-    if not file.is_file():
-        return {}
-
-    def check(entries: dict[str, object]) -> dict[str, object]:
-        highest = max((id for id in entries.values() if isinstance(id, int)), default=0)
-        if highest >= 10**7:
-            raise CheckpointError(f"{file} has a token id {highest}: too large; fetch it again")
-        return entries
-
-    contents: dict[str, Any] = json.loads(file.read_bytes(), object_hook=check)
-    return contents
 
 
 def _restore_parts(tokenizer: PreTrainedTokenizerBase, written: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ def add_parser(commands: Commands) -> None:
     add_model_argument(parser)
     add("input", type=Path, metavar="INPUT", help="a .jsonl or .parquet file")
     add("-o", "--output", type=Path, required=True, help="a .jsonl file; rows are in any order")
-    text = "output tokens of rows that do not set it (default: the API's default)"
+    text = "maximum output tokens of rows that set no limit (default: the API's default)"
     add("--max-tokens", type=at_least(1), metavar="N", help=text)
     text = 'continue the text of "prompt" rows instead of applying the chat template'
     add("--raw", action="store_true", help=text)
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         progress_file.close()
     num_errors, num_rows = progress_file.num_errors, found.num_rows
     errors = f", {num_errors} failed (see {progress_file.errors})" if num_errors else ""
-    print(f"{num_rows - num_errors} of {num_rows} rows answered in {args.output}{errors}",
+    print(f"{num_rows - num_errors} of {num_rows} rows completed in {args.output}{errors}",
           file=sys.stderr)  # fmt: skip
     return 0 if not num_errors else 1 if num_errors < num_rows else 2
 
@@ -110,13 +110,13 @@ async def _process_rows(
     from nanovllm.batch.batch_engine import RowEngine
     from nanovllm.batch.run_batch import run_job
 
-    num_at_once, num_tokens, start = options.num_at_once, 0, time.perf_counter()
+    max_concurrency, num_tokens, start = options.max_concurrency, 0, time.perf_counter()
     engine: RowEngine | RayEngine
     if args.ray is None:
         engine = RowEngine(options)
     else:
         engine, num_engines = _ray_engine(args, options)
-        num_at_once *= num_engines
+        max_concurrency *= num_engines
     bar = tqdm(
         total=len(progress_file.is_done),
         initial=progress_file.num_done,
@@ -136,19 +136,19 @@ async def _process_rows(
 
     try:
         with bar:
-            await run_job(args.input, progress_file, engine, num_at_once, show)
+            await run_job(args.input, progress_file, engine, max_concurrency, show)
     finally:
         engine.close()
 
 
 def _ray_engine(args: argparse.Namespace, options: RowOptions) -> tuple[RayEngine, int]:
     try:
-        from nanovllm.batch.ray_batch import RayEngine, find_room
+        from nanovllm.batch.ray_batch import RayEngine, place_engines
         from nanovllm.parallel.ray_workers import connect
     except ModuleNotFoundError as error:
         raise ConfigError(f"--ray needs Ray ({error}): pip install 'nanovllm[ray]'") from error
     if options.config.distributed_executor_backend == "ray":
         raise ConfigError("--ray places engines itself; leave out --distributed-executor-backend")
     connect(args.ray)
-    room = find_room(options.config, args.ray_replicas)
-    return RayEngine(options, room), room.num_engines
+    placement = place_engines(options.config, args.ray_replicas)
+    return RayEngine(options, placement), placement.num_engines

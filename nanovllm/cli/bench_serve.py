@@ -39,10 +39,14 @@ class Load:
     model: str | None = option(None, "model name to request", unset="the server's first")
     rate: float | None = option(None, "requests per second", parse=RATE, alias="--request-rate")
     concurrency: int | None = option(
-        None, "maximum in flight", parse=COUNT, alias="--max-concurrency"
+        None, "maximum number of requests in flight", parse=COUNT, alias="--max-concurrency"
     )
     num_requests: int | None = option(
-        None, "number to send", parse=COUNT, alias="--num-prompts", unset="all --prompts, or 64"
+        None,
+        "number of requests to send",
+        parse=COUNT,
+        alias="--num-prompts",
+        unset="all --prompts, or 64",
     )
     max_tokens: int = option(128, "maximum output tokens", parse=COUNT)
     prompt_words: int = option(256, "words per random prompt", parse=COUNT)
@@ -121,7 +125,7 @@ async def send_all(
     """Send every prompt once: at random times, or as soon as the concurrency limit allows."""
     from tqdm import tqdm
 
-    room = asyncio.Semaphore(load.concurrency or (16 if load.rate is None else len(prompts)))
+    slots = asyncio.Semaphore(load.concurrency or (16 if load.rate is None else len(prompts)))
     rng, begin = random.Random(load.seed), time.perf_counter()
     fields = {"model": model, "max_tokens": load.max_tokens}
 
@@ -129,7 +133,7 @@ async def send_all(
         try:
             done.append(await measure(client, prompt, fields, begin))
         finally:
-            room.release()
+            slots.release()
             bar.update()
 
     tasks, due = [], begin
@@ -138,7 +142,7 @@ async def send_all(
             if load.rate is not None:
                 due += rng.expovariate(load.rate)
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            await room.acquire()
+            await slots.acquire()
             tasks.append(asyncio.create_task(send(prompt)))
         await asyncio.gather(*tasks)
 

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if args.raw and args.system is not None:
         raise ConfigError("--system is part of a chat, and --raw turns the chat off; leave one out")
     if args.model is None and len(args.prompts) + (args.file is not None) > 1:
-        from nanovllm.checkpoint.find import is_model_name  # imports numpy
+        from nanovllm.checkpoint.hub import is_model_name
 
         if is_model_name(args.prompts[0]):
             args.model_tag = args.prompts.pop(0)

@@ -14,7 +14,7 @@ from dataclasses import Field, fields
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from nanovllm.config import WHOLE_CONTEXT, EngineConfig
-from nanovllm.engine_options import IGNORED_OPTIONS, VLLM_OPTIONS, ignored_notes
+from nanovllm.engine.engine_options import IGNORED_OPTIONS, VLLM_OPTIONS, ignored_notes
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.server_options import read_text as read_text

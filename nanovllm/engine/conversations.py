@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from nanovllm.engine.prompts import at_index
-from nanovllm.errors import RequestError
+from nanovllm.errors import RequestError, at_index
 from nanovllm.validation import require, require_text
 
 if TYPE_CHECKING:

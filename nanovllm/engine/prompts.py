@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
-from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import require
 
@@ -60,15 +59,6 @@ def as_prompt(prompt: Any, cache_salt: str | None = None) -> Prompt:
     ids = _from_array(content)
     require(isinstance(ids, (list, tuple)), "prompt", _PROMPT_FORM, prompt)
     return Prompt(list(ids), cache_salt)
-
-
-def at_index(error: RequestError, name: str, index: int, count: int) -> RequestError:
-    """Return the error with the index of the prompt that it is about, if there are several."""
-    return (
-        error
-        if count == 1
-        else RequestError(f"{name}[{index}]: {error}", param=name, code=error.code)
-    )
 
 
 def as_params(params: Params, num_prompts: int) -> list[SamplingParams]:

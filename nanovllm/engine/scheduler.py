@@ -98,7 +98,14 @@ class Scheduler:
             add_logprobs(sampled, result)
         for index, error in (result.failures or {}).items():
             sampled[index].error = error
-        updated = self._end_pooled(rows, plan, result)
+        updated = []
+        if result.pooled is not None:
+            from nanovllm.engine.scoring import add_pooled
+
+            for seq in add_pooled(rows, plan, result.pooled):
+                is_finite = seq.pooled is not None and bool(np.isfinite(seq.pooled).all())
+                self._end(seq, "length" if is_finite else "error")
+                updated.append(seq)
         for seq, token_ids in zip(sampled, result.tokens.tolist(), strict=True):
             if seq.finish_reason is not None:  # the sequence ended while this step was in flight
                 continue
@@ -310,26 +317,6 @@ class Scheduler:
             self.blocks.register(seq)
         if seq.followers and end >= seq.num_prompt_tokens:
             self._prefilled_leaders.append(seq)
-
-    def _end_pooled(
-        self, rows: list[Sequence], plan: StepPlan, result: StepResult
-    ) -> list[Sequence]:
-        """Finish the sequences whose prompts this step pooled completely; return them."""
-        if result.pooled is None:
-            return []
-        ends = (plan.starts + plan.counts).tolist()
-        pooled = [
-            seq
-            for seq, end in zip(rows, ends, strict=True)
-            if seq.request.pooling is not None and end == seq.num_prompt_tokens
-        ]
-        ended = []
-        for seq, vector in zip(pooled, result.pooled, strict=True):
-            if seq.finish_reason is None:
-                seq.pooled = vector
-                self._end(seq, "length" if np.isfinite(vector).all() else "error")
-                ended.append(seq)
-        return ended
 
     def _append(self, seq: Sequence, token_id: int) -> None:
         """Append a sampled token, and end the sequence if the token completes it."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
 
 from nanovllm.engine.prompts import as_prompt
-from nanovllm.engine.step import Pooling
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Pooling, StepPlan, Vector
 from nanovllm.errors import EngineError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score
 from nanovllm.sampling_params import SamplingParams
@@ -21,6 +23,19 @@ SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 def check_pooling(pooling: object) -> None:
     require(pooling in get_args(Pooling), "pooling", '"last" or "mean"', pooling)
+
+
+def add_pooled(rows: list[Sequence], plan: StepPlan, pooled: Vector) -> list[Sequence]:
+    """Store the vectors of the prompts that a step pooled completely; return their sequences."""
+    ends = (plan.starts + plan.counts).tolist()
+    complete = [
+        seq
+        for seq, end in zip(rows, ends, strict=True)
+        if seq.request.pooling is not None and end == seq.num_prompt_tokens
+    ]
+    for seq, vector in zip(complete, pooled, strict=True):
+        seq.pooled = vector
+    return [seq for seq in complete if seq.finish_reason is None]
 
 
 def embedding_of(output: RequestOutput, normalize: bool) -> EmbeddingOutput:
@@ -42,7 +57,7 @@ class Continued:
 
 def continue_prompt(
     prompt: str | list[int],
-    continuations: Sequence[Any],
+    continuations: abc.Sequence[Any],
     encode: Callable[..., array[int]],
 ) -> list[Continued]:
     """Tokenize a prompt together with each continuation.

@@ -30,7 +30,6 @@ SIZES = {
     "num_experts_per_tok": (0, MAX_SIZE),
     "moe_intermediate_size": (0, MAX_SIZE),
 }
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # GGUF files add "factors"
 # Classes without an LM head, where "Model" in the name does not stand for "ForCausalLM".
 # Gemma3Model also reads images: under its own name, it is rejected as unsupported.
 BODIES = {"Gemma3TextModel": "Gemma3ForCausalLM", "Gemma3Model": "Gemma3Model"}
@@ -66,16 +65,6 @@ def check_model(model: ModelConfig) -> None:
         )
     if model.head_dim % 2:
         raise CheckpointError(f"config.json: head_dim={model.head_dim} must be even for rotation")
-    for rope in ropes:
-        if rope.kind != "factors":
-            continue
-        if len(rope.factors) != model.head_dim // 2:
-            raise CheckpointError(
-                f"config.json: {len(rope.factors)} rope factors for {model.head_dim // 2} pairs "
-                "of dimensions"
-            )
-        if not all(isinstance(factor, (int, float)) and factor > 0 for factor in rope.factors):
-            raise CheckpointError("config.json: rope factors must be positive numbers")
 
 
 def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -155,11 +144,8 @@ def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
     turned = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if kind not in (*ROPE_KINDS, "factors") or turned != 1:
-        what = f"rope scaling {kind!r}" if turned == 1 else f"partial_rotary_factor {turned}"
-        raise UnsupportedModelError(
-            f"{what} is not supported (supported: {', '.join(ROPE_KINDS)}, of whole heads)"
-        )
+    if turned != 1:
+        raise UnsupportedModelError(f"partial_rotary_factor {turned} is not supported")
     if kind == "default":
         return RopeConfig(theta)
     from nanovllm.models.rope_scaling import read_scaled_rope

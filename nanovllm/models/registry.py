@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,28 +46,14 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
             f"architecture {given!r} is not supported; supported: {supported}"
         )
     check_fields(config)
-    read = FAMILIES[name].read_config
     try:
-        model = read(config)
+        model = FAMILIES[name].read_config(config)
     except NanovllmError:
         raise
     except Exception as error:  # a type or range that the family did not expect
-        field = _invalid_field(config, read)
-        value = reprlib.repr(config.get(field))
-        raise CheckpointError(
-            f"config.json: {field} has an invalid value, {value} ({error})"
-        ) from error
+        raise CheckpointError(f"config.json has an invalid value ({error!r:.200})") from error
     check_model(model)
     return model
-
-
-def _invalid_field(config: Mapping[str, Any], read: Callable[[Mapping[str, Any]], object]) -> str:
-    """Return the field whose removal makes the config readable."""
-    for name in config:
-        with contextlib.suppress(Exception):
-            read({key: value for key, value in config.items() if key != name})
-            return name
-    return "a required field"
 
 
 def build_model(config: ModelConfig, max_model_len: int, build: BuildContext) -> DecoderModel:

@@ -7,17 +7,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.config import RopeConfig
+from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.models.config_json import field
+
+KINDS = ("linear", "dynamic", "llama3", "yarn", "factors")  # the last one occurs in GGUF files
 
 
 def read_scaled_rope(
     kind: Any, theta: float, scaling: Mapping[str, Any], config: Mapping[str, Any]
 ) -> RopeConfig:
     """Read a rope config of a kind other than "default"."""
+    if kind not in KINDS:
+        supported = ", ".join(("default", *KINDS))
+        raise UnsupportedModelError(
+            f"rope scaling {kind!r} is not supported (supported: {supported})"
+        )
     if kind == "linear":
         return RopeConfig(theta, kind, factor=field(scaling, "factor"))
     if kind == "factors":
-        return RopeConfig(theta, kind, factors=tuple(field(scaling, "factors")))
+        return RopeConfig(theta, kind, factors=_read_factors(scaling, config))
     name = "original_max_position_embeddings"
     trained = config.get(name) or scaling.get(name)
     max_position = field(config, "max_position_embeddings")
@@ -33,6 +41,18 @@ def read_scaled_rope(
         high_freq_factor=field(scaling, "high_freq_factor"),
         original_max_position=int(trained or max_position),
     )
+
+
+def _read_factors(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[float, ...]:
+    factors = tuple(field(scaling, "factors"))
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    is_valid = all(isinstance(factor, (int, float)) and factor > 0 for factor in factors)
+    if not is_valid or len(factors) != head_dim // 2:
+        raise CheckpointError(
+            f"config.json: {len(factors)} rope factors for {head_dim // 2} pairs of dimensions; "
+            "each pair needs one above 0"
+        )
+    return factors
 
 
 def _read_yarn(

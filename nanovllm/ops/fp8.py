@@ -26,7 +26,7 @@ MIN_EXPONENT, MAX_EXPONENT, NOT_FINITE = 64, 246, 254
 INFINITY_BITS = 0x7F800000
 # Adding ROUND_UP to the bits of a float32 carries into its exponent if the significand exceeds
 # 1.75: the largest FP8 value, 448, is 1.75 * 2**8.
-ROUND_UP, CODE_EXPONENT = 0x1FFFFF, 8
+ROUND_UP, FP8_EXPONENT = 0x1FFFFF, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def quantize(rows: Tensor) -> Fp8Rows:
     """Quantize rows [..., dim], each with the smallest scale that keeps its values in range."""
     wide = rows.float()
     bits = wide.abs().contiguous().view(torch.int32).amax(-1)  # these integers sort like the floats
-    exponents = ((bits.clamp(max=INFINITY_BITS) + ROUND_UP) >> 23) - CODE_EXPONENT
+    exponents = ((bits.clamp(max=INFINITY_BITS) + ROUND_UP) >> 23) - FP8_EXPONENT
     exponents = exponents.clamp(MIN_EXPONENT, MAX_EXPONENT)
     scaled = wide * power_of_two(254 - exponents).unsqueeze(-1)
     is_broken = bits >= INFINITY_BITS

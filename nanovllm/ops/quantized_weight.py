@@ -126,12 +126,12 @@ def pack_words(values: Tensor) -> Tensor:
     """Pack values [outputs, inputs], FP8 or 4-bit integers (one per byte), into int32 words."""
     bits = 8 if values.dtype == FP8 else 4
     padded = F.pad(values.view(torch.uint8), (0, -values.shape[1] % BLOCK))
-    places = padded.view(len(values), -1, 32 // bits, BLOCK * bits // 32)
+    positions = padded.view(len(values), -1, 32 // bits, BLOCK * bits // 32)
     if bits == 8:
-        return places.transpose(2, 3).flatten(1).view(torch.int32)
-    words = places[:, :, 0].int()
+        return positions.transpose(2, 3).flatten(1).view(torch.int32)
+    words = positions[:, :, 0].int()
     for n in range(1, 8):
-        words |= places[:, :, n].int() << 4 * n
+        words |= positions[:, :, n].int() << 4 * n
     return words.flatten(1)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanovllm.ops.torch_top_k_top_p import top_k_top_p_threshold
 from nanovllm.sampling_params import NO_TOKEN
 
 # Constants of splitmix64, as signed integers, and of the noise in the CUDA kernels.
@@ -18,7 +19,6 @@ STEP, MIX_FIRST, MIX_SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB
 ID_FACTOR, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
 LARGEST_UNIFORM = 1 - 2.0**-24
 ROWS_AT_A_TIME = 64
-NUM_CANDIDATES = 1024  # usually enough for top_k and top_p; else the whole vocabulary is sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ def sampling_probs(logits: Tensor, columns: SamplingColumns) -> Tensor:
     shifted = logits - logits.amax(-1, keepdim=True)  # before the division, to avoid inf - inf
     probs = torch.softmax(shifted / columns.temperature[:, None], dim=-1)
     rows = ((columns.top_k > 0) | (columns.top_p < 1)).nonzero().squeeze(1)
-    floor = columns.min_p * probs.amax(-1)
+    threshold = columns.min_p * probs.amax(-1)
     if len(rows):
-        cut = _top_floor(probs[rows], columns.top_k[rows], columns.top_p[rows])
-        floor[rows] = torch.maximum(floor[rows], cut)
-    return probs.masked_fill_(probs < floor[:, None], 0.0)
+        cut = top_k_top_p_threshold(probs[rows], columns.top_k[rows], columns.top_p[rows])
+        threshold[rows] = torch.maximum(threshold[rows], cut)
+    return probs.masked_fill_(probs < threshold[:, None], 0.0)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,40 +123,6 @@ def _draw(probs: Tensor, numbers: Tensor) -> Tensor:
     # right=True finds the first token to exceed the target, so never one of probability 0.
     tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     return tokens.clamp_(max=probs.shape[-1] - 1)  # out of range if a row has NaN
-
-
-def _top_floor(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the smallest probability in each row that both top_k and then top_p keep."""
-    vocab_size = probs.shape[-1]
-    top_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size).long()
-    if vocab_size > NUM_CANDIDATES:
-        top = probs.topk(NUM_CANDIDATES, dim=-1).values
-        if bool(_is_cut_inside(top, top_k, top_p, vocab_size).all()):
-            return _floor_of_sorted(top, top_k, top_p, vocab_size)
-    ordered = probs.sort(dim=-1, descending=True).values
-    return _floor_of_sorted(ordered, top_k, top_p, vocab_size)
-
-
-def _is_cut_inside(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
-    """Return whether the candidates contain each row's cutoff, including ties."""
-    size, last = top.shape[-1], top[:, -1]
-    k_floor = top.gather(-1, top_k.clamp(max=size)[:, None] - 1).squeeze(1)
-    is_k_inside = (top_k <= size) & (k_floor > last)
-    is_p_inside = (top_k == vocab_size) & (top_p < 1) & (top.sum(-1) >= top_p)
-    return is_k_inside | is_p_inside | (last == 0)
-
-
-def _floor_of_sorted(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
-    """Return the same, given the largest probabilities in descending order (`top`)."""
-    size = top.shape[-1]
-    k_floor = top.gather(-1, top_k.clamp(max=size)[:, None] - 1)
-    kept = torch.where((top_k[:, None] > size) | (top >= k_floor), top, 0.0).double()
-    total = torch.where(top_k == vocab_size, 1.0, kept.sum(-1))
-    limit = torch.where(top_p < 1, top_p * total, torch.inf)
-    # The token that crosses the threshold is kept, so compare the mass before each token.
-    mass_before = kept.cumsum(-1) - kept
-    num_kept = ((mass_before < limit[:, None]) & (kept > 0)).sum(-1)
-    return top.gather(-1, num_kept.clamp(min=1)[:, None] - 1).squeeze(1)
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:

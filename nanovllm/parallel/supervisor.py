@@ -145,7 +145,7 @@ class Supervisor:
                 if failure is not None:
                     failures.setdefault(number, failure)
                     deadline = min(deadline, time.monotonic() + self._children.grace_seconds)
-        return self.failure or join_failures([*failures.values()])
+        return self.failure or merge_failures([*failures.values()])
 
     def _handle(self, number: int, event: Message | Failure) -> Failure | None:
         if isinstance(event, Failure):
@@ -190,7 +190,7 @@ def reported_failure(name: str, failure: Failure) -> Failure:
     return replace(failure, message=": ".join(filter(None, parts)))
 
 
-def join_failures(failures: list[Failure]) -> Failure:
+def merge_failures(failures: list[Failure]) -> Failure:
     """Return the earliest failure; a crash gets the first reported error added to its message."""
     first, *_ = sorted(failures, key=lambda failure: failure.time)
     reported = [failure.traceback for failure in failures if failure.traceback]

@@ -16,9 +16,9 @@ import pyarrow as pa
 
 from nanovllm.batch.batch_engine import RowEngine, RowError, RowOptions
 from nanovllm.batch.rows import Row
-from nanovllm.config import engine_config
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.serve.api_records import ChatRequest, CompletionRequest, as_record
+from nanovllm.llm import engine_config
+from nanovllm.serve.protocol import ChatRequest, CompletionRequest, as_api_model
 from nanovllm.serve.server_options import ServerOptions
 
 IDS = "prompt_token_ids"  # an input column with this name takes precedence over the output column
@@ -63,7 +63,7 @@ class Predictor:
     ) -> None:
         self._sampling = dict(sampling or {})
         try:
-            as_record(CompletionRequest, {"prompt": "", **self._sampling})
+            as_api_model(CompletionRequest, {"prompt": "", **self._sampling})
         except RequestError as error:
             raise ConfigError(f"sampling: {error}") from error
         server = ServerOptions(

@@ -20,7 +20,7 @@ from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.llm import ResolvedModel, create_input_processor
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.core_records import CoreStats, EngineState
+from nanovllm.serve.core_messages import CoreStats, EngineState
 
 REFRESH_SECONDS = 2.0  # time between refreshes of the counters of all engines
 WAIT_SECONDS = 10.0  # timeout of a refresh

@@ -21,15 +21,7 @@ from nanovllm.serve.anthropic.messages import (
     count_tokens,
     create_message,
 )
-from nanovllm.serve.api_records import (
-    ApiRecord,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    TokenizeRequest,
-)
-from nanovllm.serve.core_records import ControlAction
+from nanovllm.serve.core_messages import ControlAction
 from nanovllm.serve.engine_events import EngineEvents, choose_engine, record_trace
 from nanovllm.serve.http_errors import add_error_handlers, json_response, message_of
 from nanovllm.serve.http_responses import EventStream, StreamResponse, WholeResponse, whole_body
@@ -41,6 +33,14 @@ from nanovllm.serve.openai.completions import create_completion
 from nanovllm.serve.openai.embeddings import create_embedding
 from nanovllm.serve.openai.responses import ResponsesRequest, create_response
 from nanovllm.serve.prepare_chat import detokenize, tokenize
+from nanovllm.serve.protocol import (
+    ApiModel,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 from nanovllm.serve.server_options import SAMPLING_NAMES
 from nanovllm.serve.service import Service
 
@@ -53,7 +53,7 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 CreateResponse = Callable[[Service, Any], Awaitable[EventStream]]
-ROUTES: dict[str, tuple[type[ApiRecord], CreateResponse]] = {
+ROUTES: dict[str, tuple[type[ApiModel], CreateResponse]] = {
     "/v1/chat/completions": (ChatRequest, create_chat_completion),
     "/v1/completions": (CompletionRequest, create_completion),
     "/v1/embeddings": (EmbeddingRequest, create_embedding),
@@ -79,7 +79,7 @@ def make_app(service: Service) -> ASGIApp:
     return CORSMiddleware(middleware, origins, allow_methods=["*"], allow_headers=["*"])
 
 
-def _endpoint(service: Service, kind: type[ApiRecord], create: CreateResponse) -> Any:
+def _endpoint(service: Service, kind: type[ApiModel], create: CreateResponse) -> Any:
     async def respond(request: Any) -> Response:
         service.check_queue()
         stream = await create(service, request)

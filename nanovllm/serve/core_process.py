@@ -24,18 +24,18 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestError
 from nanovllm.llm import create_grammars, resolve_model, start_core
 from nanovllm.parallel.child import Kind, Link, StepTimer, run_child
-from nanovllm.serve.core_records import (
-    Add,
+from nanovllm.serve.core_messages import (
+    AddRequests,
     Control,
     ControlAction,
     CoreReady,
     CoreStats,
     CoreUpdate,
     EngineState,
-    Finish,
+    FinishSequences,
+    SendSnapshots,
     SequenceState,
     SequenceStatus,
-    Watch,
 )
 from nanovllm.serve.step_mode import StepMode
 from nanovllm.worker.host_memory import trim_malloc
@@ -44,7 +44,7 @@ IDLE_SECONDS = 1.0  # time between updates while the core is idle
 SNAPSHOT_SECONDS = 0.1  # minimum time between snapshots
 MAX_QUEUE = 64  # maximum number of waiting sequences in a snapshot
 
-Command = Add | Finish | Watch | Control
+Command = AddRequests | FinishSequences | SendSnapshots | Control
 Send = Callable[[CoreUpdate], None]
 
 
@@ -90,7 +90,7 @@ class CoreLoop:
     ) -> None:
         self.core, self.inbox, self.send, self.timer = core, inbox, send, timer
         self._num_prefill_tokens = self._num_decode_tokens = 0
-        self._observer: Observer | None = None  # set while a client is subscribed
+        self._snapshots: SnapshotThrottle | None = None  # set while a client is subscribed
         self._paused: StepMode | None = None  # set while the engine is paused
         self._is_at_rest = self._is_over = False
 
@@ -107,8 +107,8 @@ class CoreLoop:
             if self._paused is not None:
                 self._paused.num_steps = max(self._paused.num_steps - 1, 0)
             state = None
-            if self._observer is not None:
-                state = self._observer.snapshot(stats, self._paused)
+            if self._snapshots is not None:
+                state = self._snapshots.snapshot(stats, self._paused)
             self.send(CoreUpdate(step, stats, state))
 
     @property
@@ -121,7 +121,7 @@ class CoreLoop:
         while not self._is_over:
             is_idle = not self._may_step and not finished
             try:
-                seconds = IDLE_SECONDS if self._observer is None else SNAPSHOT_SECONDS
+                seconds = IDLE_SECONDS if self._snapshots is None else SNAPSHOT_SECONDS
                 command = self.inbox.get(block=is_idle, timeout=seconds)
             except Empty:
                 if is_idle and not self.core.has_unfinished:
@@ -130,14 +130,14 @@ class CoreLoop:
             match command:
                 case None:  # the parent closed its end
                     self._is_over = True
-                case Add(requests):
+                case AddRequests(requests):
                     self._is_at_rest = False
                     finished += self._add(requests)
-                case Watch(is_on):
-                    self._watch(is_on)
+                case SendSnapshots(is_on):
+                    self._send_snapshots(is_on)
                 case Control(action):
                     self._control(action)
-                case Finish(seq_ids, reason):
+                case FinishSequences(seq_ids, reason):
                     found = (self.core.finish(seq_id, reason) for seq_id in seq_ids)
                     finished += [each for each in found if each is not None]
         return finished
@@ -163,13 +163,13 @@ class CoreLoop:
                 trim_malloc()
                 self._is_at_rest = True
 
-    def _watch(self, is_on: bool) -> None:
+    def _send_snapshots(self, is_on: bool) -> None:
         if not is_on:
-            self._observer = None
-        elif self._observer is None:
-            self._observer = Observer(self.core)
+            self._snapshots = None
+        elif self._snapshots is None:
+            self._snapshots = SnapshotThrottle(self.core)
         else:
-            self._observer.restart()
+            self._snapshots.restart()
 
     def _control(self, action: ControlAction) -> None:
         if action == "resume" and self._paused is not None:
@@ -178,8 +178,8 @@ class CoreLoop:
         elif action != "resume":
             self._paused = self._paused or StepMode(self.core)
             self._paused.num_steps += action == "step"
-        if self._observer is not None:
-            self._observer.restart()
+        if self._snapshots is not None:
+            self._snapshots.restart()
 
     def _stats(self) -> CoreStats:
         scheduler = self.core.scheduler
@@ -197,7 +197,7 @@ class CoreLoop:
         )
 
 
-class Observer:
+class SnapshotThrottle:
     """Decides when a snapshot is due; exists only while a client is subscribed."""
 
     def __init__(self, core: EngineCore) -> None:
@@ -214,7 +214,7 @@ class Observer:
     def snapshot(self, stats: CoreStats, paused: StepMode | None = None) -> EngineState | None:
         """Return a snapshot; None if nothing changed or the last one is too recent.
 
-        Every step of a paused engine gets one.
+        Every step of a paused engine gets a snapshot.
         """
         core, now = self._core, time.perf_counter()
         is_changed = stats != self._stats or core.timings or core.ended

@@ -14,13 +14,13 @@ import anyio
 
 from nanovllm.engine.request import SequenceEnd, StepTiming
 from nanovllm.errors import EngineError, NanovllmError
-from nanovllm.serve.core_records import CoreStats, EngineState, PausedState
+from nanovllm.serve.core_messages import CoreStats, EngineState, PausedState
 from nanovllm.serve.http_responses import Event, EventStream
 from nanovllm.serve.model_interface import Model
 from nanovllm.validation import require
 
 MAX_TRACE_SECONDS = 60.0
-Decode = Callable[[list[int]], Any]  # a tokenizer's method, which returns text
+Decode = Callable[[list[int]], Any]  # the tokenizer's method that returns text
 HOST, DEVICE, REQUESTS = 1, 2, 3
 NAMES = {HOST: "host", DEVICE: "device", REQUESTS: "requests"}
 
@@ -42,7 +42,7 @@ class EngineEvents(EventStream):
 
 
 def choose_engine(llm: Model, engine: int | None) -> int:
-    """Check the number of an engine; None is the first healthy one."""
+    """Validate the number of an engine; None chooses the first healthy one."""
     numbers = [replica.number for replica in llm.replicas]
     if not numbers:  # a Ray cluster may have no engine for a while
         raise EngineError("no engine is running")

@@ -8,13 +8,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanovllm.errors import GrammarError, RequestError
+from nanovllm.errors import GrammarError, RequestError, errors_about
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.http_responses import Event, EventStream
 from nanovllm.serve.parsing.events import BlockEvent
 from nanovllm.serve.service import Service
-from nanovllm.validation import errors_about
 
 Logprobs = Sequence[dict[int, Logprob]]
 MAX_AHEAD = 16  # maximum number of stream pieces queued per request

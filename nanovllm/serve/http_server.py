@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.serve.app import make_app
-from nanovllm.serve.core_records import CoreStats
+from nanovllm.serve.core_messages import CoreStats
 from nanovllm.serve.model_interface import Model, OwnedModel
 from nanovllm.serve.server_options import ServerOptions
 from nanovllm.serve.service import Service

@@ -10,7 +10,7 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.core_records import CoreStats, EngineState
+from nanovllm.serve.core_messages import CoreStats, EngineState
 from nanovllm.serve.replica import Replica
 
 

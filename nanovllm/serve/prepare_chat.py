@@ -11,8 +11,12 @@ from typing import Any
 from nanovllm.engine.chat_template import choose_template
 from nanovllm.engine.conversations import as_conversations
 from nanovllm.engine.detokenizer import num_held
-from nanovllm.errors import GrammarError, RequestError
-from nanovllm.serve.api_records import (
+from nanovllm.errors import GrammarError, RequestError, errors_about
+from nanovllm.serve.generation import GenerationJob, Update
+from nanovllm.serve.parsing.parser import OutputParser
+from nanovllm.serve.parsing.tool_grammar import CallRules, tool_grammar
+from nanovllm.serve.parsing.tools import Tool, read_tools
+from nanovllm.serve.protocol import (
     AllowedTools,
     ChatFields,
     ChatRequest,
@@ -21,14 +25,10 @@ from nanovllm.serve.api_records import (
     NamedTool,
     TokenizeRequest,
 )
-from nanovllm.serve.generation import GenerationJob, Update
-from nanovllm.serve.parsing.parser import OutputParser
-from nanovllm.serve.parsing.tool_grammar import CallRules, tool_grammar
-from nanovllm.serve.parsing.tools import Tool, read_tools
 from nanovllm.serve.service import Service
 from nanovllm.structured.grammar_text import enforced_json
 from nanovllm.structured.limits import run_bounded
-from nanovllm.validation import errors_about, require, require_text
+from nanovllm.validation import require, require_text
 
 # Template variables that chat_template_kwargs may not set.
 RESERVED = (

@@ -16,15 +16,15 @@ from nanovllm.errors import NanovllmError
 from nanovllm.llm import ResolvedModel
 from nanovllm.parallel.child import Failure, Serve
 from nanovllm.parallel.supervisor import ChildProcesses, ChildThread, Supervisor
-from nanovllm.serve.core_records import (
-    Add,
+from nanovllm.serve.core_messages import (
+    AddRequests,
     Control,
     ControlAction,
     CoreReady,
     CoreStats,
     CoreUpdate,
-    Finish,
-    Watch,
+    FinishSequences,
+    SendSnapshots,
 )
 from nanovllm.serve.subscribers import Subscribers
 
@@ -51,7 +51,7 @@ class Replica:
         self.error: NanovllmError | None = None  # set while the core is unavailable
         self.max_len = 0  # maximum sequence length in tokens, set once the core is ready
         self.num_restarts = 0
-        self.subscribers = Subscribers(lambda is_on: self._send(Watch(is_on)))
+        self.subscribers = Subscribers(lambda is_on: self._send(SendSnapshots(is_on)))
         self.found: Future[ResolvedModel] = Future()
         self._ready: Future[CoreReady] = Future()
         self._ready_time: float | None = None
@@ -97,7 +97,7 @@ class Replica:
         with self._adding:
             self._send_added()
 
-    def finish(self, finish: Finish) -> None:
+    def finish(self, finish: FinishSequences) -> None:
         self.flush()  # the core must receive the requests before this message
         self._send(finish)
 
@@ -133,7 +133,7 @@ class Replica:
     def _send_added(self) -> None:
         added, self._added, self._num_added_tokens = self._added, [], 0
         if added:
-            self._send(Add(added))
+            self._send(AddRequests(added))
 
     def _send(self, record: object) -> None:
         with contextlib.suppress(NanovllmError):  # `on_failure` receives the error

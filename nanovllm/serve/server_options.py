@@ -56,7 +56,8 @@ class ServerOptions:
     in_process: bool = option(False, "run the engine in this process, where breakpoint() works")
     metrics_prefix: str = option("vllm:", "prefix of metric names")
     demo: bool = option(
-        False, "a KV cache to look at: 192 blocks of 32 tokens, and steps of 256 tokens"
+        False,
+        "use a small KV cache that is easy to watch: 192 blocks of 32 tokens; 256 tokens per step",
     )
     allow_pause: bool = option(
         False, "let clients pause and step the engine, and read the prompts of others"

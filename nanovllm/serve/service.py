@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.chat_template import ChatTemplate
-from nanovllm.engine.prompts import at_index
-from nanovllm.errors import PromptTooLongError, RequestError
+from nanovllm.errors import PromptTooLongError, RequestError, at_index, errors_about
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.model_interface import Model
 from nanovllm.serve.parsing.formats import choose_formats
 from nanovllm.serve.server_options import ServerOptions
-from nanovllm.validation import errors_about, require
+from nanovllm.validation import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

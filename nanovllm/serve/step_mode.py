@@ -1,4 +1,4 @@
-"""Step mode: what each step of a paused engine did, found by comparing snapshots."""
+"""Step mode: compare snapshots to find the changes that each step of a paused engine made."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
-from nanovllm.serve.core_records import Change, EngineState, PausedState
+from nanovllm.serve.core_messages import Change, EngineState, PausedState
 
-NUM_PROMPT_TOKENS = 24  # shown of each prompt
-# The function that makes each kind of change, in the order in which a step makes them.
+NUM_PROMPT_TOKENS = 24  # number of tokens shown of each prompt
+# Kind of change -> function that makes it, in the order in which a step calls these functions.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "queued": Scheduler._enqueue,
     "preempted": Scheduler._preempt,
@@ -35,10 +35,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class StepMode:
-    """Exists while an engine is paused: counts the steps to run, and explains their snapshots."""
+    """State of a paused engine: the number of steps to run, and the snapshot before them."""
 
     def __init__(self, core: EngineCore) -> None:
-        self.num_steps = 0  # steps to run before the engine pauses again
+        self.num_steps = 0  # number of steps to run before the engine pauses again
         self._core = core
         self._before: EngineState | None = None
         core.executor = self._recorder = PlanRecorder(core)
@@ -47,7 +47,7 @@ class StepMode:
         self._core.executor = self._recorder.executor
 
     def explain(self, state: EngineState) -> EngineState:
-        """Add to a snapshot what has changed since the previous one, and the text of blocks."""
+        """Return a snapshot with the changes since the previous one, and the tokens of blocks."""
         rows, self._recorder.rows = self._recorder.rows, []
         changes = [] if self._before is None else compare(self._before, state, rows)
         self._before = state
@@ -83,12 +83,12 @@ class PlannedRow:
     is_new: bool  # whether the plan admits the sequence
     is_decode: bool
     block_ids: list[int]
-    source: int | None  # block to be copied into its last one
-    token_ids: list[int] = field(default_factory=list)  # sampled; known when the step has run
+    source: int | None  # block that is copied to the last of `block_ids`
+    token_ids: list[int] = field(default_factory=list)  # sampled tokens, once the step has run
 
 
 class PlanRecorder:
-    """An executor that passes plans on to another one, and keeps the rows of the newest."""
+    """An executor that passes plans on to another one, and keeps the rows of the newest plan."""
 
     def __init__(self, core: EngineCore) -> None:
         self.executor: Executor = core.executor
@@ -141,7 +141,7 @@ class PlanRecorder:
 
 
 def compare(before: EngineState, after: EngineState, rows: list[PlannedRow]) -> list[Change]:
-    """Return the changes between two snapshots, between which one plan ran, or none."""
+    """Return the changes between two snapshots; at most one plan ran between them."""
     changes = chain(_sequence_changes(before, after, rows), _block_changes(before, after, rows))
     order = list(FUNCTIONS)
     return sorted(changes, key=lambda change: order.index(change.kind))

@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from nanovllm.errors import NanovllmError
-from nanovllm.serve.core_records import EngineState
+from nanovllm.serve.core_messages import EngineState
 
 MAX_UNREAD = 4096  # maximum number of steps, and of ended sequences, kept for a slow reader
 T = TypeVar("T")
 
 
-class Unread(Generic[T]):
-    """Unread items of one reader. Outside the reader's event loop, only `call` may be used."""
+class AsyncOutputQueue(Generic[T]):
+    """A queue of items for one reader. Outside the reader's event loop, only `call` may be used."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -67,43 +67,43 @@ class Subscribers:
 
     def __init__(self, watch: Callable[[bool], None]) -> None:
         self._watch = watch
-        self._subscribers: dict[Unread[EngineState], None] = {}
+        self._subscribers: dict[AsyncOutputQueue[EngineState], None] = {}
         self._lock = threading.Lock()
 
     async def subscribe(self) -> AsyncGenerator[EngineState, None]:
         """Yield snapshots until `end` is called; raise the error passed to it, if any."""
-        unread: Unread[EngineState] = Unread()
+        queue: AsyncOutputQueue[EngineState] = AsyncOutputQueue()
         with self._lock:
-            self._subscribers[unread] = None
+            self._subscribers[queue] = None
         try:
             self._watch(True)
-            while states := await unread.take():
+            while states := await queue.take():
                 yield states[-1]
         finally:
             with self._lock:
-                del self._subscribers[unread]
+                del self._subscribers[queue]
                 if not self._subscribers:
                     self._watch(False)
 
     def push(self, state: EngineState) -> None:
-        for unread in self._all():
-            unread.call(_push_state, unread, state)
+        for queue in self._all():
+            queue.call(_push_state, queue, state)
 
     def end(self, error: NanovllmError | None = None) -> None:
         """End all subscriptions, optionally with an error."""
-        for unread in self._all():
-            unread.call(unread.end, error)
+        for queue in self._all():
+            queue.call(queue.end, error)
 
-    def _all(self) -> list[Unread[EngineState]]:
+    def _all(self) -> list[AsyncOutputQueue[EngineState]]:
         with self._lock:
             return list(self._subscribers)
 
 
-def _push_state(unread: Unread[EngineState], state: EngineState) -> None:
+def _push_state(queue: AsyncOutputQueue[EngineState], state: EngineState) -> None:
     """Replace an unread snapshot, but keep its steps and ended sequences."""
-    for before in unread.items:
+    for before in queue.items:
         steps = [*before.steps, *state.steps][-MAX_UNREAD:]
         ended = [*before.ended, *state.ended][-MAX_UNREAD:]
         state = replace(state, steps=steps, ended=ended)
-    unread.items.clear()
-    unread.push(state)
+    queue.items.clear()
+    queue.push(state)

@@ -91,7 +91,7 @@ class GuidanceMatcher:
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class GuidanceContext:
     tokenizer: LLTokenizer
     eos_token_ids: frozenset[int]
     limits: LLParserLimits
@@ -108,7 +108,7 @@ class GuidanceEngine:
         # Each grammar is cached twice: keyed by the request as JSON, and by its llguidance text.
         self._cache: OrderedDict[str, GuidanceGrammar] = OrderedDict()
         self._threads = ThreadPoolExecutor(2, "nanovllm-grammars")  # run slow grammars
-        self._tools: Tools | None = None
+        self._context: GuidanceContext | None = None
         self._memory: Bitmasks | None = None  # persistent buffer; CUDA graphs read it in place
 
     def compile(self, asked: Mapping[str, Any]) -> GuidanceGrammar:
@@ -116,10 +116,10 @@ class GuidanceEngine:
         key = _key(asked)
         grammar = self._cached(key)
         if grammar is None:
-            tools = self._get_tools()
-            text = run_bounded(grammar_text, asked, tools.tokenizer)
+            context = self._get_context()
+            text = run_bounded(grammar_text, asked, context.tokenizer)
             if is_risky(text) and self._cached(text) is None:
-                try_compiling(text, tools.described)
+                try_compiling(text, context.described)
             grammar = self._remember(key, self._compiled(text))
         return grammar
 
@@ -144,7 +144,7 @@ class GuidanceEngine:
         the returned bitmasks.
         """
         masks, late = self._memory_for(len(matchers), allocate), []
-        eos, address = self._get_tools().eos_token_ids, masks.ctypes.data
+        eos, address = self._get_context().eos_token_ids, masks.ctypes.data
         now = time.thread_time()  # CPU time: on a busy machine, every grammar would look slow
         end = now + MAX_STEP
         for row, matcher in enumerate(matchers):
@@ -186,7 +186,7 @@ class GuidanceEngine:
     def _compiled(self, text: str) -> GuidanceGrammar:
         grammar = self._cached(text)
         if grammar is None:
-            self._get_tools()  # load the tokenizer before the time limit of compilation starts
+            self._get_context()  # load the tokenizer before the time limit of compilation starts
             grammar = self._remember(text, GuidanceGrammar(text, run_bounded(self._compile, text)))
         return grammar
 
@@ -211,8 +211,8 @@ class GuidanceEngine:
     def _compile(self, text: str) -> Compiled:
         from llguidance import LLMatcher
 
-        tools = self._get_tools()
-        matcher = LLMatcher(tools.tokenizer, text, log_level=0, limits=tools.limits)
+        context = self._get_context()
+        matcher = LLMatcher(context.tokenizer, text, log_level=0, limits=context.limits)
         if matcher.is_error():
             raise refusal(matcher.get_error())
         if warnings := matcher.get_grammar_warnings():
@@ -230,17 +230,17 @@ class GuidanceEngine:
                 raise refusal(f"no output matches it, or matching takes too much work: {reason}")
             yield mask
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-            bits[list(self._get_tools().eos_token_ids)] = 0
+            bits[list(self._get_context().eos_token_ids)] = 0
             if not bits.any() or not matcher.consume_token(int(bits.argmax())):
                 return
 
-    def _get_tools(self) -> Tools:
+    def _get_context(self) -> GuidanceContext:
         with self._lock:
-            if self._tools is None:
-                self._tools = self._make_tools()
-            return self._tools
+            if self._context is None:
+                self._context = self._create_context()
+            return self._context
 
-    def _make_tools(self) -> Tools:
+    def _create_context(self) -> GuidanceContext:
         vocabulary = self._load()
         if vocabulary.tokenizer is None:
             raise GrammarError("needs a tokenizer; leave out skip_tokenizer_init=True")
@@ -256,7 +256,7 @@ class GuidanceEngine:
         limits = LLParserLimits(verbose_errors=False, **LIMITS)
         described = {"tokenizer": text, "vocab_size": self._vocab_size, "limits": LIMITS}
         described["eos"] = sorted(eos) or None
-        return Tools(tokenizer, eos, limits, described)
+        return GuidanceContext(tokenizer, eos, limits, described)
 
 
 def _key(asked: Mapping[str, Any]) -> str:

@@ -110,7 +110,7 @@ class Device(Protocol):
     def apply_token_bitmask(self, logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
         """See `torch_sampling.apply_token_bitmask`."""
 
-    def sampler(self, tables: InputBatch, vocab_size: int) -> Sampler:
+    def sampler(self, input_batch: InputBatch, vocab_size: int) -> Sampler:
         """Create the sampler, which draws tokens from logits."""
 
     def prepare(

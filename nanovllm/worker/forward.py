@@ -44,7 +44,7 @@ class EagerForward:
     """Runs the model without graphs."""
 
     model: DecoderModel
-    tables: InputBatch
+    input_batch: InputBatch
     attention: AttentionBackend
     caches: list[LayerCache]
 
@@ -55,11 +55,11 @@ class EagerForward:
         """Return the logits and the hidden states of every token before the final norm."""
         hidden = self.model.model(replace(self.batch(plan), sampled=None))
         last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1
-        values = self.model.logits(hidden.select(self.tables.device.upload(last_tokens)))
+        values = self.model.logits(hidden.select(self.input_batch.device.upload(last_tokens)))
         return self.step_logits(values, plan), hidden
 
     def copy_blocks(self, plan: StepPlan) -> None:
-        upload = self.tables.device.upload
+        upload = self.input_batch.device.upload
         sources = upload(np.array([copy.source for copy in plan.block_copies]))
         targets = upload(np.array([copy.target for copy in plan.block_copies]))
         for cache in self.caches:
@@ -68,8 +68,8 @@ class EagerForward:
 
     def batch(self, plan: StepPlan) -> ForwardBatch:
         """Apply the plan to the InputBatch and return its tokens, row after row, as one batch."""
-        self.tables.update(plan)
-        input_batch, upload = self.tables, self.tables.device.upload
+        input_batch, upload = self.input_batch, self.input_batch.device.upload
+        input_batch.update(plan)
         slots, positions = (upload(column) for column in tokens_of(plan))
         input_ids, slot_mapping = look_up(input_batch, slots, positions)
         rows = BatchRows(plan.slots, plan.starts, plan.counts, input_batch.block_table)
@@ -83,7 +83,7 @@ class EagerForward:
         return ForwardBatch(input_ids, positions, slot_mapping, sampled, planned, self.caches)
 
     def step_logits(self, values: Tensor, plan: StepPlan) -> StepLogits:
-        slots, positions = map(self.tables.device.upload, sampled_rows(plan))
+        slots, positions = map(self.input_batch.device.upload, sampled_rows(plan))
         return StepLogits(values, slots, positions)
 
 

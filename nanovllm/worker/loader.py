@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.checkpoint.find import Checkpoint, stores_quantized
 from nanovllm.checkpoint.stored_tensors import StoredTensor, list_tensors
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.build import Layer
 from nanovllm.layers.shards import ExpectedTensor
 from nanovllm.ops.quantized_weight import QuantizedRows
 from nanovllm.worker.device_interface import Device
+from nanovllm.worker.quantized_layouts import log_dequantized
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +41,12 @@ def load_weights(
     expected = layers.expected
     stored, quantization = list_tensors(checkpoint), checkpoint.quantization
     if quantization is not None:
-        from nanovllm.checkpoint.quantized.modules import join_parts
+        from nanovllm.checkpoint.quantized.modules import combine_parts
 
-        stored = join_parts(stored, quantization, expected)
+        stored = combine_parts(stored, quantization, expected)
     tensors = _match(stored, expected, checkpoint.path)
-    if show_progress:
-        _log_dequantized(tensors, expected)
+    if show_progress and stores_quantized(checkpoint.config):
+        log_dequantized(tensors, expected)
     num_bytes = sum(tensor.nbytes for tensor in expected.values())
     # None lets tqdm hide the bar unless stderr is a terminal; stderr may also be closed.
     is_hidden = None if show_progress and sys.stderr is not None else True
@@ -101,20 +102,6 @@ class LoadingLayers:
 def named_layers(model: nn.Module) -> list[tuple[str, Layer]]:
     modules = model.named_modules()
     return [(path, module) for path, module in modules if isinstance(module, Layer)]
-
-
-def _log_dequantized(tensors: list[StoredTensor], expected: dict[str, ExpectedTensor]) -> None:
-    """Log which quantized weights are dequantized, because they take more memory than the file."""
-    stored = [tensor.name for tensor in tensors if tensor.read_quantized is not None]
-    dense = [name for name in stored if not expected[name].is_quantized]
-    if not dense:
-        return
-    target = expected[dense[0]].parts[0].target
-    assert isinstance(target, Tensor)
-    dtype = str(target.dtype).removeprefix("torch.")
-    which = "" if len(dense) == len(stored) else f", such as {dense[0]},"
-    text = "%d of %d quantized weights%s are dequantized to %s: no kernel here supports them"
-    logger.info(text, len(dense), len(stored), which, dtype)
 
 
 def _match(

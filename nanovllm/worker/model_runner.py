@@ -55,7 +55,7 @@ class ModelRunner:
     steps: CapturedSteps | None = None  # the captured steps behind `forward` and `sampler`
 
     def __post_init__(self) -> None:
-        self.device = self.eager.tables.device
+        self.device = self.eager.input_batch.device
         self.extras: Extras | None = None  # created by the first request beyond plain sampling
         self._unsampled: Unsampled | None = None
 

@@ -53,7 +53,7 @@ def scored_spans(plan: StepPlan, by_slot: Mapping[int, SlotExtras]) -> list[Span
 
 def score_prompts(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Scores:
     """Return the logprobs of prompt tokens, given the hidden states of a step's tokens."""
-    device = eager.tables.device
+    device = eager.input_batch.device
     upload = device.upload
 
     def column(first: str) -> np.ndarray:
@@ -61,7 +61,7 @@ def score_prompts(eager: EagerForward, hidden: ResidualStream, spans: list[Span]
         return np.concatenate(ranges)
 
     slots = upload(np.repeat([span.slot for span in spans], [span.count for span in spans]))
-    tokens = eager.tables.tokens[slots, upload(column("start") + 1)]
+    tokens = eager.input_batch.tokens[slots, upload(column("start") + 1)]
     num_top = max(span.extras.row.params.prompt_logprobs or 0 for span in spans)
     indices = upload(column("first_token"))
     pieces = [
@@ -103,7 +103,7 @@ def pool(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Tens
         return None
     rows = [spans[index].extras.row for index in ending]
     counts = [row.num_prompt_tokens if row.pooling == "mean" else 1 for row in rows]
-    upload = eager.tables.device.upload
+    upload = eager.input_batch.device.upload
     return totals[upload(np.array(ending))] / upload(np.array(counts, np.float32))[:, None]
 
 
@@ -112,7 +112,7 @@ def _add_up(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> T
     counts = np.array([span.count for span in spans])
     tokens = np.concatenate([np.arange(span.count) + span.first_token for span in spans])
     firsts = np.cumsum(counts) - counts
-    upload = eager.tables.device.upload
+    upload = eager.input_batch.device.upload
     totals = hidden.residual.new_zeros(len(spans), hidden.residual.shape[1], dtype=torch.float32)
     for start in range(0, len(tokens), TOKENS_AT_A_TIME):
         some = tokens[start : start + TOKENS_AT_A_TIME]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
 from nanovllm.checkpoint.quantization import QuantLayout, choose_quantization
-from nanovllm.checkpoint.stored_tensors import list_tensors
+from nanovllm.checkpoint.stored_tensors import StoredTensor, list_tensors
 from nanovllm.config import EngineConfig
 from nanovllm.layers.layer_weight import Layouts
+from nanovllm.layers.shards import ExpectedTensor
 from nanovllm.models.registry import read_config
 from nanovllm.worker.device_interface import Device
+
+logger = logging.getLogger(__name__)
 
 
 def choose_layouts(
@@ -40,10 +45,10 @@ def choose_layouts(
     layout = None if quantization is None else quantization.layout
     if quantization is None or layout is None or not device.reads_quantized(layout.kind, dtype):
         return None
-    from nanovllm.checkpoint.quantized.modules import is_quantized_to_fp8, join_parts
+    from nanovllm.checkpoint.quantized.modules import combine_parts, is_quantized_to_fp8
 
     if isinstance(checkpoint, Checkpoint) and not is_dummy:
-        tensors = join_parts(list_tensors(checkpoint), quantization, ())
+        tensors = combine_parts(list_tensors(checkpoint), quantization, ())
         found = {tensor.name.removesuffix(".weight"): tensor.layout for tensor in tensors}
         return {name: found[name] for name in found if not name.endswith("embed_tokens")}.get
 
@@ -73,3 +78,17 @@ def _gguf_layouts(types: Mapping[str, str]) -> Layouts:
         return None if kind is None else layouts[kind]
 
     return layout_of
+
+
+def log_dequantized(tensors: list[StoredTensor], expected: dict[str, ExpectedTensor]) -> None:
+    """Log which quantized weights are dequantized, because they take more memory than the file."""
+    stored = [tensor.name for tensor in tensors if tensor.read_quantized is not None]
+    dense = [name for name in stored if not expected[name].is_quantized]
+    if not dense:
+        return
+    target = expected[dense[0]].parts[0].target
+    assert isinstance(target, Tensor)
+    dtype = str(target.dtype).removeprefix("torch.")
+    which = "" if len(dense) == len(stored) else f", such as {dense[0]},"
+    text = "%d of %d quantized weights%s are dequantized to %s: no kernel here supports them"
+    logger.info(text, len(dense), len(stored), which, dtype)

@@ -33,8 +33,8 @@ class Extras:
 
     def __init__(self, eager: EagerForward, steps: CapturedSteps | None) -> None:
         self.eager, self.steps = eager, steps
-        self.device = eager.tables.device
-        self._edits = LogitsEdits(eager.tables)
+        self.device = eager.input_batch.device
+        self._edits = LogitsEdits(eager.input_batch)
         self._is_first = eager.model.lm_head.group.rank == 0  # only rank 0 samples
         self._by_slot: dict[int, SlotExtras] = {}
 

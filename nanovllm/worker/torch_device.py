@@ -124,8 +124,8 @@ class TorchDevice:
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
         return Pending(lambda: [tensor.numpy() for tensor in tensors])
 
-    def sampler(self, tables: InputBatch, vocab_size: int) -> TorchSampler:
-        return TorchSampler(tables, self.group)
+    def sampler(self, input_batch: InputBatch, vocab_size: int) -> TorchSampler:
+        return TorchSampler(input_batch, self.group)
 
     def prepare(
         self, model: DecoderModel, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
@@ -133,5 +133,5 @@ class TorchDevice:
         """Do nothing: activations are small compared to host memory."""
 
     def runner(self, eager: EagerForward) -> ModelRunner:
-        sampler = self.sampler(eager.tables, eager.model.lm_head.vocab_size)
+        sampler = self.sampler(eager.input_batch, eager.model.lm_head.vocab_size)
         return ModelRunner(eager, eager, sampler)

@@ -66,7 +66,7 @@ def test_rows_of_every_kind(model: Path, tmp_path: Path) -> None:
     path, output = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     code, shown = batch(model, path, output, "--max-tokens", "6")
     assert code == 1, shown
-    assert "5 of 10 rows answered" in shown
+    assert "5 of 10 rows completed" in shown
     lines = by_id(output)
     assert lines[0]["input_text"] == "mine"
     assert lines[0]["topic"] == {"deep": [1]}

@@ -57,7 +57,7 @@ def run(path: Path, output: Path, answer: Any = echo, overwrite: bool = False) -
     found = scan(path)
     progress_file = ProgressFile(output, {"input": found.digest}, found.num_rows, overwrite)
     try:
-        asyncio.run(run_job(path, progress_file, answer, num_at_once=8))
+        asyncio.run(run_job(path, progress_file, answer, max_concurrency=8))
     finally:
         progress_file.close()
     return progress_file
@@ -181,7 +181,7 @@ def test_an_input_that_shrinks_meanwhile_is_noticed(tmp_path: Path) -> None:
     progress_file = ProgressFile(tmp_path / "out.jsonl", {}, scan(path).num_rows, False)
     write_rows(path, plain_rows(4))
     with pytest.raises(NanovllmError, match="changed"):
-        asyncio.run(run_job(path, progress_file, echo, num_at_once=8))
+        asyncio.run(run_job(path, progress_file, echo, max_concurrency=8))
     progress_file.close()
 
 

@@ -28,7 +28,6 @@ from nanovllm.errors import CheckpointError
 from nanovllm.models.registry import read_config
 from nanovllm.worker.memory_check import check_model
 from tests.checkpoint.damage import ODD, load, outcome, write_gguf_files
-from tests.checkpoint.tiny_gguf import VOCAB
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import cpu_device
 from tests.models.test_configs import CONFIGS, saved
@@ -190,20 +189,3 @@ def test_odd_generation_configs(
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     with pytest.raises(CheckpointError, match="eos_token_id must be an integer or a list"):
         load(folder)
-
-
-def test_ids_beyond_any_vocabulary(tmp_path: Path) -> None:
-    """The library would iterate over all lower ids, for minutes; texts that look alike are fine."""
-    [path, _] = write_gguf_files(tmp_path / "gguf")
-    load_tokenizer(find_checkpoint(str(path))).save_pretrained(tmp_path)
-    file = tmp_path / "tokenizer.json"
-    tree = json.loads(file.read_text())
-    tree["model"]["vocab"]['":12345678'] = VOCAB
-    file.write_text(json.dumps(tree))
-    checkpoint = Checkpoint(tmp_path, {}, {}, (), "none")
-    assert load_tokenizer(checkpoint).convert_tokens_to_ids('":12345678') == VOCAB
-    tree["model"]["vocab"]["a"] = 4 * 10**8
-    for separator in (":", ": ", ":  ", ":\n"):
-        file.write_text(json.dumps(tree, separators=(",", separator)))
-        with pytest.raises(CheckpointError, match="has a token id 400000000"):
-            load_tokenizer(checkpoint)

@@ -14,7 +14,7 @@ from torch import Tensor
 from nanovllm.checkpoint import stored_tensors as weights
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.quantization import ROUND_TO_FP8, choose_quantization
-from nanovllm.checkpoint.quantized.modules import join_parts
+from nanovllm.checkpoint.quantized.modules import combine_parts
 from nanovllm.checkpoint.stored_tensors import StoredTensor, list_tensors
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.ops.fp8 import quantize_rows
@@ -74,7 +74,7 @@ def list_stored(
     assert quantization is not None
     file = folder / "m.safetensors"
     checkpoint = Checkpoint(folder, {}, {}, (file,), "safetensors", quantization)
-    tensors = join_parts(list_tensors(checkpoint), quantization, expected)
+    tensors = combine_parts(list_tensors(checkpoint), quantization, expected)
     return {tensor.name: tensor for tensor in tensors}
 
 
@@ -130,7 +130,7 @@ def test_parts_in_pytorch_files(tmp_path: Path) -> None:
     quantization = choose_quantization(None, kind.config)
     assert quantization is not None
     checkpoint = Checkpoint(tmp_path, {}, {}, (tmp_path / "m.bin",), "bin", quantization)
-    [tensor] = join_parts(list_tensors(checkpoint), quantization, ())
+    [tensor] = combine_parts(list_tensors(checkpoint), quantization, ())
     assert_same(read(tensor), made.values)
 
 

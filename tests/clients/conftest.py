@@ -17,7 +17,7 @@ import pytest
 
 from nanovllm.outputs import StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.core_records import CoreStats
+from nanovllm.serve.core_messages import CoreStats
 from tests.serve.byte_model import make_byte_model
 from tests.serve.fake_llm import FakeLLM
 from tests.serve.running import running

@@ -55,7 +55,14 @@ def test_no_cycle_keeps_an_engine(
         llm.step()
     runner = runner_of(llm)
     eager = runner.forward if enforce_eager else runner.forward.eager
-    parts = [llm, llm.engine, llm.engine.core.scheduler, runner, runner.eager.tables, eager.model]
+    parts = [
+        llm,
+        llm.engine,
+        llm.engine.core.scheduler,
+        runner,
+        runner.eager.input_batch,
+        eager.model,
+    ]
     parts += [eager.attention, *eager.model.modules()]
     references = [weakref.ref(part) for part in parts]
     del llm, runner, eager, parts

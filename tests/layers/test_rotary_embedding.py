@@ -91,7 +91,8 @@ def test_llama3_scales_slow_frequencies_only() -> None:
 def test_factors_divide_each_frequency() -> None:
     factors = [1.0 + i / 4 for i in range(32)]
     scaling = {"rope_type": "factors", "factors": factors}
-    rope = read_rope_config({"rope_theta": 500000.0, "rope_scaling": scaling})
+    config = {"rope_theta": 500000.0, "rope_scaling": scaling, "head_dim": 64}
+    rope = read_rope_config(config)
     want = frequencies(64, rope_config("default")) / torch.tensor(factors)
     assert torch.equal(frequencies(64, rope), want)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from benchmarks.engines import load_transformers
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from tests.byte_tokenizer import with_tokenizer
-from tests.checkpoints import MIN_GAP, TinyCheckpoint
+from tests.checkpoints import MIN_GAP, SIZES, TinyCheckpoint, make_checkpoint
 
 LEARN = Path(__file__).parents[2] / "learn"
 sys.path[:0] = [str(LEARN), str(LEARN / "solutions")]
@@ -39,9 +39,13 @@ def tiny_llama(tiny: Callable[[str], TinyCheckpoint]) -> Model:
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tiny: Callable[[str], TinyCheckpoint], checkpoint_root: Path) -> Path:
-    """A folder with a tokenizer, for `--model`."""
-    return with_tokenizer(tiny("llama").path, checkpoint_root / "learn-llama")
+def tiny_folder(checkpoint_root: Path) -> Path:
+    """A folder for `--model`: a tiny random model with SmolLM2's tokenizer."""
+    tokenizer = load_tokenizer(find_checkpoint("smollm2"))
+    config = LlamaConfig(**{**SIZES, "vocab_size": len(tokenizer)}, tie_word_embeddings=True)
+    folder = make_checkpoint(checkpoint_root / "learn-llama", config).path
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ def test_equals_transformers(
     assert len(engine.scheduler.blocks.free_ids) == NUM_BLOCKS
     for rows in steps:
         assert 1 <= len(rows) <= num_seqs
-        assert sum(row.end - row.start for row in rows) <= num_tokens
+        assert sum(row.num_tokens for row in rows) <= num_tokens
     # Every token ran exactly once, in order, except the last, which nothing follows.
     for seq in sequences:
         ran = [range(row.start, row.end) for rows in steps for row in rows if row.seq is seq]
@@ -60,7 +60,7 @@ def test_a_sequence_joins_a_running_batch(
     for _ in range(3):
         engine.step()
     engine.scheduler.waiting.append(second)
-    assert [(row.seq, row.end - row.start) for row in engine.step()] == [(first, 1), (second, 17)]
+    assert [(row.seq, row.num_tokens) for row in engine.step()] == [(first, 1), (second, 17)]
     engine.run([])
     assert [seq.output_ids for seq in sequences] == tiny("llama").answers(PROMPTS[:2], MAX_TOKENS)
 
@@ -76,6 +76,7 @@ def test_the_program(
     requests = {name: (day4.REQUESTS[name][0], count) for name, count in counts.items()}
     monkeypatch.setattr(day4, "REQUESTS", requests)
     monkeypatch.setattr(day4, "MAX_NUM_SEQS", 2)
+    monkeypatch.setattr(day4, "BATCH_SIZES", (1, 2))
     day4.main(model, tokenizer)
     printed = capsys.readouterr().out.splitlines()
     continuous = [
@@ -107,12 +108,12 @@ def test_exercise_1_latency(tiny: Callable[[str], TinyCheckpoint], tiny_llama: M
     num_mixed = 0
     for rows in steps:
         decode = [row for row in rows if row.start >= row.seq.num_prompt_tokens]
-        num_prefill = sum(row.end - row.start for row in rows) - len(decode)
+        num_prefill = sum(row.num_tokens for row in rows) - len(decode)
         if decode:
             num_mixed += num_prefill > 0
             assert num_prefill <= 4
     assert num_mixed > 3
-    assert sum(row.end - row.start for row in steps[0]) == 20
+    assert sum(row.num_tokens for row in steps[0]) == 20
 
 
 def test_exercise_2_priority(tiny: Callable[[str], TinyCheckpoint], tiny_llama: Model) -> None:

@@ -175,7 +175,7 @@ def test_a_missing_field_is_named(name: str, field: str) -> None:
         (
             "qwen3-moe",
             {"decoder_sparse_step": "2"},
-            "decoder_sparse_step has an invalid value, '2'",
+            "config.json has an invalid value",
         ),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineError
-from nanovllm.serve.core_records import CoreStats
+from nanovllm.serve.core_messages import CoreStats
 from tests.serve.byte_model import make_byte_model
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")

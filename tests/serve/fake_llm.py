@@ -14,7 +14,7 @@ from nanovllm.engine.input_processor import InputProcessor, Vocabulary
 from nanovllm.errors import NanovllmError
 from nanovllm.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.core_records import ControlAction, CoreStats, EngineState
+from nanovllm.serve.core_messages import ControlAction, CoreStats, EngineState
 from nanovllm.serve.subscribers import Subscribers
 from tests.serve.byte_model import byte_tokenizer
 

@@ -18,10 +18,10 @@ from unittest.mock import patch
 import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.async_llm import joined
+from nanovllm.async_llm import merged
 from nanovllm.errors import CheckpointError, EngineError, NanovllmError, RequestError
 from nanovllm.outputs import RequestOutput, StreamPiece
-from nanovllm.serve.subscribers import Unread
+from nanovllm.serve.subscribers import AsyncOutputQueue
 from tests.checkpoints import TinyCheckpoint
 from tests.serve.byte_model import make_byte_model
 
@@ -214,11 +214,11 @@ def test_what_a_stalled_reader_missed_is_joined_in_linear_time() -> None:
     num_tokens = 40_000
 
     async def main() -> None:
-        unread: Unread[StreamPiece] = Unread()
+        queue: AsyncOutputQueue[StreamPiece] = AsyncOutputQueue()
         start = time.thread_time()
         for i in range(num_tokens):
-            unread.push(StreamPiece(0, "ab", [i], None, [{i: -1.0}], sample=i % 2))
-        pieces = joined(await unread.take())
+            queue.push(StreamPiece(0, "ab", [i], None, [{i: -1.0}], sample=i % 2))
+        pieces = merged(await queue.take())
         assert time.thread_time() - start < 4.0
         assert [piece.sample for piece in pieces] == [0, 1]
         for piece in pieces:
@@ -226,8 +226,8 @@ def test_what_a_stalled_reader_missed_is_joined_in_linear_time() -> None:
             assert piece.token_ids == list(range(piece.sample, num_tokens, 2))
             assert piece.logprobs == [{i: -1.0} for i in piece.token_ids]
         alone = StreamPiece(0, "c", [1], None)
-        unread.push(alone)
-        assert joined(await unread.take()) == [alone]
+        queue.push(alone)
+        assert merged(await queue.take()) == [alone]
 
     asyncio.run(main())
 

@@ -20,15 +20,22 @@ from nanovllm.errors import EngineError
 from nanovllm.parallel.child import StepTimer
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve import core_process
+from nanovllm.serve.core_messages import (
+    AddRequests,
+    CoreStats,
+    CoreUpdate,
+    EngineState,
+    FinishSequences,
+    SendSnapshots,
+)
 from nanovllm.serve.core_process import (
     IDLE_SECONDS,
     SNAPSHOT_SECONDS,
     Command,
     CoreLoop,
-    Observer,
+    SnapshotThrottle,
     take_snapshot,
 )
-from nanovllm.serve.core_records import Add, CoreStats, CoreUpdate, EngineState, Finish, Watch
 from nanovllm.serve.subscribers import Subscribers
 from tests.engine.test_fuzz import build_core, make_requests, make_samples, make_sequences
 
@@ -97,7 +104,7 @@ def test_snapshots_are_thinned_and_stop_when_nothing_changes(
     core = build_core(num_blocks=20, num_slots=2, budget=32, caching=True, depth=0, is_paced=False)
     now = 100.0
     monkeypatch.setattr(core_process, "time", SimpleNamespace(perf_counter=lambda: now))
-    watching = Observer(core)
+    watching = SnapshotThrottle(core)
     assert watching.snapshot(stats_of(core)) is not None
     core.add(request(0))
     core.step()
@@ -141,7 +148,7 @@ def has_shown_an_end(update: CoreUpdate) -> bool:
 def test_an_abort_is_told_though_nothing_is_left_to_do() -> None:
     """The abort is reported before the next idle update, so that its blocks show as free."""
     begin = time.monotonic()
-    commands: list[Command] = [Add([request(0)]), Finish([0], "abort")]
+    commands: list[Command] = [AddRequests([request(0)]), FinishSequences([0], "abort")]
     _, updates = loop_updates(commands, is_last=lambda update: True)
     assert time.monotonic() - begin < IDLE_SECONDS / 2
     assert (updates[0].stats.num_running, updates[0].stats.num_waiting) == (0, 0)
@@ -156,14 +163,14 @@ def test_a_request_that_cannot_run_fails_alone() -> None:
         finished.extend(update.step.finished)
         return len(finished) == 2
 
-    loop_updates([Add([long, request(8)])], is_last)
+    loop_updates([AddRequests([long, request(8)])], is_last)
     refused, other = finished
     assert (refused.seq_id, refused.finish_reason, refused.token_ids) == (7, "error", [])
     assert "the prompt has 400 tokens" in str(refused.error)
     assert (other.seq_id, other.finish_reason) == (8, "length")
 
 
-@pytest.mark.parametrize("watch", [[], [Watch(True)]], ids=["alone", "watched"])
+@pytest.mark.parametrize("watch", [[], [SendSnapshots(True)]], ids=["alone", "watched"])
 def test_a_loop_at_rest_gives_memory_back_once(
     watch: list[Command], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +183,7 @@ def test_a_loop_at_rest_gives_memory_back_once(
             idle.append(update)
         return len(idle) == 5
 
-    core, updates = loop_updates([*watch, Add([request(0)])], is_last)
+    core, updates = loop_updates([*watch, AddRequests([request(0)])], is_last)
     assert not core.has_unfinished
     assert len(given) == 1
     assert len(updates) > 5  # it has processed requests before
@@ -194,13 +201,13 @@ def test_an_idle_loop_captures_graphs_between_looks_for_requests(
         assert not core.has_unfinished
         num_plans.append(len(executor.plans))
         if len(num_plans) == 2:
-            inbox.put(Add([request(1)]))
+            inbox.put(AddRequests([request(1)]))
         return len(num_plans) < 4
 
     executor.capture_one = capture_one
     monkeypatch.setattr(core_process, "IDLE_SECONDS", 0.01)
     monkeypatch.setattr(core_process, "trim_malloc", lambda: inbox.put(None))
-    inbox.put(Add([request(0)]))
+    inbox.put(AddRequests([request(0)]))
     executor.start()
     CoreLoop(core, inbox, lambda update: None, StepTimer()).run()
     first, second, third, fourth = num_plans
@@ -208,7 +215,9 @@ def test_an_idle_loop_captures_graphs_between_looks_for_requests(
 
 
 def test_the_loop_shows_every_step_and_ending() -> None:
-    _, updates = loop_updates([Watch(True), Add([request(0), request(1)])], has_shown_an_end)
+    _, updates = loop_updates(
+        [SendSnapshots(True), AddRequests([request(0), request(1)])], has_shown_an_end
+    )
     states = [update.state for update in updates if update.state is not None]
     assert states[-1].sequences == []
     assert sorted(end.seq_id for state in states for end in state.ended) == [0, 1]
@@ -221,8 +230,14 @@ def test_the_loop_shows_every_step_and_ending() -> None:
 
 
 def test_no_snapshots_are_sent_when_nobody_is_subscribed() -> None:
-    commands = [Watch(True), Watch(True), Watch(False), Watch(False), Add([request(0)])]
-    commands.append(Finish([7], "abort"))
+    commands = [
+        SendSnapshots(True),
+        SendSnapshots(True),
+        SendSnapshots(False),
+        SendSnapshots(False),
+        AddRequests([request(0)]),
+    ]
+    commands.append(FinishSequences([7], "abort"))
     _, updates = loop_updates(commands, lambda update: update.step and update.step.finished)
     assert all(update.state is None for update in updates)
 
@@ -255,7 +270,7 @@ def test_a_slow_subscriber_gets_the_newest_snapshot_and_every_step() -> None:
 
 def test_a_new_subscriber_takes_no_step_from_the_others() -> None:
     core = build_core(num_blocks=20, num_slots=4, budget=32, caching=True, depth=0, is_paced=False)
-    watching = Observer(core)
+    watching = SnapshotThrottle(core)
     core.add(request(0, num_tokens=1))
     core.step()
     watching.restart()

@@ -27,11 +27,11 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineError
 from nanovllm.outputs import StreamPiece
 from nanovllm.serve import http_server as run
-from nanovllm.serve.api_records import ChatRequest
-from nanovllm.serve.core_records import CoreStats
+from nanovllm.serve.core_messages import CoreStats
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.openai import completions, embeddings
 from nanovllm.serve.openai import openai_logprobs as logprobs
+from nanovllm.serve.protocol import ChatRequest
 from tests.serve.fake_llm import FakeLLM
 from tests.serve.running import Running, running
 

@@ -21,7 +21,7 @@ from nanovllm.engine.request import SequenceEnd
 from nanovllm.errors import EngineError
 from nanovllm.serve import engine_events
 from nanovllm.serve.app import PAGE_FOLDER
-from nanovllm.serve.core_records import EngineState, SequenceState
+from nanovllm.serve.core_messages import EngineState, SequenceState
 from nanovllm.serve.engine_events import Trace
 from tests.serve.fake_llm import IDLE, FakeLLM
 from tests.serve.running import Running, running

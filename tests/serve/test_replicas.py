@@ -197,7 +197,7 @@ def test_rows_of_a_job_move_to_the_other_engine(llm: AsyncLLM, tmp_path: Path) -
         found = scan(path)
         progress_file = ProgressFile(tmp_path / name, {}, found.num_rows, overwrite=False)
         with contextlib.closing(progress_file):
-            asyncio.run(run_job(path, progress_file, answers, num_at_once=16, on_line=on_line))
+            asyncio.run(run_job(path, progress_file, answers, max_concurrency=16, on_line=on_line))
         assert progress_file.num_errors == 0
         return sorted(read_lines(progress_file.output), key=lambda line: line["index"])
 

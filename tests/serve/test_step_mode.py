@@ -19,8 +19,8 @@ from nanovllm import AsyncLLM
 from nanovllm.engine.core import EngineCore
 from nanovllm.errors import EngineError
 from nanovllm.parallel.child import Kind
+from nanovllm.serve.core_messages import Change, EngineState
 from nanovllm.serve.core_process import take_snapshot
-from nanovllm.serve.core_records import Change, EngineState
 from nanovllm.serve.step_mode import FUNCTIONS, StepMode, _change
 from tests.engine.test_fuzz import BLOCK_SIZE, build_core, make_requests, make_samples
 from tests.engine.test_fuzz import make_sequences as sequences_of

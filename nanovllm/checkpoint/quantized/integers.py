@@ -21,7 +21,7 @@ from nanovllm.checkpoint.stored_tensors import FLOATS, StoredTensor
 from nanovllm.errors import CheckpointError
 
 # AWQ interleaves the eight outputs of a word; these are their positions, from the lowest bits.
-AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+AWQ_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def open_awq(parts: Parts, quantization: Quantization) -> StoredWeight:
@@ -43,17 +43,17 @@ def open_awq(parts: Parts, quantization: Quantization) -> StoredWeight:
             group_of,
         )
 
-    cuts = 8, _input_cut(quantization)
+    alignment = 8, _input_alignment(quantization)
     layout = _layout(quantization, scales, has_zeros=True)
-    return StoredWeight((num_outputs, num_inputs), cuts, layout, read)
+    return StoredWeight((num_outputs, num_inputs), alignment, layout, read)
 
 
 def _unpack_awq(words: Tensor) -> Tensor:
     """Unpack [n, words] to [8 * words, n]."""
     by_output = words.t().contiguous()
     values = torch.empty(len(by_output), 8, len(words), dtype=torch.uint8)
-    for i, place in enumerate(AWQ_PLACES):
-        values[:, i] = (by_output >> 4 * place) & 15
+    for i, position in enumerate(AWQ_POSITIONS):
+        values[:, i] = (by_output >> 4 * position) & 15
     return values.flatten(0, 1)
 
 
@@ -81,15 +81,15 @@ def open_gptq(parts: Parts, quantization: Quantization) -> StoredWeight:
             group_of,
         )
 
-    cuts = per_word, _input_cut(quantization)
+    alignment = per_word, _input_alignment(quantization)
     layout = _layout(quantization, scales, has_zeros=True) if g_idx is None else None
-    return StoredWeight((num_outputs, num_inputs), cuts, layout, read)
+    return StoredWeight((num_outputs, num_inputs), alignment, layout, read)
 
 
 def _gptq_zeros(words: Tensor, offset: int, quantization: Quantization) -> Tensor:
     bits = quantization.bits
     if quantization.zeros_carry:
-        words += sum(offset << bits * place for place in range(32 // bits))
+        words += sum(offset << bits * position for position in range(32 // bits))
         return _unpack(words, bits)
     # Version 1 of the format stores a zero point of 0 as the largest integer.
     return (_unpack(words, bits) + offset) & ((1 << bits) - 1)
@@ -144,9 +144,9 @@ def open_packed(parts: Parts, quantization: Quantization) -> StoredWeight:
         stored_scales = read_part(scales, rows, groups)
         return QuantizedPiece(values, stored_scales, read_zeros(rows, groups), group_of)
 
-    cuts = 1 if zeros is None or has_bytes else per_word, _input_cut(quantization)
+    alignment = 1 if zeros is None or has_bytes else per_word, _input_alignment(quantization)
     layout = _layout(quantization, scales, zeros is not None) if g_idx is None else None
-    return StoredWeight((num_outputs, num_inputs), cuts, layout, read)
+    return StoredWeight((num_outputs, num_inputs), alignment, layout, read)
 
 
 def _read_groups(tensor: StoredTensor | None, num_inputs: int, size: int) -> Tensor | None:
@@ -182,7 +182,7 @@ def _group_size(quantization: Quantization, num_inputs: int) -> int:
     return max(num_inputs, 1) if quantization.group_size == -1 else quantization.group_size
 
 
-def _input_cut(quantization: Quantization) -> int:
+def _input_alignment(quantization: Quantization) -> int:
     """Return the alignment of input slices: whole words, and whole groups if consecutive."""
     has_groups = quantization.group_size != -1 and not quantization.desc_act
     count = 32 // quantization.bits

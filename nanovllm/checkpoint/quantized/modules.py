@@ -25,7 +25,7 @@ from nanovllm.checkpoint.stored_tensors import FLOATS, StoredTensor
 from nanovllm.errors import CheckpointError
 from nanovllm.ops.fp8 import FP8, quantize_rows
 
-BY_OUTPUT = QuantLayout("fp8", -1)
+PER_CHANNEL = QuantLayout("fp8", -1)
 # Projections of layers, but not routers, whose choices depend on small differences.
 PROJECTION = re.compile(r"model\.layers\.(\d+)\..*(?<!\.gate)\.weight")
 
@@ -61,7 +61,7 @@ def open_fp8_scaled(parts: Parts, quantization: Quantization) -> StoredWeight:
         by_output = read_part(scales) if is_single else read_part(scales, rows)
         return QuantizedPiece(part, by_output.float().view(-1, 1).expand(len(part), 1))
 
-    return StoredWeight(shape, (1, 1), BY_OUTPUT, read)
+    return StoredWeight(shape, (1, 1), PER_CHANNEL, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ FORMATS = {
 }
 
 
-def join_parts(
+def combine_parts(
     tensors: list[StoredTensor], quantization: Quantization, expected: Collection[str]
 ) -> list[StoredTensor]:
     """Combine the tensors of each quantized weight into one, which is read lazily."""
@@ -91,7 +91,7 @@ def join_parts(
         return [quantize_to_fp8(tensor) if tensor.name in names else tensor for tensor in tensors]
     stored_format = FORMATS[quantization.scheme]
     modules: dict[str, dict[str, StoredTensor]] = {}
-    joined, others = [], []
+    combined, others = [], []
     for tensor in tensors:
         module, _, name = tensor.name.rpartition(".")
         is_duplicate = name in modules.get(module, {})
@@ -103,8 +103,8 @@ def join_parts(
         if parts.keys() == {"weight"} and parts["weight"].dtype in FLOATS:
             others += parts.values()
         else:
-            joined.append(_open(module, parts, stored_format, quantization))
-    return joined + [tensor for tensor in others if not _is_empty_bias(tensor, expected)]
+            combined.append(_open(module, parts, stored_format, quantization))
+    return combined + [tensor for tensor in others if not _is_empty_bias(tensor, expected)]
 
 
 def _open(
@@ -135,7 +135,7 @@ def quantize_to_fp8(tensor: StoredTensor) -> StoredTensor:
         return QuantizedPiece(whole.values[:, columns], whole.scales)
 
     shape = tensor.shape[0], tensor.shape[1]
-    return StoredWeight(shape, (1, 1), BY_OUTPUT, read).as_tensor(tensor.name, tensor.file)
+    return StoredWeight(shape, (1, 1), PER_CHANNEL, read).as_tensor(tensor.name, tensor.file)
 
 
 def names_to_quantize(tensors: Sequence[StoredTensor]) -> set[str]:

@@ -35,9 +35,9 @@ class StoredWeight:
     """A quantized weight [outputs, inputs], not read yet."""
 
     shape: tuple[int, int]
-    cuts: tuple[int, int]  # reads must begin and end at multiples of these (outputs, inputs)
+    alignment: tuple[int, int]  # reads begin and end at multiples of these (outputs, inputs)
     layout: QuantLayout | None  # None: no kernel reads it, e.g. groups are not consecutive
-    read: Callable[[slice, slice], QuantizedPiece]  # slices at multiples of the cuts
+    read: Callable[[slice, slice], QuantizedPiece]  # takes aligned slices of outputs and inputs
 
     def as_tensor(self, name: str, file: Path) -> StoredTensor:
         """Return a StoredTensor: `read` yields float32, `read_quantized` the quantized values."""
@@ -59,8 +59,8 @@ class StoredWeight:
         (first, last, _), (left, right, _) = (
             part.indices(size) for part, size in zip((rows, columns), self.shape, strict=True)
         )
-        unit = self.cuts[0]
-        outer_columns = _outward(left, right, self.cuts[1], self.shape[1])
+        unit = self.alignment[0]
+        outer_columns = _outward(left, right, self.alignment[1], self.shape[1])
         inner_columns = slice(left - outer_columns.start, right - outer_columns.start)
         row_bytes = 4 * max(outer_columns.stop - outer_columns.start, 1)
         num_rows = max(weights.PIECE_BYTES // row_bytes // unit, 1) * unit

@@ -63,7 +63,7 @@ class CpuDevice(TorchDevice):
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         ops, config = eager.model.lm_head.ops, self.config
-        sampler = self.sampler(eager.tables, eager.model.lm_head.vocab_size)
+        sampler = self.sampler(eager.input_batch, eager.model.lm_head.vocab_size)
         if isinstance(ops, TorchOps):
             return ModelRunner(eager, eager, sampler)
         from nanovllm.devices.cpu.captured_forward import CapturedForward, one_row

@@ -11,13 +11,26 @@ from torch import Tensor
 
 from nanovllm.devices.cpu.gguf_weights import Pairs
 from nanovllm.devices.cpu.kernels import experts
-from nanovllm.ops.interface import Routing
-from nanovllm.ops.quantized_weight import PanelWeight
-from nanovllm.ops.torch_experts import run_each_expert
+from nanovllm.ops.interface import PackedExperts, Routing
+from nanovllm.ops.quantized_weight import PanelWeight, Weight
+from nanovllm.ops.torch_experts import ComposedExperts, compose_experts, run_each_expert
 from nanovllm.ops.torch_ops import linear
 
 if TYPE_CHECKING:
     from nanovllm.devices.cpu.ops import NumbaOps
+
+
+def pack_experts(ops: NumbaOps, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
+    if isinstance(gate_up, PanelWeight) and isinstance(down, PanelWeight):
+        num_experts = gate_up.num_experts
+        ops.blocks.compile(gate_up, down)
+    elif isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        gate_up, down, num_experts = gate_up.contiguous(), down.contiguous(), len(down)
+    else:
+        return compose_experts(ops, gate_up, down, routing)
+    max_tokens = max(ops.max_expert_rows * num_experts // routing.top_k, ops.max_linear_rows)
+    run = NumbaExperts(ops, gate_up, down, routing, num_experts, max_tokens)
+    return ComposedExperts(ops, run)
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,19 +159,9 @@ class NumbaOps:
         return lambda x: linear(x, weight, bias, self.matmul_dtype)
 
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
-        from nanovllm.devices.cpu.numba_experts import NumbaExperts
-        from nanovllm.ops.torch_experts import ComposedExperts, compose_experts
+        from nanovllm.devices.cpu.numba_experts import pack_experts
 
-        if isinstance(gate_up, PanelWeight) and isinstance(down, PanelWeight):
-            num_experts = gate_up.num_experts
-            self.blocks.compile(gate_up, down)
-        elif isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-            gate_up, down, num_experts = gate_up.contiguous(), down.contiguous(), len(down)
-        else:
-            return compose_experts(self, gate_up, down, routing)
-        max_tokens = max(self.max_expert_rows * num_experts // routing.top_k, self.max_linear_rows)
-        run = NumbaExperts(self, gate_up, down, routing, num_experts, max_tokens)
-        return ComposedExperts(self, run)
+        return pack_experts(self, gate_up, down, routing)
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:

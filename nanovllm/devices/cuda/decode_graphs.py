@@ -63,11 +63,11 @@ class DecodeGraphs:
         attention, persistent = eager.attention, device.persistent
         assert isinstance(attention, GraphedAttention)
         self.eager, self.attention, self.device = eager, attention, device
-        self.tables = tables = eager.tables
-        num_slots, max_blocks = tables.num_slots, tables.block_table.shape[1]
-        self.max_context = max_blocks * tables.block_size
+        self.input_batch = input_batch = eager.input_batch
+        num_slots, max_blocks = input_batch.num_slots, input_batch.block_table.shape[1]
+        self.max_context = max_blocks * input_batch.block_size
         self.sizes = graph_sizes(num_slots)
-        self.padding = num_slots  # slot of padding rows: the last row of the tables
+        self.padding = num_slots  # slot of padding rows: the last row of the InputBatch
         self._host_slots = np.full(num_slots, self.padding, np.int32)
         self._slots = device.upload(self._host_slots)
         self._input_ids, self._context_lens, self._order = torch.zeros(
@@ -87,7 +87,7 @@ class DecodeGraphs:
         self.graphs: dict[GraphKey, DecodeGraph] = {}
         self.shared_graphs: dict[int, DecodeGraph] = {}  # keyed by size
         self.can_share = isinstance(attention, TritonAttention)
-        self.prefixes = SharedPrefixes(device, num_slots, max_blocks, tables.block_size)
+        self.prefixes = SharedPrefixes(device, num_slots, max_blocks, input_batch.block_size)
 
     # Ways to run a step; the first two return None if they do not support the plan.
 
@@ -222,18 +222,20 @@ class DecodeGraphs:
             self._host_slots = host
 
     def _run_layers(self, size: int, max_context: int, shared: SharedRows | None = None) -> Tensor:
-        eager, tables, rows = self.eager, self.tables, slice(size)
+        eager, input_batch, rows = self.eager, self.input_batch, slice(size)
         slots, context_lens, order = self._slots[rows], self._context_lens[rows], self._order[rows]
         inputs = self._input_ids[rows], self._positions[rows], self._slot_mapping[rows]
-        state = tables.lengths, tables.tokens, tables.block_table
-        gather_decode(slots, *state, tables.block_size, (*inputs, context_lens, order))
-        decode = DecodeRows(tables.block_table, slots, context_lens, order, max_context, shared)
+        state = input_batch.lengths, input_batch.tokens, input_batch.block_table
+        gather_decode(slots, *state, input_batch.block_size, (*inputs, context_lens, order))
+        decode = DecodeRows(
+            input_batch.block_table, slots, context_lens, order, max_context, shared
+        )
         plan = self.attention.decode_plan(decode)
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))
 
     def _run_persistent(self, step: PersistentStep, logits: Tensor) -> Tensor:
-        """Run the step as one kernel, which reads the tables itself."""
-        tables, rows = self.tables, slice(len(logits))
-        state = tables.lengths, tables.tokens, tables.block_table
+        """Run the step as one kernel, which reads the InputBatch itself."""
+        input_batch, rows = self.input_batch, slice(len(logits))
+        state = input_batch.lengths, input_batch.tokens, input_batch.block_table
         step.run(self._slots[rows], *state, self.eager.caches, logits, self._context_lens[rows])
         return logits

@@ -246,8 +246,8 @@ class CudaDevice:
         described = SimpleNamespace(__cuda_array_interface__=memory)
         return torch.as_tensor(described, device=self.torch_device).view(tensor.dtype)
 
-    def sampler(self, tables: InputBatch, vocab_size: int) -> TritonSampler:
-        return TritonSampler(tables, vocab_size, self.group)
+    def sampler(self, input_batch: InputBatch, vocab_size: int) -> TritonSampler:
+        return TritonSampler(input_batch, vocab_size, self.group)
 
     def prepare(
         self, model: DecoderModel, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
@@ -261,7 +261,7 @@ class CudaDevice:
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         if not self.uses_graphs:
-            sampler = self.sampler(eager.tables, eager.model.config.vocab_size)
+            sampler = self.sampler(eager.input_batch, eager.model.config.vocab_size)
             return ModelRunner(eager, eager, sampler)
         steps = self.steps(eager)
         if self.config.optimizes_latency:

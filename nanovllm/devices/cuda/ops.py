@@ -47,7 +47,9 @@ MAX_EXACT_ROWS = 16
 MAX_FP8_ROWS = 64
 # With more rows, int4 weights are dequantized in memory first, which moves nine times their bytes.
 MAX_INT4_ROWS = 1024
-MAX_PAIR_TOKENS = 4  # with more tokens, enough of them share an expert for sorting to pay
+# With more tokens, enough of them share an expert for sorting to pay; quantized experts are always
+# sorted, because tensor cores dequantize and multiply them faster.
+MAX_PAIR_TOKENS = 4
 
 
 class TritonOps:
@@ -90,7 +92,7 @@ class CudaLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias, activation = self.weight, self.bias, self.activation
-        if len(x) == 1:
+        if len(x) == 1 and isinstance(weight, Tensor):
             return one_row_linear(ResidualStream(x), None, weight, bias, activation)[0]
         x = x.contiguous()
         if (library := self._library_of(x)) is not None:
@@ -116,9 +118,9 @@ class CudaLinear:
         )
 
     def after_norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        residual = hidden.residual
-        if len(residual) == 1:
-            return one_row_linear(hidden, norm, self.weight, self.bias, self.activation)
+        residual, weight = hidden.residual, self.weight
+        if len(residual) == 1 and isinstance(weight, Tensor):
+            return one_row_linear(hidden, norm, weight, self.bias, self.activation)
         library = self._library_of(residual)
         if library is not None and not library.stored.has_blocks:
             return fp8_after_norm(hidden, norm, library, self.bias, self.activation), residual
@@ -157,7 +159,7 @@ def pack_quantized(
 
 @dataclass(frozen=True, slots=True)
 class CudaExperts:
-    """Routed experts: few tokens each read their own experts, more tokens are grouped by expert."""
+    """Routed experts: tokens are grouped by expert; a few tokens each read their own ones."""
 
     ops: TritonOps
     gate_up: CudaWeight
@@ -168,10 +170,11 @@ class CudaExperts:
         x, logits = x.contiguous(), logits.contiguous()
         if len(x) == 0:
             return x
-        if len(x) > MAX_PAIR_TOKENS:
-            return run_grouped(x, logits, self.gate_up, self.down, self.routing)
-        ids, weights, _ = route(logits, self.routing)
-        return run_pairs(x, ids, weights, self.gate_up, self.down)
+        gate_up, down = self.gate_up, self.down
+        if len(x) <= MAX_PAIR_TOKENS and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            ids, weights, _ = route(logits, self.routing)
+            return run_pairs(x, ids, weights, gate_up, down)
+        return run_grouped(x, logits, gate_up, down, self.routing)
 
     def after_norm(
         self, hidden: ResidualStream, norm: NormWeights, router: PackedLinear

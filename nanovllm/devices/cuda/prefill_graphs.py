@@ -39,7 +39,7 @@ MIN_MANY_TOKENS, MAX_MANY_TOKENS = 1024, 8192  # total tokens of such a bucket
 LAYER_PRODUCTS = 3 << 36  # multiplications that take about as long as the launches of a layer
 MAX_ALONE = 4  # prompts in the buckets for steps without decode rows
 MAX_ALONE_TOKENS = 1024  # total tokens of these buckets
-MAX_CHANGES = 16384  # words of the tables that a graph writes before it runs a step
+MAX_CHANGES = 16384  # words of the InputBatch that a graph writes before it runs a step
 # Decode rows in a step that is too large for any graph: their number selects the attention kernel.
 FEW_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
 HEIGHTS = 2, 3, 4, 3  # int32 values per token, decode row, prompt and row: see Bucket.lengths
@@ -113,7 +113,7 @@ class PrefillGraphs:
         self.eager = eager
         self.attention = attention
         self.device = device
-        self.num_slots = eager.tables.num_slots
+        self.num_slots = eager.input_batch.num_slots
         self.sizes = sizes
         num_words = max(sum(size.lengths) for size in self.sizes) + 1 + 2 * MAX_CHANGES
         self._columns = torch.zeros(num_words, dtype=torch.int32, device=device.torch_device)
@@ -151,9 +151,9 @@ class PrefillGraphs:
         size = next((size for size in self.sizes if size.fits(needed)), None)
         if size is None:
             return None
-        changes = self.eager.tables.changes(plan)
+        changes = self.eager.input_batch.changes(plan)
         if len(changes) > MAX_CHANGES:
-            self.eager.tables.update(plan)
+            self.eager.input_batch.update(plan)
             changes = changes[:0]
         columns = chunk_columns(size, plan, self.num_slots)
         columns = np.concatenate((columns, [len(changes)], changes.ravel()), dtype=np.int32)
@@ -168,22 +168,22 @@ class PrefillGraphs:
         return self._columns[: sum(size.lengths)].split(size.lengths)
 
     def _run_model(self, size: Bucket) -> Tensor:
-        eager, tables, end = self.eager, self.eager.tables, sum(size.lengths)
+        eager, input_batch, end = self.eager, self.eager.input_batch, sum(size.lengths)
         # The columns are followed by the changes that `InputBatch.update` would make.
         changes = self._columns[end + 1 :][: 2 * MAX_CHANGES].view(-1, 2)
-        write_words(tables.words, changes, self._columns[end : end + 1])
+        write_words(input_batch.words, changes, self._columns[end : end + 1])
         parts = self._split(size)
         slots, token_positions = parts[0].view(2, -1)
         positions, slot_mapping = self._token_columns[:, : size.num_tokens]
         inputs = self._input_ids[: size.num_tokens], positions, slot_mapping
-        state = tables.tokens, tables.block_table, tables.block_size
+        state = input_batch.tokens, input_batch.block_table, input_batch.block_size
         gather_tokens(slots, token_positions, *state, inputs)
         plan = self.attention.chunk_plan(
-            tables.block_table, parts[1].view(3, -1), parts[2].view(4, -1), size.longest
+            input_batch.block_table, parts[1].view(3, -1), parts[2].view(4, -1), size.longest
         )
         sampled_slots, index, context_lens = parts[3].view(3, -1)
         last = self.attention.decode_plan(
-            DecodeRows(tables.block_table, sampled_slots, context_lens, None)
+            DecodeRows(input_batch.block_table, sampled_slots, context_lens, None)
         )
         sampled = SampledTokens(index.long(), last)
         return eager.model(ForwardBatch(*inputs, sampled, plan, eager.caches))

@@ -63,16 +63,16 @@ class CudaSteps:
         self.eager, self.device, self.prefill = eager, device, prefill
         self.captures_ahead = device.config.optimizes_latency
         self.decode = DecodeGraphs(eager, device)
-        self.sampler = device.sampler(eager.tables, eager.model.config.vocab_size)
+        self.sampler = device.sampler(eager.input_batch, eager.model.config.vocab_size)
         # Output of the sampler graphs, outside their pool: the next step may run during its copy.
-        num_slots = eager.tables.num_slots
+        num_slots = eager.input_batch.num_slots
         self._tokens = torch.zeros(num_slots, dtype=torch.int32, device=device.torch_device)
         self._masks: Tensor | None = None  # pinned host memory, read by the graphs
         self._samplers: dict[SamplerKey, Iterator[tuple[Replay, Tensor]]] = {}
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         if is_decode(plan):
-            self.eager.tables.update(plan)
+            self.eager.input_batch.update(plan)
             self.note(plan)
             decode = self.decode
             return decode.run_persistent(plan) or decode.run_shared(plan) or decode.run_layers(plan)
@@ -93,7 +93,7 @@ class CudaSteps:
         self, logits: StepLogits, plan: StepPlan, masks: IntColumn | None
     ) -> SamplerKey | None:
         """Return the key of the graph that samples a step; None if kernels must be launched."""
-        asked = self.eager.tables.sampling(plan)
+        asked = self.eager.input_batch.sampling(plan)
         sampling = next((each for each in CAPTURED_SAMPLING if asked in each), None)
         if logits.graph is None or sampling is None:
             return None

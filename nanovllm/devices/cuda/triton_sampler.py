@@ -1,4 +1,4 @@
-"""Sampling on CUDA without host work: kernels read parameters by slot and advance the tables."""
+"""Sampling on CUDA without host work: kernels read parameters by slot and update the InputBatch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from nanovllm.worker.input_batch import InputBatch
 
 
 class TritonSampler:
-    def __init__(self, tables: InputBatch, vocab_size: int, group: TPGroup) -> None:
-        self.tables = tables
+    def __init__(self, input_batch: InputBatch, vocab_size: int, group: TPGroup) -> None:
+        self.input_batch = input_batch
         self.group = group
-        device = tables.device.torch_device
-        self._workspace = sampling_workspace(tables.num_slots, vocab_size, device)
+        device = input_batch.device.torch_device
+        self._workspace = sampling_workspace(input_batch.num_slots, vocab_size, device)
 
     def __call__(self, logits: StepLogits, plan: StepPlan) -> Sampled:
-        return Sampled(self.sample(logits, self.tables.sampling(plan)))
+        return Sampled(self.sample(logits, self.input_batch.sampling(plan)))
 
     def sample(
         self,
@@ -33,12 +33,12 @@ class TritonSampler:
         """Return the sampled tokens; also write them to `host` (only without a group)."""
         if out is None:
             out = torch.empty(len(logits.values), dtype=torch.int32, device=logits.values.device)
-        state = self.tables.tokens, self.tables.lengths
+        state = self.input_batch.tokens, self.input_batch.lengths
         if self.group.rank == 0:
             sample_tokens(
                 logits.values,
                 logits.slots,
-                self.tables.sampling_columns,
+                self.input_batch.sampling_columns,
                 logits.positions,
                 asked,
                 out,

@@ -10,13 +10,13 @@ from uuid import uuid4
 from pydantic import Field
 
 from nanovllm.errors import NanovllmError, RequestError
-from nanovllm.serve.api_records import ApiRecord, ChatRequest, Effort, Listed, as_record, nested
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import anthropic_body
 from nanovllm.serve.http_responses import Event
 from nanovllm.serve.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
 from nanovllm.serve.parsing.tools import is_json
 from nanovllm.serve.prepare_chat import prepare_chat, prompt_of
+from nanovllm.serve.protocol import ApiModel, ChatRequest, Effort, Listed, as_api_model, nested
 from nanovllm.serve.service import Service
 
 SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "stream"}
@@ -126,12 +126,12 @@ def _empty(block: BlockStart) -> dict[str, Any]:
     return {"type": "text", "text": ""}
 
 
-class Turn(ApiRecord):
+class Turn(ApiModel):
     role: Literal["user", "assistant"]
     content: str | Listed[dict[str, Any]]
 
 
-class CustomTool(ApiRecord):
+class CustomTool(ApiModel):
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
@@ -145,29 +145,29 @@ class CustomTool(ApiRecord):
         return {"type": "function", "function": {**own, "parameters": self.input_schema}}
 
 
-class Choice(ApiRecord):
+class Choice(ApiModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(ApiRecord):
+class Thinking(ApiModel):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
     display: str | None = None
 
 
-class OutputFormat(ApiRecord):
+class OutputFormat(ApiModel):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(ApiRecord):
+class OutputConfig(ApiModel):
     format: OutputFormat | None = None
     effort: Effort | None = None
 
 
-class CountRequest(ApiRecord):
+class CountRequest(ApiModel):
     """The fields of a request that determine its prompt."""
 
     messages: Listed[Turn] = Field(min_length=1)
@@ -197,7 +197,7 @@ class CountRequest(ApiRecord):
         if self.thinking is not None:
             is_on = self.thinking.type != "disabled"
             fields["chat_template_kwargs"] = {"enable_thinking": is_on}
-        return as_record(ChatRequest, fields | self._sampling())
+        return as_api_model(ChatRequest, fields | self._sampling())
 
     def _sampling(self) -> dict[str, Any]:
         return {}

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from nanovllm.serve.api_records import ChatRequest
 from nanovllm.serve.generation import GenerationJob, Update
 from nanovllm.serve.http_responses import Event
 from nanovllm.serve.openai.completions import OpenAIResponse
 from nanovllm.serve.openai.openai_logprobs import Entry, logprob_entries, prompt_logprobs_by_id
 from nanovllm.serve.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
 from nanovllm.serve.prepare_chat import prepare_chat
+from nanovllm.serve.protocol import ChatRequest
 from nanovllm.serve.service import Service
 
 OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")

@@ -12,10 +12,10 @@ from uuid import uuid4
 from nanovllm.engine.logprobs import text_within
 from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.api_records import CompletionRequest, SamplingFields, StreamOptions
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Logprobs, Update
 from nanovllm.serve.http_responses import Event
 from nanovllm.serve.openai.openai_logprobs import prompt_logprobs_by_id, token_bytes
+from nanovllm.serve.protocol import CompletionRequest, SamplingFields, StreamOptions
 from nanovllm.serve.service import Service
 
 DEFAULT_MAX_TOKENS = 16

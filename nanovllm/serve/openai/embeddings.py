@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 
 from nanovllm.outputs import EmbeddingOutput
-from nanovllm.serve.api_records import EmbeddingRequest
 from nanovllm.serve.http_responses import Event, EventStream
+from nanovllm.serve.protocol import EmbeddingRequest
 from nanovllm.serve.service import Service
 
 

@@ -12,20 +12,20 @@ from pydantic import Field
 
 from nanovllm.engine.conversations import text_of
 from nanovllm.errors import NanovllmError, RequestError
-from nanovllm.serve.api_records import (
-    MAX_TOP_LOGPROBS,
-    ChatRequest,
-    IgnoredFields,
-    Listed,
-    as_record,
-    nested,
-)
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import message_of
 from nanovllm.serve.http_responses import Event
 from nanovllm.serve.openai.openai_logprobs import Entry, TokenLogprobs, covering, logprob_entries
 from nanovllm.serve.parsing.events import BlockDelta, BlockStart, BlockStop
 from nanovllm.serve.prepare_chat import prepare_chat
+from nanovllm.serve.protocol import (
+    MAX_TOP_LOGPROBS,
+    ChatRequest,
+    IgnoredFields,
+    Listed,
+    as_api_model,
+    nested,
+)
 from nanovllm.serve.service import Service
 from nanovllm.validation import require
 
@@ -245,7 +245,7 @@ class ResponsesRequest(IgnoredFields):
             "tool_choice": _tool_choice(self.tool_choice),
             "response_format": nested(self.text.get("format"), "json_schema"),
         }
-        return as_record(ChatRequest, fields)
+        return as_api_model(ChatRequest, fields)
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> Any:

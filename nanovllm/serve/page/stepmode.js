@@ -17,6 +17,7 @@ export class StepMode {
     find("step-mode").hidden = !allowPause;
     setText(find("pause"), paused ? "Resume" : "Pause");
     find("step").disabled = !paused;
+    find("map-detail").classList.toggle("tall", paused !== null);
     if (changes === this.changes) return;
     this.changes = changes;
     const groups = new Map();

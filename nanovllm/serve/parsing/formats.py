@@ -9,8 +9,8 @@ from nanovllm.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """The syntax of tool calls: `begin call (separator call)* end`.
+class ToolCallSyntax:
+    """One syntax of tool calls: `begin call (separator call)* end`.
 
     A call is either a JSON object with a name and arguments, or `call_begin name after_name
     arguments call_end`. The markers are written as in the chat template. The parser accepts any
@@ -24,12 +24,12 @@ class Frame:
     call_end: str = ""
     separator: str = ""
     end: str = ""
-    is_shared: bool = True  # one begin and end enclose all calls, instead of each call
+    is_shared: bool = True  # one `begin` and `end` enclose all calls; False: each call has its own
     arguments_key: str = "arguments"  # key of the arguments in the JSON object
 
     @property
     def opening(self) -> str:
-        """The first word of every call or, if begin and end are shared, of all calls."""
+        """First word of every call or, if begin and end are shared, of the whole group of calls."""
         return [*self.begin.split(), *self.call_begin.split(), "{"][0]
 
     @property
@@ -48,20 +48,20 @@ class Frame:
 @dataclass(frozen=True, slots=True)
 class Format:
     name: str
-    signs: tuple[str, ...]  # a chat template that contains all of these uses this format
+    template_markers: tuple[str, ...]  # a chat template that contains all of these uses this format
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat(Format):
-    frames: tuple[Frame, ...]  # the parser accepts all of them; a grammar enforces the first
+    syntaxes: tuple[ToolCallSyntax, ...]  # the parser accepts all; a grammar enforces the first
 
-    def as_written_by(self, chat_template: str) -> ToolFormat:
-        """Move the frames that the chat template uses to the front."""
+    def prefer_template_order(self, chat_template: str) -> ToolFormat:
+        """Return the format with the syntaxes that the chat template uses moved to the front."""
 
-        def is_foreign(frame: Frame) -> bool:
-            return not all(word in chat_template for word in (frame.after_name or "").split())
+        def is_foreign(syntax: ToolCallSyntax) -> bool:
+            return not all(word in chat_template for word in (syntax.after_name or "").split())
 
-        return replace(self, frames=tuple(sorted(self.frames, key=is_foreign)))
+        return replace(self, syntaxes=tuple(sorted(self.syntaxes, key=is_foreign)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class Formats:
 
     def markup(self) -> str:
         """Return all markers of tool calls and reasoning, one per line."""
-        frames = self.tools.frames if self.tools is not None else ()
-        texts = [getattr(frame, field.name) for frame in frames for field in fields(frame)]
+        syntaxes = self.tools.syntaxes if self.tools is not None else ()
+        texts = [getattr(syntax, field.name) for syntax in syntaxes for field in fields(syntax)]
         if self.reasoning is not None:
             texts += [self.reasoning.begin, self.reasoning.end]
         return "\n".join(filter(None, map(str, texts)))
@@ -97,13 +97,13 @@ class Formats:
 
 T = TypeVar("T", bound=Format)
 
-TAGGED = Frame("<tool_call>\n", separator="\n", end="\n</tool_call>", is_shared=False)
-BARE_OBJECTS = Frame(separator="; ", arguments_key="parameters")
-NAME_AND_ARGUMENTS = Frame("[TOOL_CALLS]", after_name="[ARGS]", is_shared=False)
+TAGGED = ToolCallSyntax("<tool_call>\n", separator="\n", end="\n</tool_call>", is_shared=False)
+BARE_OBJECTS = ToolCallSyntax(separator="; ", arguments_key="parameters")
+NAME_AND_ARGUMENTS = ToolCallSyntax("[TOOL_CALLS]", after_name="[ARGS]", is_shared=False)
 FUNCTION_TAGS = replace(
     TAGGED, call_begin="<function=", after_name=">\n", arguments="tags", call_end="</function>"
 )
-FENCED = Frame(
+FENCED = ToolCallSyntax(
     begin="<｜tool▁calls▁begin｜>",
     call_begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
     after_name="\n```json\n",
@@ -119,7 +119,7 @@ UNFENCED = replace(
     separator="",
 )
 
-# The first format whose signs all occur in the chat template is chosen.
+# The first format whose `template_markers` all occur in the chat template is chosen.
 TOOL_FORMATS = (
     ToolFormat(
         "qwen3_coder",
@@ -133,7 +133,7 @@ TOOL_FORMATS = (
         ("[TOOL_CALLS]",),
         (
             NAME_AND_ARGUMENTS,
-            Frame("[TOOL_CALLS] [", separator=", ", end="]"),
+            ToolCallSyntax("[TOOL_CALLS] [", separator=", ", end="]"),
             replace(NAME_AND_ARGUMENTS, after_name="[CALL_ID] * [ARGS]"),
             replace(NAME_AND_ARGUMENTS, after_name=""),
         ),
@@ -153,16 +153,20 @@ REASONING_FORMATS = (
 def choose_formats(
     chat_template: str, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> Formats:
-    """Choose each format by name or, without a name, by the signs in the chat template."""
+    """Choose each format by name or, without a name, by the markers in the chat template."""
     tools = _choose(TOOL_FORMATS, tool_parser, chat_template)
     reasoning = _choose(REASONING_FORMATS, reasoning_parser, chat_template)
-    return Formats(tools and tools.as_written_by(chat_template), reasoning)
+    return Formats(tools and tools.prefer_template_order(chat_template), reasoning)
 
 
 def _choose(formats: tuple[T, ...], name: str | None, chat_template: str) -> T | None:
     if name is None:
-        signed = (each for each in formats if all(sign in chat_template for sign in each.signs))
-        return next(signed, None)
+        found = (
+            each
+            for each in formats
+            if all(marker in chat_template for marker in each.template_markers)
+        )
+        return next(found, None)
     by_name = {each.name: each for each in formats}
     if name not in by_name:
         raise ConfigError(f"unknown parser {name!r}; choose one of: {', '.join(by_name)}")

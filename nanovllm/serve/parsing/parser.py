@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from nanovllm.engine.detokenizer import num_held
 from nanovllm.serve.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop, Kind
-from nanovllm.serve.parsing.formats import Frame, ReasoningFormat, ToolFormat
+from nanovllm.serve.parsing.formats import ReasoningFormat, ToolCallSyntax, ToolFormat
 from nanovllm.serve.parsing.reader import Reader, Waits
 from nanovllm.serve.parsing.tools import Tool, as_json, is_json
 
@@ -47,8 +47,8 @@ class OutputParser:
     ) -> None:
         # Longer names come first because a shorter one may be their prefix.
         self._tools = {tool.name: tool for tool in sorted(tools, key=lambda each: -len(each.name))}
-        self._frames = tool_format.frames if tool_format and tools else ()
-        self._openings = tuple(dict.fromkeys(frame.opening for frame in self._frames))
+        self._syntaxes = tool_format.syntaxes if tool_format and tools else ()
+        self._openings = tuple(dict.fromkeys(syntax.opening for syntax in self._syntaxes))
         self._reasoning_format = reasoning_format
         self._starts_in_reasoning = starts_in_reasoning
         self._has_content = has_content
@@ -149,9 +149,9 @@ class OutputParser:
         reader = self._reader
         start = reader.pos
         furthest = start + len(opening)
-        for frame in self._frames:
+        for syntax in self._syntaxes:
             reader.pos = start
-            if (yield from self._read_frame(frame)):
+            if (yield from self._read_syntax(syntax)):
                 return
             furthest = max(furthest, reader.pos)
         reader.pos = furthest
@@ -159,38 +159,38 @@ class OutputParser:
         reader.pos -= num_held(reader.since(start)[len(opening) :], self._openings)
         self._emit_content(reader.since(start))
 
-    def _read_frame(self, frame: Frame) -> Waits[bool]:
+    def _read_syntax(self, syntax: ToolCallSyntax) -> Waits[bool]:
         reader = self._reader
-        if not (yield from reader.accept_all(frame.begin)):
+        if not (yield from reader.accept_all(syntax.begin)):
             return False
-        if not (yield from self._read_call(frame)):
+        if not (yield from self._read_call(syntax)):
             return False
         is_call = True
         while is_call:
             after_call = reader.pos
-            yield from reader.accept_all(frame.separator)
-            is_call = yield from self._read_call(frame)
+            yield from reader.accept_all(syntax.separator)
+            is_call = yield from self._read_call(syntax)
         reader.pos = after_call
-        yield from reader.accept_all(frame.end, or_cut=True)
+        yield from reader.accept_all(syntax.end, or_cut=True)
         return True
 
-    def _read_call(self, frame: Frame) -> Waits[bool]:
+    def _read_call(self, syntax: ToolCallSyntax) -> Waits[bool]:
         """Read one call; return False if there is none."""
         reader = self._reader
-        if not (yield from reader.accept_all(frame.call_begin)):
+        if not (yield from reader.accept_all(syntax.call_begin)):
             return False
-        if frame.after_name is None:
+        if syntax.after_name is None:
             return (yield from self._read_object())
         yield from reader.skip(str.isspace)
         name = yield from reader.accept_any(self._tools)
-        if not name or not (yield from reader.accept_all(frame.after_name)):
+        if not name or not (yield from reader.accept_all(syntax.after_name)):
             return False
-        if frame.arguments == "tags":
-            yield from self._read_tags(self._tools[name], frame.call_end)
+        if syntax.arguments == "tags":
+            yield from self._read_tags(self._tools[name], syntax.call_end)
             return True
         is_call = yield from self._read_arguments(name)
         if is_call:
-            yield from reader.accept_all(frame.call_end, or_cut=True)
+            yield from reader.accept_all(syntax.call_end, or_cut=True)
         return is_call
 
     def _read_object(self) -> Waits[bool]:

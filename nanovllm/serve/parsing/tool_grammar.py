@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.errors import RequestError
-from nanovllm.serve.parsing.formats import Frame, ToolFormat
+from nanovllm.serve.parsing.formats import ToolCallSyntax, ToolFormat
 from nanovllm.serve.parsing.tools import Schema, Tool, listed
 
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema"}
@@ -41,11 +41,11 @@ def tool_grammar(tool_format: ToolFormat, tools: Sequence[Tool], rules: CallRule
     """Return a grammar for completions that call these tools."""
     writer = _Writer(tools, rules)
     gap = r"/\n{0,2}/ " if rules.has_reasoning else ""
-    lines = [f"start: {gap}output", *writer.output(tool_format.frames)]
+    lines = [f"start: {gap}output", *writer.output(tool_format.syntaxes)]
     for i, tool in enumerate(tools):
         is_enforced = rules.must_call or tool.is_strict
         schema = {**(tool.parameters if is_enforced else {}), "type": "object"}
-        if tool_format.frames[0].arguments == "json":
+        if tool_format.syntaxes[0].arguments == "json":
             lines.append(f"arguments{i}: {writer.json(schema)}")
         else:
             parameters = writer.tags(tool, schema) if is_enforced else "any_parameter*"
@@ -71,17 +71,17 @@ class _Writer:
     def json(self, schema: dict[str, Any]) -> str:
         return f"%json {json.dumps(self.rules.rewrite(schema), ensure_ascii=False)}"
 
-    def output(self, frames: Sequence[Frame]) -> Iterator[str]:
-        frame, separator = frames[0], self.literal(frames[0].separator)
+    def output(self, syntaxes: Sequence[ToolCallSyntax]) -> Iterator[str]:
+        syntax, separator = syntaxes[0], self.literal(syntaxes[0].separator)
         if self.rules.must_call:
-            is_repeated = self.rules.is_parallel and not frame.is_shared
+            is_repeated = self.rules.is_parallel and not syntax.is_shared
             more = f" ({separator} section0)*" if is_repeated else ""
             yield f"output: section0{more}"
-            yield from self.section(0, frame, self.literal(frame.begin + frame.before_name))
+            yield from self.section(0, syntax, self.literal(syntax.begin + syntax.before_name))
             return
-        by_opening = {frame.opening: frame for frame in reversed(frames)}
-        for i, (opening, frame) in enumerate(by_opening.items()):
-            rest = self.literal((frame.begin + frame.before_name)[len(opening) :])
+        by_opening = {syntax.opening: syntax for syntax in reversed(syntaxes)}
+        for i, (opening, syntax) in enumerate(by_opening.items()):
+            rest = self.literal((syntax.begin + syntax.before_name)[len(opening) :])
             if opening == "{":
                 yield rf'head{i}[lazy]: TEXT /\{{\s*"name"\s*:\s*"/'
                 rest = ""
@@ -89,21 +89,21 @@ class _Writer:
                 yield f"head{i}: TEXT {self.literal(opening)}"
             else:
                 yield f"head{i}[suffix={json.dumps(opening, ensure_ascii=False)}]: TEXT"
-            yield from self.section(i, frame, f"head{i} {rest}")
+            yield from self.section(i, syntax, f"head{i} {rest}")
         sections = " | ".join(f"section{i}" for i in range(len(by_opening)))
         if self.rules.is_parallel:
             yield f"output: ({sections})* TEXT"
         else:
             yield f"output: {sections} | TEXT"
 
-    def section(self, number: int, frame: Frame, begin: str) -> Iterator[str]:
+    def section(self, number: int, syntax: ToolCallSyntax, begin: str) -> Iterator[str]:
         more = ""
-        if self.rules.is_parallel and frame.is_shared:
-            more = f"({self.literal(frame.separator + frame.before_name)} call{number})*"
-        yield f"section{number}: {begin} call{number} {more} {self.literal(frame.end)}"
+        if self.rules.is_parallel and syntax.is_shared:
+            more = f"({self.literal(syntax.separator + syntax.before_name)} call{number})*"
+        yield f"section{number}: {begin} call{number} {more} {self.literal(syntax.end)}"
         calls = (
-            f"{self.literal(tool.name + frame.before_arguments)} arguments{i} "
-            f"{self.literal(frame.after_arguments)}"
+            f"{self.literal(tool.name + syntax.before_arguments)} arguments{i} "
+            f"{self.literal(syntax.after_arguments)}"
             for i, tool in enumerate(self.tools)
         )
         yield f"call{number}: {' | '.join(calls)}"

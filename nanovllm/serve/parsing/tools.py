@@ -13,7 +13,7 @@ from nanovllm.validation import require
 Schema = Mapping[str, Any]
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
-MAX_DEPTH = 16  # maximum nesting of schemas, references included
+MAX_DEPTH = 16  # maximum nesting of schemas, including references
 JSON_TYPES: dict[type, tuple[str, ...]] = {
     type(None): ("null",),
     bool: ("boolean",),

@@ -239,7 +239,9 @@ def test_padded_steps_equal_transformers(
         device: Any = GraphedDevice(EngineConfig("none"))
         attention: Any = eager.attention
         with torch.inference_mode():
-            sizes = bucket_sizes(max_tokens, eager.tables.num_slots, max_many_tokens=max_tokens)
+            sizes = bucket_sizes(
+                max_tokens, eager.input_batch.num_slots, max_many_tokens=max_tokens
+            )
             chunks = PrefillGraphs(eager, attention, device, sizes)
             for size in chunks.sizes[::-1]:
                 chunks.graph(size)

@@ -85,7 +85,7 @@ def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]
 def capture_every_size(llm: LLM) -> None:
     """Capture the graphs that would otherwise be captured when a step first needs them."""
     runner = runner_of(llm)
-    with torch.inference_mode(), runner.eager.tables.device.in_order():
+    with torch.inference_mode(), runner.eager.input_batch.device.in_order():
         steps = runner.forward
         for key in steps.decode.all_keys():
             for sampling in CAPTURED_SAMPLING:
@@ -106,7 +106,7 @@ class NoEagerDecode:
     def __call__(self, plan: StepPlan) -> StepLogits:
         graphed: Any = self.graphed
         if is_decode(plan):
-            self.asked.add(self.eager.tables.sampling(plan))
+            self.asked.add(self.eager.input_batch.sampling(plan))
             self.num_rows.add(len(plan.slots))
             graphed.sampler = SimpleNamespace(group=self.sampler.group)
             graphed.decode.eager = None
@@ -223,7 +223,7 @@ def test_short_prompts_are_graphs_too(tiny: Any) -> None:
     with LLM(checkpoint.path, **OPTIONS) as llm:
         capture_every_size(llm)
         steps = runner_of(llm).forward
-        steps.eager = mock.Mock(side_effect=fail, tables=steps.eager.tables)
+        steps.eager = mock.Mock(side_effect=fail, input_batch=steps.eager.input_batch)
         for batch in (prompts[:1], prompts):
             assert generate(llm, batch, GREEDY) == want[: len(batch)]
 
@@ -255,7 +255,7 @@ def test_graphs_take_no_more_than_is_reserved_for_them(many_logits: dict[str, An
             used[enforce_eager] = process_bytes()
             if not enforce_eager:
                 assert logits_bytes(llm) > 1.4 * GIB
-                reserved = runner_of(llm).eager.tables.device._account().graphs
+                reserved = runner_of(llm).eager.input_batch.device._account().graphs
     taken = used[False] - used[True]
     print(f"graphs take {taken / GIB:.2f} GiB of {reserved / GIB:.2f}")
     assert taken <= reserved
@@ -299,7 +299,7 @@ def test_eager_engines_reserve_nothing_for_graphs(
         options |= {"enforce_eager": enforce_eager, "gpu_memory_utilization": share}
         with LLM(**options) as llm:
             num_blocks[enforce_eager] = llm.engine.info.num_blocks
-            reserved[enforce_eager] = runner_of(llm).eager.tables.device._account().graphs
+            reserved[enforce_eager] = runner_of(llm).eager.input_batch.device._account().graphs
     block_bytes = 2 * 2 * 16 * 8 * 128 * 2  # keys and values: layers, tokens, heads, dim, bf16
     saved = (num_blocks[True] - num_blocks[False]) * block_bytes
     assert reserved[True] == 0

@@ -36,7 +36,7 @@ async def answer_all(
     make_engine: Callable[[], Any],
     path: Path,
     output: Path,
-    num_at_once: int,
+    max_concurrency: int,
     on_line: Callable[[Any, int], None] = lambda engine, count: None,
 ) -> dict[str, Any]:
     """Run a whole job; `on_line` gets the engine and the number of finished rows."""
@@ -47,7 +47,7 @@ async def answer_all(
             path,
             progress_file,
             engine,
-            num_at_once,
+            max_concurrency,
             lambda line: on_line(engine, progress_file.num_done),
         )
     finally:
@@ -79,13 +79,15 @@ def test_killed_actors_and_a_lost_node_cost_no_row(
 ) -> None:
     import ray
 
-    from nanovllm.batch.ray_batch import RayEngine, Room
+    from nanovllm.batch.ray_batch import EnginePlacement, RayEngine
 
     num_rows, num_kills = count(2000, few=120), max(count(50) // 10, 1)
     rows = [*mixed_rows(num_rows), {"prompt": "x" * 1000}]
     path = write_rows(tmp_path / "in.jsonl", rows)
     whole = asyncio.run(
-        answer_all(lambda: RowEngine(options), path, tmp_path / "whole.jsonl", options.num_at_once)
+        answer_all(
+            lambda: RowEngine(options), path, tmp_path / "whole.jsonl", options.max_concurrency
+        )
     )
     kills = {(i + 1) * num_rows // (num_kills + 3): i for i in range(num_kills + 1)}
     node = cluster.list_all_nodes()[-1]
@@ -97,14 +99,14 @@ def test_killed_actors_and_a_lost_node_cost_no_row(
         elif num_done in kills:
             ray.kill(busiest(engine), no_restart=False)
 
-    room = Room(3, {"num_cpus": 1})
+    room = EnginePlacement(3, {"num_cpus": 1})
     with caplog.at_level(logging.WARNING, "nanovllm"):
         disturbed = asyncio.run(
             answer_all(
                 lambda: RayEngine(options, room),
                 path,
                 tmp_path / "disturbed.jsonl",
-                3 * options.num_at_once,
+                3 * options.max_concurrency,
                 disturb,
             )
         )
@@ -122,25 +124,30 @@ def test_the_command_runs_on_a_cluster(model: Path, options: RowOptions, tmp_pat
     ray_command = command(model, path, output, "--ray", "--ray-replicas", "1")
     result = subprocess.run(ray_command, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0, result.stderr
-    assert "60 of 60 rows answered" in result.stderr
+    assert "60 of 60 rows completed" in result.stderr
     whole = asyncio.run(
-        answer_all(lambda: RowEngine(options), path, tmp_path / "whole.jsonl", options.num_at_once)
+        answer_all(
+            lambda: RowEngine(options), path, tmp_path / "whole.jsonl", options.max_concurrency
+        )
     )
     assert by_id(output) == whole
 
 
 def test_what_cannot_be_is_refused(options: RowOptions, tmp_path: Path) -> None:
-    from nanovllm.batch.ray_batch import RayEngine, Room, find_room
+    from nanovllm.batch.ray_batch import EnginePlacement, RayEngine, place_engines
 
-    assert find_room(options.config) == Room(3, {"num_cpus": 1})
+    assert place_engines(options.config) == EnginePlacement(3, {"num_cpus": 1})
     with pytest.raises(ConfigError, match=r"4 engines with num_cpus=1 each .* room for 3"):
-        find_room(options.config, 4)
+        place_engines(options.config, 4)
     path = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}])
     broken = RowOptions(EngineConfig(str(tmp_path), device="cpu"), options.server)
     with pytest.raises(Exception, match=r"config\.json"):
         asyncio.run(
             answer_all(
-                lambda: RayEngine(broken, Room(1, {"num_cpus": 1})), path, tmp_path / "out", 1
+                lambda: RayEngine(broken, EnginePlacement(1, {"num_cpus": 1})),
+                path,
+                tmp_path / "out",
+                1,
             )
         )
 
@@ -148,15 +155,17 @@ def test_what_cannot_be_is_refused(options: RowOptions, tmp_path: Path) -> None:
 def test_an_engine_has_a_gpu_for_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from nanovllm.batch.ray_batch import Room, find_room
+    from nanovllm.batch.ray_batch import EnginePlacement, place_engines
 
     gpus = [8, 0, 3, 2]
     nodes = [{"Alive": True, "Resources": {"CPU": 4.0, "GPU": float(n)}} for n in gpus]
     nodes.append({"Alive": False, "Resources": {"GPU": 8.0}})
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    assert find_room(EngineConfig("m", tensor_parallel_size=2)) == Room(6, {"num_gpus": 2})
-    assert find_room(EngineConfig("m"), 5) == Room(5, {"num_gpus": 1})
-    assert find_room(EngineConfig("m", device="cpu")) == Room(4, {"num_cpus": 4})
-    assert find_room(EngineConfig("m", device="cpu"), 8) == Room(8, {"num_cpus": 2})
+    assert place_engines(EngineConfig("m", tensor_parallel_size=2)) == EnginePlacement(
+        6, {"num_gpus": 2}
+    )
+    assert place_engines(EngineConfig("m"), 5) == EnginePlacement(5, {"num_gpus": 1})
+    assert place_engines(EngineConfig("m", device="cpu")) == EnginePlacement(4, {"num_cpus": 4})
+    assert place_engines(EngineConfig("m", device="cpu"), 8) == EnginePlacement(8, {"num_cpus": 2})
     with pytest.raises(ConfigError, match=r"num_gpus=16 each do not fit .* room for 0"):
-        find_room(EngineConfig("m", tensor_parallel_size=16))
+        place_engines(EngineConfig("m", tensor_parallel_size=16))

@@ -21,7 +21,7 @@ from nanovllm.devices.cpu.kernels.intrinsics import (
     part,
 )
 from nanovllm.ops.fp8 import (
-    CODE_EXPONENT,
+    FP8_EXPONENT,
     INFINITY_BITS,
     LARGEST_FP8,
     MAX_EXPONENT,
@@ -64,7 +64,7 @@ def quantize_row(
     for i in range(dim):
         largest = max(largest, as_bits(load(x, first + i)) & uint32(0x7FFFFFFF))
     largest = min(largest, uint32(INFINITY_BITS))
-    exponent = int64((largest + uint32(ROUND_UP)) >> uint32(23)) - CODE_EXPONENT
+    exponent = int64((largest + uint32(ROUND_UP)) >> uint32(23)) - FP8_EXPONENT
     exponent = min(max(exponent, int64(MIN_EXPONENT)), int64(MAX_EXPONENT))
     inverse = as_float(uint32(254 - exponent) << uint32(23))
     is_broken = largest == uint32(INFINITY_BITS)

@@ -25,7 +25,7 @@ from nanovllm.devices.cuda.kernels.fp8_rows import (
     multiply_keys,
     scale_scores,
     split,
-    weigh_codes,
+    weigh_fp8,
 )
 
 
@@ -101,12 +101,12 @@ def attend_keys(  # type: ignore[no-untyped-def]
     attend to the keys [begin, end) of `seen_by_all`, and each row to the keys from the first to the
     last (inclusive) of `seen`: only tiles that reach beyond `seen_by_all` need a mask.
     """
-    HAS_CODES: tl.constexpr = len(caches) > 2
-    WIDTH: tl.constexpr = HEAD_DIM // 2 if HAS_CODES else HEAD_DIM  # FP8 is read in pairs
+    IS_FP8: tl.constexpr = len(caches) > 2
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if IS_FP8 else HEAD_DIM  # FP8 is read in pairs
     column = kv_head * WIDTH
     heads = caches[0] + column, caches[1] + column
     exponents = ()
-    if HAS_CODES:  # even and odd columns are accumulated separately
+    if IS_FP8:  # even and odd columns are accumulated separately
         word = kv_head * (BLOCK_SIZE // 4)
         exponents = caches[2] + word, caches[3] + word  # type: ignore[assignment]
         q_tile, scale = as_multiplied(q_tile, scale)
@@ -123,7 +123,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
         *(softmax, q_tile, heads, exponents, blocks, block_ids, length, (whole, hi, first)),
         *(seen_by_all, seen, block_stride, scale, WIDTH, KV_HEADS, BLOCK_SIZE, TILE, False),
     )
-    if HAS_CODES:
+    if IS_FP8:
         softmax = join(softmax[0][0], softmax[0][1]), softmax[1], softmax[2]
     return softmax
 
@@ -176,7 +176,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         if len(exponents) == 0:
             weights, alpha, row_max, row_sum = _weigh(scores, row_max, row_sum, scale)
         else:
-            weights, alpha, row_max, row_sum = weigh_codes(scores, scales, row_max, row_sum)
+            weights, alpha, row_max, row_sum = weigh_fp8(scores, scales, row_max, row_sum)
         v = _load_tile(heads[1], offsets, dims, is_key, HEAD_DIM, ARE_WHOLE)
         if len(exponents) == 0:
             acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")

@@ -71,7 +71,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     BLOCK_OUT: tl.constexpr,
 ):
     """Dequantize one quant block of BLOCK_OUT rows; the grid is (quant blocks, outputs)."""
-    PLACES: tl.constexpr = 128 // LANES
+    POSITIONS: tl.constexpr = 128 // LANES
     PARTS: tl.constexpr = 128 // GROUP if GROUP > 0 else 1
     NUM_GROUPS: tl.constexpr = NUM_WORDS // LANES * PARTS if GROUP > 0 else 1
     block = tl.program_id(0)
@@ -79,34 +79,34 @@ def _dequantize(  # type: ignore[no-untyped-def]
     is_out = out < num_out
     lanes = tl.arange(0, LANES)
     tile = load_tile(words, out, is_out, block * LANES + lanes, NUM_WORDS)
-    for n in tl.static_range(PLACES):
-        group = block * PARTS + n * PARTS // PLACES if GROUP > 0 else 0
-        place = out.to(tl.int64) * NUM_GROUPS + group
-        values = as_floats(tile, n, PLACES)
+    for n in tl.static_range(POSITIONS):
+        group = block * PARTS + n * PARTS // POSITIONS if GROUP > 0 else 0
+        offset = out.to(tl.int64) * NUM_GROUPS + group
+        values = as_floats(tile, n, POSITIONS)
         if stored[1] is not None:
-            values -= tl.load(stored[1] + place, mask=is_out, other=0).to(tl.float32)[:, None]
-        elif PLACES == 8:
+            values -= tl.load(stored[1] + offset, mask=is_out, other=0).to(tl.float32)[:, None]
+        elif POSITIONS == 8:
             values -= 8.0
-        values *= tl.load(stored[0] + place, mask=is_out, other=0.0).to(tl.float32)[:, None]
+        values *= tl.load(stored[0] + offset, mask=is_out, other=0.0).to(tl.float32)[:, None]
         i = block * 128 + LANES * n + lanes
         mask = is_out[:, None] & (i < NUM_IN)[None, :]
-        places = y + out.to(tl.int64)[:, None] * NUM_IN + i[None, :]
-        tl.store(places, values.to(y.dtype.element_ty), mask=mask)
+        pointers = y + out.to(tl.int64)[:, None] * NUM_IN + i[None, :]
+        tl.store(pointers, values.to(y.dtype.element_ty), mask=mask)
 
 
 # Two words, $4 and $5, give a pair of bfloat16 values per position. The two bytes go to the upper
 # bytes of the halves; then sign, exponent and fraction move to their bfloat16 positions, and the
 # multiplication by 2**120 corrects the exponent bias. The masks clear the lower bytes.
-_FP8_PLACE = """
+_FP8_POSITION = """
 prmt.b32 a, $4, $5, {bytes};
 and.b32 b, a, 0x7F007F00;
 shr.u32 b, b, 4;
 lop3.b32 b, a, 0x80008000, b, 0xEA;
-fma.rn.bf16x2 ${place}, b, up, zero;
+fma.rn.bf16x2 ${position}, b, up, zero;
 """
 _FP8_TO_BFLOAT16 = tl.constexpr(
     "{.reg .b32 a, b, up, zero; mov.b32 up, 0x7B807B80; mov.b32 zero, 0x80008000;"
-    + "".join(_FP8_PLACE.format(place=place, bytes=f"0x{4 + place}0{place}0") for place in range(4))
+    + "".join(_FP8_POSITION.format(position=n, bytes=f"0x{4 + n}0{n}0") for n in range(4))
     + "}"
 )
 _FP8_TO_FLOAT16 = tl.constexpr("""{
@@ -128,10 +128,10 @@ def _int4_unpacking(bits: str) -> str:
     The low halves of both words hold positions 0 to 3, the high halves positions 4 to 7.
     """
     lines = ["prmt.b32 a, $8, $9, 0x5410;", "prmt.b32 b, $8, $9, 0x7632;"]
-    for place in range(4):
+    for position in range(4):
         for half, first in (("a", 0), ("b", 4)):
-            lines += [f"shr.u32 {half}, {half}, 4;"] * (place > 0)
-            lines += [f"lop3.b32 ${first + place}, {half}, 0x000F000F, {bits}, 0xEA;"]
+            lines += [f"shr.u32 {half}, {half}, 4;"] * (position > 0)
+            lines += [f"lop3.b32 ${first + position}, {half}, 0x000F000F, {bits}, 0xEA;"]
     return "{.reg .b32 a, b;" + "\n".join(lines) + "}"
 
 
@@ -143,8 +143,8 @@ _INT4_TO_FLOAT16 = tl.constexpr(_int4_unpacking("0x64006400"))
 def load_tile(words, rows, is_row, word, NUM_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load some words of rows of a weight, or some values of a dense weight."""
     mask = is_row[:, None] & (word < NUM_WORDS)[None, :]
-    places = words + rows.to(tl.int64)[:, None] * NUM_WORDS + word[None, :]
-    return tl.load(places, mask=mask, other=0)
+    pointers = words + rows.to(tl.int64)[:, None] * NUM_WORDS + word[None, :]
+    return tl.load(pointers, mask=mask, other=0)
 
 
 # Triton's interpreter cannot run inline assembly.
@@ -152,35 +152,35 @@ IS_INTERPRETED = tl.constexpr(not isinstance(load_tile, JITFunction))
 
 
 @triton.jit
-def as_operands(tile, PLACES: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def as_operands(tile, POSITIONS: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the values of words by position, in a 16-bit dtype; int4 values are raised.
 
     A raised int4 value has 128 (bfloat16) or 1024 (float16) added to it; its four bits are the last
     bits of that number's fraction.
     """
-    if PLACES == 4:
+    if POSITIONS == 4:
         return _fp8_operands(tile, dtype)
     else:
         return _int4_operands(tile, dtype)
 
 
 @triton.jit
-def join_places(codes, FIRST: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+def join_positions(values, FIRST: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Concatenate the values of some positions; no data moves: one thread holds all of them."""
     if COUNT == 8:
-        return _beside(_four_beside(codes, 0), _four_beside(codes, 4))
+        return _beside(_four_beside(values, 0), _four_beside(values, 4))
     elif COUNT == 4:
-        return _four_beside(codes, FIRST)
+        return _four_beside(values, FIRST)
     elif COUNT == 2:
-        return _beside(codes[FIRST], codes[FIRST + 1])
+        return _beside(values[FIRST], values[FIRST + 1])
     else:
-        return codes[FIRST]
+        return values[FIRST]
 
 
 @triton.jit
-def _four_beside(codes, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
-    first = _beside(codes[FIRST], codes[FIRST + 1])
-    return _beside(first, _beside(codes[FIRST + 2], codes[FIRST + 3]))
+def _four_beside(values, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
+    first = _beside(values[FIRST], values[FIRST + 1])
+    return _beside(first, _beside(values[FIRST + 2], values[FIRST + 3]))
 
 
 @triton.jit
@@ -195,21 +195,21 @@ def raised_by(dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def as_floats(tile, place: tl.constexpr, PLACES: tl.constexpr):  # type: ignore[no-untyped-def]
+def as_floats(tile, position: tl.constexpr, POSITIONS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the quantized values at one position of words, in float32."""
-    if PLACES == 4:
-        code = ((tile >> (8 * place)) & 255).to(tl.uint8)
-        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if POSITIONS == 4:
+        byte = ((tile >> (8 * position)) & 255).to(tl.uint8)
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        return ((tile >> (4 * place)) & 15).to(tl.float32)
+        return ((tile >> (4 * position)) & 15).to(tl.float32)
 
 
 @triton.jit
 def _fp8_operands(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     if IS_INTERPRETED:
         values = ()
-        for place in tl.static_range(4):
-            values += (as_floats(tile, place, 4).to(dtype),)  # type: ignore[assignment]
+        for position in tl.static_range(4):
+            values += (as_floats(tile, position, 4).to(dtype),)  # type: ignore[assignment]
         return values
     else:
         return tl.inline_asm_elementwise(
@@ -227,8 +227,8 @@ def _int4_operands(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     if IS_INTERPRETED:
         BITS: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
         values = ()
-        for place in tl.static_range(8):
-            bits = ((tile >> (4 * place)) & 15) | BITS
+        for position in tl.static_range(8):
+            bits = ((tile >> (4 * position)) & 15) | BITS
             values += (bits.to(tl.int16).to(dtype, bitcast=True),)  # type: ignore[assignment]
         return values
     else:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from nanovllm.devices.cuda.kernels.fp8_rows import (
     LEAST_OF_DOT,
+    hadamard_matrix,
     hadamard_transform,
     padded_range,
     quantize,
-    spread_matrix,
 )
 from nanovllm.devices.cuda.kernels.pdl import MAX_ROWS, launch_options, wait_for_inputs
 from nanovllm.ops.fp8 import hadamard_exponents, hadamard_size
@@ -228,7 +228,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     offset = tl.load(slot_mapping + token + 0 * kv_heads).to(tl.int64)[:, None]
     matrix = ()
     if len(caches) > 2:
-        matrix = spread_matrix(i.shape[0], HADAMARD[0], qkv.dtype.element_ty)
+        matrix = hadamard_matrix(i.shape[0], HADAMARD[0], qkv.dtype.element_ty)
     wait_for_inputs(OVERLAP)
     if tl.program_id(1) == 0:
         heads = padded_range(NUM_Q_HEADS, least)[:, None]
@@ -274,11 +274,11 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     v_first, v_second = tl.load(v, mask=mask, other=0.0), tl.load(v + half, mask=mask, other=0.0)
     if len(caches) > 2:
         row = cache_slot // BLOCK_SIZE * NUM_KV_HEADS + heads
-        place = row * BLOCK_SIZE + cache_slot % BLOCK_SIZE  # [heads, 1]
+        offset = row * BLOCK_SIZE + cache_slot % BLOCK_SIZE  # [heads, 1]
         is_row = (heads < NUM_KV_HEADS) & (cache_slot >= 0)
         first, second = hadamard_transform(first, second, matrix, HADAMARD[2])
-        first, second = quantize(first, second, caches[2] + place, is_row)
-        v_first, v_second = quantize(v_first, v_second, caches[3] + place, is_row)
+        first, second = quantize(first, second, caches[2] + offset, is_row)
+        v_first, v_second = quantize(v_first, v_second, caches[3] + offset, is_row)
     tl.store(caches[0] + cached, first, mask=is_used)
     tl.store(caches[0] + cached + half, second, mask=is_used)
     tl.store(caches[1] + cached, v_first, mask=is_used)

@@ -1,41 +1,22 @@
 """Mixtures of experts on CUDA, for few tokens: every (token, expert) pair reads its own weights.
 
-With more tokens, experts_grouped.py reads each expert once. The host does not know which experts
-are chosen, so the grids fit any choice. Quantized weights are multiplied as in linear_one_row.py.
+With more tokens, or quantized weights, experts_grouped.py reads each expert once. The host does not
+know which experts are chosen, so the grids fit any choice.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.devices.cuda.kernels.dequantize import (
-    CudaWeight,
-    load_tile,
-    weight_arguments,
-    weight_sizes,
-)
 from nanovllm.devices.cuda.kernels.elementwise import activate
-from nanovllm.devices.cuda.kernels.linear_one_row import (
-    add_products,
-    load_inputs,
-    prepare_inputs,
-    row_scale,
-)
-from nanovllm.devices.cuda.kernels.linear_tiles import tile_rows
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.ops.interface import Routing
-from nanovllm.ops.quantized_weight import QuantizedWeight
 
-GATE_UP_BLOCK = 2  # outputs per CTA, for dense weights
-DOWN_ELEMENTS = 4096  # elements of a dense weight that a CTA loads at a time
-QUANTIZED_BLOCK = 8  # outputs per CTA, for quantized weights
-MAX_QUANTIZED_IN = 4096  # inputs per tile
-TOGETHER = tl.constexpr(4)  # experts of a token whose weights are loaded before the first is used
+GATE_UP_BLOCK = 2  # outputs per CTA
+DOWN_ELEMENTS = 4096  # elements of the weight that a CTA loads at a time
 
 
 def route(
@@ -62,54 +43,18 @@ def route(
     return ids, weights, ranks
 
 
-def run_pairs(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: CudaWeight, down: CudaWeight
-) -> Tensor:
+def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Return the weighted sum of each token's experts; all tensors are contiguous.
 
-    A quantized weight concatenates the rows of all experts; a dense one is [experts, outputs,
-    inputs].
+    The weights are [experts, outputs, inputs]. Adding up all experts of a token at once is faster
+    than one by one.
     """
     num_tokens, top_k = ids.shape
-    hidden, size = x.shape[1], down.shape[-1]
+    _, hidden, size = down.shape
     y = torch.empty(num_tokens * top_k, size, device=x.device, dtype=x.dtype)
     out = torch.empty_like(x)
     options = {"TOP_K": top_k, **launch_options(x, num_tokens)}
-    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-        _run_dense(out, y, x, ids, weights, gate_up, down, options)
-        return out
-    assert isinstance(gate_up, QuantizedWeight)
-    assert isinstance(down, QuantizedWeight)
-    options |= {"BLOCK_OUT": QUANTIZED_BLOCK, "num_warps": 4}
-    _quantized_gate_up[(triton.cdiv(size, QUANTIZED_BLOCK), len(y))](
-        *(y, x, *weight_arguments(gate_up), ids, size), **_sizes(gate_up), **options
-    )
-    _quantized_down[(triton.cdiv(hidden, QUANTIZED_BLOCK), num_tokens)](
-        *(out, y, *weight_arguments(down), ids, weights, hidden), **_sizes(down), **options
-    )
-    return out
-
-
-def _sizes(weight: QuantizedWeight) -> dict[str, int]:
-    sizes = weight_sizes(weight)
-    most = MAX_QUANTIZED_IN // 128 * sizes["LANES"]
-    return {**sizes, "BLOCK_WORDS": min(triton.next_power_of_2(sizes["NUM_WORDS"]), most)}
-
-
-def _run_dense(
-    out: Tensor,
-    y: Tensor,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    options: dict[str, Any],
-) -> None:
-    """Run dense experts; adding up all experts of a token at once is faster than one by one."""
-    num_tokens, top_k = ids.shape
-    _, hidden, size = down.shape
-    _dense_gate_up[(triton.cdiv(size, GATE_UP_BLOCK), len(y))](
+    _gate_up[(triton.cdiv(size, GATE_UP_BLOCK), len(y))](
         *(y, x, gate_up, ids, size),
         NUM_IN=hidden,
         BLOCK_OUT=GATE_UP_BLOCK,
@@ -120,7 +65,7 @@ def _run_dense(
     top_k_block = triton.next_power_of_2(top_k)
     block_in = min(max(size & -size, 64), 128)  # divides the size if possible
     block_out = max(DOWN_ELEMENTS // (top_k_block * block_in), 1)
-    _dense_down[(triton.cdiv(hidden, block_out), num_tokens)](
+    _down[(triton.cdiv(hidden, block_out), num_tokens)](
         *(out, y, down, ids, weights, hidden),
         NUM_IN=size,
         TOP_K_BLOCK=top_k_block,
@@ -129,6 +74,7 @@ def _run_dense(
         num_warps=8,
         **options,
     )
+    return out
 
 
 @triton.jit
@@ -217,7 +163,7 @@ def _weigh(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _dense_gate_up(  # type: ignore[no-untyped-def]
+def _gate_up(  # type: ignore[no-untyped-def]
     y,
     x,
     weight,
@@ -254,7 +200,7 @@ def _dense_gate_up(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _dense_down(  # type: ignore[no-untyped-def]
+def _down(  # type: ignore[no-untyped-def]
     out,
     y,
     weight,
@@ -293,118 +239,3 @@ def _dense_down(  # type: ignore[no-untyped-def]
     factors = tl.load(pair_weights + pairs, mask=is_choice, other=0.0)
     totals = tl.sum(tl.sum(sums, 2) * factors[:, None], 0)
     tl.store(out + token * num_out + outs, totals.to(out.dtype.element_ty), mask=outs < num_out)
-
-
-@triton.jit
-def _quantized_gate_up(  # type: ignore[no-untyped-def]
-    y,
-    x,
-    words,
-    stored,
-    ids,
-    num_out,
-    TOP_K: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    NUM_IN: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-    LANES: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Compute y[pair] = silu(gate) * up for some outputs of a pair."""
-    wait_for_inputs(OVERLAP)
-    pair = tl.program_id(1)
-    rows, is_row = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, True)
-    rows += tl.load(ids + pair).to(tl.int64) * (2 * num_out)
-    row = x + pair // TOP_K * NUM_IN
-    sums = tl.zeros((2 * BLOCK_OUT,), tl.float32)
-    for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
-        word = begin + tl.arange(0, BLOCK_WORDS)
-        tile = load_tile(words, rows, is_row, word, NUM_WORDS)
-        inputs, _ = load_inputs((row, row, None), None, word, NUM_IN, LANES)
-        inputs, totals = prepare_inputs(inputs, LANES, GROUP)
-        sums += add_products(
-            tile, inputs, totals, stored, rows, is_row, begin, NUM_WORDS, LANES, GROUP
-        )
-    sums *= row_scale(stored, rows, is_row, GROUP)
-    gate, up = tl.split(sums.reshape(2, BLOCK_OUT).permute(1, 0))
-    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    value = (activate(gate, "silu") * up).to(y.dtype.element_ty)
-    tl.store(y + pair * num_out + out, value, mask=out < num_out)
-
-
-@triton.jit
-def _quantized_down(  # type: ignore[no-untyped-def]
-    out,
-    y,
-    words,
-    stored,
-    ids,
-    pair_weights,
-    num_out,
-    TOP_K: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    NUM_IN: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-    LANES: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Compute some outputs of all experts of a token, and add them up, weighted."""
-    token = tl.program_id(1)
-    first_pair = token * TOP_K
-    outs, is_out = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, False)
-    lanes = tl.arange(0, BLOCK_WORDS)
-    # The previous kernel already waited for the choice of experts, so load weights before waiting.
-    experts = (ids, first_pair, num_out)
-    tiles = _load_together(words, experts, outs, is_out, 0, lanes, NUM_WORDS, TOP_K)
-    wait_for_inputs(OVERLAP)
-    totals_of_experts = tl.zeros((BLOCK_OUT,), tl.float32)
-    for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
-        for first in tl.static_range(0, TOP_K, TOGETHER):
-            few = tiles
-            if first > 0:
-                few = _load_together(
-                    words, experts, outs, is_out, first, begin + lanes, NUM_WORDS, TOP_K
-                )
-            for n in tl.static_range(TOGETHER):
-                if first + n < TOP_K:
-                    pair = first_pair + first + n
-                    rows = outs + tl.load(ids + pair).to(tl.int64) * num_out
-                    row = y + pair * NUM_IN
-                    inputs, _ = load_inputs((row, row, None), None, begin + lanes, NUM_IN, LANES)
-                    inputs, totals = prepare_inputs(inputs, LANES, GROUP)
-                    sums = add_products(
-                        *(few[n], inputs, totals, stored, rows, is_out, begin),
-                        *(NUM_WORDS, LANES, GROUP),
-                    )
-                    sums *= row_scale(stored, rows, is_out, GROUP)
-                    totals_of_experts += sums * tl.load(pair_weights + pair)
-        if NUM_WORDS > BLOCK_WORDS:
-            after = begin + BLOCK_WORDS + lanes
-            tiles = _load_together(words, experts, outs, is_out, 0, after, NUM_WORDS, TOP_K)
-    place = out + token * num_out + outs
-    tl.store(place, totals_of_experts.to(out.dtype.element_ty), mask=is_out)
-
-
-@triton.jit
-def _load_together(  # type: ignore[no-untyped-def]
-    words,
-    experts,
-    outs,
-    is_out,
-    first: tl.constexpr,
-    word,
-    NUM_WORDS: tl.constexpr,
-    TOP_K: tl.constexpr,
-):
-    """Load some words of the weights of TOGETHER experts of a token, beginning with `first`."""
-    ids, first_pair, num_out = experts
-    tiles = ()
-    for choice in tl.static_range(first, first + TOGETHER):
-        if choice < TOP_K:
-            expert = tl.load(ids + first_pair + choice, cache_modifier=".cg").to(tl.int64)
-            tiles += (load_tile(words, outs + expert * num_out, is_out, word, NUM_WORDS),)  # type: ignore[assignment]
-    return tiles

@@ -21,7 +21,7 @@ MAX_EXPONENT = tl.constexpr(fp8.MAX_EXPONENT)
 NOT_FINITE = tl.constexpr(fp8.NOT_FINITE)
 INFINITY_BITS = tl.constexpr(fp8.INFINITY_BITS)
 ROUND_UP = tl.constexpr(fp8.ROUND_UP)
-CODE_EXPONENT = tl.constexpr(fp8.CODE_EXPONENT)
+FP8_EXPONENT = tl.constexpr(fp8.FP8_EXPONENT)
 LEAST_OF_DOT = tl.constexpr(16)  # the minimum rows and columns of tl.dot
 # Exponent of the largest softmax weight: it stays below float16's limit of 2**16, and much smaller
 # weights keep all their bits.
@@ -44,7 +44,7 @@ def magnitude(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def row_exponents(largest):  # type: ignore[no-untyped-def]
     """Return the scale exponents of rows from the magnitudes of their largest (finite) values."""
-    exponents = ((largest + ROUND_UP) >> 23) - CODE_EXPONENT
+    exponents = ((largest + ROUND_UP) >> 23) - FP8_EXPONENT
     return tl.minimum(tl.maximum(exponents, MIN_EXPONENT), MAX_EXPONENT)
 
 
@@ -56,7 +56,7 @@ def padded_range(count: tl.constexpr, least: tl.constexpr):  # type: ignore[no-u
 
 
 @triton.jit
-def spread_matrix(COLUMNS: tl.constexpr, SIZE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def hadamard_matrix(COLUMNS: tl.constexpr, SIZE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return a block-diagonal Hadamard matrix; each block mixes SIZE columns of half a head."""
     columns = tl.arange(0, COLUMNS)
     common = (columns[:, None] & columns[None, :]) % SIZE
@@ -76,19 +76,19 @@ def hadamard_transform(first, second, matrix, SCALE: tl.constexpr):  # type: ign
 
 
 @triton.jit
-def quantize(first, second, places, is_row):  # type: ignore[no-untyped-def]
+def quantize(first, second, pointers, is_row):  # type: ignore[no-untyped-def]
     """Quantize rows given as two halves; store their scale exponents, and return the FP8 bits."""
     first, second = first.to(tl.float32), second.to(tl.float32)
     largest = tl.max(tl.maximum(magnitude(first), magnitude(second)), 1)
     exponents = row_exponents(largest)
-    codes = to_codes(first, largest, exponents), to_codes(second, largest, exponents)
+    values = to_fp8(first, largest, exponents), to_fp8(second, largest, exponents)
     exponents = tl.where(largest >= INFINITY_BITS, NOT_FINITE, exponents)
-    tl.store(places, exponents.to(tl.uint8)[:, None], mask=is_row)
-    return codes
+    tl.store(pointers, exponents.to(tl.uint8)[:, None], mask=is_row)
+    return values
 
 
 @triton.jit
-def to_codes(x, largest, exponents):  # type: ignore[no-untyped-def]
+def to_fp8(x, largest, exponents):  # type: ignore[no-untyped-def]
     """Quantize float32 rows [rows, dims] to the bits of FP8 values."""
     scaled = x * power_of_two(254 - exponents)[:, None]
     size = tl.minimum(tl.abs(scaled), LARGEST)
@@ -96,9 +96,9 @@ def to_codes(x, largest, exponents):  # type: ignore[no-untyped-def]
     # Round to three bits of fraction, ties to even; below 2**-6 to multiples of 2**-9.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
     tiny = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    codes = tl.where(bits < 0x3C800000, tiny, normal)
-    codes |= (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return tl.where((largest >= INFINITY_BITS)[:, None], 0x7F, codes).to(tl.uint8)
+    rounded = tl.where(bits < 0x3C800000, tiny, normal)
+    rounded |= (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return tl.where((largest >= INFINITY_BITS)[:, None], 0x7F, rounded).to(tl.uint8)
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def join(even, odd):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def widen_pairs(pairs, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def upcast_pairs(pairs, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Upcast FP8 values that were loaded in pairs (int16); return even columns and odd columns.
 
     Tensor cores read columns of 16-bit elements directly from shared memory; single FP8 values
@@ -191,7 +191,7 @@ def scale_scores(scores, exponents, scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def weigh_codes(scores, exponents, row_max, row_sum):  # type: ignore[no-untyped-def]
+def weigh_fp8(scores, exponents, row_max, row_sum):  # type: ignore[no-untyped-def]
     """Do the same as `_weigh` in attention_tiles.py, for the results of `scale_scores`."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     top = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -204,7 +204,7 @@ def weigh_codes(scores, exponents, row_max, row_sum):  # type: ignore[no-untyped
 @triton.jit
 def multiply_keys(queries, pairs):  # type: ignore[no-untyped-def]
     """Return the products of queries from `as_multiplied` with keys in pairs of FP8 values."""
-    even, odd = widen_pairs(pairs, queries[0].dtype)
+    even, odd = upcast_pairs(pairs, queries[0].dtype)
     scores = tl.dot(queries[0], even.T, input_precision="ieee")
     return tl.dot(queries[1], odd.T, scores, input_precision="ieee")
 
@@ -213,6 +213,6 @@ def multiply_keys(queries, pairs):  # type: ignore[no-untyped-def]
 def add_values(acc, weights, pairs, alpha, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add a tile's weighted values to the accumulators, which are `split` into even and odd."""
     weights = weights.to(dtype)
-    even, odd = widen_pairs(pairs, dtype)
+    even, odd = upcast_pairs(pairs, dtype)
     even_sum = tl.dot(weights, even, acc[0] * alpha[:, None], input_precision="ieee")
     return even_sum, tl.dot(weights, odd, acc[1] * alpha[:, None], input_precision="ieee")

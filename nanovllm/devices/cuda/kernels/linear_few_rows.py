@@ -212,12 +212,12 @@ def _few_rows(  # type: ignore[no-untyped-def]
 def add_parts(sums, parts):  # type: ignore[no-untyped-def]
     """Store this CTA's partial sums; the last CTA of the tile returns their total and True."""
     SIZE: tl.constexpr = sums.shape[0] * sums.shape[1]
-    places = tl.arange(0, sums.shape[0])[:, None] * sums.shape[1]
-    places += tl.arange(0, sums.shape[1])[None, :]
+    offsets = tl.arange(0, sums.shape[0])[:, None] * sums.shape[1]
+    offsets += tl.arange(0, sums.shape[1])[None, :]
     tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     num_splits = tl.num_programs(2)
     first = parts[0] + tile.to(tl.int64) * num_splits * SIZE
-    tl.store(first + tl.program_id(2) * SIZE + places, sums)
+    tl.store(first + tl.program_id(2) * SIZE + offsets, sums)
     tl.debug_barrier()  # orders all threads' stores before the increment
     count = tl.atomic_add(parts[1] + tile, 1, sem="acq_rel", scope="gpu")
     is_last = count == num_splits - 1
@@ -225,5 +225,5 @@ def add_parts(sums, parts):  # type: ignore[no-untyped-def]
         tl.store(parts[1] + tile, 0)
         sums = tl.zeros_like(sums)
         for split in tl.range(0, num_splits):  # in a fixed order, whichever CTA is last
-            sums += tl.load(first + split * SIZE + places, cache_modifier=".cg")
+            sums += tl.load(first + split * SIZE + offsets, cache_modifier=".cg")
     return sums, is_last

@@ -208,11 +208,11 @@ def _scale_sums(  # type: ignore[no-untyped-def]
     mask = i < num_out
     scale = tl.load(output_scales + i, mask=mask, other=0.0)
     wait_for_inputs(OVERLAP)
-    places = sums + row * num_out + i
-    y = tl.load(places, mask=mask, other=0.0).to(tl.float32) * (tl.load(row_scales + row) * scale)
+    pointers = sums + row * num_out + i
+    y = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) * (tl.load(row_scales + row) * scale)
     if bias is not None:
         y += tl.load(bias + i, mask=mask, other=0.0).to(tl.float32)
-    tl.store(places, y.to(sums.dtype.element_ty), mask=mask)
+    tl.store(pointers, y.to(sums.dtype.element_ty), mask=mask)
 
 
 def count_warps(num_in: int) -> int:
@@ -241,11 +241,11 @@ def _quantize(  # type: ignore[no-untyped-def]
         part = tl.arange(0, PARTS)
         scale = _scale_of(tl.max(tl.max(tl.abs(values), 2), 0))
         tl.store(scales + part * num_rows + row, scale, mask=part < NUM_BLOCKS)
-        _store_codes(words, row, values, scale[None, :, None], NUM_BLOCKS)
+        _store_fp8(words, row, values, scale[None, :, None], NUM_BLOCKS)
     else:
         scale = _scale_of(tl.max(tl.abs(values)))
         tl.store(scales + row, scale)
-        _store_codes(words, row, values, scale, NUM_BLOCKS)
+        _store_fp8(words, row, values, scale, NUM_BLOCKS)
 
 
 @triton.jit
@@ -270,7 +270,7 @@ def _norm(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     scale = _scale_of(tl.max(tl.abs(values)))
     tl.store(scales + row, scale)
-    _store_codes(words, row, values, scale, NUM_BLOCKS)
+    _store_fp8(words, row, values, scale, NUM_BLOCKS)
 
 
 @triton.jit
@@ -279,8 +279,8 @@ def _inputs_of_words(PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
 
     See pack_words for the layout. A thread holds all positions of its words, which are neighbors.
     """
-    place, part = tl.arange(0, 4)[:, None, None], tl.arange(0, PARTS)[None, :, None]
-    return part * 128 + place * WORDS + tl.arange(0, WORDS)[None, None, :]
+    position, part = tl.arange(0, 4)[:, None, None], tl.arange(0, PARTS)[None, :, None]
+    return part * 128 + position * WORDS + tl.arange(0, WORDS)[None, None, :]
 
 
 @triton.jit
@@ -289,12 +289,12 @@ def _scale_of(largest):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_codes(words, row, values, scale, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_fp8(words, row, values, scale, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Quantize values [positions, blocks, words] to FP8, and store them as the words of a row."""
     inverse = tl.div_rn(1.0, scale)
     scaled = tl.clamp(values * inverse, -LARGEST, LARGEST)
     bits = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
     joined = tl.sum(bits << (8 * tl.arange(0, 4)[:, None, None]), 0)
     part = tl.arange(0, values.shape[1])[:, None]
-    places = words + row * (NUM_BLOCKS * WORDS) + part * WORDS + tl.arange(0, WORDS)[None, :]
-    tl.store(places, joined, mask=part < NUM_BLOCKS)
+    pointers = words + row * (NUM_BLOCKS * WORDS) + part * WORDS + tl.arange(0, WORDS)[None, :]
+    tl.store(pointers, joined, mask=part < NUM_BLOCKS)

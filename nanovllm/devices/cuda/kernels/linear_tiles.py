@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.devices.cuda.kernels.dequantize import as_operands, join_places, raised_by
+from nanovllm.devices.cuda.kernels.dequantize import as_operands, join_positions, raised_by
 from nanovllm.devices.cuda.kernels.elementwise import activate
 
 
@@ -27,12 +27,6 @@ def shared_bytes(device: torch.device) -> int:
 def fit_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
     """Return the wanted number of pipeline stages, or as many as fit into shared memory."""
     return max(1, min(num_stages, shared_bytes(device) // stage_bytes))
-
-
-def num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -132,11 +126,11 @@ def _multiply_quantized(  # type: ignore[no-untyped-def]
     Scaled values would have to go through shared memory. Scales are loaded one quant block ahead,
     because loads narrower than a word are not pipelined, and the loop would wait for them.
     """
-    PLACES: tl.constexpr = 128 // LANES
+    POSITIONS: tl.constexpr = 128 // LANES
     PARTS: tl.constexpr = 128 // GROUP if GROUP > 0 else 1  # groups per quant block
-    # The loop waits for the sums of each group: only once if its places are joined into one
+    # The loop waits for the sums of each group: only once if its positions are joined into one
     # product. Without groups it does not wait, so nothing is joined.
-    JOINED: tl.constexpr = PLACES // PARTS if GROUP > 0 else 1
+    JOINED: tl.constexpr = POSITIONS // PARTS if GROUP > 0 else 1
     NUM_GROUPS: tl.constexpr = NUM_WORDS // LANES * PARTS if GROUP > 0 else 1
     dtype: tl.constexpr = x_start.dtype.element_ty
     lanes = tl.arange(0, LANES)
@@ -156,21 +150,23 @@ def _multiply_quantized(  # type: ignore[no-untyped-def]
             next_scale, next_less = _load_groups(
                 stored, s_start, is_out, after, NUM_GROUPS, PARTS, dtype
             )
-        values = as_operands(tile, PLACES, dtype)
-        if PLACES == 8:  # raised int4 values: subtract the offset and the zero point
+        values = as_operands(tile, POSITIONS, dtype)
+        if POSITIONS == 8:  # raised int4 values: subtract the offset and the zero point
             lowered = ()
-            for n in tl.static_range(PLACES):
-                lowered += (values[n] + less[n * PARTS // PLACES],)  # type: ignore[assignment]
+            for n in tl.static_range(POSITIONS):
+                lowered += (values[n] + less[n * PARTS // POSITIONS],)  # type: ignore[assignment]
             values = lowered
         for part in tl.static_range(PARTS):
             products = sums if GROUP == 0 else tl.zeros_like(sums)
-            for n in tl.static_range(part * PLACES // PARTS, (part + 1) * PLACES // PARTS, JOINED):
-                i = word * PLACES + LANES * n + tl.arange(0, LANES * JOINED)
+            for n in tl.static_range(
+                part * POSITIONS // PARTS, (part + 1) * POSITIONS // PARTS, JOINED
+            ):
+                i = word * POSITIONS + LANES * n + tl.arange(0, LANES * JOINED)
                 mask = is_row[None, :]
                 if NUM_IN % 128 != 0:
                     mask = mask & (i < NUM_IN)[:, None]
                 x_tile = tl.load(x_start + i[:, None], mask=mask, other=0.0)
-                products = tl.dot(join_places(values, n, JOINED), x_tile, products)
+                products = tl.dot(join_positions(values, n, JOINED), x_tile, products)
             sums = products if GROUP == 0 else sums + products * scale[part]
         scale, less = next_scale, next_less
     return sums * scale[0] if GROUP == 0 else sums
@@ -190,13 +186,13 @@ def _load_groups(  # type: ignore[no-untyped-def]
     is_there = is_out & (group < NUM_GROUPS)  # false beyond the last quant block
     scales, less = (), ()
     for part in tl.static_range(PARTS):
-        places = s_start + group + part
-        scale = tl.load(stored[0] + places, mask=is_there, other=0.0).to(tl.float32)
+        offsets = s_start + group + part
+        scale = tl.load(stored[0] + offsets, mask=is_there, other=0.0).to(tl.float32)
         scales += (scale[:, None],)  # type: ignore[assignment]
         if stored[1] is None:
             less += (tl.full((1, 1), -raised_by(dtype) - 8.0, dtype),)  # type: ignore[assignment]
         else:
-            zero = tl.load(stored[1] + places, mask=is_there, other=0).to(tl.float32)
+            zero = tl.load(stored[1] + offsets, mask=is_there, other=0).to(tl.float32)
             less += ((-raised_by(dtype) - zero).to(dtype)[:, None],)  # type: ignore[assignment]
     return scales, less
 
@@ -219,6 +215,6 @@ def store_tile(  # type: ignore[no-untyped-def]
         gate, up = tl.split(sums.reshape(2, BLOCK_OUT, sums.shape[1]).permute(1, 2, 0))
         sums = activate(gate, ACTIVATION) * up
     outs = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    places = y + targets[None, :] * num_out + outs[:, None]
+    pointers = y + targets[None, :] * num_out + outs[:, None]
     mask = is_target[None, :] & (outs < num_out)[:, None]
-    tl.store(places, sums.to(y.dtype.element_ty), mask=mask)
+    tl.store(pointers, sums.to(y.dtype.element_ty), mask=mask)

@@ -13,7 +13,6 @@ from nanovllm.devices.cuda.persistent.exchange import (
     NO_SCORE_BITS,
     NUM_BUFFERS,
     NUM_CTAS,
-    PREFETCH,
     S1,
     S2,
     S3,
@@ -389,7 +388,7 @@ class Attention:
         key = thread_index() % 32 * (self.num_kv_heads * (self.dim // 2))
         part = thread_index() // 32 % (self.dim // 64) * 32
         cache = gl.where(thread_index() < 128, k_cache, v_cache)
-        prefetch(cache + (offset + (key + part)), PREFETCH)
+        prefetch(cache + (offset + (key + part)))
 
     @gluon.jit
     def vector(self):

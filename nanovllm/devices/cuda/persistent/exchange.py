@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.devices.cuda.persistent.products import stacked, stage, stage_words
+from nanovllm.devices.cuda.persistent.products import stacked, stage
 from nanovllm.devices.cuda.persistent.sizes import (
     gated_capacity,
     gated_parts,
@@ -38,7 +38,6 @@ THREADS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0]))  # [8 
 KEEP = gl.constexpr("createpolicy.fractional.L2::evict_last.b64 k, 1.0; ")
 FENCE = gl.constexpr("fence.acq_rel.gpu; mov.u32 $0, $1;")
 PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
-PREFETCH_AND_KEEP = gl.constexpr("prefetch.global.L2::evict_last [$1]; mov.u32 $0, 0;")
 
 
 @gluon.constexpr_function
@@ -139,9 +138,9 @@ def high(words):
 
 
 @gluon.jit
-def prefetch(addresses, ASM: gl.constexpr):
+def prefetch(addresses):
     """Prefetch the cache lines at some addresses into L2."""
-    gl.inline_asm_elementwise(ASM, "=r,l", [addresses.to(gl.int64)], gl.int32, False, 1)
+    gl.inline_asm_elementwise(PREFETCH, "=r,l", [addresses.to(gl.int64)], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -262,8 +261,8 @@ class Exchange:
             rows = ()
             for r in gl.static_range(self.rows):
                 one, other = words[2 * (r * N + k)], words[2 * (r * N + k) + 1]
-                rows = rows + (gl.join(one, other) if BITS == 16 else four_floats(one, other),)
-            staged = stage_words(staged, rows) if BITS == 16 else stage(staged, k, rows, BITS)
+                rows = rows + (four_floats(one, other),)
+            staged = stage(staged, k, rows, BITS)
         return staged
 
     @gluon.jit

@@ -13,14 +13,11 @@ from nanovllm.devices.cuda.persistent.attention import Attention
 from nanovllm.devices.cuda.persistent.exchange import (
     CHUNK,
     NUM_BUFFERS,
-    PREFETCH_AND_KEEP,
     S1,
     S4,
     fence,
     make_exchanges,
-    prefetch,
     sum_indices,
-    thread_index,
 )
 from nanovllm.devices.cuda.persistent.experts import ExpertRows, Experts
 from nanovllm.devices.cuda.persistent.products import SCALES, by_row
@@ -247,22 +244,6 @@ def project_logits(stream, t, g, exchanges, parameters, x_buffer, logits, VOCAB:
 
 
 @gluon.jit
-def prefetch_layer(exchanges, attention, parameters, layer):
-    """Prefetch norm weights and biases of a layer, before weights and keys saturate memory."""
-    NORMS: gl.constexpr = 2 * (exchanges.x.size // CHUNK)  # elements per thread
-    address = parameters.norms + layer * (256 * NORMS)
-    prefetch(address + thread_index() * NORMS, PREFETCH_AND_KEEP)
-    if parameters.has_norm:
-        address = parameters.qk_norms + layer * attention.dim
-        prefetch(address + thread_index() % attention.dim, PREFETCH_AND_KEEP)
-    if parameters.has_bias:
-        BIAS: gl.constexpr = (exchanges.qkv.width + 255) // 256
-        column = gl.minimum(thread_index() * BIAS, exchanges.qkv.width - 1)
-        address = parameters.qkv_bias + layer * exchanges.qkv.width + column
-        prefetch(address, PREFETCH_AND_KEEP)
-
-
-@gluon.jit
 def embed(stream, exchanges, attention, embedding, tokens, tokens_width, context_lens):
     """Load the embeddings of the rows' tokens; also store the lengths of their contexts."""
     block, row, column = sum_indices(stream.blocks, stream.rows)
@@ -312,7 +293,6 @@ def compute(
         t, g = project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buffer)
         k = first_k, attention.load_keys(k_cache, offsets[1], num_keys - 32)
         v = first_v, attention.load_values(v_cache, offsets[1], num_keys - 32)
-        prefetch_layer(exchanges, attention, parameters, next_layer)
         if num_keys > 0:
             attention.prefetch_unit(offsets, k_cache + skip, v_cache + skip)
         split, segment, count = first_split, first_segment, num_first_splits

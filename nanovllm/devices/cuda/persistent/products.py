@@ -84,7 +84,8 @@ def stage(staged, k: gl.constexpr, rows, BITS: gl.constexpr):
         both = gl.allocate_shared_memory(gl.bfloat16, [2, 8, R, 2, 4, 4, 2], S7)
         values = gl.reshape(x.to(gl.bfloat16), [2, 8, 4, 4, 2, 2, R])
         both.store(gl.permute(values, [0, 1, 6, 4, 2, 3, 5]))
-        staged = staged + two_pieces(both, R)
+        pieces = both._reinterpret(gl.bfloat16, [2, 8, R, 2, 4, 8], S5)
+        staged = staged + (pieces.index(0), pieces.index(1))
     elif BITS == 8:
         # A word holds four weights, 32 columns apart: the first and the third become a pair.
         piece = gl.allocate_shared_memory(gl.bfloat16, [8, R, 2, 2, 4, 4, 2], S7)
@@ -101,22 +102,6 @@ def stage(staged, k: gl.constexpr, rows, BITS: gl.constexpr):
         half = staged[k // 2].index(k % 2)
         half._reinterpret(gl.bfloat16, [4, R, 4, 2, 2, 2, 2, 2, 2], S9).store(values)
     return staged
-
-
-@gluon.jit
-def stage_words(staged, rows):
-    """Store a chunk for 16-bit weights in shared memory: two words of each thread for each row."""
-    R: gl.constexpr = len(rows)
-    both = gl.allocate_shared_memory(gl.int32, [2, 8, R, 2, 4, 4], S6)
-    words = gl.reshape(stacked(rows), [2, 8, 4, 4, 2, R])
-    both.store(gl.permute(words, [0, 1, 5, 4, 2, 3]))
-    return staged + two_pieces(both, R)
-
-
-@gluon.jit
-def two_pieces(both, R: gl.constexpr):
-    pieces = both._reinterpret(gl.bfloat16, [2, 8, R, 2, 4, 8], S5)
-    return pieces.index(0), pieces.index(1)
 
 
 @gluon.jit

@@ -21,14 +21,14 @@ ControlAction = Literal["pause", "step", "resume"]
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class AddRequests:
     """Add requests; all samples of a prompt are in the same message."""
 
     requests: list[Request]
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class FinishSequences:
     """Finish sequences early; a later update reports them as finished."""
 
     seq_ids: list[int]
@@ -36,7 +36,7 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class SendSnapshots:
     """Start or stop sending snapshots of the engine's state."""
 
     is_on: bool
@@ -91,7 +91,7 @@ class Change(NamedTuple):
     """A difference between two snapshots; the page shows it in step mode."""
 
     kind: str  # such as "allocated"
-    function: str  # which makes such a change, as "file::function"
+    function: str  # function that makes such changes, as "file::function"
     seq_id: int | None
     block_ids: list[int]
     note: str = ""
@@ -102,7 +102,7 @@ class Change(NamedTuple):
 class PausedState:
     """Details of a paused engine."""
 
-    changes: list[Change]  # since the previous snapshot
+    changes: list[Change]  # changes since the previous snapshot
     block_tokens: dict[int, list[int]]  # token ids of all blocks in use or in the prefix cache
     prompts: dict[int, list[int]]  # first token ids of each sequence
 

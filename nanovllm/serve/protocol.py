@@ -16,7 +16,7 @@ from nanovllm.validation import require, suggestion
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 
-R = TypeVar("R", bound="ApiRecord")
+R = TypeVar("R", bound="ApiModel")
 T = TypeVar("T")
 # Report only the first invalid item: describing a million of them would take seconds.
 Listed = Annotated[list[T], Field(fail_fast=True)]
@@ -29,7 +29,7 @@ BadWords = Annotated[Listed[BadWord], Field(max_length=1024)]
 TokenIds = Annotated[Listed[int], Field(max_length=1024)]
 
 
-class ApiRecord(BaseModel):
+class ApiModel(BaseModel):
     """Base of all request schemas: no type coercion, null means absent, unknown fields raise."""
 
     model_config = ConfigDict(
@@ -52,7 +52,7 @@ class ApiRecord(BaseModel):
         return fields
 
 
-class IgnoredFields(ApiRecord):
+class IgnoredFields(ApiModel):
     """Fields that are accepted and ignored because they do not affect the output."""
 
     store: Any = None
@@ -65,14 +65,14 @@ class IgnoredFields(ApiRecord):
     user: Any = None
 
 
-class JsonSchema(ApiRecord):
+class JsonSchema(ApiModel):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(ApiRecord):
+class ResponseFormat(ApiModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -94,7 +94,7 @@ class ResponseFormat(ApiRecord):
         return {"json": self.json_schema.schema_} if self.json_schema is not None else None
 
 
-class StreamOptions(ApiRecord):
+class StreamOptions(ApiModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # ignored: chunk lengths are never obfuscated
@@ -167,20 +167,20 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Texts = str | Listed[int] | Listed[str] | Listed[Listed[int]]
 
 
-class CalledFunction(ApiRecord):
+class CalledFunction(ApiModel):
     name: str
     arguments: str | dict[str, Any] = "{}"
     parsed_arguments: Any = None  # added by client libraries
 
 
-class ToolCall(ApiRecord):
+class ToolCall(ApiModel):
     function: CalledFunction
     id: str | None = None
     type: Literal["function"] = "function"
     index: int | None = None
 
 
-class Message(ApiRecord):
+class Message(ApiModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Any = None  # a string or a list of text parts
     name: str | None = None
@@ -194,17 +194,17 @@ class Message(ApiRecord):
     provider_specific_fields: Any = None  # added by client libraries
 
 
-class NamedTool(ApiRecord):
+class NamedTool(ApiModel):
     type: Literal["function"]
     function: dict[Literal["name"], str] = Field(min_length=1)
 
 
-class AllowedFunctions(ApiRecord):
+class AllowedFunctions(ApiModel):
     mode: Literal["auto", "required"]
     tools: Listed[NamedTool] = Field(min_length=1)
 
 
-class AllowedTools(ApiRecord):
+class AllowedTools(ApiModel):
     type: Literal["allowed_tools"]
     allowed_tools: AllowedFunctions
 
@@ -212,7 +212,7 @@ class AllowedTools(ApiRecord):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
-class ChatFields(ApiRecord):
+class ChatFields(ApiModel):
     """Inputs of the chat template."""
 
     messages: Listed[Message] = Field(min_length=1)
@@ -292,12 +292,12 @@ class TokenizeRequest(ChatFields):
         return self
 
 
-class DetokenizeRequest(ApiRecord):
+class DetokenizeRequest(ApiModel):
     tokens: Listed[int]
     model: str | None = None
 
 
-def as_record(kind: type[R], fields: Mapping[str, Any]) -> R:
+def as_api_model(kind: type[R], fields: Mapping[str, Any]) -> R:
     """Validate fields that do not come from the body of an HTTP request."""
     try:
         return kind.model_validate(fields)
