@@ -143,7 +143,7 @@ def check_full(batch: Batch, max_different: int = 0) -> SamplingWorkspace:
     """
     tokens, workspace = run(batch, FULL)
     assert int((tokens != expected(batch)).sum()) <= max_different
-    floors = workspace.floors[: len(tokens)]
+    thresholds = workspace.thresholds[: len(tokens)]
     by_row = batch.columns.select(batch.slots.long())
     temperature, min_p = by_row.temperature, by_row.min_p
     logits = batch.logits.float()
@@ -152,7 +152,7 @@ def check_full(batch: Batch, max_different: int = 0) -> SamplingWorkspace:
     probs = torch.softmax(shifted.cpu() / columns(rows).temperature[:, None], -1)
     is_counted = (probs > SMALLEST) & torch.tensor([[row.temperature > 0] for row in batch.rows])
 
-    kept = logits >= floors[:, None]
+    kept = logits >= thresholds[:, None]
     kept &= (shifted >= (temperature * min_p.log())[:, None]) | (min_p == 0)[:, None]
     right = sampling_probs(batch.logits.cpu(), columns(rows)) > 0
     assert int(((kept.cpu() != right) & is_counted).any(-1).sum()) <= max_different
@@ -206,18 +206,18 @@ def check_company(num_rows: int, vocab_size: int, device: str) -> None:
 
 
 def check_splits(vocab_size: int, device: str) -> None:
-    """Tokens and floors are bitwise equal, however a row is split."""
+    """Tokens and thresholds are bitwise equal, however a row is split."""
     rows = [Row(2.0, top_p=0.9, seed=5), Row(1.0, top_k=900, top_p=0.99, seed=6), Row(0.0)]
     logits = random_logits(3, vocab_size, 0.5)
     logits[2] = 0.0  # all ties: the first id wins, whichever CTA finds it
     batch = make_batch(logits, rows, device)
-    wanted, floors = expected(batch).tolist(), set()
+    wanted, thresholds = expected(batch).tolist(), set()
     for split in (Split(1024, 1, 5), Split(1024, 2, 3), Split(2048, 3, 1)):
         with patch.object(sampling, "split_vocabulary", lambda *sizes, split=split: split):
             tokens, workspace = run(batch, FULL)
         assert tokens.tolist() == wanted
-        floors.add(tuple(workspace.floors[:3].tolist()))
-    assert len(floors) == 1
+        thresholds.add(tuple(workspace.thresholds[:3].tolist()))
+    assert len(thresholds) == 1
 
 
 def check_both_searches(dtype: torch.dtype, device: str) -> None:
