@@ -119,15 +119,15 @@ def batched_attend(cache: PagedCache, rows: list[Row]) -> Attend:
 
 
 @torch.inference_mode()
-def run_rows(model: Model, cache: PagedCache, rows: list[Row]) -> list[int]:
-    """Run the tokens of all rows as one flat batch; return the next token of each sampled row."""
+def run_rows(model: Model, cache: PagedCache, rows: list[Row]) -> Tensor:
+    """Run the tokens of all rows as one flat batch; return the scores of each sampled row."""
     token_ids = [token_id for row in rows for token_id in row.seq.token_ids[row.start : row.end]]
     positions = torch.cat([torch.arange(row.start, row.end) for row in rows])
     hidden = forward(model, torch.tensor(token_ids), positions, batched_attend(cache, rows))
     ends = torch.tensor([row.num_tokens for row in rows]).cumsum(0)  # where each row ends
     is_sampled = torch.tensor([row.is_sampled for row in rows])
     last = ends[is_sampled] - 1  # the index of the last token of each sampled row
-    return compute_logits(model, hidden[last]).argmax(dim=-1).tolist()
+    return compute_logits(model, hidden[last])  # [sampled rows, vocab_size]
 
 
 class Engine:
@@ -140,7 +140,8 @@ class Engine:
         """Run one step; return its rows."""
         rows = self.scheduler.schedule()
         assert rows, "a sequence needs more blocks than the pool has"
-        self.scheduler.commit(rows, run_rows(self.model, self.cache, rows))
+        logits = run_rows(self.model, self.cache, rows)
+        self.scheduler.commit(rows, logits.argmax(dim=-1).tolist())
         return rows
 
     def run(self, sequences: list[Sequence]) -> list[list[Row]]:
