@@ -68,11 +68,12 @@ def load_from_command_line(description: str | None) -> tuple[Model, Any]:
     return load_model(args.model), load_tokenizer(find_checkpoint(args.model))
 
 
-def load_model(name: str, families: Sequence[str] = ("llama",)) -> Model:
-    checkpoint = find_checkpoint(name)
+def load_model(path: str, families: Sequence[str] = ("llama",)) -> Model:
+    """Read a checkpoint; the quantized weights of a GGUF file are dequantized."""
+    checkpoint = find_checkpoint(path)
     config = read_config(checkpoint, families)
     weights = {
-        stored.name: torch.cat([piece.float() for piece in stored.read()])
+        stored.name: torch.cat([rows.to(torch.float32, copy=True) for rows in stored.read()])
         for stored in list_tensors(checkpoint)
     }
     layers: list[dict[str, Tensor]] = [{} for _ in range(config.num_layers)]
@@ -89,15 +90,15 @@ def read_config(checkpoint: Checkpoint, families: Sequence[str]) -> Config:
     """Read the sizes from config.json, or from a GGUF header in the same layout."""
     config = checkpoint.config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    has_bias = config.get("attention_bias") or config.get("mlp_bias")
-    if (
-        config["model_type"] not in families
-        or rope.get("rope_type", "default") != "default"
-        or has_bias
-    ):
+    is_plain = (
+        config["model_type"] in families
+        and rope.get("rope_type", rope.get("type", "default")) == "default"
+        and not (config.get("attention_bias") or config.get("mlp_bias") or checkpoint.quantization)
+    )
+    if not is_plain:
         raise SystemExit(
             f"{checkpoint.path} is a {config['model_type']} model; these programs only run plain "
-            f"models of {', '.join(families)}, without RoPE scaling and biases"
+            f"models of {', '.join(families)}: no RoPE scaling, biases or quantized safetensors"
         )
     hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
     return Config(

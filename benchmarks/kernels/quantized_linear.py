@@ -34,7 +34,7 @@ from nanovllm.devices.cuda.kernels.linear_few_rows import (
     few_rows_linear,
     make_counters,
 )
-from nanovllm.devices.cuda.kernels.linear_fp8 import fp8_many_rows, library_weight
+from nanovllm.devices.cuda.kernels.linear_fp8 import fp8_many_rows, scaled_mm_weight
 from nanovllm.ops.fp8 import FP8
 from nanovllm.ops.interface import Activation
 from nanovllm.ops.quantized_weight import BLOCK, QuantizedWeight
@@ -191,7 +191,7 @@ def quantized(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 def rounding_ways(x: Tensor, weights: Sequence[QuantizedWeight]) -> dict[str, list[Run]]:
     """Return the library's FP8 product with quantized activations, without a gate."""
-    ready = [library_weight(weight) for weight in weights if weight.bits == 8]
+    ready = [scaled_mm_weight(weight) for weight in weights if weight.bits == 8]
     calls = [
         partial(fp8_many_rows, x, weight, None, None) for weight in ready if weight is not None
     ]

@@ -22,7 +22,7 @@ FLAGS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """Return a working transformers tokenizer; a GGUF file contains its own."""
+    """Return the checkpoint's tokenizer, after a test that it works."""
     try:
         tokenizer = _load(checkpoint)
         tokenizer.decode(tokenizer.encode(PROBE))

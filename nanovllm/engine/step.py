@@ -40,7 +40,7 @@ class NewRow:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it needs only sampling with temperature, top_k, top_p and min_p."""
+        """Whether the row needs only sampling with temperature, top_k, top_p and min_p."""
         return self.pooling is None and not self.bad_words and self.params.is_plain
 
 

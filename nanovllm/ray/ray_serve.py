@@ -37,7 +37,7 @@ from nanovllm.serve.service import Service
 
 HEALTH_SECONDS = 2.0  # time between checks; Serve replaces an engine that fails three in a row
 DRAIN_SECONDS = 60.0  # time for an engine to finish its requests when it is scaled down
-MAX_REQUESTS = 2**16  # never reached: the ingress itself rejects requests when its queue is full
+MAX_REQUESTS = 2**16  # high, so that the ingress itself rejects requests when its queue is full
 # By default, Serve passes every token between threads through unbounded queues. A single event loop
 # needs no such queues, and the engine merges the tokens that a slow reader has not fetched.
 ONE_LOOP = {

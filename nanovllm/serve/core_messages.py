@@ -71,7 +71,7 @@ class CoreStats:
 
 
 def total(stats: list[CoreStats]) -> CoreStats:
-    """Sum each count over several cores."""
+    """Sum each field over several cores."""
     return CoreStats(*map(sum, zip(*map(astuple, stats), strict=True)))
 
 

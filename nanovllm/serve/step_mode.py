@@ -48,8 +48,10 @@ class StepMode:
 
     def explain(self, state: EngineState) -> EngineState:
         """Return a snapshot with the changes since the previous one, and the tokens of blocks."""
-        rows, self._recorder.rows = self._recorder.rows, []
-        changes = [] if self._before is None else compare(self._before, state, rows)
+        plans, self._recorder.plans = self._recorder.plans, []
+        changes: list[Change] = []
+        if self._before is not None and len(plans) <= 1:  # more if no client was subscribed
+            changes = compare(self._before, state, plans[0] if plans else [])
         self._before = state
         scheduler = self._core.scheduler
         waiting = chain(scheduler.waiting, scheduler.waiting_for_grammar.values())
@@ -88,11 +90,11 @@ class PlannedRow:
 
 
 class PlanRecorder:
-    """An executor that passes plans on to another one, and keeps the rows of the newest plan."""
+    """An executor that passes plans on to another one, and keeps the rows of the last two."""
 
     def __init__(self, core: EngineCore) -> None:
         self.executor: Executor = core.executor
-        self.rows: list[PlannedRow] = []
+        self.plans: list[list[PlannedRow]] = []  # since the last snapshot
         self._scheduler = core.scheduler
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
@@ -100,7 +102,7 @@ class PlanRecorder:
         new_slots = {row.slot for row in plan.new_rows}
         sources = {copy.target: copy.source for copy in plan.block_copies}
         columns = plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist()
-        self.rows = [
+        rows = [
             PlannedRow(
                 sequences[slot].seq_id,
                 slot,
@@ -113,7 +115,8 @@ class PlanRecorder:
             )
             for slot, start, count in zip(*columns, strict=True)
         ]
-        sampling = [self.rows[i] for i in plan.num_logits.nonzero()[0]]
+        self.plans = [*self.plans[-1:], rows]
+        sampling = [rows[i] for i in plan.num_logits.nonzero()[0]]
         pending = self.executor.submit(plan)
 
         def result() -> StepResult:
@@ -182,7 +185,7 @@ def _block_changes(
     for row in rows:
         known = tables.get(row.seq_id, [])
         if row.is_new:
-            left |= {row.seq_id: known} if known else {}  # preempted, then admitted again
+            left[row.seq_id] = known  # not empty if it was preempted by the same plan
             known = row.block_ids[: row.start // after.block_size]
             if known:
                 yield _change("shared", row.seq_id, known, "computed already")
@@ -192,11 +195,11 @@ def _block_changes(
         if row.source is not None:
             yield _change("copied", row.seq_id, row.block_ids[-1:], f"from block {row.source}")
         if row.seq_id not in kept:
-            left[row.seq_id] = row.block_ids
+            left[row.seq_id] = [*left[row.seq_id], *row.block_ids]
     # A block may be freed by one sequence and allocated by another in the same step.
     held = set(chain.from_iterable(kept.values())) - taken
     for seq_id, block_ids in left.items():
-        if freed := [block_id for block_id in block_ids if block_id not in held]:
+        if freed := [each for each in dict.fromkeys(block_ids) if each not in held]:
             yield _change("freed", seq_id, freed)
     flags = list(enumerate(zip(before.cached, after.cached, strict=True)))
     evicted = [i for i, (was, is_now) in flags if was and (not is_now or i in taken)]

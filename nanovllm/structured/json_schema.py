@@ -86,7 +86,7 @@ class _Preparation:
         self.contained: dict[str | None, set[str]] = {}
         head = root if isinstance(root, dict) else {}
         draft = re.search(r"draft-0([3-7])|draft/2019", str(head.get("$schema")))
-        self.draft = 10 if draft is None else int(draft[1] or 8)  # 10 is 2020-12, the default
+        self.draft = 10 if draft is None else int(draft[1] or 8)  # 10: 2020-12, the default
         self.id_key = "$id" if self.draft > 4 else "id"
         self.root_id = str(head.get(self.id_key, "")).rstrip("#")
 

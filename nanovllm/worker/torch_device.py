@@ -17,7 +17,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.step import Pending
 from nanovllm.errors import ConfigError
 from nanovllm.models.decoder import DecoderModel
-from nanovllm.ops import torch_sampling
+from nanovllm.ops import torch_logits
 from nanovllm.ops.interface import Ops
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE, TPGroup
@@ -47,8 +47,8 @@ class TorchDevice:
     torch_device = torch.device("cpu")
     depth = 0  # measured by benchmarks/engine/cpu_choices.py
     name = device_name = "cpu"
-    token_logprobs = staticmethod(torch_sampling.token_logprobs)
-    apply_token_bitmask = staticmethod(torch_sampling.apply_token_bitmask)
+    token_logprobs = staticmethod(torch_logits.token_logprobs)
+    apply_token_bitmask = staticmethod(torch_logits.apply_token_bitmask)
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
         self.config, self.group = config, group

@@ -34,7 +34,7 @@ def test_programs_run_by_themselves(tiny_folder: Path, tmp_path: Path) -> None:
     script = f"import sys; sys.path[0] = {str(ROOT / 'learn')!r}" + RUN_ALL
     command = [sys.executable, "-c", script, str(tiny_folder), *map(str, PROGRAMS)]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
+    assert result.returncode == 0, result.stderr
     outputs = result.stdout.split("== ")[1:]
     assert len(outputs) == len(PROGRAMS)
     assert all(len(output.splitlines()) > 10 for output in outputs)

@@ -1,8 +1,8 @@
-"""Projections of one row by a dense weight on CUDA, bound by the time to read the weight once.
+"""GEMV on CUDA: projections of one row by a dense weight, bound by the time to read it once.
 
-The RMSNorm before the projection and the gate after it are fused with it: a CTA scales its outputs
-by the norm once it has read the whole row. Each tile of the weight is loaded while the previous one
-is used.
+The RMSNorm before the projection and the gated activation after it are fused with it: a CTA scales
+its outputs by 1 / RMS once it has read the whole row. Each tile of the weight is loaded while the
+previous one is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def one_row_linear(
     bias: Tensor | None,
     activation: Activation | None,
 ) -> tuple[Tensor, Tensor]:
-    """Project residual + update [1, in], normalized if `norm` is given; also return that sum."""
+    """Project residual + update [1, in], normalized if `norm` is given; also return the sum."""
     residual, update = hidden.residual, hidden.update
     num_rows, num_in = weight.shape
     assert residual.shape == (1, num_in), residual.shape
@@ -85,7 +85,7 @@ def _one_row(  # type: ignore[no-untyped-def]
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute outputs of one row; `source` is (the sum to store, the residual, the update)."""
+    """Compute BLOCK_OUT outputs; `source` is (sum to store, residual, update)."""
     CHUNKS: tl.constexpr = (NUM_IN + BLOCK_IN - 1) // BLOCK_IN
     IS_GATED: tl.constexpr = ACTIVATION is not None
     lanes = tl.arange(0, BLOCK_IN)
@@ -129,7 +129,7 @@ def _one_row(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_inputs(source, norms, i, NUM_IN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return inputs, times the norm's weight, and their squares."""
+    """Return the inputs times the norm's weight, and the squares of the inputs."""
     is_in = i < NUM_IN
     values = tl.load(source[1] + i, mask=is_in, other=0.0).to(tl.float32)
     if source[2] is not None:  # the first CTA stores the sum
