@@ -6,19 +6,24 @@ CONTRIBUTING.md says how a page marks those that cannot run everywhere.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 
-from nanovllm.cli import main
+from nanovllm.cli import main, start
+from nanovllm.cli.start import load_llm
+from nanovllm.config import EngineConfig
 from tests.cli.terminal_process import ROOT, quiet_environment
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -119,7 +124,21 @@ def servers() -> Iterator[Servers]:
         yield servers
 
 
+@pytest.fixture(scope="module")
+def shared_engines() -> Iterator[None]:
+    """Let commands with the same engine options share an engine."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def load(config: EngineConfig, num_threads: int | None) -> Any:
+            return contextlib.nullcontext(stack.enter_context(load_llm(config, num_threads)))
+
+        with patch.object(start, "load_llm", load):
+            yield
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_engines")
 @pytest.mark.parametrize("page", [*filter(programs_of, PAGES)], ids=lambda page: page.stem)
 def test_a_page(
     page: Path, servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -153,10 +172,12 @@ def test_a_page(
 
 def run(command: str) -> str:
     words = shlex.split(command, comments=True)
-    if words[:1] == ["nanovllm"]:
+    if words[0] == "nanovllm":
         return run_in_process(words[1:])
-    if words[:1] == ["make"]:
+    if words[0] == "make":
         command = f"make --dry-run --directory {ROOT} {words[1]}"
+    if shutil.which(words[0]) is None:
+        pytest.skip(f"{words[0]} is not installed")
     result = subprocess.run(
         ["bash", "-c", command], env=environment(), capture_output=True, text=True, check=False
     )
