@@ -138,12 +138,13 @@ def shared_engines() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("shared_engines")
+@pytest.mark.usefixtures("shared_engines", "one_thread")
 @pytest.mark.parametrize("page", [*filter(programs_of, PAGES)], ids=lambda page: page.stem)
 def test_a_page(
     page: Path, servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for processes that commands start
     shown = {re.findall(r"[\w.]+", block.text)[0]: block.text for block in blocks_of(page)
              if block.language == "yaml"}  # fmt: skip
     for name, text in {**FILES, **shown}.items():
