@@ -97,7 +97,7 @@ class BlockManager:
     def register(self, seq: Sequence) -> None:
         """Put the full blocks of `seq` into the cache; their tokens have run."""
         hashes = self.block_hashes(seq, seq.num_computed // self.block_size)
-        for block_id, block_hash in zip(seq.block_table, hashes, strict=False):
+        for block_id, block_hash in zip(seq.block_table, hashes, strict=False):  # the full ones
             self.hashes[block_id] = block_hash
             self.cached.setdefault(block_hash, block_id)  # another block may hold the same tokens
 
@@ -114,6 +114,7 @@ class BlockManager:
         seq.num_computed = 0
 
     def is_cached(self, block_id: int) -> bool:
+        """Whether a new sequence can find the block."""
         return self.cached.get(self.hashes[block_id]) == block_id
 
 
@@ -147,6 +148,7 @@ class Scheduler(day4.Scheduler):
         return True
 
     def _admit(self, rows: list[Row], budget: int) -> None:
+        """Day 4's, but a sequence only needs blocks for the tokens that it has now."""
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             if not self.blocks.admit(seq):
@@ -157,6 +159,7 @@ class Scheduler(day4.Scheduler):
             budget -= self._add_row(rows, seq, budget)
 
     def commit(self, rows: list[Row], next_ids: list[int]) -> None:
+        """Register the blocks that the step has filled, then append its tokens as on day 4."""
         for row in rows:
             self.blocks.register(row.seq)
         super().commit(rows, next_ids)

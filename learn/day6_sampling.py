@@ -38,6 +38,8 @@ STOP = ("Mars, Saturn", "Uranus, N")
 
 @dataclass(frozen=True)
 class SamplingParams:
+    """How a request chooses its tokens, and where its text ends."""
+
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # draw from the k best tokens; 0: from all
     top_p: float = 1.0  # draw from the best tokens that together have this probability
@@ -47,6 +49,8 @@ class SamplingParams:
 
 @dataclass(eq=False)
 class Request(Sequence):
+    """A sequence with parameters of its own."""
+
     params: SamplingParams = SamplingParams()
 
 
@@ -172,12 +176,12 @@ def stream(engine: Engine, requests: list[Request], tokenizer: Any) -> Iterator[
                 continue
             seq, detokenizer, stop = row.seq, detokenizers[row.seq.name], stops[row.seq.name]
             piece = stop.push(detokenizer.push(seq.token_ids[-1]))
-            is_finished = seq not in scheduler.running
-            if is_finished and not stop.is_found:
-                piece += stop.push(detokenizer.finish()) + stop.held
-            if stop.is_found and not is_finished:  # only the text shows that it is done
+            is_running = seq in scheduler.running
+            if is_running and stop.is_found:  # the scheduler cannot see this, it knows no text
                 scheduler.running.remove(seq)
                 scheduler.blocks.release(seq)
+            if not is_running and not stop.is_found:  # no more tokens follow
+                piece += stop.push(detokenizer.finish()) + stop.held
             yield row, piece
 
 

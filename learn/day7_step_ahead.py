@@ -46,6 +46,8 @@ REQUESTS = {  # name: (prompt, how many tokens to generate)
 
 @dataclass(eq=False)
 class Sequence(day3.Sequence):
+    """Day 3's, with a count that runs ahead of the tokens."""
+
     num_pending: int = 0  # tokens that are planned, but whose values the host does not know yet
 
     @property
@@ -68,6 +70,7 @@ class Scheduler(day4.Scheduler):
     num_late = 0  # rows that ran for a sequence which had ended already
 
     def _add_row(self, rows: list[Row], seq: Sequence, budget: int) -> int:
+        """Day 4's, but it also counts the tokens that are still on the device."""
         if seq.num_tokens == seq.num_prompt_tokens + seq.max_tokens:
             return 0  # its last token is pending
         start, end = seq.num_computed, min(seq.num_tokens, seq.num_computed + budget)
@@ -140,6 +143,7 @@ class Engine:
         rows = self.scheduler.schedule()
         if rows:
             self.in_flight.append((rows, self.device.submit(rows)))
+        assert self.in_flight, "a sequence needs more blocks than the pool has"
         if not rows or len(self.in_flight) > self.depth:
             rows, future = self.in_flight.popleft()
             next_ids = future.result()  # the only line that waits for the device

@@ -110,8 +110,8 @@ def make_layer(shapes: dict) -> Layer:
 
 
 def run_engine(ops: TritonOps, x: Tensor, residual: Tensor, layer: Layer) -> Tensor:
-    o, down = (ops.pack_linear(w, None, None, has_room=False) for w in (layer.o, layer.down))
-    gate_up = ops.pack_linear(layer.gate_up, None, "silu", has_room=False)
+    o, down = (ops.pack_linear(w, None, None, allow_copy=False) for w in (layer.o, layer.down))
+    gate_up = ops.pack_linear(layer.gate_up, None, "silu", allow_copy=False)
     gated, residual = gate_up.after_norm(o.add_to(residual, x), layer.norm)
     return rms_norm(down.add_to(residual, gated), layer.norm)
 

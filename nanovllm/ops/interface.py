@@ -152,7 +152,7 @@ class Ops(Protocol):
         """Return the rows of table [vocab_size, dim] at token_ids (int32), multiplied by scale."""
 
     def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """Return the RMSNorm of residual + update, and the new residual, residual + update."""
+        """Return RMSNorm(residual + update), and residual + update as the new residual."""
 
     def rope_write(
         self,

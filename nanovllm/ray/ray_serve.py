@@ -167,7 +167,7 @@ class Ingress:
 def _parse(named: dict[str, Any]) -> Namespace:
     rejected = [name for name in named if name.replace("-", "_") in SERVE_OPTIONS]
     if rejected:
-        raise ConfigError(f"{rejected[0]} is not supported here; Ray Serve is responsible for it")
+        raise ConfigError(f"{rejected[0]} is not supported here; Ray Serve starts the engines")
     booleans = {"true": True, "false": False}  # `serve run` passes strings
     options = {k: booleans.get(v, v) if isinstance(v, str) else v for k, v in named.items()}
     stderr = io.StringIO()

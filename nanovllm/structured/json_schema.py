@@ -32,8 +32,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("propertyNames", "unevaluatedItems", "unevaluatedProperties"), (True, {})),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
 }
-# How each format is enforced: a format that llguidance lacks is replaced by a narrower pattern.
-# Dates and times exclude what some validators reject: year 0, leap days and leap seconds.
+# How each format is enforced: one that llguidance lacks becomes a narrower format or pattern. Dates
+# and times exclude what some validators reject: years before 1000, February 29 and leap seconds.
 DATE, TIME = "[1-9].{3}-(?:02-(?:[01].|2[0-8])|(?:0[13-9]|1[0-2])-..)", ".{6}[0-5]"
 URIS = ("uri", "iri", "uri-reference", "iri-reference", "uri-template")
 FORMATS = {

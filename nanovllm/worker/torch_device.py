@@ -91,13 +91,8 @@ class TorchDevice:
     def cache_bytes(self, wanted: int) -> int:
         share = available_memory() // 4 // self.num_ranks
         granted = min(wanted, share)
-        logger.info(
-            "KV cache: %.2f GiB (every sequence at full length: %.2f, a quarter of memory%s: %.2f)",
-            granted / GIB,
-            wanted / GIB,
-            "" if self.num_ranks == 1 else f" over {self.num_ranks} ranks",
-            share / GIB,
-        )
+        text = "KV cache: %.2f GiB (every sequence at full length: %.2f, a quarter of memory: %.2f)"
+        logger.info(text, granted / GIB, wanted / GIB, share / GIB)
         return granted
 
     def check_cache_bytes(self, num_bytes: int) -> None:

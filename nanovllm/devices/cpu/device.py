@@ -49,10 +49,7 @@ class CpuDevice(TorchDevice):
 
     def attention(self, dtype: torch.dtype, ops: Ops) -> AttentionBackend:
         self.check_attention()
-        block_size, matmul_dtype = (
-            self.config.kvcache_block_size,
-            self.features.matmul_dtype(dtype),
-        )
+        block_size, matmul_dtype = self.config.kvcache_block_size, self.features.matmul_dtype(dtype)
         if self.config.attention_backend == "sdpa" or isinstance(ops, TorchOps):
             return SdpaAttention(block_size, matmul_dtype)
         from nanovllm.devices.cpu.numba_attention import NumbaAttention

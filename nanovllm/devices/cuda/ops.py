@@ -92,7 +92,7 @@ class CudaLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias, activation = self.weight, self.bias, self.activation
-        if len(x) == 1 and isinstance(weight, Tensor):
+        if len(x) == 1:
             return one_row_linear(ResidualStream(x), None, weight, bias, activation)[0]
         x = x.contiguous()
         if (scaled_mm := self._scaled_mm_of(x)) is not None:
@@ -118,9 +118,9 @@ class CudaLinear:
         )
 
     def after_norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        residual, weight = hidden.residual, self.weight
-        if len(residual) == 1 and isinstance(weight, Tensor):
-            return one_row_linear(hidden, norm, weight, self.bias, self.activation)
+        residual = hidden.residual
+        if len(residual) == 1:
+            return one_row_linear(hidden, norm, self.weight, self.bias, self.activation)
         scaled_mm = self._scaled_mm_of(residual)
         if scaled_mm is not None and not scaled_mm.stored.has_blocks:
             return fp8_after_norm(hidden, norm, scaled_mm, self.bias, self.activation), residual

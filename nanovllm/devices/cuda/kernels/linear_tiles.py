@@ -29,6 +29,12 @@ def fit_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
     return max(1, min(num_stages, shared_bytes(device) // stage_bytes))
 
 
+def num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @triton.jit
 def tile_rows(tile, num_out, BLOCK_OUT: tl.constexpr, IS_GATED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the weight rows of a tile, and a mask of those that exist."""

@@ -22,7 +22,8 @@ from nanovllm.devices.cuda.persistent.sizes import (
 from nanovllm.devices.cuda.persistent.tile_mma import stacked, stage
 
 NUM_CTAS = gl.constexpr(128)
-NUM_BUFFERS = gl.constexpr(3)  # used in rotation: two fences separate two uses of a buffer
+# Buffers are used in rotation, so that two fences lie between clearing one and reusing it.
+NUM_BUFFERS = gl.constexpr(3)
 CHUNK = gl.constexpr(1024)  # columns of a chunk, and weight rows of a block
 CHECK_SPINS = gl.constexpr(1 << 12)  # polls between two checks of the timeout flag
 MAX_CHECKS = gl.constexpr(1 << 8)  # checks of the flag before a poll times out: about a second

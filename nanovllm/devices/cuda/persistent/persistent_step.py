@@ -117,7 +117,7 @@ class PersistentStep:
         self._gave_up = self._flag.numpy()
 
     def max_tokens(self, rows: int) -> int:
-        """Return the total context length from which a step is faster layer by layer.
+        """Return the total context length from which separate kernels for the layers are faster.
 
         The kernel has too few keys in flight for longer contexts: see benchmarks/RESULTS.md.
         """
@@ -176,8 +176,8 @@ class PersistentStep:
     def gave_up(self) -> bool:
         """Return whether a finished step timed out, and reset the flag.
 
-        CTAs wait for each other, which times out if other work occupies part of the device. After
-        a timeout, no further steps may run.
+        CTAs poll for each other's values. A poll times out if some CTA makes no progress, for
+        example while another process has the GPU. After a timeout, no further steps may run.
         """
         gave_up = bool(self._gave_up[0])
         self._gave_up[0] = 0

@@ -474,7 +474,7 @@ def expert_columns(size, bits):
 
 @gluon.constexpr_function
 def piece_segments(size, bits):
-    """Number of segments that one TMA copy loads into a tile of `down`: all of the same expert."""
+    """Number of segments that one TMA copy loads into a tile of `down`; none mixes experts."""
     return next(n for n in (16, 8, 4, 2, 1) if expert_segments(size, bits) % n == 0)
 
 
