@@ -60,7 +60,8 @@ class Block(NamedTuple):
 
     def commands(self) -> list[str]:
         lines = self.text.replace("\\\n", "").splitlines()
-        return [line for line in lines if not MARK.search(line) and not line.startswith(INSTALLS)]
+        lines = [line for line in lines if line and not line.startswith(("#", *INSTALLS))]
+        return [line for line in lines if not MARK.search(line)]
 
     def check(self, printed: str) -> None:
         if self.output:
