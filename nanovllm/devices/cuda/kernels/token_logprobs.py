@@ -12,7 +12,7 @@ GROUP_SIZE = 32  # neighboring token ids; the largest logit of each group is sto
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement torch_sampling.token_logprobs."""
+    """Implement torch_logits.token_logprobs."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "the logits of a row must be contiguous"
     num_blocks, num_groups = triton.cdiv(vocab_size, BLOCK), triton.cdiv(vocab_size, GROUP_SIZE)
