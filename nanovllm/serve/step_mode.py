@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.serve.core_messages import Change, EngineState, PausedState
 
@@ -83,7 +84,7 @@ class PlannedRow:
     start: int
     count: int
     is_new: bool  # whether the plan admits the sequence
-    is_decode: bool
+    kind: str  # "prefill", "decode", or "recompute" after a preemption
     block_ids: list[int]
     source: int | None  # block that is copied to the last of `block_ids`
     token_ids: list[int] = field(default_factory=list)  # sampled tokens, once the step has run
@@ -109,7 +110,7 @@ class PlanRecorder:
                 start,
                 count,
                 slot in new_slots,
-                count == 1 and start >= sequences[slot].num_prompt_tokens,
+                _kind(sequences[slot], start, count),
                 list(sequences[slot].block_ids),
                 sources.get(sequences[slot].block_ids[-1]),
             )
@@ -150,6 +151,12 @@ def compare(before: EngineState, after: EngineState, rows: list[PlannedRow]) -> 
     return sorted(changes, key=lambda change: order.index(change.kind))
 
 
+def _kind(seq: Sequence, start: int, count: int) -> str:
+    if count == 1 and start >= seq.num_prompt_tokens:
+        return "decode"
+    return "prefill" if len(seq.token_ids) == seq.num_prompt_tokens else "recompute"
+
+
 def _sequence_changes(
     before: EngineState, after: EngineState, rows: list[PlannedRow]
 ) -> Iterator[Change]:
@@ -167,9 +174,9 @@ def _sequence_changes(
     for row in rows:
         if row.is_new:
             yield _change("admitted", row.seq_id, note=f"to slot {row.slot}")
-        last, kind = row.start + row.count - 1, "decode" if row.is_decode else "prefill"
+        last = row.start + row.count - 1
         where = f"position {last}" if row.count == 1 else f"positions {row.start} to {last}"
-        yield _change("scheduled", row.seq_id, note=f"{kind}, {where}")
+        yield _change("scheduled", row.seq_id, note=f"{row.kind}, {where}")
         if row.token_ids:
             yield _change("sampled", row.seq_id, token_ids=row.token_ids)
     for end in after.ended:
@@ -188,7 +195,9 @@ def _block_changes(
             left[row.seq_id] = known  # not empty if it was preempted by the same plan
             known = row.block_ids[: row.start // after.block_size]
             if known:
-                yield _change("shared", row.seq_id, known, "computed already")
+                is_filled = all(before.cached[i] and i not in taken for i in known)
+                note = "computed in an earlier step" if is_filled else "filled in this step"
+                yield _change("shared", row.seq_id, known, note)
         if len(row.block_ids) > len(known):
             yield _change("allocated", row.seq_id, row.block_ids[len(known) :])
         taken.update(row.block_ids[len(known) :])
@@ -218,10 +227,10 @@ def _running(state: EngineState) -> dict[int, list[int]]:
 def _change(
     kind: str,
     seq_id: int | None,
-    block_ids: Sequence[int] = (),
+    block_ids: Iterable[int] = (),
     note: str = "",
-    token_ids: Sequence[int] = (),
+    token_ids: Iterable[int] = (),
 ) -> Change:
     function = FUNCTIONS[kind]
     where = f"{function.__module__.replace('.', '/')}.py::{function.__qualname__}"
-    return Change(kind, where, seq_id, list(block_ids), note, token_ids)
+    return Change(kind, where, seq_id, list(block_ids), note, list(token_ids))
