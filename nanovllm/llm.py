@@ -216,7 +216,7 @@ class LLM:
         return self.engine.call(self.engine.step)
 
     def is_finished(self) -> bool:
-        """Return whether no request is left for `step`."""
+        """Return whether all requests have finished."""
         return self.engine.call(self.engine.is_finished)
 
     def abort(self, seq_id: int | str) -> RequestOutput | None:

@@ -140,7 +140,7 @@ class DecodeGraphs:
                 self._run_layers(size, self.max_context, self.prefixes.rows(size))
 
     def first_keys(self) -> list[GraphKey]:
-        """Return the keys of the largest bucket, whose memory is shared, and of the most used."""
+        """Return the largest bucket, whose memory all others share, then the most used ones."""
         sizes = self.sizes[-1], *(size for size in FIRST_SIZES if size in self.sizes)
         return [(size, self.max_context) for size in sizes]
 

@@ -325,7 +325,7 @@ def add_products(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _by_group(products, totals, stored, rows, is_row, group, NUM_GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum products by group, subtract the products of the zero points, and scale."""
+    """Sum products by group, subtract the zero points, scale, and add up the groups."""
     LANES: tl.constexpr = products.shape[1] // group.shape[0]
     sums = tl.sum(products.reshape(products.shape[0], group.shape[0], LANES), 2)
     mask = is_row[:, None] & (group < NUM_GROUPS)[None, :]
