@@ -50,8 +50,7 @@ def main(model: Model, tokenizer: Any) -> None:
     # After a single word, almost anything can follow.
     print(f"The most surprising token is {min(table, key=lambda row: row[1])[0]}.")
 
-    # These norms are the identity at the start of a training. SmolLM2 was trained without them, so
-    # the text is nonsense; a real Qwen3 checkpoint (a download) gives sense.
+    # SmolLM2 with the norms of Qwen3. It was trained without them, so its text may get worse.
     ones = torch.ones(model.config.head_dim)
     layers = [{**layer, "q_norm": ones, "k_norm": ones} for layer in model.layers]
     day1.project_qkv = project_qkv
