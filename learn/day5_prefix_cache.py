@@ -23,7 +23,7 @@ from typing import Any
 
 import day3_paged_cache as day3
 import day4_continuous_batching as day4
-from common import Model, load_from_command_line, print_table, show
+from common import Model, Table, load_from_command_line, print_table, show
 from day3_paged_cache import PagedCache, Sequence
 from day4_continuous_batching import Engine, Row
 
@@ -189,21 +189,20 @@ def main(model: Model, tokenizer: Any) -> None:
     print(
         f"{len(REQUESTS)} prompts begin with {PREFIX!r}; the pool has {NUM_BLOCKS} blocks of "
         f"{BLOCK_SIZE} tokens.\n'A' is a block of sequence A, '2' a block that two share, '-' a "
-        "free block that is still cached, '.' an empty one."
+        "free block that is still cached, '.' an empty one. The pool is drawn after the step."
     )
     limits = model.config.eos_ids, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS
     blocks, sequences = BlockManager(NUM_BLOCKS, BLOCK_SIZE), new_sequences(tokenizer)
     scheduler = Scheduler(blocks, *limits)
     engine = Engine(model, PagedCache(model.config, NUM_BLOCKS, BLOCK_SIZE), scheduler)
     scheduler.waiting.extend(sequences)
-    steps, table = [], []
+    steps, table = [], Table(["step", "pool", "tokens run", "what happened"], [0, NUM_BLOCKS, 0, 0])
     while scheduler.waiting or scheduler.running:
         steps.append(engine.step())
         events = "; ".join(scheduler.events)
         scheduler.events.clear()
         pool = picture(blocks, scheduler.running)
-        table.append((len(steps), pool, num_tokens_run(steps[-1:]), events))
-    print_table(["step", "pool", "tokens run", "what happened"], table)
+        table.add(len(steps), pool, num_tokens_run(steps[-1:]), events)
 
     print("\nThe same requests with day 4's scheduler, which shares nothing, in a larger pool:")
     day4_blocks, others = day3.BlockManager(LARGE_POOL, BLOCK_SIZE), new_sequences(tokenizer)
@@ -224,10 +223,11 @@ def main(model: Model, tokenizer: Any) -> None:
 #
 # 1. A cached prompt is answered faster, so a user who measures times can find out what others have
 #    asked. Give a sequence a `salt`, a text that only its user knows, and let only sequences with
-#    the same salt share blocks. (You need to change one line; which?)
+#    the same salt share blocks (`SaltedSequence`, `SaltedBlockManager`). You need to
+#    change one line; which?
 # 2. Two requests with the same prompt that enter in the same step do not share blocks, because
-#    these are registered after the step. Register them when the step is planned, before they hold
-#    anything. Which line of day 4 makes that correct?
+#    these are registered after the step. Write `EarlyScheduler`, which registers them when the step
+#    is planned, before they hold anything. Which line of day 4 makes that correct?
 
 if __name__ == "__main__":
     main(*load_from_command_line(__doc__))

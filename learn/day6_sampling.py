@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import day4_continuous_batching as day4
-from common import Model, load_from_command_line, print_table, show
+from common import Model, Table, load_from_command_line, print_table, show
 from day1_forward import next_token_logits
 from day3_paged_cache import PagedCache, Sequence
 from day4_continuous_batching import Row, run_rows
@@ -190,14 +190,13 @@ def main(model: Model, tokenizer: Any) -> None:
     print_distributions(model, tokenizer)
 
     print("\n2. The same seed gives the same text, whatever else happens:")
-    rows = [
-        run_with_seed(model, tokenizer, 1, "alone", num_requests=1, num_blocks=64),
-        run_with_seed(model, tokenizer, 1, "with two others", num_requests=3, num_blocks=64),
-        run_with_seed(model, tokenizer, 1, "in a small pool", num_requests=3, num_blocks=8),
-        run_with_seed(model, tokenizer, 2, "alone", num_requests=1, num_blocks=64),
-    ]
-    print_table(["seed", "how it ran", "preempted", "text"], rows)
-    assert rows[0][-1] == rows[1][-1] == rows[2][-1], "the text depends on other requests"
+    table = Table(["seed", "how it ran", "preempted", "text"], [0, 15, 0, 0])
+    table.add(*run_with_seed(model, tokenizer, 1, "alone", num_requests=1, num_blocks=64))
+    table.add(*run_with_seed(model, tokenizer, 1, "with two others", num_requests=3, num_blocks=64))
+    table.add(*run_with_seed(model, tokenizer, 1, "in a small pool", num_requests=3, num_blocks=8))
+    table.add(*run_with_seed(model, tokenizer, 2, "alone", num_requests=1, num_blocks=64))
+    texts = [row[-1] for row in table.rows]
+    assert texts[0] == texts[1] == texts[2], "the text depends on other requests"
 
     print(f"\n3. The tokens of {TEXT!r}, decoded one by one and as a stream:")
     detokenizer = Detokenizer(tokenizer)
@@ -209,12 +208,12 @@ def main(model: Model, tokenizer: Any) -> None:
     print(f"\n4. {LIST_PROMPT!r}, which stops before {' or '.join(map(repr, STOP))}:")
     params = SamplingParams(temperature=0, stop=STOP)
     request = Request("list", tokenizer.encode(LIST_PROMPT), 2 * MAX_TOKENS, params=params)
-    table, text = [], ""
+    table, text = Table(["new token", "stream"], [10, 0]), ""
     for row, piece in stream(new_engine(model, num_blocks=64), [request], tokenizer):
-        table.append((show(tokenizer, row.seq.token_ids[-1:]), repr(piece)))
+        table.add(show(tokenizer, row.seq.token_ids[-1:]), repr(piece))
         text += piece
-    print_table(["new token", "stream"], table)
-    print(f"The text: {text!r}. The request ended after {len(table)} of {2 * MAX_TOKENS} tokens.")
+    num_new = len(table.rows)
+    print(f"The text: {text!r}. The request ended after {num_new} of {2 * MAX_TOKENS} tokens.")
 
 
 def print_distributions(model: Model, tokenizer: Any) -> None:
@@ -262,7 +261,8 @@ def new_engine(model: Model, num_blocks: int) -> Engine:
 # 1. Draw without sorting and summing. Add -log(-log(u)) to each logit / temperature, where u is a
 #    random number per token, and take the largest sum: `sample_gumbel(logits, params, position)`
 #    draws from the same probabilities. Compute u for all tokens at once, from nothing but seed,
-#    position and token id. Why does this suit a GPU better?
+#    position and token id: `uniform_per_token(seed, position, token_ids)`. Why does this
+#    suit a GPU better?
 # 2. Structured output in its simplest form. Write `choose(model, tokenizer, prompt, choices,
 #    params)`, which generates one of several texts, such as " positive" or " negative": before a
 #    token is sampled, the logits of all tokens that lead to no choice become -inf. How would you

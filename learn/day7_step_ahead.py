@@ -212,7 +212,8 @@ def main(model: Model, tokenizer: Any) -> None:
 
 # Exercises (solutions: learn/solutions/day7.py)
 #
-# 1. Tensor parallelism: split a model over two processes that run the same steps. Each holds some
+# 1. (Long: a day by itself.) Tensor parallelism: write `generate_on_ranks(model, prompt_ids,
+#    max_tokens)`, which splits a model over two processes that run the same steps. Each holds some
 #    of the heads and some of the MLP's inner units, hence rows of q_proj, k_proj, v_proj, gate_proj
 #    and up_proj, and columns of o_proj and down_proj. Where must the processes add up their
 #    results (`torch.distributed.all_reduce`, with the backend "gloo"), and how often per token?

@@ -34,7 +34,8 @@ class SaltedBlockManager(day5.BlockManager):
 
 # Exercise 2: `batched_attend` of day 4 handles the rows of a step in order, and each row stores its
 # keys before it attends. So in every layer, the blocks of an earlier row are filled when a later
-# row reads them.
+# row reads them. In the engine, one call writes the keys and values of all rows of a layer, and the
+# next call attends: all writes of a layer come before its reads, in whatever order the rows are.
 class EarlyScheduler(day5.Scheduler):
     """Registers blocks when it plans to fill them."""
 
@@ -45,11 +46,19 @@ class EarlyScheduler(day5.Scheduler):
 
 
 def main(model: Model, tokenizer: Any) -> None:
-    """Run the same prompt twice in one step, and count the tokens."""
+    """Run one prompt for two users, then twice in one step."""
+    blocks, cache = SaltedBlockManager(32, 4), PagedCache(model.config, 32, 4)
+    scheduler = day5.Scheduler(blocks, model.config.eos_ids, 1, 64)
+    names, prompt_ids = ("Ann", "Bob", "Ann again"), tokenizer.encode(day5.PREFIX)
+    Engine(model, cache, scheduler).run(
+        [SaltedSequence(name, list(prompt_ids), 1, salt=name[:3]) for name in names]
+    )
+    print(*(event for event in scheduler.events if "enters" in event), sep="\n")
+
     for scheduler_class in (day5.Scheduler, EarlyScheduler):
         blocks, cache = day5.BlockManager(32, 4), PagedCache(model.config, 32, 4)
         engine = Engine(model, cache, scheduler_class(blocks, model.config.eos_ids, 4, 64))
-        steps = engine.run([Sequence(name, tokenizer.encode(day5.PREFIX), 1) for name in "AB"])
+        steps = engine.run([Sequence(name, list(prompt_ids), 1) for name in "AB"])
         print(f"{scheduler_class.__name__}: {day5.num_tokens_run(steps)} tokens run")
 
 

@@ -16,7 +16,7 @@ from day6_sampling import PROMPTS, SamplingParams, sample, sampling_probs
 
 
 # Exercise 1: nothing but the maximum looks at several tokens at once, so a GPU needs one pass over
-# the logits. And ranks that hold a part of the vocabulary each only have to compare their winners.
+# the logits. And if the vocabulary is split over several GPUs, these only compare their winners.
 def uniform_per_token(seed: int, position: int, token_ids: Tensor) -> Tensor:
     """Return a number in (0, 1) for each token; it depends on the arguments alone."""
     # As in `uniform`, but modulo 2**32: int64 may overflow, but keeps the lower bits.
@@ -33,7 +33,8 @@ def sample_gumbel(logits: Tensor, params: SamplingParams, position: int) -> int:
 
 
 # Exercise 2: a real grammar engine compiles the grammar and the vocabulary ahead of time: a tree of
-# all tokens is walked only where the grammar can follow, and the result is kept as a bitmask.
+# all tokens is walked only where the grammar can follow, and the result is kept as a bitmask: one
+# bit per token of the vocabulary, which is set if the token is allowed.
 def allowed_ids(texts: list[str], choices: list[str], chosen: str) -> list[int]:
     """Return the ids of the tokens after which the text is still the beginning of a choice.
 

@@ -19,12 +19,13 @@ from torch import Tensor, multiprocessing
 import day2_kv_cache as day2
 from common import Model, load_from_command_line, show
 from day1_forward import PROMPT, Attend, mlp, project_qkv, rms_norm
-from day7_step_ahead import Engine, Sequence
+from day3_paged_cache import BlockManager, PagedCache
+from day7_step_ahead import Device, Engine, Scheduler, Sequence
 
 
-# Exercise 1: a rank holds some of the heads and some of the MLP's inner units. The matrices that
-# lead to them lose rows, and the matrices that lead back to the hidden states lose columns, so that
-# each rank computes a part of the sum.
+# Exercise 1: a rank is one of the processes that share the model. It holds some of the heads and
+# some of the MLP's inner units. The matrices that lead to them lose rows, and the matrices that
+# lead back to the hidden states lose columns, so that each rank computes a part of the sum.
 def shard_model(model: Model, rank: int, num_ranks: int) -> Model:
     """Return this rank's part of a model; embedding, norms and lm_head are on every rank."""
     num_kv_heads = model.config.num_kv_heads
@@ -113,6 +114,24 @@ def main(model: Model, tokenizer: Any) -> None:
     alone = day2.generate(model, prompt_ids, max_tokens=8)
     together = generate_on_ranks(model, prompt_ids, max_tokens=8)
     print(f"one process:   {show(tokenizer, alone)}\ntwo processes: {show(tokenizer, together)}")
+    show_abort(model, tokenizer)
+
+
+def show_abort(model: Model, tokenizer: Any) -> None:
+    """Abort one of two sequences in the middle; the other does not notice."""
+    scheduler = Scheduler(BlockManager(16, 16), model.config.eos_ids, 4, 64)
+    engine = Engine(Device(model, PagedCache(model.config, 16, 16)), scheduler, depth=1)
+    aborted, other = (Sequence(name, tokenizer.encode(PROMPT), 8) for name in "AB")
+    scheduler.waiting.extend([aborted, other])
+    for _ in range(4):
+        engine.step()
+    abort(engine, aborted)
+    num_free, num_steps = len(scheduler.blocks.free_ids), len(engine.in_flight)
+    print(f"A aborted: {num_free} blocks free, steps in flight: {num_steps}")
+    engine.run([])
+    for seq in (aborted, other):
+        print(f"  {seq.name}: {show(tokenizer, seq.output_ids)}")
+    print(f"late rows that were dropped: {scheduler.num_late}")
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import day7 as solutions
 import pytest
 
 import day7_step_ahead as day7
-from common import Model
+from common import Model, load_model
 from day3_paged_cache import BlockManager, PagedCache
 from day4_continuous_batching import Row
 from tests.checkpoints import TinyCheckpoint
@@ -154,6 +155,13 @@ def test_shards_of_three_heads_on_two_ranks(smollm2: tuple[Model, Any]) -> None:
         widths = [shard.layers[0][name].shape[dim] for shard in shards]
         assert sum(widths) == model.layers[0][name].shape[dim]
         assert (widths[0] == 2 * widths[1]) == (name != "down_proj")
+
+
+def test_the_solution_shows_an_abort(
+    tiny_folder: Path, smollm2: tuple[Model, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    solutions.show_abort(load_model(str(tiny_folder)), smollm2[1])
+    assert "A aborted: 15 blocks free, steps in flight: 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("depth", [0, 1])
