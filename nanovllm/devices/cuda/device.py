@@ -59,7 +59,7 @@ KERNEL_OPTIONS = (  # options that determine which kernels are compiled
     "quantization",
     "kv_cache_dtype",
 )
-MIN_PROCESSES, MAX_PROCESSES = 4, 12  # compiler processes; fewer do not save their start-up time
+MIN_PROCESSES, MAX_PROCESSES = 4, 12  # compiler processes; fewer are not worth starting
 DRIVER_BYTES = 1 << 29  # memory that graphs use besides logits and activations
 
 

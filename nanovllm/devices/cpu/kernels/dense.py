@@ -286,7 +286,7 @@ def _exp(x: Any) -> Any:
     # From 88.4 on, the power of two is infinity, as it should be.
     x = min(max(x, float32(-60)), float32(89))
     power = np.floor(x * LOG2_E + float32(0.5))
-    rest = x - power * LN_2  # within +-0.35, where six terms of the series are enough
+    rest = x - power * LN_2  # within +-0.35, where a Taylor polynomial of degree 6 is accurate
     series = rest * float32(1 / 720) + float32(1 / 120)
     series = series * rest + float32(1 / 24)
     series = series * rest + float32(1 / 6)

@@ -90,7 +90,8 @@ def compile_kernel(compiler: Compiler, kernel: Any, *dtypes: torch.dtype) -> Any
     def run(args, thread, num_threads):  # type: ignore[no-untyped-def]
         # numba's on-disk cache is keyed by this file and the closure variables. Referring to
         # `version` (times 0) changes the key whenever a kernel source changes. The kernel is a
-        # global: as a closure variable its identity differs by process, so the cache never hits.
+        # global: as a closure variable, its identity would be a part of the key, and that differs
+        # between processes.
         kernel_function(args, thread + 0 * version, num_threads, *zeros)  # type: ignore[name-defined]  # noqa: F821
 
     names = {**globals(), "kernel_function": kernel}

@@ -62,9 +62,10 @@ def paged_attention(
     num_splits: int = 1,  # a power of two
     shared: SharedPartials | None = None,
 ) -> None:
-    """Compute causal attention of each row's queries, the last tokens of its context, into `out`.
+    """Write the causal attention of each row's queries to `out`.
 
-    The output of padding rows is zeros; with `query_lens`, it is not written.
+    The queries are the last tokens of the row's context. The output of padding rows is set to zero,
+    or left unwritten if `query_lens` is given.
     """
     assert shared is None or (window is None and rows.query_starts is None)
     assert out.shape == q.shape
@@ -174,7 +175,7 @@ def _tile_rows(config: AttentionConfig, group: int) -> int:
 def _describe(cache: Tensor, config: AttentionConfig) -> TensorDescriptor | None:
     """Return the TMA descriptor of a cache, as a matrix with a row per token.
 
-    The matrix includes the rows between two blocks of the layer.
+    The blocks of a layer are strided, so the matrix also spans the rows between them.
     """
     if not config.has_tma:
         return None

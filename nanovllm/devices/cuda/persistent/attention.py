@@ -364,7 +364,7 @@ class Attention:
 
     @gluon.jit
     def key_index(self):
-        """Indices of a thread's keys among 32 keys: [4, 8]."""
+        """Indices 0 to 31 of the keys as [4, 8], in the layout of the keys."""
         K: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, key_layout()))
         row = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, K)), 1)
         return row * 8 + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, K)), 0)

@@ -31,7 +31,7 @@ NIBBLES, OFFSETS, ONES = "0x000f000f", "0x43004300", "0x3f803f80"
 
 @gluon.constexpr_function
 def x_words(bits):
-    """Number of words of x that a thread multiplies 8 words of weights by."""
+    """Number of words of x that a thread needs for its 8 words of weights."""
     return 64 // bits
 
 
@@ -376,10 +376,10 @@ def upper_half(word):
 
 @gluon.jit
 def by_row(totals, BITS: gl.constexpr):
-    """Arrange sums so that the four threads of a weight row have batch rows 0 to 3, then 4 to 7.
+    """Arrange the sums so that the four threads of a weight row hold one batch row each.
 
-    With 4-bit weights, a thread has the sum over one of two quant groups, for one of two rows. The
-    sum over the other group is added to it.
+    The first result has batch rows 0 to 3, the second rows 4 to 7. With 4-bit weights, a thread has
+    the sum over one of two quant groups, for one of two rows; the other group's sum is added to it.
     """
     if BITS == 4:
         whole = ()
