@@ -94,7 +94,7 @@ class StepResult:
     logprob_ids: IntColumn | None = None  # [rows, 1 + largest number of top logprobs]
     logprobs: npt.NDArray[np.float32] | None = None
     logprob_ranks: IntColumn | None = None  # [rows]: rank of the sampled token, from 1
-    # The same for every prompt token that `logprobs.num_scored` counts.
+    # The same three columns for prompt tokens; `logprobs.num_scored` says which ones.
     prompt_logprob_ids: IntColumn | None = None
     prompt_logprobs: npt.NDArray[np.float32] | None = None
     prompt_logprob_ranks: IntColumn | None = None

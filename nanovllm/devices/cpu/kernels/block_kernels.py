@@ -258,7 +258,10 @@ def compile_linear(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
 
 @kernel
 def gather_x(args: Any, first: int, num_rows: int, scratch: Any, xs: int, like: Any) -> None:
-    """Upcast rows of x to float32 in `scratch`: all rows, or the rows of pairs from `first` on."""
+    """Upcast rows of x to float32 and write them to `scratch`.
+
+    With experts, row i is the token of the (token, expert) pair `first + i`.
+    """
     x, num_in, order = pointer_to(args[1], like), args[7], pointer_to(args[9], int32(0))
     for row in range(num_rows):
         source = row if args[9] == 0 else int64(order[first + row]) // args[12]

@@ -120,7 +120,8 @@ def _rank(slots, lengths, row, length, num_rows, BLOCK: tl.constexpr):  # type: 
     return rank
 
 
-@triton.jit(do_not_specialize_on_alignment=("pairs", "count"))  # both start anywhere in an upload
+# `pairs` and `count` are slices of a larger upload, so their alignment varies.
+@triton.jit(do_not_specialize_on_alignment=("pairs", "count"))
 def _write_words(words, pairs, count, num_pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_pair = i < tl.minimum(tl.load(count), num_pairs)

@@ -287,7 +287,7 @@ class Attention:
 
     @gluon.jit
     def rows_before(self, row):
-        """Number of rows of the same sequence before a row."""
+        """Number of earlier rows in the batch that belong to the same sequence."""
         count = row * 0
         if self.new > 1:
             slot = gl.load(self.slots + row)

@@ -23,7 +23,7 @@ SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))  # scales of a tile, not s
 # The bits of an FP8 value, moved to their positions in bfloat16, are that value times 2**-120. To
 # compensate, x is scaled up: |x| < 2**27 stays finite, and sums do not underflow in float32.
 FP8_X_SCALE = gl.constexpr(2.0**100)
-FP8_SCALE_FACTOR = 2.0**20  # multiplied into FP8 scales, to undo the rest of 2**-120
+FP8_SCALE_FACTOR = 2.0**20  # FP8 scales are multiplied by the remaining factor
 INT4_OFFSET = 128  # added to 4-bit values, which become the low mantissa bits of a bfloat16
 SIGNS, EXPONENT_AND_MANTISSA = "0x80008000", "0x07f007f0"
 NIBBLES, OFFSETS, ONES = "0x000f000f", "0x43004300", "0x3f803f80"
