@@ -1,16 +1,21 @@
-"""Run three sequences in a KV cache of eight blocks, and print a table after every step.
+"""Run three sequences in a KV cache of eight blocks, and print what every step does.
 
     python examples/step_by_step.py [--model FOLDER]
 
-A and B begin with the same words, so B shares A's first blocks. Soon the cache is full: the newest
+A and B begin with the same words, so B shares A's first blocks, although both are admitted in the
+same step: a block enters the prefix cache when the step that fills it is planned, and in each layer
+A's keys and values are written before B's attention reads them. Soon the cache is full: the newest
 sequence is preempted, waits until blocks are free, and is recomputed from what is still cached.
+Consecutive steps in which every sequence only decodes are printed as one.
 """
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import groupby
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.serve.core_messages import Change, CoreStats, EngineState
+from nanovllm.serve.core_messages import Change, CoreStats, EngineState, SequenceState
 from nanovllm.serve.core_process import take_snapshot
 from nanovllm.serve.step_mode import StepMode
 
@@ -34,13 +39,26 @@ def main() -> None:
     args = parser.parse_args()
     # With depth 0, the engine collects the result of a step before it plans the next one.
     sizes = {"num_kvcache_blocks": NUM_BLOCKS, "kvcache_block_size": BLOCK_SIZE}
+    texts: dict[str, str] = {}
     with LLM(args.model, **sizes, max_model_len=128, max_num_batched_tokens=64, depth=0) as llm:
-        for number, state in enumerate(steps(llm)):
-            print_step(number, state, llm.get_tokenizer().decode)
+        decode = llm.get_tokenizer().decode
+        numbered = enumerate(steps(llm, texts))
+        for is_only_decode, group in groupby(numbered, lambda step: only_decodes(step[1])):
+            if is_only_decode:
+                print_decode_steps(list(group), decode)
+                continue
+            for number, state in group:
+                print_step(number, state, decode)
+    print("\nTexts")
+    for seq, text in sorted(texts.items()):
+        print(f"  {seq}    {PROMPTS[seq][-24:]!r} -> {text!r}")
 
 
-def steps(llm: LLM) -> Iterator[EngineState]:
-    """Yield a snapshot of the engine after every step; the first one is from before them."""
+def steps(llm: LLM, texts: dict[str, str]) -> Iterator[EngineState]:
+    """Yield a snapshot of the engine after every step; the first one is from before them.
+
+    The snapshot after a sequence's last step still has its row. The text is added to `texts`.
+    """
     core = llm.engine.core
     step_mode = StepMode(core)  # finds what has changed since the previous snapshot
 
@@ -48,32 +66,63 @@ def steps(llm: LLM) -> Iterator[EngineState]:
         stats = CoreStats(num_waiting=len(core.scheduler.waiting))
         return step_mode.explain(take_snapshot(core, stats, 0.0))
 
-    for name, prompt in PROMPTS.items():
-        params = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS[name], ignore_eos=True)
+    for seq, prompt in PROMPTS.items():
+        params = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS[seq], ignore_eos=True)
         llm.add_request(prompt, params)
-    yield snapshot()
+    yield (before := snapshot())
     while not llm.is_finished():
-        llm.step()
-        yield snapshot()
+        texts.update({name(output.seq_id): output.text for output in llm.step().finished})
+        after, rows = snapshot(), {seq.seq_id: seq for seq in before.sequences}
+        ended = [rows[end.seq_id] for end in after.ended]
+        yield replace(after, sequences=sorted([*after.sequences, *map(after_last_step, ended)]))
+        before = after
+
+
+def after_last_step(seq: SequenceState) -> SequenceState:
+    num_tokens = seq.num_tokens
+    return seq._replace(
+        status="finished", num_tokens=num_tokens + 1, num_computed=num_tokens, block_ids=[]
+    )
+
+
+def only_decodes(state: EngineState) -> bool:
+    notes = [change.note for change in changes_in(state) if change.kind != "sampled"]
+    return bool(notes) and all(note.startswith("decode") for note in notes)
+
+
+def changes_in(state: EngineState) -> list[Change]:
+    return state.paused.changes if state.paused else []
+
+
+def print_decode_steps(
+    group: list[tuple[int, EngineState]], decode: Callable[[list[int]], str]
+) -> None:
+    (first, state), last = group[0], group[-1][0]
+    print(f"\nStep {first}" if first == last else f"\nSteps {first} to {last}", end=": decode\n")
+    changes = [change for _, each in group for change in changes_in(each)]
+    for seq in state.sequences:
+        new = [token for each in changes if each.seq_id == seq.seq_id for token in each.token_ids]
+        if new:
+            print(f"  {name(seq.seq_id):4} {decode(new)!r}")
 
 
 def print_step(number: int, state: EngineState, decode: Callable[[list[int]], str]) -> None:
-    changes = state.paused.changes if state.paused else []
+    changes = changes_in(state)
     ran = {change.seq_id: change.note for change in changes if change.kind == "scheduled"}
     new = {change.seq_id: change.token_ids for change in changes if change.kind == "sampled"}
     print(f"\nStep {number}" if number else "Before the first step")
-    print("  seq  state      tokens  computed  this step ran               new token     blocks")
+    print("  seq  state      tokens  computed  this step ran                 new token     blocks")
     for seq in state.sequences:
         text = repr(decode(list(new[seq.seq_id]))) if seq.seq_id in new else ""
         print(
             f"  {name(seq.seq_id):4} {seq.status:10} {seq.num_tokens:6} {seq.num_computed:9}  "
-            f"{ran.get(seq.seq_id, ''):27} {text:13} {' '.join(map(str, seq.block_ids))}"
+            f"{ran.get(seq.seq_id, ''):29} {text:13} {' '.join(map(str, seq.block_ids))}"
         )
     print("  cache:", "  ".join(f"{block}={holders(state, block)}" for block in range(NUM_BLOCKS)))
     for change in changes:
         if change.kind not in ("queued", "scheduled", "sampled"):
             where = change.function.removeprefix("nanovllm/")
-            print(f"  {change.kind:10} {describe(change):40} {where}")
+            print(f"  {change.kind:10} {describe(change):45} {where}")
 
 
 def name(seq_id: int) -> str:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 import day1_forward as day1
-from common import Config, Model, load_from_command_line, print_table, show, timed
+from common import Config, Model, Table, best_time, load_from_command_line, show, timed
 from day1_forward import attention, compute_logits, forward
 
 PROMPT = day1.PROMPT
 MAX_TOKENS = 16
-CONTEXT_LENGTHS = (16, 64, 128, 256)
+CONTEXT_LENGTHS = (16, 64, 256)
 
 
 class KVCache:
@@ -74,7 +74,10 @@ def compare_with_day1(model: Model, tokenizer: Any) -> None:
     """Generate the same text with and without the cache, and print both times of every token."""
     prompt_ids = tokenizer.encode(PROMPT)
     cache = KVCache(model.config, len(prompt_ids) + MAX_TOKENS)
-    token_ids, rows = list(prompt_ids), []
+    token_ids = list(prompt_ids)
+    header = ["token", "text", "kind", "run: day 1", "day 2", "ms: day 1", "day 2"]
+    table = Table(header, [0, 12, 7, 0, 0, 0, 0])
+    day1.next_token_logits(model, token_ids)  # the first call is slower
     for step in range(1, MAX_TOKENS + 1):
         slow_logits, slow_ms = timed(day1.next_token_logits, model, token_ids)
         new_ids = token_ids[cache.length :]  # the tokens that the cache does not hold yet
@@ -84,31 +87,31 @@ def compare_with_day1(model: Model, tokenizer: Any) -> None:
         assert next_id == int(slow_logits.argmax()), "the cache changed the output"
         kind = "prefill" if step == 1 else "decode"
         num_run = len(token_ids), len(new_ids)
-        rows.append((step, show(tokenizer, [next_id]), kind, *num_run, slow_ms, fast_ms))
+        table.add(step, show(tokenizer, [next_id]), kind, *num_run, slow_ms, fast_ms)
         token_ids.append(next_id)
         if next_id in model.config.eos_ids:
             break
-    header = ["token", "text", "kind", "run: day 1", "day 2", "ms: day 1", "day 2"]
-    print_table(header, rows)
-    slow, fast = sum(row[3] for row in rows), sum(row[4] for row in rows)
+    slow, fast = (sum(row[i] for row in table.rows) for i in (3, 4))
     print(f"\nBoth chose the same tokens. Day 1 ran {slow} tokens, day 2 ran {fast}.")
 
 
 def measure(model: Model) -> None:
     """Print what the next token costs after contexts of several lengths."""
     cache = KVCache(model.config, max(CONTEXT_LENGTHS) + 1)
-    rows = []
+    header = ["context", "ms: prefill", "decode", "tokens/s: prefill", "decode", "cache KiB"]
+    table = Table(header, [0] * len(header))
+
+    def run_after(length: int, token_ids: list[int]) -> None:
+        cache.length = length  # forget what an earlier call has added
+        run_tokens(model, cache, token_ids)
+
     for length in CONTEXT_LENGTHS:
         token_ids = [i % model.config.vocab_size for i in range(length)]  # any tokens will do
-        cache.length = 0
-        _, prefill_ms = timed(run_tokens, model, cache, token_ids)
-        _, decode_ms = timed(run_tokens, model, cache, token_ids[:1])
-        rates = round(1000 * length / prefill_ms), round(1000 / decode_ms)
+        prefill_ms = best_time(run_after, 0, token_ids)
+        decode_ms = best_time(run_after, length, token_ids[:1])
+        rates = round(1000 * length / prefill_ms, 1), round(1000 / decode_ms, 1)
         kib = length * cache.bytes_per_token // 1024
-        rows.append((length, prefill_ms, decode_ms, *rates, kib))
-    print_table(
-        ["context", "ms: prefill", "decode", "tokens/s: prefill", "decode", "cache KiB"], rows
-    )
+        table.add(length, prefill_ms, decode_ms, *rates, kib)
 
 
 def main(model: Model, tokenizer: Any) -> None:
@@ -135,8 +138,8 @@ def main(model: Model, tokenizer: Any) -> None:
 #    line of `KVCache` has to change?
 # 2. Mistral's layers look back over a window of the last `window` tokens only, so the rest of the
 #    cache is never read again. Write `WindowCache`, which keeps `window` tokens per layer however
-#    long the text grows, and works with tokens that run one at a time. (Does the order of the
-#    keys in the cache matter?)
+#    long the text grows, and works with tokens that run one at a time, and `generate_in_window(
+#    model, prompt_ids, max_tokens, window)`. (Does the order of the keys in the cache matter?)
 
 if __name__ == "__main__":
     main(*load_from_command_line(__doc__))

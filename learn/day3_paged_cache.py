@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import Config, Model, load_from_command_line, print_table, show
+from common import Config, Model, Table, load_from_command_line, print_table, show
 from day1_forward import Attend, attention, compute_logits, forward
 
 BLOCK_SIZE = 4  # tokens; real engines use 16 or more
@@ -169,13 +169,13 @@ def main(model: Model, tokenizer: Any) -> None:
         f"A pool of {NUM_BLOCKS} blocks of {BLOCK_SIZE} tokens; {MAX_NUM_SEQS} sequences may run.\n"
         "'A' is a full block of sequence A, 'a' is one with room, '.' is a free block."
     )
-    turns, held = [], {}  # held: the block table of each sequence before it is released
+    turns = Table(["turn", "pool", ""], [0, NUM_BLOCKS, 0])
+    held = {}  # the block table of each sequence before it is released
     for running in take_turns(model, cache, blocks, requests, MAX_NUM_SEQS):
         finished = [seq.name for seq in running if seq.is_finished(model.config.eos_ids)]
         note = f"{' and '.join(finished)} finished" if finished else ""
-        turns.append((len(turns) + 1, picture(running, NUM_BLOCKS, BLOCK_SIZE), note))
+        turns.add(len(turns.rows) + 1, picture(running, NUM_BLOCKS, BLOCK_SIZE), note)
         held |= {seq.name: list(seq.block_table) for seq in running}
-    print_table(["turn", "pool", ""], turns)
 
     print("\nThe block tables, and the slots that each sequence held in the end:")
     rows = []
@@ -183,7 +183,7 @@ def main(model: Model, tokenizer: Any) -> None:
         table = held[seq.name]
         num_slots = len(table) * BLOCK_SIZE
         rows.append((seq.name, " ".join(map(str, table)), seq.num_computed, num_slots, MAX_LEN))
-    print_table(["sequence", "block table", "tokens", "slots", "day 2 reserves"], rows)
+    print_table(["sequence", "block table", "computed", "slots", "day 2 reserves"], rows)
     num_tokens, num_held, num_reserved = (sum(row[i] for row in rows) for i in (2, 3, 4))
     print(
         f"\nBlocks waste {num_held - num_tokens} of {num_held} slots, always fewer than "
@@ -200,11 +200,12 @@ def main(model: Model, tokenizer: Any) -> None:
 # Exercises (solutions: learn/solutions/day3.py)
 #
 # 1. Two completions of one prompt need its keys and values only once. Count how many sequences use
-#    each block, and write `fork(cache, seq)` for a `BlockManager` with these counts: the copy
-#    shares all full blocks. What must happen to the last block if it is only partly filled?
-# 2. A block table can change while a sequence runs. Write `swap_out`, which copies the keys and
-#    values of a sequence to a tensor of their own and frees its blocks, and `swap_in`, which
-#    brings them back into whatever blocks are free then. The output must stay the same.
+#    each block, and write `SharingBlockManager.fork(cache, seq)`, which returns a copy that shares
+#    all full blocks. What must happen to the last block if it is only partly filled?
+# 2. A block table can change while a sequence runs. Write `swap_out(cache, blocks, seq)`,
+#    which frees the blocks of a sequence and returns copies of its keys and values, and
+#    `swap_in(cache, blocks, seq, saved)`, which brings them back into whatever blocks are free.
+#    The output must stay the same.
 
 if __name__ == "__main__":
     main(*load_from_command_line(__doc__))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import Model, load_from_command_line, print_table, show, timed
+from common import Model, Table, best_time, load_from_command_line, print_table, show, timed
 from day1_forward import Attend, compute_logits, forward
 from day3_paged_cache import BlockManager, PagedCache, Sequence, paged_attend
 
@@ -28,7 +28,7 @@ NUM_BLOCKS = 32
 BLOCK_SIZE = 4
 MAX_NUM_SEQS = 4  # sequences that may run at the same time
 MAX_NUM_BATCHED_TOKENS = 12  # tokens that may run in one step
-BATCH_SIZES = (1, 2, 4, 8, 16)  # to measure
+BATCH_SIZES = (1, 2, 4, 8)  # to measure
 REQUESTS = {  # name: (prompt, how many tokens to generate)
     "A": ("The first man on the moon was", 3),
     "B": ("The sky is blue because", 12),
@@ -119,15 +119,15 @@ def batched_attend(cache: PagedCache, rows: list[Row]) -> Attend:
 
 
 @torch.inference_mode()
-def run_rows(model: Model, cache: PagedCache, rows: list[Row]) -> list[int]:
-    """Run the tokens of all rows as one flat batch; return the next token of each sampled row."""
+def run_rows(model: Model, cache: PagedCache, rows: list[Row]) -> Tensor:
+    """Run the tokens of all rows as one flat batch; return the scores of each sampled row."""
     token_ids = [token_id for row in rows for token_id in row.seq.token_ids[row.start : row.end]]
     positions = torch.cat([torch.arange(row.start, row.end) for row in rows])
     hidden = forward(model, torch.tensor(token_ids), positions, batched_attend(cache, rows))
     ends = torch.tensor([row.num_tokens for row in rows]).cumsum(0)  # where each row ends
     is_sampled = torch.tensor([row.is_sampled for row in rows])
     last = ends[is_sampled] - 1  # the index of the last token of each sampled row
-    return compute_logits(model, hidden[last]).argmax(dim=-1).tolist()
+    return compute_logits(model, hidden[last])  # [sampled rows, vocab_size]
 
 
 class Engine:
@@ -140,7 +140,8 @@ class Engine:
         """Run one step; return its rows."""
         rows = self.scheduler.schedule()
         assert rows, "a sequence needs more blocks than the pool has"
-        self.scheduler.commit(rows, run_rows(self.model, self.cache, rows))
+        logits = run_rows(self.model, self.cache, rows)
+        self.scheduler.commit(rows, logits.argmax(dim=-1).tolist())
         return rows
 
     def run(self, sequences: list[Sequence]) -> list[list[Row]]:
@@ -154,7 +155,8 @@ class Engine:
 
 def timeline(sequences: list[Sequence], steps: list[list[Row]]) -> list[str]:
     """Draw a line per sequence: how many of its tokens ran in each step; '.' while it waits."""
-    lines = []
+    numbers = "".join(str(number).rjust(3) for number in range(1, len(steps) + 1))
+    lines = [f"  step    {numbers}"]
     for seq in sequences:
         counts = [sum(row.num_tokens for row in rows if row.seq is seq) for rows in steps]
         last = max(i for i, count in enumerate(counts) if count)
@@ -170,11 +172,10 @@ def measure(model: Model) -> None:
     sequences = [Sequence(str(i), [i], 1, block_table=[i]) for i in range(max(BATCH_SIZES))]
     rows = [Row(seq, 0, 1, is_sampled=True) for seq in sequences]
     run_rows(model, cache, rows)  # the first call is slower
-    table = []
+    table = Table(["sequences in a decode step", "ms", "tokens/s"], [0, 4, 0])
     for size in BATCH_SIZES:
-        _, milliseconds = timed(run_rows, model, cache, rows[:size])
-        table.append((size, milliseconds, round(1000 * size / milliseconds)))
-    print_table(["sequences in a decode step", "ms", "tokens/s"], table)
+        milliseconds = best_time(run_rows, model, cache, rows[:size])
+        table.add(size, milliseconds, round(1000 * size / milliseconds, 1))
 
 
 def run_policy(
@@ -201,6 +202,7 @@ def main(model: Model, tokenizer: Any) -> None:
         "static batching": (MAX_NUM_SEQS, MAX_NUM_SEQS),
         "continuous batching": (len(REQUESTS), MAX_NUM_SEQS),
     }
+    megabytes = 4 * model.num_parameters / 1e6
     table, outputs = [], []
     for policy, sizes in policies.items():
         sequences = [Sequence(name, list(prompts[name]), REQUESTS[name][1]) for name in REQUESTS]
@@ -208,11 +210,19 @@ def main(model: Model, tokenizer: Any) -> None:
         if policy != "one at a time":
             print(f"{policy}: how many tokens of each sequence run in each step ('.': it waits)")
             print("\n".join(timeline(sequences, steps)) + "\n")
-        num_run = sum(row.num_tokens for rows in steps for row in rows)
         outputs.append([seq.output_ids for seq in sequences])
-        rate = round(1000 * sum(map(len, outputs[-1])) / milliseconds, 1)
-        table.append((policy, len(steps), num_run, round(num_run / len(steps), 1), rate))
-    print_table(["policy", "steps", "tokens run", "per step", "new tokens/s"], table)
+        num_run = sum(row.num_tokens for rows in steps for row in rows)
+        num_new = sum(map(len, outputs[-1]))
+        weights_read = f"{len(steps)} x {megabytes:.0f} MB"
+        per_token = round(len(steps) * megabytes / num_new)
+        rate = round(1000 * num_new / milliseconds, 1)
+        table.append((policy, num_run, len(steps), weights_read, per_token, rate))
+    print(
+        "Every step reads all weights once. Fewer steps read less memory per new token: the gain\n"
+        "on a GPU. One core of a CPU is soon busy computing, so its rate grows less."
+    )
+    header = ["policy", "tokens run", "steps", "weights read", "MB/new token", "new tokens/s"]
+    print_table(header, table)
     assert outputs[0] == outputs[1] == outputs[2], "the policy changed the output"
     print("\nAll three generated the same texts:")
     for seq in sequences:
@@ -222,10 +232,11 @@ def main(model: Model, tokenizer: Any) -> None:
 # Exercises (solutions: learn/solutions/day4.py)
 #
 # 1. A step with a long prefill takes longer than a decode step, and every decoding sequence waits
-#    for it: its text stutters. Write a scheduler that runs at most `max_prefill_tokens` of prompts
-#    in a step that has decode rows too. What is the price, and who pays it?
-# 2. Give sequences a `priority`, and admit the waiting sequence with the highest one first; equal
-#    ones keep their order. Can a sequence starve? What would you do about it?
+#    for it: its text stutters. Write `LatencyScheduler`, which runs at most `max_prefill_tokens=4`
+#    of prompts in a step that has decode rows too. What is the price, and who pays it?
+# 2. Give sequences a `priority` (`PrioritySequence`, `PriorityScheduler`), and admit the waiting
+#    sequence with the lowest number first, as vLLM does; equal ones keep their order. Can a
+#    sequence starve? What would you do about it?
 
 if __name__ == "__main__":
     main(*load_from_command_line(__doc__))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.errors import ConfigError
 from nanovllm.validation import check_choices, check_types, option, require, suggest_fields
 
 WHOLE_CONTEXT = 2**31 - 1  # a max_model_len that stands for the model's own limit
@@ -212,13 +212,6 @@ class ExpertsConfig:
     size: int  # intermediate size of one expert
     is_normalized: bool  # whether the weights of a token's experts are normalized to sum to one
     dense_layers: frozenset[int] = frozenset()  # indices of layers with a plain MLP
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.num_experts or self.size < 1:
-            raise CheckpointError(
-                f"config.json routes each token to {self.top_k} (num_experts_per_tok) of "
-                f"{self.num_experts} experts of size {self.size}, which is impossible"
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,9 +115,7 @@ class LLM:
         Prompts, and parameters if each prompt has its own, are read lazily, as others finish.
         """
 
-        def create(item: Any, params: SamplingParams) -> RequestState:
-            return self._request_state(item, params, cache_salt)
-
+        create = partial(self._request_state, cache_salt=cache_salt)
         return run_lazily(self.engine, create, prompts, sampling_params)
 
     def chat(
@@ -219,7 +217,7 @@ class LLM:
         return self.engine.call(self.engine.step)
 
     def is_finished(self) -> bool:
-        """Return whether no request is left for `step`."""
+        """Return whether all requests have finished."""
         return self.engine.call(self.engine.is_finished)
 
     def abort(self, seq_id: int | str) -> RequestOutput | None:
@@ -369,16 +367,12 @@ def create_input_processor(resolved: ResolvedModel, is_remote: bool = False) -> 
         )
     has_workers = is_remote or config.tensor_parallel_size > 1
     vocabulary = resolved.load_vocabulary()
-    create = partial(_create_grammars, vocab_size, lambda: vocabulary)
+    create = partial(create_grammars, vocab_size, lambda: vocabulary)
     return InputProcessor(vocabulary, vocab_size, config.seed, has_workers, create)
 
 
-def create_grammars(resolved: ResolvedModel) -> GrammarEngine:
-    """Create the grammar engine for a core whose input processor is in another process."""
-    return _create_grammars(resolved.model_config.vocab_size, resolved.load_vocabulary)
-
-
-def _create_grammars(vocab_size: int, load: Callable[[], Vocabulary]) -> GrammarEngine:
+def create_grammars(vocab_size: int, load: Callable[[], Vocabulary]) -> GrammarEngine:
+    """Create the grammar engine, which calls `load` when it first needs the tokenizer."""
     from nanovllm.structured.guidance import GuidanceEngine
 
     return GuidanceEngine(load, vocab_size)

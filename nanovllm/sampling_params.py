@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -165,26 +164,22 @@ def _as_bias(value: Any) -> dict[int, float] | None:
     """Convert a bias to a dict; token ids may be strings of digits, as JSON keys are."""
     if value is None:
         return None
-    bias, num_given = {}, -1
-    with contextlib.suppress(AttributeError, TypeError, ValueError, OverflowError):
+    try:
         pairs = [(int(str(key)), as_python(each)) for key, each in value.items()]
         bias = {key: float(each) for key, each in pairs if not isinstance(each, str)}
-        num_given = len(pairs)
-    is_valid = len(bias) == num_given
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        pairs, bias = [(0, 0)], {}
+    is_valid = len(bias) == len(pairs)
     require(is_valid, "logit_bias", "numbers in [-100, 100] by token id", value, ConfigError)
     return bias
 
 
 def _as_processors(value: Any) -> tuple[Any, ...]:
     items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
-    is_valid = all(callable(each) or _is_path(each) for each in items)
+    is_valid = all(callable(each) or re.fullmatch(r"[\w.]+:[\w.]+", str(each)) for each in items)
     expected = "a list of functions or of their names as 'module:function'"
     require(is_valid, "logits_processors", expected, value, ConfigError)
     return items
-
-
-def _is_path(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[\w.]+:[\w.]+", value) is not None
 
 
 def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:

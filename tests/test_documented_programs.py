@@ -6,19 +6,24 @@ CONTRIBUTING.md says how a page marks those that cannot run everywhere.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 
-from nanovllm.cli import main
+from nanovllm.cli import main, start
+from nanovllm.cli.start import load_llm
+from nanovllm.config import EngineConfig
 from tests.cli.terminal_process import ROOT, quiet_environment
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -55,7 +60,8 @@ class Block(NamedTuple):
 
     def commands(self) -> list[str]:
         lines = self.text.replace("\\\n", "").splitlines()
-        return [line for line in lines if not MARK.search(line) and not line.startswith(INSTALLS)]
+        lines = [line for line in lines if line and not line.startswith(("#", *INSTALLS))]
+        return [line for line in lines if not MARK.search(line)]
 
     def check(self, printed: str) -> None:
         if self.output:
@@ -119,12 +125,27 @@ def servers() -> Iterator[Servers]:
         yield servers
 
 
+@pytest.fixture(scope="module")
+def shared_engines() -> Iterator[None]:
+    """Let commands with the same engine options share an engine."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def load(config: EngineConfig, num_threads: int | None) -> Any:
+            return contextlib.nullcontext(stack.enter_context(load_llm(config, num_threads)))
+
+        with patch.object(start, "load_llm", load):
+            yield
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_engines", "one_thread")
 @pytest.mark.parametrize("page", [*filter(programs_of, PAGES)], ids=lambda page: page.stem)
 def test_a_page(
     page: Path, servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for processes that commands start
     shown = {re.findall(r"[\w.]+", block.text)[0]: block.text for block in blocks_of(page)
              if block.language == "yaml"}  # fmt: skip
     for name, text in {**FILES, **shown}.items():
@@ -153,10 +174,12 @@ def test_a_page(
 
 def run(command: str) -> str:
     words = shlex.split(command, comments=True)
-    if words[:1] == ["nanovllm"]:
+    if words[0] == "nanovllm":
         return run_in_process(words[1:])
-    if words[:1] == ["make"]:
+    if words[0] == "make":
         command = f"make --dry-run --directory {ROOT} {words[1]}"
+    if shutil.which(words[0]) is None:
+        pytest.skip(f"{words[0]} is not installed")
     result = subprocess.run(
         ["bash", "-c", command], env=environment(), capture_output=True, text=True, check=False
     )

@@ -47,15 +47,24 @@ def test_the_demo_in_a_pipe() -> None:
 def test_three_sequences_in_eight_blocks() -> None:
     result = run_program("examples/step_by_step.py", timeout=1200)
     assert (result.returncode, result.stderr) == (0, "")
-    steps = [text.splitlines() for text in result.stdout.split("\nStep ")[1:]]
-    assert [int(lines[0]) for lines in steps] == list(range(1, len(steps) + 1))
-    happened: dict[tuple[str, str], int] = {}  # the step in which each change was made first
-    for number, lines in enumerate(steps):
-        for kind, name in re.findall(r"^  (\w+) +([ABC]): ", "\n".join(lines), re.MULTILINE):
-            happened.setdefault((kind, name), number)
+    *steps, texts = re.split(r"\n(?=Steps? \d|Texts)", result.stdout)[1:]
+    spans = [list(map(int, re.findall(r"\d+", step.splitlines()[0]))) for step in steps]
+    numbers = [number for span in spans for number in range(span[0], span[-1] + 1)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(steps) < len(numbers)  # uneventful steps are printed as one
+    happened: dict[tuple[str, str], int] = {}  # the part in which each change was printed first
+    for index, step in enumerate(steps):
+        for kind, name in re.findall(r"^  (\w+) +([ABC]): ", step, re.MULTILINE):
+            happened.setdefault((kind, name), index)
     assert happened["admitted", "A"] == happened["shared", "B"] == 0
+    assert "B: blocks 0 1 (filled in this step)" in steps[0]
     preempted, admitted_again = happened["preempted", "C"], happened["shared", "C"]
     assert happened["admitted", "C"] < preempted < admitted_again < happened["finished", "C"]
-    assert any("decode, position" in line for line in steps[preempted])
-    assert re.search(r"  C +preempted", "\n".join(steps[preempted]))
-    assert steps[-1][-1].startswith("  freed      C: blocks")
+    assert "decode, position" in steps[preempted]
+    assert re.search(r"  C +preempted", steps[preempted])
+    assert re.search(r"  C +running .* recompute, positions", steps[admitted_again])
+    for name in "ABC":
+        last = steps[happened["finished", name]]
+        assert re.search(rf"  {name} +finished .* decode, position \d+ +'", last)
+    assert steps[-1].splitlines()[-1].startswith("  freed      C: blocks")
+    assert "' -> ' Germany." in texts

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.errors import RequestError
-from nanovllm.ops.torch_sampling import ROWS_AT_A_TIME, token_logprobs
+from nanovllm.ops.torch_logits import ROWS_AT_A_TIME, token_logprobs
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import DEVICES
 from tests.test_edited_requests import MODES, OPTIONS

@@ -49,7 +49,7 @@ def test_a_wheel_holds_the_whole_package(wheel: Path) -> None:
 @pytest.mark.slow
 def test_an_installed_wheel_answers(wheel: Path, tmp_path: Path) -> None:
     """Installs into a new environment that sees the packages of this one, but not its nanovllm."""
-    venv.create(tmp_path / "new")
+    venv.create(tmp_path / "new", symlinks=True)
     programs = tmp_path / "new" / "bin"
     pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install"]
     subprocess.run([*pip, "--no-deps", "--no-index", "--quiet", str(wheel)], check=True)

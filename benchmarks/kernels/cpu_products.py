@@ -29,9 +29,11 @@ from nanovllm.devices.cpu.gguf_weights import to_panels
 from nanovllm.devices.cpu.kernels.block_types import TYPES
 from nanovllm.devices.cpu.ops import NumbaOps, pack_onednn
 from nanovllm.devices.cpu.program import Launcher
+from nanovllm.ops.composed_linear import linear
 from nanovllm.ops.interface import Routing
+from nanovllm.ops.quantized_weight import PanelWeight
 from nanovllm.ops.torch_experts import route
-from nanovllm.ops.torch_ops import TorchOps, linear
+from nanovllm.ops.torch_ops import TorchOps
 
 FEATURES = find_cpu_features()
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)]
@@ -80,7 +82,7 @@ def measure_blocks(rows: list[int]) -> None:
     for kind, block_type in TYPES.items():
         row_bytes = num_in // block_type.size * block_type.num_bytes
         weight = to_panels(kind, torch.randint(0, 60, (num_out, row_bytes), dtype=torch.uint8))
-        stored = ops.blocks.pack_linear([weight], None, None)
+        stored = ops.pack_linear(PanelWeight((weight,)), None, None, allow_copy=True)
         for num_rows in rows:
             x = torch.randn(num_rows, num_in).bfloat16()
             runs = {"bfloat16": partial(plain, x), "ours": partial(stored, x)}

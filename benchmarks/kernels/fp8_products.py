@@ -30,12 +30,12 @@ from nanovllm.devices.cuda.kernels.elementwise import act_and_mul, rms_norm
 from nanovllm.devices.cuda.kernels.linear_few_rows import few_rows_linear, make_counters
 from nanovllm.devices.cuda.kernels.linear_fp8 import (
     MAX_SUM_ROWS,
-    LibraryWeight,
+    ScaledMMWeight,
     fp8_add_to,
     fp8_after_norm,
     fp8_norm,
     fp8_quantize,
-    library_weight,
+    scaled_mm_weight,
 )
 from nanovllm.ops.interface import NormWeights, ResidualStream
 
@@ -51,17 +51,17 @@ class Case:
     shape: Shape
     x: Tensor
     residual: Tensor
-    weights: Sequence[LibraryWeight]
+    weights: Sequence[ScaledMMWeight]
     norm_in: NormWeights
     norm_out: NormWeights
 
-    def scaled_after(self, weight: LibraryWeight) -> Tensor:
+    def scaled_after(self, weight: ScaledMMWeight) -> Tensor:
         if self.shape.is_summed:
             return fp8_norm(fp8_add_to(self.residual, self.x, weight, None), self.norm_out).scales
         activation = self.shape.activation
         return fp8_after_norm(ResidualStream(self.x), self.norm_in, weight, None, activation)
 
-    def scaled_by_library(self, weight: LibraryWeight) -> Tensor:
+    def scaled_by_library(self, weight: ScaledMMWeight) -> Tensor:
         is_summed, activation = self.shape.is_summed, self.shape.activation
         rows = (
             fp8_quantize(self.x, False)
@@ -87,7 +87,7 @@ class Case:
         fp8_quantize(self.x, by_block=False)
         return fp8_norm(ResidualStream(self.residual, y), self.norm_out).scales
 
-    def dequantized(self, counters: Tensor, weight: LibraryWeight) -> Tensor:
+    def dequantized(self, counters: Tensor, weight: ScaledMMWeight) -> Tensor:
         if not self.shape.is_summed:
             x = rms_norm(ResidualStream(self.x), self.norm_in)
             return few_rows_linear(x, weight.stored, None, self.shape.activation, counters)
@@ -125,14 +125,14 @@ def measure(timer: GpuTimer, case: Case) -> dict[str, float]:
     return {name: timer.microseconds(calls) for name, calls in ways.items()}
 
 
-def make_weights(shape: Shape) -> list[LibraryWeight]:
+def make_weights(shape: Shape) -> list[ScaledMMWeight]:
     count = max(-(-MIN_BYTES // (shape.num_out * shape.num_in)), 2)
     made = [make_weight("fp8", shape) for _ in range(count)]
-    ready = [library_weight(weight) for weight in made if weight.bits == 8]
+    ready = [scaled_mm_weight(weight) for weight in made if weight.bits == 8]
     return [weight for weight in ready if weight is not None]
 
 
-def make_case(shape: Shape, num_rows: int, weights: Sequence[LibraryWeight]) -> Case:
+def make_case(shape: Shape, num_rows: int, weights: Sequence[ScaledMMWeight]) -> Case:
     num_in, num_out = shape.num_in, shape.num_out
     x = torch.randn(num_rows, num_in, device="cuda", dtype=DTYPE)
     residual = torch.randn(num_rows, num_out, device="cuda", dtype=DTYPE)

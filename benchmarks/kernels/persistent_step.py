@@ -30,15 +30,7 @@ STEPS = 10
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="qwen3-0.6b")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[37, 400, 2000, 8000, 32000])
-    parser.add_argument("--bits", type=int, choices=(16, 8, 4), default=16, help="per weight")
-    parser.add_argument("--layers", type=int, help="(default: as in the model)")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1])
-    parser.add_argument("--verify", action="store_true", help="rows are positions of one sequence")
-    parser.add_argument("--tokens", type=int, default=9, help="tokens whose error is measured")
-    args = parser.parse_args()
+    args = parse_args()
     timer = GpuTimer()
     config = read_config(json.loads(Path(model_path(args.model)).read_text()))
     heads = config.num_heads, config.num_kv_heads, config.head_dim
@@ -79,6 +71,18 @@ def main() -> int:
             row = f"{rows} | {context:,} | {ms:.4f} | {best:.3f} | {kernel:.4f} | {plain:.4f}"
             print(f"| {row} |", flush=True)
     return 0
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="qwen3-0.6b")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[37, 400, 2000, 8000, 32000])
+    parser.add_argument("--bits", type=int, choices=(16, 8, 4), default=16, help="per weight")
+    parser.add_argument("--layers", type=int, help="(default: as in the model)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1])
+    parser.add_argument("--verify", action="store_true", help="rows are positions of one sequence")
+    parser.add_argument("--tokens", type=int, default=9, help="tokens whose error is measured")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -34,9 +34,14 @@ from nanovllm.devices.cuda.kernels.linear_few_rows import (
     few_rows_linear,
     make_counters,
 )
-from nanovllm.devices.cuda.kernels.linear_fp8 import fp8_many_rows, library_weight
+from nanovllm.devices.cuda.kernels.linear_fp8 import fp8_many_rows, scaled_mm_weight
+from nanovllm.devices.cuda.kernels.linear_one_row import (
+    OneRowConfig,
+    one_row_config,
+    one_row_linear,
+)
 from nanovllm.ops.fp8 import FP8
-from nanovllm.ops.interface import Activation
+from nanovllm.ops.interface import Activation, NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import BLOCK, QuantizedWeight
 from nanovllm.ops.torch_ops import TorchOps
 from tests.ops.quantized_products import quantized_product
@@ -52,6 +57,11 @@ TILES: dict[int, list[tuple[int, int, int, int]]] = {
     64: [(64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3)],
     128: [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (256, 64, 8, 3), (256, 128, 8, 2)],
 }
+# For one row: outputs, inputs (0: all) and warps of a program, and programs per SM.
+ONE_ROW = [
+    *itertools.product((4, 8, 16), (0,), (4, 8), (2, 4)),
+    *itertools.product((4, 8), (2048,), (2, 4), (4, 8)),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +143,7 @@ def make_cases(kind: str, name: str, rows: list[int]) -> Sequence[Case]:
     cases = []
     for num_rows in rows:
         x = torch.randn(num_rows, shape.num_in, device="cuda", dtype=DTYPE)
-        ways = few_ways(shape, x, weights)
+        ways = one_row_ways(shape, x, weights) if num_rows == 1 else few_ways(shape, x, weights)
         label = f"{kind} {name} {shape.num_out} x {shape.num_in}, {num_rows} rows"
         num_flops = 2 * shape.num_out * shape.num_in * num_rows
         expected, rounded = partial(expect, shape, x, first), partial(quantized, x, first)
@@ -154,9 +164,38 @@ def make_weight(kind: str, shape: Shape) -> QuantizedWeight:
     return QuantizedWeight(4, words, scales.to(DTYPE), None, num_in)
 
 
+def norm_of(shape: Shape) -> NormWeights | None:
+    ones = torch.ones(shape.num_in, device="cuda")
+    return None if shape.is_summed else NormWeights(ones, 1e-6)
+
+
 def expect(shape: Shape, x: Tensor, weight: QuantizedWeight) -> Tensor:
+    norm = norm_of(shape)
+    if len(x) == 1 and norm is not None:
+        x = TorchOps().norm(ResidualStream(x), norm)[0]
     y = functional.linear(x, weight.dequantize(DTYPE))
     return y if shape.activation is None else TorchOps().act_and_mul(y, shape.activation)
+
+
+def one_row_ways(
+    shape: Shape, x: Tensor, weights: Sequence[QuantizedWeight]
+) -> dict[str, list[Run]]:
+    norm = norm_of(shape)
+
+    def run(weight: QuantizedWeight, config: OneRowConfig) -> Tensor:
+        return one_row_linear(ResidualStream(x), norm, weight, None, shape.activation, config)[0]
+
+    chosen = one_row_config(weights[0], norm is not None, shape.activation is not None)
+    whole = 1 << (shape.num_in - 1).bit_length()
+    configs = {f"chosen {asdict(chosen)}": chosen}
+    for block_out, block_in, num_warps, programs in ONE_ROW:
+        if block_in == 0 or norm is None:
+            config = OneRowConfig(block_out, block_in or min(whole, 4096), num_warps, programs)
+            configs[json.dumps(asdict(config))] = config
+    return {
+        name: [partial(run, weight, config) for weight in weights]
+        for name, config in configs.items()
+    }
 
 
 def few_ways(shape: Shape, x: Tensor, weights: Sequence[QuantizedWeight]) -> dict[str, list[Run]]:
@@ -191,7 +230,7 @@ def quantized(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 def rounding_ways(x: Tensor, weights: Sequence[QuantizedWeight]) -> dict[str, list[Run]]:
     """Return the library's FP8 product with quantized activations, without a gate."""
-    ready = [library_weight(weight) for weight in weights if weight.bits == 8]
+    ready = [scaled_mm_weight(weight) for weight in weights if weight.bits == 8]
     calls = [
         partial(fp8_many_rows, x, weight, None, None) for weight in ready if weight is not None
     ]

@@ -31,7 +31,6 @@ from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.devices.cuda.device import CudaDevice
-from nanovllm.devices.cuda.kernels.linear_tiles import num_processors
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.models.config_json import read_model_config
@@ -148,9 +147,8 @@ def attention(config: ModelConfig, num_rows: int, context: int) -> list[Run]:
     width = -(-context // BLOCK_SIZE)
     blocks = torch.randperm(num_rows * width, device=device).int().view(num_rows, width)
     rows = torch.arange(num_rows, device=device, dtype=torch.int32)
-    backend = TritonAttention(
-        CudaDevice(EngineConfig("none")), num_processors(device), is_hopper=True
-    )
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    backend = TritonAttention(CudaDevice(EngineConfig("none")), num_sms, is_hopper=True)
     lengths = torch.full_like(rows, context)
     plan = backend.decode_plan(DecodeRows(blocks, rows, lengths, order=rows))
     spec = AttentionSpec(config.attention_scale)

@@ -5,12 +5,14 @@ PYTHONPATH=learn python learn/solutions/day1.py
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import day1_forward as day1
 from common import Config, Model, load_from_command_line, print_table, show
 from day1_forward import attend_to_input, compute_logits, forward, rms_norm, rope
 
@@ -47,6 +49,14 @@ def main(model: Model, tokenizer: Any) -> None:
     print_table(["token", "logprob"], table)
     # After a single word, almost anything can follow.
     print(f"The most surprising token is {min(table, key=lambda row: row[1])[0]}.")
+
+    # SmolLM2 with the norms of Qwen3. It was trained without them, so its text may get worse.
+    ones = torch.ones(model.config.head_dim)
+    layers = [{**layer, "q_norm": ones, "k_norm": ones} for layer in model.layers]
+    day1.project_qkv = project_qkv
+    for name, each in {"Llama": model, "Qwen3": replace(model, layers=layers)}.items():
+        output_ids = day1.generate(each, token_ids, max_tokens=4)
+        print(f"{name}: {show(tokenizer, token_ids + output_ids)}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from common import Model, load_from_command_line
+from common import Model, load_from_command_line, show
 from day1_forward import attention
 from day2_kv_cache import PROMPT, KVCache, run_tokens
 
@@ -56,6 +56,9 @@ def main(model: Model, tokenizer: Any) -> None:
         cache = KVCache(model.config, len(prompt_ids))
         best = int(prefill_in_chunks(model, cache, prompt_ids, chunk_size).argmax())
         print(f"in chunks of {chunk_size}: {PROMPT!r} -> {tokenizer.decode([best])!r}")
+    for window in (4, 8, 16):
+        output_ids = generate_in_window(model, prompt_ids, max_tokens=8, window=window)
+        print(f"with a window of {window}: {PROMPT!r} -> {show(tokenizer, output_ids)}")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def swap_in(
 
 
 def main(model: Model, tokenizer: Any) -> None:
-    """Continue one prompt in two ways; both use the blocks of the prompt."""
+    """Continue one prompt in two ways, in shared blocks; then move one of them."""
     cache, blocks = PagedCache(model.config, 16, 4), SharingBlockManager(16, 4)
     first = Sequence("A", tokenizer.encode("The first man on the moon was"), max_tokens=8)
     append_next_token(model, cache, blocks, first)
@@ -83,6 +83,13 @@ def main(model: Model, tokenizer: Any) -> None:
         for _ in range(6):
             append_next_token(model, cache, blocks, seq)
         print(f"{show(tokenizer, seq.token_ids)}: blocks {seq.block_table}")
+
+    print(f"\n{first.name} before the swap: blocks {first.block_table}")
+    saved = swap_out(cache, blocks, first)
+    append_next_token(model, cache, blocks, second)
+    swap_in(cache, blocks, first, saved)
+    append_next_token(model, cache, blocks, first)
+    print(f"after it: blocks {first.block_table}, {show(tokenizer, first.token_ids)}")
 
 
 if __name__ == "__main__":

@@ -36,19 +36,19 @@ class LatencyScheduler(Scheduler):
         return rows
 
 
-# Exercise 2: yes, a sequence starves while others with a higher priority keep arriving. A common
-# cure is aging: the priority of a sequence grows while it waits.
+# Exercise 2: yes, a sequence starves while others with a lower number keep arriving. A common cure
+# is aging: the number of a sequence shrinks while it waits.
 @dataclass(eq=False)
 class PrioritySequence(Sequence):
     priority: int = 0
 
 
 class PriorityScheduler(Scheduler):
-    """Admits the sequence with the highest priority first."""
+    """Admits the sequence with the lowest priority number first."""
 
     def _admit(self, rows: list[Row], budget: int) -> None:
         # Sorting keeps the order of equal elements.
-        self.waiting = deque(sorted(self.waiting, key=lambda seq: seq.priority, reverse=True))
+        self.waiting = deque(sorted(self.waiting, key=lambda seq: seq.priority))
         super()._admit(rows, budget)
 
 
@@ -61,6 +61,16 @@ def main(model: Model, tokenizer: Any) -> None:
         sequences = [Sequence(name, tokenizer.encode(text), 8) for name, text in prompts.items()]
         steps = engine.run(sequences)
         print(scheduler_class.__name__, *timeline(sequences, steps), sep="\n")
+
+    scheduler = PriorityScheduler(BlockManager(32, 4), model.config.eos_ids, 1, 12)
+    engine = Engine(model, PagedCache(model.config, 32, 4), scheduler)
+    prompt_ids, priorities = tokenizer.encode(prompts["A"]), {"A": 1, "B": 0, "C": 1, "D": 0}
+    sequences = [
+        PrioritySequence(name, list(prompt_ids), 2, priority=priority)
+        for name, priority in priorities.items()
+    ]
+    print(f"PriorityScheduler, one at a time, with the priorities {priorities}")
+    print(*timeline(sequences, engine.run(sequences)), sep="\n")
 
 
 if __name__ == "__main__":

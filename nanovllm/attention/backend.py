@@ -45,7 +45,7 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """Groups of decode rows whose contexts begin with the same blocks, as device tensors."""
+    """Groups of decode rows that share their first blocks, for cascade attention, on the device."""
 
     # [4, groups]: slot of one member, number of shared keys, offset into members, member count
     groups: Tensor

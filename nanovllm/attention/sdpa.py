@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.attention.backend import AttentionSpec, BatchRows
+from nanovllm.ops.composed_linear import upcast
 from nanovllm.ops.fp8 import Fp8Rows, dequantize
 from nanovllm.ops.interface import LayerCache
-from nanovllm.ops.torch_ops import upcast
 
 QUERY_TILE = 512  # queries per masked call; this bounds the memory of the mask
 

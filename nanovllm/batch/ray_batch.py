@@ -15,7 +15,7 @@ from nanovllm.batch.rows import Row
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError
 
-MAX_TRIES = 6  # a row whose engines fail this often in succession probably causes it
+MAX_TRIES = 6  # a row that has run on this many failed engines probably causes the failures
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class EnginePlacement:
 
 
 def place_engines(config: EngineConfig, num_engines: int | None = None) -> EnginePlacement:
-    """Plan `num_engines` engines or, by default, as many as fit on the cluster.
+    """Place `num_engines` engines or, by default, as many as fit on the cluster.
 
     An engine takes one GPU per rank. Without GPUs it takes as many CPUs as the smallest machine
     has, or fewer if more engines are requested.

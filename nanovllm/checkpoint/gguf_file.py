@@ -118,7 +118,7 @@ def _check_tensors(reader: GGUFReader) -> None:
 def _read_strings(
     data: npt.NDArray[np.uint8], offset: int, count: int, is_kept: bool
 ) -> tuple[list[npt.NDArray[Any]], int]:
-    """Read strings, each stored as length and bytes; return them, if kept, and the end offset."""
+    """Read length-prefixed strings; return them (none unless `is_kept`) and the end offset."""
     plain, strings = data.view(np.ndarray), []  # slicing a memmap is slow
     view, read_length = plain.data, struct.Struct("<Q").unpack_from
     for _ in range(count):

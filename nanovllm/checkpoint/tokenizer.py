@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.gguf_tokenizer import build_tokenizer
-from nanovllm.errors import CheckpointError, NanovllmError, UnsupportedModelError
+from nanovllm.errors import CheckpointError, NanovllmError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ FLAGS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """Return a working transformers tokenizer; a GGUF file contains its own."""
+    """Return the checkpoint's tokenizer, after a test that it works."""
     try:
         tokenizer = _load(checkpoint)
         tokenizer.decode(tokenizer.encode(PROBE))
@@ -30,15 +30,10 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     except (NanovllmError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # broken files raise no narrower type, or panic in Rust
-        if "trust_remote_code" in str(error):
-            raise UnsupportedModelError(
-                f"the tokenizer in {checkpoint.path} needs code from its repository, which is "
-                "never executed; pass token-id prompts with skip_tokenizer_init=True"
-            ) from error
         raise CheckpointError(
             f"the tokenizer in {checkpoint.path} cannot be loaded ({error}). Fetch it again "
-            "(tokenizer.model alone needs `pip install sentencepiece`), or pass token-id prompts "
-            "with skip_tokenizer_init=True"
+            "(tokenizer.model alone needs `pip install sentencepiece`; code from a repository is "
+            "never run), or pass token-id prompts with skip_tokenizer_init=True"
         ) from error
 
 

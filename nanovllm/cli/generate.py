@@ -85,8 +85,9 @@ def run(args: argparse.Namespace) -> int:
             chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
             inputs = list(llm.apply_chat_template(chats))
         pieces = _stream(llm, inputs, params, args.keep_going)
-        if args.json:  # a server reports no token ids
-            outputs = _print_json(pieces, prompts, has_ids=not isinstance(llm, HttpLLM))
+        if args.json:
+            has_ids = not isinstance(llm, HttpLLM)  # a server returns no token ids
+            outputs = _print_json(pieces, prompts, has_ids=has_ids)
         else:
             outputs = _print_text(pieces, prompts)
     for number, output in enumerate(outputs, start=1):

@@ -31,7 +31,10 @@ def create_device(config: EngineConfig, group: TPGroup = ALONE) -> Device:
 
 
 def check_device(config: EngineConfig) -> Device | None:
-    """Return the device of one rank; None if only the ranks' own processes may touch a device."""
+    """Check that the devices of all ranks exist, and return the device of one rank.
+
+    Return None where only the rank processes may initialize their devices (several GPUs, or Ray).
+    """
     num_ranks = config.tensor_parallel_size
     if config.distributed_executor_backend == "ray":
         if find_spec("ray") is None:
@@ -39,7 +42,7 @@ def check_device(config: EngineConfig) -> Device | None:
                 "distributed_executor_backend='ray' needs Ray: pip install 'nanovllm[ray]'"
             )
         return None
-    if num_ranks == 1 or not is_cuda(config.device):  # on the CPU, ranks share the cores
+    if num_ranks == 1 or not is_cuda(config.device):  # CPU ranks share the cores
         return create_device(config, TPGroup(0, num_ranks))
     if num_ranks > num_devices():
         raise ConfigError(

@@ -22,7 +22,7 @@ def take_share(config: EngineConfig, replica: int) -> None:
     num_replicas = config.data_parallel_size
     if num_replicas == 1:
         return
-    # NVML counts the devices: CUDA is not initialized yet, and reads the variable when it is.
+    # num_devices() asks NVML, so CUDA stays uninitialized until CUDA_VISIBLE_DEVICES is set.
     is_local = config.distributed_executor_backend != "ray"
     if is_local and config.device != "cpu" and (num_gpus := num_devices()):
         _set_visible_devices(replica, num_replicas, config.tensor_parallel_size, num_gpus)

@@ -85,13 +85,15 @@ class BlockManager:
         )
         self.allocate(seq, len(seq.token_ids))
         if shared is not None:
-            seq.num_computed = seq.num_prompt_tokens - 1  # see `copy_on_write`
+            # The last prompt token is computed again, because this sample needs its logits.
+            seq.num_computed = seq.num_prompt_tokens - 1
         return None
 
     def copy_on_write(self, seq: Sequence) -> BlockCopy | None:
-        """Return the copy that `seq` needs of its leader's last prompt block, if partly filled.
+        """Return the copy that `seq` needs of its leader's last prompt block, if any.
 
-        The samples of a prompt share its full blocks, but each writes to a last block of its own.
+        The samples of a prompt share the blocks before the one with its last token; each sample
+        writes to its own copy of that one.
         """
         index, num_tokens = divmod(seq.num_computed, self.block_size)
         if seq.leader is None or num_tokens == 0:

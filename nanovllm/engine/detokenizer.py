@@ -87,7 +87,8 @@ class Detokenizer:
     def _read(self, is_last: bool) -> None:
         text = decode(self._tokenizer, self._window, self._params)
         is_full = len(self._window) > MAX_WINDOW
-        # An incomplete character has at most 3 bytes; more than that in a full window are invalid.
+        # An incomplete character has at most 3 bytes, so a full window holds back at most three
+        # trailing U+FFFD; any before them stand for invalid bytes.
         most = 0 if is_last else 3 if is_full else len(text)
         num_incomplete = min(len(text) - len(text.rstrip(REPLACEMENT)), most)
         piece = text[self._num_emitted : len(text) - num_incomplete]

@@ -33,7 +33,7 @@ OWN_STEP = (
     "an engine cannot be called from within its own step, for example by a logits processor: the "
     "step would wait for itself; create another engine for that"
 )
-MAX_UNREAD = 2  # number of unread steps at which a stream requests no further one
+MAX_UNREAD = 2  # a stream with this many unread steps does not ask for more
 POLL_SECONDS = 0.1  # interval at which a waiting caller checks whether the engine was closed
 CLOSE_SECONDS = 5.0  # grace period for the current step, before workers are killed
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from nanovllm.engine.request import TokenLogprobs
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import IntColumn, StepPlan, StepResult, num_scored
+from nanovllm.engine.step import IntColumn, StepPlan, StepResult
 from nanovllm.outputs import Logprob
 
 if TYPE_CHECKING:
@@ -143,3 +143,11 @@ def as_dict(entry: TokenLogprobs, texts: TokenTexts) -> dict[int, Logprob]:
         if token_id not in logprobs:
             logprobs[token_id] = Logprob(logprob, rank, texts[token_id])
     return logprobs
+
+
+def num_scored(start: int, count: int, num_prompt_tokens: int) -> int:
+    """Return how many of a row's positions predict a prompt token, for prompt logprobs.
+
+    These are its first positions; each predicts the token after it.
+    """
+    return max(0, min(start + count, num_prompt_tokens - 1) - start)

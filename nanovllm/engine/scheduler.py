@@ -247,7 +247,7 @@ class Scheduler:
         return True
 
     def _enqueue_followers(self, leader: Sequence) -> None:
-        """Queue the other samples of a prompt: the leader's blocks are complete, or it ended."""
+        """Queue the followers of a leader whose prompt blocks are complete, or that has ended."""
         for follower in reversed(leader.followers.values()):
             self._enqueue(follower, is_first=True)
         leader.followers = {}

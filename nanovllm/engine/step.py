@@ -40,7 +40,7 @@ class NewRow:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it needs only sampling with temperature, top_k, top_p and min_p."""
+        """Whether the row needs only sampling with temperature, top_k, top_p and min_p."""
         return self.pooling is None and not self.bad_words and self.params.is_plain
 
 
@@ -108,7 +108,7 @@ class StepResult:
     logprob_ids: IntColumn | None = None  # [positions, 1 + largest number of top logprobs]
     logprobs: npt.NDArray[np.float32] | None = None
     logprob_ranks: IntColumn | None = None  # [positions]: rank of the sampled token, from 1
-    # The same for every prompt token that `num_scored` counts.
+    # The same three columns for prompt tokens; `logprobs.num_scored` says which ones.
     prompt_logprob_ids: IntColumn | None = None
     prompt_logprobs: npt.NDArray[np.float32] | None = None
     prompt_logprob_ranks: IntColumn | None = None
@@ -118,14 +118,6 @@ class StepResult:
     failures: dict[int, str] | None = None
     # The device could not finish the step: this result and later ones in flight are invalid.
     is_lost: bool = False
-
-
-def num_scored(start: int, count: int, num_prompt_tokens: int) -> int:
-    """Return how many of a row's positions predict a prompt token, for prompt logprobs.
-
-    These are its first positions; each predicts the token after it.
-    """
-    return max(0, min(start + count, num_prompt_tokens - 1) - start)
 
 
 @dataclass(frozen=True, slots=True)

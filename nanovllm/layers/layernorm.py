@@ -1,4 +1,4 @@
-"""RMSNorm layers; a projection after a norm applies the norm itself, in one fused operation."""
+"""RMSNorm layers; the projection after a norm usually applies it, as one fused operation."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ SIZES = {
     "num_experts_per_tok": (0, MAX_SIZE),
     "moe_intermediate_size": (0, MAX_SIZE),
 }
-# Classes without an LM head, where "Model" in the name does not stand for "ForCausalLM".
-# Gemma3Model also reads images: under its own name, it is rejected as unsupported.
+# Classes without an LM head whose full models are not named by replacing "Model" with
+# "ForCausalLM". Gemma3Model also reads images: it keeps its name, which is not supported.
 BODIES = {"Gemma3TextModel": "Gemma3ForCausalLM", "Gemma3Model": "Gemma3Model"}
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -125,7 +125,7 @@ def read_architecture(config: Mapping[str, Any]) -> str:
             f"config.json must name one entry in architectures, got {reprlib.repr(names)}"
         )
     [name] = names
-    # "...Model" has no LM head; embedding models are stored this way.
+    # A class named "...Model" has no LM head; embedding models are stored this way.
     return BODIES.get(name) or re.sub("Model$", "ForCausalLM", name)
 
 

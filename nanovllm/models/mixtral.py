@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.config import ExpertsConfig, ModelConfig
-from nanovllm.errors import UnsupportedModelError
+from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.moe import ExpertNames, SparseMoeBlock
 from nanovllm.layers.self_attention import SelfAttention
@@ -32,6 +32,11 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 def with_experts(model: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
     if model.activation != "silu":
         raise UnsupportedModelError("hidden_act: experts are supported with 'silu' only")
+    if not 1 <= experts.top_k <= experts.num_experts or experts.size < 1:
+        raise CheckpointError(
+            f"config.json routes each token to {experts.top_k} (num_experts_per_tok) of "
+            f"{experts.num_experts} experts of size {experts.size}, which is impossible"
+        )
     return replace(model, experts=experts)
 
 

@@ -93,7 +93,7 @@ class ResidualStream(NamedTuple):
     scales: DequantScales | None = None  # set if the update is the unscaled output of an FP8 GEMM
 
     def select(self, tokens: Tensor) -> ResidualStream:
-        """Copy some tokens; a single token's update is reduced and scaled for `after_norm`."""
+        """Copy the states of some tokens; a single one's update is completed for `after_norm`."""
         residual, scales = self.residual.index_select(0, tokens), self.scales
         update = None if self.update is None else self.update.index_select(-2, tokens)
         if scales is not None:
@@ -152,7 +152,7 @@ class Ops(Protocol):
         """Return the rows of table [vocab_size, dim] at token_ids (int32), multiplied by scale."""
 
     def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """Return the RMSNorm of residual + update, and the new residual, residual + update."""
+        """Return RMSNorm(residual + update), and residual + update as the new residual."""
 
     def rope_write(
         self,

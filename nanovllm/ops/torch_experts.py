@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.ops.composed_linear import linear, upcast
 from nanovllm.ops.interface import NormWeights, Ops, PackedLinear, ResidualStream, Routing
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
-from nanovllm.ops.torch_ops import linear, upcast
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,33 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.ops.composed_linear import ComposedLinear, compose_linear
 from nanovllm.ops.fp8 import hadamard_exponents, hadamard_transform, quantize
 from nanovllm.ops.interface import (
     Activation,
     LayerCache,
-    LinearFn,
     NormWeights,
-    Ops,
     PackedExperts,
-    PackedLinear,
     QKNormWeights,
     ResidualStream,
     Routing,
 )
-from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
-
-# Number of weight elements upcast at a time: enough for a fast GEMM, small compared with any model.
-PIECE_SIZE = 1 << 21
-# Up to this many rows, a GEMM in the dtype itself is faster than upcasting, even if the CPU only
-# emulates the dtype (benchmarks/engine/cpu_choices.py).
-MAX_NARROW_ROWS = {torch.float16: 4, torch.bfloat16: 0}
+from nanovllm.ops.quantized_weight import Weight
 
 
+@dataclass(frozen=True, slots=True)
 class TorchOps:
     """`Ops` in plain torch, with GEMMs in `matmul_dtype`; None: in the dtype of the weights."""
 
-    def __init__(self, matmul_dtype: torch.dtype | None = None) -> None:
-        self.matmul_dtype = matmul_dtype
+    matmul_dtype: torch.dtype | None = None
 
     @staticmethod
     def embed(token_ids: Tensor, table: Weight, scale: float) -> Tensor:
@@ -80,73 +72,13 @@ class TorchOps:
 
     def pack_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool
-    ) -> PackedLinear:
+    ) -> ComposedLinear:
         return compose_linear(self, weight, bias, activation, self.matmul_dtype)
 
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
         from nanovllm.ops.torch_experts import compose_experts
 
         return compose_experts(self, gate_up, down, routing, self.matmul_dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class ComposedLinear:
-    """A projection without fusion: the norm, the GEMM and the activation run one after another."""
-
-    ops: Ops
-    linear: LinearFn
-    activation: Activation | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        return y if self.activation is None else self.ops.act_and_mul(y, self.activation)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
-        return ResidualStream(residual, self(x))
-
-    def after_norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        normed, residual = self.ops.norm(hidden, norm)
-        return self(normed), residual
-
-
-def compose_linear(
-    ops: Ops,
-    weight: Weight,
-    bias: Tensor | None,
-    activation: Activation | None,
-    matmul_dtype: torch.dtype | None = None,
-) -> ComposedLinear:
-    """Return the reference projection; a quantized weight is dequantized in every call."""
-
-    def run(x: Tensor) -> Tensor:
-        if isinstance(weight, Tensor):
-            return linear(x, weight, bias, matmul_dtype)
-        assert isinstance(weight, QuantizedWeight)
-        return F.linear(x, weight.dequantize(x.dtype), bias)
-
-    return ComposedLinear(ops, run, activation)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """Compute F.linear in `dtype` (None: the dtype of x), then round the result to x's dtype.
-
-    This is for CPUs that only emulate the dtype of x. No upcast copy of the weight is kept.
-    """
-    if dtype is None or dtype == x.dtype or len(x) <= MAX_NARROW_ROWS[x.dtype]:
-        return F.linear(x, weight, bias)
-    num_out, num_in = weight.shape
-    wide = x.to(dtype)
-    y = x.new_empty(len(x), num_out)
-    num_rows = max(PIECE_SIZE // max(num_in, 1), 1)
-    for first in range(0, num_out, num_rows):
-        part = slice(first, first + num_rows)
-        part_bias = None if bias is None else bias[part].to(dtype)
-        y[:, part] = F.linear(wide, weight[part].to(dtype), part_bias)
-    return y
-
-
-def upcast(*tensors: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    return tensors if dtype is None else tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def _write_rows(

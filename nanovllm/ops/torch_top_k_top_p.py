@@ -30,7 +30,7 @@ def _has_cutoff(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> T
 
 
 def _threshold_of_sorted(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
-    """Return the same, given the largest probabilities in descending order (`top`)."""
+    """Compute `top_k_top_p_threshold` from the largest probabilities, in descending order."""
     size = top.shape[-1]
     k_threshold = top.gather(-1, top_k.clamp(max=size)[:, None] - 1)
     kept = torch.where((top_k[:, None] > size) | (top >= k_threshold), top, 0.0).double()

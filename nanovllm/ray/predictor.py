@@ -141,7 +141,7 @@ def _with_outputs(table: pa.Table, outputs: list[dict[str, Any]]) -> pa.Table:
     for name in names:
         values = [output.get(name) for output in outputs]
         kind = TYPES.get(name)
-        if any(isinstance(value, list) for value in values):  # some row has n > 1
+        if any(isinstance(value, list) for value in values):  # a row requested n > 1
             kind = None
             values = [each if each is None or isinstance(each, list) else [each] for each in values]
         table = table.append_column(name, pa.array(values, kind))

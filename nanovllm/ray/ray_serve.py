@@ -37,7 +37,7 @@ from nanovllm.serve.service import Service
 
 HEALTH_SECONDS = 2.0  # time between checks; Serve replaces an engine that fails three in a row
 DRAIN_SECONDS = 60.0  # time for an engine to finish its requests when it is scaled down
-MAX_REQUESTS = 2**16  # never reached: the ingress itself rejects requests when its queue is full
+MAX_REQUESTS = 2**16  # high, so that the ingress itself rejects requests when its queue is full
 # By default, Serve passes every token between threads through unbounded queues. A single event loop
 # needs no such queues, and the engine merges the tokens that a slow reader has not fetched.
 ONE_LOOP = {
@@ -167,7 +167,7 @@ class Ingress:
 def _parse(named: dict[str, Any]) -> Namespace:
     rejected = [name for name in named if name.replace("-", "_") in SERVE_OPTIONS]
     if rejected:
-        raise ConfigError(f"{rejected[0]} is not supported here; Ray Serve is responsible for it")
+        raise ConfigError(f"{rejected[0]} is not supported here; Ray Serve starts the engines")
     booleans = {"true": True, "false": False}  # `serve run` passes strings
     options = {k: booleans.get(v, v) if isinstance(v, str) else v for k, v in named.items()}
     stderr = io.StringIO()

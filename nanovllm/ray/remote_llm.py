@@ -143,7 +143,7 @@ class RemoteLLM:
         self.replicas = [RemoteEngine(*each, counts[each[1]]) for each in numbered] or lost
 
     async def _call(self, method: str, *arguments: Any) -> AsyncGenerator[Any, None]:
-        """Yield the items of a remote method; retry once if it fails before the first item."""
+        """Yield a remote method's items; retry once if the engine dies before the first one."""
         self.num_requests += 1
         has_begun = False
         try:

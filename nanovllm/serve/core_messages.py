@@ -74,7 +74,7 @@ class CoreStats:
 
 
 def total(stats: list[CoreStats]) -> CoreStats:
-    """Sum each count over several cores."""
+    """Sum each field over several cores."""
     return CoreStats(*map(sum, zip(*map(astuple, stats), strict=True)))
 
 
@@ -103,7 +103,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PausedState:
-    """Details of a paused engine."""
+    """What a snapshot of a paused engine contains in addition."""
 
     changes: list[Change]  # changes since the previous snapshot
     block_tokens: dict[int, list[int]]  # token ids of all blocks in use or in the prefix cache

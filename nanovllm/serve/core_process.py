@@ -63,7 +63,9 @@ def serve(link: Link, timer: StepTimer, replica: int = 0) -> None:
     threading.Thread(target=_receive_all, args=(link, inbox), daemon=True).start()
     resolved = resolve_model(config)
     send(resolved)  # the parent process loads the tokenizer while this one loads the model
-    started = start_core(resolved, partial(create_grammars, resolved))
+    vocab_size = resolved.model_config.vocab_size
+    create = partial(create_grammars, vocab_size, resolved.load_vocabulary)
+    started = start_core(resolved, create)
     core = started.core
     try:
         send(CoreReady(started.info, core.max_len))

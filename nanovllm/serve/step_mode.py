@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.serve.core_messages import Change, EngineState, PausedState
 
@@ -48,8 +49,10 @@ class StepMode:
 
     def explain(self, state: EngineState) -> EngineState:
         """Return a snapshot with the changes since the previous one, and the tokens of blocks."""
-        rows, self._recorder.rows = self._recorder.rows, []
-        changes = [] if self._before is None else compare(self._before, state, rows)
+        plans, self._recorder.plans = self._recorder.plans, []
+        changes: list[Change] = []
+        if self._before is not None and len(plans) <= 1:  # more if no client was subscribed
+            changes = compare(self._before, state, plans[0] if plans else [])
         self._before = state
         scheduler = self._core.scheduler
         waiting = chain(scheduler.waiting, scheduler.waiting_for_grammar.values())
@@ -81,18 +84,18 @@ class PlannedRow:
     start: int
     count: int
     is_new: bool  # whether the plan admits the sequence
-    is_decode: bool
+    kind: str  # "prefill", "decode", or "recompute" after a preemption
     block_ids: list[int]
     source: int | None  # block that is copied to the last of `block_ids`
     token_ids: list[int] = field(default_factory=list)  # sampled tokens, once the step has run
 
 
 class PlanRecorder:
-    """An executor that passes plans on to another one, and keeps the rows of the newest plan."""
+    """An executor that passes plans on to another one, and keeps the rows of the last two."""
 
     def __init__(self, core: EngineCore) -> None:
         self.executor: Executor = core.executor
-        self.rows: list[PlannedRow] = []
+        self.plans: list[list[PlannedRow]] = []  # since the last snapshot
         self._scheduler = core.scheduler
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
@@ -100,20 +103,21 @@ class PlanRecorder:
         new_slots = {row.slot for row in plan.new_rows}
         sources = {copy.target: copy.source for copy in plan.block_copies}
         columns = plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist()
-        self.rows = [
+        rows = [
             PlannedRow(
                 sequences[slot].seq_id,
                 slot,
                 start,
                 count,
                 slot in new_slots,
-                count == 1 and start >= sequences[slot].num_prompt_tokens,
+                _kind(sequences[slot], start, count),
                 list(sequences[slot].block_ids),
                 sources.get(sequences[slot].block_ids[-1]),
             )
             for slot, start, count in zip(*columns, strict=True)
         ]
-        sampling = [self.rows[i] for i in plan.num_logits.nonzero()[0]]
+        self.plans = [*self.plans[-1:], rows]
+        sampling = [rows[i] for i in plan.num_logits.nonzero()[0]]
         pending = self.executor.submit(plan)
 
         def result() -> StepResult:
@@ -147,6 +151,12 @@ def compare(before: EngineState, after: EngineState, rows: list[PlannedRow]) -> 
     return sorted(changes, key=lambda change: order.index(change.kind))
 
 
+def _kind(seq: Sequence, start: int, count: int) -> str:
+    if count == 1 and start >= seq.num_prompt_tokens:
+        return "decode"
+    return "prefill" if len(seq.token_ids) == seq.num_prompt_tokens else "recompute"
+
+
 def _sequence_changes(
     before: EngineState, after: EngineState, rows: list[PlannedRow]
 ) -> Iterator[Change]:
@@ -164,9 +174,9 @@ def _sequence_changes(
     for row in rows:
         if row.is_new:
             yield _change("admitted", row.seq_id, note=f"to slot {row.slot}")
-        last, kind = row.start + row.count - 1, "decode" if row.is_decode else "prefill"
+        last = row.start + row.count - 1
         where = f"position {last}" if row.count == 1 else f"positions {row.start} to {last}"
-        yield _change("scheduled", row.seq_id, note=f"{kind}, {where}")
+        yield _change("scheduled", row.seq_id, note=f"{row.kind}, {where}")
         if row.token_ids:
             yield _change("sampled", row.seq_id, token_ids=row.token_ids)
     for end in after.ended:
@@ -182,21 +192,23 @@ def _block_changes(
     for row in rows:
         known = tables.get(row.seq_id, [])
         if row.is_new:
-            left |= {row.seq_id: known} if known else {}  # preempted, then admitted again
+            left[row.seq_id] = known  # not empty if it was preempted by the same plan
             known = row.block_ids[: row.start // after.block_size]
             if known:
-                yield _change("shared", row.seq_id, known, "computed already")
+                is_filled = all(before.cached[i] and i not in taken for i in known)
+                note = "computed in an earlier step" if is_filled else "filled in this step"
+                yield _change("shared", row.seq_id, known, note)
         if len(row.block_ids) > len(known):
             yield _change("allocated", row.seq_id, row.block_ids[len(known) :])
         taken.update(row.block_ids[len(known) :])
         if row.source is not None:
             yield _change("copied", row.seq_id, row.block_ids[-1:], f"from block {row.source}")
         if row.seq_id not in kept:
-            left[row.seq_id] = row.block_ids
+            left[row.seq_id] = [*left[row.seq_id], *row.block_ids]
     # A block may be freed by one sequence and allocated by another in the same step.
     held = set(chain.from_iterable(kept.values())) - taken
     for seq_id, block_ids in left.items():
-        if freed := [block_id for block_id in block_ids if block_id not in held]:
+        if freed := [each for each in dict.fromkeys(block_ids) if each not in held]:
             yield _change("freed", seq_id, freed)
     flags = list(enumerate(zip(before.cached, after.cached, strict=True)))
     evicted = [i for i, (was, is_now) in flags if was and (not is_now or i in taken)]
@@ -215,10 +227,10 @@ def _running(state: EngineState) -> dict[int, list[int]]:
 def _change(
     kind: str,
     seq_id: int | None,
-    block_ids: Sequence[int] = (),
+    block_ids: Iterable[int] = (),
     note: str = "",
-    token_ids: Sequence[int] = (),
+    token_ids: Iterable[int] = (),
 ) -> Change:
     function = FUNCTIONS[kind]
     where = f"{function.__module__.replace('.', '/')}.py::{function.__qualname__}"
-    return Change(kind, where, seq_id, list(block_ids), note, token_ids)
+    return Change(kind, where, seq_id, list(block_ids), note, list(token_ids))

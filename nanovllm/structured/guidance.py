@@ -114,7 +114,8 @@ class GuidanceEngine:
         self._lock = threading.Lock()
         # Each grammar is cached twice: keyed by the request as JSON, and by its llguidance text.
         self._cache: OrderedDict[str, GuidanceGrammar] = OrderedDict()
-        self._threads = ThreadPoolExecutor(2, "nanovllm-grammars")  # run slow grammars
+        # Compiles grammars, and computes the bitmasks that would take a step too long.
+        self._threads = ThreadPoolExecutor(2, "nanovllm-grammars")
         self._context: GuidanceContext | None = None
         self._memory: Bitmasks | None = None  # persistent buffer; CUDA graphs read it in place
 
@@ -234,7 +235,10 @@ class GuidanceEngine:
         return Compiled(matcher, first_mask)
 
     def _first_masks(self, matcher: LLMatcher) -> Iterator[Bitmasks]:
-        """Yield the bitmasks while matching a few arbitrary tokens: some grammars fail late."""
+        """Match a few arbitrary tokens and yield the bitmask before each; raise if one fails.
+
+        Some grammars fail only after the first token.
+        """
         for _ in range(NUM_TRIED):
             mask = np.zeros(self._num_words, np.int32)
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

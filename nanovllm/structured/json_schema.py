@@ -32,8 +32,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("propertyNames", "unevaluatedItems", "unevaluatedProperties"), (True, {})),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
 }
-# How each format is enforced: a format that llguidance lacks is replaced by a narrower pattern.
-# Dates and times exclude what some validators reject: year 0, leap days and leap seconds.
+# How each format is enforced: one that llguidance lacks becomes a narrower format or pattern. Dates
+# and times exclude what some validators reject: years before 1000, February 29 and leap seconds.
 DATE, TIME = "[1-9].{3}-(?:02-(?:[01].|2[0-8])|(?:0[13-9]|1[0-2])-..)", ".{6}[0-5]"
 URIS = ("uri", "iri", "uri-reference", "iri-reference", "uri-template")
 FORMATS = {
@@ -86,7 +86,7 @@ class _Preparation:
         self.contained: dict[str | None, set[str]] = {}
         head = root if isinstance(root, dict) else {}
         draft = re.search(r"draft-0([3-7])|draft/2019", str(head.get("$schema")))
-        self.draft = 10 if draft is None else int(draft[1] or 8)  # 10 is 2020-12, the default
+        self.draft = 10 if draft is None else int(draft[1] or 8)  # 10: 2020-12, the default
         self.id_key = "$id" if self.draft > 4 else "id"
         self.root_id = str(head.get(self.id_key, "")).rstrip("#")
 

@@ -105,10 +105,10 @@ class Device(Protocol):
     def token_logprobs(
         self, logits: Tensor, tokens: Tensor, num_top: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `torch_sampling.token_logprobs`."""
+        """See `torch_logits.token_logprobs`."""
 
     def apply_token_bitmask(self, logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
-        """See `torch_sampling.apply_token_bitmask`."""
+        """See `torch_logits.apply_token_bitmask`."""
 
     def sampler(self, input_batch: InputBatch, vocab_size: int) -> Sampler:
         """Create the sampler, which draws tokens from logits."""

@@ -36,7 +36,7 @@ class SlotExtras:
     has_edits: bool
     allowed: Tensor | None  # token ids, on the device
     processors: list[Processor | str]
-    output_ids: list[int]  # maintained for processors only; the host knows all their tokens
+    output_ids: list[int]  # output tokens; maintained only if there are processors
     pooled: Tensor | None = None  # [hidden_size], sum over the prefill chunks so far
 
     def process(self, logits: Tensor) -> str | None:
@@ -183,7 +183,7 @@ def in_pieces(rows: list[T], num_tokens: Callable[[T], int]) -> Iterator[list[T]
 def penalize(
     logits: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
 ) -> Tensor:
-    """Return the penalized logits of tokens that occur `counts` times in the output."""
+    """Return the penalized logits of tokens in the prompt or output; `counts` is for the output."""
     logits = torch.where(logits > 0, logits / repetition, logits * repetition)
     return logits - frequency * counts - presence * (counts > 0)
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.engine.step import StepPlan, num_scored
+from nanovllm.engine.logprobs import num_scored
+from nanovllm.engine.step import StepPlan
 from nanovllm.ops.interface import ResidualStream
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.logits_edits import SlotExtras

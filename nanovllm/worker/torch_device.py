@@ -17,7 +17,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.step import Pending
 from nanovllm.errors import ConfigError
 from nanovllm.models.decoder import DecoderModel
-from nanovllm.ops import torch_sampling
+from nanovllm.ops import torch_logits
 from nanovllm.ops.interface import Ops
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE, TPGroup
@@ -47,8 +47,8 @@ class TorchDevice:
     torch_device = torch.device("cpu")
     depth = 0  # measured by benchmarks/engine/cpu_choices.py
     name = device_name = "cpu"
-    token_logprobs = staticmethod(torch_sampling.token_logprobs)
-    apply_token_bitmask = staticmethod(torch_sampling.apply_token_bitmask)
+    token_logprobs = staticmethod(torch_logits.token_logprobs)
+    apply_token_bitmask = staticmethod(torch_logits.apply_token_bitmask)
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
         self.config, self.group = config, group
@@ -91,13 +91,8 @@ class TorchDevice:
     def cache_bytes(self, wanted: int) -> int:
         share = available_memory() // 4 // self.num_ranks
         granted = min(wanted, share)
-        logger.info(
-            "KV cache: %.2f GiB (every sequence at full length: %.2f, a quarter of memory%s: %.2f)",
-            granted / GIB,
-            wanted / GIB,
-            "" if self.num_ranks == 1 else f" over {self.num_ranks} ranks",
-            share / GIB,
-        )
+        text = "KV cache: %.2f GiB (every sequence at full length: %.2f, a quarter of memory: %.2f)"
+        logger.info(text, granted / GIB, wanted / GIB, share / GIB)
         return granted
 
     def check_cache_bytes(self, num_bytes: int) -> None:

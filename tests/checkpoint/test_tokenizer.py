@@ -494,7 +494,7 @@ def test_code_of_a_repository_never_runs(tmp_path: Path, monkeypatch: pytest.Mon
     own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(own))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
-    with pytest.raises(UnsupportedModelError, match="needs code from its repository"):
+    with pytest.raises(CheckpointError, match="code from a repository is never run"):
         load_tokenizer(Checkpoint(folder, {}, {}, (), "none"))
 
 

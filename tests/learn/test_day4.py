@@ -80,6 +80,7 @@ def test_the_program(
     day4.main(model, tokenizer)
     printed = capsys.readouterr().out.splitlines()
     continuous = [
+        "  step      1  2  3  4  5  6  7  8",
         "  A         7  1",
         "  B         5  1  1  1  1",
         "  C         .  .  8  1",
@@ -88,9 +89,11 @@ def test_the_program(
         "  tokens   12  2  9  2  7  8  1  1",
     ]
     first = printed.index(next(line for line in printed if line.startswith("continuous")))
-    assert printed[first + 1 : first + 7] == continuous
-    steps = [line.split()[-4:-1] for line in printed if line.endswith(tuple("0123456789"))][-3:]
-    assert steps == [["14", "42", "3.0"], ["11", "42", "3.8"], ["8", "42", "5.2"]]
+    assert printed[first + 1 : first + 8] == continuous
+    last = printed.index("All three generated the same texts:") - 1
+    rows = [line.split()[-8:-1] for line in printed[last - 3 : last]]
+    steps = {14: 538, 11: 423, 8: 307}  # and the MB of weights that they read per new token
+    assert rows == [f"42 {n} {n} x 538 MB {mb}".split() for n, mb in steps.items()]
     prompt_ids = tokenizer.encode(requests["B"][0])
     [text] = [line for line in printed if line.startswith("  B: ")]
     engine = make_engine(model, day4.Scheduler, 1, 3)
@@ -118,7 +121,7 @@ def test_exercise_1_latency(tiny: Callable[[str], TinyCheckpoint], tiny_llama: M
 
 def test_exercise_2_priority(tiny: Callable[[str], TinyCheckpoint], tiny_llama: Model) -> None:
     engine = make_engine(tiny_llama, solutions.PriorityScheduler, 1, 40)
-    priorities = [0, 2, 1, 2]
+    priorities = [2, 0, 1, 0]
     sequences = [
         solutions.PrioritySequence(str(i), list(PROMPTS[i]), MAX_TOKENS, priority=priority)
         for i, priority in enumerate(priorities)

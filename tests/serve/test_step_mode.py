@@ -27,7 +27,7 @@ from tests.engine.test_fuzz import make_sequences as sequences_of
 from tests.serve.byte_model import make_byte_model
 from tests.serve.fake_llm import FakeLLM
 from tests.serve.running import Running, running
-from tests.serve.test_observer import stats_of
+from tests.serve.test_observer import request, stats_of
 from tests.serve.test_operations import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def stepped(rng: random.Random, caching: bool) -> Iterator[tuple[EngineCore, Eng
         budget=rng.choice([3, 7, 32]),
         caching=caching,
         depth=0,
-        is_paced=False,
+        is_paced=rng.random() < 0.5,
     )
     mode = StepMode(core)
     sequences = sequences_of(requests, make_samples(rng, requests))
@@ -90,7 +90,10 @@ def apply(before: EngineState, changes: list[Change]) -> tuple[dict[int, list[in
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_the_changes_lead_from_one_snapshot_to_the_next(caching: bool) -> None:
+def test_the_changes_lead_from_one_snapshot_to_the_next(
+    caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.engine.prompt_budget.MIN_PROMPT_TOKENS", 3)
     seen: Counter[str] = Counter()
     for seed in range(60):
         steps = stepped(random.Random(seed), caching)
@@ -133,6 +136,24 @@ def test_a_block_shows_the_tokens_whose_keys_it_holds() -> None:
                 assert tokens[block_id] == kv[block_id].tolist()
                 num_cached += 1
     assert num_cached > 50
+
+
+def test_steps_without_a_snapshot_are_not_explained() -> None:
+    core = build_core(num_blocks=9, num_slots=2, budget=32, caching=True, depth=0, is_paced=False)
+    mode = StepMode(core)
+
+    def changes() -> list[Change]:
+        return changes_in(mode.explain(take_snapshot(core, stats_of(core), 0.0)))
+
+    changes()
+    core.add(request(0, num_tokens=3))
+    for _ in range(3):
+        core.step()
+    assert not core.has_unfinished
+    assert changes() == []
+    core.add(request(1))
+    core.step()
+    assert "shared" in [change.kind for change in changes()]
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)

@@ -273,7 +273,7 @@ def test_many_rows_on_a_gpu(
         errors.append(distance(got, want))
 
     def add(residual: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any) -> ResidualStream:
-        assert len(x) > cuda_ops.MAX_EXACT_ROWS
+        assert len(x) > cuda_ops.MAX_W8A16_ROWS
         hidden: ResidualStream = add_to(residual, x, weight, bias)
         assert hidden.update is not None
         assert hidden.scales is not None

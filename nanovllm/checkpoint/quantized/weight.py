@@ -24,7 +24,7 @@ class QuantizedPiece:
     values: Tensor  # [rows, inputs]: FP8, or integers (one per byte)
     scales: Tensor  # [rows, groups]
     zeros: Tensor | int = 0  # uint8 [rows, groups], or one zero point for all
-    group_of: Tensor | None = None  # group of each input; None: groups are consecutive and equal
+    group_of: Tensor | None = None  # group of each input; None: consecutive groups of equal size
 
     def __len__(self) -> int:
         return len(self.values)

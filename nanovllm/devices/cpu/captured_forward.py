@@ -27,7 +27,7 @@ class CapturedStep:
 
 
 class CapturedForward:
-    """A forward that replays small decode steps, whose products all run in our kernels.
+    """Replays captured programs for small decode steps, which run only our own kernels.
 
     Other steps run eagerly.
     """
@@ -37,7 +37,7 @@ class CapturedForward:
         self.launcher = ops.launcher
         self.max_model_len = max_model_len
         self.max_rows = ops.max_linear_rows
-        self._steps: dict[int, CapturedStep] = {}  # by number of rows
+        self._steps: dict[int, CapturedStep] = {}  # keyed by the number of rows
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         num_rows = len(plan.slots)
@@ -52,7 +52,7 @@ class CapturedForward:
         return self.eager.step_logits(step.logits, plan)
 
     def prepare(self) -> None:
-        """Capture the step of one row now, so that the first completion does not wait for it."""
+        """Capture the step for one row now, so that the first completion does not wait for it."""
         self._try_to_capture(self.eager.batch(one_row()))
 
     def _try_to_capture(self, batch: ForwardBatch) -> CapturedStep | None:

@@ -1,4 +1,4 @@
-"""The CPU device: it chooses the dtype, compiled or torch kernels, and captured or eager steps."""
+"""The CPU device: chooses the dtype, compiled or torch kernels, and captured or eager steps."""
 
 from __future__ import annotations
 
@@ -49,10 +49,7 @@ class CpuDevice(TorchDevice):
 
     def attention(self, dtype: torch.dtype, ops: Ops) -> AttentionBackend:
         self.check_attention()
-        block_size, matmul_dtype = (
-            self.config.kvcache_block_size,
-            self.features.matmul_dtype(dtype),
-        )
+        block_size, matmul_dtype = self.config.kvcache_block_size, self.features.matmul_dtype(dtype)
         if self.config.attention_backend == "sdpa" or isinstance(ops, TorchOps):
             return SdpaAttention(block_size, matmul_dtype)
         from nanovllm.devices.cpu.numba_attention import NumbaAttention
@@ -70,9 +67,9 @@ class CpuDevice(TorchDevice):
         from nanovllm.devices.cpu.ops import NumbaOps  # needs numba
 
         is_eager = config.enforce_eager or config.attention_backend != "auto"
-        # A captured program contains only kernels, but a group needs all_reduce between them.
+        # A captured program contains only kernels, but a tensor-parallel group needs all_reduce.
         if is_eager or not self.group.is_alone:
-            eager.model(eager.batch(one_row()))  # compiles the kernels of the first step
+            eager.model(eager.batch(one_row()))  # compile the kernels before the first request
             return ModelRunner(eager, eager, sampler)
         assert isinstance(ops, NumbaOps)
         captured = CapturedForward(eager, ops, config.max_model_len)

@@ -10,14 +10,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class CpuFeatures:
-    """CPU features; other dtypes still work, upcast to float32 where that is faster."""
+    """What this CPU and torch do fast; other dtypes work too, upcast to float32 where faster."""
 
-    packs: frozenset[torch.dtype]  # dtypes whose weights oneDNN can repack in its own layout
-    multiplies: frozenset[torch.dtype]  # dtypes the CPU multiplies natively, as fast as float32
-    has_compiler: bool  # for our own kernels, which upcast weights as they read them
+    packs: frozenset[torch.dtype]  # dtypes whose weights oneDNN can repack into its own layout
+    multiplies: frozenset[torch.dtype]  # dtypes with native GEMMs, as fast as float32
+    has_compiler: bool  # numba, for our own kernels, which upcast weights as they read them
 
     def matmul_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of products; a dtype that torch emulates is up to 300 times slower."""
+        """Return the dtype for GEMMs; one that torch emulates would be up to 300 times slower."""
         return dtype if dtype in self.multiplies else torch.float32
 
     def runs_kernels(self, dtype: torch.dtype) -> bool:
@@ -27,8 +27,8 @@ class CpuFeatures:
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         """Return bfloat16 if it halves the memory traffic of decode and does not slow prefill.
 
-        Decode is memory-bound, and our kernels upcast bfloat16 at no cost. A product with many rows
-        takes as long as in float32, because its weight is upcast once for all of them. Without our
+        Decode is memory-bound, and our kernels upcast bfloat16 at no cost. A GEMM with many rows
+        takes as long as in float32, because its weight is upcast once for all rows. Without our
         kernels, every step would upcast all weights, which is slower than reading float32.
         benchmarks/engine/cpu_choices.py measures both.
         """
@@ -67,17 +67,17 @@ def _native_halves() -> list[torch.dtype]:
     except AttributeError:  # built without oneDNN
         return []
     if torch.cpu._is_avx2_supported():
-        # On x86 with only plain AVX-512, bfloat16 is accepted but multiplied in float32.
+        # Without AVX512_BF16 or AMX, oneDNN accepts bfloat16 but multiplies in float32.
         checks = torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported
         has_bf16 = has_bf16 and any(check() for check in checks)
     else:
-        has_fp16 = False  # ARM has the instructions, but torch does not use them for many rows
+        has_fp16 = False  # ARM has the instructions, but torch does not use them in large GEMMs
     return [torch.bfloat16] * has_bf16 + [torch.float16] * has_fp16
 
 
 def _has_compiler() -> bool:
     try:
         importlib.import_module("numba")
-    except (ImportError, OSError):  # OSError: its libraries exist but do not load
+    except (ImportError, OSError):  # OSError: numba's libraries exist but do not load
         return False
     return True

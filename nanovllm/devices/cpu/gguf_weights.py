@@ -1,4 +1,4 @@
-"""Weights in GGUF quant blocks: read directly by products of few rows, dequantized for more."""
+"""Weights in GGUF quant blocks: read directly for few rows, dequantized for many rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.devices.cpu.kernels.block_kernels import TILE_ROWS, compile_product, compile_widening
+from nanovllm.devices.cpu.kernels.block_kernels import (
+    TILE_ROWS,
+    compile_dequantizer,
+    compile_linear,
+)
 from nanovllm.devices.cpu.kernels.block_types import TYPES, pack_panels
 from nanovllm.devices.cpu.program import float_bits
+from nanovllm.ops.composed_linear import PIECE_SIZE
 from nanovllm.ops.interface import LinearFn
 from nanovllm.ops.quantized_weight import PANEL_ROWS, Panels, PanelWeight
-from nanovllm.ops.torch_ops import PIECE_SIZE
 
 if TYPE_CHECKING:
     from nanovllm.devices.cpu.ops import NumbaOps
@@ -25,9 +29,9 @@ if TYPE_CHECKING:
 class Pairs:
     """The (token, expert) pairs of a batch, sorted by expert."""
 
-    order: Tensor  # int32: token * top_k + choice
-    starts: Tensor  # int32 [experts + 1]: the first pair of each expert, and the end
-    max_rows: int  # upper bound on the pairs of one expert
+    order: Tensor  # int32 [pairs]: token * top_k + rank of the expert
+    starts: Tensor  # int32 [experts + 1]: index in `order` of each expert's first pair, and the end
+    max_rows: int  # upper bound on the number of pairs of one expert
 
 
 def to_panels(kind: str, rows: Tensor) -> Panels:
@@ -49,9 +53,9 @@ class BlockKernels:
 
     def __init__(self, ops: NumbaOps) -> None:
         self._ops, self._launcher = ops, ops.launcher
-        self._products: dict[str, Any] = {}  # by quant block type
+        self._linears: dict[str, Any] = {}  # keyed by quant block type
         self._dequantizers: dict[str, Any] = {}
-        self._piece = torch.empty(0, dtype=ops.matmul_dtype)  # buffer of `_dequantize`
+        self._piece = torch.empty(0, dtype=ops.matmul_dtype)  # output buffer of `_dequantize`
 
     def compile(self, *weights: PanelWeight) -> None:
         for weight in weights:
@@ -76,7 +80,7 @@ class BlockKernels:
         return run
 
     def embed(self, token_ids: Tensor, weight: PanelWeight, scale: float) -> Tensor:
-        """Return the rows at token_ids, as Ops.embed does."""
+        """Implement Ops.embed for a quantized table."""
         [table] = weight.parts
         launcher, num_rows, num_in = self._launcher, len(token_ids), table.num_in
         out = launcher.empty(num_rows, num_in)
@@ -88,7 +92,7 @@ class BlockKernels:
         return out
 
     def multiply_pairs(self, x: Tensor, weight: PanelWeight, pairs: Pairs) -> Tensor:
-        """Multiply the row of each pair by the weight of its expert."""
+        """Multiply the row of each (token, expert) pair by the weight of its expert."""
         [panels] = weight.parts
         y = self._launcher.empty(len(pairs.order), panels.num_out)
         self._few(x, y, panels, None, 0, pairs)
@@ -103,7 +107,7 @@ class BlockKernels:
         first: int,
         pairs: Pairs | None = None,
     ) -> None:
-        """Fill the columns of y from `first` on."""
+        """Multiply few rows by one part of a weight, and store the result in y[:, first:]."""
         launcher, num_rows, grouping = self._launcher, len(x), (0, 0, 1, 1)
         if pairs is not None:
             addresses = pairs.order.data_ptr(), pairs.starts.data_ptr()
@@ -114,7 +118,7 @@ class BlockKernels:
         scratch = launcher.scratch(launcher.num_threads * per_thread)
         offset = first * y.itemsize
         launcher.call(
-            self._products[part.kind].address,
+            self._linears[part.kind].address,
             y.data_ptr() + offset,
             x.data_ptr(),
             part.data.data_ptr(),
@@ -128,10 +132,10 @@ class BlockKernels:
         )
 
     def multiply_many(self, x: Tensor, weight: PanelWeight, bias: Tensor | None = None) -> Tensor:
-        """Multiply many rows by a weight that is dequantized piece by piece."""
+        """Multiply many rows by a weight, dequantizing PIECE_SIZE elements at a time."""
         upcast_x, num_out = x.to(self._ops.matmul_dtype), weight.num_out
         upcast_bias = None if bias is None else bias.to(upcast_x.dtype)
-        if num_out * x.shape[1] <= PIECE_SIZE:  # a single product, whose result needs no copy
+        if num_out * x.shape[1] <= PIECE_SIZE:  # a single GEMM, whose result needs no copy
             return F.linear(upcast_x, self._dequantize(weight.parts), upcast_bias).to(x.dtype)
         y, column = x.new_empty(len(x), num_out), 0
         for part in weight.parts:
@@ -145,14 +149,14 @@ class BlockKernels:
         return y
 
     def _dequantize(self, parts: Sequence[Panels]) -> Tensor:
-        """Return rows in the product dtype, in a buffer that the next call overwrites."""
+        """Return the weight rows in the GEMM dtype, in a buffer that the next call overwrites."""
         num_in, num_rows = parts[0].num_in, sum(part.num_out for part in parts)
         size = (num_rows + PANEL_ROWS) * num_in
         if len(self._piece) < size:
             self._piece = torch.empty(size, dtype=self._ops.matmul_dtype)
         weight, first = self._piece[: num_rows * num_in].view(num_rows, num_in), 0
         for part in parts:
-            # The last panel may extend past its part; the next part overwrites the excess.
+            # The last panel of a part may have padding rows, which the next part overwrites.
             address = self._piece[first * num_in :].data_ptr()
             sizes = num_in, len(part.data), 0, 0, 0
             kernel = self._dequantizers[part.kind]
@@ -161,8 +165,10 @@ class BlockKernels:
         return weight
 
     def _compile(self, kind: str) -> None:
-        if kind in self._products:
+        if kind in self._linears:
             return
         compiler, dtype = self._launcher.compiler, self._launcher.dtype
-        self._products[kind] = compile_product(compiler, kind, dtype)
-        self._dequantizers[kind] = compile_widening(compiler, kind, dtype, self._ops.matmul_dtype)
+        self._linears[kind] = compile_linear(compiler, kind, dtype)
+        self._dequantizers[kind] = compile_dequantizer(
+            compiler, kind, dtype, self._ops.matmul_dtype
+        )

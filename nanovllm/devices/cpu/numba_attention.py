@@ -1,4 +1,4 @@
-"""Attention on the CPU: a kernel reads the cache for decode rows; longer rows use SDPA."""
+"""Attention on the CPU: our kernel reads the paged cache for decode rows; prefill uses SDPA."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class NumbaAttention:
         _, num_heads, head_dim = q.shape
         num_kv_heads = cache.k.shape[2]
         group = num_heads // num_kv_heads
-        # Each thread holds, per query head: the query, the partial output, a score per position.
+        # Per thread and query head of a group: the query, the output, and a score per position.
         scratch_size = self.launcher.num_threads * group * (2 * head_dim + plan.max_length)
         scratch = self.launcher.scratch(scratch_size)
         exponents = cache.k_exponents, cache.v_exponents

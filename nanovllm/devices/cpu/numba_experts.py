@@ -1,4 +1,4 @@
-"""Experts on the CPU: with few tokens, kernels read the weights of each chosen expert once."""
+"""MoE on the CPU: with few tokens, our kernels read the weights of each chosen expert once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from nanovllm.devices.cpu.gguf_weights import Pairs
 from nanovllm.devices.cpu.kernels import experts
+from nanovllm.ops.composed_linear import linear
 from nanovllm.ops.interface import PackedExperts, Routing
 from nanovllm.ops.quantized_weight import PanelWeight, Weight
 from nanovllm.ops.torch_experts import ComposedExperts, compose_experts, run_each_expert
-from nanovllm.ops.torch_ops import linear
 
 if TYPE_CHECKING:
     from nanovllm.devices.cpu.ops import NumbaOps
@@ -35,7 +35,7 @@ def pack_experts(ops: NumbaOps, gate_up: Weight, down: Weight, routing: Routing)
 
 @dataclass(frozen=True, slots=True)
 class NumbaExperts:
-    """Experts in our kernels; more than `max_tokens` run expert by expert in torch's products."""
+    """An MoE layer: our kernels for up to `max_tokens` tokens, else torch GEMMs per expert."""
 
     ops: NumbaOps
     gate_up: Tensor | PanelWeight  # as in Ops.pack_experts
@@ -59,7 +59,7 @@ class NumbaExperts:
         return out
 
     def _route(self, logits: Tensor) -> tuple[Pairs, Tensor]:
-        """Return the (token, expert) pairs, and the routing weight of each."""
+        """Return the (token, expert) pairs sorted by expert, and the routing weights by token."""
         launcher, top_k = self.ops.launcher, self.routing.top_k
         num_tokens, num_experts = logits.shape
         num_pairs = num_tokens * top_k

@@ -1,4 +1,4 @@
-"""Ops on the CPU: compiled kernels, and oneDNN (through torch) for products with many rows."""
+"""Ops on the CPU: compiled kernels, and oneDNN (through torch) for GEMMs with many rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from nanovllm.devices.cpu.features import CpuFeatures
 from nanovllm.devices.cpu.kernels import dense
 from nanovllm.devices.cpu.program import Launcher, float_bits
+from nanovllm.ops.composed_linear import ComposedLinear, compose_linear, linear
 from nanovllm.ops.fp8 import hadamard_exponents, hadamard_size
 from nanovllm.ops.interface import (
     ACTIVATIONS,
@@ -24,16 +25,15 @@ from nanovllm.ops.interface import (
     Routing,
 )
 from nanovllm.ops.quantized_weight import Panels, PanelWeight, QuantizedWeight, Weight
-from nanovllm.ops.torch_ops import ComposedLinear, compose_linear, linear
 
 if TYPE_CHECKING:
     from nanovllm.devices.cpu.gguf_weights import BlockKernels
 
-# The most rows for our kernels, by the product dtype. With more rows torch's product is faster,
-# even if it includes upcasting the weight: benchmarks/kernels/cpu_products.py.
+# Maximum number of rows for our kernels, by GEMM dtype. With more rows torch's GEMM is faster, even
+# if it first upcasts the weight: benchmarks/kernels/cpu_products.py.
 MAX_LINEAR_ROWS = {torch.bfloat16: 8, torch.float32: 16}
 
-# The same per expert, if tokens were spread evenly: benchmarks/kernels/cpu_products.py.
+# The same limit per expert, for evenly routed tokens: benchmarks/kernels/cpu_products.py.
 MAX_EXPERT_ROWS = {torch.bfloat16: 12, torch.float32: 32}
 
 
@@ -49,7 +49,7 @@ class NumbaOps:
 
     @property
     def blocks(self) -> BlockKernels:
-        """The kernels of GGUF quant blocks, created for models with such weights."""
+        """Kernels for GGUF quant blocks, created when a model first needs them."""
         if self._blocks is None:
             from nanovllm.devices.cpu.gguf_weights import BlockKernels
 
@@ -153,7 +153,7 @@ class NumbaOps:
         return ComposedLinear(self, run, activation)
 
     def _pack_many(self, weight: Tensor, bias: Tensor | None, allow_copy: bool) -> LinearFn:
-        """Choose the product of many rows; a packed copy pays off only in the product dtype."""
+        """Choose the GEMM for many rows; a packed copy pays off only in the GEMM dtype."""
         if allow_copy and self.can_pack and self.matmul_dtype == weight.dtype:
             return pack_onednn(weight, bias)
         return lambda x: linear(x, weight, bias, self.matmul_dtype)

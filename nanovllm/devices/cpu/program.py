@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanovllm.devices.cpu.contention import ThreadChooser
 from nanovllm.devices.cpu.kernels.interpreter import (
     PROGRAM_WIDTH,
     Compiler,
     compile_interpreter,
     compile_kernel,
 )
-from nanovllm.devices.cpu.pace import Pace
 
 
 class NotCapturableError(Exception):
-    """A captured function computes outside our kernels, which a replay would omit."""
+    """A captured function computes outside our kernels; a replay would omit that computation."""
 
 
-class _RefuseProducts:
-    """Raises for operations that compute; views and empty tensors stay valid in a replay.
+class _RefuseCompute:
+    """Raises for operations that compute; views and empty tensors remain valid in a replay.
 
     This is a separate base class because torch wraps the __torch_dispatch__ of a TorchDispatchMode
     in a function that imports its compiler, which takes seconds.
@@ -43,31 +43,31 @@ class _RefuseProducts:
         return func(*args, **(kwargs or {}))
 
 
-class OnlyViews(_RefuseProducts, TorchDispatchMode):
+class OnlyViews(_RefuseCompute, TorchDispatchMode):
     pass
 
 
 class Program:
     """A sequence of kernel calls, and the tensors that they point to."""
 
-    def __init__(self, instructions: np.ndarray, kept: list[Tensor], team: Team) -> None:
+    def __init__(self, instructions: np.ndarray, kept: list[Tensor], pool: ThreadPool) -> None:
         self.instructions = instructions
         self._kept = kept
-        self._team = team
-        sizes = len(instructions), team.num_threads
-        self._header = np.array([instructions.ctypes.data, *sizes, *team.openmp_calls], np.int64)
+        self._pool = pool
+        sizes = len(instructions), pool.num_threads
+        self._header = np.array([instructions.ctypes.data, *sizes, *pool.openmp_calls], np.int64)
         self._address = self._header.ctypes.data
 
     def run(self) -> None:
-        """Run the kernels on the fastest number of threads; results are bitwise the same."""
-        self._team.pace.run(self.run_on)
+        """Run the kernels on the fastest number of threads, which does not affect the results."""
+        self._pool.chooser.run(self.run_on)
 
     def run_on(self, num_threads: int) -> None:
-        self._team.run(self._address, num_threads)
+        self._pool.run(self._address, num_threads)
 
 
-class Team:
-    """The OpenMP threads of torch itself: a second pool would compete with them for the cores."""
+class ThreadPool:
+    """Torch's own OpenMP threads: a second thread pool would compete with them for the cores."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._interpreter = compile_interpreter(compiler)
@@ -80,7 +80,7 @@ class Team:
             for name in names
         ]
         self._function = ctypes.c_void_p(self._interpreter.address)
-        self.pace = Pace(self.num_threads)
+        self.chooser = ThreadChooser(self.num_threads)
 
     def run(self, header_address: int, num_threads: int) -> None:
         header = ctypes.c_void_p(header_address)
@@ -104,15 +104,15 @@ class Launcher:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.compiler = Compiler()
-        self._team = Team(self.compiler)
-        self.num_threads = self._team.num_threads
-        self._single = Program(np.zeros((1, PROGRAM_WIDTH), np.int64), [], self._team)
+        self._pool = ThreadPool(self.compiler)
+        self.num_threads = self._pool.num_threads
+        self._single = Program(np.zeros((1, PROGRAM_WIDTH), np.int64), [], self._pool)
         self._scratch = torch.empty(0)
         self._kernels: dict[tuple[Any, torch.dtype | None], Any] = {}
         self._capture: Capture | None = None
 
     def launch(self, kernel: Any, *args: int, cached: torch.dtype | None = None) -> None:
-        """Run a kernel, compiling it at its first launch; `cached` is the dtype of the KV cache."""
+        """Run a kernel, compiling it on first use; `cached` is the dtype of the KV cache."""
         key = kernel, cached
         if key not in self._kernels:
             dtypes = [self.dtype] if cached is None else [self.dtype, cached]
@@ -120,7 +120,7 @@ class Launcher:
         self.call(self._kernels[key].address, *args)
 
     def call(self, address: int, *args: int) -> None:
-        """Run the kernel at an address."""
+        """Run the compiled kernel at an address, or record the call during a capture."""
         if self._capture is not None:
             self._capture.instructions.append((address, *args))
             return
@@ -141,7 +141,7 @@ class Launcher:
         return self._scratch
 
     def capture(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
-        """Capture a function that only launches kernels; every run fills the returned output."""
+        """Capture a function that only launches kernels; each run overwrites the output tensor."""
         capture = self._capture = Capture([], [])
         try:
             with OnlyViews():
@@ -151,7 +151,7 @@ class Launcher:
         instructions = np.zeros((len(capture.instructions), PROGRAM_WIDTH), np.int64)
         for i, instruction in enumerate(capture.instructions):
             instructions[i, : len(instruction)] = instruction
-        return Program(instructions, capture.kept, self._team), output
+        return Program(instructions, capture.kept, self._pool), output
 
     def _keep(self, tensor: Tensor) -> None:
         if self._capture is not None:
@@ -159,7 +159,7 @@ class Launcher:
 
 
 def find_openmp() -> ctypes.CDLL | None:
-    """Return a handle to the OpenMP library of torch, if it has the GNU interface."""
+    """Return a handle to torch's OpenMP library; None if it lacks the GNU interface."""
     for path in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
         library = ctypes.CDLL(str(path))
         if hasattr(library, "GOMP_parallel") and hasattr(library, "GOMP_barrier"):

@@ -1,7 +1,8 @@
-"""Compile the kernels of some work in parallel processes, before the work runs.
+"""Compile the kernels that a function launches, in parallel processes, before it is needed.
 
-The work runs once with every launch suppressed. Each kernel it would launch is sent to a process
-that compiles it, and its launcher, into Triton's cache on disk; the first launch finds both there.
+The function runs once with every launch suppressed. Each kernel it would launch is sent to a
+process that compiles the kernel and its launcher into Triton's cache on disk. The first real launch
+finds both there.
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ _BOOT = (
     "import sys; sys.path[:] = sys.argv[1:]; "
     "from nanovllm.devices.cuda.compile_ahead import serve; serve()"
 )
-_PACKAGES = Path(__file__).resolve().parents[3]  # holds nanovllm, even if sys.path is relative
+# Absolute path of the folder that contains nanovllm; entries of sys.path may be relative.
+_PACKAGES = Path(__file__).resolve().parents[3]
 
-Kernels = SimpleQueue["str | None"]  # lines of JSON; None marks the end
+Kernels = SimpleQueue["str | None"]  # a JSON line per kernel; None marks the end
 
 
 def is_first_use() -> bool:
     """Whether this process has not launched any kernel yet.
 
-    Kernels that are already compiled would be launched, on inputs that the suppressed kernels have
-    not computed.
+    Otherwise, kernels that are already loaded would really be launched, on inputs that suppressed
+    kernels have not computed.
     """
     norm = elementwise._rms_norm  # used by every model
     return isinstance(norm, JITFunction) and not norm.device_caches
 
 
-def stamp_path(*facts: object) -> Path:
+def marker_path(*facts: object) -> Path:
     """Return the file in Triton's cache whose existence means that all kernels are compiled."""
     sources = sorted(_PACKAGES.glob("nanovllm/*/cuda/**/*.py"))
     times = [path.stat().st_mtime_ns for path in sources]
@@ -58,7 +60,10 @@ def stamp_path(*facts: object) -> Path:
 
 
 def compile_ahead(work: Callable[[], object], num_processes: int) -> None:
-    """Compile the kernels `work` would launch; it must not depend on results, which are garbage."""
+    """Compile the kernels that `work` would launch.
+
+    `work` must not depend on the kernels' results, which stay uninitialized.
+    """
     kernels: Kernels = SimpleQueue()
     processes: list[subprocess.Popen[str]] = []
     with ThreadPoolExecutor(num_processes) as pool:
@@ -77,11 +82,11 @@ def compile_ahead(work: Callable[[], object], num_processes: int) -> None:
 
 
 def serve() -> None:
-    """Compile the kernels named on standard input; the main loop of a compiler process."""
-    is_here = torch.cuda.is_available()
+    """Main loop of a compiler process: compile the kernels that standard input describes."""
+    has_gpu = torch.cuda.is_available()
     for line in sys.stdin:
         kernel = compile_kernel(*json.loads(line))
-        if is_here:  # builds the launcher: a C function for every signature
+        if has_gpu:  # build the launcher, a C function for each signature
             driver.active.launcher_cls(kernel.src, kernel.metadata)
         print(flush=True)
 
@@ -89,7 +94,7 @@ def serve() -> None:
 def compile_kernel(
     module: str, name: str, key: str, target: list[Any], specialization: str
 ) -> CompiledKernel:
-    """Compile a kernel from the arguments of Triton's hook; the target device may be absent.
+    """Compile a kernel from the data that `_collect` sends; the target GPU may be absent.
 
     `JITFunction.preload` does the same but needs the device. Triton's cache key depends on the keys
     computed earlier in the process, so the key comes from the process that will launch the kernel.
@@ -114,7 +119,7 @@ def _start_process() -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C at the terminal reaches only the engine
+        start_new_session=True,  # so that Ctrl-C in the terminal interrupts only the engine
     )
 
 
@@ -136,7 +141,7 @@ def _feed(process: subprocess.Popen[str], kernels: Kernels) -> None:
 def _collect(work: Callable[[], object], kernels: Kernels) -> None:
     """Run `work` in this thread with its launches suppressed, and queue each kernel once.
 
-    Triton's hooks are process-wide, so ours ignores launches from other threads.
+    Triton's JIT hook is process-wide, so `note` ignores launches from other threads.
     """
     device = driver.active.get_current_target()
     target = [device.backend, device.arch, device.warp_size]

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps, one per bucket of rows; their inputs come from the InputBatch."""
+"""CUDA graphs of decode steps, one per batch-size bucket; their inputs come from the InputBatch."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
     from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
 
-FIRST_SIZES = 8, 4, 2, 1  # rows
-# Batches of these sizes also have a graph for short contexts, which does not split attention.
+FIRST_SIZES = 8, 4, 2, 1  # batch sizes captured at startup
+# Batches of these sizes also have a graph for short contexts, in which the keys are not split.
 SHORT_SIZES = range(24, 81)
 
 Replay = Callable[[], None]
-GraphKey = tuple[int, int]  # rows, longest context
+GraphKey = tuple[int, int]  # (batch size, maximum context length)
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Return every size up to 16, then steps of 1/8 of the power of two below; always max_rows.
+    """Return the batch sizes of the graphs: every size up to 16, then with gaps, and max_rows.
 
-    Sizes between 208 and 256 are left out: the libraries' products of 256 rows are as fast.
+    The gap is 1/8 of the power of two below. Sizes between 208 and 256 are left out, because cuBLAS
+    is as fast with 256 rows.
     """
     sizes, size = [], 1
     while size < max_rows:
@@ -79,20 +80,20 @@ class DecodeGraphs:
         if persistent is not None and not persistent.suits(eager.caches):
             persistent = None
         self.persistent = persistent
-        # Maximum total context of a step, keyed by its rows; emptied once the kernel gives up.
+        # Batch size -> maximum total context of a persistent step; cleared after a timeout.
         rows = () if persistent is None else persistent.rows
         self.persistent_tokens = {
             size: persistent.max_tokens(size) for size in rows if persistent and size in self.sizes
         }
         self.graphs: dict[GraphKey, DecodeGraph] = {}
-        self.shared_graphs: dict[int, DecodeGraph] = {}  # keyed by size
+        self.shared_graphs: dict[int, DecodeGraph] = {}  # keyed by batch size
         self.can_share = isinstance(attention, TritonAttention)
         self.prefixes = SharedPrefixes(device, num_slots, max_blocks, input_batch.block_size)
 
-    # Ways to run a step; the first two return None if they do not support the plan.
+    # Options to run a step; the first two return None if they do not support the plan.
 
     def run_persistent(self, plan: StepPlan) -> StepLogits | None:
-        """A few rows of few tokens in all run as one kernel, which may have more rows."""
+        """Run a small batch of short contexts as one kernel, padded to a supported batch size."""
         size = next((size for size in self.persistent_tokens if size >= len(plan.slots)), None)
         if size is None or plan.starts.sum() >= self.persistent_tokens[size]:
             return None
@@ -101,14 +102,14 @@ class DecodeGraphs:
         return None if replay is None else self._replay(replay, plan, key)
 
     def run_shared(self, plan: StepPlan) -> StepLogits | None:
-        """Run rows that begin with the same blocks, reading the shared keys once."""
+        """Run rows with shared prefixes, whose keys are read once (cascade attention)."""
         if len(plan.slots) < MIN_ROWS or not self.can_share:
             return None
         size = self.size_of(len(plan.slots))
         is_captured = size in self.shared_graphs or not self.device.config.optimizes_latency
         if not is_captured or not self.prefixes.find(plan.slots):
             return None
-        self.send_slots(plan.slots)  # before the graph: its capture may run the step
+        self.send_slots(plan.slots)  # before `shared_graph`, whose capture may run the step
         graph = self.shared_graph(size)
         graph.run_layers()
         return self._step_logits(graph.logits[: len(plan.slots)], None)
@@ -122,12 +123,12 @@ class DecodeGraphs:
         replay()
         return self._step_logits(self.graphs[key].logits[: len(plan.slots)], key)
 
-    # Capture.
+    # Warm-up and capture.
 
-    def run_every_size(self) -> Iterator[StepLogits]:
-        """Launch the kernels of every bucket and yield their logits.
+    def warm_up(self) -> Iterator[StepLogits]:
+        """Launch the kernels of every bucket, and yield the logits of each bucket.
 
-        The largest comes first, since all buckets share its memory.
+        The largest bucket comes first, since all buckets share its memory.
         """
         for size in reversed(self.sizes):
             for max_context in {self.max_context, self.bound_of(size, 1)}:
@@ -139,7 +140,7 @@ class DecodeGraphs:
                 self._run_layers(size, self.max_context, self.prefixes.rows(size))
 
     def first_keys(self) -> list[GraphKey]:
-        """Return the largest bucket, whose memory the others share, and the most used ones."""
+        """Return the largest bucket, whose memory all others share, then the most used ones."""
         sizes = self.sizes[-1], *(size for size in FIRST_SIZES if size in self.sizes)
         return [(size, self.max_context) for size in sizes]
 
@@ -148,7 +149,7 @@ class DecodeGraphs:
         return list(dict.fromkeys((size, bound) for size, both in bounds for bound in both))
 
     def capture_one_shared(self) -> bool:
-        """Capture a graph for shared prefixes; False if none is left to capture."""
+        """Capture one graph for shared prefixes; return False if none is left to capture."""
         for size in self.sizes if self.can_share else ():
             if size >= MIN_ROWS and size not in self.shared_graphs:
                 self.prefixes.clear()
@@ -159,7 +160,7 @@ class DecodeGraphs:
 
     def graph(self, key: GraphKey) -> DecodeGraph:
         if key not in self.graphs:
-            with self.padded():  # the current slots may hold sequences whose blocks were freed
+            with self.padded():  # the last step's slots may hold sequences with freed blocks
                 self.graphs[key] = self._capture(*key)
         return self.graphs[key]
 
@@ -193,7 +194,7 @@ class DecodeGraphs:
         return self.sizes[bisect_left(self.sizes, num_rows)]
 
     def bound_of(self, size: int, longest: int) -> int:
-        """Return the longest context that the graph for a batch supports."""
+        """Return the maximum context of the graph for `size` rows of up to `longest` tokens."""
         is_short = size in SHORT_SIZES and longest <= SHORT_CONTEXT
         return min(SHORT_CONTEXT, self.max_context) if is_short else self.max_context
 

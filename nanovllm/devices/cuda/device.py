@@ -17,7 +17,7 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.devices.cuda.compile_ahead import compile_ahead, is_first_use, stamp_path
+from nanovllm.devices.cuda.compile_ahead import compile_ahead, is_first_use, marker_path
 from nanovllm.devices.cuda.kernels import masks
 from nanovllm.devices.cuda.kernels import token_logprobs as logprobs
 from nanovllm.devices.cuda.memory import GIB, MemoryAccount
@@ -59,12 +59,12 @@ KERNEL_OPTIONS = (  # options that determine which kernels are compiled
     "quantization",
     "kv_cache_dtype",
 )
-MIN_PROCESSES, MAX_PROCESSES = 4, 12  # compiler processes; their imports take a while
-DRIVER_BYTES = 1 << 29  # memory of the graphs in addition to logits and activations
+MIN_PROCESSES, MAX_PROCESSES = 4, 12  # compiler processes; fewer are not worth starting
+DRIVER_BYTES = 1 << 29  # memory that graphs use besides logits and activations
 
 
 class CudaDevice:
-    """Queues all work on one stream, in order, which makes the reuse of KV-cache blocks safe."""
+    """A GPU that queues all work on one stream, so that KV-cache blocks can be reused safely."""
 
     depth = 1
     name = "cuda"
@@ -150,18 +150,18 @@ class CudaDevice:
 
     def release(self) -> None:
         torch.cuda.synchronize(self.torch_device)
-        torch._C._cuda_clearCublasWorkspaces()  # includes that of the capture stream, now unused
+        torch._C._cuda_clearCublasWorkspaces()  # includes the workspace of the capture stream
         torch.cuda.empty_cache()
 
     def fill(self, target: Tensor, rows: Tensor) -> None:
         with self.in_order():
             pinned = self.pinned(target)
-            # The driver would stage a copy from the mapped file with a single thread.
+            # A direct copy from the memory-mapped file would use a single thread of the driver.
             pinned.copy_(rows)
             target.copy_(pinned, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-            copied.synchronize()  # the pinned buffer must not be reused earlier
+            copied.synchronize()  # the pinned buffer must not be reused before the copy completes
 
     def upload(self, array: np.ndarray) -> Tensor:
         return self._pin(array).to(self.torch_device, non_blocking=True)
@@ -186,7 +186,10 @@ class CudaDevice:
         return torch.from_numpy(array) if self.is_pinned(array) else self.upload(array)
 
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
-        """Copy tensors to the host; those on the host already are pinned outputs of queued work."""
+        """Copy tensors to the host asynchronously.
+
+        Tensors that are already on the host are pinned outputs of queued kernels.
+        """
         pinned = [self.pinned(t) if t.is_cuda else t for t in tensors]
         for target, tensor in zip(pinned, tensors, strict=True):
             if target is not tensor:
@@ -202,29 +205,29 @@ class CudaDevice:
         return Pending(wait)
 
     def pinned(self, like: Tensor) -> Tensor:
-        """Return pinned host memory, which the device can write to."""
+        """Allocate pinned host memory with the shape and dtype of `like`."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def _pin(self, array: np.ndarray) -> Tensor:
-        """Copy an array to pinned memory, which is not reused before copies from it complete."""
+        """Copy an array to pinned memory; torch reuses it only after copies from it complete."""
         source = torch.from_numpy(np.ascontiguousarray(array))
         pinned = self.pinned(source)
-        # numpy copies, because torch's threads would spin for milliseconds after a large copy.
+        # Copy with numpy: torch's threads would spin for milliseconds after a large copy.
         pinned.numpy()[...] = source.numpy()
         return pinned
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Capture work that uses fixed buffers; return its replay function and its output.
+        """Capture `run`, which must use fixed buffers; return the replay function and the output.
 
-        The work runs once before, unless every kernel was loaded at startup. All graphs share one
-        memory pool: once an output is freed, graphs captured later reuse its memory. The pool lives
-        as long as any of its graphs.
+        `run` is first called once without capture, unless all kernels were loaded at startup. All
+        graphs share one memory pool: once an output is freed, graphs captured later reuse its
+        memory. The pool lives as long as any of its graphs.
         """
         if not self.config.optimizes_latency:
             run()
         torch.cuda.synchronize(self.torch_device)
         graph = torch.cuda.CUDAGraph()
-        # torch.cuda.graph would empty the allocator's cache before each of the many captures.
+        # torch.cuda.graph is not used: it would empty the allocator's cache before every capture.
         with torch.cuda.stream(self._capture_stream):
             # thread_local: other threads may use the device during the capture.
             graph.capture_begin(self._graph_pool, capture_error_mode="thread_local")
@@ -235,11 +238,11 @@ class CudaDevice:
         return graph.replay, output
 
     def weak_ref(self, tensor: Tensor) -> Tensor:
-        """Return a tensor over the same memory that does not keep it from being reused."""
+        """Return a tensor that aliases the same memory, but does not keep it allocated."""
         assert tensor.is_contiguous()
         memory = {
             "shape": tuple(tensor.shape),
-            "typestr": f"<i{tensor.itemsize}",  # integers: the interface has no bfloat16
+            "typestr": f"<i{tensor.itemsize}",  # as integers: the interface lacks bfloat16
             "data": (tensor.data_ptr(), False),
             "version": 2,
         }
@@ -277,24 +280,25 @@ class CudaDevice:
     def compile_ahead(self, model: DecoderModel, largest_step: Callable[[], EagerForward]) -> None:
         """Compile the kernels of all steps in parallel, unless they are already compiled.
 
-        It does not pay with few cores, nor in a group, whose ranks would compile the same kernels.
+        This does not pay off with few cores, nor in a tensor-parallel group: its ranks would all
+        compile the same kernels.
         """
         num_processes = min(MAX_PROCESSES, os.cpu_count() or 1)
         if num_processes < MIN_PROCESSES or not self.group.is_alone or not is_first_use():
             return
         options = [getattr(self.config, name) for name in KERNEL_OPTIONS]
-        stamp = stamp_path(options, model.config, self.device_name, model.dtype)
-        if stamp.exists():
+        marker = marker_path(options, model.config, self.device_name, model.dtype)
+        if marker.exists():
             return
         logger.warning("Compiling the CUDA kernels: 10 to 30 seconds, once on this machine")
-        compile_ahead(lambda: self.run_every_step(largest_step()), num_processes)
-        stamp.parent.mkdir(parents=True, exist_ok=True)
-        stamp.touch()
+        compile_ahead(lambda: self.warm_up(largest_step()), num_processes)
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
 
-    def run_every_step(self, eager: EagerForward) -> None:
+    def warm_up(self, eager: EagerForward) -> None:
         """Launch every kernel that a step may use."""
         if self.uses_graphs:
-            self.steps(eager).run_every_size()
+            self.steps(eager).warm_up()
 
     def profile(self, largest_step: Callable[[], object]) -> None:
         """Measure the peak memory of the largest step."""
@@ -320,15 +324,15 @@ class CudaDevice:
 
     @property
     def _max_tokens(self) -> int:
-        """The most tokens that a step may have."""
+        """Maximum number of tokens in a step."""
         config = self.config
         return min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
 
     def _count_graph_bytes(self, model: DecoderModel) -> int:
-        """Estimate the memory of the graphs: the logits, and a share of the largest step's memory.
+        """Estimate the memory of the graphs: logits, and a share of the largest step's memory.
 
-        All graphs share the logits of the largest. In a group the logits exist three times while
-        the ranks' parts are concatenated.
+        All graphs share the logits buffer of the largest. In a tensor-parallel group, the logits
+        exist three times while the ranks' shards are concatenated.
         """
         num_rows = self.config.max_num_seqs * (1 if self.group.is_alone else 3)
         num_bytes = num_rows * model.config.vocab_size * model.dtype.itemsize + DRIVER_BYTES

@@ -101,7 +101,7 @@ class FlashAttention:
     ) -> Tensor:
         if len(q) == 0:  # flash-attn rejects empty inputs
             return torch.empty_like(q)
-        before = -1 if spec.window is None else spec.window - 1  # keys left of the query's own
+        before = -1 if spec.window is None else spec.window - 1  # keys before the query; -1: all
         options = {"softmax_scale": spec.scale, "causal": True, "window_size": (before, 0)}
         if isinstance(plan, FlashDecode):
             output = self.attend_cached(

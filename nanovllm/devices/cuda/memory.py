@@ -41,13 +41,13 @@ def use_device(index: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryAccount:
-    """The division of a device's memory (in bytes), and what remains for the KV cache."""
+    """How a device's memory is used (in bytes), and how much remains for the KV cache."""
 
     total: int
     utilization: float
-    held: int  # by weights and other processes
-    step: int  # activations of the largest step
-    graphs: int  # CUDA graphs
+    held: int  # used by weights and other processes
+    step: int  # used by the activations of the largest step
+    graphs: int  # used by CUDA graphs
 
     @property
     def room(self) -> int:

@@ -1,4 +1,4 @@
-"""Ops on CUDA: Triton where it beats the libraries, cuBLAS for products of many rows."""
+"""Ops on CUDA: Triton kernels where they beat the libraries, cuBLAS for GEMMs with many rows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from nanovllm.devices.cuda.kernels.linear_few_rows import (
     make_counters,
 )
 from nanovllm.devices.cuda.kernels.linear_fp8 import (
-    LibraryWeight,
+    ScaledMMWeight,
     fp8_add_to,
     fp8_after_norm,
     fp8_many_rows,
-    library_weight,
+    scaled_mm_weight,
 )
 from nanovllm.devices.cuda.kernels.linear_one_row import one_row_linear
 from nanovllm.ops.interface import (
@@ -39,16 +39,16 @@ from nanovllm.ops.interface import (
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
 from nanovllm.ops.torch_ops import ComposedLinear, TorchOps
 
-ADD_ROWS = 1024  # from here on the product adds the residual itself, which saves the norm a pass
-# Up to here, activations stay unquantized for FP8 weights with a scale per output: the gain would
-# be small.
-MAX_EXACT_ROWS = 16
-# The same limit for FP8 weights with block scales, which are then dequantized in registers.
+# Minimum rows to fuse the residual add into the GEMM (addmm); the norm then reads one tensor less.
+MIN_FUSED_ADD_ROWS = 1024
+# FP8 weights with per-channel scales: up to this many rows, quantizing activations gains little.
+MAX_W8A16_ROWS = 16
+# FP8 weights with block-wise scales: up to this many rows, weights are dequantized in registers.
 MAX_FP8_ROWS = 64
-# With more rows, int4 weights are dequantized in memory first, which moves nine times their bytes.
+# Int4 weights: with more rows, they are dequantized to memory, which moves nine times their bytes.
 MAX_INT4_ROWS = 1024
-# With more tokens, enough of them share an expert for sorting to pay; quantized experts are always
-# sorted, because tensor cores dequantize and multiply them faster.
+# MoE: with more tokens, enough of them share an expert that sorting by expert pays off. With
+# quantized weights tokens are always sorted, because tensor cores multiply such weights faster.
 MAX_PAIR_TOKENS = 4
 
 
@@ -81,22 +81,22 @@ class TritonOps:
 
 @dataclass(slots=True)
 class CudaLinear:
-    """A linear layer: a fused kernel for one row, another for a few, libraries for many rows."""
+    """A linear layer: GEMV for one row, a skinny-GEMM kernel for a few rows, libraries for many."""
 
     ops: TritonOps
     weight: CudaWeight
     bias: Tensor | None
     activation: Activation | None
-    library: LibraryWeight | None = None  # for products of many rows in FP8
-    counters: Tensor | None = None  # for `few_rows_linear`, if the weight is quantized
+    scaled_mm: ScaledMMWeight | None = None  # weight for FP8 GEMMs with many rows
+    counters: Tensor | None = None  # split-K counters of `few_rows_linear` for quantized weights
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias, activation = self.weight, self.bias, self.activation
-        if len(x) == 1 and isinstance(weight, Tensor):
+        if len(x) == 1:
             return one_row_linear(ResidualStream(x), None, weight, bias, activation)[0]
         x = x.contiguous()
-        if (library := self._library_of(x)) is not None:
-            return fp8_many_rows(x, library, bias, activation)
+        if (scaled_mm := self._scaled_mm_of(x)) is not None:
+            return fp8_many_rows(x, scaled_mm, bias, activation)
         if self._has_few(len(x)):
             return few_rows_linear(x, weight, bias, activation, self.counters)
         dense = weight if isinstance(weight, Tensor) else dequantize(weight, x.dtype)
@@ -105,11 +105,11 @@ class CudaLinear:
 
     def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
         assert self.activation is None
-        if isinstance(self.weight, Tensor) and len(x) >= ADD_ROWS and self.bias is None:
+        if isinstance(self.weight, Tensor) and len(x) >= MIN_FUSED_ADD_ROWS and self.bias is None:
             return ResidualStream(residual.addmm_(x, self.weight.t()))
         x = x.contiguous()
-        if (library := self._library_of(x)) is not None:
-            return fp8_add_to(residual, x, library, self.bias)
+        if (scaled_mm := self._scaled_mm_of(x)) is not None:
+            return fp8_add_to(residual, x, scaled_mm, self.bias)
         config = self._split_config(len(x))
         if config is None:
             return ResidualStream(residual, self(x))
@@ -118,12 +118,12 @@ class CudaLinear:
         )
 
     def after_norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        residual, weight = hidden.residual, self.weight
-        if len(residual) == 1 and isinstance(weight, Tensor):
-            return one_row_linear(hidden, norm, weight, self.bias, self.activation)
-        library = self._library_of(residual)
-        if library is not None and not library.stored.has_blocks:
-            return fp8_after_norm(hidden, norm, library, self.bias, self.activation), residual
+        residual = hidden.residual
+        if len(residual) == 1:
+            return one_row_linear(hidden, norm, self.weight, self.bias, self.activation)
+        scaled_mm = self._scaled_mm_of(residual)
+        if scaled_mm is not None and not scaled_mm.stored.has_blocks:
+            return fp8_after_norm(hidden, norm, scaled_mm, self.bias, self.activation), residual
         normed, residual = self.ops.norm(hidden, norm)
         return self(normed), residual
 
@@ -133,33 +133,33 @@ class CudaLinear:
         return num_rows <= (MAX_FP8_ROWS if self.weight.bits == 8 else MAX_INT4_ROWS)
 
     def _split_config(self, num_rows: int) -> FewRowsConfig | None:
-        """Return the split-K config of a product whose partial sums the next norm adds up."""
+        """Return the config of a split-K GEMM whose partial sums the next norm adds up, or None."""
         if isinstance(self.weight, Tensor):
             num_splits = choose_splits(num_rows, self.weight)
             return few_rows_config(self.weight, num_rows, num_splits) if num_splits > 1 else None
         is_split = num_rows > 1 and self._has_few(num_rows)
         return few_rows_config(self.weight, num_rows) if is_split else None
 
-    def _library_of(self, x: Tensor) -> LibraryWeight | None:
-        """Return the FP8 library weight if these rows are to be quantized to FP8."""
-        if self.library is None or x.dtype != torch.bfloat16:
+    def _scaled_mm_of(self, x: Tensor) -> ScaledMMWeight | None:
+        """Return the weight for torch._scaled_mm if x is to be quantized to FP8, else None."""
+        if self.scaled_mm is None or x.dtype != torch.bfloat16:
             return None
-        most = MAX_FP8_ROWS if self.library.stored.has_blocks else MAX_EXACT_ROWS
-        return self.library if len(x) > most else None
+        most = MAX_FP8_ROWS if self.scaled_mm.stored.has_blocks else MAX_W8A16_ROWS
+        return self.scaled_mm if len(x) > most else None
 
 
 def pack_quantized(
     ops: TritonOps, weight: QuantizedWeight, bias: Tensor | None, activation: Activation | None
 ) -> CudaLinear:
-    has_library = weight.bits == 8 and weight.qweight.is_cuda
-    library = library_weight(weight) if has_library else None
+    has_scaled_mm = weight.bits == 8 and weight.qweight.is_cuda
+    scaled_mm = scaled_mm_weight(weight) if has_scaled_mm else None
     counters = make_counters(weight.qweight.device)
-    return CudaLinear(ops, weight, bias, activation, library, counters)
+    return CudaLinear(ops, weight, bias, activation, scaled_mm, counters)
 
 
 @dataclass(frozen=True, slots=True)
 class CudaExperts:
-    """Routed experts: tokens are grouped by expert; a few tokens each read their own ones."""
+    """An MoE layer: tokens are sorted by expert, or a few tokens each read their own experts."""
 
     ops: TritonOps
     gate_up: CudaWeight

@@ -1,7 +1,8 @@
-"""CUDA graphs of steps with prefill rows: a few buckets per number of tokens; steps are padded.
+"""CUDA graphs of steps with prefill rows; a step is padded to the first bucket that it fits.
 
-Launching a layer's kernels one by one takes the host longer than the device needs for a few
-thousand tokens. The first token of a short prompt, and all decode rows of the step, would wait.
+Up to a few thousand tokens, launching a layer's kernels one by one takes the host longer than the
+device needs to run them. That would delay the first token of short prompts, and all decode rows of
+the step.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from nanovllm.worker.forward import EagerForward, StepLogits
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
 
-MAX_TOKENS = 4096  # with more tokens the device takes longer than the host's launches
-MAX_ROWS = 256  # the logits of every row are computed, even of padding
-MAX_PROMPTS = 16  # prefill rows: rows of more than one token
+MAX_TOKENS = 4096  # with more tokens, the device takes longer than the launches
+MAX_ROWS = 256  # a graph computes the logits of all its rows, including padding
+MAX_PROMPTS = 16  # prefill rows (more than one token) of a bucket
 # Many short prompts have their own buckets. The attention grid is sized as if every prompt had the
-# maximum length, and CTAs without queries take time too, so that maximum must be small.
-MANY_PROMPTS, MANY_LEN = 64, 512  # prompts of such a bucket, and the tokens of each
-MIN_MANY_TOKENS, MAX_MANY_TOKENS = 1024, 8192  # total tokens of such a bucket
-LAYER_PRODUCTS = 3 << 36  # multiplications that take about as long as the launches of a layer
-MAX_ALONE = 4  # prompts in the buckets for steps without decode rows
-MAX_ALONE_TOKENS = 1024  # total tokens of these buckets
-MAX_CHANGES = 16384  # words of the InputBatch that a graph writes before it runs a step
-# Decode rows in a step that is too large for any graph: their number selects the attention kernel.
+# maximum length, and CTAs without queries take time too, so the maximum must be small there.
+MANY_PROMPTS, MANY_LEN = 64, 512  # prompts of such a bucket, and maximum tokens of each
+MIN_MANY_TOKENS, MAX_MANY_TOKENS = 1024, 8192  # bounds on the total tokens of such a bucket
+LAYER_MACS = 3 << 36  # multiply-adds that take about as long as the launches of a layer
+MAX_ALONE = 4  # maximum prompts in the buckets for steps without decode rows
+MAX_ALONE_TOKENS = 1024  # maximum total tokens of these buckets
+MAX_CHANGES = 16384  # maximum words of the InputBatch that a graph updates before its step
+# Warm-up of steps too large for any graph: numbers of decode rows that cover all attention kernels.
 FEW_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
-HEIGHTS = 2, 3, 4, 3  # int32 values per token, decode row, prompt and row: see Bucket.lengths
+HEIGHTS = 2, 3, 4, 3  # words per token, decode row, prompt and sampled row: see Bucket.lengths
 
 
 class Bucket(NamedTuple):
@@ -52,14 +53,14 @@ class Bucket(NamedTuple):
     num_decodes: int  # decode rows: rows of one token
     num_prompts: int  # rows of more than one token
     num_rows: int
-    longest: int  # most tokens of one row
+    longest: int  # maximum tokens of one row
 
     def fits(self, needed: Bucket) -> bool:
         return all(map(operator.le, needed, self))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Words of each part: 2 per token, 3 per decode row, 4 per prompt, 3 per sampled row."""
+        """Number of words of each section: the tokens, decode rows, prompts and sampled rows."""
         widths = self.num_tokens, self.num_decodes, self.num_prompts, self.num_rows
         return tuple(height * width for height, width in zip(HEIGHTS, widths, strict=True))
 
@@ -71,16 +72,16 @@ def needed_size(plan: StepPlan) -> Bucket:
 
 
 def count_many_tokens(config: ModelConfig) -> int:
-    """Return the most tokens of a bucket for many prompts; with more, the host is not the limit.
+    """Return the maximum tokens of a bucket for many prompts: with more, the device is the limit.
 
-    The LM head's weights are spread evenly over the layers.
+    Weights outside the layers, such as the LM head's, are counted as if spread over the layers.
     """
     num_weights = config.num_weights_per_token // config.num_layers
-    return min(LAYER_PRODUCTS // num_weights, MAX_MANY_TOKENS)
+    return min(LAYER_MACS // num_weights, MAX_MANY_TOKENS)
 
 
 def bucket_sizes(max_tokens: int, max_rows: int, max_many_tokens: int) -> list[Bucket]:
-    """Return buckets at powers of two and halfway between, up to the largest step of each kind."""
+    """Return the buckets of each kind: token counts are powers of two, or halfway between."""
     sizes, num_tokens = [], 16
     if max_rows <= MAX_PROMPTS:
         max_many_tokens = 0
@@ -101,7 +102,7 @@ def bucket_sizes(max_tokens: int, max_rows: int, max_many_tokens: int) -> list[B
 
 
 class PrefillGraphs:
-    """Captures a graph per bucket, and replays the steps that fit one."""
+    """Captures one graph per bucket, and replays it for steps that fit the bucket."""
 
     def __init__(
         self,
@@ -117,15 +118,15 @@ class PrefillGraphs:
         self.sizes = sizes
         num_words = max(sum(size.lengths) for size in self.sizes) + 1 + 2 * MAX_CHANGES
         self._columns = torch.zeros(num_words, dtype=torch.int32, device=device.torch_device)
-        # Zeros are a valid token and position while kernels are compiled without being launched.
+        # Zeros are valid tokens and positions: when launches are suppressed, nothing fills them.
         most, where = self.sizes[-1].num_tokens, device.torch_device
         self._input_ids = torch.zeros(most, dtype=torch.int32, device=where)
         # Row 0: positions; row 1: slot_mapping.
         self._token_columns = torch.zeros(2, most, dtype=torch.int64, device=where)
         self._graphs: dict[Bucket, tuple[Callable[[], None], Tensor]] = {}
 
-    def run_every_size(self) -> None:
-        """Launch every kernel of steps with prompts, including steps too large for any graph."""
+    def warm_up(self) -> None:
+        """Launch every kernel of steps with prefill rows, even of steps too large for any graph."""
         for size in reversed(self.sizes):
             self._run_model(size)
         most = self.sizes[-1]
@@ -192,8 +193,9 @@ class PrefillGraphs:
 def chunk_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.int32]:
     """Lay out a plan as `Bucket.lengths` describes; `padding` is a slot that no sequence has.
 
-    Padding among the decode rows writes zeros to a prompt's token, which that prompt's attention
-    overwrites later, or to the last token: without prompts, that token is padding too.
+    Attention writes zeros to the token of a padding decode row. This is the first token of the
+    first prompt, which prefill overwrites later. Without prompts it is the last token, which is
+    padding too.
     """
     laid_out = np.zeros(sum(size.lengths), np.int32)
     tokens, decodes, prompts, sampled = (

@@ -1,7 +1,8 @@
-"""Find decode rows that begin with the same blocks, so that their shared keys are read only once.
+"""Find decode rows with a common prefix, whose keys are then read only once (cascade attention).
 
-Sequences share the blocks that they got from the prefix cache when admitted. Rows are grouped by
-their first block; a group shares the leading blocks that all its rows have in common.
+Sequences share the KV-cache blocks that they got from the prefix cache when they were admitted.
+Rows are grouped by their first block; a group shares the leading blocks that all its rows have in
+common.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from nanovllm.engine.step import IntColumn, NewRow
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
 
-NUM_GROUPS = 4  # only the largest groups are used
+NUM_GROUPS = 4  # maximum number of groups: the largest ones are used
 MIN_ROWS = 32  # smaller batches have no graph for shared prefixes
-MIN_SAVED = 1 << 15  # saved key reads; fewer do not pay for an extra kernel per layer
+MIN_SAVED = 1 << 15  # minimum key reads to save: fewer do not pay for an extra kernel per layer
 NO_BLOCK = -1
 
 
 class SharedPrefixes:
-    """Tracks the blocks each slot's sequence was admitted with, and holds the kernels' tables."""
+    """Tracks the blocks that each sequence was admitted with, and holds the tables for kernels."""
 
     def __init__(
         self, device: CudaDevice, num_slots: int, max_blocks: int, block_size: int
@@ -32,7 +33,7 @@ class SharedPrefixes:
         self.device = device
         self.block_size = block_size
         self._blocks = np.full((num_slots, max_blocks), NO_BLOCK, np.int32)
-        self._slots: IntColumn | None = None  # slots of the last batch examined
+        self._slots: IntColumn | None = None  # slots of the last batch passed to `find`
         self._is_worth_it = False
         self._tables = torch.zeros(
             4 * NUM_GROUPS + 2 * num_slots, dtype=torch.int32, device=device.torch_device
@@ -46,7 +47,7 @@ class SharedPrefixes:
             self._slots = None
 
     def find(self, slots: IntColumn) -> bool:
-        """Whether sharing pays for these slots; if so, fill the tables that `rows` returns."""
+        """Return whether sharing pays off for these slots; if so, fill the tables for `rows`."""
         if self._slots is None or not np.array_equal(slots, self._slots):
             self._slots = slots
             groups, members, lens = find_groups(self._blocks, slots, self.block_size)
@@ -59,7 +60,7 @@ class SharedPrefixes:
         return self._is_worth_it
 
     def clear(self) -> None:
-        """Forget the last batch, because a graph for fewer rows is about to be captured."""
+        """Forget the last batch before a capture: its rows may not exist in a smaller graph."""
         self._slots = None
         self._tables.zero_()
 
@@ -75,7 +76,7 @@ def find_groups(
 ) -> tuple[IntColumn, IntColumn, IntColumn]:
     """Group rows that begin with the same blocks; `blocks` [slots, max_blocks] is indexed by slot.
 
-    Return the columns of SharedRows: groups, members, and how many keys each row shares.
+    Return the columns of SharedRows: groups, members, and the number of shared keys of each row.
     """
     groups = np.zeros((4, NUM_GROUPS), np.int32)
     members, lens = np.zeros((2, len(slots)), np.int32)

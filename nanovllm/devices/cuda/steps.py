@@ -1,14 +1,14 @@
-"""Run steps on CUDA; each step takes the first way that supports it.
+"""Run steps on CUDA. Each step uses the first option that supports it:
 
-| the step has                | ways to run the model, in this order                             |
+| the step has                | options to run the model, in this order                          |
 |-----------------------------|------------------------------------------------------------------|
-| one new token in every row  | persistent kernel, graph for shared prefixes, decode graph        |
-| prompts                     | prefill graph, eager                                              |
+| one new token in every row  | persistent kernel, graph for shared prefixes, decode graph       |
+| prefill rows                | prefill graph, eager                                             |
 
-| the model ran as            | ways to sample                                                    |
+| the model ran as            | options to sample                                                |
 |-----------------------------|------------------------------------------------------------------|
-| persistent or decode graph  | sampler graph, with or without a bitmask, or launched kernels     |
-| anything else               | launched kernels                                                  |
+| persistent or decode graph  | sampler graph (with or without a bitmask), eager                 |
+| anything else               | eager                                                            |
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Sampling kernels that are captured, simplest first; a batch uses the first that covers its needs.
+# Combinations of sampling features that are captured, simplest first. A batch uses the first
+# combination that includes all features it needs.
 CAPTURED_SAMPLING = (
     Sampling.GREEDY,
     Sampling.RANDOM,
@@ -47,14 +48,15 @@ CAPTURED_SAMPLING = (
     Sampling.RANDOM | Sampling.MIN_P | Sampling.TOP_K_TOP_P,
 )
 
-SamplerKey = tuple[GraphKey, Sampling, bool]  # graph of the logits, sampling, applies a bitmask
+# (key of the graph that computes the logits, sampling features, whether a bitmask is applied)
+SamplerKey = tuple[GraphKey, Sampling, bool]
 
 
 class CudaSteps:
-    """Captures and replays graphs: ahead of requests for a latency target, else on first use.
+    """Captures and replays CUDA graphs: at startup if there is a latency target, else on first use.
 
-    Each sampler has two graphs, which alternate and write to separate host buffers: a step begins
-    before the host has read the tokens of the previous one.
+    Each sampler is captured twice. The two graphs alternate and write to separate host buffers,
+    because a step starts before the host has read the tokens of the previous step.
     """
 
     def __init__(
@@ -64,10 +66,11 @@ class CudaSteps:
         self.captures_ahead = device.config.optimizes_latency
         self.decode = DecodeGraphs(eager, device)
         self.sampler = device.sampler(eager.input_batch, eager.model.config.vocab_size)
-        # Output of the sampler graphs, outside their pool: the next step may run during its copy.
+        # Output of the sampler graphs, outside the graph pool: the next step may run while the
+        # tokens are copied to the host.
         num_slots = eager.input_batch.num_slots
         self._tokens = torch.zeros(num_slots, dtype=torch.int32, device=device.torch_device)
-        self._masks: Tensor | None = None  # pinned host memory, read by the graphs
+        self._masks: Tensor | None = None  # bitmasks in pinned host memory, read by the graphs
         self._samplers: dict[SamplerKey, Iterator[tuple[Replay, Tensor]]] = {}
 
     def __call__(self, plan: StepPlan) -> StepLogits:
@@ -85,14 +88,14 @@ class CudaSteps:
         return self.sampler(logits, plan) if key is None else self._replay(key, len(plan.slots))
 
     def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
-        """Apply bitmasks and sample with one graph; do nothing and return None if there is none."""
+        """Apply bitmasks and sample with one graph; return None if there is no such graph."""
         key = self._sampler_key(logits, plan, masks)
         return None if key is None else self._replay(key, len(plan.slots))
 
     def _sampler_key(
         self, logits: StepLogits, plan: StepPlan, masks: IntColumn | None
     ) -> SamplerKey | None:
-        """Return the key of the graph that samples a step; None if kernels must be launched."""
+        """Return the key of the graph that samples a step; None if sampling must run eagerly."""
         asked = self.eager.input_batch.sampling(plan)
         sampling = next((each for each in CAPTURED_SAMPLING if asked in each), None)
         if logits.graph is None or sampling is None:
@@ -105,7 +108,10 @@ class CudaSteps:
         return key if key in self._samplers or not self.captures_ahead else None
 
     def _can_read(self, masks: IntColumn) -> bool:
-        """Whether graphs can read these bitmasks; if their address changed, drop the old graphs."""
+        """Return whether graphs can read these bitmasks, which must be in pinned memory.
+
+        If the address of the bitmasks changed, drop the graphs that read the old address.
+        """
         if self._masks is None or self._masks.data_ptr() != masks.ctypes.data:
             if not self.device.is_pinned(masks):
                 return False
@@ -118,7 +124,7 @@ class CudaSteps:
             self._capture_sampler(key)
         replay, host = next(self._samplers[key])
         replay()
-        is_alone = self.sampler.group.is_alone  # in a group, rank 0 broadcasts the tokens later
+        is_alone = self.sampler.group.is_alone  # the sampler fills `host` only without a group
         return Sampled(self._tokens[:num_rows], host[:num_rows] if is_alone else None)
 
     def note(self, plan: StepPlan) -> None:
@@ -126,7 +132,7 @@ class CudaSteps:
         self.decode.prefixes.enter(plan.new_rows)
 
     def has_lost_step(self) -> bool:
-        """Whether the persistent kernel timed out; if so, disable it."""
+        """Return whether the persistent kernel timed out; if so, disable it."""
         persistent = self.decode.persistent
         if persistent is None or not persistent.gave_up():
             return False
@@ -137,36 +143,36 @@ class CudaSteps:
         self.decode.persistent_tokens.clear()
         return True
 
-    def run_every_size(self) -> None:
+    def warm_up(self) -> None:
         """Launch every kernel that a step may use."""
         model = self.eager.model
         with one_of_each_layer(model.model, model.config):
-            self._run_every_size()
+            self._warm_up()
 
-    def _run_every_size(self) -> None:
-        for step in self.decode.run_every_size():
+    def _warm_up(self) -> None:
+        for step in self.decode.warm_up():
             logits, host = step.values, self.device.pinned(self._tokens[: len(step.values)])
             if len(logits) == len(self._tokens):
                 shape = len(logits), -(-logits.shape[1] // 32)
                 masks = self.device.readable(self.device.host_memory(shape))
-                apply_token_bitmask(logits, None, masks)  # variant used after a step with prompts
+                apply_token_bitmask(logits, None, masks)  # variant used after prefill
                 apply_token_bitmask(logits, None, masks, step.slots, self.decode.padding)
                 token_logprobs(logits, self._tokens, 1)
             for sampling in CAPTURED_SAMPLING:
-                self.sampler.sample(step, sampling)  # variant used after a step with prompts
+                self.sampler.sample(step, sampling)  # variant used after prefill
                 self.sampler.sample(step, sampling, None, host)
         if self.prefill is not None:
-            self.prefill.run_every_size()
+            self.prefill.warm_up()
 
     def capture_all(self) -> None:
         """Load every kernel, then capture every graph that ordinary requests replay.
 
         The largest graph comes first, since all of them share its memory. `capture_one` adds the
-        graphs for bitmasks and shared prefixes while the engine is idle. The ranks of a group are
-        not idle at the same moment, so their graphs are all captured here.
+        graphs for bitmasks and shared prefixes while the engine is idle. In a tensor-parallel
+        group, all graphs are captured here, because the ranks are not idle at the same moment.
         """
         logger.info("Capturing CUDA graphs, so that no request waits for one")
-        self.run_every_size()
+        self.warm_up()
         for key in self.decode.all_keys():
             for sampling in CAPTURED_SAMPLING:
                 self._capture_sampler((key, sampling, False))
@@ -197,14 +203,17 @@ class CudaSteps:
         return True
 
     def _capture_sampler(self, key: SamplerKey) -> None:
-        """Capture a sampler; it must not allocate from the graph pool, which holds the logits."""
+        """Capture both graphs of a sampler.
+
+        They must not allocate from the graph pool, whose memory holds the logits.
+        """
         graph, sampling, is_masked = key
         step = self.decode.whole_step(graph)
         tokens = self._tokens[: len(step.values)]
         hosts = [self.device.pinned(tokens) for _ in range(2)]
         masks = self._masks if is_masked else None
         samples = [partial(self._sample, step, masks, sampling, tokens, host) for host in hosts]
-        with self.decode.padded():  # sampling advances the sequences in the slots
+        with self.decode.padded():  # a capture may run the sampler, which appends to the slots
             replays = [self.device.capture(sample)[0] for sample in samples]
         self._samplers[key] = cycle(zip(replays, hosts, strict=True))
 
@@ -223,7 +232,10 @@ class CudaSteps:
 
 @contextmanager
 def one_of_each_layer(body: DecoderBody, config: ModelConfig) -> Iterator[None]:
-    """Reduce a model to its last layer and one layer of each kind; others use the same kernels."""
+    """Reduce a model to its last layer and one layer of each kind inside the context.
+
+    The other layers use the same kernels.
+    """
     layers, ropes = body.layers, body.ropes
     kinds = [
         (config.layers[i], _kind_of(layer), i + 1 == config.num_layers)
@@ -239,7 +251,7 @@ def one_of_each_layer(body: DecoderBody, config: ModelConfig) -> Iterator[None]:
 
 
 def _kind_of(layer: nn.Module) -> object:
-    """Describe a layer's modules and how its weights are packed; some may be quantized."""
+    """Describe a layer's modules and packed weights, which determine the kernels it uses."""
     packed = [getattr(module, "packed", None) for module in layer.modules()]
     return repr(layer), [_described(each) for each in packed]
 

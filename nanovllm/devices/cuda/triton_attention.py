@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.attention.backend import AttentionSpec, BatchRows, DecodeRows, SharedRows
 from nanovllm.devices.cuda.kernels.attention_configs import (
-    MAX_SMALL,
+    MAX_SMALL_TILE_ROWS,
     TMA_CONFIG,
     choose_prefill_splits,
     choose_splits,
@@ -23,7 +23,7 @@ from nanovllm.devices.cuda.kernels.attention_configs import (
 from nanovllm.devices.cuda.kernels.attention_tiles import PagedCache
 from nanovllm.devices.cuda.kernels.paged_attention import (
     QueryRows,
-    SharedPart,
+    SharedPartials,
     attend_shared,
     paged_attention,
 )
@@ -37,7 +37,7 @@ class TritonPlan:
     decode: QueryRows | None
     prefill: QueryRows | None
     shared: SharedRows | None = None  # shared prefixes of the decode rows
-    max_context: int | None = None  # longest decode context; None: as much as the table holds
+    max_context: int | None = None  # maximum decode context; None: what the block table can hold
 
 
 class TritonAttention:
@@ -64,11 +64,11 @@ class TritonAttention:
     def chunk_plan(
         self, block_table: Tensor, decodes: Tensor, prompts: Tensor, max_query_len: int
     ) -> TritonPlan:
-        """Plan decode rows and rows of any number of tokens, from device tensors alone.
+        """Plan decode rows and prefill rows whose sizes only the device knows.
 
-        `decodes` [3, rows] holds slot, token index and context length; context length 0 is padding,
-        whose output is zeros. `prompts` [4, rows] holds slot, first token index, context length and
-        number of tokens, which may be 0.
+        `decodes` [3, rows] holds slot, token index and context length. A context length of 0 marks
+        padding, whose output is zeros. `prompts` [4, rows] holds slot, first token index, context
+        length and number of tokens, which is 0 for padding.
         """
         decode = prefill = None
         if decodes.shape[1]:
@@ -85,7 +85,7 @@ class TritonAttention:
         if cache.k_exponents is not None and cache.v_exponents is not None:
             exponents = cache.k_exponents, cache.v_exponents
         paged = PagedCache(cache.k, cache.v, plan.block_table, exponents)
-        if plan.decode is not None:  # before prefill, which overwrites what padding rows wrote
+        if plan.decode is not None:  # before prefill, which overwrites the output of padding rows
             self._decode(q, paged, plan, spec, out)
         if plan.prefill is not None:
             self._prefill(q, paged, plan.prefill, spec, out)
@@ -115,10 +115,10 @@ class TritonAttention:
     def _decode(
         self, q: Tensor, cache: PagedCache, plan: TritonPlan, spec: AttentionSpec, out: Tensor
     ) -> None:
-        """Attend for decode rows.
+        """Compute the attention of decode rows.
 
-        The key splits depend on the longest possible context, not the actual one, so that eager
-        steps use the same kernels as graphs.
+        The number of key splits depends on the maximum context, not on the actual one, so that
+        eager steps use the same kernels as graphs.
         """
         rows, shared = plan.decode, plan.shared
         assert rows is not None
@@ -128,10 +128,10 @@ class TritonAttention:
         num_splits = choose_splits(num_rows, num_kv_heads, max_keys, self.num_processors)
         is_large = self.is_hopper and suits_large_tiles(num_rows, num_kv_heads, num_splits)
         config = decode_config(head_dim, q.dtype, is_large, cache.is_fp8)
-        part = None
+        prefix = None
         if shared is not None and spec.window is None:
-            num_q_rows = min(num_rows * q.shape[1] // num_kv_heads, MAX_SMALL)
+            num_q_rows = min(num_rows * q.shape[1] // num_kv_heads, MAX_SMALL_TILE_ROWS)
             tiles = prefill_config(head_dim, q.dtype, num_q_rows, cache.is_fp8)
-            parts = attend_shared(q, cache, shared.groups, shared.members, spec.scale, tiles)
-            part = SharedPart(shared.lens, parts)
-        paged_attention(q, cache, rows, out, spec.scale, spec.window, config, num_splits, part)
+            partials = attend_shared(q, cache, shared.groups, shared.members, spec.scale, tiles)
+            prefix = SharedPartials(shared.lens, partials)
+        paged_attention(q, cache, rows, out, spec.scale, spec.window, config, num_splits, prefix)

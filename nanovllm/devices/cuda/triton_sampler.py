@@ -1,4 +1,4 @@
-"""Sampling on CUDA without host work: kernels read parameters by slot and update the InputBatch."""
+"""Sampling on CUDA without host work: kernels read and update the InputBatch directly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TritonSampler:
         out: Tensor | None = None,
         host: Tensor | None = None,
     ) -> Tensor:
-        """Return the sampled tokens; also write them to `host` (only without a group)."""
+        """Return the sampled tokens; without a group, also write them to `host` (pinned memory)."""
         if out is None:
             out = torch.empty(len(logits.values), dtype=torch.int32, device=logits.values.device)
         state = self.input_batch.tokens, self.input_batch.lengths

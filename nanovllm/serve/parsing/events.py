@@ -10,7 +10,9 @@ Kind = Literal["text", "reasoning", "tool_call"]
 
 @dataclass(frozen=True, slots=True)
 class BlockStart:
-    index: int  # index of the content block in its completion; the previous block has stopped
+    """The start of a content block; the previous block, if any, has stopped."""
+
+    index: int  # position of the content block in its completion
     kind: Kind
     call_id: str = ""
     name: str = ""  # name of the called tool

@@ -75,6 +75,6 @@ def test_machine_code_goes_by_the_text_of_every_kernel() -> None:
     with_kernels = {
         path.stem
         for path in folder.glob("*.py")
-        if any(name in path.read_text() for name in ("@kernel", "@part", "@intrinsic"))
+        if any(name in path.read_text() for name in ("@kernel", "@inlined", "@intrinsic"))
     }
     assert with_kernels | {"block_types"} == set(interpreter.SOURCES)

@@ -203,7 +203,7 @@ def test_any_number_of_threads_gives_the_same(dtype: torch.dtype) -> None:
 def test_a_program_gives_the_same_bits_on_any_number_of_threads(dim: int) -> None:
     """A program may run on one thread for a while, which must not change the order of sums."""
     launcher = Launcher(torch.float32)
-    launcher.num_threads = launcher._team.num_threads = 3
+    launcher.num_threads = launcher._pool.num_threads = 3
     ops = NumbaOps(launcher, find_cpu_features())
     x, weight = torch.randn(5, dim), torch.randn(3 * dim + 1, dim)
     linear = ops.pack_linear(weight, None, None, False)

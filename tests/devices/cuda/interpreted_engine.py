@@ -70,7 +70,7 @@ class InterpretedDevice(RunAgain, CpuDevice):
     persistent = None
     sampler, prepare, runner = CudaDevice.sampler, CudaDevice.prepare, CudaDevice.runner
     steps, prefill_sizes = CudaDevice.steps, CudaDevice.prefill_sizes
-    run_every_step, compile_ahead = CudaDevice.run_every_step, CudaDevice.compile_ahead
+    warm_up, compile_ahead = CudaDevice.warm_up, CudaDevice.compile_ahead
     uses_graphs = CudaDevice.uses_graphs
     token_logprobs = staticmethod(CudaDevice.token_logprobs)
     apply_token_bitmask = staticmethod(CudaDevice.apply_token_bitmask)

@@ -60,7 +60,7 @@ class Launches:
 
     def compile_ahead(self, on: Any, model: object, largest_step: Callable[[], Any]) -> None:
         self.noted = self.ahead
-        on.run_every_step(largest_step())
+        on.warm_up(largest_step())
         self.noted = self.own
 
 

@@ -98,5 +98,5 @@ def test_an_error_of_the_work_is_raised(cache: Path) -> None:
 
 
 def test_stamps_differ_by_what_they_stand_for() -> None:
-    stamps = {compile_ahead.stamp_path(*facts) for facts in ((1, 2), (1, 3), (1, 2))}
+    stamps = {compile_ahead.marker_path(*facts) for facts in ((1, 2), (1, 3), (1, 2))}
     assert len(stamps) == 2

@@ -1,4 +1,4 @@
-"""Kernels that read GGUF quant blocks: a product of few rows, and dequantization.
+"""Kernels that read GGUF quant blocks: a skinny GEMM (few rows of x), and dequantization.
 
 Each is compiled for one quant block type when a model first needs it; programs call them by
 address.
@@ -24,19 +24,19 @@ from nanovllm.devices.cpu.kernels.block_types import (
     Block,
     BlockType,
     Group,
-    spread,
+    broadcast,
 )
-from nanovllm.devices.cpu.kernels.interpreter import LIKE, Compiler, hash_sources
+from nanovllm.devices.cpu.kernels.interpreter import ZERO_OF, Compiler, hash_sources
 from nanovllm.devices.cpu.kernels.intrinsics import (
     as_float,
     constant,
     kernel,
     load,
-    narrow,
     pointer_to,
     prefetch,
     round_to,
     store,
+    to_bf16_bits,
 )
 from nanovllm.devices.cpu.kernels.simd import LINE_BYTES, zero_variable
 
@@ -57,9 +57,9 @@ def multiply_panel(
     x_sums: Any,
     target: Any,
 ) -> Any:
-    """Set b[target + 16 * row + lane] to the products of a panel with rows of x, stored in b.
+    """Multiply a panel by rows of x; store the dot products in b[target + 16 * row + lane].
 
-    The sums of each row of x over groups of columns are at x_sums.
+    b[xs:] holds the rows of x, and b[x_sums:] their sums over groups of columns.
     """
     block_type, count = TYPES[NAMES[kind.literal_value]], num_rows.literal_value
 
@@ -96,14 +96,14 @@ def _add_group(
     sums: list[Any],
     totals: list[Any],
 ) -> None:
-    """Add the products of a group's columns, which are summed before the scale is applied."""
-    num_parts = max(4 // len(rows), 1)  # an addition takes four cycles, so four are in flight
+    """Multiply a group's columns by rows of x; scale the sums, and add them to `totals`."""
+    num_parts = max(4 // len(rows), 1)  # an addition takes four cycles: keep four in flight
     index = builder.sdiv(column, I64(kind.group_size))
     x_sums: list[Any] = []
     values, scale, offset = _to_multiply(builder, group)
     if group.low is not None or offset:
         addresses = [builder.gep(b, [builder.add(base, index)]) for base in sums]
-        x_sums = [spread(builder, builder.load(address)) for address in addresses]
+        x_sums = [broadcast(builder, builder.load(address)) for address in addresses]
     parts = [[constant(FLOATS, 0.0)] * num_parts for _ in rows]
     if offset:
         for part, x_sum in zip(parts, x_sums, strict=True):
@@ -112,7 +112,7 @@ def _add_group(
         column_values = values(i)
         for part, base in zip(parts, rows, strict=True):
             address = builder.gep(b, [builder.add(builder.add(base, column), I64(i))])
-            x = spread(builder, builder.load(address))
+            x = broadcast(builder, builder.load(address))
             part[i % num_parts] = _multiply_add(builder, column_values, x, part[i % num_parts])
     for row, (part, total) in enumerate(zip(parts, totals, strict=True)):
         while len(part) > 1:
@@ -124,7 +124,7 @@ def _add_group(
 
 
 def _to_multiply(builder: Any, group: Group) -> tuple[Callable[[int], Any], Any, float]:
-    """Return the emitter of a column, and its scale and offset: scale * (column - offset)."""
+    """Return an emitter of columns, and the scale and offset for scale * (column - offset)."""
     if group.fraction is None:
         return lambda i: builder.sitofp(group.integer(i), FLOATS), group.scale, group.offset
     scale = builder.fmul(group.scale, constant(FLOATS, 16.0))
@@ -132,7 +132,7 @@ def _to_multiply(builder: Any, group: Group) -> tuple[Callable[[int], Any], Any,
 
 
 @intrinsic(prefer_literal=True)
-def widen_panel(
+def dequantize_panel(
     context: Any, kind: Any, panel: Any, num_blocks: Any, out: Any, first: Any, stride: Any
 ) -> Any:
     """Dequantize a panel: set out[first + stride * lane + column] to its weights."""
@@ -143,9 +143,9 @@ def widen_panel(
 
         def write(group: Group, column: Any) -> None:
             for i in range(0, block_type.group_size, PANEL_ROWS):
-                columns = [_widen(builder, group, i + j) for j in range(PANEL_ROWS)]
+                columns = [_dequantize_column(builder, group, i + j) for j in range(PANEL_ROWS)]
                 if isinstance(out.type.pointee, ir.IntType):
-                    columns = [narrow(builder, values) for values in columns]
+                    columns = [to_bf16_bits(builder, values) for values in columns]
                 at = builder.add(builder.add(first, column), I64(i))
                 for lane, values in enumerate(_transpose(builder, columns)):
                     index = builder.add(at, builder.mul(stride, I64(lane)))
@@ -158,8 +158,8 @@ def widen_panel(
     return types.void(kind, i64, i64, out, i64, i64), generate
 
 
-def _widen(builder: Any, group: Group, column: int) -> Any:
-    """Return the weights of all rows in a column, with the same rounding as the reference."""
+def _dequantize_column(builder: Any, group: Group, column: int) -> Any:
+    """Emit code for one column of weights, with the same rounding as the reference."""
     values = builder.sitofp(group.integer(column), FLOATS)
     if group.offset:
         values = builder.fadd(values, constant(FLOATS, -group.offset))
@@ -171,7 +171,7 @@ def _transpose(builder: Any, columns: list[Any]) -> list[Any]:
     """Transpose PANEL_ROWS vectors of PANEL_ROWS lanes."""
     half = PANEL_ROWS // 2
     pairs = [lane for i in range(PANEL_ROWS) for lane in (i, i + PANEL_ROWS)]
-    for _ in range(PANEL_ROWS.bit_length() - 1):  # each round merges the lanes of i and i + half
+    for _ in range(PANEL_ROWS.bit_length() - 1):  # each round interleaves vectors i and i + half
         columns = [
             builder.shuffle_vector(columns[i], columns[i + half], ir.Constant(WORDS, part))
             for i in range(half)
@@ -181,7 +181,7 @@ def _transpose(builder: Any, columns: list[Any]) -> list[Any]:
 
 
 def _for_groups(builder: Any, kind: BlockType, panel: Any, num_blocks: Any, use: Any) -> None:
-    """Loop over the groups of a panel, and call `use` with each and its first column."""
+    """Emit a loop over the groups of a panel; `use(group, first column)` emits its body."""
     num_bytes, num_steps = kind.num_bytes * PANEL_ROWS, kind.num_steps
     step_bytes = num_bytes // num_steps
     # A single loop: the compiler would unroll the inner one of two nested loops.
@@ -207,23 +207,22 @@ def _store(builder: Any, values: Any, address: Any) -> None:
     builder.store(values, builder.bitcast(address, values.type.as_pointer()), align=2)
 
 
-# The closure of a kernel must be the same in every process, or numba's cache does not find its
-# machine code.
+# Closure variables must be equal in every process: they are part of the key of numba's cache.
 
 
-def compile_product(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
-    """Compile the kernel of y = x @ weight.T + bias for few rows of x, and some columns of y.
+def compile_linear(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
+    """Compile the kernel that computes y = x @ weight.T + bias for few rows of x.
 
-    If `order` is not 0, y has a row for each (token, expert) pair, as for grouped_linear in
-    experts.py. `scratch` holds, per thread, the sums of a tile, then x as float32 and its sums by
-    group.
+    It may fill only some columns of y. If the argument `order` is not 0, y has a row for each
+    (token, expert) pair, as in grouped_linear in experts.py. `scratch` holds, per thread, the sums
+    of a tile, then x as float32 and its sums over groups.
     """
     kind, block_type = NAMES.index(name), TYPES[name]
     size, num_bytes, group_size = block_type.size, block_type.num_bytes, block_type.group_size
-    version, like = hash_sources(), LIKE[dtype]
+    version, like = hash_sources(), ZERO_OF[dtype]
     one, tile, lanes = 1, TILE_ROWS, PANEL_ROWS
 
-    def product(args, thread, num_threads):  # type: ignore[no-untyped-def]
+    def linear(args, thread, num_threads):  # type: ignore[no-untyped-def]
         weight, scratch, max_rows = args[2], pointer_to(args[4], float32(0)), args[5] + 0 * version
         num_out, num_in, starts = args[6], args[7], pointer_to(args[10], int32(0))
         num_blocks, num_groups = num_in // size, num_in // group_size
@@ -254,12 +253,15 @@ def compile_product(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
                     write_sums(args, first + row, num_done, i * lanes, scratch, sums, like)
                     row += num_done
 
-    return compiler.compile(product)
+    return compiler.compile(linear)
 
 
 @kernel
 def gather_x(args: Any, first: int, num_rows: int, scratch: Any, xs: int, like: Any) -> None:
-    """Upcast rows of x to scratch: all rows, or those of the pairs from `first` on."""
+    """Upcast rows of x to float32 and write them to `scratch`.
+
+    With experts, row i is the token of the (token, expert) pair `first + i`.
+    """
     x, num_in, order = pointer_to(args[1], like), args[7], pointer_to(args[9], int32(0))
     for row in range(num_rows):
         source = row if args[9] == 0 else int64(order[first + row]) // args[12]
@@ -280,7 +282,7 @@ def add_groups(scratch: Any, xs: int, x_sums: int, num_groups: int, size: int) -
 def write_sums(
     args: Any, first: int, num_rows: int, out: int, sums: Any, base: int, like: Any
 ) -> None:
-    """Set the columns of y from `out` on, in the rows of the pairs from `first` on."""
+    """Add the bias, and store sums in y: columns from `out` on, rows or pairs from `first` on."""
     y, bias = pointer_to(args[0], like), pointer_to(args[3], like)
     order, count = pointer_to(args[9], int32(0)), min(int64(PANEL_ROWS), args[6] - out)
     for j in range(num_rows):
@@ -292,20 +294,20 @@ def write_sums(
             store(y, row * args[8] + out + i, value)
 
 
-def compile_widening(
-    compiler: Compiler, name: str, dtype: torch.dtype, wide_dtype: torch.dtype
+def compile_dequantizer(
+    compiler: Compiler, name: str, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> Any:
-    """Compile the kernel that dequantizes panels, or the rows of a table at token ids.
+    """Compile the kernel that dequantizes panels, or looks up rows of an embedding table.
 
-    Panels become rows: wide[16 * panel + lane, column]. For a table, row i is scaled and stored in
-    rows[i], and `wide` holds one panel per thread.
+    Panels are stored as rows: out[16 * panel + lane, column]. A lookup scales the table row of
+    token_ids[i] and stores it in rows[i]; `out` is then scratch memory for one panel per thread.
     """
     kind, size, num_bytes = NAMES.index(name), TYPES[name].size, TYPES[name].num_bytes
-    like, wide_like = LIKE[dtype], LIKE[wide_dtype]
+    like, out_like = ZERO_OF[dtype], ZERO_OF[out_dtype]
     lanes, version = PANEL_ROWS, hash_sources()
 
-    def widen(args, thread, num_threads):  # type: ignore[no-untyped-def]
-        wide, weight, num_in = pointer_to(args[0], wide_like), args[1], args[2] + 0 * version
+    def dequantize(args, thread, num_threads):  # type: ignore[no-untyped-def]
+        out, weight, num_in = pointer_to(args[0], out_like), args[1], args[2] + 0 * version
         count, rows = args[3], pointer_to(args[4], like)
         token_ids, scale = pointer_to(args[5], int32(0)), as_float(uint32(args[6]))
         is_lookup, num_blocks = args[4] != 0, num_in // size
@@ -314,11 +316,11 @@ def compile_widening(
             index, first = i, i * num_in * lanes
             if is_lookup:
                 index, first = token_ids[i] // lanes, thread * num_in * lanes
-            widen_panel(kind, weight + index * panel_bytes, num_blocks, wide, first, num_in)
+            dequantize_panel(kind, weight + index * panel_bytes, num_blocks, out, first, num_in)
             if is_lookup:
                 row = first + token_ids[i] % lanes * num_in
                 for j in range(num_in):
-                    value = round_to(load(wide, row + j), like)
+                    value = round_to(load(out, row + j), like)
                     store(rows, i * num_in + j, value * scale)
 
-    return compiler.compile(widen)
+    return compiler.compile(dequantize)

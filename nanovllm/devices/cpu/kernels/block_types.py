@@ -1,4 +1,4 @@
-"""The quant block types of GGUF: how 16 rows are interleaved, and how vector registers read them.
+"""The quant block types of GGUF: how 16 rows are interleaved, and how kernels read them.
 
 A quant block consists of units of 2 or 4 bytes: scales and packed integers. A panel interleaves the
 quant blocks of 16 rows unit by unit, so that a vector register has one lane per row.
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.devices.cpu.kernels.intrinsics import constant
-from nanovllm.devices.cpu.kernels.simd import spread_lanes
+from nanovllm.devices.cpu.kernels.simd import broadcast_lanes
 from nanovllm.ops.quantized_weight import PANEL_ROWS
 
 FRACTION_SHIFT, ONE_BITS = 19, 0x3F800000  # float32: shift of the top 4 mantissa bits; bits of 1.0
@@ -32,8 +32,8 @@ class Group:
     scale: Any
     low: Any | None
     offset: int
-    integer: Callable[[int], Any]  # emits the integers of a column
-    # For 4-bit integers: emits 1 + integer / 16, set in the mantissa without a conversion.
+    integer: Callable[[int], Any]  # emits code for the integers of a column
+    # For 4-bit integers: emits code for 1 + integer / 16, made by setting mantissa bits of 1.0.
     fraction: Callable[[int], Any] | None = None
 
 
@@ -41,9 +41,9 @@ class Group:
 class BlockType:
     size: int  # columns per quant block
     units: tuple[int, ...]  # bytes of each unit, in stored order
-    num_steps: int  # equal steps in which a quant block is read
+    num_steps: int  # number of equal steps in which a quant block is read
     group_size: int  # columns per group
-    groups: Callable[[Block, Any], list[Group]]  # emits the groups of a step
+    groups: Callable[[Block, Any], list[Group]]  # emits code that reads the groups of a step
 
     @property
     def num_bytes(self) -> int:
@@ -88,15 +88,15 @@ class Block:
         self.builder, self.address, self.units = builder, address, units
 
     def half(self, unit: int) -> Any:
-        """Emit a float16 unit of every row, as float32."""
+        """Emit a load of a float16 unit of every row, upcast to float32."""
         bits = self._load(unit, ir.VectorType(ir.IntType(16), PANEL_ROWS))
         if _has_halves():
             halves = self.builder.bitcast(bits, ir.VectorType(ir.HalfType(), PANEL_ROWS))
             return self.builder.fpext(halves, FLOATS)
-        return _widen_halves(self.builder, bits)
+        return _upcast_halves(self.builder, bits)
 
     def word(self, unit: int, further: Any = None) -> Any:
-        """Emit a four-byte unit of every row, `further` units after `unit`."""
+        """Emit a load of a four-byte unit of every row, `further` units after `unit`."""
         return self._load(unit, WORDS, further)
 
     def bits(self, word: Any, shift: int, mask: int) -> Any:
@@ -122,7 +122,7 @@ class Block:
 
     def shifted(self, word: Any, by: Any) -> Any:
         """Emit a right shift by an amount that is known only at run time."""
-        return self.builder.lshr(word, spread(self.builder, self.builder.trunc(by, I32)))
+        return self.builder.lshr(word, broadcast(self.builder, self.builder.trunc(by, I32)))
 
     def to_float(self, integers: Any) -> Any:
         return self.builder.sitofp(integers, FLOATS)
@@ -136,19 +136,19 @@ class Block:
         return self.builder.load(self.builder.bitcast(pointer, vector.as_pointer()), align=2)
 
 
-def spread(builder: Any, value: Any) -> Any:
+def broadcast(builder: Any, value: Any) -> Any:
     """Emit a vector with this value in the lane of every row."""
-    return spread_lanes(builder, value, PANEL_ROWS)
+    return broadcast_lanes(builder, value, PANEL_ROWS)
 
 
 def _has_halves() -> bool:
-    """Whether the CPU has instructions to convert float16; every 64-bit ARM has."""
+    """Whether the CPU has instructions to convert float16; every 64-bit ARM CPU does."""
     features = llvm.get_host_cpu_features()
     return features.get("f16c", False) or "x86" not in llvm.get_default_triple()
 
 
-def _widen_halves(builder: Any, bits: Any) -> Any:
-    """Emulate the conversion of float16 by shifts and a product; infinity becomes 65536."""
+def _upcast_halves(builder: Any, bits: Any) -> Any:
+    """Upcast float16 bits to float32 by shifts and a multiplication; infinity becomes 65536."""
     words = builder.zext(bits, WORDS)
     rest = builder.shl(builder.and_(words, constant(WORDS, 0x7FFF)), constant(WORDS, 13))
     size = builder.fmul(builder.bitcast(rest, FLOATS), constant(FLOATS, 2.0**112))
@@ -162,7 +162,7 @@ def _q8_0(block: Block, step: Any) -> list[Group]:
 
 
 def _of_nibbles(has_low: bool, has_fifth: bool) -> Callable[[Block, Any], list[Group]]:
-    """Q4_0, Q4_1, Q5_0 and Q5_1: a scale, an optional minimum, optional fifth bits, nibbles."""
+    """Q4_0, Q4_1, Q5_0, Q5_1: a scale, a minimum (Q*_1), fifth bits (Q5_*), then nibbles."""
 
     def groups(block: Block, step: Any) -> list[Group]:
         scale, low = block.half(0), block.half(1) if has_low else None
@@ -192,7 +192,8 @@ def _of_nibbles(has_low: bool, has_fifth: bool) -> Callable[[Block, Any], list[G
 def _of_superblocks(has_fifth: bool) -> Callable[[Block, Any], list[Group]]:
     """Q4_K and Q5_K: eight groups of 32, whose scales and minimums have 6 bits each.
 
-    Groups 2 * i and 2 * i + 1 share bytes, a nibble each. The fifth bits of all groups share bytes.
+    Groups 2 * i and 2 * i + 1 share bytes: each has one nibble of a byte. The fifth bits of all
+    eight groups share bytes, too.
     """
 
     def groups(block: Block, step: Any) -> list[Group]:
@@ -215,7 +216,7 @@ def _of_superblocks(has_fifth: bool) -> Callable[[Block, Any], list[Group]]:
 
 
 def _six_bits(block: Block, step: Any) -> tuple[Any, Any]:
-    """Return the 6-bit scale and minimum of a step's group.
+    """Emit code for the 6-bit scale and minimum of a step's group.
 
     Groups 0 to 3 use the low 6 bits of a byte; its upper two bits belong to groups 4 to 7.
     """

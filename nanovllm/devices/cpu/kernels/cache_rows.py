@@ -1,6 +1,6 @@
-"""Rows of the KV cache, as kernels write and scale them: in the element type, or in FP8.
+"""Write rows of the KV cache in the element type or in FP8, and apply the scales of FP8 rows.
 
-`ops/fp8.py` defines the FP8 rows. The type of `cached` selects one of the two when a kernel is
+`ops/fp8.py` defines the FP8 format. The type of `cached` selects the format when a kernel is
 compiled.
 """
 
@@ -14,11 +14,11 @@ from numba import float32, int64, uint8, uint32
 from nanovllm.devices.cpu.kernels.intrinsics import (
     as_bits,
     as_float,
+    inlined,
     is_fp8,
     kernel,
     load,
     ordered_kernel,
-    part,
 )
 from nanovllm.ops.fp8 import (
     FP8_EXPONENT,
@@ -32,15 +32,15 @@ from nanovllm.ops.fp8 import (
 
 LARGEST_BITS = int(np.float32(LARGEST_FP8).view(np.uint32))
 NORMAL_BITS = 0x3C800000  # bits of 2**-6, the smallest normal FP8 value
-SHIFTED = 16384.0  # its last mantissa bit is 2**-9, the smallest FP8 value
+SHIFTED = 16384.0  # its last mantissa bit is 2**-9, the smallest subnormal FP8 value
 SHIFTED_BITS = 0x46800000
 
 
-@part
+@inlined
 def store_row(
     cache: Any, base: int, exponents: Any, place: int, x: Any, first: int, dim: int, cached: Any
 ) -> None:
-    """Store x[first : first + dim] at cache[base:], and its exponent, if any, at `place`."""
+    """Store x[first : first + dim] at cache[base:]; in FP8, also its exponent at `place`."""
     if is_fp8(cached):
         quantize_row(cache, base, exponents, place, x, first, dim)
     else:
@@ -48,7 +48,7 @@ def store_row(
             cache[base + i] = x[first + i]
 
 
-@part
+@inlined
 def scale_rows(b: Any, at: int, exponents: Any, place: int, count: int, cached: Any) -> None:
     """Multiply b[at:] by the scales of FP8 rows, whose exponents begin at `place`."""
     if is_fp8(cached):
@@ -80,7 +80,7 @@ def quantize_row(
 def hadamard_transform(
     x: Any, base: int, b: Any, at: int, half: int, size: int, scale: float
 ) -> None:
-    """Set b[at:] to the result of `fp8.hadamard_transform`, bit for bit."""
+    """Store the Hadamard transform of x[base:] in b[at:], bitwise as `fp8.hadamard_transform`."""
     for i in range(half):
         first, second = load(x, base + i) * scale, load(x, base + half + i) * scale
         b[at + i] = first + second
@@ -95,7 +95,7 @@ def hadamard_transform(
         width *= 2
 
 
-@part
+@inlined
 def _round(bits: Any) -> Any:
     """Return the FP8 bits of a nonnegative float32, given by its bits; ties round to even."""
     bits = min(bits, uint32(LARGEST_BITS))

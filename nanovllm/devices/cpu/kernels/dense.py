@@ -1,8 +1,9 @@
 """CPU kernels, compiled by numba.
 
-`args` are int64. Addresses point to elements of the type of `like`, which is float32, or uint16 for
-the bits of bfloat16, unless stated otherwise. Floats are passed as the bits of a float32. All
-arithmetic is float32. Each kernel does part `thread` of `num_threads` equal parts of its work.
+`args` points to int64 values. Unless stated otherwise, addresses among them point to elements of
+the type of `like`: float32, or uint16 for the bits of bfloat16. Floats are passed as the bits of a
+float32. All arithmetic is float32. A call does part `thread` of `num_threads` equal parts of the
+work.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from nanovllm.devices.cpu.kernels.cache_rows import (
 )
 from nanovllm.devices.cpu.kernels.intrinsics import (
     as_float,
+    inlined,
     is_fp8,
     kernel,
     load,
     ordered_kernel,
-    part,
     pointer_to,
     round_to,
     store,
@@ -124,14 +125,15 @@ def act_and_mul(args: Any, thread: int, num_threads: int, like: Any) -> None:
         gates, ups, outs = 2 * row * size, (2 * row + 1) * size, row * size
         for i in range(begin, end):
             gate = load(gate_up, gates + i)
-            bent = gate * (linear + cubic * min(gate * gate, float32(1e30)))  # 0 * inf is NaN
+            # The bound avoids 0 * inf, which is NaN.
+            bent = gate * (linear + cubic * min(gate * gate, float32(1e30)))
             active = round_to(gate / (float32(1) + _exp(-bent)), like)
             store(out, outs + i, active * load(gate_up, ups + i))
 
 
 @kernel
 def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> None:
-    """Ops.rope_write into a cache of the type of `cached`; norm addresses of 0 mean no norm."""
+    """Implement Ops.rope_write; `cached` has the cache's type; norm addresses of 0 mean no norm."""
     qkv, rope = pointer_to(args[0], like), pointer_to(args[1], float32(0))
     q_norm, k_norm = pointer_to(args[2], float32(0)), pointer_to(args[3], float32(0))
     has_norm, eps = args[2] != 0, as_float(uint32(args[4]))
@@ -181,7 +183,7 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
 
 @kernel
 def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> None:
-    """Attend from one query token per row; `cached` is the type of the KV cache.
+    """Compute attention of one query token per row; `cached` has the type of the KV cache.
 
     NumbaAttention lists the arguments. `scratch` holds, per thread and query head of a group, the
     query, the output and a score per position.
@@ -203,7 +205,7 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
     sums = queries + group * head_dim
     scores = sums + group * head_dim
     stride = num_kv_heads * head_dim
-    # Each thread takes every num_threads-th (row, kv head), so that long rows are distributed.
+    # Each thread takes every num_threads-th (row, KV head) pair, which spreads out long rows.
     for item in range(thread, num_rows * num_kv_heads, num_threads):
         row, kv_head = item // num_kv_heads, item % num_kv_heads
         length, table = int64(lengths[row]), row * table_stride
@@ -242,7 +244,7 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
             store(out, tokens[row] * num_heads * head_dim + first_head + i, scratch[sums + i])
 
 
-@part
+@inlined
 def _rms_norm(out: Any, x: Any, base: int, weight: Any, eps: float, dim: int, like: Any) -> None:
     total = float32(0)
     for i in range(base, base + dim):
@@ -254,7 +256,7 @@ def _rms_norm(out: Any, x: Any, base: int, weight: Any, eps: float, dim: int, li
         store(out, base + i, value * load(weight, i))
 
 
-@part
+@inlined
 def _rotate(x: Any, base: int, rope: Any, angle: int, half: int) -> None:
     for i in range(half):
         first, second = load(x, base + i), load(x, base + half + i)
@@ -277,14 +279,14 @@ def _softmax(x: Any, base: int, count: int) -> None:
         x[base + i] /= total
 
 
-@part
+@inlined
 def _exp(x: Any) -> Any:
     """Return e ** x with an error of at most 1e-6, in steps that a compiler can vectorize."""
-    # Below -60 the result vanishes next to the 1 it is added to, and denormals would be slow.
-    # From 88.4 on the power of two is infinity, as it should be.
+    # Below -60, the result is negligible next to 1, to which it is added; denormals are slow.
+    # From 88.4 on, the power of two is infinity, as it should be.
     x = min(max(x, float32(-60)), float32(89))
     power = np.floor(x * LOG2_E + float32(0.5))
-    rest = x - power * LN_2  # within +-0.35, where six terms of the series are enough
+    rest = x - power * LN_2  # within +-0.35, where a Taylor polynomial of degree 6 is accurate
     series = rest * float32(1 / 720) + float32(1 / 120)
     series = series * rest + float32(1 / 24)
     series = series * rest + float32(1 / 6)
@@ -294,7 +296,7 @@ def _exp(x: Any) -> Any:
     return series * as_float(uint32(int32(power) + int32(127)) << uint32(23))
 
 
-@part
+@inlined
 def _dot(a: Any, a_base: int, b: Any, b_base: int, count: int) -> Any:
     """Return the sum of a[i] * b[i]; b is float32, here and below."""
     total = float32(0)
@@ -303,7 +305,7 @@ def _dot(a: Any, a_base: int, b: Any, b_base: int, count: int) -> Any:
     return total
 
 
-@part
+@inlined
 def _dots(
     a: Any, a_base: int, stride: int, b: Any, b_base: int, dim: int, sums: int, count: int
 ) -> None:
@@ -315,7 +317,7 @@ def _dots(
         b[sums + i] = _dot(a, a_base + i * stride, b, b_base, dim)
 
 
-@part
+@inlined
 def _add_weighted(
     b: Any, sums: int, a: Any, a_base: int, stride: int, weights: int, count: int, dim: int
 ) -> None:

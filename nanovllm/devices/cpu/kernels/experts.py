@@ -1,6 +1,6 @@
-"""CPU kernels for mixtures of experts.
+"""CPU kernels for MoE layers.
 
-Every thread computes a part of the outputs of every expert, so the work is balanced however tokens
+Every thread computes a share of the outputs of every expert, so the work is balanced however tokens
 are routed. A pair is one token with one of its experts.
 """
 
@@ -14,8 +14,8 @@ from numba import float32, int32, int64
 from nanovllm.devices.cpu.kernels.intrinsics import kernel, load, pointer_to, round_to, store
 from nanovllm.devices.cpu.kernels.simd import NUM_STREAMS, dot_row, make_tile
 
-# 24 accumulators fill the registers. Experts get few rows, so each row count up to this one has
-# its own unrolled tile.
+# Experts get few rows, so each number of rows up to this one has its own unrolled kernel. With more
+# than 24 accumulators, registers would spill.
 MAX_TILE_ROWS = 6
 EXPERT_TILE = MAX_TILE_ROWS * NUM_STREAMS
 _dot_2, _dot_3, _dot_4, _dot_5, _dot_6 = (make_tile(count) for count in range(2, 7))
@@ -23,7 +23,7 @@ _dot_2, _dot_3, _dot_4, _dot_5, _dot_6 = (make_tile(count) for count in range(2,
 
 @kernel
 def route(args: Any, thread: int, num_threads: int, like: Any) -> None:
-    """Set the ids and weights (float32) of each token's experts, best first."""
+    """Store the ids and routing weights (float32) of each token's top-k experts, best first."""
     ids, weights = pointer_to(args[0], int32(0)), pointer_to(args[1], float32(0))
     logits, num_tokens, num_experts = pointer_to(args[2], like), args[3], args[4]
     top_k, is_normalized = args[5], args[6] != 0
@@ -61,7 +61,7 @@ def _best_after(ids: Any, pair: int, choice: int, logits: Any, row_start: int, c
 
 @kernel
 def group(args: Any, thread: int, num_threads: int, like: Any) -> None:
-    """Sort pairs by expert: starts[expert] is the index in `order` of its first pair."""
+    """Sort pairs by expert into `order`; starts[expert] is the index of the expert's first pair."""
     order, starts = pointer_to(args[0], int32(0)), pointer_to(args[1], int32(0))
     ids, num_pairs, num_experts = pointer_to(args[2], int32(0)), args[3], args[4]
     if thread != 0:
@@ -72,7 +72,7 @@ def group(args: Any, thread: int, num_threads: int, like: Any) -> None:
         starts[ids[pair] + 1] += 1
     for i in range(num_experts):
         starts[i + 1] += starts[i]
-    for pair in range(num_pairs):  # each start advances to that of the next expert
+    for pair in range(num_pairs):  # starts[expert] advances to the start of the next expert
         order[starts[ids[pair]]] = pair
         starts[ids[pair]] += 1
     for i in range(num_experts, 0, -1):
@@ -84,8 +84,8 @@ def group(args: Any, thread: int, num_threads: int, like: Any) -> None:
 def grouped_linear(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """y[pair] = x[pair // per_row] @ weight[expert of the pair].T.
 
-    `scratch` holds, per thread, the sums of a tile and the rows of an expert, at most `max_rows`,
-    as float32.
+    `scratch` holds, per thread, the sums of a tile, and up to `max_rows` rows of x in float32: the
+    rows of the current expert.
     """
     y, x, weight = (
         pointer_to(args[0], like),
@@ -100,7 +100,7 @@ def grouped_linear(args: Any, thread: int, num_threads: int, like: Any) -> None:
     xs = sums + EXPERT_TILE
     begin, end = thread * num_out // num_threads, (thread + 1) * num_out // num_threads
     apart = (end - begin) // NUM_STREAMS
-    last = end - (NUM_STREAMS - 1) * apart  # end of the first stream; streams may overlap
+    last = end - (NUM_STREAMS - 1) * apart  # end of the first row stream; streams may overlap
     for expert in range(num_experts):
         first, num_rows = int64(starts[expert]), int64(starts[expert + 1] - starts[expert])
         for row in range(num_rows):
@@ -131,7 +131,7 @@ def grouped_linear(args: Any, thread: int, num_threads: int, like: Any) -> None:
 def _dot_tile(
     a: Any, a_base: int, stride: int, b: Any, b_base: int, dim: int, sums: int, count: int
 ) -> None:
-    """Multiply four rows of a by `count` rows of b, up to MAX_TILE_ROWS."""
+    """Compute the dot products of four rows of a with `count` rows of b, at most MAX_TILE_ROWS."""
     if count == 1:
         dot_row(a, a_base, stride, b, b_base, dim, dim, sums)
     elif count == 2:
@@ -148,7 +148,7 @@ def _dot_tile(
 
 @kernel
 def add_choices(args: Any, thread: int, num_threads: int, like: Any) -> None:
-    """out[token] = the sum of weight * y over the token's experts."""
+    """out[token] = sum of weight * y over the token's experts."""
     out, y = pointer_to(args[0], like), pointer_to(args[1], like)
     weights, num_tokens = pointer_to(args[2], float32(0)), args[3]
     top_k, dim = args[4], args[5]

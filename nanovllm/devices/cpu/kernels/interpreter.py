@@ -1,4 +1,4 @@
-"""Compile and cache the kernels, and the interpreter loop that runs programs of them."""
+"""Compile and cache the kernels, and the interpreter loop that runs a program of kernel calls."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from nanovllm.devices.cpu.kernels.intrinsics import FAST, call, call_kernel, poi
 from nanovllm.ops.fp8 import FP8
 
 logger = logging.getLogger(__name__)
-PROGRAM_WIDTH = 24  # int64 per instruction: the address of a kernel, then its arguments
-# Parameters: the kernel's arguments, the part of its work to do, and the number of parts.
+PROGRAM_WIDTH = 24  # int64 values per instruction: the address of a kernel, then its arguments
+# Parameters: a pointer to the kernel's arguments, the part of the work to do, the number of parts.
 KERNEL_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
 SOURCES = ("dense", "experts", "intrinsics", "simd", "cache_rows", "block_kernels", "block_types")
-# A value of the type that elements are read as; bfloat16 and FP8 are read as bits.
-LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), FP8: np.uint8(0)}
+# Zero of the NumPy type used to load each dtype; bfloat16 and FP8 are loaded as raw bits.
+ZERO_OF = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), FP8: np.uint8(0)}
 
 
 class Compiler(event.Listener):
@@ -59,11 +59,12 @@ class Compiler(event.Listener):
 
 
 def compile_interpreter(compiler: Compiler) -> Any:
-    """Return a C function that runs a program; every thread of a team calls it.
+    """Return a C function that runs a program; every thread of the pool calls it.
 
-    Its argument points to int64: the address of the program, its number of instructions, the number
-    of parts of each kernel (which may differ from the number of threads), then the addresses of
-    OpenMP's functions for the thread number, the number of threads, and a barrier (or zeros).
+    Its argument points to int64 values: the address of the program, its number of instructions, the
+    number of parts that each kernel is divided into (which may differ from the number of threads),
+    and the addresses of three OpenMP functions, or zeros: thread number, number of threads, and
+    barrier.
     """
 
     def interpret(header):  # type: ignore[no-untyped-def]
@@ -84,18 +85,20 @@ def compile_interpreter(compiler: Compiler) -> Any:
 def compile_kernel(compiler: Compiler, kernel: Any, *dtypes: torch.dtype) -> Any:
     """Return a kernel as a C function for these element dtypes."""
     version = hash_sources(kernel.__name__)
-    likes = tuple(LIKE[dtype] for dtype in dtypes)
+    zeros = tuple(ZERO_OF[dtype] for dtype in dtypes)
 
     def run(args, thread, num_threads):  # type: ignore[no-untyped-def]
-        # `version` is in the closure for numba's cache, whose key is this file and the closure.
-        # The kernel is a global: in the closure, it would be another object in every process.
-        kernel_function(args, thread + 0 * version, num_threads, *likes)  # type: ignore[name-defined]  # noqa: F821
+        # numba's on-disk cache is keyed by this file and the closure variables. Referring to
+        # `version` (times 0) changes the key whenever a kernel source changes. The kernel is a
+        # global: as a closure variable, its identity would be a part of the key, and that differs
+        # between processes.
+        kernel_function(args, thread + 0 * version, num_threads, *zeros)  # type: ignore[name-defined]  # noqa: F821
 
     names = {**globals(), "kernel_function": kernel}
     return compiler.compile(FunctionType(run.__code__, names, closure=run.__closure__))
 
 
 def hash_sources(name: str = "") -> int:
-    """Return a hash of the source code of the kernels and of a name."""
+    """Return a hash of the kernels' source code and of a kernel's name."""
     files = [Path(__file__).with_name(f"{source}.py") for source in SOURCES]
     return zlib.crc32(b"".join([name.encode(), *(file.read_bytes() for file in files)]))

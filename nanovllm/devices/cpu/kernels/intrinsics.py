@@ -11,11 +11,11 @@ from numba.extending import intrinsic
 
 # Sums may be reordered and fused, but NaN and infinity are preserved.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
-# Division by zero gives infinity: a check in a loop would prevent vectorization.
+# Division by zero gives infinity (error_model): a check would prevent vectorization.
 kernel = njit(fastmath=FAST, nogil=True, error_model="numpy")
 # Without reassociation, for kernels in which a reordered division could overflow.
 ordered_kernel = njit(fastmath={"contract"}, nogil=True, error_model="numpy")
-part = njit(fastmath=FAST, nogil=True, error_model="numpy", inline="always")
+inlined = njit(fastmath=FAST, nogil=True, error_model="numpy", inline="always")
 
 
 # These are intrinsics because they are used everywhere: as functions that numba inlines, they would
@@ -29,8 +29,8 @@ def load(context: Any, pointer: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = builder.load(builder.gep(args[0], [args[1]]))
         if signature.args[0].dtype is types.uint8:
-            return widen_fp8(builder, value, ir.IntType(32), ir.FloatType())
-        return value if signature.args[0].dtype is types.float32 else widen(builder, value)
+            return upcast_fp8(builder, value, ir.IntType(32), ir.FloatType())
+        return value if signature.args[0].dtype is types.float32 else upcast_bf16(builder, value)
 
     return types.float32(pointer, types.int64), generate
 
@@ -42,7 +42,7 @@ def store(context: Any, pointer: Any, index: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer, index, value = args
         if signature.args[0].dtype is not types.float32:
-            value = narrow(builder, value)
+            value = to_bf16_bits(builder, value)
         builder.store(value, builder.gep(pointer, [index]))
         return context.get_dummy_value()
 
@@ -56,7 +56,7 @@ def round_to(context: Any, value: Any, like: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if signature.args[1] is types.float32:
             return args[0]
-        return widen(builder, narrow(builder, args[0]))
+        return upcast_bf16(builder, to_bf16_bits(builder, args[0]))
 
     return types.float32(types.float32, like), generate
 
@@ -73,7 +73,7 @@ def itemsize(context: Any, pointer: Any) -> Any:
 
 @intrinsic
 def is_fp8(context: Any, like: Any) -> Any:
-    """Whether elements are FP8, which uint8 stands for."""
+    """Whether elements are FP8, which are loaded as uint8."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return ir.IntType(1)(int(signature.args[0] is types.uint8))
@@ -81,16 +81,16 @@ def is_fp8(context: Any, like: Any) -> Any:
     return types.boolean(like), generate
 
 
-def widen(builder: Any, half: Any) -> Any:
+def upcast_bf16(builder: Any, half: Any) -> Any:
     """Upcast the bits of a bfloat16 to float32."""
     i32 = ir.IntType(32)
     return builder.bitcast(builder.shl(builder.zext(half, i32), i32(16)), ir.FloatType())
 
 
-def widen_fp8(builder: Any, codes: Any, words: Any, floats: Any) -> Any:
+def upcast_fp8(builder: Any, codes: Any, words: Any, floats: Any) -> Any:
     """Upcast FP8 (e4m3) bits, a scalar or a vector without NaN, to float32.
 
-    Shifted into place, their bits have an exponent that is 120 too small.
+    Shifted to their positions in float32, the bits have an exponent that is 120 too small.
     """
     bits = builder.zext(codes, words)
     size = builder.shl(builder.and_(bits, constant(words, 0x7F)), constant(words, 20))
@@ -103,7 +103,7 @@ def constant(kind: Any, value: float) -> Any:
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
-def narrow(builder: Any, values: Any) -> Any:
+def to_bf16_bits(builder: Any, values: Any) -> Any:
     """Return the bits of a float32 scalar or vector rounded to bfloat16, ties to even."""
     words, halves = ir.IntType(32), ir.IntType(16)
     if isinstance(values.type, ir.VectorType):
@@ -173,4 +173,4 @@ def prefetch(builder: Any, pointer: Any, index: Any) -> None:
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, i32, i32, i32])
     name = "llvm.prefetch.p0"
     function = cgutils.get_or_insert_function(builder.module, function_type, name)
-    builder.call(function, [address, i32(0), i32(3), i32(1)])  # for reading, into every cache
+    builder.call(function, [address, i32(0), i32(3), i32(1)])  # read, all cache levels, data

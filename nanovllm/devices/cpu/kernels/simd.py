@@ -1,4 +1,4 @@
-"""The hottest loops, written with vectors: compilers do not vectorize them reliably."""
+"""The hottest loops, which emit vector instructions: compilers do not vectorize them reliably."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanovllm.devices.cpu.kernels.intrinsics import itemsize, load, part, prefetch, widen_fp8
+from nanovllm.devices.cpu.kernels.intrinsics import inlined, itemsize, load, prefetch, upcast_fp8
 
 
 def _register_lanes() -> int:
-    """Return how many float32 fit in a vector register; with more, a tile's sums would spill."""
+    """Return how many float32 fit in a vector register; with longer vectors, tiles would spill."""
     features = llvm.get_host_cpu_features()
     return 16 if features.get("avx512f") else 8 if features.get("avx") else 4
 
 
 # Memory serves many requests in parallel, but a sequential reader issues few: hardware prefetchers
-# stop at every page. So each thread reads distant rows in parallel and prefetches 2 KiB ahead.
+# stop at every page. So each thread reads NUM_STREAMS distant rows in parallel, and prefetches
+# AHEAD_BYTES ahead in each.
 NUM_STREAMS = 4
-TILE_ROWS = 4  # rows of x that share one read of the weight: 16 sums, which fit in registers
-TILE = NUM_STREAMS * TILE_ROWS
+TILE_ROWS = 4  # rows of x that share one read of the weight
+TILE = NUM_STREAMS * TILE_ROWS  # sums of a tile, which fit in registers
 LANES = _register_lanes()
-NUM_WEIGHTED = 64  # elements summed at a time: a head, or half of one
+NUM_WEIGHTED = 64  # elements of a weighted sum that are kept in registers: a head, or half of one
 LINE_BYTES = 64
 AHEAD_BYTES = 2048
 
 
 def make_tile(num_rows: int) -> Any:
-    """Return a function: dot products of NUM_STREAMS rows of a with num_rows rows of b.
+    """Return a function that computes dot products of NUM_STREAMS rows of a with num_rows of b.
 
-    It stores them at b[sums + row * NUM_STREAMS + stream]. Rows of a are `stride` apart; plain
+    It stores them in b[sums + row * NUM_STREAMS + stream]. Rows of a are `stride` apart; plain
     loops handle the tail that does not fill a cache line.
     """
 
-    @part
+    @inlined
     def multiply(a, a_base, stride, b, b_base, b_stride, count, sums):  # type: ignore[no-untyped-def]
         per_line = LINE_BYTES // itemsize(a)
         num_whole = count // per_line * per_line
@@ -88,7 +89,7 @@ dot_tile = make_tile(TILE_ROWS)
 def add_weighted_lanes(
     context: Any, b: Any, sums: Any, a: Any, a_base: Any, stride: Any, weights: Any, count: Any
 ) -> Any:
-    """Do `_add_weighted` for NUM_WEIGHTED elements, whose sums stay in registers."""
+    """Like `_add_weighted` in dense.py, for NUM_WEIGHTED elements whose sums stay in registers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         b, sums, a, a_base, stride, weights, count = args
@@ -97,7 +98,7 @@ def add_weighted_lanes(
         totals = [zero_variable(builder, LANES) for _ in offsets]
         with cgutils.for_range(builder, count) as loop:
             weight = builder.load(builder.gep(b, [builder.add(weights, loop.index)]))
-            same = spread_lanes(builder, weight, LANES)
+            same = broadcast_lanes(builder, weight, LANES)
             base = builder.add(a_base, builder.mul(stride, loop.index))
             for total, offset in zip(totals, offsets, strict=True):
                 values = _load_lanes(builder, a, builder.add(base, offset))
@@ -121,7 +122,7 @@ def zero_variable(builder: Any, num_lanes: int) -> Any:
     return variable
 
 
-def spread_lanes(builder: Any, value: Any, num_lanes: int) -> Any:
+def broadcast_lanes(builder: Any, value: Any, num_lanes: int) -> Any:
     """Emit a vector with this value in every lane."""
     undefined = ir.Constant(ir.VectorType(value.type, num_lanes), ir.Undefined)
     first = builder.insert_element(undefined, value, ir.IntType(32)(0))
@@ -145,7 +146,7 @@ def _load_lanes(builder: Any, pointer: Any, index: Any) -> Any:
         return values
     words = ir.VectorType(ir.IntType(32), LANES)
     if element.width == 8:
-        return widen_fp8(builder, values, words, ir.VectorType(ir.FloatType(), LANES))
+        return upcast_fp8(builder, values, words, ir.VectorType(ir.FloatType(), LANES))
     bits = builder.shl(builder.zext(values, words), ir.Constant(words, [16] * LANES))
     return builder.bitcast(bits, ir.VectorType(ir.FloatType(), LANES))
 

@@ -10,28 +10,28 @@ from torch import Tensor
 
 from nanovllm.devices.cuda.kernels.attention_tiles import PagedCache
 
-MIN_Q_ROWS = 16  # the minimum of tl.dot
+MIN_Q_ROWS = 16  # minimum M of tl.dot
 MAX_SPLITS = 32
 DECODE_CTAS_PER_SM = 5
-MIN_DECODE_SPLIT = 64  # fewest keys that are worth a CTA
-LARGE_TILE_PAIRS = range(192, 385)  # pairs of (row, kv head) for which large tiles are faster
-SHORT_CONTEXT = 512  # up to this many keys, a second split gains less than joining both costs
+MIN_DECODE_SPLIT = 64  # minimum number of keys that are worth a CTA
+LARGE_TILE_PAIRS = range(192, 385)  # numbers of (row, kv head) pairs for which large tiles win
+SHORT_CONTEXT = 512  # up to this many keys, a second split gains less than the merge costs
 PREFILL_CTAS_PER_SM = 2
-MIN_PREFILL_SPLIT = 256  # fewest keys that are worth a CTA
-MIN_PREFILL_SPLITS = 4  # fewer splits gain less than joining them costs
+MIN_PREFILL_SPLIT = 256  # minimum number of keys that are worth a CTA
+MIN_PREFILL_SPLITS = 4  # fewer splits gain less than the merge costs
 # Up to this many query rows, small tiles are best, because more CTAs occupy the device.
-MAX_SMALL = 2048
-MAX_FEW = 1024  # the same limit for FP8 keys, which every CTA has to upcast
+MAX_SMALL_TILE_ROWS = 2048
+MAX_SMALL_TILE_ROWS_FP8 = 1024  # the same for FP8 keys, which every CTA has to upcast
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    q_rows: int  # queries times query heads per kv head in one CTA
-    tile: int  # keys per step of the loop
+    q_rows: int  # rows of a CTA's query tile: queries times the GQA group size
+    tile: int  # keys per iteration
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # per thread; fewer let more CTAs run concurrently
-    pairs: int = 16  # pairs of (row, kv head) that run concurrently, so that L2 serves their keys
+    max_registers: int | None = None  # per thread; a lower limit lets more CTAs run concurrently
+    pairs: int = 16  # (row, kv head) pairs that run concurrently, so that their keys stay in L2
     min_split: int = MIN_PREFILL_SPLIT
     has_tma: bool = False  # whether keys are loaded by TMA (Hopper)
 
@@ -56,15 +56,18 @@ def decode_config(
 def prefill_config(
     head_dim: int, dtype: torch.dtype, num_q_rows: int, is_fp8: bool = False
 ) -> AttentionConfig:
-    """Return the config for up to `num_q_rows` queries times query heads per kv head."""
+    """Return the config for prefill.
+
+    `num_q_rows` is the maximum query length times the GQA group size.
+    """
     is_wide = head_dim > 128
     if is_fp8 and dtype != torch.float32 and not is_wide:
-        if num_q_rows <= MAX_FEW:
+        if num_q_rows <= MAX_SMALL_TILE_ROWS_FP8:
             return AttentionConfig(q_rows=32, tile=64, num_warps=4, num_stages=3)
         return AttentionConfig(q_rows=128, tile=64, num_warps=4, num_stages=2)
     if dtype == torch.float32:
         return AttentionConfig(q_rows=32, tile=16 if is_wide else 32, num_warps=4, num_stages=2)
-    if num_q_rows <= (64 if is_wide else MAX_SMALL):
+    if num_q_rows <= (64 if is_wide else MAX_SMALL_TILE_ROWS):
         return AttentionConfig(q_rows=64, tile=32 if is_wide else 64, num_warps=4, num_stages=3)
     if is_wide:
         return AttentionConfig(q_rows=128, tile=32, num_warps=8, num_stages=3)
@@ -72,25 +75,25 @@ def prefill_config(
 
 
 def with_more_stages(config: AttentionConfig) -> AttentionConfig:
-    """Use more pipeline stages, on Hopper: a CTA alone on its SM then waits less for keys."""
+    """Use more pipeline stages on Hopper, where a CTA alone on its SM then waits less for keys."""
     is_small = (config.q_rows, config.tile, config.num_warps) == (64, 64, 4)
     return replace(config, num_stages=4) if is_small else config
 
 
 def suits_tma(q: Tensor, cache: PagedCache, max_query_len: int, window: int | None) -> bool:
-    """Whether TMA_CONFIG supports these tensors, and there are enough queries for it."""
+    """Whether TMA_CONFIG supports these tensors, and there are enough queries to fill its tiles."""
     group, head_dim = q.shape[1] // cache.k.shape[2], q.shape[2]
     is_whole = cache.k.shape[1] % TMA_CONFIG.tile == 0  # each tile lies within one block
     num_q_rows = max_query_len * group
-    is_long = len(q) * group > MAX_SMALL and num_q_rows >= TMA_CONFIG.q_rows >= group
+    is_long = len(q) * group > MAX_SMALL_TILE_ROWS and num_q_rows >= TMA_CONFIG.q_rows >= group
     is_plain = window is None and not cache.is_fp8
     return is_whole and is_long and head_dim in (64, 128) and is_plain and q.itemsize == 2
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: int) -> int:
-    """Return the number of key splits of a decode row that fills the device: a power of two.
+    """Return how many splits of each row's keys fill the device with CTAs: a power of two.
 
-    If unsplit contexts nearly fill it, two splits still balance the load better than one.
+    If unsplit rows nearly fill the device, two splits still balance the load better than one.
     """
     num_pairs = max(1, num_rows * num_kv_heads)
     if num_pairs >= num_sms and max_context <= SHORT_CONTEXT:
@@ -102,17 +105,14 @@ def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: i
 
 
 def suits_large_tiles(num_rows: int, num_kv_heads: int, num_splits: int) -> bool:
-    """Whether large tiles are faster: two splits per context nearly fill a Hopper GPU.
-
-    There are then two CTAs on each SM.
-    """
+    """Whether large tiles are faster on Hopper: with two splits, each SM has about two CTAs."""
     return num_splits == 2 and num_rows * num_kv_heads in LARGE_TILE_PAIRS
 
 
 def choose_prefill_splits(
     num_q_rows: int, num_kv_heads: int, config: AttentionConfig, max_context: int, num_sms: int
 ) -> int:
-    """Return the number of key splits for a prefill of few queries: a power of two."""
+    """Return the number of key splits for prefill, a power of two; 1 if there are many queries."""
     num_ctas = triton.cdiv(num_q_rows, config.q_rows) * num_kv_heads
     wanted = PREFILL_CTAS_PER_SM * num_sms // num_ctas
     most = min(wanted, triton.cdiv(max_context, config.min_split))

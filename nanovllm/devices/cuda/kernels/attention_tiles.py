@@ -1,11 +1,11 @@
 """Tiles of keys and values of a paged KV cache, and the online softmax over them.
 
-The query heads that share a kv head are rows of one tile, so each key is read once for all of them:
-a row of a tile is one query of one head. Keys outside a sequence's context or window are never
+A row of a query tile is one query of one head. The tile has rows for all heads of a GQA group, so
+each key is read once for the whole group. Keys outside a sequence's context or window are never
 used: their blocks may hold anything, or may have been freed.
 
-If the keys are split over CTAs, each computes a part of a row: the sum of its weighted values, the
-largest score, which the weights are relative to, and the sum of the weights.
+If the keys are split over CTAs, each CTA stores a partial result per row: the unnormalized output,
+the maximum score, and the softmax denominator relative to that maximum.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from nanovllm.devices.cuda.kernels.fp8_rows import (
     add_values,
-    as_multiplied,
     join,
     load_exponents,
     multiply_keys,
+    prepare_queries,
     scale_scores,
     split,
     weigh_fp8,
@@ -33,7 +33,7 @@ from nanovllm.devices.cuda.kernels.fp8_rows import (
 class PagedCache:
     """The keys and values of a layer, and the block table of all slots."""
 
-    k: Tensor  # [num_blocks, block_size, kv_heads, head_dim]; stride(0) may be anything
+    k: Tensor  # [num_blocks, block_size, kv_heads, head_dim], with any stride(0)
     v: Tensor  # same layout as k
     block_table: Tensor  # [num_slots, max_blocks]; unused entries may hold anything
     exponents: tuple[Tensor, Tensor] | tuple[()] = ()  # FP8 scales of k and v, as in LayerCache
@@ -44,7 +44,7 @@ class PagedCache:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """Keys and values; in FP8, as pairs of values, followed by exponents in words of four."""
+        """Keys and values as kernel arguments; FP8 as int16 pairs, followed by int32 exponents."""
         if not self.is_fp8:
             return self.k, self.v
         words = (part.flatten().view(torch.int32) for part in self.exponents)
@@ -52,19 +52,20 @@ class PagedCache:
 
     @property
     def max_context(self) -> int:
-        """The longest context that the block table holds for a slot."""
+        """Maximum context length that the block table can hold for a slot."""
         return self.block_table.shape[1] * self.k.shape[1]
 
 
-Parts = tuple[Tensor, Tensor, Tensor]  # weighted values [parts, head_dim], maxima, weight sums
+# (unnormalized outputs [partials, head_dim], maximum scores, softmax denominators)
+Partials = tuple[Tensor, Tensor, Tensor]
 
 
-def allocate_parts(q: Tensor, num_rows: int, num_splits: int) -> Parts:
-    """Allocate the parts of `num_rows` rows with the heads of `q`."""
+def allocate_partials(q: Tensor, num_rows: int, num_splits: int) -> Partials:
+    """Allocate the partial results of `num_rows` rows with the heads of `q`."""
     num_heads, head_dim = q.shape[1:]
-    num_parts = num_rows * num_heads * num_splits
-    values = torch.empty(num_parts, head_dim, device=q.device, dtype=torch.float32)
-    return values, values.new_empty(num_parts), values.new_empty(num_parts)
+    num_partials = num_rows * num_heads * num_splits
+    values = torch.empty(num_partials, head_dim, device=q.device, dtype=torch.float32)
+    return values, values.new_empty(num_partials), values.new_empty(num_partials)
 
 
 @triton.jit
@@ -94,12 +95,12 @@ def attend_keys(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     HAS_MANY: tl.constexpr,
 ):
-    """Update the softmax of some queries with a span of one head's keys.
+    """Update the online softmax of a query tile with a span of one KV head's keys.
 
-    `softmax` holds the weighted values, the maxima and the weight sums of the rows. `span` is
-    (begin, end, first valid key); the first tile may begin before the first valid key. All rows
-    attend to the keys [begin, end) of `seen_by_all`, and each row to the keys from the first to the
-    last (inclusive) of `seen`: only tiles that reach beyond `seen_by_all` need a mask.
+    `softmax` holds the unnormalized outputs, maximum scores and denominators of the rows. `span` is
+    (begin, end, first valid key); the first tile may begin before the first valid key.
+    `seen_by_all` is the range [begin, end) of keys that all rows attend to, and `seen` holds each
+    row's first and last key (inclusive). Only tiles that reach beyond `seen_by_all` need a mask.
     """
     IS_FP8: tl.constexpr = len(caches) > 2
     WIDTH: tl.constexpr = HEAD_DIM // 2 if IS_FP8 else HEAD_DIM  # FP8 is read in pairs
@@ -109,7 +110,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
     if IS_FP8:  # even and odd columns are accumulated separately
         word = kv_head * (BLOCK_SIZE // 4)
         exponents = caches[2] + word, caches[3] + word  # type: ignore[assignment]
-        q_tile, scale = as_multiplied(q_tile, scale)
+        q_tile, scale = prepare_queries(q_tile, scale)
         softmax = split(softmax[0]), softmax[1], softmax[2]
     lo, hi, first = span
     whole = lo
@@ -148,9 +149,9 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     ARE_WHOLE: tl.constexpr,
 ):
-    """Update the softmax with tiles of keys; return it, and the block ids of the next tile.
+    """Update the online softmax with tiles of keys; also return the block ids of the next tile.
 
-    Block ids are loaded one iteration ahead: a load that depends on another is not pipelined.
+    Block ids are loaded one iteration ahead: loads that depend on another load are not pipelined.
     """
     lo, hi, first = span
     acc, row_max, row_sum = softmax
@@ -202,22 +203,22 @@ def attend_keys_by_tma(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Update the softmax with all keys of the head at `column`, loaded by TMA.
+    """Update the online softmax with all keys of the KV head at `column`, loaded by TMA.
 
-    TMA computes the addresses, which leaves registers to compute the scores of one tile during the
-    softmax of the previous tile. The queries' positions range from `lowest` to `highest`.
+    TMA computes the addresses. That leaves enough registers to compute the scores of a tile during
+    the softmax of the previous tile. The queries' positions range from `lowest` to `highest`.
     """
     acc, row_max, row_sum = softmax
     offsets = tl.arange(0, TILE)
     cache_row = tl.load(blocks) * block_stride
     scores = tl.dot(q_tile, k_rows.load([cache_row, column]).T)
     block_id = tl.load(blocks + TILE // BLOCK_SIZE, mask=highest >= TILE, other=0)
-    # All tiles but the last of a context are full; the last may contain arbitrary values.
+    # The last tile of a context may be partial. Beyond the context it holds arbitrary values.
     whole = tl.minimum(tl.cdiv(highest + 1, TILE), length // TILE) * TILE
     for tile_start in tl.range(0, whole, TILE):
         if tile_start + TILE > lowest + 1:
             scores = _hide_later(scores, tile_start + offsets, positions)
-        later = tile_start + 2 * TILE  # prefetches its block id: dependent loads are slow
+        later = tile_start + 2 * TILE  # its block id is loaded now: dependent loads are slow
         later_id = tl.load(blocks + later // BLOCK_SIZE, mask=later <= highest, other=0)
         weights, alpha, row_max, row_sum = _weigh(scores, row_max, row_sum, scale)
         v = v_rows.load([cache_row, column])
@@ -258,7 +259,11 @@ def _load_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weigh(scores, row_max, row_sum, scale):  # type: ignore[no-untyped-def]
-    """Return a tile's weights, the rescaling factor of earlier tiles, the new maximum and sum."""
+    """Update the online softmax with a tile's scores.
+
+    Return the unnormalized probabilities, the rescaling factor of earlier tiles, and the new
+    maximum and denominator.
+    """
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
     # For a row without any key yet, -inf minus -inf would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -277,7 +282,7 @@ def window_start(position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def
 def find_blocks(  # type: ignore[no-untyped-def]
     blocks, tile_start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the block id of every key of a tile, or one scalar if a single block holds them."""
+    """Return the block id of every key of a tile, or a scalar if one block holds the whole tile."""
     if BLOCK_SIZE % TILE == 0 or TILE % BLOCK_SIZE == 0:  # one scalar load per block
         first = tile_start // BLOCK_SIZE
         ids = tl.load(blocks + first, mask=tile_start < end, other=0)
@@ -313,8 +318,8 @@ def split_size(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store_parts(parts, indices, dims, softmax, is_row, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    values, maxima, sums = parts
+def store_partials(partials, indices, dims, softmax, is_row, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    values, maxima, sums = partials
     acc, row_max, row_sum = softmax
     is_real = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(values + indices[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_real)
@@ -323,9 +328,9 @@ def store_parts(parts, indices, dims, softmax, is_row, HEAD_DIM: tl.constexpr): 
 
 
 @triton.jit
-def load_parts(parts, indices, dims, is_used, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load some parts; unused ones load as parts without keys."""
-    values, maxima, sums = parts
+def load_partials(partials, indices, dims, is_used, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load partial results; where `is_used` is false, return those of a split without keys."""
+    values, maxima, sums = partials
     is_real = is_used[:, None] & (dims < HEAD_DIM)[None, :]
     acc = tl.load(values + indices[:, None] * HEAD_DIM + dims[None, :], mask=is_real, other=0.0)
     row_max = tl.load(maxima + indices, mask=is_used, other=float("-inf"))
@@ -333,8 +338,8 @@ def load_parts(parts, indices, dims, is_used, HEAD_DIM: tl.constexpr):  # type: 
 
 
 @triton.jit
-def join_splits(  # type: ignore[no-untyped-def]
-    parts,
+def merge_splits(  # type: ignore[no-untyped-def]
+    partials,
     row,
     dims,
     first,
@@ -344,12 +349,12 @@ def join_splits(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
 ):
-    """Return the weighted mean of a row's values over its keys [first, end); zeros if empty."""
+    """Merge a row's partial results over its keys [first, end); return zeros if it has no keys."""
     lo = first // TILE * TILE
     size = split_size(end - lo, SPLITS, TILE, MIN_SPLIT)
     splits = tl.arange(0, SPLITS)
     is_used = lo + splits * size < end  # splits without keys stored nothing
-    acc, maxima, sums = load_parts(parts, row * SPLITS + splits, dims, is_used, HEAD_DIM)
+    acc, maxima, sums = load_partials(partials, row * SPLITS + splits, dims, is_used, HEAD_DIM)
     highest = tl.max(maxima, 0)
     weights = tl.exp2(maxima - tl.where(highest == float("-inf"), 0.0, highest))
     total = tl.sum(sums * weights, 0)

@@ -1,8 +1,8 @@
-"""Dequantization in Triton: loads tiles of packed words, and converts them for multiplication.
+"""Dequantization in Triton: load tiles of packed words, and convert them to MMA operands.
 
 `quantized_weight.py` describes the layout. A word packs 4 FP8 or 8 int4 values. In a quant
 block, the values at position 0 of all words are neighboring inputs, then come those at position 1,
-and so on, so threads convert words to tensor-core operands without exchanging data.
+and so on. So threads can convert words to MMA operands without exchanging data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nanovllm.ops.quantized_weight import QuantizedWeight, num_blocks
 
 CudaWeight = Tensor | QuantizedWeight
 
-BLOCK_OUT = 32  # rows that one CTA dequantizes
+BLOCK_OUT = 32  # weight rows per CTA
 
 
 def weight_arguments(weight: CudaWeight) -> tuple[Any, ...]:
@@ -32,8 +32,9 @@ def weight_arguments(weight: CudaWeight) -> tuple[Any, ...]:
 def weight_sizes(weight: CudaWeight) -> dict[str, int]:
     """Return the compile-time sizes of a weight.
 
-    NUM_WORDS is the number of words per row, LANES of words per quant block, and GROUP of inputs
-    that share a scale (0: the whole row). A dense weight has one value per word, LANES 0, GROUP -1.
+    NUM_WORDS is the number of words per row, LANES the number of words per quant block, and GROUP
+    the number of inputs that share a scale (0: the whole row). In a dense weight a word is one
+    value; LANES is 0 and GROUP is -1.
     """
     num_in = weight.shape[-1]
     if isinstance(weight, Tensor):
@@ -43,9 +44,9 @@ def weight_sizes(weight: CudaWeight) -> dict[str, int]:
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the weight [out, in] in a 16-bit dtype, equal to one dequantized when it is loaded.
+    """Return the weight [out, in] in a 16-bit dtype, as if it were dequantized at load time.
 
-    Used for products of many rows that have no quantized kernel.
+    Used for GEMMs with many rows, for which there is no quantized kernel.
     """
     num_out, num_in = weight.shape
     y = torch.empty(num_out, num_in, device=weight.qweight.device, dtype=dtype)
@@ -70,7 +71,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
-    """Dequantize one quant block of BLOCK_OUT rows; the grid is (quant blocks, outputs)."""
+    """Dequantize one quant block of BLOCK_OUT rows; the grid is (quant blocks, tiles of rows)."""
     POSITIONS: tl.constexpr = 128 // LANES
     PARTS: tl.constexpr = 128 // GROUP if GROUP > 0 else 1
     NUM_GROUPS: tl.constexpr = NUM_WORDS // LANES * PARTS if GROUP > 0 else 1
@@ -94,9 +95,9 @@ def _dequantize(  # type: ignore[no-untyped-def]
         tl.store(pointers, values.to(y.dtype.element_ty), mask=mask)
 
 
-# Two words, $4 and $5, give a pair of bfloat16 values per position. The two bytes go to the upper
-# bytes of the halves; then sign, exponent and fraction move to their bfloat16 positions, and the
-# multiplication by 2**120 corrects the exponent bias. The masks clear the lower bytes.
+# Two words, $4 and $5, give a pair of bfloat16 values per position. `prmt` moves the two bytes to
+# the upper bytes of the halves. Shifts and masks then move sign, exponent and mantissa to their
+# bfloat16 positions, and the multiplication by 2**120 corrects the exponent bias.
 _FP8_POSITION = """
 prmt.b32 a, $4, $5, {bytes};
 and.b32 b, a, 0x7F007F00;
@@ -123,9 +124,10 @@ cvt.rn.f16x2.e4m3x2 $3, high;
 
 
 def _int4_unpacking(bits: str) -> str:
-    """Return assembly that unpacks words $8 and $9 to a pair of 16-bit values for each position.
+    """Return PTX that unpacks words $8 and $9 to a pair of 16-bit values for each position.
 
-    The low halves of both words hold positions 0 to 3, the high halves positions 4 to 7.
+    The low halves of both words hold positions 0 to 3, the high halves positions 4 to 7. `bits` are
+    the bits of a pair of offsets, whose low mantissa bits the values replace.
     """
     lines = ["prmt.b32 a, $8, $9, 0x5410;", "prmt.b32 b, $8, $9, 0x7632;"]
     for position in range(4):
@@ -141,7 +143,7 @@ _INT4_TO_FLOAT16 = tl.constexpr(_int4_unpacking("0x64006400"))
 
 @triton.jit
 def load_tile(words, rows, is_row, word, NUM_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load some words of rows of a weight, or some values of a dense weight."""
+    """Load the given words of the given weight rows; a word of a dense weight is one value."""
     mask = is_row[:, None] & (word < NUM_WORDS)[None, :]
     pointers = words + rows.to(tl.int64)[:, None] * NUM_WORDS + word[None, :]
     return tl.load(pointers, mask=mask, other=0)
@@ -153,10 +155,10 @@ IS_INTERPRETED = tl.constexpr(not isinstance(load_tile, JITFunction))
 
 @triton.jit
 def as_operands(tile, POSITIONS: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the values of words by position, in a 16-bit dtype; int4 values are raised.
+    """Unpack words to a 16-bit dtype: return one tensor per position; int4 values have an offset.
 
-    A raised int4 value has 128 (bfloat16) or 1024 (float16) added to it; its four bits are the last
-    bits of that number's fraction.
+    The offset is 128 (bfloat16) or 1024 (float16). The four bits of an int4 value become the low
+    mantissa bits of that number.
     """
     if POSITIONS == 4:
         return _fp8_operands(tile, dtype)
@@ -166,7 +168,7 @@ def as_operands(tile, POSITIONS: tl.constexpr, dtype: tl.constexpr):  # type: ig
 
 @triton.jit
 def join_positions(values, FIRST: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Concatenate the values of some positions; no data moves: one thread holds all of them."""
+    """Concatenate COUNT positions from FIRST on; no data moves, as a thread holds all positions."""
     if COUNT == 8:
         return _beside(_four_beside(values, 0), _four_beside(values, 4))
     elif COUNT == 4:
@@ -190,13 +192,13 @@ def _beside(first, second):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def raised_by(dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def int4_offset(dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     return 128.0 if dtype == tl.bfloat16 else 1024.0
 
 
 @triton.jit
 def as_floats(tile, position: tl.constexpr, POSITIONS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the quantized values at one position of words, in float32."""
+    """Return the quantized values at one position of the words, in float32."""
     if POSITIONS == 4:
         byte = ((tile >> (8 * position)) & 255).to(tl.uint8)
         return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)

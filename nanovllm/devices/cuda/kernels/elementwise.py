@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.devices.cuda.kernels.fp8_rows import (
-    LEAST_OF_DOT,
+    MIN_DOT_SIZE,
     hadamard_matrix,
     hadamard_transform,
     padded_range,
@@ -30,7 +30,7 @@ GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_
 
 
 def rms_norm(hidden: ResidualStream, norm: NormWeights) -> Tensor:
-    """Return the norm of residual + update; store the sum in the residual."""
+    """Return RMSNorm(residual + update), and store the sum in the residual."""
     residual, update = hidden.residual, hidden.update
     num_rows, dim = residual.shape
     out = torch.empty_like(residual)
@@ -67,7 +67,7 @@ def scales_of(scales: DequantScales | None) -> tuple[Tensor, Tensor] | None:
 def act_and_mul(
     gate_up: Tensor, activation: Activation, scales: DequantScales | None = None
 ) -> Tensor:
-    """Implement Ops.gate; unscaled FP8 products are first multiplied by `scales`."""
+    """Implement Ops.act_and_mul; unscaled FP8 GEMM outputs are first multiplied by `scales`."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, size, device=gate_up.device, dtype=gate_up.dtype)
     block = 1024
@@ -92,7 +92,7 @@ def rope_write(
     cache: LayerCache,
     slot_mapping: Tensor,
 ) -> None:
-    """Implement Ops.rope_write; tokens with a negative slot_mapping are padding, not written."""
+    """Implement Ops.rope_write; padding tokens have a negative slot_mapping and are not cached."""
     num_tokens, num_heads, head_dim = qkv.shape
     block_size, num_kv_heads = cache.k.shape[1:3]
     _rope_write[(num_tokens, 2)](
@@ -137,10 +137,10 @@ def _rms_norm(  # type: ignore[no-untyped-def]
 def add_and_norm(  # type: ignore[no-untyped-def]
     residual, update, scales, weight, eps, i, dim, NUM_SPLITS: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """Add the update to the residual row of this CTA, store the sum, and return its norm.
+    """Add the update to this CTA's row of the residual, store the sum, and return its RMSNorm.
 
-    `i` holds all column indices, in any order and shape. NUM_SPLITS counts the partial sums of the
-    update.
+    `i` holds all column indices, in any order and shape. NUM_SPLITS is the number of partial sums
+    of the update; 0 means that there is no update.
     """
     base = tl.program_id(0).to(tl.int64) * dim
     mask = i < dim
@@ -215,11 +215,15 @@ def _rope_write(  # type: ignore[no-untyped-def]
     HADAMARD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Apply rope; the grid is (tokens, 2): queries, and keys, which are stored with the values."""
+    """Apply RoPE; the grid is (tokens, 2).
+
+    One CTA rotates the queries of a token in place. The other rotates its keys, and stores keys and
+    values in the cache.
+    """
     token = tl.program_id(0).to(tl.int64)
     base = token * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     half: tl.constexpr = HEAD_DIM // 2
-    least: tl.constexpr = 1 if len(caches) == 2 else LEAST_OF_DOT
+    least: tl.constexpr = 1 if len(caches) == 2 else MIN_DOT_SIZE
     i = padded_range(half, least)
     kv_heads = padded_range(NUM_KV_HEADS, least)
     angles = rope + tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
@@ -287,7 +291,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rotate(x, mask, norm, INDEX: tl.constexpr, cos, sin, i, half: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return both halves of some heads, normalized if there is a norm, then rotated."""
+    """Load heads, apply the norm, if any, then RoPE, and return both halves."""
     dtype = x.dtype.element_ty
     first = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x + half, mask=mask, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Mixtures of experts on CUDA: (token, expert) pairs are sorted by expert and multiplied in tiles.
+"""MoE on CUDA as a grouped GEMM: (token, expert) pairs are sorted by expert and form tiles.
 
 A tile holds pairs of one expert. Only the device knows the number of tiles, so the grids are sized
 for the maximum, and CTAs without a tile exit immediately.
@@ -29,21 +29,22 @@ from nanovllm.ops.quantized_weight import QuantizedWeight
 
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
-    block_rows: int  # pairs in a tile
-    block_out: int  # outputs of one CTA
-    block_in: int  # inputs per step of the loop
+    block_rows: int  # pairs per tile
+    block_out: int  # outputs per CTA
+    block_in: int  # inputs per iteration
     num_warps: int
     num_stages: int
 
 
-# Keyed by the average rows per expert: most experts fit into one tile, and are read only once.
+# (maximum average number of pairs per expert, config): most experts should fit into one tile, so
+# that they are read only once.
 CONFIGS = (
     (8, GroupedConfig(16, 64, 64, 4, 8)),
     (20, GroupedConfig(32, 64, 64, 4, 8)),
     (48, GroupedConfig(64, 128, 64, 4, 4)),
     (math.inf, GroupedConfig(128, 128, 64, 8, 4)),
 )
-# Configs for quantized weights, whose loop advances by 128 inputs.
+# The same for quantized weights, with 128 inputs per iteration.
 QUANTIZED_CONFIGS = (
     (8, GroupedConfig(16, 64, 128, 4, 5)),
     (20, GroupedConfig(32, 128, 128, 8, 4)),
@@ -127,10 +128,10 @@ def _multiply(
     config: GroupedConfig,
     is_gated: bool,
 ) -> None:
-    """Multiply every pair by its expert's weight.
+    """Multiply the input of every pair by the weight of its expert.
 
-    The gated product reads rows of tokens and writes pairs sorted by expert; the other one reads
-    sorted pairs and writes them in their original order.
+    The gated GEMM (gate_up) reads the rows of tokens, and writes pairs sorted by expert. The other
+    one (down) reads sorted pairs, and writes them in their original order.
     """
     num_out, num_in = y.shape[-1], x.shape[-1]
     num_rows = 2 * num_out if is_gated else num_out
@@ -171,9 +172,9 @@ def _sort(  # type: ignore[no-untyped-def]
     EXPERTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Sort pairs by expert, and write each tile's expert, first pair and end in sorted order.
+    """Sort pairs by expert, and write each tile's expert and its range [first, end) of pairs.
 
-    There are at most as many tiles as pairs.
+    The range refers to the sorted order. There are at most as many tiles as pairs.
     """
     wait_for_inputs(OVERLAP)
     experts = tl.arange(0, EXPERTS)[None, :]
@@ -218,7 +219,7 @@ def _grouped(  # type: ignore[no-untyped-def]
     IS_EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Multiply one tile of pairs by rows of its expert; the grid is (outputs, tiles)."""
+    """Multiply a tile of pairs by a tile of the expert's weight; the grid is (outputs, tiles)."""
     wait_for_inputs(OVERLAP)
     tile = tiles + 3 * tl.program_id(1)
     expert, begin, end = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)

@@ -1,7 +1,7 @@
-"""Mixtures of experts on CUDA, for few tokens: every (token, expert) pair reads its own weights.
+"""MoE on CUDA for few tokens: every (token, expert) pair reads the expert's weights by itself.
 
 With more tokens, or quantized weights, experts_grouped.py reads each expert once. The host does not
-know which experts are chosen, so the grids fit any choice.
+know which experts are chosen, so the grids do not depend on it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids and weights [tokens, top_k] of each token's experts, and the ranks of the pairs.
 
-    A rank is a pair's index among the pairs of the same expert, in any order. `counts`, if given,
-    is incremented by the pairs of each expert; without it the ranks are not written.
+    A rank is a pair's index among the pairs of the same expert, in any order. `counts` [experts],
+    if given, is incremented by the number of pairs of each expert. Without `counts`, the ranks are
+    uninitialized.
     """
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, routing.top_k, device=logits.device, dtype=torch.int32)
-    ranks = torch.empty_like(ids)  # its own tensor: a new alignment would compile another kernel
+    ranks = torch.empty_like(ids)  # not a slice: another alignment would compile another kernel
     weights = torch.empty(ids.shape, device=logits.device, dtype=torch.float32)
     _route[(num_tokens,)](
         *(ids, weights, logits, ranks, counts, num_experts),
@@ -46,8 +47,8 @@ def route(
 def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Return the weighted sum of each token's experts; all tensors are contiguous.
 
-    The weights are [experts, outputs, inputs]. Adding up all experts of a token at once is faster
-    than one by one.
+    The weights of the experts are [experts, outputs, inputs]. The down kernel sums over all experts
+    of a token at once, which is faster than adding them up one by one.
     """
     num_tokens, top_k = ids.shape
     _, hidden, size = down.shape
@@ -108,7 +109,7 @@ def _route(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _choose(logits, num_experts, choices, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the top experts of a token by logit; ties go to the lower index."""
+    """Return the top-k experts of a token by logit; ties go to the lower index."""
     keys = _load_keys(logits, num_experts, BLOCK)
     experts = choices * 0
     for choice in tl.static_range(TOP_K):
@@ -121,7 +122,7 @@ def _choose(logits, num_experts, choices, TOP_K: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _load_keys(logits, num_experts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return distinct integers ordered like the logits; among ties the first expert is highest.
+    """Map logits to distinct integers in the same order; of equal logits, the first is larger.
 
     NaN sorts like a large number.
     """
@@ -175,7 +176,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
     BLOCK_IN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute y[pair] = silu(gate) * up for some outputs of a pair."""
+    """Compute y[pair] = silu(gate) * up for BLOCK_OUT outputs of one pair."""
     wait_for_inputs(OVERLAP)
     pair = tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
@@ -214,14 +215,17 @@ def _down(  # type: ignore[no-untyped-def]
     BLOCK_IN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute some outputs of all experts of a token, and add them up, weighted."""
+    """Compute BLOCK_OUT outputs of the down projection for one token.
+
+    They are weighted sums over the token's top-k experts.
+    """
     token = tl.program_id(1)
     choices = tl.arange(0, TOP_K_BLOCK)
     is_choice = choices < TOP_K
     pairs = token * TOP_K + choices
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = (is_choice[:, None] & (outs < num_out)[None, :])[:, :, None]
-    # The previous kernel already waited for the choice of experts, so load weights before waiting.
+    # The previous kernel has already waited for the expert ids, so weights can be loaded early.
     expert = tl.load(ids + pairs, mask=is_choice, other=0, cache_modifier=".cg").to(tl.int64)
     w_start = weight + ((expert[:, None] * num_out + outs[None, :]) * NUM_IN)[:, :, None]
     lanes = tl.arange(0, BLOCK_IN)

@@ -1,9 +1,10 @@
 """FP8 (e4m3) rows of the KV cache in Triton; `ops/fp8.py` defines the format.
 
-A kernel multiplies unscaled FP8 values, which float16 holds exactly, in float16 or float32. The
-scales of keys then multiply the scores. The exponents of values are added to the scores, so that
-the softmax weights come out scaled; the sum of weights divides these scales out again. Weights are
-never rounded to fewer bits than float16 has.
+Kernels multiply unscaled FP8 values, upcast to float16 (which is exact) or float32. The scores are
+then multiplied by the scales of the keys. The scales of the values are powers of two. Their
+exponents are added to the scores, so that exp2 gives probabilities that include these scales; the
+softmax denominator sums probabilities without them. Probabilities are never rounded to fewer bits
+than float16 has.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ NOT_FINITE = tl.constexpr(fp8.NOT_FINITE)
 INFINITY_BITS = tl.constexpr(fp8.INFINITY_BITS)
 ROUND_UP = tl.constexpr(fp8.ROUND_UP)
 FP8_EXPONENT = tl.constexpr(fp8.FP8_EXPONENT)
-LEAST_OF_DOT = tl.constexpr(16)  # the minimum rows and columns of tl.dot
-# Exponent of the largest softmax weight: it stays below float16's limit of 2**16, and much smaller
-# weights keep all their bits.
+MIN_DOT_SIZE = tl.constexpr(16)  # minimum M, N and K of tl.dot
+# Probabilities are scaled so that the largest is 2**14: it stays below float16's maximum, and much
+# smaller ones remain normal numbers.
 WEIGHT_EXPONENT = tl.constexpr(14)
 
 
@@ -50,7 +51,7 @@ def row_exponents(largest):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def padded_range(count: tl.constexpr, least: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a range of at least `count` and `least` numbers; its size is a power of two."""
+    """Return tl.arange(0, n), where n is a power of two and at least `count` and `least`."""
     size: tl.constexpr = triton.next_power_of_2(count)
     return tl.arange(0, size if size > least else least)
 
@@ -102,16 +103,16 @@ def to_fp8(x, largest, exponents):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def as_multiplied(q_tile, scale):  # type: ignore[no-untyped-def]
-    """Return queries in a dtype that FP8 values are multiplied in, `split`, and the scores' scale.
+def prepare_queries(q_tile, scale):  # type: ignore[no-untyped-def]
+    """Prepare queries to be multiplied by FP8 keys: return even and odd columns, and a new scale.
 
-    A power of two scales 16-bit queries into the range of float16, which is more precise than
-    bfloat16.
+    16-bit queries become float16, which is more precise than bfloat16. They are multiplied by a
+    power of two to fit its range, and `scale`, the factor of the scores, is adjusted.
     """
     if q_tile.dtype != tl.float32:
         wide = q_tile.to(tl.float32)
         largest = magnitude(wide)
-        largest = tl.where(largest >= INFINITY_BITS, 0, largest)  # such rows are invalid anyway
+        largest = tl.where(largest >= INFINITY_BITS, 0, largest)  # ignore NaN and infinity
         exponent = row_exponents(tl.max(tl.max(largest, 1), 0))
         q_tile = (wide * power_of_two(254 - exponent)).to(tl.float16)
         scale *= power_of_two(exponent)
@@ -163,10 +164,11 @@ def upcast_pairs(pairs, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 def load_exponents(  # type: ignore[no-untyped-def]
     exponents, rows, tile_start, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Load the exponents of a tile of keys and values; positions beyond the keys load anything.
+    """Load the scale exponents of a tile of keys and values; beyond the keys they are arbitrary.
 
-    `exponents` points to words of four, at the head's first word in block 0. `rows` is the number
-    of (block, head) rows before each key's block. Narrower loads would not be pipelined.
+    `exponents` holds two pointers, for keys and values, to int32 words of four exponents: the words
+    of this head in block 0. `rows` is each key's block id times KV_HEADS. Loads narrower than a
+    word would not be pipelined.
     """
     words = tile_start // 4 + tl.arange(0, TILE // 4)
     offsets = words % (BLOCK_SIZE // 4)
@@ -185,14 +187,14 @@ def _unpack(words, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scale_scores(scores, exponents, scale):  # type: ignore[no-untyped-def]
-    """Turn products of queries and FP8 keys into base-2 exponents of the weights of FP8 values."""
+    """Scale the scores of FP8 keys for exp2, and add the scale exponents of the values."""
     key_scale = power_of_two(exponents[0]) * scale
     return scores * key_scale[None, :] + (exponents[1] - 127).to(tl.float32)[None, :]
 
 
 @triton.jit
 def weigh_fp8(scores, exponents, row_max, row_sum):  # type: ignore[no-untyped-def]
-    """Do the same as `_weigh` in attention_tiles.py, for the results of `scale_scores`."""
+    """Like `_weigh` in attention_tiles.py, but for the results of `scale_scores`."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     top = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - (top - WEIGHT_EXPONENT)[:, None])
@@ -203,7 +205,7 @@ def weigh_fp8(scores, exponents, row_max, row_sum):  # type: ignore[no-untyped-d
 
 @triton.jit
 def multiply_keys(queries, pairs):  # type: ignore[no-untyped-def]
-    """Return the products of queries from `as_multiplied` with keys in pairs of FP8 values."""
+    """Compute Q K^T of queries from `prepare_queries` and keys in pairs of FP8 values."""
     even, odd = upcast_pairs(pairs, queries[0].dtype)
     scores = tl.dot(queries[0], even.T, input_precision="ieee")
     return tl.dot(queries[1], odd.T, scores, input_precision="ieee")
@@ -211,7 +213,7 @@ def multiply_keys(queries, pairs):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_values(acc, weights, pairs, alpha, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add a tile's weighted values to the accumulators, which are `split` into even and odd."""
+    """Add a tile's P V to the accumulators, one for even columns and one for odd columns."""
     weights = weights.to(dtype)
     even, odd = upcast_pairs(pairs, dtype)
     even_sum = tl.dot(weights, even, acc[0] * alpha[:, None], input_precision="ieee")

@@ -1,12 +1,12 @@
-"""Projections of a few rows on CUDA, bound by the time to read the weight.
+"""Skinny GEMMs on CUDA: projections of a few rows, bound by the time to read the weight.
 
-A CTA computes some rows of the weight times some rows of x over a part of the inputs (split-K, if
-unsplit inputs give too few CTAs to fill the device). The partial sums are added up by the norm that
+A CTA multiplies a tile of weight rows by a tile of rows of x. If this gives too few CTAs to fill
+the device, K is split over several CTAs (split-K). Their partial sums are added up by the norm that
 follows or, for a quantized weight, by the last CTA to finish a tile.
 
-A quantized weight is read once and dequantized to tensor-core operands, but every CTA reads x: with
-64 rows and 128 outputs per CTA, 128 inputs of x are 16 KB, and those of the weight are 16 KB in FP8
-and 8 KB in int4. So tiles have as many outputs as registers allow.
+A quantized weight is read once and dequantized to MMA operands, but every CTA reads x. Over 128
+inputs, 64 rows of x are 16 KB, whereas 128 weight rows are 16 KB in FP8 and 8 KB in int4. So a tile
+has as many weight rows as registers allow.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from nanovllm.ops.interface import Activation
 from nanovllm.ops.quantized_weight import BLOCK, QuantizedWeight
 
 DENSE_BLOCK_OUT = 64  # rows of a dense weight per CTA: the M of a tensor-core instruction
-NUM_CTAS = 128  # CTAs that fill the device, for dense weights
-MAX_SPLITS = 4  # splits of the inputs of a dense weight
-# A complete product is faster than cuBLAS up to this many rows of x and bytes of the weight.
+NUM_CTAS = 128  # number of CTAs that fill the device, for dense weights
+MAX_SPLITS = 4  # K splits of a dense weight
+# Unsplit, this kernel is faster than cuBLAS up to this many rows of x and bytes of the weight.
 MAX_ROWS, MAX_BYTES = 64, 32 << 20
-# Partial sums for the next norm are faster up to MAX_ROWS; for a small weight up to more rows.
+# If the next norm adds up the partial sums, split-K beats cuBLAS up to MAX_ROWS rows, and up to
+# MAX_SPLIT_ROWS rows for weights of at most MAX_SPLIT_BYTES.
 MAX_SPLIT_ROWS, MAX_SPLIT_BYTES = 256, 6 << 20
 MAX_QUANTIZED_SPLITS = 8
-MAX_SPLIT_TILES = 384  # with this many tiles or more, a quantized weight's inputs are not split
+MAX_SPLIT_TILES = 384  # a GEMM with a quantized weight and this many tiles or more is not split
 
 
 @dataclass(frozen=True, slots=True)
 class FewRowsConfig:
     block_out: int  # rows of the weight per CTA
     block_rows: int  # rows of x per CTA
-    block_in: int  # inputs per step of the loop
+    block_in: int  # inputs per iteration
     num_warps: int
     num_stages: int
-    num_splits: int  # splits of the inputs
+    num_splits: int  # K splits
 
 
 def has_few_rows(num_rows: int, weight: Tensor) -> bool:
@@ -57,7 +58,7 @@ def has_few_rows(num_rows: int, weight: Tensor) -> bool:
 
 
 def choose_splits(num_rows: int, weight: Tensor) -> int:
-    """Return the number of splits of the inputs that fills the device: a power of two."""
+    """Return the number of K splits that fills the device: a power of two."""
     is_small = num_rows <= MAX_SPLIT_ROWS and weight.nbytes <= MAX_SPLIT_BYTES
     if num_rows == 1 or not (is_small or num_rows <= MAX_ROWS):
         return 1
@@ -68,7 +69,7 @@ def choose_splits(num_rows: int, weight: Tensor) -> int:
 
 
 def few_rows_config(weight: CudaWeight, num_rows: int, num_splits: int = 1) -> FewRowsConfig:
-    """Return the config of a product; `num_splits` applies only to a dense weight."""
+    """Return the config of a skinny GEMM; `num_splits` applies only to a dense weight."""
     if isinstance(weight, QuantizedWeight):
         return _quantized_config(weight, num_rows)
     # 65 to 128 rows are divided between two CTAs: one CTA for all would leave half the SMs idle.
@@ -100,7 +101,7 @@ def _quantized_config(weight: QuantizedWeight, num_rows: int) -> FewRowsConfig:
 
 
 def make_counters(device: torch.device) -> Tensor:
-    """Return zeroed counters, one for each tile that may have split inputs."""
+    """Return zeroed counters, one for each tile that may be computed by several K splits."""
     return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)
 
 
@@ -112,17 +113,17 @@ def few_rows_linear(
     arrived: Tensor | None = None,
     config: FewRowsConfig | None = None,
 ) -> Tensor:
-    """Project x to [rows, out], or to partial sums: float32 [splits, rows, out].
+    """Return the projection of x, [rows, out], or its partial sums, float32 [splits, rows, out].
 
-    With the counters `arrived` (from make_counters), the last CTA of each tile adds up its partial
-    sums. The counters are zero before and after.
+    With the counters `arrived` (from make_counters), the last CTA of each tile adds up the tile's
+    partial sums. The counters are zero before and after the call.
     """
     num_rows, num_in = x.shape
     config = config or few_rows_config(weight, num_rows)
     num_splits, sizes = config.num_splits, weight_sizes(weight)
     num_out = weight.shape[0] if activation is None else weight.shape[0] // 2
     block_out = config.block_out if activation is None else config.block_out // 2
-    step = sizes["LANES"] or config.block_in  # words in a step of the loop
+    step = sizes["LANES"] or config.block_in  # words per iteration
     is_even = num_out % block_out == 0
     if isinstance(weight, Tensor):
         is_even = is_even and num_in % (num_splits * config.block_in) == 0
@@ -131,14 +132,14 @@ def few_rows_linear(
     assert is_finished or activation is None
     shape = (num_rows, num_out) if is_finished else (num_splits, num_rows, num_out)
     y = torch.empty(shape, device=x.device, dtype=x.dtype if is_finished else torch.float32)
-    parts = None
+    partials = None
     if num_splits > 1 and arrived is not None:
         assert len(arrived) >= grid[0] * grid[1]
         size = grid[0] * grid[1] * num_splits, config.block_out * config.block_rows
-        parts = torch.empty(size, device=x.device, dtype=torch.float32), arrived
+        partials = torch.empty(size, device=x.device, dtype=torch.float32), arrived
     split_words = triton.cdiv(sizes["NUM_WORDS"], num_splits * step) * step
     _few_rows[grid](
-        *(y, x, *weight_arguments(weight), bias, parts, num_rows, num_out, split_words),
+        *(y, x, *weight_arguments(weight), bias, partials, num_rows, num_out, split_words),
         **sizes,
         COUNT=split_words if isinstance(weight, Tensor) else 0,
         BLOCK_ROWS=config.block_rows,
@@ -153,14 +154,14 @@ def few_rows_linear(
     return y
 
 
-@triton.jit(do_not_specialize=("num_rows",))  # one kernel for all batches up to BLOCK_ROWS
+@triton.jit(do_not_specialize=("num_rows",))  # one kernel for all batch sizes
 def _few_rows(  # type: ignore[no-untyped-def]
     y,
     x,
     weight,
     stored,
     bias,
-    parts,
+    partials,
     num_rows,
     num_out,
     split_words,
@@ -176,9 +177,9 @@ def _few_rows(  # type: ignore[no-untyped-def]
     IS_EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Multiply one tile.
+    """Compute one tile of outputs, over one K split.
 
-    The grid is (rows, outputs, splits), so that CTAs of the same outputs run concurrently.
+    The grid is (rows, outputs, splits), so that CTAs with the same weight rows run concurrently.
     """
     CACHE_LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
     if COUNT > 0:
@@ -187,7 +188,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
     end = tl.minimum(first + split_words, NUM_WORDS)
     num_prefetched = COUNT if COUNT > 0 else end - first
     w_rows, is_out = tile_rows(tile, num_out, BLOCK_OUT, ACTIVATION is not None)
-    if OVERLAP and IS_EVEN:  # the kernels before this one do not write the weight
+    if OVERLAP and IS_EVEN:  # the weight can be read early, since no kernel writes it
         for word in tl.range(0, tl.minimum(num_prefetched, 4 * CACHE_LINE), CACHE_LINE):
             prefetch(weight + w_rows.to(tl.int64) * NUM_WORDS + first + word)
     wait_for_inputs(OVERLAP)
@@ -197,33 +198,33 @@ def _few_rows(  # type: ignore[no-untyped-def]
         *(weight, stored, w_rows, is_out, x + rows[None, :] * NUM_IN, is_row, first, end),
         *(NUM_IN, NUM_WORDS, LANES, GROUP, COUNT, BLOCK_IN, IS_EVEN),
     )
-    if parts is None:
+    if partials is None:
         sums = add_bias(sums, bias, w_rows, is_out, first == 0)
         targets = tl.program_id(2) * num_rows + rows
         store_tile(y, sums, tile, targets, is_row, num_out, BLOCK_OUT, ACTIVATION)
     else:
-        sums, is_last = add_parts(sums, parts)
+        sums, is_last = add_partials(sums, partials)
         if is_last:
             sums = add_bias(sums, bias, w_rows, is_out, is_last)
             store_tile(y, sums, tile, rows, is_row, num_out, BLOCK_OUT, ACTIVATION)
 
 
 @triton.jit
-def add_parts(sums, parts):  # type: ignore[no-untyped-def]
-    """Store this CTA's partial sums; the last CTA of the tile returns their total and True."""
+def add_partials(sums, partials):  # type: ignore[no-untyped-def]
+    """Store this CTA's partial sums. The last CTA of the tile returns the total and True."""
     SIZE: tl.constexpr = sums.shape[0] * sums.shape[1]
     offsets = tl.arange(0, sums.shape[0])[:, None] * sums.shape[1]
     offsets += tl.arange(0, sums.shape[1])[None, :]
     tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     num_splits = tl.num_programs(2)
-    first = parts[0] + tile.to(tl.int64) * num_splits * SIZE
+    first = partials[0] + tile.to(tl.int64) * num_splits * SIZE
     tl.store(first + tl.program_id(2) * SIZE + offsets, sums)
     tl.debug_barrier()  # orders all threads' stores before the increment
-    count = tl.atomic_add(parts[1] + tile, 1, sem="acq_rel", scope="gpu")
+    count = tl.atomic_add(partials[1] + tile, 1, sem="acq_rel", scope="gpu")
     is_last = count == num_splits - 1
     if is_last:
-        tl.store(parts[1] + tile, 0)
+        tl.store(partials[1] + tile, 0)
         sums = tl.zeros_like(sums)
-        for split in tl.range(0, num_splits):  # in a fixed order, whichever CTA is last
+        for split in tl.range(0, num_splits):  # the order does not depend on which CTA is last
             sums += tl.load(first + split * SIZE + offsets, cache_modifier=".cg")
     return sums, is_last

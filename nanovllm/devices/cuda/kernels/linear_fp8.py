@@ -1,11 +1,11 @@
-"""Products of many rows with FP8 weights on CUDA: activations are quantized to FP8 as well.
+"""FP8 GEMMs with many rows on CUDA (W8A8): activations are quantized to FP8 as well.
 
-A row has one scale, or one per 128 inputs if the weight has block scales. Its values are stored in
-the same permuted order of inputs as the weight's, which does not change the product.
+A row of activations has one scale, or one per 128 inputs if the weight has block-wise scales. Its
+values are stored in the same permuted order as the weight's, which does not change the result.
 
-With one scale per row and up to a few hundred rows, the library multiplies unscaled values, and the
-consumer of the product applies both scales: the library's own scaled product does not use split-K,
-and takes up to twice as long.
+With one scale per row and up to a few hundred rows, torch._scaled_mm multiplies unscaled values,
+and the kernel that reads the result applies both scales. If torch._scaled_mm applied per-row
+scales, it would not use split-K and would take up to twice as long.
 """
 
 from __future__ import annotations
@@ -31,39 +31,40 @@ from nanovllm.ops.quantized_weight import FP8_WORDS, QuantizedWeight, num_blocks
 LARGEST = tl.constexpr(LARGEST_FP8)
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
 WORDS = tl.constexpr(FP8_WORDS)  # words per quant block
-# Products of up to this many rows are scaled afterwards; from 512 rows on the library is as fast.
+# Up to this many rows, scales are applied after the GEMM; from 512 rows on, that gains nothing.
 MAX_SUM_ROWS = 256
-MULTIPLE = 16  # required by the library for inputs, outputs and, with block scales, rows
+# torch._scaled_mm requires multiples of this for inputs, outputs and, with block scales, rows.
+MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class LibraryWeight:
-    """A weight in the format of the library's product."""
+class ScaledMMWeight:
+    """A weight in the format of torch._scaled_mm."""
 
-    stored: QuantizedWeight  # with a scale per output, or scales [outputs / 128, blocks]
-    one: Tensor  # float32 1.0, passed as the scale if products are scaled afterwards
+    stored: QuantizedWeight  # with per-channel scales, or block-wise ones [outputs / 128, blocks]
+    one: Tensor  # float32 1.0, passed as the scale if scales are applied after the GEMM
 
 
-def library_weight(weight: QuantizedWeight) -> LibraryWeight | None:
-    """Return the weight in the format of the library's product; None if it is not supported."""
+def scaled_mm_weight(weight: QuantizedWeight) -> ScaledMMWeight | None:
+    """Return the weight in the format of torch._scaled_mm; None if it is not supported."""
     num_out, num_in = weight.shape
     capability = torch.cuda.get_device_capability(weight.qweight.device)
     one = torch.ones((), device=weight.qweight.device)
     if not weight.has_blocks:
         is_known = num_out % MULTIPLE == 0 and capability >= (9, 0)
-        return LibraryWeight(weight, one) if is_known else None
-    # The library reads the scales of four quant blocks at a time.
+        return ScaledMMWeight(weight, one) if is_known else None
+    # cuBLAS reads the scales of four quant blocks at a time.
     is_whole = num_out % 128 == num_blocks(num_in) % 4 == 0
     if not is_whole or capability != (9, 0) or _cuda_version() < (12, 9):
         return None
     blocks = weight.scales[::128].contiguous()
     if not torch.equal(blocks.repeat_interleave(128, 0), weight.scales):
         return None
-    return LibraryWeight(QuantizedWeight(8, weight.qweight, blocks, None, num_in), one)
+    return ScaledMMWeight(QuantizedWeight(8, weight.qweight, blocks, None, num_in), one)
 
 
 def fp8_many_rows(
-    x: Tensor, weight: LibraryWeight, bias: Tensor | None, activation: Activation | None
+    x: Tensor, weight: ScaledMMWeight, bias: Tensor | None, activation: Activation | None
 ) -> Tensor:
     """Quantize the rows of x [rows, in], and project them to [rows, out]."""
     rows = fp8_quantize(x, weight.stored.has_blocks)
@@ -73,29 +74,29 @@ def fp8_many_rows(
 def fp8_after_norm(
     hidden: ResidualStream,
     norm: NormWeights,
-    weight: LibraryWeight,
+    weight: ScaledMMWeight,
     bias: Tensor | None,
     activation: Activation | None,
 ) -> Tensor:
-    """Project the norm of residual + update, like fp8_many_rows; store the sum in the residual.
+    """Project RMSNorm(residual + update) like fp8_many_rows, and store the sum in the residual.
 
-    The weight must not have block scales.
+    The weight must not have block-wise scales.
     """
     rows = fp8_norm(hidden, norm)
     return _project(rows, weight, bias, activation, hidden.residual.dtype)
 
 
 def fp8_add_to(
-    residual: Tensor, x: Tensor, weight: LibraryWeight, bias: Tensor | None
+    residual: Tensor, x: Tensor, weight: ScaledMMWeight, bias: Tensor | None
 ) -> ResidualStream:
-    """Return the product as an update of the residual; the next norm may have to scale it."""
+    """Return the projection of x as an update of the residual; the next norm may apply scales."""
     y, scales = _multiply(fp8_quantize(x, weight.stored.has_blocks), weight, bias, x.dtype)
     return ResidualStream(residual, y[: len(x)], scales)
 
 
 def _project(
     rows: Fp8Tensor,
-    weight: LibraryWeight,
+    weight: ScaledMMWeight,
     bias: Tensor | None,
     activation: Activation | None,
     dtype: torch.dtype,
@@ -109,9 +110,9 @@ def _project(
 
 
 def _multiply(
-    rows: Fp8Tensor, weight: LibraryWeight, bias: Tensor | None, dtype: torch.dtype
+    rows: Fp8Tensor, weight: ScaledMMWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, DequantScales | None]:
-    """Return the product, and the scales that it is yet to be multiplied by, if any."""
+    """Return the output of the GEMM, and the scales that remain to be applied to it, if any."""
     stored, one = weight.stored, weight.one
     is_scaled = stored.has_blocks or len(rows.values) > MAX_SUM_ROWS
     y: Tensor = torch._scaled_mm(
@@ -137,7 +138,7 @@ def _cuda_version() -> tuple[int, ...]:
 
 
 def scale_sums(sums: Tensor, scales: DequantScales, bias: Tensor | None) -> None:
-    """Multiply an unscaled product [rows, out] by its scales in place, and add the bias."""
+    """Multiply an unscaled GEMM output [rows, out] by its scales in place, and add the bias."""
     num_rows, num_out = sums.shape
     block = 1024
     _scale_sums[(num_rows, triton.cdiv(num_out, block))](
@@ -149,10 +150,10 @@ def scale_sums(sums: Tensor, scales: DequantScales, bias: Tensor | None) -> None
 
 
 def fp8_quantize(x: Tensor, by_block: bool) -> Fp8Tensor:
-    """Quantize rows by their largest values; the values have the order of `pack_words`.
+    """Quantize rows to FP8, in the order of `pack_words`; scales follow from the largest values.
 
-    With `by_block`, the rows are padded to a multiple of 16 with arbitrary values, and the scales
-    are stored block by block, as the library requires.
+    With `by_block`, each quant block has its own scale. The number of rows is then padded to a
+    multiple of 16, with arbitrary values, and scales are stored block by block, as cuBLAS requires.
     """
     num_rows, num_in = x.shape
     num_scales = num_blocks(num_in) if by_block else 1
@@ -175,7 +176,7 @@ def fp8_quantize(x: Tensor, by_block: bool) -> Fp8Tensor:
 
 
 def fp8_norm(hidden: ResidualStream, norm: NormWeights) -> Fp8Tensor:
-    """Return the rows of the norm, quantized with one scale each; see rms_norm and fp8_quantize."""
+    """Return RMSNorm(residual + update) in FP8 with a scale per row; update the residual."""
     residual, update = hidden.residual, hidden.update
     num_rows, dim = residual.shape
     values = torch.empty(num_rows, num_blocks(dim) * 128, device=residual.device, dtype=FP8)
@@ -277,7 +278,7 @@ def _norm(  # type: ignore[no-untyped-def]
 def _inputs_of_words(PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the index of the input at each position of each word [positions, blocks, words].
 
-    See pack_words for the layout. A thread holds all positions of its words, which are neighbors.
+    See pack_words for the layout. A thread holds all positions of some neighboring words.
     """
     position, part = tl.arange(0, 4)[:, None, None], tl.arange(0, PARTS)[None, :, None]
     return part * 128 + position * WORDS + tl.arange(0, WORDS)[None, None, :]

@@ -1,7 +1,7 @@
-"""Products in tiles: select a tile's rows of the weight, multiply them, and store the sums.
+"""Tiles of a GEMM: select the weight rows of a tile, multiply them by x, and store the outputs.
 
-The weight is the left operand of the tensor cores: its many rows fill them, however few rows x has.
-A gated tile has rows of gate, then the same rows of up.
+The weight is the left operand (M) of the MMA: its many rows fill M, however few rows x has. A gated
+tile has rows of gate, then the same rows of up.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.devices.cuda.kernels.dequantize import as_operands, join_positions, raised_by
+from nanovllm.devices.cuda.kernels.dequantize import as_operands, int4_offset, join_positions
 from nanovllm.devices.cuda.kernels.elementwise import activate
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that one CTA may use."""
+    """Return how many bytes of shared memory one CTA may use."""
     if device.type != "cuda":
         return 1 << 16
     properties: Any = torch.cuda.get_device_properties(device)
@@ -27,6 +27,12 @@ def shared_bytes(device: torch.device) -> int:
 def fit_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
     """Return the wanted number of pipeline stages, or as many as fit into shared memory."""
     return max(1, min(num_stages, shared_bytes(device) // stage_bytes))
+
+
+def num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -59,9 +65,9 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     BLOCK_IN: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):
-    """Return the products of weight rows with rows of x, over the words from `first` to `end`.
+    """Multiply a tile of weight rows by a tile of rows of x, over the words `first` to `end` of K.
 
-    For a dense weight this is COUNT words, which must be a constant for the loop to be fast.
+    With a dense weight these are COUNT words: the loop is fast only if their number is a constant.
     """
     if LANES == 0:
         return _multiply_dense(
@@ -121,15 +127,15 @@ def _multiply_quantized(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):
-    """Multiply a quantized weight; scales are applied to the sums of groups.
+    """Multiply a quantized weight; scales are applied to the sums over quant groups.
 
-    Scaled values would have to go through shared memory. Scales are loaded one quant block ahead,
-    because loads narrower than a word are not pipelined, and the loop would wait for them.
+    Scaling the weights first would force the MMA operand through shared memory. Scales are loaded
+    one quant block ahead: loads narrower than a word are not pipelined, so the loop would wait.
     """
     POSITIONS: tl.constexpr = 128 // LANES
     PARTS: tl.constexpr = 128 // GROUP if GROUP > 0 else 1  # groups per quant block
-    # The loop waits for the sums of each group: only once if its positions are joined into one
-    # product. Without groups it does not wait, so nothing is joined.
+    # The loop waits for the MMAs of each quant group. It waits only once if the positions of a
+    # group are concatenated for one MMA. Without groups it does not wait, so JOINED is 1.
     JOINED: tl.constexpr = POSITIONS // PARTS if GROUP > 0 else 1
     NUM_GROUPS: tl.constexpr = NUM_WORDS // LANES * PARTS if GROUP > 0 else 1
     dtype: tl.constexpr = x_start.dtype.element_ty
@@ -151,7 +157,7 @@ def _multiply_quantized(  # type: ignore[no-untyped-def]
                 stored, s_start, is_out, after, NUM_GROUPS, PARTS, dtype
             )
         values = as_operands(tile, POSITIONS, dtype)
-        if POSITIONS == 8:  # raised int4 values: subtract the offset and the zero point
+        if POSITIONS == 8:  # int4 values: subtract the offset and the zero point
             lowered = ()
             for n in tl.static_range(POSITIONS):
                 lowered += (values[n] + less[n * PARTS // POSITIONS],)  # type: ignore[assignment]
@@ -182,7 +188,7 @@ def _load_groups(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Return the scales of a quant block's groups, and addends that lower raised int4 values."""
+    """Return the scales of a quant block's groups, and -(offset + zero point) for int4 values."""
     is_there = is_out & (group < NUM_GROUPS)  # false beyond the last quant block
     scales, less = (), ()
     for part in tl.static_range(PARTS):
@@ -190,10 +196,10 @@ def _load_groups(  # type: ignore[no-untyped-def]
         scale = tl.load(stored[0] + offsets, mask=is_there, other=0.0).to(tl.float32)
         scales += (scale[:, None],)  # type: ignore[assignment]
         if stored[1] is None:
-            less += (tl.full((1, 1), -raised_by(dtype) - 8.0, dtype),)  # type: ignore[assignment]
+            less += (tl.full((1, 1), -int4_offset(dtype) - 8.0, dtype),)  # type: ignore[assignment]
         else:
             zero = tl.load(stored[1] + offsets, mask=is_there, other=0).to(tl.float32)
-            less += ((-raised_by(dtype) - zero).to(dtype)[:, None],)  # type: ignore[assignment]
+            less += ((-int4_offset(dtype) - zero).to(dtype)[:, None],)  # type: ignore[assignment]
     return scales, less
 
 
@@ -201,7 +207,7 @@ def _load_groups(  # type: ignore[no-untyped-def]
 def add_bias(sums, bias, rows, is_row, is_added):  # type: ignore[no-untyped-def]
     """Add the bias of some weight rows to sums [weight rows, rows of x], if `is_added`."""
     if bias is not None:
-        mask = is_row & (is_added | (rows < 0))  # rows are never negative: this gives the shape
+        mask = is_row & (is_added | (rows < 0))  # `rows < 0` is false, but has the shape
         sums += tl.load(bias + rows, mask=mask, other=0.0).to(tl.float32)[:, None]
     return sums
 
@@ -210,7 +216,7 @@ def add_bias(sums, bias, rows, is_row, is_added):  # type: ignore[no-untyped-def
 def store_tile(  # type: ignore[no-untyped-def]
     y, sums, tile, targets, is_target, num_out, BLOCK_OUT: tl.constexpr, ACTIVATION: tl.constexpr
 ):
-    """Apply the gate, if any, and store the sums as a tile's outputs in y [rows, num_out]."""
+    """Apply the gated activation, if any, and store a tile's outputs in y [rows, num_out]."""
     if ACTIVATION is not None:
         gate, up = tl.split(sums.reshape(2, BLOCK_OUT, sums.shape[1]).permute(1, 2, 0))
         sums = activate(gate, ACTIVATION) * up

@@ -16,7 +16,7 @@ def apply_token_bitmask(
     slots: Tensor | None = None,
     padding: int = 0,
 ) -> None:
-    """Implement torch_sampling.apply_token_bitmask; rows whose slot is `padding` are not masked."""
+    """Implement torch_logits.apply_token_bitmask; rows whose slot is `padding` are not masked."""
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1, "the logits of a row must be contiguous"
     num_rows = len(words) if slots is None else len(slots)

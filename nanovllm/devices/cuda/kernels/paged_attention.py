@@ -12,47 +12,47 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanovllm.devices.cuda.kernels.attention_configs import AttentionConfig
 from nanovllm.devices.cuda.kernels.attention_tiles import (
     PagedCache,
-    Parts,
-    allocate_parts,
+    Partials,
+    allocate_partials,
     attend_keys,
     attend_keys_by_tma,
     find_blocks,
     find_split,
     head_dims,
-    join_splits,
-    load_parts,
-    store_parts,
+    load_partials,
+    merge_splits,
+    store_partials,
     window_start,
 )
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 
 LOG2_E = 1.4426950408889634  # the softmax uses base 2, for which the hardware has an instruction
-# These may begin anywhere in an upload; specializing on alignment would compile more kernels.
+# Kernel arguments of any alignment (slices of an upload): specializing would compile more kernels.
 COLUMNS = "slots", "context_lens", "query_starts", "query_lens", "order", "members", "shared_lens"
 
 
 @dataclass(frozen=True, slots=True)
 class QueryRows:
-    """The rows of a batch that attend; all columns are [rows] on the device."""
+    """The queries of a batch's rows; all columns are device tensors [rows]."""
 
     slots: Tensor
-    context_lens: Tensor  # number of keys that the last query attends to; 0 is padding
-    query_starts: Tensor | None = None  # first token of each row in the batch; None: token i
-    query_lens: Tensor | None = None  # queries, the last tokens of the context; None: one each
+    context_lens: Tensor  # tokens up to and including the last query; 0: padding
+    query_starts: Tensor | None = None  # token index of each row's first query; None: row index
+    query_lens: Tensor | None = None  # queries: the last tokens of the context; None: one per row
     max_query_len: int = 1
-    order: Tensor | None = None  # start order of decode rows; longest context first is best
+    order: Tensor | None = None  # start order of decode rows; descending context lengths are best
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPart:
+class SharedPartials:
     """The result of `attend_shared`, from which the softmax of decode rows continues."""
 
-    lens: Tensor  # [rows], the number of shared keys, less than the context length
-    parts: Parts
+    lens: Tensor  # [rows], number of shared keys; smaller than the context length
+    partials: Partials
 
 
 def paged_attention(
-    q: Tensor,  # [tokens, heads, head_dim]; stride(0) may be anything
+    q: Tensor,  # [tokens, heads, head_dim], with any stride(0)
     cache: PagedCache,
     rows: QueryRows,
     out: Tensor,  # [tokens, heads, head_dim], contiguous
@@ -60,11 +60,12 @@ def paged_attention(
     window: int | None,
     config: AttentionConfig,
     num_splits: int = 1,  # a power of two
-    shared: SharedPart | None = None,
+    shared: SharedPartials | None = None,
 ) -> None:
-    """Attend causally from the last tokens of each row's context; write zeros if it is empty.
+    """Write the causal attention of each row's queries to `out`.
 
-    With `query_lens`, nothing is written for padding.
+    The queries are the last tokens of the row's context. The output of padding rows is set to zero,
+    or left unwritten if `query_lens` is given.
     """
     assert shared is None or (window is None and rows.query_starts is None)
     assert out.shape == q.shape
@@ -73,13 +74,13 @@ def paged_attention(
     num_rows, has_prompts = len(rows.slots), rows.query_lens is not None
     if num_rows * rows.max_query_len == 0:
         return
-    num_part_rows = len(q) if has_prompts else num_rows
-    parts = allocate_parts(q, num_part_rows, num_splits) if num_splits > 1 else None
-    _launch(q, cache, rows, None, shared, out, parts, num_splits, scale, window, config)
-    if parts is not None:
+    num_partial_rows = len(q) if has_prompts else num_rows
+    partials = allocate_partials(q, num_partial_rows, num_splits) if num_splits > 1 else None
+    _launch(q, cache, rows, None, shared, out, partials, num_splits, scale, window, config)
+    if partials is not None:
         group = q.shape[1] // cache.k.shape[2]
-        _join_kernel[num_part_rows, q.shape[1]](
-            *(parts, rows.context_lens, None if shared is None else shared.lens),
+        _merge_kernel[num_partial_rows, q.shape[1]](
+            *(partials, rows.context_lens, None if shared is None else shared.lens),
             *(rows.query_starts, rows.query_lens, num_rows if has_prompts else None, out),
             WINDOW=window,
             HEAD_DIM=q.shape[2],
@@ -93,20 +94,20 @@ def paged_attention(
 
 
 def attend_shared(
-    q: Tensor,  # [rows, heads, head_dim]; stride(0) may be anything
+    q: Tensor,  # [rows, heads, head_dim], with any stride(0)
     cache: PagedCache,
-    groups: Tensor,  # [4, groups]: a member's slot, num shared keys, first member, num members
+    groups: Tensor,  # [4, groups]: slot of a member, shared keys, first member, number of members
     members: Tensor,  # rows of each group, concatenated
     scale: float,
     config: AttentionConfig,
-) -> Parts:
+) -> Partials:
     """Attend from decode rows to the keys that they share, which are read once per group."""
     assert groups.is_contiguous()
     slots, context_lens, first_members, num_members = groups.unbind()
     rows = QueryRows(slots, context_lens, first_members, num_members, len(q))
-    parts = allocate_parts(q, len(q), 1)
-    _launch(q, cache, rows, members, None, None, parts, 1, scale, None, config)
-    return parts
+    partials = allocate_partials(q, len(q), 1)
+    _launch(q, cache, rows, members, None, None, partials, 1, scale, None, config)
+    return partials
 
 
 def _launch(
@@ -114,9 +115,9 @@ def _launch(
     cache: PagedCache,
     rows: QueryRows,
     members: Tensor | None,
-    shared: SharedPart | None,
+    shared: SharedPartials | None,
     out: Tensor | None,
-    parts: Parts | None,
+    partials: Partials | None,
     num_splits: int,
     scale: float,
     window: int | None,
@@ -131,8 +132,8 @@ def _launch(
     _attention_kernel[len(rows.slots) * num_kv_heads, num_tiles, num_splits](
         *(q, cache.parts, *described, cache.block_table, out),
         *(rows.slots, rows.context_lens, rows.query_starts, rows.query_lens, rows.order, members),
-        *((None, None) if shared is None else (shared.lens, shared.parts)),
-        *(parts, q.stride(0), cache.block_table.stride(0), cache.parts[0].stride(0)),
+        *((None, None) if shared is None else (shared.lens, shared.partials)),
+        *(partials, q.stride(0), cache.block_table.stride(0), cache.parts[0].stride(0)),
         scale * LOG2_E,
         WINDOW=window,
         GROUP=num_heads // num_kv_heads,
@@ -167,12 +168,15 @@ def _check_layout(q: Tensor, cache: PagedCache) -> None:
 
 
 def _tile_rows(config: AttentionConfig, group: int) -> int:
-    """Return the rows of a CTA's tile: some queries of every query head of a kv head."""
+    """Return the number of rows of a query tile, which has at least one row per head of a group."""
     return max(config.q_rows, triton.next_power_of_2(group))
 
 
 def _describe(cache: Tensor, config: AttentionConfig) -> TensorDescriptor | None:
-    """Describe a cache to TMA as a matrix of token rows, including those between its blocks."""
+    """Return the TMA descriptor of a cache, as a matrix with a row per token.
+
+    The blocks of a layer are strided, so the matrix also spans the rows between them.
+    """
     if not config.has_tma:
         return None
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
@@ -198,7 +202,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     members,
     shared_lens,
     shared,
-    parts,
+    partials,
     q_stride,
     table_stride,
     block_stride,
@@ -215,7 +219,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     MIN_SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Attend from some queries of one row to one key split, for the heads of one kv head."""
+    """Compute the attention of a query tile (one row, one KV head) over one split of the keys."""
     most_queries: tl.constexpr = Q_ROWS // GROUP
     if query_lens is None:
         row, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
@@ -229,7 +233,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         if skipped >= num_queries:
             return
     length = tl.load(context_lens + row)
-    lowest = length - num_queries + skipped if members is None else length - 1  # first query
+    # Position of the first query.
+    lowest = length - num_queries + skipped if members is None else length - 1
     highest = tl.minimum(lowest + most_queries, length) - 1
     first = window_start(lowest, WINDOW) if shared_lens is None else tl.load(shared_lens + row)
     lo, hi = find_split(first, highest + 1, SPLITS, TILE, MIN_SPLIT)
@@ -261,7 +266,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         softmax = tl.zeros((Q_ROWS, dims.shape[0]), tl.float32), row_max, row_sum
     else:
         is_begun = is_row & (first > 0) & (tl.program_id(2) == 0)
-        softmax = load_parts(shared, row * KV_HEADS * GROUP + heads, dims, is_begun, HEAD_DIM)
+        softmax = load_partials(shared, row * KV_HEADS * GROUP + heads, dims, is_begun, HEAD_DIM)
     if k_rows is not None:
         softmax = attend_keys_by_tma(
             *(softmax, q_tile, k_rows, v_rows, blocks, kv_head * HEAD_DIM, lowest + queries),
@@ -281,21 +286,23 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         )
     if members is None:
         tokens = token + queries
-    if parts is None:
+    if partials is None:
         acc, _, row_sum = softmax
         row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # padding and empty contexts give zeros
         values = (acc / row_sum[:, None]).to(out.dtype.element_ty)
         out_rows = tokens * (KV_HEADS * GROUP) + heads
         tl.store(out + out_rows[:, None] * HEAD_DIM + dims[None, :], values, mask=is_real)
     else:
-        # Decode rows may be far apart in a large batch, so their parts are indexed by row.
-        part_rows = (tokens if query_lens is not None else row) * (KV_HEADS * GROUP) + heads
-        store_parts(parts, part_rows * SPLITS + tl.program_id(2), dims, softmax, is_row, HEAD_DIM)
+        # Partial results of decode rows are indexed by row: their tokens may be far apart.
+        partial_rows = (tokens if query_lens is not None else row) * (KV_HEADS * GROUP) + heads
+        store_partials(
+            partials, partial_rows * SPLITS + tl.program_id(2), dims, softmax, is_row, HEAD_DIM
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
-def _join_kernel(  # type: ignore[no-untyped-def]
-    parts,
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    partials,
     context_lens,
     shared_lens,
     query_starts,
@@ -311,7 +318,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     ROWS_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Join the splits of one head of a row or, with query_lens, of a token."""
+    """Merge the splits of one head of a row or, with query_lens, of a token."""
     index, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     token = index
     if query_lens is None:
@@ -327,7 +334,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
         lengths = tl.load(context_lens + rows, mask=rows < num_rows, other=0)
         is_row = (queries >= 0) & (queries < counts)
         length = tl.sum(tl.where(is_row, lengths, 0), 0)
-        # The first query of this token's tile, which determines how its keys were split.
+        # Position of the first query of this token's tile: it determines how the keys were split.
         lowest = lengths - counts + queries // QUERIES * QUERIES
         lowest = tl.sum(tl.where(is_row, lowest, 0), 0)
         wait_for_inputs(OVERLAP)
@@ -335,8 +342,10 @@ def _join_kernel(  # type: ignore[no-untyped-def]
             return
     first = window_start(lowest, WINDOW) if shared_lens is None else tl.load(shared_lens + index)
     end, dims = tl.minimum(lowest + QUERIES, length), head_dims(HEAD_DIM)
-    part_row = index.to(tl.int64) * num_heads + head
-    values = join_splits(*(parts, part_row, dims, first, end, HEAD_DIM, SPLITS, TILE, MIN_SPLIT))
+    partial_row = index.to(tl.int64) * num_heads + head
+    values = merge_splits(
+        *(partials, partial_row, dims, first, end, HEAD_DIM, SPLITS, TILE, MIN_SPLIT)
+    )
     offsets = (token.to(tl.int64) * num_heads + head) * HEAD_DIM + dims
     tl.store(out + offsets, values.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
@@ -345,9 +354,9 @@ def _join_kernel(  # type: ignore[no-untyped-def]
 def _find_queries(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """Return this CTA's row and kv head, and how many of the row's queries precede its own.
+    """Return this CTA's row and KV head, and the index of its first query in the row.
 
-    CTAs process PAIRS pairs of (row, kv head) at a time, so that L2 serves their keys, and begin
+    CTAs process PAIRS pairs of (row, KV head) at a time, so that their keys stay in L2, and start
     with the tiles that have the most keys.
     """
     num_pairs, num_tiles = tl.num_programs(0), tl.num_programs(1)

@@ -42,7 +42,7 @@ def wait_for_inputs(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def prefetch(pointers):  # type: ignore[no-untyped-def]
-    """Prefetch the cache lines of some addresses into L2."""
+    """Prefetch the cache lines at the given addresses into L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

@@ -1,7 +1,7 @@
 """Sampling on CUDA: one token per row, the argmax of logits plus noise (the Gumbel-max trick).
 
-The noise is a pure function of (seed, position, token id). A token therefore does not depend on the
-rest of the batch, on CUDA graphs, on preemption, or on how a row is split over CTAs.
+The noise is a pure function of (seed, position, token id). A sampled token therefore does not
+depend on the other rows, on CUDA graphs, on preemption, or on how a row is split over CTAs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm import sampling_params
-from nanovllm.devices.cuda.kernels.sampling_cutoff import (
+from nanovllm.devices.cuda.kernels.top_k_top_p import (
     CAPACITY,
     COLUMNS,
     GROUP_SIZE,
     LOG2_E,
-    find_floors,
-    find_peaks,
-    row_peak,
+    find_maxima,
+    find_thresholds,
+    load_row_max,
 )
 from nanovllm.ops import torch_sampling
 from nanovllm.ops.interface import Sampling
@@ -41,7 +41,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a row is split: `num_splits` CTAs, each with `num_tiles` tiles of `block` ids."""
+    """How a row is split: over `num_splits` CTAs with `num_tiles` tiles of `block` ids each."""
 
     block: int
     num_tiles: int
@@ -52,15 +52,15 @@ class Split:
 class SamplingWorkspace:
     """Intermediate results that the kernels of one call pass to each other."""
 
-    scores: Tensor  # float32 [rows, splits]: the best score of each split
-    ids: Tensor  # int32 [rows, splits]: the token ids of these scores
-    peaks: Tensor  # float32 [rows, splits]: the largest logit of each split
-    group_peaks: Tensor  # float32 [rows, groups]: the largest logit of each group
-    pivots: Tensor  # float32 [rows]: candidates are the logits >= pivot
-    candidates: Tensor  # float32 [rows, CAPACITY]
-    num_candidates: Tensor  # int32 [rows]: may exceed CAPACITY
-    masses: Tensor  # int64 [rows, splits]: see `_mass`
-    floors: Tensor  # float32 [rows]: smallest logit that top_k and top_p keep
+    scores: Tensor  # float32 [rows, splits]: best score of each split
+    ids: Tensor  # int32 [rows, splits]: token id with the best score of each split
+    maxima: Tensor  # float32 [rows, splits]: largest logit of each split
+    group_maxima: Tensor  # float32 [rows, groups]: largest logit of each group of GROUP_SIZE ids
+    pivots: Tensor  # float32 [rows]: the candidates of a row are its logits >= pivot
+    candidates: Tensor  # float32 [rows, CAPACITY]: candidate logits, in any order
+    num_candidates: Tensor  # int32 [rows]: number of logits >= pivot; may exceed CAPACITY
+    masses: Tensor  # int64 [rows, splits]: sum of `_mass` over the tokens of each split
+    thresholds: Tensor  # float32 [rows]: smallest logit that top_k and top_p keep
 
 
 def sampling_workspace(
@@ -74,13 +74,13 @@ def sampling_workspace(
     return SamplingWorkspace(
         scores=table(max_splits),
         ids=table(max_splits, dtype=torch.int32),
-        peaks=table(max_splits),
-        group_peaks=table(triton.cdiv(vocab_size, GROUP_SIZE)),
+        maxima=table(max_splits),
+        group_maxima=table(triton.cdiv(vocab_size, GROUP_SIZE)),
         pivots=table(),
         candidates=table(CAPACITY),
         num_candidates=table(dtype=torch.int32),
         masses=table(max_splits, dtype=torch.int64),
-        floors=table(),
+        thresholds=table(),
     )
 
 
@@ -96,30 +96,31 @@ def sample_tokens(
     lengths: Tensor | None = None,
     host: Tensor | None = None,
 ) -> None:
-    """Write the id of each row's largest logit, after noise, to `out` [rows].
+    """Sample a token for each row into `out` [rows]: the argmax of the kept logits plus noise.
 
-    `columns` holds the parameters by slot, and `context_lens` the positions. `asked` may include
-    more than the rows need, which does not change their tokens. With `tokens` and `lengths`, the
-    tables advance as in `advance`. `host` [rows] is pinned memory that receives a copy of `out`.
+    `columns` holds the sampling parameters, indexed by slot; `context_lens` gives the positions.
+    `asked` may include features that no row uses, which does not change the tokens. With `tokens`
+    and `lengths`, each token is also appended to its slot, as `advance` does. `host` [rows], if
+    given, is pinned memory that receives a copy of `out`.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "the logits of a row must be contiguous"
-    assert num_rows <= len(workspace.floors), "the workspace is too small for these rows"
+    assert num_rows <= len(workspace.thresholds), "the workspace is too small for these rows"
     if num_rows == 0:
         return
     split = split_vocabulary(num_rows, vocab_size)
     has_min_p, has_top = Sampling.MIN_P in asked, Sampling.TOP_K_TOP_P in asked
     if has_min_p or has_top:
-        find_peaks(logits, workspace, split, groups=has_top)
+        find_maxima(logits, workspace, split, groups=has_top)
     if has_top:
-        find_floors(logits, slots, columns, workspace, split)
+        find_thresholds(logits, slots, columns, workspace, split)
     max_splits = workspace.scores.shape[1]
     sizes = {"MAX_SPLITS": max_splits, "SPLITS_BLOCK": triton.next_power_of_2(max_splits)}
     _draw_kernel[(num_rows, split.num_splits)](
         *(workspace.scores, workspace.ids, logits, logits.stride(0), slots, context_lens),
         *(columns.temperature, columns.min_p, columns.seed),
-        workspace.peaks if has_min_p or has_top else None,
-        workspace.floors if has_top else None,
+        workspace.maxima if has_min_p or has_top else None,
+        workspace.thresholds if has_top else None,
         *(vocab_size, split.num_tiles, split.num_splits),
         **sizes,
         HAS_NOISE=Sampling.RANDOM in asked,
@@ -137,7 +138,7 @@ def sample_tokens(
 
 
 def split_vocabulary(num_rows: int, vocab_size: int) -> Split:
-    """Split one row over the whole device, and give each CTA more work if there are many rows."""
+    """Split a single row over the whole device; with many rows, split each over fewer CTAs."""
     block = MIN_BLOCK if num_rows <= 16 else 2 * MIN_BLOCK
     num_tiles = triton.cdiv(vocab_size, block)
     tiles_each = triton.cdiv(num_tiles, max(1, 2048 // num_rows))
@@ -145,7 +146,7 @@ def split_vocabulary(num_rows: int, vocab_size: int) -> Split:
 
 
 def advance(out: Tensor, slots: Tensor, tokens: Tensor, lengths: Tensor) -> None:
-    """Append each row's token to its slot's tokens; the last slot is padding and unchanged."""
+    """Append each row's token to its slot's tokens; the last slot is padding, left unchanged."""
     num_rows = len(out)
     if num_rows:
         _advance_kernel[(triton.cdiv(num_rows, 256),)](
@@ -164,8 +165,8 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     temperature,
     min_p,
     seed,
-    peaks,
-    floors,
+    maxima,
+    thresholds,
     vocab_size,
     num_tiles,
     num_splits,
@@ -175,18 +176,21 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     IS_NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the best score of a split: logit + temperature * noise (0 for greedy rows)."""
+    """Find the best score, logit + temperature * noise, among the tokens of a split.
+
+    Greedy rows have temperature 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     slot = tl.load(slots + row)
     row_temperature = tl.load(temperature + slot)
     scale = -LN_2 * row_temperature
     key = _row_key(tl.load(seed + slot), tl.load(context_lens + row))
-    floor = -float("inf") if floors is None else tl.load(floors + row)
-    peak, reach = 0.0, -float("inf")
-    if peaks is not None:
-        peak = row_peak(peaks + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
-        reach = _reach(row_temperature, tl.load(min_p + slot))
+    threshold = -float("inf") if thresholds is None else tl.load(thresholds + row)
+    row_max, min_p_offset = 0.0, -float("inf")
+    if maxima is not None:
+        row_max = load_row_max(maxima + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
+        min_p_offset = _min_p_offset(row_temperature, tl.load(min_p + slot))
     lanes = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
     best_id = split * num_tiles * BLOCK + lanes
@@ -195,10 +199,12 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         value = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf"))
         score = value.to(tl.float32)
         score = tl.where(score == score, score, float("inf"))  # NaN becomes inf
-        if peaks is not None or floors is not None:
-            is_kept = (score >= floor) & (score - peak >= reach) | (score == float("inf"))
+        if maxima is not None or thresholds is not None:
+            is_kept = (score >= threshold) & (score - row_max >= min_p_offset) | (
+                score == float("inf")
+            )
             score = tl.where(is_kept, score, -float("inf"))
-            # Most tiles keep no token, and the noise is expensive.
+            # Most tiles have no kept token: skip their noise, which is expensive.
             is_drawn = tl.max(score, 0) > -float("inf")
         else:
             is_drawn = True
@@ -230,7 +236,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     MAX_SPLITS: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
 ):
-    """Find the best of a row's splits; append its token to the slot if `tokens` is given."""
+    """Reduce a row's splits to the best token; append it to the slot if `tokens` is given."""
     row = tl.program_id(0)
     splits = tl.arange(0, SPLITS_BLOCK)
     offsets = row.to(tl.int64) * MAX_SPLITS + splits
@@ -261,21 +267,21 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _append(token, slot, is_row, tokens, lengths, stride, num_slots, width):  # type: ignore[no-untyped-def]
     length = tl.load(lengths + slot, mask=is_row, other=0)
-    allow_copy = is_row & (slot < num_slots - 1) & (length < width)
-    known = tl.maximum(token, 0)  # NO_TOKEN is negative and has no embedding
-    tl.store(tokens + slot.to(tl.int64) * stride + length, known, mask=allow_copy)
-    tl.store(lengths + slot, length + 1, mask=allow_copy)
+    is_appended = is_row & (slot < num_slots - 1) & (length < width)
+    known = tl.maximum(token, 0)  # NO_TOKEN is negative, and the next step embeds this token
+    tl.store(tokens + slot.to(tl.int64) * stride + length, known, mask=is_appended)
+    tl.store(lengths + slot, length + 1, mask=is_appended)
 
 
 @triton.jit
-def _reach(temperature, min_p):  # type: ignore[no-untyped-def]
-    """Return how far below the best logit min_p keeps tokens, as a negative number."""
+def _min_p_offset(temperature, min_p):  # type: ignore[no-untyped-def]
+    """Return the lowest (logit - largest logit of the row) that min_p keeps; at most 0."""
     return tl.where(min_p > 0.0, temperature * tl.log(tl.maximum(min_p, 1.2e-38)), -float("inf"))
 
 
 @triton.jit
 def _row_key(seed, position):  # type: ignore[no-untyped-def]
-    """Return a 64-bit key of a seed and a position; different seeds never collide."""
+    """Hash a seed and a position to 64 bits; at a position, different seeds never collide."""
     seed_key = _mix(seed.to(tl.uint64) + STEP)
     return _mix(seed_key + position.to(tl.uint64) * STEP)
 
@@ -290,7 +296,7 @@ def _mix(bits):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _noise(ids, key):  # type: ignore[no-untyped-def]
-    """Return 32 random bits per id; the two halves of the key enter at different rounds."""
+    """Hash each id with the row's key to 32 bits; each half of the key enters in its own round."""
     bits = ids.to(tl.uint32) * ID_FACTOR + key.to(tl.uint32)
     bits ^= bits >> 16
     bits = bits * FIRST_FACTOR + (key >> 32).to(tl.uint32)
@@ -301,9 +307,9 @@ def _noise(ids, key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _log_exponential(bits, IS_NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return log2(-log2(1 - u)) for a uniform u strictly between 0 and 1."""
+    """Return log2(-log2(1 - u)), where u in (0, 1) is uniform and made from random bits."""
     uniform = tl.minimum(bits.to(tl.float32) * (2.0**-32) + 2.0**-33, LARGEST_UNIFORM)
-    # Winning tokens have a small u, most of which 1 - u would round away.
+    # Tokens that win have a small u. For these, 1 - u would drop most bits of u, so use a series.
     series = LOG2_E / 2 + uniform * (LOG2_E / 3 + uniform * (LOG2_E / 4))
     series = uniform * (LOG2_E + uniform * series)
     exponential = tl.where(uniform < 0.0625, series, -_log2(1 - uniform, IS_NATIVE))
@@ -312,7 +318,8 @@ def _log_exponential(bits, IS_NATIVE: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def _log2(x, IS_NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
-    # One instruction instead of thirty, precise enough for noise. The interpreter cannot run it.
+    # lg2.approx is one instruction instead of thirty, and precise enough for noise. Triton's
+    # interpreter cannot run inline assembly.
     if IS_NATIVE:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

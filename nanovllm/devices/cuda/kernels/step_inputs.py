@@ -17,10 +17,10 @@ def gather_decode(
     block_size: int,
     columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Gather the inputs of a decode step of these slots; a length of 0 is padding.
+    """Gather the inputs of a decode step, one row per slot; a slot of length 0 is padding.
 
-    `columns` are the outputs: tokens, positions, slot_mapping and context lengths of the rows, and
-    the row indices from the longest context to the shortest.
+    `columns` are the output tensors: tokens, positions, slot_mapping and context lengths of the
+    rows, and the row indices sorted by context length, longest first.
     """
     num_rows = len(slots)
     block = min(triton.next_power_of_2(num_rows), 128)
@@ -41,10 +41,11 @@ def gather_tokens(
     block_size: int,
     columns: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Look up the tokens at some positions, and their slot_mapping.
+    """Look up the tokens at the given positions of slots, and their slot_mapping.
 
-    Slots and positions are int32. The last slot of the tables is padding: token 0, with a
-    slot_mapping of -1. `columns` are the outputs: tokens, positions (int64) and slot_mapping.
+    `slots` and `positions` are int32. The last slot of the tables is padding, for which the token
+    is 0 and slot_mapping is -1. `columns` are the output tensors: tokens, positions (int64) and
+    slot_mapping.
     """
     num_tokens, block = len(slots), 256
     _gather[(triton.cdiv(num_tokens, block),)](
@@ -106,7 +107,7 @@ def _gather(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rank(slots, lengths, row, length, num_rows, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the rank of each row among all rows, from the longest to the shortest."""
+    """Return each row's index in the order from the longest context to the shortest."""
     CHUNK: tl.constexpr = BLOCK if BLOCK < 32 else 32
     rank = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, num_rows, CHUNK):
@@ -119,7 +120,8 @@ def _rank(slots, lengths, row, length, num_rows, BLOCK: tl.constexpr):  # type: 
     return rank
 
 
-@triton.jit(do_not_specialize_on_alignment=("pairs", "count"))  # they begin anywhere in an upload
+# `pairs` and `count` are slices of a larger upload, so their alignment varies.
+@triton.jit(do_not_specialize_on_alignment=("pairs", "count"))
 def _write_words(words, pairs, count, num_pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_pair = i < tl.minimum(tl.load(count), num_pairs)

@@ -8,39 +8,39 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096  # logits per CTA
-GROUP_SIZE = 32  # neighboring ids whose largest logit is recorded
+GROUP_SIZE = 32  # neighboring token ids; the largest logit of each group is stored
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same as torch_sampling.token_logprobs."""
+    """Implement torch_logits.token_logprobs."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "the logits of a row must be contiguous"
     num_blocks, num_groups = triton.cdiv(vocab_size, BLOCK), triton.cdiv(vocab_size, GROUP_SIZE)
     maxima, sums, counts = logits.new_empty(3, num_rows, num_blocks, dtype=torch.float32)
-    peaks = logits.new_empty(num_rows, num_groups, dtype=torch.float32)
+    group_maxima = logits.new_empty(num_rows, num_groups, dtype=torch.float32)
     if num_rows > 0:
         _blocks_kernel[num_rows, num_blocks](
-            *(maxima, sums, counts, peaks, logits, logits.stride(0), tokens, vocab_size),
+            *(maxima, sums, counts, group_maxima, logits, logits.stride(0), tokens, vocab_size),
             *(num_groups, GROUP_SIZE, BLOCK),
             num_warps=8,
         )
     highest = maxima.amax(-1, keepdim=True)
     total = highest + (sums * (maxima - highest).exp()).sum(-1, keepdim=True).log()
-    best = _best_ids(logits, peaks, min(num_top, vocab_size))
+    best = _best_ids(logits, group_maxima, min(num_top, vocab_size))
     ids = torch.cat((tokens.long()[:, None], best), 1)
     values = logits.gather(1, ids).float() - total
     return ids.int(), values, counts.sum(-1).int() + 1
 
 
-def _best_ids(logits: Tensor, peaks: Tensor, num_top: int) -> Tensor:
+def _best_ids(logits: Tensor, group_maxima: Tensor, num_top: int) -> Tensor:
     """Return the ids of each row's `num_top` largest logits, the largest first.
 
-    All of them are in the `num_top` groups with the largest peaks.
+    They all lie in the `num_top` groups with the largest maxima, so only these are searched.
     """
     num_rows, vocab_size = logits.shape
-    if peaks.shape[1] <= num_top:
+    if group_maxima.shape[1] <= num_top:
         return logits.topk(num_top).indices
-    groups = peaks.topk(num_top, sorted=False).indices
+    groups = group_maxima.topk(num_top, sorted=False).indices
     members = torch.arange(GROUP_SIZE, device=logits.device)
     ids = (groups[:, :, None] * GROUP_SIZE + members).view(num_rows, -1)
     values = logits.gather(1, ids.clamp(max=vocab_size - 1))
@@ -53,7 +53,7 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
     maxima,
     sums,
     counts,
-    peaks,
+    group_maxima,
     logits,
     stride,
     tokens,
@@ -64,8 +64,8 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
 ):
     """Summarize one block of a row.
 
-    Store the largest logit, the sum of exp(logit - largest), the number of logits larger than that
-    of the row's token, and the largest logit of every group.
+    Store the largest logit, the sum of exp(logit - largest), the number of logits larger than the
+    logit of the row's token, and the largest logit of each group.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * stride
@@ -80,5 +80,5 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
     tl.store(counts + index, tl.sum((values > own).to(tl.float32), 0))
     NUM_GROUPS: tl.constexpr = BLOCK // GROUP_SIZE
     groups = block * NUM_GROUPS + tl.arange(0, NUM_GROUPS)
-    group_peaks = tl.max(tl.reshape(values, (NUM_GROUPS, GROUP_SIZE)), 1)
-    tl.store(peaks + row * num_groups + groups, group_peaks, mask=groups < num_groups)
+    group_max = tl.max(tl.reshape(values, (NUM_GROUPS, GROUP_SIZE)), 1)
+    tl.store(group_maxima + row * num_groups + groups, group_max, mask=groups < num_groups)

@@ -25,11 +25,11 @@ TRITON = "3.6."  # the kernel is written in gluon, whose API changes with every 
 def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
     """Return the persistent step of a loaded model, or None if the kernel does not support it.
 
-    Moves the weights of each projection (qkv, o, ...) of all layers into one tensor.
+    The weights of each projection (qkv, o, ...) of all layers are moved into one tensor.
     """
     problem = f"triton is {triton.__version__}, not {TRITON}x"
     if triton.__version__.startswith(TRITON):
-        # These modules import gluon, and fail with other releases.
+        # These modules import gluon, which fails with other releases.
         from nanovllm.devices.cuda.persistent.packed_weights import (
             find_problem,
             step_constants,

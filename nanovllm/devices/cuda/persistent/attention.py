@@ -27,26 +27,26 @@ from nanovllm.devices.cuda.persistent.exchange import (
     thread_index,
     words_type,
 )
-from nanovllm.devices.cuda.persistent.products import (
+from nanovllm.devices.cuda.persistent.sizes import (
+    PARTIAL_WORDS,
+    UNIT,
+    head_vector_layout,
+    key_layout,
+    merge_groups,
+    merge_layout,
+    num_head_vectors,
+    num_output_groups,
+    num_splits,
+)
+from nanovllm.devices.cuda.persistent.tile_mma import (
     ONE,
     floats_type,
     quad_lane,
     stacked,
     unpacked,
 )
-from nanovllm.devices.cuda.persistent.sizes import (
-    PART_WORDS,
-    UNIT,
-    head_vector_layout,
-    join_groups,
-    join_layout,
-    key_layout,
-    num_head_vectors,
-    num_parts,
-    num_splits,
-)
 
-# [8 warps, 8 heads or words, 4 threads, 8 keys]
+# Layout [8 warps, 8 heads or words, 4 threads, 8 keys].
 TILE = gl.constexpr(gl.BlockedLayout([1, 1, 1, 8], [1, 8, 4, 1], [8, 1, 1, 1], [3, 2, 1, 0]))
 SCORES = gl.constexpr(gl.SliceLayout(0, TILE.value))  # [8 heads, 4 threads, 8 keys]
 HEADS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, SCORES.value)))
@@ -61,7 +61,7 @@ def pack(a, b):
 
 @gluon.jit
 def eight_words(t, SEGMENTS: gl.constexpr):
-    """Split keys or queries, of which each thread has 8 words, into tensors of one word."""
+    """Split keys or queries, with 8 words per thread, into 8 tensors of one word per thread."""
     a, b = gl.split(gl.reshape(t, [4, 8, SEGMENTS, 4, 4, 2]))
     a0, a2 = gl.split(gl.reshape(a, [4, 8, SEGMENTS, 4, 2, 2]))
     b1, b3 = gl.split(gl.reshape(b, [4, 8, SEGMENTS, 4, 2, 2]))
@@ -83,9 +83,10 @@ MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 
 @gluon.constexpr_function
 def score_asm():
-    """Compute Q K^T for 8 queries and 8 keys: a thread gets the scores of a query and two keys.
+    """Return PTX that computes Q K^T for 8 queries and 8 keys.
 
-    Operands are the two scores, 8 words of queries and 8 words of keys.
+    A thread gets the scores of one query and two keys. Operands are the two scores, 8 words of
+    queries and 8 words of keys.
     """
     code = "{ .reg .f32 c<4>; .reg .b32 z; mov.b32 z, 0; "
     code += "".join(f"mov.f32 c{i}, 0f00000000; " for i in range(4))
@@ -98,10 +99,10 @@ def score_asm():
 
 @gluon.constexpr_function
 def add_values_asm():
-    """Add P V for 32 keys to the sums of 8 heads: a thread has two columns of 8 keys.
+    """Return PTX that adds P V of 32 keys to the sums of 8 heads.
 
-    Operands are the new sums (two even columns, two odd ones), the old sums, four pairs of
-    probabilities, and a word of each of the 8 values.
+    A thread has two columns of 8 values. Operands are the new sums (two even columns, two odd
+    ones), the old sums, four pairs of probabilities, and a word of each of the 8 values.
     """
     code = "{ .reg .f32 c<4>; .reg .b32 z, l, h; mov.b32 z, 0; "
     for t in range(2):
@@ -119,7 +120,10 @@ def add_values_asm():
 
 @gluon.constexpr_function
 def load_values_asm(stride):
-    """Load a word of each of 8 values, `stride` bytes apart; zero beyond the last one."""
+    """Return PTX that loads a word of each of 8 values, `stride` bytes apart.
+
+    The last operand is the number of valid values; the words of the others are zero.
+    """
     code = "{ .reg .pred p; "
     for j in range(8):
         code += f"mov.b32 ${j}, 0; setp.gt.s32 p, $9, {j}; "
@@ -129,7 +133,7 @@ def load_values_asm(stride):
 
 @gluon.constexpr_function
 def poll_heads_asm(count, stride):
-    """Poll two words, `stride` bytes apart, at each of `count` addresses."""
+    """Return PTX that polls two words, `stride` bytes apart, at each of `count` addresses."""
     loads = []
     for i in range(count):
         loads.append(((f"${i}",), f"[${2 * count + i}]"))
@@ -138,8 +142,8 @@ def poll_heads_asm(count, stride):
 
 
 @gluon.constexpr_function
-def store_part_asm():
-    """Store four sums, and the head's maximum score and denominator.
+def store_partial_asm():
+    """Return PTX that stores four sums, and the head's maximum score and denominator.
 
     The last two operands are the predicates of the two stores.
     """
@@ -151,10 +155,10 @@ def store_part_asm():
 
 
 @gluon.constexpr_function
-def poll_parts_asm(count):
-    """Poll 8 sums, the maximum score and the denominator of each of `count` parts.
+def poll_partials_asm(count):
+    """Return PTX that polls `count` partials: 8 sums, maximum score and denominator of each.
 
-    Where a part's predicate is 0, its values are those of a split without keys.
+    Where the predicate of a partial is 0, its values are those of a split without keys.
     """
     loads, predicates, begin = [], [], ""
     for i in range(count):
@@ -168,7 +172,7 @@ def poll_parts_asm(count):
 
 
 @gluon.constexpr_function
-def clear_parts_asm():
+def clear_partials_asm():
     code = f"{{ .reg .b64 k; .reg .pred p; .reg .b32 e; {KEEP.value} mov.u32 e, -1; "
     code += "setp.ne.u32 p, $2, 0; "
     for n in range(3):
@@ -217,9 +221,9 @@ class Segment:
     position: gl.tensor  # position of the row's token
     oldest: gl.tensor  # first key inside the window
     start: gl.tensor  # first key of the row's first split
-    size: gl.tensor  # keys of a split
+    size: gl.tensor  # keys per split
     first: gl.tensor  # first key of the segment
-    end: gl.tensor  # end of its keys
+    end: gl.tensor  # end of the segment's keys (exclusive)
     slot: gl.tensor
 
     @gluon.constexpr_function
@@ -245,7 +249,7 @@ class Attention:
     tables: gl.tensor
     table_width: gl.tensor
     window: gl.tensor
-    parts: gl.tensor  # [buffers, rows, columns / 8, splits, words]
+    partials: gl.tensor  # [buffers, rows, columns / 8, splits, words]
     qkv: Exchange
     num_heads: gl.constexpr
     num_kv_heads: gl.constexpr
@@ -253,17 +257,17 @@ class Attention:
     dim: gl.constexpr
     block_size: gl.constexpr
     rows: gl.constexpr
-    new: gl.constexpr  # upper bound on the rows of one sequence
+    new: gl.constexpr  # maximum number of rows of one sequence
     has_window: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, slots, lengths, tables, table_width, window, parts, qkv, shape, block_size, rows, new,
-        has_window,
+        self, slots, lengths, tables, table_width, window, partials, qkv, shape, block_size, rows,
+        new, has_window,
     ):  # fmt: skip
         self.slots, self.lengths, self.tables = slots, lengths, tables
         self.table_width, self.window = table_width, window
-        self.parts, self.qkv = parts, qkv
+        self.partials, self.qkv = partials, qkv
         self.num_heads = gl.constexpr(shape.num_heads)
         self.num_kv_heads = gl.constexpr(shape.num_kv_heads)
         self.group = gl.constexpr(shape.num_heads // shape.num_kv_heads)
@@ -283,7 +287,7 @@ class Attention:
 
     @gluon.jit
     def rows_before(self, row):
-        """Number of rows of the same sequence before a row."""
+        """Number of earlier rows in the batch that belong to the same sequence."""
         count = row * 0
         if self.new > 1:
             slot = gl.load(self.slots + row)
@@ -293,7 +297,7 @@ class Attention:
 
     @gluon.jit
     def oldest(self, position):
-        """The first key that a token attends to."""
+        """First key that a token at `position` attends to."""
         first = position * 0
         if self.has_window:
             first = gl.maximum(position + 1 - self.window, 0)
@@ -301,7 +305,7 @@ class Attention:
 
     @gluon.jit
     def splits(self, position):
-        """The first key of a row's first split, the keys of a split, and the number of splits."""
+        """Return the first key of a row's first split, the keys per split, and the split count."""
         S: gl.constexpr = num_splits(self.num_kv_heads)
         start = self.oldest(position) // 32 * 32
         keys = gl.maximum(position + 1 - start, 0)
@@ -310,7 +314,10 @@ class Attention:
 
     @gluon.jit
     def divide_splits(self):
-        """The end of each row's splits among those of all rows, and this CTA's range of splits."""
+        """Divide the list of all rows' splits among the CTAs.
+
+        Return the end of each row's splits in that list, and the range of this CTA.
+        """
         ends, total = (), gl.to_tensor(0)
         for r in gl.static_range(self.rows):
             _, _, count = self.splits(self.position(gl.to_tensor(r)))
@@ -321,9 +328,9 @@ class Attention:
 
     @gluon.jit
     def segment(self, ends, item, last):
-        """The segment that starts at split `item`, and its number of splits.
+        """Return the segment that starts at split `item`, and its number of splits.
 
-        It ends with its row and head, or at split `last`.
+        The segment ends with the splits of its row and KV head, or before split `last`.
         """
         row, begin = gl.to_tensor(0), gl.to_tensor(0)
         for r in gl.static_range(self.rows - 1):
@@ -331,7 +338,7 @@ class Attention:
             begin = gl.where(item >= ends[r], ends[r], begin)
         position = self.position(row)
         start, size, count = self.splits(position)
-        count = gl.maximum(count, 1)  # without keys there is no segment
+        count = gl.maximum(count, 1)  # avoids division by 0; rows without keys have no segment
         head = gl.minimum((item - begin) // count, self.num_kv_heads - 1)
         split = (item - begin) % count
         count = gl.minimum(count - split, last - item)
@@ -346,7 +353,10 @@ class Attention:
 
     @gluon.jit
     def find(self, segment, key):
-        """Offset of a key in a layer's cache, in words; 32 keys lie in one KV-cache block."""
+        """Offset of a key in a layer's cache, in words.
+
+        Aligned runs of 32 keys lie in one KV-cache block.
+        """
         table = self.tables + segment.slot * self.table_width
         block = gl.load(table + key // self.block_size, mask=key < segment.end, other=0)
         token = block * self.block_size + key % self.block_size
@@ -354,7 +364,7 @@ class Attention:
 
     @gluon.jit
     def key_index(self):
-        """Indices of a thread's keys among 32: [4, 8]."""
+        """Indices 0 to 31 of the keys as [4, 8], in the layout of the keys."""
         K: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, key_layout()))
         row = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, K)), 1)
         return row * 8 + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, K)), 0)
@@ -372,7 +382,7 @@ class Attention:
 
     @gluon.jit
     def load_values(self, cache, offset, num_keys):
-        """Load a word of each of 8 values in every thread: a warp has 16 of the dimensions."""
+        """Load a word of each of 8 values per thread; a warp has 16 of the dimensions."""
         STRIDE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
         warp, n, q = thread_indices()
         word = warp % (self.dim // 16) * 8 + n
@@ -424,7 +434,8 @@ class Attention:
         D: gl.constexpr = self.dim
         VECTORS: gl.constexpr = num_head_vectors(G, self.new)
         vector, is_q, is_v = self.vector(), self.vector() < G, self.vector() >= G + self.new
-        behind = segment.before - (vector - gl.where(is_v, G + self.new, G))  # rows back
+        # How many rows a new key or value lies before this row.
+        behind = segment.before - (vector - gl.where(is_v, G + self.new, G))
         behind = gl.where(is_q | (behind < 0), 0, gl.minimum(behind, segment.before))
         HALF: gl.constexpr = D // 2
         rope = parameters.rope + ((segment.position - behind) * D + self.column() * 2)
@@ -480,8 +491,8 @@ class Attention:
     def attend(self, segment, heads, k_cache, v_cache, skip, k, v, buffer):
         """Attend to the keys of a segment, and store the partial result of each split.
 
-        The next unit is loaded into the same registers while the current one is processed. `skip`
-        is the offset to the next layer's cache, of which the same keys are prefetched.
+        The next unit is loaded into the same registers while the current one is processed. The same
+        keys and values of the next layer, `skip` words further on, are prefetched into L2.
         """
         SEGMENTS: gl.constexpr = self.dim // 64
         KL: gl.constexpr = key_layout()
@@ -518,7 +529,7 @@ class Attention:
     def with_new(self, segment, heads, k, v, begin):
         """Insert new keys and values into the unit at `begin`: the cache may not have them yet."""
         N: gl.constexpr = num_head_vectors(self.group, self.new)
-        COPIES: gl.constexpr = 128 // self.dim  # warps that hold the same values
+        COPIES: gl.constexpr = 128 // self.dim  # number of warps that hold the same values
         VALUES: gl.constexpr = gl.BlockedLayout(
             [1, 1, 1, 1], [1, 1, 8, 4], [COPIES, 8 // COPIES, 1, 1], [3, 2, 1, 0]
         )
@@ -579,7 +590,7 @@ class Attention:
 
     @gluon.jit
     def update_softmax(self, segment, scores, v, begin, max_score, denominator, sums):
-        """Online-softmax update with the scores and values of a unit."""
+        """Update the online softmax with the scores and values of a unit."""
         s = self.scores_of(segment, scores, begin, 0), self.scores_of(segment, scores, begin, 1)
         new_max = gl.maximum(max_score, gl.max(gl.max(gl.maximum(s[0], s[1]), 2), 1))
         rescale = gl.exp2(max_score - new_max)
@@ -619,34 +630,34 @@ class Attention:
 
     @gluon.jit
     def store_partial(self, segment, split, sums, max_score, denominator, buffer):
-        """Store the partial result of a split for `join`; no two threads store the same value."""
+        """Store the partial result of a split for `merge`; no two threads store the same value."""
         D: gl.constexpr = self.dim
         warp, head, four = thread_indices()
         column = (segment.head * self.group + head) * D + warp * 16 + four * 4
-        part = self.part(buffer, segment.row, column // 8, split)
+        partial = self.partial_address(buffer, segment.row, column // 8, split)
         is_ours = (head < self.group) & (warp < D // 16) & (four >= 0)
         zero = gl.zeros([8, 8, 4], gl.float32, ONE)
         gl.inline_asm_elementwise(
-            store_part_asm(), "=r,l,l,f,f,f,f,f,f,r,r",
-            ((part + four % 2 * 4).to(gl.int64), (part + 8).to(gl.int64)) + sums
+            store_partial_asm(), "=r,l,l,f,f,f,f,f,f,r,r",
+            ((partial + four % 2 * 4).to(gl.int64), (partial + 8).to(gl.int64)) + sums
             + (broadcast_heads(max_score) + zero, broadcast_heads(denominator) + zero,
                gl.where(is_ours, 1, 0), gl.where(is_ours & (four % 2 == 0), 1, 0)),
             gl.int32, False, 1,
         )  # fmt: skip
 
     @gluon.jit
-    def part(self, buffer, row, group, split):
-        """Address of a split's part of 8 columns: sums, maximum score and denominator."""
+    def partial_address(self, buffer, row, group, split):
+        """Address of a split's partial for 8 columns: sums, maximum score and denominator."""
         WIDTH: gl.constexpr = self.num_heads * self.dim
         S: gl.constexpr = num_splits(self.num_kv_heads)
-        index = ((buffer * self.rows + row) * num_parts(WIDTH) + group) * S + split
-        return self.parts + index * PART_WORDS
+        index = ((buffer * self.rows + row) * num_output_groups(WIDTH) + group) * S + split
+        return self.partials + index * PARTIAL_WORDS
 
     @gluon.jit
-    def join_indices(self):
-        """Indices of a thread's row, chunk and split in `join`."""
-        L: gl.constexpr = join_layout(self.num_kv_heads)
-        C: gl.constexpr = join_groups(self.num_heads * self.dim, self.num_kv_heads, self.rows)
+    def merge_indices(self):
+        """Indices of a thread's row, chunk and split in `merge`."""
+        L: gl.constexpr = merge_layout(self.num_kv_heads)
+        C: gl.constexpr = merge_groups(self.num_heads * self.dim, self.num_kv_heads, self.rows)
         S: gl.constexpr = num_splits(self.num_kv_heads)
         index = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
         split = gl.arange(0, S, gl.SliceLayout(0, L))[None, :]
@@ -654,36 +665,38 @@ class Attention:
 
     @gluon.jit
     def active(self):
-        """Predicate of the splits that `join` polls: those that have keys."""
+        """Predicate of the splits that `merge` polls: those that have keys."""
         WIDTH: gl.constexpr = self.num_heads * self.dim
-        row, chunk, split = self.join_indices()
+        row, chunk, split = self.merge_indices()
         _, _, count = self.splits(self.position(row))
         group = chunk * NUM_CTAS + self.qkv.cta
         return gl.where((split < count) & (group < WIDTH // 8), 1, 0)
 
     @gluon.jit
-    def join(self, output, is_active, buffer):
+    def merge(self, output, is_active, buffer):
         """Merge the splits of this CTA's 8 columns of each chunk of the attention output.
 
         Splits without keys have no partial result and are not polled: the less is polled, the
         sooner the partial results of the others arrive.
         """
         WIDTH: gl.constexpr = self.num_heads * self.dim
-        C: gl.constexpr = join_groups(WIDTH, self.num_kv_heads, self.rows)
+        C: gl.constexpr = merge_groups(WIDTH, self.num_kv_heads, self.rows)
         S: gl.constexpr = num_splits(self.num_kv_heads)
         N: gl.constexpr = C * S // 256
-        row, chunk, split = self.join_indices()
+        row, chunk, split = self.merge_indices()
         group = chunk * NUM_CTAS + self.qkv.cta
-        parts = self.part(buffer, row, gl.minimum(group, num_parts(WIDTH) - 1), split)
-        addresses = parts.to(gl.int64)
+        partials = self.partial_address(
+            buffer, row, gl.minimum(group, num_output_groups(WIDTH) - 1), split
+        )
+        addresses = partials.to(gl.int64)
         found = gl.inline_asm_elementwise(
-            poll_parts_asm(N), registers(10 * N, 2 * N, N),
+            poll_partials_asm(N), registers(10 * N, 2 * N, N),
             [addresses, addresses * 0 + self.qkv.flag.to(gl.int64), is_active],
             words_type(10), False, N,
         )  # fmt: skip
-        # `found` is an operand so that the parts are cleared after they have been polled.
+        # `found` is an operand so that the partials are cleared after they have been polled.
         gl.inline_asm_elementwise(
-            clear_parts_asm(), "=r,l,r,r", [addresses, is_active, found[0]], gl.int32, False, 1
+            clear_partials_asm(), "=r,l,r,r", [addresses, is_active, found[0]], gl.int32, False, 1
         )
         max_score = bits_to_float(found[8])
         rescale = gl.exp2(max_score - gl.expand_dims(gl.max(max_score, 1), 1))
@@ -692,7 +705,8 @@ class Attention:
         sums = ()
         for n in gl.static_range(8):
             sums = sums + (gl.sum(bits_to_float(found[n]) * rescale, 1) / denominator,)
-        # A group's first four threads store both copies, and clear those of the previous buffer.
+        # The first two threads of a group store the two copies of the output; the next two clear
+        # the copies in the previous buffer.
         previous = gl.where(buffer == 0, NUM_BUFFERS - 1, buffer - 1)
         copy = gl.where(split < 2, buffer, previous) * 2 + split % 2
         words = ()

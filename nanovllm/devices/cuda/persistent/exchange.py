@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.devices.cuda.persistent.products import stacked, stage
 from nanovllm.devices.cuda.persistent.sizes import (
     gated_capacity,
     gated_parts,
@@ -20,13 +19,15 @@ from nanovllm.devices.cuda.persistent.sizes import (
     qkv_width,
     sums_layout,
 )
+from nanovllm.devices.cuda.persistent.tile_mma import stacked, stage
 
 NUM_CTAS = gl.constexpr(128)
-NUM_BUFFERS = gl.constexpr(3)  # used in rotation: two fences separate two uses of a buffer
+# Buffers are used in rotation, so that two fences lie between clearing one and reusing it.
+NUM_BUFFERS = gl.constexpr(3)
 CHUNK = gl.constexpr(1024)  # columns of a chunk, and weight rows of a block
 CHECK_SPINS = gl.constexpr(1 << 12)  # polls between two checks of the timeout flag
 MAX_CHECKS = gl.constexpr(1 << 8)  # checks of the flag before a poll times out: about a second
-# The maximum score where there are no keys, and its bits
+# Maximum score of a split without keys, and its bits.
 NO_SCORE, NO_SCORE_BITS = gl.constexpr(-1e30), "0xF149F2CA"
 
 S1, S2, S3, S4 = (
@@ -34,7 +35,7 @@ S1, S2, S3, S4 = (
 )
 THREADS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0]))  # [8 warps, 32]
 
-# Weights pass through L2 once: exchanged values must not be evicted by them.
+# Exchanged values must stay in L2: the stream of weights must not evict them.
 KEEP = gl.constexpr("createpolicy.fractional.L2::evict_last.b64 k, 1.0; ")
 FENCE = gl.constexpr("fence.acq_rel.gpu; mov.u32 $0, $1;")
 PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
@@ -42,11 +43,12 @@ PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 
 @gluon.constexpr_function
 def poll_asm(loads, flag, has_halves=True, predicates=None):
-    """Load words, [(names, address)], and reload those that are EMPTY or have an EMPTY half.
+    """Return PTX that loads words, and reloads those that are EMPTY or have an EMPTY half.
 
-    `predicates` names an operand for each load: where it is 0 nothing is loaded, and the words keep
-    the values they have. The first loads come before the loop: words written only under its
-    condition would occupy registers from the start of the kernel. The warp reconverges at the end.
+    `loads` is a list of (names of words, address). `predicates` names an operand for each load:
+    where it is 0, nothing is loaded, and the words keep their values. The first loads come before
+    the loop: words that are written only inside it would occupy registers from the start of the
+    kernel. The warp reconverges at the end.
     """
     begin = f"{{ .reg .b64 k; .reg .pred r; .reg .b32 m<{len(loads)}>; {KEEP.value} "
     tests, again = "", ""
@@ -67,7 +69,7 @@ def poll_asm(loads, flag, has_halves=True, predicates=None):
 
 @gluon.constexpr_function
 def missing_asm(words, target, has_halves):
-    """Set bits of `target` if a word, or a half of one, is EMPTY.
+    """Return PTX that sets bits of `target` if a word, or a half of one, is EMPTY.
 
     Of all halves with a sign bit, only 0xFFFF borrows when subtracted from 0xFFFE.
     """
@@ -82,7 +84,7 @@ def missing_asm(words, target, has_halves):
 
 @gluon.constexpr_function
 def poll_pairs_asm(offsets):
-    """Poll two words at each offset, in bytes, from one address."""
+    """Return PTX that polls two words at each byte offset from one address."""
     count = 2 * len(offsets)
     loads = [((f"${2 * j}", f"${2 * j + 1}"), f"[${count} + {o}]") for j, o in enumerate(offsets)]
     return poll_asm(loads, count + 1)
@@ -96,7 +98,7 @@ def pair_offsets(rows, size, count, step):
 
 @gluon.constexpr_function
 def spin_asm(code, flag):
-    """Repeat `code`, which sets bits of f while a value is missing, until f is 0.
+    """Return PTX that repeats `code`, which sets bits of f while a value is missing, until f is 0.
 
     A poll that times out sets the flag whose address is operand `flag`. All other polls check it
     occasionally, and stop when it is set.
@@ -128,7 +130,7 @@ def bits_to_float(bits):
 
 @gluon.jit
 def low(words):
-    """The lower of the two bfloat16 in each word."""
+    """The lower of the two bfloat16 in each word, as float32."""
     return bits_to_float(words << 16)
 
 
@@ -139,7 +141,7 @@ def high(words):
 
 @gluon.jit
 def prefetch(addresses):
-    """Prefetch the cache lines at some addresses into L2."""
+    """Prefetch the cache lines at the given addresses into L2."""
     gl.inline_asm_elementwise(PREFETCH, "=r,l", [addresses.to(gl.int64)], gl.int32, False, 1)
 
 
@@ -166,12 +168,12 @@ def sum_indices(BLOCKS: gl.constexpr, ROWS: gl.constexpr):
 
 @aggregate
 class Exchange:
-    """A bfloat16 vector for each row; CTAs store 8 columns of each block, and read all of it.
+    """A bfloat16 vector per row; each CTA stores 8 columns of each block, and reads all columns.
 
     Memory is [buffers, 2 copies, rows, size]: half of the CTAs read each copy. A vector may consist
-    of parts that are padded to a capacity. Padding is never stored to: it is and remains zero. With
-    `of_all`, CTAs without a value store zeros: a reader that has polled the whole vector knows that
-    every CTA has stored.
+    of parts that are padded to a capacity. Padding is never written and stays zero. With `of_all`,
+    CTAs without values store zeros, so that a reader of the whole vector knows that every CTA has
+    stored.
     """
 
     memory: gl.tensor
@@ -179,12 +181,12 @@ class Exchange:
     cta: gl.tensor  # index of this CTA
     width: gl.constexpr  # columns with values
     stored: gl.constexpr  # columns that CTAs store, including zeros beyond the width
-    part: gl.constexpr  # columns of a part
-    capacity: gl.constexpr  # capacity of a part
-    columns: gl.constexpr  # capacity of all parts
+    part: gl.constexpr  # columns per part
+    capacity: gl.constexpr  # padded columns per part
+    columns: gl.constexpr  # padded columns of all parts
     size: gl.constexpr  # columns, padded to whole chunks
     rows: gl.constexpr
-    blocks: gl.constexpr  # upper bound on the blocks published at once
+    blocks: gl.constexpr  # maximum number of blocks published at once
 
     @gluon.constexpr_function
     def __init__(
@@ -200,7 +202,7 @@ class Exchange:
 
     @gluon.jit
     def publish(self, y, block, buffer, COUNT: gl.constexpr):
-        """Store the first COUNT blocks of y in both copies, and clear those of the previous buffer.
+        """Store the first COUNT blocks of y in both copies; clear both in the previous buffer.
 
         If several threads hold the same y, they share these four stores.
         """
@@ -235,12 +237,12 @@ class Exchange:
 
     @gluon.jit
     def poll(self, buffer, first, N: gl.constexpr):
-        """Poll N chunks of all rows: a thread gets two words of each chunk."""
+        """Poll N chunks of all rows, from chunk `first` on: a thread gets two words of each."""
         return self.poll_from(first * CHUNK + thread_index() * 4, buffer, N, CHUNK)
 
     @gluon.jit
     def poll_from(self, column, buffer, N: gl.constexpr, STEP: gl.constexpr):
-        """Poll N pairs of words for each row, the first at `column`, the others STEP columns on."""
+        """Poll N pairs of words for each row, at `column` and then every STEP columns."""
         COUNT: gl.constexpr = 2 * N * self.rows
         addresses = (self.address(buffer) + column).to(gl.int64)
         return gl.inline_asm_elementwise(
@@ -275,7 +277,7 @@ class Exchange:
 
     @gluon.jit
     def stage_normed(self, buffer, norm_weights, eps, BITS: gl.constexpr):
-        """Poll x and stage it times the norm's weight; also return each row's 1 / RMS."""
+        """Poll x, and stage it multiplied by the norm's weight; also return each row's 1 / RMS."""
         N: gl.constexpr = self.size // CHUNK
         words = self.poll(buffer, 0, N)
         squares, staged = (), ()
@@ -323,7 +325,7 @@ class Exchanges:
     attended: Exchange
     y: Exchange  # residual stream before the MLP
     gated: Exchange
-    router_logits: Exchange  # router logits; unused without experts
+    router_logits: Exchange  # unused without experts
 
     @gluon.constexpr_function
     def __init__(self, x, qkv, attended, y, gated, router_logits):

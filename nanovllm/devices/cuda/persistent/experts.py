@@ -1,7 +1,7 @@
-"""Experts in the persistent step: how they are chosen, and how their weights are located.
+"""MoE in the persistent step: how experts are chosen, and how their weights are located.
 
-The chosen experts form one wide MLP: the rows of gate and up, and the columns of down, are those of
-one expert after another. Only the loading warp needs to know which expert they belong to. See
+The chosen experts are treated as one wide MLP: their gate and up rows, and their down columns, are
+concatenated. Only the loading warp needs to know which expert a row or column belongs to. See
 docs/persistent-step.md.
 """
 
@@ -11,32 +11,32 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from nanovllm.devices.cuda.persistent.exchange import CHUNK, S2, THREADS, four_floats, thread_index
-from nanovllm.devices.cuda.persistent.products import stage
 from nanovllm.devices.cuda.persistent.sizes import (
     expert_segments,
     piece_segments,
     segment_groups,
 )
 from nanovllm.devices.cuda.persistent.stream import LANES
+from nanovllm.devices.cuda.persistent.tile_mma import stage
 
-HIGH, LOW = gl.constexpr(-65536), gl.constexpr(0xFFFF)  # masks of a key: its logit, its expert
+HIGH, LOW = gl.constexpr(-65536), gl.constexpr(0xFFFF)  # bit masks of a key's logit and expert
 LOWEST = gl.constexpr(-(1 << 31))
 
 
 @gluon.constexpr_function
 def overlaps(rank, capacity, chunk):
-    """Whether a chunk has columns of the expert of a rank; each expert has `capacity` columns."""
+    """Whether a chunk has columns of the expert with this rank, if each has `capacity` columns."""
     return rank * capacity < (chunk + 1) * 1024 and (rank + 1) * capacity > chunk * 1024
 
 
 @aggregate
 class Experts:
-    """The experts chosen in a layer, ranked from the largest logit down; there are up to 32."""
+    """The experts chosen in a layer, at most 32, ranked from the largest logit down."""
 
     ids: gl.shared_memory_descriptor  # [8 warps, 32]: a copy for each warp
-    weights: gl.shared_memory_descriptor  # [32, 8 warps]
-    chosen: gl.shared_memory_descriptor  # an mbarrier: the ids are stored
-    count: gl.constexpr
+    weights: gl.shared_memory_descriptor  # [32, 8 warps]: a copy for each warp
+    chosen: gl.shared_memory_descriptor  # mbarrier that completes once the ids are stored
+    count: gl.constexpr  # experts per layer
     top_k: gl.constexpr
     size: gl.constexpr  # intermediate size of one expert
     is_normalized: gl.constexpr
@@ -50,10 +50,10 @@ class Experts:
 
     @gluon.jit
     def choose(self, router_logits, buffer):
-        """Poll the router's logits, and tell the loading warp the top-k experts.
+        """Poll the router logits, find the top-k experts, and signal the loading warp.
 
-        Every warp finds them independently. A key is an integer that grows with the logit in its
-        upper half; of equal logits, the expert with the smaller index has the larger key.
+        Every warp finds the experts independently. The upper half of a key is ordered like the
+        logit. Of equal logits, the expert with the smaller index has the larger key.
         """
         N: gl.constexpr = (self.count + 127) // 128
         lane = thread_index() % 32
@@ -75,7 +75,7 @@ class Experts:
 
     @gluon.jit
     def store_chosen(self, keys, found, lane):
-        """Store the ids of the chosen experts in shared memory, and then their weights."""
+        """Store the ids of the chosen experts in shared memory, then their routing weights."""
         self.ids._reinterpret(gl.int32, [8, 32], S2).store(LOW - (found & LOW))
         gl.thread_barrier()
         mbarrier.arrive(self.chosen, count=1)
@@ -98,7 +98,7 @@ class Experts:
 
     @gluon.jit
     def stage_gated(self, gated, buffer, BITS: gl.constexpr):
-        """Poll and stage the gated values, multiplied by the weights of their experts.
+        """Poll the gated values, multiply them by their experts' routing weights, and stage them.
 
         The first half is staged while the second is still being computed.
         """
@@ -121,7 +121,7 @@ class Experts:
 
     @gluon.jit
     def wait(self, layer):
-        """Wait until the experts are chosen; return their indices among those of all layers."""
+        """Wait until the experts are chosen; return their indices among all layers' experts."""
         mbarrier.wait(self.chosen, layer & 1)
         return layer * self.count + self.ids.index(0).load(LANES)
 
@@ -130,7 +130,7 @@ class Experts:
         self, stream, weights, experts, t, g, owners, HIDDEN: gl.constexpr, BLOCKS: gl.constexpr,
         FORMAT: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr,
     ):  # fmt: skip
-        """Start the TMA copies of tiles whose columns are those of one chosen expert after another.
+        """Start the TMA copies of `down` tiles, in which the experts' columns are concatenated.
 
         The `down` of an expert has HIDDEN weight rows.
         """
@@ -153,10 +153,10 @@ class Experts:
     def fetch_pieces(
         self, stream, weights, t, is_in_bounds, rows, first: gl.constexpr, FORMAT: gl.constexpr
     ):
-        """Copy a tile piece by piece, from segment `first` on; each piece is of a single expert."""
+        """Start the TMA copies of a tile's pieces, from segment `first` on, each of one expert."""
         S: gl.constexpr = expert_segments(self.size, FORMAT.bits)
         N: gl.constexpr = piece_segments(self.size, FORMAT.bits)
-        G: gl.constexpr = 8 * segment_groups(FORMAT.bits)  # scales of a segment
+        G: gl.constexpr = 8 * segment_groups(FORMAT.bits)  # scales per segment of 8 weight rows
         for target in gl.static_range(0, 8 * FORMAT.halves, N):
             is_ours = is_in_bounds & ((first + target) // S < self.top_k)
             row = pick(rows, (first + target) // S)
@@ -168,20 +168,25 @@ class Experts:
 
 @aggregate
 class ExpertRows:
-    """The weight rows of gate and up of the chosen experts, as those of one wide MLP."""
+    """The gate and up rows of the chosen experts, as the rows of one wide MLP."""
 
     experts: gl.tensor  # indices among the experts of all layers
-    count: gl.constexpr  # weight rows of gate, over all chosen experts
-    part: gl.constexpr  # weight rows of gate of one expert
+    count: gl.constexpr  # gate rows of all chosen experts
+    part_stride: gl.constexpr  # rows from an expert's gate to its up
 
     @gluon.constexpr_function
-    def __init__(self, experts, count, part):
-        self.experts, self.count, self.part = experts, gl.constexpr(count), gl.constexpr(part)
+    def __init__(self, experts, count, part_stride):
+        self.experts, self.count, self.part_stride = (
+            experts,
+            gl.constexpr(count),
+            gl.constexpr(part_stride),
+        )
 
     @gluon.jit
     def find(self, weight_row):
         return (
-            pick(self.experts, weight_row // self.part) * (2 * self.part) + weight_row % self.part
+            pick(self.experts, weight_row // self.part_stride) * (2 * self.part_stride)
+            + weight_row % self.part_stride
         )
 
 
@@ -217,5 +222,5 @@ def without(keys, best):
 
 @gluon.jit
 def pick(values, lane):
-    """The value in lane `lane` of a warp."""
+    """Return the value in lane `lane` of the warp."""
     return gl.sum(gl.where(gl.arange(0, 32, LANES) == lane, values, 0), 0)

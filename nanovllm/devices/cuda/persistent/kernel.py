@@ -20,7 +20,6 @@ from nanovllm.devices.cuda.persistent.exchange import (
     sum_indices,
 )
 from nanovllm.devices.cuda.persistent.experts import ExpertRows, Experts
-from nanovllm.devices.cuda.persistent.products import SCALES, by_row
 from nanovllm.devices.cuda.persistent.sizes import (
     ExpertsShape,
     StepShape,
@@ -54,15 +53,16 @@ from nanovllm.devices.cuda.persistent.stream import (
     reduce_sums,
     store_sums,
 )
+from nanovllm.devices.cuda.persistent.tile_mma import SCALES, by_row
 
 
 @aggregate
 class Parameters:
     """Norm weights, biases and constants; hidden sizes are padded to whole chunks."""
 
-    norms: gl.tensor  # [layers, 2, hidden], four bfloat16 in an element
+    norms: gl.tensor  # [layers, 2, hidden], four bfloat16 per element
     final_norm: gl.tensor
-    qk_norms: gl.tensor  # [layers, 2, dim], two bfloat16 in an element; unused without norms
+    qk_norms: gl.tensor  # [layers, 2, dim], two bfloat16 per element; unused without norms
     qkv_bias: gl.tensor  # [layers, q + k + v]; unused without biases
     rope: gl.tensor  # [positions, 2, dim / 2]: cosines and sines
     eps: gl.tensor
@@ -92,7 +92,7 @@ def project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buff
     x, inv_rms = exchanges.x.stage_normed(x_buffer, norm, parameters.eps, stream.bits)
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
-        sums = stream.products(t, g, resident, x, x_registers, N, FORMAT, stream.in_flight)
+        sums = stream.multiply_blocks(t, g, resident, x, x_registers, N, FORMAT, stream.in_flight)
         y = stream.reduce(sums, N) * inv_rms
         if parameters.has_bias:
             block, row, column = sum_indices(stream.blocks, stream.rows)
@@ -111,7 +111,7 @@ def route(stream, t, g, exchanges, norm, parameters, experts, buffer):
     """Choose the experts of y, and stage y for them while the logits are being exchanged."""
     FORMAT: gl.constexpr = format_of(exchanges.y.width, 16)
     x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, 16)
-    sums = stream.products(t, g, (), x, ((), ()), 1, FORMAT, stream.in_flight)
+    sums = stream.multiply_blocks(t, g, (), x, ((), ()), 1, FORMAT, stream.in_flight)
     exchanges.router_logits.publish(stream.reduce(sums, 1) * inv_rms, 0, buffer, 1)
     if stream.bits < 16:
         x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, stream.bits)
@@ -137,7 +137,7 @@ def project_output(
             if OF_EXPERTS
             else stage_all(source, buffer, bits)
         )
-        sums = stream.products(
+        sums = stream.multiply_blocks(
             t, g, resident, x, stream.load_x_registers(x, FORMAT), B, FORMAT, stream.in_flight,
             PIECE,
         )  # fmt: skip
@@ -174,7 +174,7 @@ def stage_all(source, buffer, BITS: gl.constexpr):
 def add_columns(
     stream, t, g, x, totals, N: gl.constexpr, FORMAT: gl.constexpr, PIECE: gl.constexpr
 ):
-    """Add the products of N tiles of every block and their part of x."""
+    """Multiply N tiles of every block by their columns of x, and add the results to `totals`."""
     x_registers = stream.load_x_registers(x, FORMAT)
     # Not unrolled: the code of all phases must fit into the instruction cache.
     for b in range(len(totals)):
@@ -213,7 +213,9 @@ def project_gate_up(stream, t, g, exchanges, norm, parameters, experts, buffer):
         x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, stream.bits)
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(B // N):
-        sums = stream.products(t, g, resident, x, x_registers, 2 * N, FORMAT, stream.in_flight)
+        sums = stream.multiply_blocks(
+            t, g, resident, x, x_registers, 2 * N, FORMAT, stream.in_flight
+        )
         store_sums(stream.sums, sums, 0, 2, N, stream.rows)
         store_sums(stream.more_sums, sums, 1, 2, N, stream.rows)
         gate = reduce_sums(stream.sums, stream.blocks, stream.rows) * inv_rms
@@ -233,7 +235,7 @@ def project_logits(stream, t, g, exchanges, parameters, x_buffer, logits, VOCAB:
     x, inv_rms = exchanges.x.stage_normed(x_buffer, norm, parameters.eps, 16)
     x_registers = stream.load_x_registers(x, FORMAT)
     for i in range(num_head_blocks(VOCAB, C) // N):
-        sums = stream.products(t, g, (), x, x_registers, N, FORMAT, HEAD_IN_FLIGHT)
+        sums = stream.multiply_blocks(t, g, (), x, x_registers, N, FORMAT, HEAD_IN_FLIGHT)
         y = stream.reduce(sums, N) * inv_rms
         block, row, column = sum_indices(stream.blocks, stream.rows)
         column = (i * N + block) * CHUNK + stream.cta * 8 + column
@@ -306,7 +308,7 @@ def compute(
                 k = attention.load_unit_keys(segment, begin, found, k_cache)
                 v = attention.load_unit_values(segment, begin, found, v_cache)
                 attention.prefetch_unit(found, k_cache + skip, v_cache + skip)
-        attention.join(exchanges.attended, is_active, buffer)
+        attention.merge(exchanges.attended, is_active, buffer)
         norm = exchanges.y.load_norm(parameters.norms + (2 * layer + 1) * NORM)
         residual, t, g = project_output(
             stream, t, g, exchanges.attended, exchanges.y, residual, experts, buffer, buffer, False
@@ -320,7 +322,7 @@ def compute(
         )
         buffer = next_buffer(buffer)
     project_logits(stream, t, g, exchanges, parameters, x_buffer, logits, VOCAB)
-    # Every CTA has read the buffer indices by now: this one has polled values from all of them.
+    # Every CTA has read the buffer indices by now, since this CTA has polled values from all CTAs.
     if stream.cta == 0:
         gl.store(buffer_indices, buffer)
         gl.store(buffer_indices + 1, next_buffer(x_buffer))
@@ -429,8 +431,8 @@ def persistent_step(
 ):  # fmt: skip
     """Run a decode step; `PersistentStep.run` passes the arguments.
 
-    Tensor descriptors cannot be elements of a tuple. NUMBERS are those of a `StepShape`. Up to NEW
-    of the rows belong to one sequence.
+    Tensor descriptors are separate arguments, because they cannot be elements of a tuple. NUMBERS
+    is `StepShape.numbers`. At most NEW rows belong to the same sequence.
     """
     SHAPE: gl.constexpr = shape_of(NUMBERS)
     VOCAB: gl.constexpr = SHAPE.vocab

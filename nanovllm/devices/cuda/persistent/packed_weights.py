@@ -1,4 +1,4 @@
-"""Collect the weights of a loaded model for the persistent step, or explain why it has none."""
+"""Collect a loaded model's weights for the persistent step, or find out why it is unsupported."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from nanovllm.devices.cuda.persistent.persistent_step import (
     StepTensors,
     device_problem,
 )
-from nanovllm.devices.cuda.persistent.products import FP8_SCALE_FACTOR, INT4_OFFSET
 from nanovllm.devices.cuda.persistent.sizes import NO_EXPERTS, ExpertsShape, StepShape
+from nanovllm.devices.cuda.persistent.tile_mma import FP8_SCALE_FACTOR, INT4_OFFSET
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import SparseMoeBlock
 from nanovllm.models.decoder import DecoderLayer, DecoderModel
@@ -181,7 +181,7 @@ def step_tensors(model: DecoderModel, layers: list[StepLayer]) -> StepTensors:
 
 
 def move_together(weights: list[CudaWeight]) -> Tensor | StackedQuantized:
-    """Move the weights of all layers into one tensor, of which they become views."""
+    """Move the weights of all layers into one tensor, and make each weight a view of it."""
     first = _words(weights[0])
     stacked = first.new_empty(len(weights), *first.shape)
     for i, weight in enumerate(weights):
@@ -195,10 +195,10 @@ def move_together(weights: list[CudaWeight]) -> Tensor | StackedQuantized:
 
 
 def pack_scales(weight: QuantizedWeight) -> Tensor:
-    """Pack the scale, and with 4 bits the zero point, of each quant group: int32 [out, in / 128].
+    """Pack the scale and any zero point of each quant group into a word: int32 [out, in / 128].
 
-    An FP8 scale is a float32 times FP8_SCALE_FACTOR. A 4-bit word has the zero point plus
-    INT4_OFFSET in its lower half and the scale in its upper half, both bfloat16.
+    For FP8, the word is the float32 scale times FP8_SCALE_FACTOR. For 4 bits, its lower half is the
+    zero point plus INT4_OFFSET and its upper half is the scale, both bfloat16.
     """
     if weight.bits == 8:
         scales = weight.scales.expand(-1, num_blocks(weight.num_in)) * FP8_SCALE_FACTOR

@@ -10,17 +10,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.devices.cuda.persistent.exchange import NUM_BUFFERS, NUM_CTAS
 from nanovllm.devices.cuda.persistent.kernel import persistent_step
-from nanovllm.devices.cuda.persistent.products import SCALES
 from nanovllm.devices.cuda.persistent.sizes import (
     MAX_ROWS,
-    PART_WORDS,
+    PARTIAL_WORDS,
     StepShape,
     expert_segments,
     gated_capacity,
     gated_parts,
     num_chunks,
     num_halves,
-    num_parts,
+    num_output_groups,
     num_splits,
     num_stored,
     num_tiles,
@@ -28,6 +27,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
     segment_groups,
 )
 from nanovllm.devices.cuda.persistent.stream import RING
+from nanovllm.devices.cuda.persistent.tile_mma import SCALES
 from nanovllm.ops.interface import LayerCache, Routing
 
 LOG2_E = 1.4426950408889634
@@ -49,7 +49,7 @@ class StackedQuantized:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """All weights of a model; those of each kind are stacked by layer."""
+    """All weights of a model; weights of the same kind are stacked by layer."""
 
     embedding: Tensor  # [vocab, hidden]
     norms: Tensor  # [layers, 2, hidden]
@@ -84,7 +84,7 @@ def device_problem(device: torch.device) -> str | None:
 
 
 class PersistentStep:
-    """Runs decode steps as one kernel, for the numbers of rows in `rows`."""
+    """Runs decode steps as one kernel each, for the batch sizes in `rows`."""
 
     def __init__(self, shape: StepShape, tensors: StepTensors, constants: StepConstants) -> None:
         self.shape, self.constants, self.rows = shape, constants, shape.rows
@@ -107,7 +107,7 @@ class PersistentStep:
             None if bias is None else bias.contiguous(),
             tensors.rope,
         )
-        # Keyed by the number of rows: each kernel has its own current buffers.
+        # Keyed by the batch size: each kernel has its own buffers, and its own current buffer.
         self._exchanges = {rows: allocate_exchanges(shape, rows, device) for rows in self.rows}
         self._buffer_indices = {
             rows: torch.zeros(2, dtype=torch.int32, device=device) for rows in self.rows
@@ -117,7 +117,7 @@ class PersistentStep:
         self._gave_up = self._flag.numpy()
 
     def max_tokens(self, rows: int) -> int:
-        """Return the total context length from which a step is faster layer by layer.
+        """Return the total context length from which separate kernels for the layers are faster.
 
         The kernel has too few keys in flight for longer contexts: see benchmarks/RESULTS.md.
         """
@@ -142,9 +142,8 @@ class PersistentStep:
 
         `slots` and the tables are int32; a slot of length 0 is padding. By default every row has
         its own slot, unless it is padding. With `verifies`, n adjacent rows of the same slot are
-        the last n tokens of its sequence. Either way a row's logits are bitwise independent of
-        other rows. Writes logits [rows, vocab] and context_lens [rows], the tokens of each row's
-        context.
+        the last n tokens of its sequence. Either way, a row's logits are bitwise independent of
+        other rows. The kernel writes `logits` [rows, vocab] and `context_lens` [rows].
         """
         rows = len(slots)
         shape, constants = self.shape, self.constants
@@ -175,9 +174,10 @@ class PersistentStep:
         )
 
     def gave_up(self) -> bool:
-        """Return whether a finished step timed out, and reset the flag; do not run steps after it.
+        """Return whether a finished step timed out, and reset the flag.
 
-        CTAs wait for each other, which times out if other work occupies a part of the device.
+        CTAs poll for each other's values. A poll times out if some CTA makes no progress, for
+        example while another process has the GPU. After a timeout, no further steps may run.
         """
         gave_up = bool(self._gave_up[0])
         self._gave_up[0] = 0
@@ -189,7 +189,7 @@ def make_descriptors(
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Make the TMA descriptors of weights and of their scales; without scales both are the same.
 
-    A copy loads a whole tile, or a piece of one for the `down` projections of experts.
+    A TMA copy loads a whole tile or, for the experts' `down`, a piece of a tile.
     """
     bits = 16 if isinstance(weight, Tensor) else weight.bits
     plain = weight if isinstance(weight, Tensor) else weight.words.view(torch.bfloat16)
@@ -204,7 +204,7 @@ def make_descriptors(
 
 
 def make_descriptor(weight: Tensor, piece: int) -> TensorDescriptor:
-    """Make a TMA descriptor of weight rows [..., width]: a copy is `piece` segments of 8 rows."""
+    """Make a TMA descriptor of a weight [..., width]; a copy loads `piece` segments of 8 rows."""
     width = weight.shape[-1]
     shape = [width // 64, weight.numel() // width, 64]
     return TensorDescriptor(weight, shape, [64, width, 1], [piece, 8, 64], RING.value)
@@ -239,8 +239,8 @@ def allocate_exchanges(shape: StepShape, rows: int, device: torch.device) -> tup
     gated = allocate_exchange(shape.mlp, rows, device, shape.bits, parts, capacity)
     qkv = allocate_exchange(shape.qkv, rows, device)
     router_logits = allocate_exchange(shape.experts.num_experts, rows, device)
-    count = rows * num_parts(shape.q) * num_splits(shape.num_kv_heads)
-    sizes = NUM_BUFFERS.value, count, PART_WORDS.value
+    count = rows * num_output_groups(shape.q) * num_splits(shape.num_kv_heads)
+    sizes = NUM_BUFFERS.value, count, PARTIAL_WORDS.value
     partials = torch.full(sizes, -1, dtype=torch.int32, device=device)
     return x, qkv, partials, attended, y, gated, router_logits
 

@@ -3,19 +3,19 @@
 Glossary (see docs/persistent-step.md):
 
 - chunk: 1,024 columns of a vector such as x.
-- segment: 128 bytes of a weight row.
+- segment: 128 bytes of a weight row. In attention, a CTA's range of keys of one row and KV head.
 - tile: 16 KB of a projection, one slot of the ring buffer: 16 segments of each of 8 weight rows. A
   weight row of a tile has 1,024 columns in bfloat16, 2,048 in 8 bits and 4,096 in 4 bits.
 - half: half a tile: 8 segments of each weight row, one for each warp.
-- block: 1,024 consecutive weight rows of a projection, of which each CTA computes 8.
+- block: 1,024 consecutive weight rows of a projection; each CTA computes 8 of them.
 - group: tiles that are consumed together, so that their slots become free together. A quant group
   is 128 quantized values that share a scale.
-- piece: the part of x that half a tile is multiplied by. For a tile of experts' weights, also the
-  segments that one TMA copy loads.
-- part: gate or up in gate_up, or the columns of one expert in the input of `down`. In attention,
-  the partial result of one split for 8 output columns.
-- split, unit: keys of one row and KV head with one partial result; the 64 keys of an online-softmax
-  update.
+- piece: the columns of x that half a tile is multiplied by. In experts' weights, the segments of a
+  tile that one TMA copy loads.
+- part: gate or up in gate_up, or the columns of one expert in the input of `down`.
+- split: keys of one row and KV head whose attention is computed separately, then merged.
+- partial: the partial attention result of one split for 8 output columns.
+- unit: the 64 keys of one online-softmax update.
 """
 
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 SHARED_BYTES = 232448  # shared memory of a CTA on Hopper
-HALF_BYTES = gl.constexpr(8192)  # half a tile
-MAX_EXPERTS = 256  # each lane of a warp holds the logits of up to eight
+HALF_BYTES = gl.constexpr(8192)  # bytes of half a tile
+MAX_EXPERTS = 256  # each lane of a warp holds up to eight router logits
 MAX_TOP_K = 32
 MIN_SLOTS = 7  # the ring must hold the largest group of tiles
 MAX_ROWS = 8
 UNIT = gl.constexpr(64)  # keys per online-softmax update
-PART_WORDS = gl.constexpr(12)  # 8 sums, and the maximum score and the denominator, both twice
-MAX_STAGED = 32  # chunks of x in shared memory, over all rows; more only if one tile needs them
+PARTIAL_WORDS = gl.constexpr(12)  # 8 sums, then maximum score and denominator, both twice
+MAX_STAGED = 32  # chunks of x in shared memory, over all rows; exceeded only if a tile needs more
 
 
 class ExpertsShape(NamedTuple):
@@ -60,9 +60,9 @@ class StepShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mlp: int  # intermediate size; with experts, that of all chosen ones together
+    mlp: int  # intermediate size; with experts, the sum over the chosen ones
     vocab: int
-    bits: int = 16  # bits of a weight; the LM head and the router always have 16
+    bits: int = 16  # bits per weight; the LM head and the router always have 16
     experts: ExpertsShape = NO_EXPERTS
 
     @property
@@ -81,7 +81,7 @@ class StepShape:
 
     @property
     def problem(self) -> str | None:
-        """The reason why there is no kernel for these sizes, or None."""
+        """Reason why there is no kernel for these sizes, or None."""
         group, rest = divmod(self.num_heads, self.num_kv_heads)
         if self.head_dim not in (64, 128):
             return f"head_dim is {self.head_dim}, not 64 or 128"
@@ -91,17 +91,17 @@ class StepShape:
             return f"only {group} query heads of {self.head_dim} per KV head"
         if problem := self.experts.problem(self.bits):
             return problem
-        part = {16: 64, 8: 128, 4: 256}[self.bits]  # columns of a segment: TMA copies whole ones
-        if self.hidden % part or self.mlp % part or self.q % part or self.hidden > 8192:
+        width = {16: 64, 8: 128, 4: 256}[self.bits]  # columns per segment; TMA copies whole ones
+        if self.hidden % width or self.mlp % width or self.q % width or self.hidden > 8192:
             return f"hidden size {self.hidden} and intermediate size {self.mlp}"
         return None if self.rows else "too little shared memory"
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Numbers of rows for which there is a kernel.
+        """Batch sizes for which there is a kernel.
 
-        With experts only one row: more rows share too few weights. With quantized weights at most
-        four: eight rows are slower than running layer by layer.
+        With experts, only one row is supported: several rows share too few experts. With quantized
+        weights, at most four: eight rows are slower than running layer by layer.
         """
         most = MAX_ROWS if self.bits == 16 else MAX_ROWS // 2
         most = 1 if self.experts.num_experts else most
@@ -111,21 +111,21 @@ class StepShape:
 
 @gluon.constexpr_function
 def tile_chunks(bits):
-    """Chunks of x that a tile is multiplied by."""
+    """Number of chunks of x that a tile is multiplied by."""
     return 16 // bits
 
 
 @gluon.constexpr_function
 def segment_groups(bits):
-    """Quant groups of a segment, each with one scale; 16-bit weights have none."""
+    """Number of quant groups, and so of scales, per segment; 0 for 16-bit weights."""
     return {16: 0, 8: 1, 4: 2}[bits]
 
 
 @gluon.constexpr_function
 def num_chunks(width, bits=16):
-    """Chunks of a vector, padded to half a tile or to whole tiles.
+    """Number of chunks of a vector, padded to half a tile or to whole tiles.
 
-    Both the chunks and the tiles divide into groups of equal size.
+    The padding lets both chunks and tiles divide into groups of equal size.
     """
     size = tile_chunks(bits)
     if num_halves(width, bits) == 1:
@@ -138,7 +138,7 @@ def num_chunks(width, bits=16):
 
 @gluon.constexpr_function
 def num_stored(width):
-    """Width of a vector of which every CTA stores 8 columns, some possibly beyond its end."""
+    """Width of a vector, padded so that every CTA stores 8 columns, possibly only padding."""
     return max(width, 1024)
 
 
@@ -150,19 +150,19 @@ def has_remainder(count):
 
 @gluon.constexpr_function
 def num_halves(width, bits):
-    """Halves of a tile that are used: one if the weight row is no wider than half a tile."""
+    """Number of halves of a tile in use: one if the weight row is no wider than half a tile."""
     return 1 if width <= 512 * tile_chunks(bits) else 2
 
 
 @gluon.constexpr_function
 def num_tiles(width, bits):
-    """Tiles of a weight row."""
+    """Number of tiles per weight row."""
     return -(-num_chunks(width, bits) // tile_chunks(bits))
 
 
 @gluon.constexpr_function
 def num_blocks(weight_rows):
-    """Blocks of a projection with `weight_rows` weight rows."""
+    """Number of blocks of a projection with `weight_rows` weight rows."""
     return -(-weight_rows // 1024)
 
 
@@ -170,9 +170,9 @@ def num_blocks(weight_rows):
 class RowFormat:
     """Layout of a projection's weight rows, and the number of batch rows they are multiplied by."""
 
-    tiles: int
-    halves: int  # used halves of each tile
-    bits: int  # bits of a weight
+    tiles: int  # tiles per weight row
+    halves: int  # halves of each tile in use
+    bits: int  # bits per weight
     rows: int = 1  # batch rows
 
 
@@ -183,13 +183,13 @@ def format_of(width, bits, rows=1):
 
 @gluon.constexpr_function
 def tile_words(row_format):
-    """Registers of a thread for a tile, including a word of scales for each half."""
+    """Number of registers per thread for a tile; quantized tiles have a scale word per half."""
     return row_format.halves * (8 if row_format.bits == 16 else 9)
 
 
 @gluon.constexpr_function
 def tile_scales(row_format):
-    """Words of scales of a tile."""
+    """Number of scale words per tile."""
     return row_format.halves * 64 * segment_groups(row_format.bits)
 
 
@@ -200,13 +200,13 @@ def tile_bytes(row_format):
 
 @gluon.constexpr_function
 def is_wide(row_format):
-    """Whether a weight row has too many tiles for all of x to be register-resident."""
+    """Whether a weight row has too many tiles for all of x to stay in registers."""
     return row_format.tiles > {16: 3, 8: 2, 4: 1}[row_format.bits]
 
 
 @gluon.constexpr_function
 def max_resident(row_format):
-    """Tiles that fit into registers beside x."""
+    """Maximum number of tiles in registers beside x."""
     return 4 if (row_format.halves, row_format.bits) == (2, 4) else 6
 
 
@@ -219,13 +219,13 @@ def is_resident(blocks, row_format):
 
 @gluon.constexpr_function
 def is_streamed(blocks, row_format):
-    """Whether tiles are multiplied as they arrive, one by one, instead of loading all first."""
+    """Whether tiles are multiplied one by one as they arrive, instead of first loading all."""
     return is_wide(row_format) and not is_resident(blocks, row_format)
 
 
 @gluon.constexpr_function
 def blocks_at_once(blocks, row_format):
-    """Blocks that are multiplied before their sums are reduced over the warps."""
+    """Number of blocks that are multiplied before their sums are reduced over the warps."""
     if is_streamed(blocks, row_format):
         return 1
     return max(
@@ -237,9 +237,9 @@ def blocks_at_once(blocks, row_format):
 
 @gluon.constexpr_function
 def tiles_at_once(blocks, row_format):
-    """Tiles of each block of `o` or `down` that are multiplied before more of x is staged.
+    """Number of tiles of each block of `o` or `down` multiplied before more of x is staged.
 
-    Limited by the shared memory for x, and by the size of the unrolled code.
+    It is limited by the shared memory for x, and by the size of the unrolled code.
     """
     if is_resident(blocks, row_format):
         return row_format.tiles
@@ -249,7 +249,7 @@ def tiles_at_once(blocks, row_format):
 
 @gluon.constexpr_function
 def output_group(blocks, row_format):
-    """Tiles in a group of `o` or `down`."""
+    """Number of tiles per group of `o` or `down`."""
     if is_resident(blocks, row_format):
         return blocks * row_format.tiles
     return tiles_at_once(blocks, row_format)
@@ -257,9 +257,9 @@ def output_group(blocks, row_format):
 
 @gluon.constexpr_function
 def gate_blocks_at_once(blocks, row_format, is_of_experts):
-    """Blocks of gate, and as many of up, that are loaded together: all, if they fit into registers.
+    """Number of gate blocks, and of up blocks, loaded together: all, if they fit into registers.
 
-    The copies of experts' weights start late, so multiplication begins after two blocks of each.
+    The copies of experts' weights start late, so at most two blocks of each are awaited together.
     """
     if is_resident(2 * blocks, row_format):
         return blocks
@@ -270,13 +270,13 @@ def gate_blocks_at_once(blocks, row_format, is_of_experts):
 
 @gluon.constexpr_function
 def wide_group_tiles(tiles):
-    """Tiles in a group of a wide weight row: a divisor of `tiles`."""
+    """Number of tiles per group of a wide weight row: a divisor of `tiles`."""
     return next(size for size in (4, 5, 6, 7, 3, 2, 1) if tiles % size == 0)
 
 
 @gluon.constexpr_function
 def group_tiles(blocks, row_format):
-    """Tiles in a group, when `blocks` blocks are multiplied together."""
+    """Number of tiles per group when `blocks` blocks are multiplied together."""
     if is_streamed(blocks, row_format):
         return wide_group_tiles(row_format.tiles)
     return blocks * row_format.tiles
@@ -294,13 +294,13 @@ def qkv_width(shape):
 
 @gluon.constexpr_function
 def gated_parts(shape):
-    """Parts of the input of `down`: one for each chosen expert."""
+    """Number of parts of the input of `down`: one per chosen expert, or one without experts."""
     return shape.experts.top_k if shape.experts.num_experts else 1
 
 
 @gluon.constexpr_function
 def gated_capacity(shape):
-    """Padded width of a part of the input of `down`."""
+    """Padded width of each part of the input of `down`."""
     return (
         expert_columns(shape.experts.size, shape.bits) if shape.experts.num_experts else shape.mlp
     )
@@ -314,7 +314,7 @@ def gated_width(shape):
 
 @gluon.constexpr_function
 def slot_scales(shape):
-    """Words of scales in a slot of the ring, enough for any tile."""
+    """Number of scale words in a slot of the ring, enough for any tile."""
     bits = shape.bits
     piece = scale_piece(shape.experts.size, bits) if shape.experts.num_experts else 8
     return 0 if bits == 16 else 16 // piece * scale_words(bits, piece)
@@ -322,7 +322,7 @@ def slot_scales(shape):
 
 @gluon.constexpr_function
 def output_chunks(shape, rows):
-    """Chunks of x that are staged at once, for `o` and for `down`."""
+    """Numbers of chunks of x that are staged at once, for `o` and for `down`."""
     blocks, found = num_blocks(shape.hidden), []
     for width in (q_width(shape), gated_width(shape)):
         row_format = format_of(width, shape.bits, rows)
@@ -335,7 +335,7 @@ def output_chunks(shape, rows):
 
 @gluon.constexpr_function
 def num_slots(shape, rows):
-    """Slots of the ring that fit into shared memory beside the scratch memory of the phases."""
+    """Number of ring slots that fit into shared memory beside the scratch memory of the phases."""
     num_staged = max(num_chunks(shape.hidden, shape.bits), *output_chunks(shape, rows))
     heads = num_head_vectors(shape.num_heads // shape.num_kv_heads, rows) * shape.head_dim * 2
     sums = 2 * 256 * num_sum_blocks(shape, rows) * rows
@@ -345,7 +345,7 @@ def num_slots(shape, rows):
 
 @gluon.constexpr_function
 def num_sum_blocks(shape, rows):
-    """Blocks whose sums fit into shared memory: at least as many as any phase reduces at once."""
+    """Number of blocks with memory for their sums: at least what any phase reduces at once."""
     row_format, head = format_of(shape.hidden, shape.bits, rows), format_of(shape.hidden, 16, rows)
     return power_of_two(
         max(
@@ -360,13 +360,16 @@ def num_sum_blocks(shape, rows):
 
 @gluon.constexpr_function
 def num_copies(rows):
-    """Threads that hold the same sum of a weight row."""
+    """Number of threads that hold the same sum of a weight row."""
     return max(4 // rows, 1)
 
 
 @gluon.constexpr_function
 def sums_layout(blocks, rows):
-    """[8 warps' sums, copies, blocks, rows, 8 weight rows]: a thread adds the warps' sums up."""
+    """Layout of the warps' sums, [8 warps, copies, blocks, rows, 8 weight rows].
+
+    A thread holds the sums of all warps, so that it can add them up.
+    """
     copies, warps = num_copies(rows), min(blocks, 8)
     return gl.BlockedLayout(
         [8, 1, 1, 1, 1],
@@ -378,13 +381,13 @@ def sums_layout(blocks, rows):
 
 @gluon.constexpr_function
 def num_in_flight(hidden):
-    """Tiles in flight at once: docs/persistent-step.md has the measurements."""
+    """Number of tiles in flight at once; docs/persistent-step.md has the measurements."""
     return 3 if hidden >= 2048 else 2
 
 
 @gluon.constexpr_function
 def tiles_in_flight(row_format, in_flight, slots):
-    """Tiles in flight, possibly half tiles, for the bytes of `in_flight` whole tiles."""
+    """Number of tiles, or half tiles, in flight that have the bytes of `in_flight` whole tiles."""
     return min(in_flight * 2 // row_format.halves, slots - 1)
 
 
@@ -401,13 +404,13 @@ def num_head_blocks(vocab, tiles):
 
 @gluon.constexpr_function
 def power_of_two(count):
-    """The smallest power of two that is at least `count`."""
+    """Smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
 @gluon.constexpr_function
 def num_splits(num_kv_heads):
-    """Upper bound on the splits of a row's keys for one KV head."""
+    """Maximum number of splits of a row's keys for one KV head."""
     splits = 32
     while splits * num_kv_heads > 128:
         splits //= 2
@@ -415,51 +418,51 @@ def num_splits(num_kv_heads):
 
 
 @gluon.constexpr_function
-def num_parts(q_width):
-    """Groups of 8 columns of a row's attention output, padded to the same number for every CTA."""
+def num_output_groups(q_width):
+    """Number of 8-column groups of a row's attention output, padded to be equal for all CTAs."""
     return -(-q_width // 1024) * 128
 
 
 @gluon.constexpr_function
-def join_groups(q_width, num_kv_heads, rows):
-    """Groups of 8 columns that a CTA merges, over all rows: enough for all threads to have work."""
+def merge_groups(q_width, num_kv_heads, rows):
+    """Number of 8-column groups that a CTA merges, over all rows, padded to occupy all threads."""
     return max(rows * power_of_two(-(-q_width // 1024)), 256 // num_splits(num_kv_heads))
 
 
 @gluon.constexpr_function
-def join_layout(num_kv_heads):
-    """[groups, splits], without replication: the thread that reads a part also clears it."""
+def merge_layout(num_kv_heads):
+    """Layout [groups, splits] without replication: the thread that reads a partial clears it."""
     splits = num_splits(num_kv_heads)
     return gl.BlockedLayout([1, 1], [32 // splits, splits], [8, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def key_layout():
-    """32 keys as words of two bfloat16: [4, 8, dim / 64, 32]."""
+    """Layout of 32 keys as words of two bfloat16: [4, 8, dim / 64, 32]."""
     return gl.BlockedLayout([1, 1, 1, 8], [1, 8, 1, 4], [4, 1, 2, 1], [3, 2, 1, 0])
 
 
 @gluon.constexpr_function
 def num_head_vectors(group, new):
-    """Head vectors of a segment: a group's queries, and the keys and values of `new` tokens."""
+    """Number of head vectors of a segment: queries of a GQA group, and `new` keys and values."""
     return max(8, power_of_two(group + 2 * new))
 
 
 @gluon.constexpr_function
 def head_vector_layout(vectors):
-    """[head vectors, dim / 4]: each warp has an eighth of the vectors."""
+    """Layout [head vectors, dim / 4]: each warp has an eighth of the vectors."""
     return gl.BlockedLayout([vectors // 8, 1], [1, 32], [8, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def segments(width, bits):
-    """Segments of a weight row."""
+    """Number of segments per weight row."""
     return width * bits // 1024
 
 
 @gluon.constexpr_function
 def expert_segments(size, bits):
-    """Segments of a weight row of an expert's `down`, padded so that few TMA copies load it."""
+    """Number of segments per weight row of an expert's `down`, padded for few TMA copies."""
     count = segments(size, bits)
     return power_of_two(count) if count < 4 else -(-count // 4) * 4
 
@@ -471,17 +474,17 @@ def expert_columns(size, bits):
 
 @gluon.constexpr_function
 def piece_segments(size, bits):
-    """Segments that one TMA copy loads into a tile of experts' weights: all of one expert."""
+    """Number of segments that one TMA copy loads into a tile of `down`; none mixes experts."""
     return next(n for n in (16, 8, 4, 2, 1) if expert_segments(size, bits) % n == 0)
 
 
 @gluon.constexpr_function
 def scale_words(bits, piece):
-    """Words from the scales of a piece to those of the next: a multiple of 128 bytes, for TMA."""
+    """Stride, in words, between the scales of two pieces: a multiple of 128 bytes, for TMA."""
     return max(piece * 8 * segment_groups(bits), 32)
 
 
 @gluon.constexpr_function
 def scale_piece(size, bits):
-    """Segments whose scales are contiguous in a slot: at most those of half a tile."""
+    """Number of segments whose scales are contiguous in a slot: at most those of half a tile."""
     return min(piece_segments(size, bits), 8)

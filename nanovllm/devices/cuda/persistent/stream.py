@@ -1,4 +1,4 @@
-"""The stream of weight tiles of the persistent step: their TMA copies, and their products with x.
+"""The stream of weight tiles of the persistent step: TMA copies, and multiplication by x.
 
 sizes.py defines tiles, groups and pieces. See docs/persistent-step.md.
 """
@@ -9,18 +9,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 from nanovllm.devices.cuda.persistent.exchange import CHUNK
-from nanovllm.devices.cuda.persistent.products import (
-    ONE,
-    by_row,
-    load_scales,
-    load_words,
-    load_x,
-    multiply,
-    num_sets,
-    quad_lane,
-    stacked,
-    sums_of,
-)
 from nanovllm.devices.cuda.persistent.sizes import (
     is_resident,
     is_wide,
@@ -35,10 +23,22 @@ from nanovllm.devices.cuda.persistent.sizes import (
     tiles_in_flight,
     wide_group_tiles,
 )
+from nanovllm.devices.cuda.persistent.tile_mma import (
+    ONE,
+    by_row,
+    load_scales,
+    load_words,
+    load_x,
+    multiply,
+    num_sets,
+    quad_lane,
+    stacked,
+    sums_of,
+)
 
 HEAD_IN_FLIGHT = gl.constexpr(4)  # tiles of the LM head in flight at once
 OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # a weight row out of bounds, for which TMA writes zeros
-NUM_USED = gl.constexpr(16)  # mbarriers for groups: more than the ring has slots
+NUM_USED = gl.constexpr(16)  # mbarriers for consumed groups: more than the ring has slots
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 RING = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 RING_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
@@ -48,12 +48,12 @@ RING_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
 def store_sums(
     memory, sums, first: gl.constexpr, step: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr
 ):
-    """Store the warps' sums of N blocks in shared memory: every `step`-th of `sums` from `first`.
+    """Store each warp's sums of N blocks in shared memory, where `reduce_sums` adds them up.
 
-    `reduce_sums` adds them up.
+    The blocks are every `step`-th element of `sums`, from `first` on.
     """
-    # The four threads of a weight row have up to four batch rows. With fewer rows several threads
-    # hold the same sums, and each of these stores some of the blocks.
+    # The four threads of a weight row hold the sums of up to four batch rows. With fewer rows,
+    # several threads hold the same sums, and each of them stores some of the blocks.
     COPIES: gl.constexpr = num_copies(ROWS)
     FOURS: gl.constexpr = len(sums[0])
     BLOCKS: gl.constexpr = max(power_of_two(N), COPIES)
@@ -76,7 +76,7 @@ def store_sums(
 
 @gluon.jit
 def reduce_sums(memory, BLOCKS: gl.constexpr, ROWS: gl.constexpr):
-    """Add up the sums of all warps: [blocks, rows, 8 weight rows]."""
+    """Return the sums over all warps: [blocks, rows, 8 weight rows]."""
     L: gl.constexpr = sums_layout(BLOCKS, ROWS)
     sums = gl.sum(memory.load(gl.SliceLayout(1, L)), 0)
     return gl.convert_layout(sums, gl.SliceLayout(0, gl.SliceLayout(0, L)), assert_trivial=True)
@@ -87,12 +87,12 @@ class WeightRows:
     """The weight rows of a projection in one layer, within those of all layers."""
 
     first: gl.tensor
-    count: gl.constexpr  # weight rows of a part: gate_up has two
-    part: gl.constexpr  # distance between parts, in weight rows
+    count: gl.constexpr  # weight rows per part; gate_up has two parts, other projections one
+    part_stride: gl.constexpr  # weight rows from one part to the next
 
     @gluon.constexpr_function
     def __init__(self, first, count):
-        self.first, self.count, self.part = first, gl.constexpr(count), gl.constexpr(count)
+        self.first, self.count, self.part_stride = first, gl.constexpr(count), gl.constexpr(count)
 
     @gluon.jit
     def find(self, weight_row):
@@ -104,23 +104,23 @@ class Stream:
     """This CTA's tiles of all weights, in the order of use.
 
     The tiles of a group are consumed together, and their slots become free together. A position in
-    the stream is a pair: t counts tiles, g counts groups. The loading warp and the compute warps
-    each have their own. FORMAT is a `RowFormat` of sizes.py.
+    the stream is a pair (t, g): t counts tiles, g counts groups. The loading warp and the compute
+    warps each track their own position. FORMAT is a `RowFormat` of sizes.py.
     """
 
     ring: gl.shared_memory_descriptor
     words: gl.shared_memory_descriptor  # the memory of the ring, as words
     scales: gl.shared_memory_descriptor  # scales of quantized weights, for each slot
-    full: gl.shared_memory_descriptor  # an mbarrier for each slot: its tile has arrived
-    used: gl.shared_memory_descriptor  # mbarriers for groups, in rotation: tiles are consumed
+    full: gl.shared_memory_descriptor  # mbarrier per slot; completes when its tile has arrived
+    used: gl.shared_memory_descriptor  # mbarrier per group, in rotation; completes on release
     sums: gl.shared_memory_descriptor  # the warps' sums: [8 warps, blocks, rows, 8 weight rows]
-    more_sums: gl.shared_memory_descriptor  # those of `up`
+    more_sums: gl.shared_memory_descriptor  # the warps' sums of `up`
     cta: gl.tensor  # index of this CTA
-    blocks: gl.constexpr  # upper bound on the blocks whose sums are added up at once
+    blocks: gl.constexpr  # maximum number of blocks whose sums are reduced at once
     rows: gl.constexpr
     slots: gl.constexpr
-    in_flight: gl.constexpr  # tiles in flight at once: more of them slow the exchanges down
-    bits: gl.constexpr  # bits of a weight, except in the LM head and the router
+    in_flight: gl.constexpr  # tiles in flight at once: more would slow down the exchanges
+    bits: gl.constexpr  # bits per weight, except in the LM head and the router
 
     @gluon.constexpr_function
     def __init__(
@@ -162,8 +162,8 @@ class Stream:
     ):  # fmt: skip
         """Start the TMA copies of this CTA's tiles of a projection in one layer.
 
-        The blocks of PARTS, gate and up, alternate. With COLUMNS, the first COLUMNS tiles of all
-        blocks come before the next COLUMNS tiles of all blocks.
+        With two PARTS, blocks of gate and of up alternate. With COLUMNS, the first COLUMNS tiles of
+        all blocks come before the next COLUMNS tiles of all blocks.
         """
         TILES: gl.constexpr = COLUMNS if COLUMNS > 0 else FORMAT.tiles
         N: gl.constexpr = PARTS * TILES
@@ -172,7 +172,7 @@ class Stream:
             weight_row = block * CHUNK + self.cta * 8
             first = weight_rows.find(weight_row)
             for i in range(N):
-                row, tile = first + i // TILES * weight_rows.part, before + i % TILES
+                row, tile = first + i // TILES * weight_rows.part_stride, before + i % TILES
                 owners = self.claim(t, g + (turn * N + i) // GROUP, owners, FORMAT, IN_FLIGHT)
                 scale_offset = (row // 8 * FORMAT.tiles + tile) * tile_scales(FORMAT)
                 is_in_bounds = weight_row < weight_rows.count
@@ -190,7 +190,7 @@ class Stream:
     ):  # fmt: skip
         """Start the TMA copies of N segments of 8 weight rows, and of their scales.
 
-        They go to a tile's segments from `target` on.
+        They are written to the slot of tile t, from segment `target` on.
         """
         weight, scales = weights
         slot = t % self.slots
@@ -206,7 +206,7 @@ class Stream:
 
     @gluon.jit
     def claim(self, t, g, owners, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr):
-        """Wait until a tile's slot is free and few enough tiles are in flight; expect its bytes."""
+        """Wait until tile t has a free slot and may be in flight; then expect its bytes."""
         owners = self.take_slot(t, g, owners)
         before = t - tiles_in_flight(FORMAT, IN_FLIGHT, self.slots)
         if before >= 0:
@@ -216,7 +216,7 @@ class Stream:
 
     @gluon.jit
     def take_slot(self, t, g, owners):
-        """Wait until the group of a slot's previous tile is consumed; record that of the next."""
+        """Wait until the group of the slot's previous tile is consumed; set its group to g."""
         slot = t % self.slots
         lane = gl.arange(0, 32, LANES)
         if t >= self.slots:
@@ -226,10 +226,10 @@ class Stream:
 
     @gluon.jit
     def wait(self, t, N: gl.constexpr, IN_FLIGHT: gl.constexpr):
-        """Wait for N tiles.
+        """Wait until N tiles, from t on, have arrived.
 
-        Only the last ones can be in flight: the loading warp waits for the earlier ones before it
-        starts the copies of these.
+        Only the last IN_FLIGHT tiles can still be in flight: the loading warp has waited for the
+        earlier ones before it started to copy the last.
         """
         for k in gl.static_range(N):
             if k >= N - IN_FLIGHT:
@@ -237,13 +237,13 @@ class Stream:
 
     @gluon.jit
     def release(self, g):
-        """Free a group's slots, once every warp has loaded its tiles."""
+        """Free the slots of group g once all warps have loaded its tiles."""
         gl.thread_barrier()
         mbarrier.arrive(self.used.index(g % NUM_USED), count=1)
 
     @gluon.jit
     def tile_at(self, t, FORMAT: gl.constexpr, PIECE: gl.constexpr):
-        """Load a thread's words of tile t, and their scales."""
+        """Load a thread's words of tile t, followed by their scales if they are quantized."""
         w = load_words(self.words.index(t % self.slots), FORMAT.halves)
         if FORMAT.bits < 16:
             w = w + load_scales(
@@ -289,11 +289,11 @@ class Stream:
         return parts, totals
 
     @gluon.jit
-    def products(
+    def multiply_blocks(
         self, t, g, resident, x, x_registers, COUNT: gl.constexpr, FORMAT: gl.constexpr,
         IN_FLIGHT: gl.constexpr, PIECE: gl.constexpr = 8,
     ):  # fmt: skip
-        """Multiply COUNT blocks by x; return this warp's sums, of one weight row in each thread.
+        """Multiply COUNT blocks by x; return this warp's sums, a weight row per thread.
 
         The scales of PIECE segments are contiguous in a slot.
         """
@@ -333,7 +333,7 @@ class Stream:
         self, t, g, x, x_registers, first: gl.constexpr, N: gl.constexpr, totals,
         FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr, PIECE: gl.constexpr,
     ):  # fmt: skip
-        """Add the products of a group of N tiles and x, from x's pieces for tile `first` on."""
+        """Multiply a group of N tiles by x, from tile `first` on, and add to `totals`."""
         self.wait(t, N, tiles_in_flight(FORMAT, IN_FLIGHT, self.slots))
         for c in gl.static_range(N):
             w = self.tile_at(t + c, FORMAT, PIECE)
@@ -343,7 +343,7 @@ class Stream:
 
     @gluon.jit
     def add_tile(self, w, x, x_registers, c: gl.constexpr, totals, FORMAT: gl.constexpr):
-        """Add the products of tile c of a weight row and its pieces of x."""
+        """Multiply tile c of a weight row by its pieces of x, and add the result to `totals`."""
         parts, x_sums = (), ()
         for k in gl.static_range(c * FORMAT.halves, (c + 1) * FORMAT.halves):
             if len(x_registers[0]) > 0:

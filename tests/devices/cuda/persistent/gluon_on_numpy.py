@@ -1,7 +1,7 @@
 """An interpreter that runs gluon functions on numpy, by logical shape: layouts are ignored.
 
 Inline PTX runs on tensors [8 warps, 8, 4], one element per thread, as `mma` distributes its
-operands. Only the instructions of products.py and attention.py are implemented. A poll tries once
+operands. Only the instructions of tile_mma.py and attention.py are implemented. A poll tries once
 or twice. TMA copies complete at once, and waits do nothing.
 """
 

@@ -17,7 +17,7 @@ from tests.devices.cuda.persistent.gluon_on_numpy import Pointer, load_modules
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from nanovllm.devices.cuda.persistent.sizes import StepShape
 
-NAMES = "sizes", "products", "exchange", "attention"
+NAMES = "sizes", "tile_mma", "exchange", "attention"
 EPS, BLOCK_SIZE, MAX_CONTEXT = 1e-6, 32, 512
 
 
@@ -87,14 +87,14 @@ class Model:
 
 
 def run(modules: Any, model: Model, slots: list[int], lengths: list[int], verifies: bool) -> Tensor:
-    """Run `attend` in every CTA, then `join` in every CTA."""
+    """Run `attend` in every CTA, then `merge` in every CTA."""
     shape, rows, sizes = model.shape, model.num_rows, modules.sizes
     memory = np.full((3, 2, rows, sizes.num_chunks(shape.qkv) * 1024), -1, np.int16)
     memory[..., : shape.qkv] = model.qkv.view(torch.int16).numpy()
     width = sizes.num_chunks(shape.q) * 1024
     output = np.full((3, 2, rows, width), -1, np.int16)
     num_splits = sizes.num_splits(shape.num_kv_heads)
-    count = 3 * rows * sizes.num_parts(shape.q) * num_splits * sizes.PART_WORDS
+    count = 3 * rows * sizes.num_output_groups(shape.q) * num_splits * sizes.PARTIAL_WORDS
     parts = np.full(count, -1, np.int32)
     caches = [words(cache).copy() for cache in (model.k, model.v)]
     k_cache, v_cache = map(Pointer, caches)
@@ -126,7 +126,7 @@ def run(modules: Any, model: Model, slots: list[int], lengths: list[int], verifi
             attention.attend(segment, heads, k_cache, v_cache, 0, k, v, 1)
             split = split + num_splits
     for qkv.cta in range(128):
-        attention.join(to, attention.active(), 1)
+        attention.merge(to, attention.active(), 1)
     assert (parts == -1).all(), "the reader of a part clears it"
     assert (output[0, ..., : shape.q] == -1).all(), (
         "the writer of a value clears the previous buffer"
@@ -166,14 +166,14 @@ def test_equals_the_softmax(
 def test_only_existing_parts_are_polled(modules: Any) -> None:
     """A thread polls two parts: the first is stored late, the second has no keys."""
     sizes, attention = modules.sizes, modules.attention
-    parts = np.full((2, sizes.PART_WORDS), -1, np.int32)
+    parts = np.full((2, sizes.PARTIAL_WORDS), -1, np.int32)
 
     def store() -> None:
         parts[0] = range(1, 13)
 
-    offsets = Pointer(parts.reshape(-1), np.arange(2) * sizes.PART_WORDS, store)
+    offsets = Pointer(parts.reshape(-1), np.arange(2) * sizes.PARTIAL_WORDS, store)
     found = gluon_on_numpy.inline_asm(
-        attention.poll_parts_asm(2), attention.registers(20, 4, 2),
+        attention.poll_partials_asm(2), attention.registers(20, 4, 2),
         [offsets, offsets, np.array([1, 0])], ("int32",) * 10, False, 2,
     )  # fmt: skip
     first, second = np.stack(found, 1)

@@ -25,7 +25,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
     segment_groups,
 )
 
-NAMES = "sizes", "products", "exchange", "stream", "experts"
+NAMES = "sizes", "tile_mma", "exchange", "stream", "experts"
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def multiply(modules: Any, stream: Any, x: Tensor, num_blocks: int) -> np.ndarra
     staged: Any = ()
     for k, chunk in enumerate(padded.view(len(x), -1, 8, 128).unbind(1)):
         rows = tuple(array(row.numpy()) for row in chunk)
-        staged = modules.products.stage(staged, k, rows, stream.bits)
+        staged = modules.tile_mma.stage(staged, k, rows, stream.bits)
     row_format = modules.sizes.format_of(width, stream.bits, len(x))
     return multiply_staged(modules, stream, staged, num_blocks, row_format)
 
@@ -250,5 +250,5 @@ def multiply_staged(
 ) -> np.ndarray:
     """Return the sums of the 8 weight rows of each block, for each row: [blocks, rows, 8]."""
     x_registers = stream.load_x_registers(staged, row_format)
-    sums = stream.products(0, 0, (), staged, x_registers, num_blocks, row_format, 99, piece)
+    sums = stream.multiply_blocks(0, 0, (), staged, x_registers, num_blocks, row_format, 99, piece)
     return stream.reduce(sums, num_blocks)[:num_blocks]

@@ -21,7 +21,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
     group_tiles,
     head_blocks_at_once,
     is_resident,
-    join_groups,
+    merge_groups,
     num_blocks,
     num_chunks,
     num_halves,
@@ -103,7 +103,7 @@ def test_blocks_are_multiplied_in_equal_parts(
 def test_splits_fit_the_ctas(num_kv_heads: int) -> None:
     splits = num_splits(num_kv_heads)
     assert num_kv_heads * splits <= 128
-    assert join_groups(64, num_kv_heads, 1) * splits >= 256  # each part has one reader
+    assert merge_groups(64, num_kv_heads, 1) * splits >= 256  # each part has one reader
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

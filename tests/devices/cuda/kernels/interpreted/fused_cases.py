@@ -192,7 +192,7 @@ def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> 
         for ops in (TritonOps(), TorchOps()):
             first = ops.pack_linear(weight, bias, None, allow_copy=False)
             second = ops.pack_linear(after_weight, None, "silu", allow_copy=False)
-            with patch.object(cuda_ops, "ADD_ROWS", add_rows):
+            with patch.object(cuda_ops, "MIN_FUSED_ADD_ROWS", add_rows):
                 hidden = first.add_to(residual.clone(), x)
             results.append(second.after_norm(hidden, norm))
         for got, want in zip(*results, strict=True):

@@ -24,7 +24,7 @@ from nanovllm.devices.cuda.kernels.attention_configs import (
 from nanovllm.devices.cuda.kernels.attention_tiles import PagedCache
 from nanovllm.devices.cuda.kernels.paged_attention import (
     QueryRows,
-    SharedPart,
+    SharedPartials,
     attend_shared,
     paged_attention,
 )
@@ -175,7 +175,7 @@ def run_shared(case: Case, step: Step) -> None:
     parts = attend_shared(step.q, step.cache, groups, members, step.scale, config)
     rows = QueryRows(step.slots, step.context_lens)
     config = decode_config(case.head_dim, case.dtype, is_fp8=case.is_fp8)
-    shared = SharedPart(lens, parts)
+    shared = SharedPartials(lens, parts)
     paged_attention(
         step.q, step.cache, rows, step.out, step.scale, None, config, case.num_splits, shared
     )

@@ -17,8 +17,8 @@ from nanovllm.devices.cuda.kernels.linear_fp8 import (
     MAX_SUM_ROWS,
     fp8_norm,
     fp8_quantize,
-    library_weight,
     scale_sums,
+    scaled_mm_weight,
 )
 from nanovllm.devices.cuda.ops import TritonOps, pack_quantized
 from nanovllm.ops.fp8 import FP8, LARGEST_FP8
@@ -154,7 +154,7 @@ def check_products(
         bias = make(num_out, dtype=dtype, device=device) if has_bias else None
         x = make(num_rows, num_in, dtype=dtype, device=device)
         packed = pack_quantized(TritonOps(), weight, bias, activation)
-        if packed._library_of(x) is not None:
+        if packed._scaled_mm_of(x) is not None:
             assert num_rows > (64 if kind == "fp8-blocks" else 16)
             continue  # activations are quantized here: see check_quantized_products
         plain = TorchOps().pack_linear(weight.dequantize(dtype), bias, activation, allow_copy=False)
@@ -274,7 +274,7 @@ def check_quantized_products(device: str) -> None:
             weight = make_weight(kind, num_out, num_in, device)
             if kind == "fp8-blocks":
                 weight.scales.copy_(weight.scales[::128].repeat_interleave(128, 0))
-            assert library_weight(weight) is not None
+            assert scaled_mm_weight(weight) is not None
             x = make(num_rows, num_in, dtype=torch.bfloat16, device=device)
             bias = make(num_out, dtype=torch.bfloat16, device=device) if has_bias else None
             want = quantized_product(x, weight, bias)
@@ -299,7 +299,7 @@ def check_quantized_products(device: str) -> None:
 def check_uneven_blocks(device: str) -> None:
     """Weights whose blocks begin anywhere, as in merged projections, are dequantized."""
     weight = make_weight("fp8-blocks", 128, 256, device)
-    assert library_weight(weight) is None
+    assert scaled_mm_weight(weight) is None
     x = make(70, 256, dtype=torch.bfloat16, device=device)
     want = F.linear(x, weight.dequantize(torch.bfloat16))
     assert_close(pack_quantized(TritonOps(), weight, None, None)(x), want)

@@ -25,7 +25,7 @@ from nanovllm.devices.cuda.kernels.sampling import (
     sample_tokens,
     sampling_workspace,
 )
-from nanovllm.ops import torch_sampling
+from nanovllm.ops import torch_logits
 from nanovllm.ops.interface import Sampling
 from nanovllm.ops.torch_sampling import SamplingColumns, sampling_probs
 from nanovllm.sampling_params import NO_TOKEN
@@ -143,7 +143,7 @@ def check_full(batch: Batch, max_different: int = 0) -> SamplingWorkspace:
     """
     tokens, workspace = run(batch, FULL)
     assert int((tokens != expected(batch)).sum()) <= max_different
-    floors = workspace.floors[: len(tokens)]
+    thresholds = workspace.thresholds[: len(tokens)]
     by_row = batch.columns.select(batch.slots.long())
     temperature, min_p = by_row.temperature, by_row.min_p
     logits = batch.logits.float()
@@ -152,7 +152,7 @@ def check_full(batch: Batch, max_different: int = 0) -> SamplingWorkspace:
     probs = torch.softmax(shifted.cpu() / columns(rows).temperature[:, None], -1)
     is_counted = (probs > SMALLEST) & torch.tensor([[row.temperature > 0] for row in batch.rows])
 
-    kept = logits >= floors[:, None]
+    kept = logits >= thresholds[:, None]
     kept &= (shifted >= (temperature * min_p.log())[:, None]) | (min_p == 0)[:, None]
     right = sampling_probs(batch.logits.cpu(), columns(rows)) > 0
     assert int(((kept.cpu() != right) & is_counted).any(-1).sum()) <= max_different
@@ -206,18 +206,18 @@ def check_company(num_rows: int, vocab_size: int, device: str) -> None:
 
 
 def check_splits(vocab_size: int, device: str) -> None:
-    """Tokens and floors are bitwise equal, however a row is split."""
+    """Tokens and thresholds are bitwise equal, however a row is split."""
     rows = [Row(2.0, top_p=0.9, seed=5), Row(1.0, top_k=900, top_p=0.99, seed=6), Row(0.0)]
     logits = random_logits(3, vocab_size, 0.5)
     logits[2] = 0.0  # all ties: the first id wins, whichever CTA finds it
     batch = make_batch(logits, rows, device)
-    wanted, floors = expected(batch).tolist(), set()
+    wanted, thresholds = expected(batch).tolist(), set()
     for split in (Split(1024, 1, 5), Split(1024, 2, 3), Split(2048, 3, 1)):
         with patch.object(sampling, "split_vocabulary", lambda *sizes, split=split: split):
             tokens, workspace = run(batch, FULL)
         assert tokens.tolist() == wanted
-        floors.add(tuple(workspace.floors[:3].tolist()))
-    assert len(floors) == 1
+        thresholds.add(tuple(workspace.thresholds[:3].tolist()))
+    assert len(thresholds) == 1
 
 
 def check_both_searches(dtype: torch.dtype, device: str) -> None:
@@ -332,7 +332,7 @@ def check_logprobs(vocab_size: int, num_top: int, dtype: torch.dtype, device: st
     logits[1, 4096:8200] = logits[2, ::3] = -torch.inf
     tokens = torch.tensor([0, 1, vocab_size - 1, 7, 2], dtype=torch.int32, device=device)
     ids, values, ranks = logprobs.token_logprobs(logits, tokens, num_top)
-    _, right, right_ranks = torch_sampling.token_logprobs(logits, tokens, num_top)
+    _, right, right_ranks = torch_logits.token_logprobs(logits, tokens, num_top)
     torch.testing.assert_close(values, right, rtol=1e-5, atol=1e-5)
     assert ranks.tolist() == right_ranks.tolist()
     own = logits.double().log_softmax(-1).gather(1, ids.long())
@@ -349,13 +349,13 @@ def check_masks(vocab_size: int, dtype: torch.dtype, device: str) -> None:
     for rows in (None, torch.tensor([3, 0, 1], device=device)):
         some = words if rows is None else words[:3]
         right, got = logits.clone(), logits.clone()
-        torch_sampling.apply_token_bitmask(right, rows, some)
+        torch_logits.apply_token_bitmask(right, rows, some)
         masks.apply_token_bitmask(got, rows, some)
         assert torch.equal(got, right)
         assert right.isinf().sum() > vocab_size
     slots = torch.tensor([2, 0, 1, *[9] * (len(logits) - 3)], device=device, dtype=torch.int32)
     right, got = logits.clone(), logits.clone()
-    torch_sampling.apply_token_bitmask(right, torch.arange(3, device=device), words[:3])
+    torch_logits.apply_token_bitmask(right, torch.arange(3, device=device), words[:3])
     masks.apply_token_bitmask(got, None, words[:3], slots, 9)
     assert torch.equal(got, right)
 

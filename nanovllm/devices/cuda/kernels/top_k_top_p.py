@@ -1,8 +1,9 @@
-"""Apply top_k, then top_p on the rest, by an exact floor for each row's logits, without sorting.
+"""Find the exact logit threshold of top_k and top_p for each row, without sorting.
 
-The floor is first searched among the largest few thousand logits of a row, gathered in one pass. If
-it is not among them, the whole row is searched. Both searches determine the floor bit by bit,
-beginning with the most significant.
+top_p applies to the tokens that top_k keeps. The threshold is first searched among the candidates:
+the largest few thousand logits of a row, gathered in one pass. If it is not among them, the whole
+row is searched. Both searches determine the threshold bit by bit, from the most significant bit
+down.
 """
 
 from __future__ import annotations
@@ -18,48 +19,52 @@ if TYPE_CHECKING:
     from nanovllm.devices.cuda.kernels.sampling import SamplingWorkspace, Split
     from nanovllm.ops.torch_sampling import SamplingColumns
 
-GROUP_SIZE = 32  # neighboring ids whose largest logit helps to choose the candidates
-COLUMNS = ("slots", "context_lens")  # arguments of any alignment: slices of a larger upload
-CAPACITY = 4096  # most candidates of a row
+GROUP_SIZE = 32  # neighboring token ids; the maxima of these groups determine the pivot
+COLUMNS = ("slots", "context_lens")  # kernel arguments that are slices, so of any alignment
+CAPACITY = 4096  # maximum number of candidates per row
 ROW_BLOCK = 8192  # logits per iteration when a whole row is searched
-NUM_WANTED = 2048  # wanted candidates; the rest is room for ties and groups that hold several
-# Bits of a float32 that can differ between two logits.
+NUM_WANTED = 2048  # target number of candidates; there may be more (ties, several in a group)
+# Number of leading bits in which two logits of a dtype, as float32, can differ.
 KEY_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
-# Fixed-point sums (1.0 is 2**42) do not depend on their order; 2**20 tokens cannot overflow int64.
+# Probability masses are summed in fixed point (1.0 is 2**42), so that the order of summation does
+# not matter. 2**20 tokens cannot overflow int64.
 MASS_ONE = tl.constexpr(float(2**42))
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-def find_peaks(logits: Tensor, workspace: SamplingWorkspace, split: Split, groups: bool) -> None:
-    """Store the largest logit of every split of every row and, if `groups`, of every group."""
+def find_maxima(logits: Tensor, workspace: SamplingWorkspace, split: Split, groups: bool) -> None:
+    """Store the largest logit of each split of each row; if `groups`, also of each group of ids."""
     num_rows, vocab_size = logits.shape
-    _peaks_kernel[(num_rows, split.num_splits)](
-        workspace.peaks,
-        workspace.group_peaks,
+    _maxima_kernel[(num_rows, split.num_splits)](
+        workspace.maxima,
+        workspace.group_maxima,
         logits,
         logits.stride(0),
         vocab_size,
         split.num_tiles,
-        MAX_SPLITS=workspace.peaks.shape[1],
-        MAX_GROUPS=workspace.group_peaks.shape[1],
+        MAX_SPLITS=workspace.maxima.shape[1],
+        MAX_GROUPS=workspace.group_maxima.shape[1],
         GROUP=GROUP_SIZE if groups else 0,
         BLOCK=split.block,
         num_warps=4,
     )
 
 
-def find_floors(
+def find_thresholds(
     logits: Tensor,
     slots: Tensor,
     columns: SamplingColumns,
     workspace: SamplingWorkspace,
     split: Split,
 ) -> None:
-    """Store each row's smallest kept logit, after find_peaks; -inf if nothing is cut."""
+    """Compute each row's logit threshold for top_k and top_p (-inf: keep all).
+
+    Call find_maxima first.
+    """
     num_rows, vocab_size = logits.shape
     parameters = (slots, columns.temperature, columns.top_k, columns.top_p)
     num_groups = triton.cdiv(vocab_size, GROUP_SIZE)
-    max_splits = workspace.peaks.shape[1]
+    max_splits = workspace.maxima.shape[1]
     sizes = {
         "CAPACITY": CAPACITY,
         "MAX_SPLITS": max_splits,
@@ -68,18 +73,18 @@ def find_floors(
     _pivot_kernel[(num_rows,)](
         workspace.pivots,
         workspace.num_candidates,
-        workspace.group_peaks,
+        workspace.group_maxima,
         *parameters,
         vocab_size,
         num_groups,
         0 if vocab_size <= CAPACITY else min(NUM_WANTED, num_groups * 3 // 4),
-        MAX_GROUPS=workspace.group_peaks.shape[1],
+        MAX_GROUPS=workspace.group_maxima.shape[1],
         BLOCK=triton.next_power_of_2(num_groups),
         num_warps=8,
     )
     found = (
         *(workspace.candidates, workspace.num_candidates, workspace.masses),
-        *(logits, logits.stride(0), *parameters, workspace.peaks, workspace.pivots, vocab_size),
+        *(logits, logits.stride(0), *parameters, workspace.maxima, workspace.pivots, vocab_size),
     )
     _gather_kernel[(num_rows, split.num_splits)](
         *found,
@@ -89,8 +94,8 @@ def find_floors(
         BLOCK=split.block,
         num_warps=4,
     )
-    _floor_kernel[(num_rows,)](
-        workspace.floors,
+    _threshold_kernel[(num_rows,)](
+        workspace.thresholds,
         *found,
         split.num_splits,
         **sizes,
@@ -101,9 +106,9 @@ def find_floors(
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def _peaks_kernel(  # type: ignore[no-untyped-def]
-    peaks,
-    group_peaks,
+def _maxima_kernel(  # type: ignore[no-untyped-def]
+    maxima,
+    group_maxima,
     logits,
     stride,
     vocab_size,
@@ -116,23 +121,23 @@ def _peaks_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     lanes = tl.arange(0, BLOCK)
-    peak = tl.full((BLOCK,), -float("inf"), tl.float32)
+    lane_max = tl.full((BLOCK,), -float("inf"), tl.float32)
     for tile in range(split * num_tiles, (split + 1) * num_tiles):
         value = _load_logits(logits + row * stride, tile * BLOCK + lanes, vocab_size)
-        peak = tl.maximum(peak, value)
+        lane_max = tl.maximum(lane_max, value)
         if GROUP > 0:
             group = tile * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-            group_peak = tl.max(tl.reshape(value, (BLOCK // GROUP, GROUP)), 1)
+            group_max = tl.max(tl.reshape(value, (BLOCK // GROUP, GROUP)), 1)
             is_inside = group * GROUP < vocab_size
-            tl.store(group_peaks + row * MAX_GROUPS + group, group_peak, mask=is_inside)
-    tl.store(peaks + row * MAX_SPLITS + split, tl.max(peak, 0))
+            tl.store(group_maxima + row * MAX_GROUPS + group, group_max, mask=is_inside)
+    tl.store(maxima + row * MAX_SPLITS + split, tl.max(lane_max, 0))
 
 
 @triton.jit(do_not_specialize=["num_wanted"], do_not_specialize_on_alignment=COLUMNS)
 def _pivot_kernel(  # type: ignore[no-untyped-def]
     pivots,
     num_candidates,
-    group_peaks,
+    group_maxima,
     slots,
     temperature,
     top_k,
@@ -143,22 +148,27 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
     MAX_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Choose a pivot that at least num_wanted groups reach, and thus at least as many tokens."""
+    """Choose a pivot that the maxima of at least num_wanted groups reach.
+
+    At least as many tokens then reach it.
+    """
     row = tl.program_id(0)
     tl.store(num_candidates + row, 0)
-    row_temperature, k, p = _cuts(tl.load(slots + row), temperature, top_k, top_p, vocab_size)
+    row_temperature, k, p = _load_parameters(
+        tl.load(slots + row), temperature, top_k, top_p, vocab_size
+    )
     if (k > 0) | (p < 1.0):
         groups = tl.arange(0, BLOCK)
-        peaks = tl.load(
-            group_peaks + row.to(tl.int64) * MAX_GROUPS + groups,
+        maxima = tl.load(
+            group_maxima + row.to(tl.int64) * MAX_GROUPS + groups,
             mask=groups < num_groups,
             other=-float("inf"),
         )
         weights = (groups < num_groups).to(tl.int32)
-        # The upper half of the bits is enough: the number of candidates need not be exact.
-        key = _descend(_to_key(peaks), weights, None, num_wanted, False, 16, BLOCK)
+        # A pivot of 16 bits is precise enough: the number of candidates need not be exact.
+        key = _descend(_to_key(maxima), weights, None, num_wanted, False, 16, BLOCK)
         pivot = tl.where(num_wanted > 0, _from_key(key, 16), -float("inf"))
-        tl.store(pivots + row, tl.maximum(pivot, _lowest(tl.max(peaks, 0), row_temperature)))
+        tl.store(pivots + row, tl.maximum(pivot, _lowest(tl.max(maxima, 0), row_temperature)))
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_splits"], do_not_specialize_on_alignment=COLUMNS)
@@ -172,7 +182,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     temperature,
     top_k,
     top_p,
-    peaks,
+    maxima,
     pivots,
     vocab_size,
     num_tiles,
@@ -182,19 +192,21 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     SPLITS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Collect the logits >= pivot, in any order, and sum the mass of all tokens."""
+    """Gather a split's logits >= pivot, in any order, and sum the mass of all its tokens."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    row_temperature, k, p = _cuts(tl.load(slots + row), temperature, top_k, top_p, vocab_size)
+    row_temperature, k, p = _load_parameters(
+        tl.load(slots + row), temperature, top_k, top_p, vocab_size
+    )
     if (k > 0) | (p < 1.0):
-        peak = row_peak(peaks + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
+        row_max = load_row_max(maxima + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
         pivot = tl.load(pivots + row)
         first_tile, lanes = split * num_tiles, tl.arange(0, BLOCK)
         mass = tl.zeros((BLOCK,), tl.int64)
         count = tl.zeros((BLOCK,), tl.int32)
         for tile in range(first_tile, first_tile + num_tiles):
             value = _load_logits(logits + row * stride, tile * BLOCK + lanes, vocab_size)
-            mass += _mass(value, peak, row_temperature)
+            mass += _mass(value, row_max, row_temperature)
             count += (value >= pivot).to(tl.int32)
         tl.store(masses + row * MAX_SPLITS + split, tl.sum(mass, 0))
         total = tl.sum(count, 0)
@@ -209,8 +221,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=COLUMNS)
-def _floor_kernel(  # type: ignore[no-untyped-def]
-    floors,
+def _threshold_kernel(  # type: ignore[no-untyped-def]
+    thresholds,
     candidates,
     num_candidates,
     masses,
@@ -220,7 +232,7 @@ def _floor_kernel(  # type: ignore[no-untyped-def]
     temperature,
     top_k,
     top_p,
-    peaks,
+    maxima,
     pivots,
     vocab_size,
     num_splits,
@@ -232,10 +244,12 @@ def _floor_kernel(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    row_temperature, k, p = _cuts(tl.load(slots + row), temperature, top_k, top_p, vocab_size)
-    floor = -float("inf")
+    row_temperature, k, p = _load_parameters(
+        tl.load(slots + row), temperature, top_k, top_p, vocab_size
+    )
+    threshold = -float("inf")
     if (k > 0) | (p < 1.0):
-        peak = row_peak(peaks + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
+        row_max = load_row_max(maxima + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
         splits = tl.arange(0, SPLITS_BLOCK)
         mass = tl.load(masses + row * MAX_SPLITS + splits, mask=splits < num_splits, other=0)
         total = tl.sum(mass, 0)
@@ -243,26 +257,26 @@ def _floor_kernel(  # type: ignore[no-untyped-def]
         offsets = tl.arange(0, CAPACITY)
         is_used = offsets < count
         value = tl.load(candidates + row * CAPACITY + offsets, mask=is_used, other=-float("inf"))
-        mass = _mass(value, peak, row_temperature)
-        is_all = tl.load(pivots + row) <= _lowest(peak, row_temperature)
+        mass = _mass(value, row_max, row_temperature)
+        is_all = tl.load(pivots + row) <= _lowest(row_max, row_temperature)
         is_among = tl.where(k > 0, count >= k, tl.sum(mass, 0) >= _limit(p, total))
-        whole = logits, vocab_size, peak, row_temperature
+        whole = logits, vocab_size, row_max, row_temperature
         if (is_all | is_among) & (count <= CAPACITY):
             weights = is_used.to(tl.int32), mass
             k = tl.minimum(k, count)
-            floor = _search(_to_key(value), weights, whole, k, p, total, KEY_BITS, BLOCK)
+            threshold = _search(_to_key(value), weights, whole, k, p, total, KEY_BITS, BLOCK)
         else:
-            floor = _search(None, (None, None), whole, k, p, total, KEY_BITS, BLOCK)
-    tl.store(floors + row, floor)
+            threshold = _search(None, (None, None), whole, k, p, total, KEY_BITS, BLOCK)
+    tl.store(thresholds + row, threshold)
 
 
 @triton.jit
 def _search(  # type: ignore[no-untyped-def]
     keys, weights, whole, k, p, total, KEY_BITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the floor of a row, searched among some keys or, without keys, in the whole row.
+    """Return the threshold of a row, searched among `keys` or, without keys, in the whole row.
 
-    `weights` are the counts (1 for each key) and the masses of the keys.
+    `weights` holds the counts (1 for each key) and the masses of the keys.
     """
     key = tl.zeros((), tl.uint32)
     if k > 0:
@@ -274,15 +288,15 @@ def _search(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def row_peak(peaks, num_splits, SPLITS_BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the largest logit of a row, from the peaks of its splits."""
+def load_row_max(maxima, num_splits, SPLITS_BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the largest logit of a row, from the maxima of its splits."""
     splits = tl.arange(0, SPLITS_BLOCK)
-    return tl.max(tl.load(peaks + splits, mask=splits < num_splits, other=-float("inf")), 0)
+    return tl.max(tl.load(maxima + splits, mask=splits < num_splits, other=-float("inf")), 0)
 
 
 @triton.jit
-def _cuts(slot, temperature, top_k, top_p, vocab_size):  # type: ignore[no-untyped-def]
-    """Return temperature, top_k and top_p of a row; k is 0 and p is 1 if they have no effect."""
+def _load_parameters(slot, temperature, top_k, top_p, vocab_size):  # type: ignore[no-untyped-def]
+    """Load a slot's temperature, top_k and top_p; k is 0 and p is 1 if they have no effect."""
     row_temperature = tl.load(temperature + slot)
     k = tl.load(top_k + slot)
     p = tl.load(top_p + slot)
@@ -296,22 +310,22 @@ def _load_logits(logits, ids, vocab_size):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _lowest(peak, temperature):  # type: ignore[no-untyped-def]
-    """Return the logit below which probabilities vanish in float32; masked tokens are below it."""
-    return peak - 87.3 * temperature
+def _lowest(row_max, temperature):  # type: ignore[no-untyped-def]
+    """Return the logit below which probabilities underflow float32; masked tokens are below it."""
+    return row_max - 87.3 * temperature
 
 
 @triton.jit
-def _mass(value, peak, temperature):  # type: ignore[no-untyped-def]
-    """Return a token's probability relative to the row's best token, as an integer."""
+def _mass(value, row_max, temperature):  # type: ignore[no-untyped-def]
+    """Return the probability of tokens relative to the row's best token, in fixed point."""
     # The bound avoids 0 * inf if the temperature is tiny.
-    weight = tl.exp2((value - peak) * tl.minimum(1.0 / temperature * LOG2_E, 1e30))
+    weight = tl.exp2((value - row_max) * tl.minimum(1.0 / temperature * LOG2_E, 1e30))
     return (weight * MASS_ONE).to(tl.int64)
 
 
 @triton.jit
 def _limit(p, total):  # type: ignore[no-untyped-def]
-    """Return the total mass that the tokens kept by top_p must reach; at least 1."""
+    """Return the mass that the tokens kept by top_p must reach in total; at least 1."""
     exact = p.to(tl.float64) * total.to(tl.float64)
     limit = exact.to(tl.int64)
     limit += (limit.to(tl.float64) < exact).to(tl.int64)
@@ -320,7 +334,7 @@ def _limit(p, total):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _to_key(value):  # type: ignore[no-untyped-def]
-    """Return unsigned integers that sort like the floats."""
+    """Map float32 to unsigned integers in the same order."""
     bits = value.to(tl.uint32, bitcast=True)
     return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
@@ -343,7 +357,10 @@ def _descend(  # type: ignore[no-untyped-def]
     KEY_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the largest key such that the weights of keys >= it reach the target, bit by bit."""
+    """Return the largest key such that the keys >= it have a total weight of at least `target`.
+
+    It is determined bit by bit. Without `keys`, the logits of the whole row are the keys.
+    """
     key = tl.zeros((), tl.uint32)
     digit = tl.full((), 1 << 31, tl.uint32)
     for _ in range(KEY_BITS):
@@ -358,17 +375,20 @@ def _descend(  # type: ignore[no-untyped-def]
 def _sum_from(  # type: ignore[no-untyped-def]
     key, keys, weights, whole, IS_COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sum the weights of keys >= `key`; without keys, sum counts or masses of the whole row."""
+    """Sum the weights of the keys >= `key`.
+
+    Without `keys`, do so for the whole row; the weights are counts if IS_COUNT, else masses.
+    """
     if keys is not None:
         return tl.sum(tl.where(keys >= key, weights, 0), 0)
     else:
-        logits, vocab_size, peak, temperature = whole
+        logits, vocab_size, row_max, temperature = whole
         total = tl.zeros((BLOCK,), tl.int64)
         for start in range(0, vocab_size, BLOCK):
             ids = start + tl.arange(0, BLOCK)
             value = _load_logits(logits, ids, vocab_size)
             weight = (
-                (ids < vocab_size).to(tl.int64) if IS_COUNT else _mass(value, peak, temperature)
+                (ids < vocab_size).to(tl.int64) if IS_COUNT else _mass(value, row_max, temperature)
             )
             total += tl.where(_to_key(value) >= key, weight, 0)
         return tl.sum(total, 0)

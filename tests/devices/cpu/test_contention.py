@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from nanovllm.devices.cpu.pace import MAX_PAUSE, Pace
+from nanovllm.devices.cpu.contention import MAX_PAUSE, ThreadChooser
 
 
 @dataclass
 class Machine:
     """A run takes one second with one thread; `share` is the fraction of time that threads run."""
 
-    pace: Pace
+    chooser: ThreadChooser
     num_threads: int
     slowdown: float = 1.0  # with all threads, as they wait for each other
     share: float = 1.0
@@ -25,18 +25,18 @@ class Machine:
         """Return the average duration of a run."""
         before = self.seconds
         for _ in range(num_runs):
-            self.chosen.append(self.pace.num_threads)
-            is_alone = self.pace.num_threads == 1
+            self.chosen.append(self.chooser.num_threads)
+            is_alone = self.chooser.num_threads == 1
             took = 1.0 if is_alone else self.slowdown / self.num_threads
             self.seconds += took
             share = self.share if self.share_alone is None or not is_alone else self.share_alone
-            self.pace.note(took, took * share * self.pace.num_threads)
+            self.chooser.note(took, took * share * self.chooser.num_threads)
         return (self.seconds - before) / num_runs
 
 
 @pytest.mark.parametrize("num_threads", [2, 8, 64])
 def test_idle_cores_are_all_used(num_threads: int) -> None:
-    machine = Machine(Pace(num_threads), num_threads)
+    machine = Machine(ThreadChooser(num_threads), num_threads)
     machine.run(1000)
     assert set(machine.chosen) == {num_threads}
 
@@ -46,14 +46,16 @@ def test_idle_cores_are_all_used(num_threads: int) -> None:
 def test_busy_cores_cost_little_more_than_one_thread_does(
     num_threads: int, slowdown: float
 ) -> None:
-    machine = Machine(Pace(num_threads), num_threads, slowdown * num_threads / 2, share=0.4)
+    machine = Machine(
+        ThreadChooser(num_threads), num_threads, slowdown * num_threads / 2, share=0.4
+    )
     machine.run(200)
     machine.chosen.clear()
     assert machine.run(1000) == 1.0
     assert set(machine.chosen) == {1}  # no check: a single thread loses its core as well
     machine.slowdown = machine.share = 1.0  # the other processes are gone
     machine.run(MAX_PAUSE + 2)
-    assert machine.pace.num_threads == num_threads
+    assert machine.chooser.num_threads == num_threads
     machine.chosen.clear()
     machine.run(1000)
     assert set(machine.chosen) == {num_threads}
@@ -61,26 +63,26 @@ def test_busy_cores_cost_little_more_than_one_thread_does(
 
 @pytest.mark.parametrize("slowdown", [6.0, 12.0, 40.0])
 def test_looks_cost_little_where_one_thread_has_a_core(slowdown: float) -> None:
-    machine = Machine(Pace(2), 2, slowdown, share=0.4, share_alone=1.0)
+    machine = Machine(ThreadChooser(2), 2, slowdown, share=0.4, share_alone=1.0)
     machine.run(200)
     assert 1.0 < machine.run(1000) < 1.5
 
 
 def test_threads_that_sleep_while_they_wait_are_not_taken_for_robbed_ones() -> None:
     """With OMP_WAIT_POLICY=passive a small share is normal, and all threads are still faster."""
-    machine = Machine(Pace(2), 2, slowdown=1.2, share=0.6)
+    machine = Machine(ThreadChooser(2), 2, slowdown=1.2, share=0.6)
     machine.run(200)
     assert machine.run(1000) < 0.61
 
 
 def test_one_thread_needs_no_clock() -> None:
-    pace, calls = Pace(1), []
+    chooser, calls = ThreadChooser(1), []
     for _ in range(3):
-        pace.run(calls.append)
+        chooser.run(calls.append)
     assert calls == [1, 1, 1]
 
 
 def test_a_run_is_timed() -> None:
-    pace, calls = Pace(2), []
-    pace.run(calls.append)
+    chooser, calls = ThreadChooser(2), []
+    chooser.run(calls.append)
     assert calls == [2]

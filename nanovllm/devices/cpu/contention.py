@@ -1,35 +1,36 @@
-"""Choose how many threads a program runs on when other processes may keep the cores busy."""
+"""Choose the number of threads of a program while other processes may compete for the cores."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-# Threads spin at the barrier after every kernel, so on idle cores CPU time is wall time times the
-# number of threads. Below this fraction of that product, other processes have taken cores away.
+# Threads spin at the barrier after every kernel. Without contention, CPU time is therefore wall
+# time times the number of threads; below this fraction of it, other processes use the cores.
 FAIR_SHARE = 0.8
-MIN_PAUSE, MAX_PAUSE = 8, 64  # runs between two checks; a check may make a run slow
+MIN_PAUSE, MAX_PAUSE = 8, 64  # runs between two checks; a check may slow down a run
 
 
-class Pace:
-    """Chooses between all threads and one, by the time that the last runs took.
+class ThreadChooser:
+    """Chooses between all threads and a single one, by the duration of recent runs.
 
     A thread that loses its core for a moment makes all others wait at the next barrier. If this
-    happens in every kernel, a single thread is several times faster:
-    benchmarks/engine/cpu_choices.py measures it.
+    happens in every kernel, a single thread is several times faster, as
+    benchmarks/engine/cpu_choices.py shows.
     """
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._most = num_threads
-        # The seconds of the last run on all threads, while one thread is tried.
+        # Duration of the last run on all threads, while a single thread is tried; else None.
         self._seconds: float | None = None
         self._num_left = 0  # runs until the next check
         self._pause = MIN_PAUSE
-        self._rest_seconds = self._rest_cpu_seconds = 0.0  # over the last runs before a check
+        # Totals over the last MIN_PAUSE runs before a check.
+        self._rest_seconds = self._rest_cpu_seconds = 0.0
 
     def run(self, call: Callable[[int], object]) -> None:
-        """Call with a number of threads, and use its duration to choose the next number."""
+        """Call `call` with the chosen number of threads; its duration affects the next choice."""
         if self._most == 1:
             call(1)
             return
@@ -48,7 +49,7 @@ class Pace:
             self._pause = MIN_PAUSE
 
     def _rest(self, seconds: float, cpu_seconds: float) -> None:
-        """Count down to the next check; postpone it if even a single thread loses its core."""
+        """Count down to the next check; postpone it if even a single thread lacks a core."""
         self._num_left -= 1
         if self._num_left < MIN_PAUSE:
             self._rest_seconds += seconds
@@ -63,7 +64,7 @@ class Pace:
         self._rest_seconds = self._rest_cpu_seconds = 0.0
 
     def _compare(self, seconds: float) -> None:
-        """Keep the faster choice for a while, twice as long each time that nothing changes."""
+        """Keep the faster choice for a pause, which doubles while the contention persists."""
         assert self._seconds is not None
         self.num_threads = 1 if seconds < self._seconds else self._most
         self._seconds, self._num_left = None, self._pause

@@ -1,9 +1,9 @@
-"""Tensor-core products of a tile with x, for weights in bfloat16, FP8 or 4 bits.
+"""Multiply weight tiles by x on tensor cores, for weights in bfloat16, FP8 or 4 bits.
 
-A thread holds 8 words of one weight row for each half of a tile; quantized values among them share
-a scale. Converted to bfloat16, they fill two rows of A, i and i + 8, with half of them each. The
-even columns of B hold the x that rows 0 to 7 of A are multiplied by, the odd columns that of rows 8
-to 15. Scales are applied to the sums. See docs/persistent-step.md.
+For each half of a tile, a thread holds 8 words of one weight row; if they are quantized, they share
+a scale. Converted to bfloat16, half of the values go to row i of A, and half to row i + 8. The even
+columns of B hold the x for rows 0 to 7 of A, the odd columns the x for rows 8 to 15. Scales are
+applied to the sums. See docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
@@ -15,14 +15,15 @@ S3, S5, S6, S7, S9 = (
     gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1]))
     for rank in (3, 5, 6, 7, 9)
 )
-# Half a tile as words [8 segments, 8 weight rows, 32], distributed as an operand of `mma`
+# Layout of half a tile, as words [8 segments, 8 weight rows, 32], for an operand of `mma`.
 HALF = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
-ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [8, 1, 1], [2, 1, 0]))  # [8, 8, 4]
+# Layout with one word per thread: [8 segments, 8 weight rows, 4].
+ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
 SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))  # scales of a tile, not swizzled
 # The bits of an FP8 value, moved to their positions in bfloat16, are that value times 2**-120. To
 # compensate, x is scaled up: |x| < 2**27 stays finite, and sums do not underflow in float32.
 FP8_X_SCALE = gl.constexpr(2.0**100)
-FP8_SCALE_FACTOR = 2.0**20  # multiplied into FP8 scales, to undo the rest of 2**-120
+FP8_SCALE_FACTOR = 2.0**20  # FP8 scales are multiplied by the remaining factor
 INT4_OFFSET = 128  # added to 4-bit values, which become the low mantissa bits of a bfloat16
 SIGNS, EXPONENT_AND_MANTISSA = "0x80008000", "0x07f007f0"
 NIBBLES, OFFSETS, ONES = "0x000f000f", "0x43004300", "0x3f803f80"
@@ -30,22 +31,22 @@ NIBBLES, OFFSETS, ONES = "0x000f000f", "0x43004300", "0x3f803f80"
 
 @gluon.constexpr_function
 def x_words(bits):
-    """Words of x that a thread multiplies 8 words of weights by."""
+    """Number of words of x that a thread needs for its 8 words of weights."""
     return 64 // bits
 
 
 @gluon.constexpr_function
 def rows_at_once(bits, rows):
-    """Rows of x that one `mma` multiplies: columns 2 r and 2 r + 1 of B are row r.
+    """Number of rows of x that one `mma` multiplies: columns 2 r and 2 r + 1 of B are row r.
 
-    With 4-bit weights the other half of the columns holds the same rows for the other quant group.
+    With 4-bit weights, the other half of the columns holds the same rows for the other quant group.
     """
     return min(rows, 2 if bits == 4 else 4)
 
 
 @gluon.constexpr_function
 def num_sets(bits, rows):
-    """Sets of rows, each multiplied by the same weights with an `mma` of its own."""
+    """Number of sets of rows; each set is multiplied by the same weights with its own `mma`."""
     return rows // rows_at_once(bits, rows)
 
 
@@ -95,8 +96,7 @@ def stage(staged, k: gl.constexpr, rows, BITS: gl.constexpr):
     else:
         if k % 2 == 0:
             staged = staged + (gl.allocate_shared_memory(gl.bfloat16, [2, 4, R, 8, 4, 8], S5),)
-        # A word holds eight weights of a quant group, 16 columns apart: the first and the fifth
-        # become a pair.
+        # A word holds eight weights, 16 columns apart: the first and the fifth become a pair.
         values = gl.reshape(x.to(gl.bfloat16), [4, 2, 2, 2, 2, 2, 4, 2, R])
         values = gl.permute(values, [0, 8, 6, 4, 1, 5, 7, 3, 2])
         half = staged[k // 2].index(k % 2)
@@ -147,7 +147,7 @@ def quad_lane():
 
 @gluon.jit
 def unpacked(t, N: gl.constexpr):
-    """Split [8, 8, 4, N], N words in each thread, into N tensors of one word."""
+    """Split a tensor [8, 8, 4, N], with N words per thread, into N tensors of a word per thread."""
     words = ()
     if N == 1:
         words = (as_words(t),)
@@ -199,15 +199,16 @@ def load_scales(slot, HALVES: gl.constexpr, BITS: gl.constexpr, PIECE: gl.conste
 
 
 @gluon.constexpr_function
-def accumulators(sets=1):
-    """Declare two independent accumulators for each set of rows."""
+def accumulators_asm(sets=1):
+    """Return PTX that declares and zeroes two independent accumulators for each set of rows."""
     names = [f"{name}{s}_{i}" for s in range(sets) for name in "ab" for i in range(4)]
     zeros = "".join(f"mov.f32 {name}, 0f00000000; " for name in names)
     return f"{{ .reg .f32 {', '.join(names)}; .reg .b32 s, t, p<4>; {zeros}"
 
 
 @gluon.constexpr_function
-def product(name, low, high):
+def mma_asm(name, low, high):
+    """Return PTX that adds A (p0 to p3) times B (`low`, `high`) to the accumulator `name`."""
     sums = ", ".join(f"{name}_{i}" for i in range(4))
     return (
         f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{sums}}}, "
@@ -216,19 +217,20 @@ def product(name, low, high):
 
 
 @gluon.constexpr_function
-def products(sets, j, first, words):
-    """Multiply A, p0 to p3, by two words of x for each set.
+def mmas_asm(sets, j, first, words):
+    """Return PTX that multiplies A (p0 to p3) by two words of x for each set.
 
-    The first set's words are operands `first` and `first + 1`; the next set's are `words` later.
+    The first set's words are operands `first` and `first + 1`; those of each further set are
+    `words` operands later. The parity of `j` selects the accumulator.
     """
     operands = [first + s * words for s in range(sets)]
     name = "ab"[j % 2]
-    return "".join(product(f"{name}{s}", f"${n}", f"${n + 1}") for s, n in enumerate(operands))
+    return "".join(mma_asm(f"{name}{s}", f"${n}", f"${n + 1}") for s, n in enumerate(operands))
 
 
 @gluon.constexpr_function
-def collect_sums(sets, first, second):
-    """Add up the two elements of C that belong to a thread's weight row, for each set."""
+def collect_sums_asm(sets, first, second):
+    """Return PTX that adds the two accumulator elements of a thread's weight row, for each set."""
     code = ""
     for s in range(sets):
         code += f"add.f32 a{s}_0, a{s}_{first}, b{s}_{first}; "
@@ -237,24 +239,25 @@ def collect_sums(sets, first, second):
 
 
 @gluon.constexpr_function
-def plain_asm(halves, sets):
-    """Multiply bfloat16 weights: four words for each `mma`, two of them for each row of A."""
-    code = accumulators(sets)
+def bf16_asm(halves, sets):
+    """Return PTX that multiplies bfloat16 weights: an `mma` uses four words, two per row of A."""
+    code = accumulators_asm(sets)
     for j in range(2 * halves):
         first = sets * (1 + 4 * halves) + 4 * j
         code += "".join(f"mov.b32 p{i}, ${first + i}; " for i in range(4))
         half, rest = divmod(j, 2)
-        code += products(sets, j, sets * (1 + 4 * half) + 2 * rest, 4)
-    return code + collect_sums(sets, 0, 3)
+        code += mmas_asm(sets, j, sets * (1 + 4 * half) + 2 * rest, 4)
+    return code + collect_sums_asm(sets, 0, 3)
 
 
 @gluon.constexpr_function
 def fp8_asm(sets):
-    """Multiply 8 words of FP8: bytes 0 and 2 are a pair, and bytes 1 and 3.
+    """Return PTX that multiplies 8 words of FP8 weights.
 
-    The lookup table 0xEA of `lop3` is (a & b) | c.
+    Bytes 0 and 2 of a word form a pair, and so do bytes 1 and 3. The lookup table 0xEA of `lop3` is
+    (a & b) | c.
     """
-    code = accumulators(sets)
+    code = accumulators_asm(sets)
     for j in range(8):
         word, even, odd = f"${9 * sets + j}", f"p{j % 2 * 2}", f"p{j % 2 * 2 + 1}"
         code += (
@@ -264,33 +267,34 @@ def fp8_asm(sets):
         code += f"shr.u32 t, {word}, 4; and.b32 t, t, {EXPONENT_AND_MANTISSA}; "
         code += f"lop3.b32 {odd}, {word}, {SIGNS}, t, 0xEA; "
         if j % 2:
-            code += products(sets, j // 2, sets + j - 1, 8)
-    return code + collect_sums(sets, 0, 3)
+            code += mmas_asm(sets, j // 2, sets + j - 1, 8)
+    return code + collect_sums_asm(sets, 0, 3)
 
 
 @gluon.constexpr_function
 def int4_asm(sets):
-    """Multiply 8 words of 4-bit values: those at bits 4 * n and 16 + 4 * n are a pair.
+    """Return PTX that multiplies 8 words of 4-bit weights.
 
-    Combined with the bits of 128, they are the bfloat16 of 128 + value.
+    The values at bits 4 * n and 16 + 4 * n of a word form a pair. Combined with the bits of 128,
+    they become the bfloat16 of 128 + value.
     """
-    code = accumulators(sets)
+    code = accumulators_asm(sets)
     for j in range(8):
         word = f"${17 * sets + j}"
         code += f"lop3.b32 p0, {word}, {NIBBLES}, {OFFSETS}, 0xEA; "
         for n in range(1, 4):
             code += f"shr.u32 t, {word}, {4 * n}; lop3.b32 p{n}, t, {NIBBLES}, {OFFSETS}, 0xEA; "
-        code += products(sets, j, sets + 2 * j, 16)
-    return code + collect_sums(sets, 0, 3)
+        code += mmas_asm(sets, j, sets + 2 * j, 16)
+    return code + collect_sums_asm(sets, 0, 3)
 
 
 @gluon.constexpr_function
-def sum_asm():
-    """Sum the x that `int4_asm` multiplies by, over both columns of a row."""
-    code = accumulators() + "".join(f"mov.b32 p{i}, {ONES}; " for i in range(4))
+def x_sum_asm():
+    """Return PTX that sums the x that `int4_asm` multiplies by, over both columns of a row."""
+    code = accumulators_asm() + "".join(f"mov.b32 p{i}, {ONES}; " for i in range(4))
     for j in range(8):
-        code += products(1, j, 1 + 2 * j, 16)
-    return code + collect_sums(1, 0, 1)
+        code += mmas_asm(1, j, 1 + 2 * j, 16)
+    return code + collect_sums_asm(1, 0, 1)
 
 
 @gluon.constexpr_function
@@ -319,22 +323,22 @@ def sums_of(x, ROWS: gl.constexpr):
     """Sum x over a quant group of 4-bit weights, for each set."""
     sums = ()
     for s in gl.static_range(num_sets(4, ROWS)):
-        sums = sums + run(sum_asm(), x[16 * s : 16 * s + 16], 1)
+        sums = sums + run(x_sum_asm(), x[16 * s : 16 * s + 16], 1)
     return sums
 
 
 @gluon.jit
 def multiply(w, x, x_sums, totals, FORMAT: gl.constexpr):
-    """Add the products of a tile and its pieces of x, one for each half, to `totals`.
+    """Multiply a tile by its pieces of x, one for each half, and add the results to `totals`.
 
-    w is a thread's words of the tile, followed by a scale word for each half. There is a total for
-    each set of rows.
+    `w` holds a thread's words of the tile, followed by a scale word for each half if the weights
+    are quantized. `totals` has an element for each set of rows.
     """
     HALVES: gl.constexpr = FORMAT.halves
     SETS: gl.constexpr = num_sets(FORMAT.bits, FORMAT.rows)
     if FORMAT.bits == 16:
         all_of_x = x[0] if HALVES == 1 else x[0] + x[1]
-        totals = add_all(totals, run(plain_asm(HALVES, SETS), all_of_x + w, SETS))
+        totals = add_all(totals, run(bf16_asm(HALVES, SETS), all_of_x + w, SETS))
     else:
         for a in gl.static_range(HALVES):
             words, scale = w[8 * a : 8 * a + 8], w[8 * HALVES + a]
@@ -372,10 +376,10 @@ def upper_half(word):
 
 @gluon.jit
 def by_row(totals, BITS: gl.constexpr):
-    """Arrange sums so that the four threads of a weight row have rows 0 to 3, then 4 to 7.
+    """Arrange the sums so that the four threads of a weight row hold one batch row each.
 
-    With 4-bit weights a thread has the sum of one of two quant groups, for one of two rows. It adds
-    that of the other group.
+    The first result has batch rows 0 to 3, the second rows 4 to 7. With 4-bit weights, a thread has
+    the sum over one of two quant groups, for one of two rows; the other group's sum is added to it.
     """
     if BITS == 4:
         whole = ()
