@@ -124,6 +124,18 @@ class EngineConfig:
         unset="no drafts",
     )
 
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Maximum number of drafts of a row; 0 without speculative decoding."""
+        if self.speculative_config is None:
+            return 0
+        return SpeculativeConfig.read(self.speculative_config).num_speculative_tokens
+
+    @property
+    def max_num_rows(self) -> int:
+        """Maximum number of rows that a step samples: one per sequence, and the drafts."""
+        return self.max_num_seqs + self.num_speculative_tokens
+
     def __post_init__(self) -> None:
         if type(self.dtype).__name__ == "dtype":  # a torch.dtype, without importing torch
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))

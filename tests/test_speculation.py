@@ -61,7 +61,7 @@ FEATURES: list[dict[str, Any]] = [
 class EagerDrafter(Drafter):
     """Drafts without regard to gain or cost, with random lengths."""
 
-    def _best_count(self, state: object, most: int, num_rows: int) -> int:
+    def _best_count(self, state: object, most: int) -> int:
         return self._proposer.rng.randrange(most + 1)
 
 

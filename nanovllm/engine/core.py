@@ -138,6 +138,10 @@ class EngineCore:
         # The device runs one step at a time.
         device_begin = max(submit_time, self._last_result_time)
         device = result_time - device_begin
+        drafter = self.scheduler.drafter
+        if drafter is not None and not plan.num_prefill_tokens:
+            # Include the time in which the device waited for this plan: drafts delay it.
+            drafter.measured(plan.num_decode_tokens, result_time - self._last_result_time)
         step = self._drop_in_flight() if result.is_lost else self._commit(plan, result, device)
         self.timings.append(
             StepTiming(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
+
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
 
@@ -60,8 +62,15 @@ class Drafter:
         self._most = num_speculative_tokens
         self._states: dict[int, DraftState] = {}  # keyed by seq_id
         self._acceptance = [0.5] * NUM_CLASSES  # by certainty
-        self._seconds: dict[int, float] = {}  # of a decode step, by the bit length of its rows
-        self._measured: set[int] = set()  # the same sizes, once a step has run
+        self._costs = StepCosts()
+        self._num_rows = 0  # of the step that is being planned, with the drafts so far
+        self._num_tokens = 0.0  # that this step is expected to add to outputs
+        self._room = 0  # rows for further drafts
+
+    def begin_step(self, num_rows: int, max_num_seqs: int) -> None:
+        """Begin to plan a step with up to `num_rows` sequences."""
+        self._num_rows, self._num_tokens = num_rows, float(num_rows)
+        self._room = max_num_seqs + self._most - num_rows
 
     def is_promising(self, seq: Sequence) -> bool:
         """Whether to wait for a sequence's pending token, because drafts may follow it."""
@@ -71,17 +80,20 @@ class Drafter:
             return False
         return self._proposer.propose(seq, 1) is not None
 
-    def draft(self, seq: Sequence, most: int, num_rows: int) -> list[int]:
-        """Return up to `most` drafts for a row of a step with `num_rows` rows."""
+    def draft(self, seq: Sequence, most: int) -> list[int]:
+        """Return up to `most` drafts for a row of the step that is being planned."""
         state = self._states.setdefault(seq.seq_id, DraftState())
         if state.num_paused:
             state.num_paused -= 1
             return []
-        proposal = self._proposer.propose(seq, min(most, self._most))
+        most = min(most, self._most, self._room)
+        proposal = self._proposer.propose(seq, most) if most > 0 else None
         if proposal is None:
             return []
         state.certainty = proposal.certainty
-        return proposal.token_ids[: self._best_count(state, len(proposal.token_ids), num_rows)]
+        count = self._best_count(state, len(proposal.token_ids))
+        self._room -= count
+        return proposal.token_ids[:count]
 
     def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Learn how many drafts of a sequence were accepted."""
@@ -98,39 +110,55 @@ class Drafter:
 
     def measured(self, num_rows: int, seconds: float) -> None:
         """Learn how long a decode step takes."""
-        size = num_rows.bit_length()
-        if size not in self._measured:  # the first step of a size may capture a graph
-            self._measured.add(size)
-            return
-        old = self._seconds.get(size, seconds)
-        self._seconds[size] = old + RATE * (min(seconds, 2 * old) - old)
+        self._costs.add(num_rows, seconds)
 
     def finished(self, seq: Sequence) -> None:
         """Forget a sequence that has ended."""
         self._states.pop(seq.seq_id, None)
         self._proposer.finished(seq)
 
-    def _best_count(self, state: DraftState, most: int, num_rows: int) -> int:
+    def _best_count(self, state: DraftState, most: int) -> int:
         """Return the number of drafts with the highest expected rate; 0 if none is worthwhile."""
         acceptance = (state.acceptance + self._acceptance[state.certainty]) / 2
-        best, best_rate = 0, num_rows / self._cost(num_rows)
-        expected, chance = float(num_rows), 1.0  # tokens of the step
+        best, best_rate = 0, self._num_tokens / self._costs.of(self._num_rows)
+        expected, chance, best_tokens = self._num_tokens, 1.0, self._num_tokens
         for count in range(1, most + 1):
             chance *= acceptance
             expected += chance
             if count & (count + 1):  # only 1, 3, 7, 15 and 31, so that fewer graphs are captured
                 continue
-            rate = expected / self._cost(num_rows + count)
+            rate = expected / self._costs.of(self._num_rows + count)
             if rate > best_rate:
-                best, best_rate = count, rate
+                best, best_rate, best_tokens = count, rate, expected
         if best == 0:
             state.wait()
             return int(state.pause == MAX_PAUSE)  # try one: acceptance may have risen
+        self._num_rows, self._num_tokens = self._num_rows + best, best_tokens
         return best
 
-    def _cost(self, num_rows: int) -> float:
-        """Return the seconds of a step of this size, or of the nearest smaller one measured."""
-        for size in range(num_rows.bit_length(), 0, -1):
-            if size in self._seconds:
-                return self._seconds[size]
-        return 1.0
+
+class StepCosts:
+    """The measured seconds of decode steps by their number of rows.
+
+    Steps whose numbers of rows have the same bit length are averaged, and the cost of other
+    numbers is interpolated. A step larger than any measured one counts as cheap, so it is tried.
+    """
+
+    def __init__(self) -> None:
+        self._points: dict[int, tuple[float, float]] = {}  # bit length -> (rows, seconds)
+        self._seen: set[int] = set()  # bit lengths
+
+    def add(self, num_rows: int, seconds: float) -> None:
+        size = num_rows.bit_length()
+        if size not in self._seen:  # the first step of a size may capture a graph
+            self._seen.add(size)
+            return
+        rows, old = self._points.get(size, (num_rows, seconds))
+        seconds = min(seconds, 2 * old)  # the engine may have been paused
+        self._points[size] = rows + RATE * (num_rows - rows), old + RATE * (seconds - old)
+
+    def of(self, num_rows: int) -> float:
+        if not self._points:
+            return 1.0
+        rows, seconds = zip(*sorted(self._points.values()), strict=True)
+        return float(np.interp(num_rows, rows, seconds))

@@ -80,6 +80,9 @@ class Scheduler:
         Returns None if no sequence can run.
         """
         builder = _PlanBuilder(self.max_num_batched_tokens)
+        if self.drafter is not None:
+            num_rows = min(len(self.running) + len(self.waiting), self.max_num_seqs)
+            self.drafter.begin_step(num_rows, self.max_num_seqs)
         while self._prefilled_leaders:
             self._enqueue_followers(self._prefilled_leaders.pop())
         if self.waiting_for_grammar:
@@ -100,8 +103,6 @@ class Scheduler:
         """
         if self.prompt_budget is not None:
             self.prompt_budget.measured(plan.num_prefill_tokens, plan.num_decode_tokens, seconds)
-        if self.drafter is not None and not plan.num_prefill_tokens:
-            self.drafter.measured(plan.num_decode_tokens, seconds)
         rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
         sampled = [seq for seq, count in zip(rows, num_logits, strict=True) for _ in range(count)]
         if result.prompt_logprobs is not None:
@@ -369,7 +370,7 @@ class Scheduler:
         most = min(builder.budget - 1, seq.max_len - seq.num_tokens - 1, num_free)
         if seq.num_pending or seq.is_serial or seq.num_computed < seq.num_tokens - 1 or most < 1:
             return []
-        drafts = self.drafter.draft(seq, most, len(self.running))
+        drafts = self.drafter.draft(seq, most)
         return drafts if seq.matcher is None else drafts[: seq.matcher.num_allowed(drafts)]
 
     def _verified(self, seq: Sequence, token_ids: list[int]) -> list[int]:

@@ -107,6 +107,11 @@ def sampled_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     return plan.slots[is_sampled], (plan.starts + plan.counts)[is_sampled]
 
 
+def has_drafts(plan: StepPlan) -> bool:
+    """Return whether some rows have the same slot, to verify drafts."""
+    return any(update.token_ids for update in plan.draft_updates)
+
+
 def is_decode(plan: StepPlan) -> bool:
     """Return whether every row runs one token and samples the next."""
     return bool((plan.counts == 1).all() and plan.num_logits.all())

@@ -113,7 +113,8 @@ class InputBatch:
             first = self._offsets["tokens"] + update.slot * self.tokens.shape[1]
             offsets = np.arange(len(update.token_ids) + 1) + first + update.num_tokens
             offsets[-1] = self._offsets["lengths"] + update.slot
-            changes.append((offsets, np.array([*update.token_ids, update.num_tokens], np.int32)))
+            num_tokens = update.num_tokens + len(update.token_ids)
+            changes.append((offsets, np.array([*update.token_ids, num_tokens], np.int32)))
         if not changes:
             return np.empty((0, 2), np.int32)
         offsets, values = (np.concatenate(part) for part in zip(*changes, strict=True))

@@ -110,7 +110,7 @@ class Worker:
         device.prepare(model, spec, run_largest)
         num_blocks = self._agree(choose_num_blocks(config, spec, device))
         caches = spec.views(device.allocate_cache(num_blocks * spec.block_bytes), num_blocks)
-        sizes = config.max_num_seqs, config.max_model_len, config.kvcache_block_size
+        sizes = config.max_num_rows, config.max_model_len, config.kvcache_block_size
         input_batch = InputBatch(device, *sizes)
         self.runner = device.runner(EagerForward(model, input_batch, attention, caches))
         dtype_name = str(dtype).split(".")[-1]

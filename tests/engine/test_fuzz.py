@@ -33,8 +33,8 @@ class RandomDrafter(Drafter):
     def is_promising(self, seq: Sequence) -> bool:
         return self.rng.random() < 0.5
 
-    def draft(self, seq: Sequence, most: int, num_rows: int) -> list[int]:
-        super().draft(seq, most, num_rows)
+    def draft(self, seq: Sequence, most: int) -> list[int]:
+        super().draft(seq, most)
         tokens = seq.token_ids.tolist()
         for _ in range(min(most, self.rng.randrange(6))):
             tokens.append(predict(tokens))

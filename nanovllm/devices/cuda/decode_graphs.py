@@ -20,7 +20,7 @@ from nanovllm.devices.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
 from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.engine.step import IntColumn, StepPlan
 from nanovllm.layers.build import ForwardBatch
-from nanovllm.worker.forward import EagerForward, StepLogits
+from nanovllm.worker.forward import EagerForward, StepLogits, has_drafts
 
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
@@ -103,7 +103,7 @@ class DecodeGraphs:
 
     def run_shared(self, plan: StepPlan) -> StepLogits | None:
         """Run rows with shared prefixes, whose keys are read once (cascade attention)."""
-        if len(plan.slots) < MIN_ROWS or not self.can_share:
+        if len(plan.slots) < MIN_ROWS or not self.can_share or has_drafts(plan):
             return None
         size = self.size_of(len(plan.slots))
         is_captured = size in self.shared_graphs or not self.device.config.optimizes_latency
@@ -238,5 +238,7 @@ class DecodeGraphs:
         """Run the step as one kernel, which reads the InputBatch itself."""
         input_batch, rows = self.input_batch, slice(len(logits))
         state = input_batch.lengths, input_batch.tokens, input_batch.block_table
-        step.run(self._slots[rows], *state, self.eager.caches, logits, self._context_lens[rows])
+        outputs = logits, self._context_lens[rows]
+        verifies = self.device.config.num_speculative_tokens > 0 and len(logits) > 1
+        step.run(self._slots[rows], *state, self.eager.caches, *outputs, verifies)
         return logits

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KERNEL_OPTIONS = (  # options that determine which kernels are compiled
-    "max_num_seqs",
+    "max_num_rows",
+    "num_speculative_tokens",
     "max_num_batched_tokens",
     "max_model_len",
     "kvcache_block_size",
@@ -320,13 +321,13 @@ class CudaDevice:
 
     def prefill_sizes(self, model: ModelConfig) -> list[Bucket]:
         most = count_many_tokens(model)
-        return bucket_sizes(self._max_tokens, self.config.max_num_seqs, most)
+        return bucket_sizes(self._max_tokens, self.config.max_num_rows, most)
 
     @property
     def _max_tokens(self) -> int:
         """Maximum number of tokens in a step."""
         config = self.config
-        return min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
+        return min(config.max_num_batched_tokens, config.max_num_rows * config.max_model_len)
 
     def _count_graph_bytes(self, model: DecoderModel) -> int:
         """Estimate the memory of the graphs: logits, and a share of the largest step's memory.
@@ -334,7 +335,7 @@ class CudaDevice:
         All graphs share the logits buffer of the largest. In a tensor-parallel group, the logits
         exist three times while the ranks' shards are concatenated.
         """
-        num_rows = self.config.max_num_seqs * (1 if self.group.is_alone else 3)
+        num_rows = self.config.max_num_rows * (1 if self.group.is_alone else 3)
         num_bytes = num_rows * model.config.vocab_size * model.dtype.itemsize + DRIVER_BYTES
         if self.config.attention_backend == "flash_attn":
             return num_bytes
