@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.outputs import RequestOutput
 from tests.byte_tokenizer import with_tokenizer
 from tests.checkpoints import VOCAB_SIZE
+from tests.devices import NEEDS_GPU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,7 +26,6 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_model_len": 128,
     "dtype": "float32",
-    "device": "cpu",
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 7}
 SCHEMA = {
@@ -77,7 +78,9 @@ def path(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(with_tokenizer(tiny("qwen3").path, folder))
 
 
-def make_requests(rng: random.Random) -> tuple[list[list[int]], list[SamplingParams]]:
+def make_requests(
+    rng: random.Random, has_grammars: bool
+) -> tuple[list[list[int]], list[SamplingParams]]:
     base = [rng.randrange(5, 90) for _ in range(24)]
     prompts, params = [], []
     for _ in range(rng.choice([1, 3, 6])):
@@ -85,7 +88,7 @@ def make_requests(rng: random.Random) -> tuple[list[list[int]], list[SamplingPar
         asked: dict[str, Any] = {"max_tokens": 20, "seed": rng.randrange(1000)}
         for feature in rng.sample(FEATURES, rng.randrange(4)):
             asked |= feature
-        if rng.random() < 0.3:
+        if rng.random() < 0.3 and has_grammars:
             asked["structured_outputs"] = rng.choice(GRAMMARS)
         if asked.get("temperature") == 0.0:
             asked.pop("n", None)
@@ -107,18 +110,25 @@ def assert_equal_logprobs(output: RequestOutput, want: RequestOutput) -> None:
 
 
 @pytest.mark.endurance
-@pytest.mark.parametrize("depth", [0, 1])
-def test_drafts_change_no_output(path: str, depth: int, count: Callable[[int], int]) -> None:
+@pytest.mark.parametrize(
+    ("device", "depth"), [("cpu", 0), ("cpu", 1), pytest.param("cuda", 1, marks=NEEDS_GPU)]
+)
+def test_drafts_change_no_output(
+    path: str, device: str, depth: int, count: Callable[[int], int]
+) -> None:
     num_drafted = num_accepted = num_preemptions = 0
-    options = {**OPTIONS, "depth": depth}
+    has_grammars = find_spec("llguidance") is not None
+    options = {**OPTIONS, "device": device, "depth": depth, "speculative_config": NGRAM}
+    if device == "cuda":
+        options["gpu_memory_utilization"] = 0.1
     with (
-        LLM(path, **options) as plain,
+        LLM(path, **options | {"speculative_config": None}) as plain,
         LLM(path, **options) as large,
         LLM(path, **options, num_kvcache_blocks=8, max_num_batched_tokens=24) as small,
     ):
         for seed in range(count(500)):
             rng = random.Random(1000 * depth + seed)
-            prompts, params = make_requests(rng)
+            prompts, params = make_requests(rng, has_grammars)
             wanted = plain.generate(prompts, params, use_tqdm=False)
             recorded = [
                 want.prompt_token_ids + each.token_ids for want in wanted for each in want.outputs
@@ -145,10 +155,10 @@ def test_repeated_text_is_drafted(path: str) -> None:
     params = SamplingParams(
         temperature=0, max_tokens=60, structured_outputs={"regex": "(abc-12 ){9}"}
     )
-    with LLM(path, **OPTIONS) as llm:
+    with LLM(path, **OPTIONS, device="cpu") as llm:
         [want] = llm.generate([[7, 8, 9]], params, use_tqdm=False)
         num_steps = len(llm.engine.core.timings)
-    with LLM(path, **OPTIONS, speculative_config=NGRAM) as llm:
+    with LLM(path, **OPTIONS, device="cpu", speculative_config=NGRAM) as llm:
         [output] = llm.generate([[7, 8, 9]], params, use_tqdm=False)
         draft_counts = llm.engine.core.scheduler.draft_counts
         assert len(llm.engine.core.timings) < 0.6 * num_steps
@@ -169,4 +179,4 @@ def test_repeated_text_is_drafted(path: str) -> None:
 )
 def test_wrong_options(path: str, config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LLM(path, **OPTIONS, speculative_config=config)
+        LLM(path, **OPTIONS, device="cpu", speculative_config=config)
