@@ -138,11 +138,13 @@ class EngineCore:
         # The device runs one step at a time.
         device_begin = max(submit_time, self._last_result_time)
         device = result_time - device_begin
+        step = self._drop_in_flight() if result.is_lost else self._commit(plan, result, device)
         drafter = self.scheduler.drafter
         if drafter is not None and not plan.num_prefill_tokens:
             # Include the time in which the device waited for this plan: drafts delay it.
-            drafter.measured(plan.num_decode_tokens, result_time - self._last_result_time)
-        step = self._drop_in_flight() if result.is_lost else self._commit(plan, result, device)
+            seconds = result_time - self._last_result_time
+            counts = len(plan.counts), plan.num_decode_tokens, step.num_decode_tokens
+            drafter.measured(*counts, seconds)
         self.timings.append(
             StepTiming(
                 begin,

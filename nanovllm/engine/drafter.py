@@ -6,16 +6,17 @@ the sampled tokens up to the first one that differs from its draft.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-import numpy as np
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
 
 NUM_CLASSES = 4  # of proposals, by how certain they are
-MAX_PAUSE = 32  # steps between two attempts, while drafts are not worthwhile
+MAX_PAUSE = 63  # maximum steps between two attempts, while drafts are not worthwhile
+FIRST_ACCEPTANCE = 0.7
+TRIAL, MIN_PHASE, MAX_PHASE = 12, 64, 512  # steps of the phases of a Trial
 RATE = 0.15  # weight of the newest measurement in a moving average
 
 
@@ -40,7 +41,7 @@ class Proposer(Protocol):
 class DraftState:
     """What the drafter has learned about a sequence."""
 
-    acceptance: float = 0.5  # moving average of whether a draft was accepted
+    acceptance: float = FIRST_ACCEPTANCE  # moving average of whether a draft was accepted
     certainty: int = 0  # of its newest proposal
     pause: int = 0  # length of its last pause, in steps
     num_paused: int = 0  # steps until the pause ends
@@ -61,8 +62,11 @@ class Drafter:
         self._proposer = proposer
         self._most = num_speculative_tokens
         self._states: dict[int, DraftState] = {}  # keyed by seq_id
-        self._acceptance = [0.5] * NUM_CLASSES  # by certainty
+        self._acceptance = [FIRST_ACCEPTANCE] * NUM_CLASSES  # by certainty
         self._costs = StepCosts()
+        # For each bit length of the number of sequences: whether drafts pay off at all.
+        self._trials: defaultdict[int, Trial] = defaultdict(Trial)
+        self._is_on = True
         self._num_rows = 0  # of the step that is being planned, with the drafts so far
         self._num_tokens = 0.0  # that this step is expected to add to outputs
         self._room = 0  # rows for further drafts
@@ -71,9 +75,13 @@ class Drafter:
         """Begin to plan a step with up to `num_rows` sequences."""
         self._num_rows, self._num_tokens = num_rows, float(num_rows)
         self._room = max_num_seqs + self._most - num_rows
+        size = num_rows.bit_length()
+        self._is_on = self._costs.is_known(size) and (num_rows <= 1 or self._trials[size].is_on)
 
     def is_promising(self, seq: Sequence) -> bool:
         """Whether to wait for a sequence's pending token, because drafts may follow it."""
+        if not self._is_on:
+            return False
         state = self._states.setdefault(seq.seq_id, DraftState())
         if state.num_paused:
             state.num_paused -= 1
@@ -82,6 +90,8 @@ class Drafter:
 
     def draft(self, seq: Sequence, most: int) -> list[int]:
         """Return up to `most` drafts for a row of the step that is being planned."""
+        if not self._is_on:
+            return []
         state = self._states.setdefault(seq.seq_id, DraftState())
         if state.num_paused:
             state.num_paused -= 1
@@ -103,14 +113,12 @@ class Drafter:
             self._acceptance[state.certainty] += RATE * (
                 outcome - self._acceptance[state.certainty]
             )
-        if num_accepted:
-            state.pause = 0
-        else:
-            state.wait()
 
-    def measured(self, num_rows: int, seconds: float) -> None:
-        """Learn how long a decode step takes."""
+    def measured(self, num_seqs: int, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """Learn how long a decode step took, and how many tokens it added to outputs."""
         self._costs.add(num_rows, seconds)
+        if num_seqs > 1:
+            self._trials[num_seqs.bit_length()].add(num_tokens, seconds)
 
     def finished(self, seq: Sequence) -> None:
         """Forget a sequence that has ended."""
@@ -132,7 +140,8 @@ class Drafter:
                 best, best_rate, best_tokens = count, rate, expected
         if best == 0:
             state.wait()
-            return int(state.pause == MAX_PAUSE)  # try one: acceptance may have risen
+            return 1  # acceptance may have risen
+        state.pause = 0
         self._num_rows, self._num_tokens = self._num_rows + best, best_tokens
         return best
 
@@ -157,8 +166,57 @@ class StepCosts:
         seconds = min(seconds, 2 * old)  # the engine may have been paused
         self._points[size] = rows + RATE * (num_rows - rows), old + RATE * (seconds - old)
 
+    def is_known(self, size: int) -> bool:
+        """Whether steps with rows of this bit length have been measured."""
+        return size in self._points
+
     def of(self, num_rows: int) -> float:
-        if not self._points:
-            return 1.0
-        rows, seconds = zip(*sorted(self._points.values()), strict=True)
-        return float(np.interp(num_rows, rows, seconds))
+        below = above = None
+        for point in self._points.values():
+            if point[0] <= num_rows and (below is None or point > below):
+                below = point
+            elif point[0] > num_rows and (above is None or point < above):
+                above = point
+        if below is None or above is None:
+            return (below or above or (1, 1.0))[1]
+        (first, low), (last, high) = below, above
+        return low + (high - low) * (num_rows - first) / (last - first)
+
+
+class Trial:
+    """Compares the tokens per second with and without drafts, in phases of several steps.
+
+    After a trial of both, the faster way has a long phase, and then the other is tried again.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self._rates: dict[bool, float] = {}  # tokens per second
+        self._long = MIN_PHASE  # steps of the next long phase
+        self._begin(TRIAL)
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Count a step; change to the other way at the end of a phase."""
+        self._num_left -= 1
+        self._num_skipped -= 1
+        if self._num_skipped < 0:  # the first steps may have been planned in the last phase
+            self._num_tokens += num_tokens
+            self._seconds += seconds
+        if self._num_left > 0:
+            return
+        self._rates[self.is_on] = self._num_tokens / self._seconds
+        other = self._rates.get(not self.is_on)
+        if other is None or self._length != TRIAL:
+            self.is_on = not self.is_on
+            self._begin(TRIAL)
+        elif self._rates[self.is_on] > other:
+            self._long = MIN_PHASE
+            self._begin(self._long)
+        else:
+            self._long = min(2 * self._long, MAX_PHASE)
+            self.is_on = not self.is_on
+            self._begin(self._long)
+
+    def _begin(self, num_steps: int) -> None:
+        self._length = self._num_left = num_steps
+        self._num_skipped, self._num_tokens, self._seconds = TRIAL // 4, 0, 0.0
