@@ -4,7 +4,9 @@
     python -m benchmarks.engine.speculation --case replay --model qwen3-8b --load-format dummy
 
 `copy` repeats a text of the prompt, `chat` asks unrelated questions. The proposer of `wrong` is
-always wrong; that of `replay` knows the output, and corrupts a fifth of its drafts.
+always wrong; that of `replay` knows the output, and corrupts a fifth of its drafts. Both sample at
+a high temperature, so that the seed alone decides each token: at temperature 0, rounding would
+change the output of random weights.
 """
 
 from __future__ import annotations
@@ -64,8 +66,13 @@ def main() -> int:
         for case in args.case:
             for batch in args.batch:
                 prompts = prompts_of(llm, case, batch)
-                make = proposers(llm, case, prompts, args.new_tokens)
-                speedups, accepted = compare(llm, prompts, config, make, args)
+                temperature = 0.0 if case in ("copy", "chat") else 100.0
+                params = [
+                    SamplingParams(temperature, max_tokens=args.new_tokens, ignore_eos=True, seed=i)
+                    for i in range(batch)
+                ]
+                make = proposers(llm, case, prompts, params)
+                speedups, accepted = compare(llm, prompts, config, make, params, args)
                 value = statistics.median(speedups)
                 print(
                     f"{case:<8} batch {batch:<4} {value:.2f}x plain, {accepted}   runs {speedups}"
@@ -87,6 +94,7 @@ def compare(
     prompts: list[list[int]],
     config: SpeculativeConfig,
     make: Callable[[], Any],
+    params: list[SamplingParams],
     args: argparse.Namespace,
 ) -> tuple[list[float], str]:
     """Return how many times as fast drafts are in each round, and how many were accepted."""
@@ -97,15 +105,14 @@ def compare(
     for index in range(args.repeats + 1):
         for has_drafts in (False, True) if index % 2 else (True, False):
             scheduler.drafter = drafter if has_drafts else None
-            seconds[has_drafts].append(run(llm, prompts, args.new_tokens))
+            seconds[has_drafts].append(run(llm, prompts, params))
     after = scheduler.draft_counts.num_draft_tokens, scheduler.draft_counts.num_accepted_tokens
     num_drafts, num_accepted = after[0] - before[0], after[1] - before[1]
     pairs = zip(seconds[False][1:], seconds[True][1:], strict=True)
     return [round(plain / own, 3) for plain, own in pairs], f"{num_accepted} of {num_drafts} drafts"
 
 
-def run(llm: LLM, prompts: list[list[int]], num_new: int) -> float:
-    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
+def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:
     begin = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     return time.perf_counter() - begin
@@ -124,12 +131,13 @@ def prompts_of(llm: LLM, case: str, batch: int) -> list[list[int]]:
     return [list(templated[index % len(templated)]) for index in range(batch)]
 
 
-def proposers(llm: LLM, case: str, prompts: list[list[int]], num_new: int) -> Callable[[], Any]:
+def proposers(
+    llm: LLM, case: str, prompts: list[list[int]], params: list[SamplingParams]
+) -> Callable[[], Any]:
     """Return a function that creates the proposer of a case."""
     vocab_size = llm.engine.model_config.vocab_size
     if case in ("copy", "chat"):
         return lambda: NgramProposer(has_store=True)
-    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
     llm.engine.core.scheduler.drafter = None
     outputs = llm.generate(prompts, params, use_tqdm=False)
     recorded = [prompt + each.token_ids for prompt, each in zip(prompts, outputs, strict=True)]

@@ -107,7 +107,7 @@ class Drafter:
 
     def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Learn how many drafts of a sequence were accepted."""
-        state = self._states[seq.seq_id]
+        state = self._states.setdefault(seq.seq_id, DraftState())
         for outcome in [1.0] * num_accepted + [0.0] * (num_accepted < num_drafts):
             state.acceptance += RATE * (outcome - state.acceptance)
             self._acceptance[state.certainty] += RATE * (

@@ -110,11 +110,11 @@ class InputBatch:
             block_ids = [u.block_id for u in plan.block_updates]
             changes.append((np.array(entries), np.array(block_ids, np.int32)))
         for update in plan.draft_updates:
-            first = self._offsets["tokens"] + update.slot * self.tokens.shape[1]
-            offsets = np.arange(len(update.token_ids) + 1) + first + update.num_tokens
-            offsets[-1] = self._offsets["lengths"] + update.slot
-            num_tokens = update.num_tokens + len(update.token_ids)
-            changes.append((offsets, np.array([*update.token_ids, num_tokens], np.int32)))
+            num_drafts = len(update.token_ids)
+            first = self._offsets["tokens"] + update.slot * self.tokens.shape[1] + update.num_tokens
+            entries = [*range(first, first + num_drafts), self._offsets["lengths"] + update.slot]
+            values = [*update.token_ids, update.num_tokens + num_drafts]
+            changes.append((np.array(entries), np.array(values, np.int32)))
         if not changes:
             return np.empty((0, 2), np.int32)
         offsets, values = (np.concatenate(part) for part in zip(*changes, strict=True))

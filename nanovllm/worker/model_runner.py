@@ -122,17 +122,17 @@ def with_drafts_as_rows(plan: StepPlan) -> StepPlan:
     if plan.num_logits.max(initial=0) <= 1:
         return plan
     num_rows = np.maximum(plan.num_logits, 1)
-    ends = np.cumsum(num_rows)
+    ends = num_rows.cumsum(dtype=np.int32)
+    firsts = ends - num_rows
     indices = np.repeat(np.arange(len(num_rows)), num_rows)
-    offsets = (np.arange(len(indices)) - (ends - num_rows)[indices]).astype(np.int32)
-    masked = np.isin(indices, plan.masked_rows)
+    masked = [np.arange(firsts[row], ends[row]) for row in plan.masked_rows]
     return replace(
         plan,
         slots=plan.slots[indices],
-        starts=plan.starts[indices] + offsets,
+        starts=(plan.starts - firsts)[indices] + np.arange(len(indices), dtype=np.int32),
         counts=np.where(num_rows > 1, 1, plan.counts)[indices],
         num_logits=np.minimum(plan.num_logits, 1)[indices],
-        masked_rows=np.flatnonzero(masked).astype(np.int32),
+        masked_rows=np.concatenate(masked, dtype=np.int32) if masked else plan.masked_rows,
     )
 
 
