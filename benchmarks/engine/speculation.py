@@ -102,13 +102,13 @@ def compare(
     drafter = Drafter(make(), config.num_speculative_tokens)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     before = scheduler.draft_counts.num_draft_tokens, scheduler.draft_counts.num_accepted_tokens
-    for index in range(args.repeats + 1):
+    for index in range(args.repeats + 2):
         for has_drafts in (False, True) if index % 2 else (True, False):
             scheduler.drafter = drafter if has_drafts else None
             seconds[has_drafts].append(run(llm, prompts, params))
     after = scheduler.draft_counts.num_draft_tokens, scheduler.draft_counts.num_accepted_tokens
     num_drafts, num_accepted = after[0] - before[0], after[1] - before[1]
-    pairs = zip(seconds[False][1:], seconds[True][1:], strict=True)
+    pairs = zip(seconds[False][2:], seconds[True][2:], strict=True)
     return [round(plain / own, 3) for plain, own in pairs], f"{num_accepted} of {num_drafts} drafts"
 
 
@@ -153,7 +153,7 @@ def parse_args() -> argparse.Namespace:
     add("--case", nargs="+", choices=cases, default=cases, help="(default: all)")
     add("--batch", type=count, nargs="+", default=[1], help="requests (default: 1)")
     add("--new-tokens", type=count, default=128, help="(default: %(default)s)")
-    add("--repeats", type=count, default=5, help="after a warm-up (default: %(default)s)")
+    add("--repeats", type=count, default=5, help="after two warm-ups (default: %(default)s)")
     add("--json", metavar="FILE", help="append each result as a line of JSON (default: none)")
     add_engine_options(parser, "smollm2")
     return parser.parse_args(dashed(sys.argv[1:]))

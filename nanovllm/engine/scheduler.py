@@ -65,9 +65,9 @@ class Scheduler:
         # Leaders (sequences with followers) whose prefill the last plan completed.
         self._prefilled_leaders: list[Sequence] = []
         self._in_flight: deque[list[Sequence]] = deque()  # rows of each uncommitted plan
-        # Whether most rows of the newest plan in flight have drafts. Then the others wait for them:
-        # small steps in between would take as long as the next whole one.
-        self._is_mostly_drafted = False
+        # Whether many rows of the newest plan in flight have drafts. Then the others wait, too: a
+        # step without the drafted rows would take about as long as one with all rows.
+        self._has_many_drafted = False
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; a further sample of a prompt waits for its leader's prefill."""
@@ -87,7 +87,7 @@ class Scheduler:
             num_rows = min(len(self.running) + len(self.waiting), self.max_num_seqs)
             self.drafter.begin_step(num_rows, self.max_num_seqs)
             newest = self._in_flight[-1] if self._in_flight else []
-            self._is_mostly_drafted = 2 * sum(bool(seq.drafts) for seq in newest) > len(newest)
+            self._has_many_drafted = 8 * sum(bool(seq.drafts) for seq in newest) > len(newest)
         while self._prefilled_leaders:
             self._enqueue_followers(self._prefilled_leaders.pop())
         if self.waiting_for_grammar:
@@ -363,7 +363,7 @@ class Scheduler:
 
     def _must_wait(self, seq: Sequence) -> bool:
         """Whether a sequence runs only once the host knows its pending token."""
-        if seq.is_serial or seq.drafts or self._is_mostly_drafted:
+        if seq.is_serial or seq.drafts or self._has_many_drafted:
             return True
         is_decode = seq.num_computed == seq.num_tokens - 1
         return self.drafter is not None and is_decode and self.drafter.is_promising(seq)

@@ -98,8 +98,8 @@ class InputBatch:
         """Apply the changes of a plan; call this between the previous step and the plan's own."""
         changes = self.changes(plan)
         if len(changes):
-            sent = self.device.upload(changes)
-            self.words.scatter_(0, sent[:, 0].long(), sent[:, 1])
+            offsets, values = self.device.upload(changes.T.astype(np.int64))
+            self.words.scatter_(0, offsets, values.view(torch.int32)[::2])  # the low halves
 
     def changes(self, plan: StepPlan) -> np.ndarray:
         """Return the changes of a plan: offsets of words and their new values, [changes, 2]."""

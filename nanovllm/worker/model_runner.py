@@ -121,18 +121,27 @@ def with_drafts_as_rows(plan: StepPlan) -> StepPlan:
     """
     if plan.num_logits.max(initial=0) <= 1:
         return plan
-    num_rows = np.maximum(plan.num_logits, 1)
-    ends = num_rows.cumsum(dtype=np.int32)
-    firsts = ends - num_rows
-    indices = np.repeat(np.arange(len(num_rows)), num_rows)
-    masked = [np.arange(firsts[row], ends[row]) for row in plan.masked_rows]
+    rows: list[tuple[int, int, int, int]] = []  # plain lists: drafts are for small batches
+    firsts = []  # first new row of each row, and the end
+    columns = plan.slots, plan.starts, plan.counts, plan.num_logits
+    for slot, start, count, num_logits in zip(*(c.tolist() for c in columns), strict=True):
+        firsts.append(len(rows))
+        if num_logits > 1:
+            rows += [(slot, start + offset, 1, 1) for offset in range(num_logits)]
+        else:
+            rows.append((slot, start, count, num_logits))
+    firsts.append(len(rows))
+    masked = [
+        new for row in plan.masked_rows.tolist() for new in range(firsts[row], firsts[row + 1])
+    ]
+    slots, starts, counts, num_logits = np.array(rows, np.int32).T
     return replace(
         plan,
-        slots=plan.slots[indices],
-        starts=(plan.starts - firsts)[indices] + np.arange(len(indices), dtype=np.int32),
-        counts=np.where(num_rows > 1, 1, plan.counts)[indices],
-        num_logits=np.minimum(plan.num_logits, 1)[indices],
-        masked_rows=np.concatenate(masked, dtype=np.int32) if masked else plan.masked_rows,
+        slots=slots,
+        starts=starts,
+        counts=counts,
+        num_logits=num_logits,
+        masked_rows=np.array(masked, np.int32),
     )
 
 
