@@ -98,7 +98,7 @@ class InputBatch:
         """Apply the changes of a plan; call this between the previous step and the plan's own."""
         changes = self.changes(plan)
         if len(changes):
-            offsets, values = self.device.upload(changes.T.astype(np.int64))
+            offsets, values = self.device.upload(np.array(changes.T, np.int64, order="C"))
             self.words.scatter_(0, offsets, values.view(torch.int32)[::2])  # the low halves
 
     def changes(self, plan: StepPlan) -> np.ndarray:
