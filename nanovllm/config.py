@@ -36,8 +36,9 @@ def tokens(text: str) -> int:
 class SpeculativeConfig:
     """The content of `EngineConfig.speculative_config`, under vLLM's names."""
 
-    method: Literal["ngram", "suffix"]
+    method: Literal["ngram", "suffix", "draft_model"]
     num_speculative_tokens: int = 7
+    model: str | None = None  # only for "draft_model"
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
@@ -48,6 +49,11 @@ class SpeculativeConfig:
             require(name in known, "speculative_config", f"made of {known}", name, ConfigError)
         config = cls(**{"method": None, **options})
         check_choices(config)
+        has_model = isinstance(config.model, str) and config.model != ""
+        is_needed = config.method == "draft_model"
+        expected = "a model" if is_needed else "given only with method draft_model"
+        is_given = has_model if is_needed else config.model is None
+        require(is_given, "speculative_config model", expected, config.model, ConfigError)
         count = config.num_speculative_tokens
         is_count = type(count) is int and 1 <= count <= MAX_SPECULATIVE_TOKENS
         expected = f"between 1 and {MAX_SPECULATIVE_TOKENS}"
@@ -118,7 +124,7 @@ class EngineConfig:
     )
     speculative_config: Mapping[str, Any] | None = option(
         None,
-        "JSON for speculative decoding: method (ngram or suffix) and num_speculative_tokens",
+        "JSON: method (ngram, suffix or draft_model), num_speculative_tokens, model",
         hash=False,
         parse=json.loads,
         unset="no drafts",
@@ -130,6 +136,13 @@ class EngineConfig:
         if self.speculative_config is None:
             return 0
         return SpeculativeConfig.read(self.speculative_config).num_speculative_tokens
+
+    @property
+    def draft_model(self) -> str | None:
+        """The draft model of speculative decoding, if it has one."""
+        if self.speculative_config is None:
+            return None
+        return SpeculativeConfig.read(self.speculative_config).model
 
     @property
     def max_num_rows(self) -> int:

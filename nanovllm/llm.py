@@ -416,11 +416,13 @@ def create_drafter(config: EngineConfig) -> Drafter | None:
     """Create the drafter of speculative decoding, if it is on."""
     if config.speculative_config is None:
         return None
-    from nanovllm.engine.drafter import Drafter
+    from nanovllm.engine.drafter import Drafter, ModelProposer, Proposer
     from nanovllm.engine.ngram_proposer import NgramProposer
 
     speculative = SpeculativeConfig.read(config.speculative_config)
-    proposer = NgramProposer(has_store=speculative.method == "suffix")
+    proposer: Proposer = ModelProposer()
+    if speculative.method != "draft_model":
+        proposer = NgramProposer(has_store=speculative.method == "suffix")
     return Drafter(proposer, speculative.num_speculative_tokens)
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen3Config
 
 from benchmarks.replayed_drafts import Replay
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.drafter import Drafter
+from nanovllm.engine.drafter import Drafter, ModelProposer
 from nanovllm.engine.request import DraftCounts
+from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import ConfigError
 from nanovllm.outputs import RequestOutput
 from tests.byte_tokenizer import with_tokenizer
-from tests.checkpoints import VOCAB_SIZE
+from tests.checkpoints import SIZES, VOCAB_SIZE, make_checkpoint
 from tests.devices import NEEDS_GPU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -150,6 +153,70 @@ def test_drafts_change_no_output(
     assert num_preemptions > 0
 
 
+class RandomDrafter(Drafter):
+    """Drafts any number of tokens at any time."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(ModelProposer(), 3)
+        self.rng = rng
+
+    def draft(self, seq: Sequence, most: int) -> list[int]:
+        proposal = self._proposer.propose(seq, self.rng.randrange(min(most, 3) + 1))
+        return [] if proposal is None else proposal.token_ids
+
+
+@pytest.mark.endurance
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("draft", ["same", "other"])
+def test_a_draft_model_changes_no_output(
+    path: str, tiny: Any, device: str, draft: str, count: Callable[[int], int]
+) -> None:
+    """The target itself as a draft model: nearly all drafts are accepted, at any temperature."""
+    has_grammars = find_spec("llguidance") is not None
+    model = path if draft == "same" else str(tiny("llama").path)
+    config = {"method": "draft_model", "num_speculative_tokens": 3, "model": model}
+    options = {**OPTIONS, "device": device}
+    if device == "cuda":
+        options["gpu_memory_utilization"] = 0.1
+    with (
+        LLM(path, **options) as plain,
+        LLM(path, **options, speculative_config=config) as large,
+        LLM(
+            path,
+            **options,
+            speculative_config=config,
+            num_kvcache_blocks=8,
+            max_num_batched_tokens=24,
+        ) as small,
+    ):
+        for seed in range(count(100)):
+            rng = random.Random(seed)
+            prompts, params = make_requests(rng, has_grammars)
+            wanted = plain.generate(prompts, params, use_tqdm=False)
+            llm = small if rng.random() < 0.5 else large
+            llm.engine.core.scheduler.drafter = RandomDrafter(rng)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            for output, want in zip(outputs, wanted, strict=True):
+                assert tokens_of(output) == tokens_of(want), seed
+                assert_equal_logprobs(output, want)
+        counts = large.engine.core.scheduler.draft_counts
+    assert counts.num_draft_tokens > 3 * count(100)
+    rate = counts.num_accepted_tokens / counts.num_draft_tokens
+    assert rate > 0.8 if draft == "same" else rate < 0.5
+
+
+def test_a_draft_model_has_the_same_vocabulary(path: str, tmp_path: Path) -> None:
+    config = Qwen3Config(**{**SIZES, "vocab_size": 64}, head_dim=32)
+    model = str(make_checkpoint(tmp_path / "small", config).path)
+    with pytest.raises(ConfigError, match="same vocabulary"):
+        LLM(
+            path,
+            **OPTIONS,
+            device="cpu",
+            speculative_config={"method": "draft_model", "model": model},
+        )
+
+
 def test_repeated_text_is_drafted(path: str) -> None:
     """A grammar that allows one text: after its first repetition every draft is accepted."""
     params = SamplingParams(
@@ -170,9 +237,11 @@ def test_repeated_text_is_drafted(path: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "method must be one of ngram, suffix"),
-        ({"method": "eagle"}, "method must be one of ngram, suffix"),
+        ({}, "method must be one of ngram, suffix, draft_model"),
+        ({"method": "eagle"}, "method must be one of ngram, suffix, draft_model"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "between 1 and 32"),
+        ({"method": "draft_model"}, "model must be a model"),
+        ({"method": "ngram", "model": "x"}, "given only with method draft_model"),
         ({"method": "ngram", "tokens": 3}, "speculative_config must be made of"),
         ("ngram", "speculative_config must be a dict"),
     ],

@@ -10,6 +10,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from nanovllm.sampling_params import NO_TOKEN
+
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
 
@@ -35,6 +37,17 @@ class Proposer(Protocol):
 
     def finished(self, seq: Sequence) -> None:
         """Forget a sequence that has ended; may be called for one that was never proposed for."""
+
+
+class ModelProposer:
+    """Leaves the drafts to the worker's draft model; the host knows only how many there are."""
+
+    def propose(self, seq: Sequence, most: int) -> Proposal | None:
+        """Return placeholders; None for a grammar, whose bitmasks depend on the drafts."""
+        return None if seq.matcher is not None else Proposal([NO_TOKEN] * most, 0)
+
+    def finished(self, seq: Sequence) -> None:
+        """Forget nothing: the worker forgets released slots."""
 
 
 @dataclass(slots=True)

@@ -128,15 +128,18 @@ class Scheduler:
                 is_finite = seq.pooled is not None and bool(np.isfinite(seq.pooled).all())
                 self._end(seq, "length" if is_finite else "error")
                 updated.append(seq)
-        token_ids = iter(result.tokens.tolist())
+        token_ids, end = result.tokens.tolist(), 0
         for seq, count in zip(rows, num_logits, strict=True):
-            new = list(islice(token_ids, count))
+            num_before, end = end, end + count
+            new = token_ids[num_before:end]
             if not new or seq.finish_reason is not None:  # it ended while the step was in flight
                 continue
             if seq.is_dropped:
                 seq.is_dropped = False
                 continue
             num_known = len(seq.token_ids)
+            if seq.drafts and result.draft_tokens is not None:
+                seq.drafts = result.draft_tokens[num_before : num_before + count - 1].tolist()
             for token_id in self._verified(seq, new) if seq.drafts else new:
                 self._append(seq, token_id)
                 if seq.finish_reason is not None:

@@ -62,7 +62,7 @@ class DraftUpdate:
 
     slot: int
     num_tokens: int  # known tokens of the sequence
-    token_ids: list[int]
+    token_ids: list[int]  # or NO_TOKEN for each, if the worker's draft model drafts them
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,8 @@ class StepResult:
     prompt_logprob_ids: IntColumn | None = None
     prompt_logprobs: npt.NDArray[np.float32] | None = None
     prompt_logprob_ranks: IntColumn | None = None
+    # [positions]: the draft after each position, if the worker's draft model drafted them.
+    draft_tokens: IntColumn | None = None
     # Vectors of the rows that complete a pooled prompt: [rows, hidden_size].
     pooled: Vector | None = None
     # Errors of logits processors, keyed by position; these sampled NO_TOKEN.

@@ -16,6 +16,7 @@ from nanovllm.engine.step import Pending
 
 if TYPE_CHECKING:
     from nanovllm.attention.backend import AttentionBackend
+    from nanovllm.config import EngineConfig
     from nanovllm.models.decoder import DecoderModel
     from nanovllm.ops.interface import Ops
     from nanovllm.ops.tp_group import TPGroup
@@ -44,6 +45,9 @@ class Device(Protocol):
         """Return a context whose work runs after that of earlier ones, as on a CUDA stream."""
 
     # Building models.
+
+    def for_draft_model(self, config: EngineConfig) -> Device:
+        """Create the object of the same device for a second model, whose graphs are separate."""
 
     def choose_dtype(self, asked: str, checkpoint_dtype: str) -> torch.dtype:
         """Resolve `dtype`, which may be "auto", for a checkpoint stored as `checkpoint_dtype`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from nanovllm.engine.step import NewRow, StepPlan
 from nanovllm.ops.interface import Sampling
 from nanovllm.ops.torch_sampling import SamplingColumns
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import NO_TOKEN, SamplingParams
 from nanovllm.worker.device_interface import Device
 
 INT32_MAX = 2**31 - 1
@@ -112,9 +112,12 @@ class InputBatch:
         for update in plan.draft_updates:
             num_drafts = len(update.token_ids)
             first = self._offsets["tokens"] + update.slot * self.tokens.shape[1] + update.num_tokens
-            entries = [*range(first, first + num_drafts), self._offsets["lengths"] + update.slot]
-            values = [*update.token_ids, update.num_tokens + num_drafts]
-            changes.append((np.array(entries), np.array(values, np.int32)))
+            entries = [self._offsets["lengths"] + update.slot]
+            words = [update.num_tokens + num_drafts]
+            if NO_TOKEN not in update.token_ids:
+                entries += range(first, first + num_drafts)
+                words += update.token_ids
+            changes.append((np.array(entries), np.array(words, np.int32)))
         if not changes:
             return np.empty((0, 2), np.int32)
         offsets, values = (np.concatenate(part) for part in zip(*changes, strict=True))

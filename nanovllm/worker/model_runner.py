@@ -11,9 +11,17 @@ from torch import Tensor
 
 from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
 from nanovllm.worker.device_interface import Device
-from nanovllm.worker.forward import EagerForward, Forward, Sampled, StepLogits
+from nanovllm.worker.forward import (
+    EagerForward,
+    Forward,
+    Sampled,
+    StepLogits,
+    has_drafts,
+    sampled_rows,
+)
 
 if TYPE_CHECKING:
+    from nanovllm.worker.draft_model import DraftModel
     from nanovllm.worker.request_extras import Extras, StepExtras
 
 Sampler = Callable[[StepLogits, StepPlan], Sampled]
@@ -42,6 +50,7 @@ class Unsampled:
     plan: StepPlan
     logits: StepLogits
     extras: StepExtras | None
+    draft_tokens: Tensor | None = None  # see StepResult
     sampled: list[Pending[StepResult]] = field(default_factory=list)  # has one item after sampling
 
 
@@ -56,11 +65,14 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         self.device = self.eager.input_batch.device
+        self.draft_model: DraftModel | None = None
         self.extras: Extras | None = None  # created by the first request beyond plain sampling
         self._unsampled: Unsampled | None = None
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue a step on the device; the next one may be queued before it ends."""
+        if self.draft_model is not None:
+            plan = self.draft_model.run(plan)
         plan = with_drafts_as_rows(plan)
         if self.extras is None and not all(row.is_plain for row in plan.new_rows):
             from nanovllm.worker.request_extras import Extras
@@ -69,10 +81,15 @@ class ModelRunner:
         if plan.block_copies:
             self.eager.copy_blocks(plan)
         if self.extras is None:
-            step = Unsampled(plan, self.forward(plan), None)
+            logits, extras = self.forward(plan), None
         else:
             self.extras.update(plan)
-            step = Unsampled(plan, *self.extras.run(plan, self.forward))
+            logits, extras = self.extras.run(plan, self.forward)
+        drafts = None
+        if self.draft_model is not None and has_drafts(plan):  # before the sampler overwrites them
+            slots, positions = map(self.device.upload, sampled_rows(plan))
+            drafts = self.eager.input_batch.tokens[slots, positions]
+        step = Unsampled(plan, logits, extras, drafts)
         if not len(plan.masked_rows):
             return self._fetch(step, self.sampler(step.logits, plan))
         self._unsampled = step
@@ -95,6 +112,8 @@ class ModelRunner:
         results: dict[str, Tensor] = {}
         if self.extras is not None and step.extras is not None:
             results = self.extras.finish(step.extras, sampled.tokens)
+        if step.draft_tokens is not None:
+            results = {**results, "draft_tokens": step.draft_tokens}
         tokens = sampled.tokens if sampled.host is None else sampled.host
         fetched, names = self.device.fetch(tokens, *results.values()), list(results)
         return Pending(lambda: self._result(fetched, names, step.extras))
@@ -105,12 +124,12 @@ class ModelRunner:
         tokens, *others = fetched.result()
         if self.steps is not None and self.steps.has_lost_step():
             return StepResult(tokens, is_lost=True)
+        arrays: dict[str, Any] = dict(zip(names, others, strict=True))
         if extras is None:
-            return StepResult(tokens)
+            return StepResult(tokens, **arrays)
         for row, slot_extras in extras.by_row.items():
             if slot_extras.processors:
                 slot_extras.output_ids.append(int(tokens[row]))
-        arrays: dict[str, Any] = dict(zip(names, others, strict=True))
         return StepResult(tokens, **arrays, failures=extras.failures)
 
 

@@ -72,6 +72,7 @@ class CudaDevice:
     token_logprobs = staticmethod(logprobs.token_logprobs)
     apply_token_bitmask = staticmethod(masks.apply_token_bitmask)
     persistent: PersistentStep | None = None  # set once a model is loaded
+    _other: CudaDevice | None = None  # for the draft model
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
         self.config, self.group = config, group
@@ -81,6 +82,10 @@ class CudaDevice:
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._capture_stream = torch.cuda.Stream(self.torch_device)
         self._step_bytes = self._graph_bytes = 0
+
+    def for_draft_model(self, config: EngineConfig) -> CudaDevice:
+        self._other = CudaDevice(config, self.group)
+        return self._other
 
     def in_order(self) -> AbstractContextManager[object]:
         """Make the device and its stream current in the calling thread."""
@@ -345,4 +350,5 @@ class CudaDevice:
     def _account(self) -> MemoryAccount:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         utilization = self.config.gpu_memory_utilization
-        return MemoryAccount(total, utilization, total - free, self._step_bytes, self._graph_bytes)
+        graph_bytes = self._graph_bytes + (self._other._graph_bytes if self._other else 0)
+        return MemoryAccount(total, utilization, total - free, self._step_bytes, graph_bytes)
