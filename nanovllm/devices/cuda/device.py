@@ -59,7 +59,7 @@ KERNEL_OPTIONS = (  # options that determine which kernels are compiled
     "quantization",
     "kv_cache_dtype",
 )
-MIN_PROCESSES, MAX_PROCESSES = 4, 12  # compiler processes; fewer are not worth starting
+MIN_PROCESSES, MAX_PROCESSES = 4, 12  # compiler processes; with fewer than 4 cores, none
 DRIVER_BYTES = 1 << 29  # memory that graphs use besides logits and activations
 
 
@@ -242,7 +242,7 @@ class CudaDevice:
         assert tensor.is_contiguous()
         memory = {
             "shape": tuple(tensor.shape),
-            "typestr": f"<i{tensor.itemsize}",  # as integers: the interface lacks bfloat16
+            "typestr": f"<i{tensor.itemsize}",  # integers, because the interface lacks bfloat16
             "data": (tensor.data_ptr(), False),
             "version": 2,
         }

@@ -105,7 +105,7 @@ def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: i
 
 
 def suits_large_tiles(num_rows: int, num_kv_heads: int, num_splits: int) -> bool:
-    """Whether large tiles are faster on Hopper: with two splits, each SM has about two CTAs."""
+    """Whether large tiles are faster on Hopper: with two splits and a moderate number of pairs."""
     return num_splits == 2 and num_rows * num_kv_heads in LARGE_TILE_PAIRS
 
 

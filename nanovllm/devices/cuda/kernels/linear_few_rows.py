@@ -225,6 +225,8 @@ def add_partials(sums, partials):  # type: ignore[no-untyped-def]
     if is_last:
         tl.store(partials[1] + tile, 0)
         sums = tl.zeros_like(sums)
-        for split in tl.range(0, num_splits):  # the order does not depend on which CTA is last
+        for split in tl.range(
+            0, num_splits
+        ):  # always in the same order, so the sum is deterministic
             sums += tl.load(first + split * SIZE + offsets, cache_modifier=".cg")
     return sums, is_last

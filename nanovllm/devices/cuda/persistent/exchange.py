@@ -45,7 +45,7 @@ PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 def poll_asm(loads, flag, has_halves=True, predicates=None):
     """Return PTX that loads words, and reloads those that are EMPTY or have an EMPTY half.
 
-    `loads` is a list of (names of words, address). `predicates` names an operand for each load:
+    `loads` is a list of (register names, address). `predicates` names an operand for each load:
     where it is 0, nothing is loaded, and the words keep their values. The first loads come before
     the loop: words that are written only inside it would occupy registers from the start of the
     kernel. The warp reconverges at the end.
@@ -71,7 +71,7 @@ def poll_asm(loads, flag, has_halves=True, predicates=None):
 def missing_asm(words, target, has_halves):
     """Return PTX that sets bits of `target` if a word, or a half of one, is EMPTY.
 
-    Of all halves with a sign bit, only 0xFFFF borrows when subtracted from 0xFFFE.
+    Only if a half h is EMPTY (0xFFFF), both h and 0xFFFE - h have their sign bit set.
     """
     code = f"mov.u32 {target}, 0; "
     if not has_halves:
@@ -171,9 +171,9 @@ class Exchange:
     """A bfloat16 vector per row; each CTA stores 8 columns of each block, and reads all columns.
 
     Memory is [buffers, 2 copies, rows, size]: half of the CTAs read each copy. A vector may consist
-    of parts that are padded to a capacity. Padding is never written and stays zero. With `of_all`,
-    CTAs without values store zeros, so that a reader of the whole vector knows that every CTA has
-    stored.
+    of parts, each padded to `capacity` columns. Padding is never written and stays zero. With
+    `of_all`, CTAs without values store zeros, so that a reader of the whole vector knows that every
+    CTA has reached this exchange.
     """
 
     memory: gl.tensor
