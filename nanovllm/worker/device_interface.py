@@ -36,12 +36,12 @@ class Device(Protocol):
 
     torch_device: torch.device
     group: TPGroup  # tensor-parallel ranks that share the model
-    depth: int  # default pipeline depth, the fastest one in benchmarks
+    depth: int  # default number of steps queued ahead, the fastest in benchmarks
     name: str  # "cpu" or "cuda"
     device_name: str  # the vendor's product name
 
     def in_order(self) -> AbstractContextManager[object]:
-        """Return a context whose work runs after that of earlier ones, as on a CUDA stream."""
+        """Return a context in which work is queued in order, as on one CUDA stream."""
 
     # Building models.
 
@@ -95,7 +95,7 @@ class Device(Protocol):
         """Return (pinned) host memory that `readable` need not copy."""
 
     def readable(self, array: np.ndarray) -> Tensor:
-        """Return the array as a tensor that kernels can read; it must not change before they do."""
+        """Return the array as a tensor for kernels; it must not change until they have run."""
 
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
         """Start copying tensors to the host; the result waits for the copies."""

@@ -82,7 +82,7 @@ class LoadingLayers:
 
     def loaded(self, name: str) -> None:
         """Record that a tensor is loaded; process its layer if that was the last of its tensors."""
-        del self.expected[name]  # it refers to the weights that processing replaces
+        del self.expected[name]  # drop its reference to weights that processing replaces
         layer = self._layer_of[name]
         self._num_missing[layer] -= 1
         if self._num_missing[layer] == 0:

@@ -1,8 +1,8 @@
-"""Edit logits between the model and the sampler, for the rows that ask for it.
+"""Edit logits between the model and the sampler, for the rows that request it.
 
-Users may rely on the order of `LogitsEdits.apply` (docs/offline.md); logits processors run after
-it. A row's newest token may be known only to the device, so `LogitsEdits` reads tokens from the
-InputBatch and never waits for the device.
+Users may rely on the order of `LogitsEdits.apply` (docs/offline.md); logits processors run
+afterwards. A row's newest token may be known only to the device, so `LogitsEdits` reads tokens from
+the InputBatch and never waits for the device.
 """
 
 from __future__ import annotations
