@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class CpuFeatures:
-    """What this CPU and torch do fast; other dtypes work too, upcast to float32 where faster."""
+    """The dtypes that this CPU and torch process fast; others may be upcast to float32."""
 
     packs: frozenset[torch.dtype]  # dtypes whose weights oneDNN can repack into its own layout
     multiplies: frozenset[torch.dtype]  # dtypes with native GEMMs, as fast as float32
@@ -54,7 +54,10 @@ def _can_pack(dtype: torch.dtype) -> bool:
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(x, 16)
         torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-    except (AttributeError, RuntimeError):  # built without it, or not for this CPU
+    except (
+        AttributeError,
+        RuntimeError,
+    ):  # torch lacks oneDNN, or oneDNN does not support this CPU
         return False
     return True
 

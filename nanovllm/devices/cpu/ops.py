@@ -72,7 +72,7 @@ class NumbaOps:
         return out
 
     def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        assert hidden.scales is None, "only products on a GPU have scales"
+        assert hidden.scales is None, "only FP8 GEMMs on a GPU return scales"
         residual, update = hidden.residual, hidden.update
         num_rows, dim = residual.shape
         out = self._empty(num_rows, dim) if update is None else update
