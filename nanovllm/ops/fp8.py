@@ -2,7 +2,8 @@
 
 A row of the KV cache has one scale, a power of two. Dividing by it is exact, so every device
 quantizes to the same values. A dequantized value is exact in bfloat16, so kernels may apply the
-scale to keys, scores or probabilities. It is stored as the exponent of a float32, in one byte.
+scale to keys, scores or probabilities. Only the biased exponent of the scale is stored, in one
+byte.
 
 Keys have outliers in the same few columns as queries. Quantized directly, these columns would
 dominate the error of the attention scores. So queries and keys are first multiplied by a Hadamard
