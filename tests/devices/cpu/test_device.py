@@ -133,7 +133,7 @@ def test_the_cache_takes_at_most_a_quarter(
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_second_copy_takes_at_most_an_eighth(limits: Limits, version: int) -> None:
     device = cpu_device()
-    assert device.has_room_for_copy(2 * GIB)  # of 16
+    assert device.has_room_for_copy(2 * GIB)  # an eighth of 16
     assert not device.has_room_for_copy(2 * GIB + 1)
     limits(version, 8 * GIB, 0)
     assert device.has_room_for_copy(GIB)

@@ -177,7 +177,7 @@ class OneToken:
 
 
 def check_masks(root: Path) -> None:
-    """One graph applies bitmasks and samples a decode step, wherever the bitmasks are."""
+    """One graph applies bitmasks and samples, for decode steps of every batch size."""
     path = make_checkpoint(root / "masks", ONE_LAYER).path
     with (
         mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),

@@ -94,7 +94,7 @@ class RandomStep:
     def errors(
         self, slots: list[int], lengths: dict[int, int], verifies: bool = False
     ) -> tuple[float, float, float]:
-        """Run rows; return the largest errors of the kernel and of bfloat16, and the cache's."""
+        """Run rows; return the errors of the kernel, of torch in bfloat16, and of the cache."""
         rows = [
             (row, slot, lengths[slot] - (slots[row + 1 :].count(slot) if verifies else 0))
             for row, slot in enumerate(slots)

@@ -221,7 +221,7 @@ def check_splits(vocab_size: int, device: str) -> None:
 
 
 def check_both_searches(dtype: torch.dtype, device: str) -> None:
-    """The cut is among the candidates or beyond them, with many ties, or with few tokens."""
+    """The threshold is among the candidates or beyond them, with many ties, or with few tokens."""
     vocab_size = 5003
     rows = [Row(top_k=20), Row(top_k=4000), Row(0.1, top_p=0.5), Row(100.0, top_p=0.9)]
     rows += [Row(top_k=9), Row(top_k=600), Row(top_k=600)]
