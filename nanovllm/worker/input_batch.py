@@ -95,7 +95,7 @@ class InputBatch:
         self._sampling = np.zeros(num_slots, np.int32)  # Sampling flags of each slot, on the host
 
     def update(self, plan: StepPlan) -> None:
-        """Apply the changes of a plan; call this between the previous step and the plan's own."""
+        """Apply the changes of a plan; call this after the previous step, before the plan's own."""
         changes = self.changes(plan)
         if len(changes):
             sent = self.device.upload(changes)

@@ -65,7 +65,7 @@ def load_weights(
 class LoadingLayers:
     """The layers of a model; each processes its weights as soon as all its tensors are loaded.
 
-    Processing frees the weights it replaces, so at most one layer takes memory twice.
+    Processing frees the weights it replaces, so at most one layer's weights are in memory twice.
     """
 
     def __init__(self, model: nn.Module, device: Device) -> None:

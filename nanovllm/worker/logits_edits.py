@@ -30,7 +30,7 @@ MAX_TOKENS = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class SlotExtras:
-    """Features beyond plain sampling of the sequence in a slot, and their state between steps."""
+    """The features beyond plain sampling that a slot's sequence requested, and their state."""
 
     row: NewRow
     has_edits: bool

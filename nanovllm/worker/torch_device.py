@@ -52,7 +52,7 @@ class TorchDevice:
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
         self.config, self.group = config, group
-        self.num_ranks = group.size * config.data_parallel_size  # they share this machine's memory
+        self.num_ranks = group.size * config.data_parallel_size  # ranks that share this memory
 
     def in_order(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -17,7 +17,7 @@ class CpuFeatures:
     has_compiler: bool  # numba, for our own kernels, which upcast weights as they read them
 
     def matmul_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype for GEMMs; one that torch emulates would be up to 300 times slower."""
+        """Return the dtype for GEMMs; dtypes that torch emulates are up to 300 times slower."""
         return dtype if dtype in self.multiplies else torch.float32
 
     def runs_kernels(self, dtype: torch.dtype) -> bool:
@@ -54,10 +54,7 @@ def _can_pack(dtype: torch.dtype) -> bool:
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(x, 16)
         torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-    except (
-        AttributeError,
-        RuntimeError,
-    ):  # torch lacks oneDNN, or oneDNN does not support this CPU
+    except (AttributeError, RuntimeError):  # no oneDNN, or not for this CPU
         return False
     return True
 

@@ -167,7 +167,7 @@ class DecodeGraphs:
     def shared_graph(self, size: int) -> DecodeGraph:
         """Return the shared-prefix graph of a bucket; capture it on first use.
 
-        Capturing in the middle of a step may run the step twice, which is safe: it is idempotent.
+        Capturing in the middle of a step may run it twice. That is safe: steps are idempotent.
         """
         if size not in self.shared_graphs:
             shared = self.prefixes.rows(size)

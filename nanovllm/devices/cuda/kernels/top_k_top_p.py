@@ -357,7 +357,7 @@ def _descend(  # type: ignore[no-untyped-def]
     KEY_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the largest key such that the keys >= it have a total weight of at least `target`.
+    """Return the largest key such that all keys >= this key weigh at least `target` in total.
 
     It is determined bit by bit. Without `keys`, the logits of the whole row are the keys.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRITON = "3.6."  # supported release: the API of gluon changes with every one
+TRITON = "3.6."  # the supported release: gluon's API changes with every release
 
 
 def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:

@@ -46,7 +46,7 @@ from nanovllm.devices.cuda.persistent.tile_mma import (
     unpacked,
 )
 
-# Layout [8 warps, 8 heads or words, 4 threads, 8 keys].
+# Layout of a tensor [8 warps, 8 heads or words, 4 threads, 8 keys].
 TILE = gl.constexpr(gl.BlockedLayout([1, 1, 1, 8], [1, 8, 4, 1], [8, 1, 1, 1], [3, 2, 1, 0]))
 SCORES = gl.constexpr(gl.SliceLayout(0, TILE.value))  # [8 heads, 4 threads, 8 keys]
 HEADS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, SCORES.value)))
@@ -217,7 +217,7 @@ class Segment:
 
     row: gl.tensor
     head: gl.tensor
-    before: gl.tensor  # number of earlier rows of the same sequence
+    before: gl.tensor  # number of earlier rows that belong to the same sequence
     position: gl.tensor  # position of the row's token
     oldest: gl.tensor  # first key inside the sliding window
     start: gl.tensor  # first key of the row's first split
@@ -257,7 +257,7 @@ class Attention:
     dim: gl.constexpr
     block_size: gl.constexpr
     rows: gl.constexpr
-    new: gl.constexpr  # maximum number of rows of one sequence
+    new: gl.constexpr  # maximum number of rows that belong to one sequence
     has_window: gl.constexpr
 
     @gluon.constexpr_function
@@ -364,7 +364,7 @@ class Attention:
 
     @gluon.jit
     def key_index(self):
-        """Indices 0 to 31 of the keys as [4, 8], in the layout of the keys."""
+        """Indices of 32 keys, as a tensor [4, 8] in the layout of the keys."""
         K: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, key_layout()))
         row = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, K)), 1)
         return row * 8 + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, K)), 0)
@@ -382,7 +382,7 @@ class Attention:
 
     @gluon.jit
     def load_values(self, cache, offset, num_keys):
-        """Load a word of each of 8 value vectors per thread; a warp has 16 of the dimensions."""
+        """Load a word of each of 8 value vectors per thread; a warp covers 16 dimensions."""
         STRIDE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
         warp, n, q = thread_indices()
         word = warp % (self.dim // 16) * 8 + n
@@ -446,7 +446,7 @@ class Attention:
         offset = (segment.row - behind) * self.qkv.size + head * D + self.column() * 2
         addresses = (self.qkv.address(buffer) + offset).to(gl.int64)
         N: gl.constexpr = VECTORS // 8
-        a, b = gl.inline_asm_elementwise(  # a thread has two adjacent elements of each half
+        a, b = gl.inline_asm_elementwise(  # a thread has two elements of each half of a head
             poll_heads_asm(N, D), registers(2 * N, 2 * N),
             [addresses, addresses * 0 + self.qkv.flag.to(gl.int64)], words_type(2), False, N,
         )  # fmt: skip
@@ -647,7 +647,7 @@ class Attention:
 
     @gluon.jit
     def partial_address(self, buffer, row, group, split):
-        """Address of a split's partial for 8 columns: sums, maximum score and denominator."""
+        """Address of the partial result of a split for one 8-column group of a row."""
         WIDTH: gl.constexpr = self.num_heads * self.dim
         S: gl.constexpr = num_splits(self.num_kv_heads)
         index = ((buffer * self.rows + row) * num_output_groups(WIDTH) + group) * S + split
@@ -655,7 +655,7 @@ class Attention:
 
     @gluon.jit
     def merge_indices(self):
-        """Indices of a thread's row, chunk and split in `merge`."""
+        """Return the batch row, chunk and split that each thread handles in `merge`."""
         L: gl.constexpr = merge_layout(self.num_kv_heads)
         C: gl.constexpr = merge_groups(self.num_heads * self.dim, self.num_kv_heads, self.rows)
         S: gl.constexpr = num_splits(self.num_kv_heads)

@@ -37,7 +37,7 @@ class StepLayer:
     norm: NormWeights
     mlp_norm: NormWeights
     qk_norm: QKNormWeights | None
-    linears: list[CudaLinear]  # qkv, o, and either gate_up and down or the router
+    linears: list[CudaLinear]  # qkv and o, then gate_up and down, or the router
     experts: CudaExperts | None
 
     @property

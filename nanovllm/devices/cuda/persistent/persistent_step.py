@@ -212,7 +212,7 @@ def make_descriptor(weight: Tensor, piece: int) -> TensorDescriptor:
 
 
 def arrange_scales(scales: Tensor, bits: int, is_of_experts: bool = False) -> Tensor:
-    """Group the scales [..., out, groups] of each 8 weight rows, quant group by quant group.
+    """Transpose scales [..., out, groups] to [..., out / 8, groups, 8], and flatten them.
 
     Weight rows are padded to whole tiles or, for `down` of experts, to `expert_segments`.
     """

@@ -61,7 +61,7 @@ class StepShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mlp: int  # intermediate size; with experts, the sum over the chosen ones
+    mlp: int  # intermediate size; with experts, the sum over the chosen experts
     vocab: int
     bits: int = 16  # bits per weight; the LM head and the router always have 16
     experts: ExpertsShape = NO_EXPERTS
@@ -172,7 +172,7 @@ class RowFormat:
     """Layout of a projection's weight rows, and the number of batch rows they are multiplied by."""
 
     tiles: int  # tiles per weight row
-    halves: int  # halves of each tile in use
+    halves: int  # halves of each tile that are used: 1 or 2
     bits: int  # bits per weight
     rows: int = 1  # batch rows
 
@@ -346,7 +346,7 @@ def num_slots(shape, rows):
 
 @gluon.constexpr_function
 def num_sum_blocks(shape, rows):
-    """Number of blocks whose sums fit into shared memory: enough for what any phase reduces."""
+    """Number of blocks for whose sums shared memory is allocated: enough for every phase."""
     row_format, head = format_of(shape.hidden, shape.bits, rows), format_of(shape.hidden, 16, rows)
     return power_of_two(
         max(
@@ -445,7 +445,7 @@ def key_layout():
 
 @gluon.constexpr_function
 def num_head_vectors(group, new):
-    """Number of head vectors of a segment, padded: a GQA group's queries, `new` keys and values."""
+    """Padded number of head vectors of a segment: queries of a GQA group, `new` keys and values."""
     return max(8, power_of_two(group + 2 * new))
 
 

@@ -112,7 +112,7 @@ class Stream:
     words: gl.shared_memory_descriptor  # the memory of the ring, as int32 words
     scales: gl.shared_memory_descriptor  # scales of quantized weights, for each slot
     full: gl.shared_memory_descriptor  # mbarrier per slot; completes when its tile has arrived
-    used: gl.shared_memory_descriptor  # mbarriers of groups, in rotation; see `release`
+    used: gl.shared_memory_descriptor  # mbarriers of groups, in rotation; completed by `release`
     sums: gl.shared_memory_descriptor  # the warps' sums: [8 warps, blocks, rows, 8 weight rows]
     more_sums: gl.shared_memory_descriptor  # like `sums`, for `up` while `sums` has `gate`
     cta: gl.tensor  # index of this CTA
