@@ -28,7 +28,7 @@ class QuantLayout:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """One scheme for every quantized projection of a checkpoint."""
+    """The quantization scheme that all quantized projections of a checkpoint share."""
 
     method: str  # one of QUANTIZATION_METHODS
     scheme: Scheme  # the storage format, or round_to_fp8: quantize while loading

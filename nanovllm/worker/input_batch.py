@@ -17,12 +17,12 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.worker.device_interface import Device
 
 INT32_MAX = 2**31 - 1
-ALIGNMENT = 4  # words; kernels read a column faster if it begins at a multiple of 16 bytes
+ALIGNMENT = 4  # in words: kernels read a column faster if it begins at a multiple of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SlotField:
-    """A column: `width` numbers per slot (None: one), and their initial value for a sequence."""
+    """A column of InputBatch: `width` numbers per slot (None: one), set when a sequence enters."""
 
     dtype: type[np.number[Any]]
     value: Callable[[NewRow], Any]

@@ -26,7 +26,7 @@ from nanovllm.worker.quantized_layouts import log_dequantized
 
 logger = logging.getLogger(__name__)
 
-NUM_READERS = 2  # threads: one reads a file while the other copies, which torch parallelizes
+NUM_READERS = 2  # reader threads: one reads a file while the other copies a tensor
 MAX_NAMED = 5  # maximum number of problems listed in an error
 # Some exporters write these: RoPE frequencies, which the config implies, and a tied embedding.
 IGNORED = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")

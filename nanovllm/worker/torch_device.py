@@ -45,7 +45,7 @@ class TorchDevice:
     """
 
     torch_device = torch.device("cpu")
-    depth = 0  # measured by benchmarks/engine/cpu_choices.py
+    depth = 0  # the fastest in benchmarks/engine/cpu_choices.py
     name = device_name = "cpu"
     token_logprobs = staticmethod(torch_logits.token_logprobs)
     apply_token_bitmask = staticmethod(torch_logits.apply_token_bitmask)

@@ -55,7 +55,7 @@ KERNEL_OPTIONS = (  # options that determine which kernels are compiled
     "kvcache_block_size",
     "attention_backend",
     "enforce_eager",
-    "model",  # its weights may be quantized
+    "model",  # quantized weights need other kernels
     "quantization",
     "kv_cache_dtype",
 )
@@ -209,7 +209,7 @@ class CudaDevice:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def _pin(self, array: np.ndarray) -> Tensor:
-        """Copy an array to pinned memory; torch reuses it only after copies from it complete."""
+        """Copy an array to pinned memory, which torch reuses only once copies from it are done."""
         source = torch.from_numpy(np.ascontiguousarray(array))
         pinned = self.pinned(source)
         # Copy with numpy: torch's threads would spin for milliseconds after a large copy.

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 MAX_TOKENS = 4096  # with more tokens, the device takes longer than the launches
 MAX_ROWS = 256  # maximum rows: a graph computes the logits of all rows, including padding
 MAX_PROMPTS = 16  # maximum prefill rows (of more than one token) of a bucket
-# Many short prompts have their own buckets. The attention grid is sized as if every prompt had the
-# maximum length, and CTAs without queries take time too, so the maximum must be small there.
+# Many short prompts have their own buckets, with a small maximum length: the attention grid is
+# sized as if every prompt had the maximum length, and CTAs without queries take time, too.
 MANY_PROMPTS, MANY_LEN = 64, 512  # maximum prompts of such a bucket, and tokens of each prompt
 MIN_MANY_TOKENS, MAX_MANY_TOKENS = 1024, 8192  # bounds on the total tokens of such a bucket
 LAYER_MACS = 3 << 36  # multiply-adds that take as long as launching the kernels of a layer

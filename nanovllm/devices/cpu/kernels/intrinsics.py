@@ -173,4 +173,4 @@ def prefetch(builder: Any, pointer: Any, index: Any) -> None:
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, i32, i32, i32])
     name = "llvm.prefetch.p0"
     function = cgutils.get_or_insert_function(builder.module, function_type, name)
-    builder.call(function, [address, i32(0), i32(3), i32(1)])  # a read, to all levels, of data
+    builder.call(function, [address, i32(0), i32(3), i32(1)])  # read, all cache levels, data

@@ -25,7 +25,7 @@ TRITON = "3.6."  # the supported release: gluon's API changes with every release
 def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
     """Return the persistent step of a loaded model, or None if the kernel does not support it.
 
-    The weights are moved: one tensor holds those of a projection (qkv, o, ...) of all layers.
+    The weights of each projection (qkv, o, ...) are moved into one tensor for all layers.
     """
     problem = f"triton is {triton.__version__}, not {TRITON}x"
     if triton.__version__.startswith(TRITON):
