@@ -22,7 +22,7 @@ LARGEST_FP8 = 448.0
 SMALLEST_SCALE = 2.0**-126  # scale of all-zero rows; its reciprocal is finite
 
 # Scales range from 2**-63 to 2**119, so that 448 times the largest scale is a finite float32. A row
-# with NaN or infinity stores NaN values, and an exponent with which 448 would overflow.
+# with NaN or infinity stores NaN values and the exponent NOT_FINITE.
 MIN_EXPONENT, MAX_EXPONENT, NOT_FINITE = 64, 246, 254
 INFINITY_BITS = 0x7F800000
 # Adding ROUND_UP to the bits of a float32 carries into its exponent if the significand exceeds

@@ -92,7 +92,7 @@ class Device(Protocol):
         """Copy an array to the device without waiting; the array must not change afterwards."""
 
     def host_memory(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        """Return (pinned) host memory that `readable` need not copy."""
+        """Allocate host memory, pinned if the device supports it, that `readable` does not copy."""
 
     def readable(self, array: np.ndarray) -> Tensor:
         """Return the array as a tensor for kernels; it must not change until they have run."""

@@ -81,7 +81,7 @@ def _gguf_layouts(types: Mapping[str, str]) -> Layouts:
 
 
 def log_dequantized(tensors: list[StoredTensor], expected: dict[str, ExpectedTensor]) -> None:
-    """Log which quantized weights are dequantized, because they take more memory than the file."""
+    """Log which quantized weights are dequantized, and so take more memory than in the file."""
     stored = [tensor.name for tensor in tensors if tensor.read_quantized is not None]
     dense = [name for name in stored if not expected[name].is_quantized]
     if not dense:

@@ -26,7 +26,7 @@ from nanovllm.errors import CheckpointError
 from nanovllm.ops.fp8 import FP8, quantize_rows
 
 PER_CHANNEL = QuantLayout("fp8", -1)
-# Projections of layers, but not routers, whose choices depend on small differences.
+# Matches the projections of layers, but not routers: their choices depend on small differences.
 PROJECTION = re.compile(r"model\.layers\.(\d+)\..*(?<!\.gate)\.weight")
 
 

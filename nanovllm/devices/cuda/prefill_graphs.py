@@ -30,7 +30,7 @@ from nanovllm.worker.forward import EagerForward, StepLogits
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
 
-MAX_TOKENS = 4096  # with more tokens, the device takes longer than the launches
+MAX_TOKENS = 4096  # maximum tokens: with more, the device takes longer than the launches
 MAX_ROWS = 256  # maximum rows: a graph computes the logits of all rows, including padding
 MAX_PROMPTS = 16  # maximum prefill rows (of more than one token) of a bucket
 # Many short prompts have their own buckets, with a small maximum length: the attention grid is

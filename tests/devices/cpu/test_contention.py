@@ -1,4 +1,4 @@
-"""Use all threads while cores are idle, one while others keep them busy, and switch back."""
+"""Use all threads while cores are idle, one while other processes use them; switch back."""
 
 from __future__ import annotations
 

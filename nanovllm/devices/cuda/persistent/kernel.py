@@ -202,7 +202,7 @@ def select(condition, ours, others):
 
 @gluon.jit
 def project_gate_up(stream, t, g, exchanges, norm, parameters, experts, buffer):
-    """Compute gate and up, whose blocks alternate, from y, and publish silu(gate) * up."""
+    """Compute gate and up from the normalized y, block by block, and publish silu(gate) * up."""
     if experts.count > 0:
         x, inv_rms, t, g = route(stream, t, g, exchanges, norm, parameters, experts, buffer)
     B: gl.constexpr = num_blocks(exchanges.gated.width)

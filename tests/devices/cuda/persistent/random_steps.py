@@ -41,7 +41,7 @@ class RandomStep:
     ) -> None:
         self.shape, self.variant = shape, variant
         self.generator = torch.Generator("cuda").manual_seed(0)
-        self._given: dict[str, StackedQuantized] = {}  # quantized weights, for the kernel
+        self._given: dict[str, StackedQuantized] = {}  # quantized weights as the kernel gets them
         self.tensors = self._tensors(max_context)
         experts, scale = shape.experts, shape.head_dim**-0.5
         routing = Routing(experts.top_k, experts.is_normalized) if experts.num_experts else None

@@ -144,7 +144,7 @@ def as_codes(caches: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
 
 
 def place_rows(counts: Tensor, generator: torch.Generator) -> Tensor:
-    """Assign tokens to the rows in another order, with an unused token between them."""
+    """Assign tokens to the rows in random order; one token stays unused."""
     order = torch.randperm(len(counts), generator=generator)
     starts = torch.empty_like(counts)
     starts[order] = counts[order].cumsum(0) - counts[order]
