@@ -36,7 +36,7 @@ class Device(Protocol):
 
     torch_device: torch.device
     group: TPGroup  # tensor-parallel ranks that share the model
-    depth: int  # default number of steps queued ahead, the fastest in benchmarks
+    depth: int  # default pipeline depth (steps queued ahead), the fastest in benchmarks
     name: str  # "cpu" or "cuda"
     device_name: str  # the vendor's product name
 

@@ -74,7 +74,7 @@ def eight_words(t, SEGMENTS: gl.constexpr):
 
 @gluon.jit
 def finite(x):
-    """Replace NaN and infinity by 0: multiplied by a masked key's probability, 0, they give NaN."""
+    """Replace NaN and infinity by 0: times a masked key's probability, 0, they would give NaN."""
     return gl.where(x * 0.0 == 0.0, x, 0.0)
 
 

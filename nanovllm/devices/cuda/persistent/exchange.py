@@ -71,7 +71,7 @@ def poll_asm(loads, flag, has_halves=True, predicates=None):
 def missing_asm(words, target, has_halves):
     """Return PTX that sets bits of `target` if a word, or a half of one, is EMPTY.
 
-    A half h is EMPTY (0xFFFF) only if both h and 0xFFFE - h have their sign bit set.
+    A half h is EMPTY (0xFFFF) exactly if both h and 0xFFFE - h have their sign bit set.
     """
     code = f"mov.u32 {target}, 0; "
     if not has_halves:

@@ -420,7 +420,7 @@ def num_splits(num_kv_heads):
 
 @gluon.constexpr_function
 def num_output_groups(q_width):
-    """Number of 8-column groups of a row's attention output, padded to a multiple of the CTAs."""
+    """Number of 8-column groups of a row's attention output, padded to a multiple of 128 CTAs."""
     return -(-q_width // 1024) * 128
 
 
