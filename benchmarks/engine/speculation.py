@@ -6,7 +6,8 @@
 `copy` repeats a text of the prompt, `chat` asks unrelated questions. The proposer of `wrong` is
 always wrong; that of `replay` knows the output, and corrupts a fifth of its drafts. Both sample at
 a high temperature, so that the seed alone decides each token: at temperature 0, rounding would
-change the output of random weights.
+change the output of random weights. `draft` uses the draft model of `--speculative-config` at the
+same temperature, where any two models agree: it measures what drafting costs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import add_engine_options, at_least, dashed
 from nanovllm.cli.start import configure_logging
 from nanovllm.config import SpeculativeConfig
-from nanovllm.engine.drafter import Drafter
+from nanovllm.engine.drafter import Drafter, ModelProposer
 from nanovllm.engine.ngram_proposer import NgramProposer
 
 TEXT = """\
@@ -120,7 +121,7 @@ def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> flo
 
 def prompts_of(llm: LLM, case: str, batch: int) -> list[list[int]]:
     """Return token ids, different for each request of a batch."""
-    if case in ("replay", "wrong"):
+    if case in ("replay", "wrong", "draft"):
         vocab_size, rng = llm.engine.model_config.vocab_size, random.Random(0)
         return [[rng.randrange(min(vocab_size, 10_000)) for _ in range(128)] for _ in range(batch)]
     if case == "copy":
@@ -138,6 +139,8 @@ def proposers(
     vocab_size = llm.engine.model_config.vocab_size
     if case in ("copy", "chat"):
         return lambda: NgramProposer(has_store=True)
+    if case == "draft":
+        return ModelProposer
     llm.engine.core.scheduler.drafter = None
     outputs = llm.generate(prompts, params, use_tqdm=False)
     recorded = [prompt + each.token_ids for prompt, each in zip(prompts, outputs, strict=True)]
@@ -150,7 +153,8 @@ def parse_args() -> argparse.Namespace:
     )
     add, count = parser.add_argument, at_least(1)
     cases = ("copy", "chat", "wrong", "replay")
-    add("--case", nargs="+", choices=cases, default=cases, help="(default: all)")
+    choices = (*cases, "draft")
+    add("--case", nargs="+", choices=choices, default=cases, help="(default: all but draft)")
     add("--batch", type=count, nargs="+", default=[1], help="requests (default: 1)")
     add("--new-tokens", type=count, default=128, help="(default: %(default)s)")
     add("--repeats", type=count, default=5, help="after two warm-ups (default: %(default)s)")
