@@ -13,9 +13,8 @@ from transformers import Qwen3Config
 
 from benchmarks.replayed_drafts import Replay
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.drafter import Drafter, ModelProposer
+from nanovllm.engine.drafter import Drafter, ModelProposer, Proposer
 from nanovllm.engine.request import DraftCounts
-from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import ConfigError
 from nanovllm.outputs import RequestOutput
 from tests.byte_tokenizer import with_tokenizer
@@ -65,8 +64,16 @@ FEATURES: list[dict[str, Any]] = [
 class EagerDrafter(Drafter):
     """Drafts without regard to gain or cost, with random lengths."""
 
+    def __init__(self, proposer: Proposer, num_speculative_tokens: int, seed: int = 0) -> None:
+        super().__init__(proposer, num_speculative_tokens)
+        self._rng = random.Random(seed)
+
+    def begin_step(self, num_rows: int, max_num_seqs: int) -> None:
+        super().begin_step(num_rows, max_num_seqs)
+        self._is_on = True
+
     def _best_count(self, state: object, most: int) -> int:
-        return self._proposer.rng.randrange(most + 1)
+        return self._rng.randrange(most + 1)
 
 
 def prefer_the_last(output_token_ids: list[int], logits: Any) -> Any:
@@ -138,7 +145,7 @@ def test_drafts_change_no_output(
             ]
             llm = small if rng.random() < 0.5 else large
             scheduler = llm.engine.core.scheduler
-            scheduler.drafter = EagerDrafter(Replay(recorded, VOCAB_SIZE, rng=rng), 7)
+            scheduler.drafter = EagerDrafter(Replay(recorded, VOCAB_SIZE, rng=rng), 7, seed)
             scheduler.draft_counts = draft_counts = DraftCounts()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             for output, want in zip(outputs, wanted, strict=True):
@@ -151,18 +158,6 @@ def test_drafts_change_no_output(
         num_preemptions = small.engine.core.scheduler.num_preemptions
     assert num_drafted > 1.2 * num_accepted > 5 * count(500)
     assert num_preemptions > 0
-
-
-class RandomDrafter(Drafter):
-    """Drafts any number of tokens at any time."""
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__(ModelProposer(), 3)
-        self.rng = rng
-
-    def draft(self, seq: Sequence, most: int) -> list[int]:
-        proposal = self._proposer.propose(seq, self.rng.randrange(min(most, 3) + 1))
-        return [] if proposal is None else proposal.token_ids
 
 
 @pytest.mark.endurance
@@ -194,7 +189,7 @@ def test_a_draft_model_changes_no_output(
             prompts, params = make_requests(rng, has_grammars)
             wanted = plain.generate(prompts, params, use_tqdm=False)
             llm = small if rng.random() < 0.5 else large
-            llm.engine.core.scheduler.drafter = RandomDrafter(rng)
+            llm.engine.core.scheduler.drafter = EagerDrafter(ModelProposer(), 3, seed)
             outputs = llm.generate(prompts, params, use_tqdm=False)
             for output, want in zip(outputs, wanted, strict=True):
                 assert tokens_of(output) == tokens_of(want), seed

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NUM_CLASSES = 4  # of proposals, by how certain they are
 MAX_PAUSE = 63  # maximum steps between two attempts, while drafts are not worthwhile
 FIRST_ACCEPTANCE = 0.7
-TRIAL, MIN_PHASE, MAX_PHASE = 12, 64, 512  # steps of the phases of a Trial
+TRIAL, MIN_PHASE, MAX_PHASE = 12, 32, 512  # steps of the phases of a Trial
 RATE = 0.15  # weight of the newest measurement in a moving average
 
 
@@ -210,14 +210,13 @@ class Trial:
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Count a step; change to the other way at the end of a phase."""
-        self._num_left -= 1
-        self._num_skipped -= 1
-        if self._num_skipped < 0:  # the first steps may have been planned in the last phase
-            self._num_tokens += num_tokens
-            self._seconds += seconds
-        if self._num_left > 0:
+        self._steps.append((seconds, num_tokens))
+        if len(self._steps) < self._length:
             return
-        self._rates[self.is_on] = self._num_tokens / self._seconds
+        steps = self._steps[TRIAL // 4 :]  # the first ones may have been planned in the last phase
+        longest = 3 * min(steps)[0]  # longer steps are exceptions: they captured a graph
+        steps = [step for step in steps if step[0] < longest]
+        self._rates[self.is_on] = sum(step[1] for step in steps) / sum(step[0] for step in steps)
         other = self._rates.get(not self.is_on)
         if other is None or self._length != TRIAL:
             self.is_on = not self.is_on
@@ -231,5 +230,5 @@ class Trial:
             self._begin(self._long)
 
     def _begin(self, num_steps: int) -> None:
-        self._length = self._num_left = num_steps
-        self._num_skipped, self._num_tokens, self._seconds = TRIAL // 4, 0, 0.0
+        self._length = num_steps
+        self._steps: list[tuple[float, int]] = []  # (seconds, tokens)

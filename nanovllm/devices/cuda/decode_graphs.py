@@ -68,9 +68,9 @@ class DecodeGraphs:
         num_slots, max_blocks = input_batch.num_slots, input_batch.block_table.shape[1]
         self.max_context = max_blocks * input_batch.block_size
         self.sizes = graph_sizes(num_slots)
-        # Steps with drafts have any number of rows: fewer sizes, so that fewer are captured.
-        self.draft_sizes = [size for size in self.sizes if size <= 8 or size & (size - 1) == 0]
-        self.draft_sizes = sorted({*self.draft_sizes, num_slots})
+        # Steps with drafts have any number of rows: use fewer sizes, so that fewer are captured.
+        some = {size << shift for size in (2, 3) for shift in range(20)}
+        self.draft_sizes = [size for size in self.sizes if size in some or size in (1, num_slots)]
         self.padding = num_slots  # slot of padding rows: the last row of the InputBatch
         self._host_slots = np.full(num_slots, self.padding, np.int32)
         self._slots = device.upload(self._host_slots)
