@@ -138,6 +138,7 @@ class EngineCore:
         # The device runs one step at a time.
         device_begin = max(submit_time, self._last_result_time)
         device = result_time - device_begin
+        num_accepted = self.scheduler.draft_counts.num_accepted_tokens
         step = self._drop_in_flight() if result.is_lost else self._commit(plan, result, device)
         drafter = self.scheduler.drafter
         if drafter is not None and not plan.num_prefill_tokens:
@@ -157,6 +158,7 @@ class EngineCore:
                 step.num_prefill_tokens,
                 step.num_decode_tokens,
                 len(plan.counts),
+                self.scheduler.draft_counts.num_accepted_tokens - num_accepted,
             )
         )
         self._last_result_time = result_time

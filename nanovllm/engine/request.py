@@ -122,6 +122,7 @@ class StepTiming(NamedTuple):
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_rows: int = 0  # 0 if no result was collected
+    num_accepted_tokens: int = 0  # drafts among the decode tokens
 
 
 class SequenceEnd(NamedTuple):
