@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from transformers import Qwen3Config
 
 from benchmarks.replayed_drafts import Replay
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.drafter import Drafter, ModelProposer, Proposer
+from nanovllm.engine.drafter import Drafter, ModelProposer, Proposal, Proposer
 from nanovllm.engine.request import DraftCounts
 from nanovllm.errors import ConfigError
 from nanovllm.outputs import RequestOutput
 from tests.byte_tokenizer import with_tokenizer
 from tests.checkpoints import SIZES, VOCAB_SIZE, make_checkpoint
 from tests.devices import NEEDS_GPU
+from tests.ops.test_torch_sampling import chi_square, chi_square_limit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -244,3 +249,52 @@ def test_repeated_text_is_drafted(path: str) -> None:
 def test_wrong_options(path: str, config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(path, **OPTIONS, device="cpu", speculative_config=config)
+
+
+@pytest.mark.slow
+def test_samples_with_drafts_follow_the_exact_distribution(tiny: Any) -> None:
+    """20,000 samples of three tokens, four choices each; most drafts are accepted by chance."""
+    num_samples, prompt, choices = 20_000, [5, 6, 7], 4
+    checkpoint = tiny("qwen3")
+    params = SamplingParams(temperature=1.5, top_k=choices, max_tokens=3, n=100, ignore_eos=True)
+    contexts: list[tuple[int, ...]] = [()]
+    next_probs: dict[tuple[int, ...], dict[int, float]] = {}
+    for _ in range(3):
+        ids = torch.tensor([[*prompt, *context] for context in contexts])
+        with torch.no_grad():
+            values, tokens = checkpoint.model(ids).logits[:, -1].topk(choices)
+        for context, row, kept in zip(contexts, values / 1.5, tokens.tolist(), strict=True):
+            next_probs[context] = dict(zip(kept, row.double().softmax(0).tolist(), strict=True))
+        contexts = [(*each, token) for each in contexts for token in next_probs[each]]
+    probs = [
+        next_probs[()][a] * next_probs[(a,)][b] * next_probs[(a, b)][c] for a, b, c in contexts
+    ]
+
+    class Guess:
+        rng = random.Random(1)
+
+        def propose(self, seq: Any, most: int) -> Proposal | None:
+            drafts = seq.token_ids[len(prompt) :].tolist()
+            num_known = len(drafts)
+            while len(drafts) < num_known + most:
+                drafts.append(self.rng.choice([*next_probs.get(tuple(drafts), {0: 1.0})]))
+            return Proposal(drafts[num_known:], 0)
+
+        def finished(self, seq: Any) -> None: ...
+
+    options = {**OPTIONS, "max_num_seqs": 64, "device": "cpu", "skip_tokenizer_init": True}
+    with LLM(checkpoint.path, **options) as llm:
+        scheduler = llm.engine.core.scheduler
+        scheduler.drafter = EagerDrafter(Guess(), 64)
+        seeds = range(0, num_samples, params.n)
+        outputs = llm.generate(
+            [prompt] * len(seeds), [replace(params, seed=seed) for seed in seeds], use_tqdm=False
+        )
+    found = Counter(tuple(each.token_ids) for output in outputs for each in output.outputs)
+    assert sum(found.values()) == num_samples
+    assert scheduler.draft_counts.num_accepted_tokens > num_samples / 20
+    counts = np.array([found[context] for context in contexts])
+    assert counts.sum() == num_samples
+    statistic, degrees = chi_square(counts, np.array(probs))
+    assert degrees > 10
+    assert statistic < chi_square_limit(degrees)
