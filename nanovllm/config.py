@@ -32,6 +32,11 @@ def tokens(text: str) -> int:
     return round(number)
 
 
+def json_object(text: str) -> Any:
+    """Parse JSON; argparse names this function in its error message."""
+    return json.loads(text)
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """The content of `EngineConfig.speculative_config`, under vLLM's names."""
@@ -126,7 +131,7 @@ class EngineConfig:
         None,
         "JSON: method (ngram, suffix or draft_model), num_speculative_tokens, model",
         hash=False,
-        parse=json.loads,
+        parse=json_object,
         unset="no drafts",
     )
 

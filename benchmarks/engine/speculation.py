@@ -106,6 +106,7 @@ def compare(
     for index in range(args.repeats + 2):
         for has_drafts in (False, True) if index % 2 else (True, False):
             scheduler.drafter = drafter if has_drafts else None
+            drafter.proposer = make()  # without the outputs of the last round
             seconds[has_drafts].append(run(llm, prompts, params))
     after = scheduler.draft_counts.num_draft_tokens, scheduler.draft_counts.num_accepted_tokens
     num_drafts, num_accepted = after[0] - before[0], after[1] - before[1]

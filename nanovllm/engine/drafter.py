@@ -54,7 +54,8 @@ class ModelProposer:
 class DraftState:
     """What the drafter has learned about a sequence."""
 
-    acceptance: float = FIRST_ACCEPTANCE  # moving average of whether a draft was accepted
+    # Moving average of whether a draft was accepted; None before the first one.
+    acceptance: float | None = None
     certainty: int = 0  # of its newest proposal
     pause: int = 0  # length of its last pause, in steps
     num_paused: int = 0  # steps until the pause ends
@@ -72,10 +73,11 @@ class Drafter:
     """
 
     def __init__(self, proposer: Proposer, num_speculative_tokens: int) -> None:
-        self._proposer = proposer
+        self.proposer = proposer
         self._most = num_speculative_tokens
         self._states: dict[int, DraftState] = {}  # keyed by seq_id
         self._acceptance = [FIRST_ACCEPTANCE] * NUM_CLASSES  # by certainty
+        self._pause = 0  # of the last sequence that paused; the next one begins with it
         self._costs = StepCosts()
         # For each bit length of the number of sequences: whether drafts pay off at all.
         self._trials: defaultdict[int, Trial] = defaultdict(Trial)
@@ -95,22 +97,22 @@ class Drafter:
         """Whether to wait for a sequence's pending token, because drafts may follow it."""
         if not self._is_on:
             return False
-        state = self._states.setdefault(seq.seq_id, DraftState())
+        state = self._state(seq)
         if state.num_paused:
             state.num_paused -= 1
             return False
-        return self._proposer.propose(seq, 1) is not None
+        return self.proposer.propose(seq, 1) is not None
 
     def draft(self, seq: Sequence, most: int) -> list[int]:
         """Return up to `most` drafts for a row of the step that is being planned."""
         if not self._is_on:
             return []
-        state = self._states.setdefault(seq.seq_id, DraftState())
+        state = self._state(seq)
         if state.num_paused:
             state.num_paused -= 1
             return []
         most = min(most, self._most, self._room)
-        proposal = self._proposer.propose(seq, most) if most > 0 else None
+        proposal = self.proposer.propose(seq, most) if most > 0 else None
         if proposal is None:
             return []
         state.certainty = proposal.certainty
@@ -120,7 +122,9 @@ class Drafter:
 
     def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Learn how many drafts of a sequence were accepted."""
-        state = self._states.setdefault(seq.seq_id, DraftState())
+        state = self._state(seq)
+        if state.acceptance is None:
+            state.acceptance = self._acceptance[state.certainty]
         for outcome in [1.0] * num_accepted + [0.0] * (num_accepted < num_drafts):
             state.acceptance += RATE * (outcome - state.acceptance)
             self._acceptance[state.certainty] += RATE * (
@@ -136,11 +140,18 @@ class Drafter:
     def finished(self, seq: Sequence) -> None:
         """Forget a sequence that has ended."""
         self._states.pop(seq.seq_id, None)
-        self._proposer.finished(seq)
+        self.proposer.finished(seq)
+
+    def _state(self, seq: Sequence) -> DraftState:
+        if seq.seq_id not in self._states:
+            self._states[seq.seq_id] = DraftState(pause=self._pause)
+        return self._states[seq.seq_id]
 
     def _best_count(self, state: DraftState, most: int) -> int:
         """Return the number of drafts with the highest expected rate; 0 if none is worthwhile."""
-        acceptance = (state.acceptance + self._acceptance[state.certainty]) / 2
+        acceptance = self._acceptance[state.certainty]
+        if state.acceptance is not None:
+            acceptance = (acceptance + state.acceptance) / 2
         best, best_rate = 0, self._num_tokens / self._costs.of(self._num_rows)
         expected, chance, best_tokens = self._num_tokens, 1.0, self._num_tokens
         for count in range(1, most + 1):
@@ -153,8 +164,9 @@ class Drafter:
                 best, best_rate, best_tokens = count, rate, expected
         if best == 0:
             state.wait()
+            self._pause = state.pause
             return 1  # acceptance may have risen
-        state.pause = 0
+        self._pause = state.pause = 0
         self._num_rows, self._num_tokens = self._num_rows + best, best_tokens
         return best
 
