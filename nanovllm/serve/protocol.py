@@ -298,7 +298,7 @@ class DetokenizeRequest(ApiModel):
 
 
 def as_api_model(kind: type[R], fields: Mapping[str, Any]) -> R:
-    """Validate fields that do not come from the body of an HTTP request."""
+    """Build a request model that FastAPI does not validate itself; invalid fields raise RequestError."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

@@ -91,11 +91,11 @@ class PlannedRow:
 
 
 class PlanRecorder:
-    """An executor that passes plans on to another one, and keeps the rows of the last two."""
+    """An executor that passes plans on to another executor, and keeps the rows of recent plans."""
 
     def __init__(self, core: EngineCore) -> None:
         self.executor: Executor = core.executor
-        self.plans: list[list[PlannedRow]] = []  # since the last snapshot
+        self.plans: list[list[PlannedRow]] = []  # the last two plans since the last snapshot
         self._scheduler = core.scheduler
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:

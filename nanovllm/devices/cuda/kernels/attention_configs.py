@@ -75,7 +75,11 @@ def prefill_config(
 
 
 def with_more_stages(config: AttentionConfig) -> AttentionConfig:
-    """Use more pipeline stages on Hopper, where a CTA alone on its SM then waits less for keys."""
+    """Return the config of small tiles with more pipeline stages, other configs unchanged.
+
+    Used on Hopper for prefill without key splits: too few CTAs share an SM to hide the latency of
+    loading keys.
+    """
     is_small = (config.q_rows, config.tile, config.num_warps) == (64, 64, 4)
     return replace(config, num_stages=4) if is_small else config
 

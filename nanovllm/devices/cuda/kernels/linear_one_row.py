@@ -254,7 +254,7 @@ def load_inputs(source, norms, word, NUM_IN: tl.constexpr, LANES: tl.constexpr):
 def _input(source, norms, i, NUM_IN: tl.constexpr):  # type: ignore[no-untyped-def]
     is_in = i < NUM_IN
     values = tl.load(source[1] + i, mask=is_in, other=0.0).to(tl.float32)
-    if source[2] is not None:  # the first CTA stores the sum
+    if source[2] is not None:  # residual + update, which the first CTA stores
         values += tl.load(source[2] + i, mask=is_in, other=0.0)
         rounded = values.to(source[0].dtype.element_ty)
         tl.store(source[0] + i, rounded, mask=is_in & (tl.program_id(0) + 0 * i == 0))

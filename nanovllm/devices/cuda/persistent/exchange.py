@@ -171,9 +171,9 @@ class Exchange:
     """A bfloat16 vector per row; each CTA stores 8 columns of each block, and reads all columns.
 
     Memory is [buffers, 2 copies, rows, size]: half of the CTAs read each copy. A vector may consist
-    of parts, each padded to `capacity` columns. Padding is never written and stays zero. With
-    `of_all`, CTAs without values store zeros, so that a reader of the whole vector knows that every
-    CTA has reached this exchange.
+    of one part per expert, each padded to `capacity` columns. Padding is never written and stays
+    zero. With `of_all`, CTAs without values store zeros, so that a reader of the whole vector knows
+    that every CTA has reached this exchange.
     """
 
     memory: gl.tensor
@@ -256,7 +256,7 @@ class Exchange:
 
     @gluon.jit
     def stage_chunks(self, buffer, first, N: gl.constexpr, BITS: gl.constexpr):
-        """Poll N chunks and stage them in shared memory, as pieces for weights of BITS bits."""
+        """Poll N chunks and stage them in shared memory, as pieces of x for weights of BITS bits."""
         words = self.poll(buffer, first, N)
         staged = ()
         for k in gl.static_range(N):
