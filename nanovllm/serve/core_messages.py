@@ -100,7 +100,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PausedState:
-    """What a snapshot of a paused engine contains in addition."""
+    """The additional contents of a snapshot while the engine is paused."""
 
     changes: list[Change]  # changes since the previous snapshot
     block_tokens: dict[int, list[int]]  # token ids of all blocks in use or in the prefix cache

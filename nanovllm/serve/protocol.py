@@ -298,7 +298,7 @@ class DetokenizeRequest(ApiModel):
 
 
 def as_api_model(kind: type[R], fields: Mapping[str, Any]) -> R:
-    """Build a request model that FastAPI does not validate itself; invalid fields raise RequestError."""
+    """Build a request model that FastAPI does not validate; raise RequestError if it is invalid."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

@@ -146,7 +146,7 @@ class GuidanceEngine:
         """
         masks, late = self._memory_for(len(matchers), allocate), []
         eos, address = self._get_context().eos_token_ids, masks.ctypes.data
-        now = time.thread_time()  # CPU time: on a busy machine, every grammar would look slow
+        now = time.thread_time()  # CPU time: by the clock, all grammars look slow on a busy machine
         end = now + MAX_STEP
         for row, matcher in enumerate(matchers):
             if matcher is None:
@@ -313,7 +313,7 @@ def allow(mask: Bitmasks, token_id: int, is_allowed: bool) -> None:
 
 
 def refusal(reason: str) -> GrammarError:
-    if "coerce_one_of" in reason:  # names an llguidance option that requests cannot set
+    if "coerce_one_of" in reason:  # the reason names an option that requests cannot set
         reason = "the options of 'oneOf' are not provably disjoint"
     if reason.startswith("circular references"):
         reason = "a '$ref' in 'oneOf' or beside other keywords leads back to itself; try 'anyOf'"

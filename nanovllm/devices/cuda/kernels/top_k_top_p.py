@@ -377,7 +377,7 @@ def _sum_from(  # type: ignore[no-untyped-def]
 ):
     """Sum the weights of the keys >= `key`.
 
-    Without `keys`, do so for the whole row; the weights are counts if IS_COUNT, else masses.
+    If `keys` is None, use the whole row: the weights are counts if IS_COUNT, else masses.
     """
     if keys is not None:
         return tl.sum(tl.where(keys >= key, weights, 0), 0)

@@ -385,7 +385,10 @@ class Attention:
 
     @gluon.jit
     def load_values(self, cache, offset, num_keys):
-        """Load a word of each of 8 value vectors per thread; a warp covers 16 dimensions."""
+        """Load up to 32 values at an offset of the cache; those from `num_keys` on are 0.
+
+        A thread gets a word of each of 8 value vectors, and a warp 16 dimensions of all of them.
+        """
         STRIDE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
         warp, n, q = thread_indices()
         word = warp % (self.dim // 16) * 8 + n

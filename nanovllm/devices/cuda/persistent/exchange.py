@@ -256,7 +256,7 @@ class Exchange:
 
     @gluon.jit
     def stage_chunks(self, buffer, first, N: gl.constexpr, BITS: gl.constexpr):
-        """Poll N chunks and stage them in shared memory, as pieces of x for weights of BITS bits."""
+        """Poll N chunks and stage them in shared memory, as pieces of x for BITS-bit weights."""
         words = self.poll(buffer, first, N)
         staged = ()
         for k in gl.static_range(N):

@@ -154,7 +154,7 @@ class Experts:
     def fetch_pieces(
         self, stream, weights, t, is_in_bounds, rows, first: gl.constexpr, FORMAT: gl.constexpr
     ):
-        """Start the TMA copies of tile t, which begins at segment `first` of the concatenated columns.
+        """Start the TMA copies of tile t; it begins at segment `first` of the concatenated columns.
 
         Each copy loads a piece of the tile, whose segments belong to one expert.
         """

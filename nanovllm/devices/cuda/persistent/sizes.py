@@ -224,13 +224,16 @@ def is_resident(blocks, row_format):
 
 @gluon.constexpr_function
 def is_streamed(blocks, row_format):
-    """Whether tiles are multiplied one by one, rather than loaded into registers in groups first."""
+    """Whether tiles are multiplied one by one, not first loaded into registers in groups."""
     return is_wide(row_format) and not is_resident(blocks, row_format)
 
 
 @gluon.constexpr_function
 def blocks_at_once(blocks, row_format):
-    """Number of blocks, a divisor of `blocks`, multiplied before their sums are reduced over warps."""
+    """Number of blocks that are multiplied before their sums are reduced over the warps.
+
+    It divides `blocks`, so that all iterations are equal.
+    """
     if is_streamed(blocks, row_format):
         return 1
     return max(
@@ -342,7 +345,7 @@ def output_chunks(shape, rows):
 
 @gluon.constexpr_function
 def num_slots(shape, rows):
-    """Number of ring slots, up to 12, that fit into shared memory beside the phases' scratch memory."""
+    """Number of ring slots, at most 12, that fit into shared memory beside the scratch memory."""
     num_staged = max(num_chunks(shape.hidden, shape.bits), *output_chunks(shape, rows))
     heads = num_head_vectors(shape.num_heads // shape.num_kv_heads, rows) * shape.head_dim * 2
     sums = 2 * 256 * num_sum_blocks(shape, rows) * rows
@@ -490,7 +493,7 @@ def piece_segments(size, bits):
 
 @gluon.constexpr_function
 def scale_words(bits, piece):
-    """Stride, in words, between the scales of two pieces of a tile; TMA needs multiples of 128 bytes."""
+    """Stride in words between the scales of two pieces of a tile: a multiple of 128 bytes, for TMA."""
     return max(piece * 8 * segment_groups(bits), 32)
 
 
