@@ -152,8 +152,8 @@ def scale_sums(sums: Tensor, scales: DequantScales, bias: Tensor | None) -> None
 def fp8_quantize(x: Tensor, by_block: bool) -> Fp8Tensor:
     """Quantize rows to FP8, in the order of `pack_words`, scaled by their largest value.
 
-    With `by_block`, each block of 128 inputs has its own scale. The number of rows is then padded to
-    a multiple of 16, with arbitrary values, and scales are stored block by block, as cuBLAS
+    With `by_block`, each block of 128 inputs has its own scale. The number of rows is then padded
+    to a multiple of 16, with arbitrary values, and scales are stored block by block, as cuBLAS
     requires.
     """
     num_rows, num_in = x.shape

@@ -27,7 +27,7 @@ from nanovllm.devices.cuda.kernels.attention_tiles import (
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 
 LOG2_E = 1.4426950408889634  # the softmax uses base 2, for which the hardware has an instruction
-# These arguments are slices of an upload: specializing on their alignment gives more kernels.
+# These arguments are slices of an upload: each alignment would compile another kernel.
 COLUMNS = "slots", "context_lens", "query_starts", "query_lens", "order", "members", "shared_lens"
 
 

@@ -59,7 +59,7 @@ def find_thresholds(
 ) -> None:
     """Compute each row's logit threshold for top_k and top_p (-inf: keep all).
 
-    Call find_maxima first.
+    Call find_maxima with `groups` first.
     """
     num_rows, vocab_size = logits.shape
     parameters = (slots, columns.temperature, columns.top_k, columns.top_p)
@@ -148,9 +148,9 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
     MAX_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Choose a pivot that the maxima of at least num_wanted groups reach.
+    """Choose a pivot that the maxima of at least num_wanted groups reach, and so that many tokens.
 
-    So at least num_wanted tokens reach it.
+    It is at least `_lowest`, even if fewer tokens reach that.
     """
     row = tl.program_id(0)
     tl.store(num_candidates + row, 0)

@@ -493,7 +493,7 @@ def piece_segments(size, bits):
 
 @gluon.constexpr_function
 def scale_words(bits, piece):
-    """Stride in words between the scales of two pieces of a tile: a multiple of 128 bytes, for TMA."""
+    """Stride in words between the scales of two pieces of a tile; TMA needs 128-byte alignment."""
     return max(piece * 8 * segment_groups(bits), 32)
 
 
