@@ -107,7 +107,7 @@ class Replica:
         self._send(Control(action))
 
     def fail(self, error: NanovllmError) -> None:
-        """Record the core's error, and reset the statistics: no sequences, and all blocks are free."""
+        """Record the core's error; reset the statistics to no sequences and only free blocks."""
         self.error = error
         self.stats = replace(
             self.stats, num_running=0, num_waiting=0, num_free_blocks=self.stats.num_blocks

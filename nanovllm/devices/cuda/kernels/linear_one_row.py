@@ -132,7 +132,7 @@ def _one_row(  # type: ignore[no-untyped-def]
     HAS_ONE_TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute the outputs of this CTA's tiles; `source` is (output of the sum, residual, update)."""
+    """Compute this CTA's tiles of outputs; `source` is (output of the sum, residual, update)."""
     CHUNKS: tl.constexpr = (NUM_WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
     # A gated tile has gate rows, then up rows. With a dense weight, gate and up are separate tiles.
     HAS_UP: tl.constexpr = HAS_ONE_TILE and ACTIVATION is not None
