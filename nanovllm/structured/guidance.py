@@ -293,7 +293,7 @@ def allow_stops(matcher: GuidanceMatcher, mask: Bitmasks, eos: frozenset[int]) -
     stops = matcher.stop_token_ids
     if stops == eos or not mask.any():
         return
-    if not matcher.inner.is_accepting():  # EOS is not allowed here anyway
+    if not matcher.inner.is_accepting():  # no end is allowed here, so EOS is masked already
         for token_id in stops:
             allow(mask, token_id, False)
         return
