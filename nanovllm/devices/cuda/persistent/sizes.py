@@ -33,7 +33,7 @@ MIN_SLOTS = 7  # minimum size of the ring buffer: it must hold the largest group
 MAX_ROWS = 8
 UNIT = gl.constexpr(64)  # keys per online-softmax update
 PARTIAL_WORDS = gl.constexpr(12)  # 8 sums, then maximum score and denominator, each stored twice
-# Maximum number of chunks of x in shared memory, summed over rows; one tile may need more.
+# Maximum number of chunks of x in shared memory, over all rows, unless a single tile needs more.
 MAX_STAGED = 32
 
 

@@ -52,7 +52,7 @@ def num_sets(bits, rows):
 
 @gluon.jit
 def stacked(values):
-    """Stack tensors, one for each row, along a new last dimension."""
+    """Stack tensors, whose number is a power of two, along a new last dimension."""
     N: gl.constexpr = len(values)
     if N == 1:
         found = gl.reshape(values[0], with_last(values[0].shape, 1))
