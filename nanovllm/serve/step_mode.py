@@ -192,7 +192,7 @@ def _block_changes(
     for row in rows:
         known = tables.get(row.seq_id, [])
         if row.is_new:
-            left[row.seq_id] = known  # not empty if it was preempted by the same plan
+            left[row.seq_id] = known  # its old blocks, if the same plan preempted it
             known = row.block_ids[: row.start // after.block_size]
             if known:
                 is_filled = all(before.cached[i] and i not in taken for i in known)

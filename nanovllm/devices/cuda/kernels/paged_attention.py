@@ -38,7 +38,7 @@ class QueryRows:
     slots: Tensor
     context_lens: Tensor  # tokens up to and including the last query; 0: padding
     query_starts: Tensor | None = None  # token index of each row's first query; None: row index
-    query_lens: Tensor | None = None  # number of queries, the context's last tokens; None: 1
+    query_lens: Tensor | None = None  # number of queries, the last tokens of the context; None: 1
     max_query_len: int = 1
     order: Tensor | None = None  # start order of decode rows; descending context lengths are best
 

@@ -184,7 +184,7 @@ class Exchange:
     part: gl.constexpr  # columns per part
     capacity: gl.constexpr  # padded columns per part
     columns: gl.constexpr  # padded columns of all parts
-    size: gl.constexpr  # columns, padded to whole chunks
+    size: gl.constexpr  # columns, padded as in `num_chunks`
     rows: gl.constexpr
     blocks: gl.constexpr  # maximum number of blocks published at once
 

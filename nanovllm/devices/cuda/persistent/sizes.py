@@ -146,7 +146,7 @@ def num_stored(width):
 
 @gluon.constexpr_function
 def has_remainder(count):
-    """Whether `count` items, if more than six, cannot be divided into equal groups of 3 to 7."""
+    """Whether `count` is more than six and has no divisor from 3 to 7, as the size of a group."""
     return count > 6 and all(count % size for size in (4, 5, 6, 7, 3))
 
 
