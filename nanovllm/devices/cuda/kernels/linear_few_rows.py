@@ -60,7 +60,7 @@ def has_few_rows(num_rows: int, weight: Tensor) -> bool:
 def choose_splits(num_rows: int, weight: Tensor) -> int:
     """Return the number of K splits for a dense weight: a power of two that fills the device.
 
-    It is 1 for a single row, and for more rows than this kernel is fast with.
+    It is 1 for a single row, and for so many rows that cuBLAS is faster.
     """
     is_small = num_rows <= MAX_SPLIT_ROWS and weight.nbytes <= MAX_SPLIT_BYTES
     if num_rows == 1 or not (is_small or num_rows <= MAX_ROWS):

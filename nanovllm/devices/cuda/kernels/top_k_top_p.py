@@ -148,9 +148,9 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
     MAX_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Choose a pivot that the maxima of at least num_wanted groups reach, and so that many tokens.
+    """Choose a pivot that the maxima of at least num_wanted groups, and so as many tokens, reach.
 
-    It is at least `_lowest`, even if fewer tokens reach that.
+    It is never below `_lowest`, even if fewer tokens reach that.
     """
     row = tl.program_id(0)
     tl.store(num_candidates + row, 0)

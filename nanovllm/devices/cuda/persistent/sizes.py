@@ -146,7 +146,7 @@ def num_stored(width):
 
 @gluon.constexpr_function
 def has_remainder(count):
-    """Whether `count` is more than six and has no divisor from 3 to 7, as the size of a group."""
+    """Whether `count` exceeds six and no group size from 3 to 7 divides it."""
     return count > 6 and all(count % size for size in (4, 5, 6, 7, 3))
 
 
@@ -224,7 +224,7 @@ def is_resident(blocks, row_format):
 
 @gluon.constexpr_function
 def is_streamed(blocks, row_format):
-    """Whether tiles are multiplied one by one, not first loaded into registers in groups."""
+    """Whether tiles are multiplied one by one, instead of loaded into registers as a group."""
     return is_wide(row_format) and not is_resident(blocks, row_format)
 
 
@@ -268,8 +268,8 @@ def output_group(blocks, row_format):
 def gate_blocks_at_once(blocks, row_format, is_of_experts):
     """Number of gate blocks, and of up blocks, loaded together: a divisor of `blocks`.
 
-    All are loaded together if they fit into registers. Otherwise, at most two are if they belong to
-    experts, whose copies start late.
+    All are loaded together if they fit into registers. Otherwise, experts are limited to two blocks
+    of each, because the copies of their weights start late.
     """
     if is_resident(2 * blocks, row_format):
         return blocks
@@ -391,7 +391,7 @@ def sums_layout(blocks, rows):
 
 @gluon.constexpr_function
 def num_in_flight(hidden):
-    """Number of tiles in flight at once, by measurement."""
+    """Number of tiles in flight at once; more would slow down the exchanges."""
     return 3 if hidden >= 2048 else 2
 
 
@@ -423,7 +423,10 @@ def power_of_two(count):
 
 @gluon.constexpr_function
 def num_splits(num_kv_heads):
-    """Maximum number of splits of a row's keys for one KV head: up to 128 for all KV heads."""
+    """Maximum number of splits of a row's keys for one KV head.
+
+    It is 32, or less if a row would have more than 128 splits over all KV heads.
+    """
     splits = 32
     while splits * num_kv_heads > 128:
         splits //= 2

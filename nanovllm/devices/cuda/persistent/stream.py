@@ -206,7 +206,7 @@ class Stream:
 
     @gluon.jit
     def claim(self, t, g, owners, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr):
-        """Wait for a free slot, and until few enough tiles are in flight; then expect tile t."""
+        """Wait for a free slot, and until few enough tiles are in flight; then expect its bytes."""
         owners = self.take_slot(t, g, owners)
         before = t - tiles_in_flight(FORMAT, IN_FLIGHT, self.slots)
         if before >= 0:
@@ -277,9 +277,9 @@ class Stream:
 
     @gluon.jit
     def load_x_registers(self, x, FORMAT: gl.constexpr):
-        """Return x in registers if it fits, else (); with 4-bit weights, also its sums.
+        """Return x in registers, or () if it does not fit, and its sums over quant groups.
 
-        The sums are over the quant groups of the weights.
+        Only 4-bit weights need the sums; with others they are ().
         """
         parts, totals = (), ()
         for k in gl.static_range(len(x)):
