@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 # Threads spin at the barrier after every kernel. Without contention, CPU time is therefore wall
-# time times the number of threads. If it is less than this fraction of that, cores are contended.
+# time times the number of threads. Below this fraction of that product, cores are contended.
 FAIR_SHARE = 0.8
 MIN_PAUSE, MAX_PAUSE = 8, 64  # runs between two checks; a check may slow down a run
 

@@ -43,7 +43,7 @@ class OutputParser:
         reasoning_format: ReasoningFormat | None = None,
         starts_in_reasoning: bool = False,
         new_id: Callable[[], str] = new_call_id,
-        has_content: bool = True,  # False: drop text outside calls, and calls that were cut off
+        has_content: bool = True,  # False: drop all text that is not part of a call
     ) -> None:
         # Longer names come first because a shorter one may be their prefix.
         self._tools = {tool.name: tool for tool in sorted(tools, key=lambda each: -len(each.name))}

@@ -301,7 +301,7 @@ def find_blocks(  # type: ignore[no-untyped-def]
 def find_split(  # type: ignore[no-untyped-def]
     first, end, SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr
 ):
-    """Return this CTA's range of the keys [first, end); the first range starts at a tile boundary."""
+    """Return this CTA's range of the keys [first, end); it begins at a tile boundary."""
     lo, hi = first // TILE * TILE, end
     if SPLITS > 1:
         size = split_size(hi - lo, SPLITS, TILE, MIN_SPLIT)

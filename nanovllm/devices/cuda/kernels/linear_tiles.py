@@ -17,7 +17,7 @@ from nanovllm.devices.cuda.kernels.elementwise import activate
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Return how many bytes of shared memory one CTA may use."""
+    """Return how many bytes of shared memory one CTA may use, less a reserve of 8 KiB."""
     if device.type != "cuda":
         return 1 << 16
     properties: Any = torch.cuda.get_device_properties(device)

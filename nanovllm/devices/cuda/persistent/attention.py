@@ -385,7 +385,7 @@ class Attention:
 
     @gluon.jit
     def load_values(self, cache, offset, num_keys):
-        """Load up to 32 values at an offset of the cache; those from `num_keys` on are 0.
+        """Load up to 32 value vectors at an offset of the cache; those from `num_keys` on are 0.
 
         A thread gets a word of each of 8 value vectors, and a warp 16 dimensions of all of them.
         """
