@@ -162,8 +162,8 @@ _SAMPLING_NAMES = {*SamplingFields.model_fields}.intersection(SamplingParams.__d
 _SAMPLING_NAMES -= {"structured_outputs"}
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Pydantic tries the types in this order. A prompt may have thousands of token ids, so a list of them
-# comes before a list of strings.
+# Pydantic tries the types in this order. A prompt may have thousands of token ids, so a list of
+# them comes before a list of strings.
 Texts = str | Listed[int] | Listed[str] | Listed[Listed[int]]
 
 

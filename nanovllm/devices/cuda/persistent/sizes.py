@@ -7,6 +7,7 @@ Glossary (see docs/persistent-step.md):
   one row and KV head.
 - tile: 16 KB of a projection, one slot of the ring buffer: 16 segments of each of 8 weight rows. A
   weight row of a tile has 1,024 columns in bfloat16, 2,048 in 8 bits and 4,096 in 4 bits.
+- slot: the place of a tile in the ring buffer. `slots` of sequences are those of the InputBatch.
 - half: half a tile: 8 segments of each weight row, one for each warp.
 - block: 1,024 consecutive weight rows of a projection; each CTA computes 8 of them.
 - group: tiles that are consumed together, so that their slots become free together.
