@@ -1,4 +1,4 @@
-"""EngineConfig, the user's options, and ModelConfig, read from the checkpoint. Imports no torch."""
+"""EngineConfig (the user's options) and ModelConfig (read from the checkpoint); torch-free."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 def drop_vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options without those that have an effect only in vLLM, and log a warning."""
+    """Return the options under their names here; ignore, with a warning, those without effect."""
     for note in ignored_notes(options):
         logger.warning("%s", note)
     own = {name: value for name, value in options.items() if name not in VLLM_OPTIONS}

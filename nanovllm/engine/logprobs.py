@@ -80,7 +80,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 def text_within(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    """Return a token's text as in mid-sentence: SentencePiece drops a text's leading space."""
+    """Return a token's text as inside a sentence; alone, it would lose a leading space."""
     alone, twice = (str(tokenizer.decode([token_id] * count)) for count in (1, 2))
     return f" {alone}" if twice == f"{alone} {alone}" else alone
 

@@ -103,7 +103,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PausedState:
-    """What a snapshot of a paused engine contains in addition."""
+    """The additional contents of a snapshot while the engine is paused."""
 
     changes: list[Change]  # changes since the previous snapshot
     block_tokens: dict[int, list[int]]  # token ids of all blocks in use or in the prefix cache
@@ -120,7 +120,7 @@ class EngineState:
     max_num_batched_tokens: int
     sequences: list[SequenceState]  # all running sequences, and those in `queue`
     queue: list[int]  # seq_ids of the first waiting sequences; `stats` counts all of them
-    cached: bytes  # one byte per block: 1 if the block is in the prefix cache, used or unused
+    cached: bytes  # one byte per block: 1 if it is in the prefix cache, even if a sequence holds it
     steps: list[StepTiming]  # steps since the last snapshot
     ended: list[SequenceEnd]  # sequences that ended since the last snapshot
     stats: CoreStats

@@ -154,7 +154,7 @@ class GuidanceEngine:
         num_masks = sum(1 + len(drafts) for _, drafts in rows)
         masks, late, row = self._memory_for(num_masks, allocate), [], 0
         eos, address = self._get_context().eos_token_ids, masks.ctypes.data
-        now = time.thread_time()  # CPU time: on a busy machine, every grammar would look slow
+        now = time.thread_time()  # CPU time: by the clock, all grammars look slow on a busy machine
         end = now + MAX_STEP
         for index, (matcher, drafts) in enumerate(rows):
             if matcher is None:
@@ -306,7 +306,7 @@ def allow_stops(matcher: GuidanceMatcher, mask: Bitmasks, eos: frozenset[int]) -
     stops = matcher.stop_token_ids
     if stops == eos or not mask.any():
         return
-    if not matcher.inner.is_accepting():  # EOS is not allowed here anyway
+    if not matcher.inner.is_accepting():  # no end is allowed here, so EOS is masked already
         for token_id in stops:
             allow(mask, token_id, False)
         return
@@ -326,7 +326,7 @@ def allow(mask: Bitmasks, token_id: int, is_allowed: bool) -> None:
 
 
 def refusal(reason: str) -> GrammarError:
-    if "coerce_one_of" in reason:  # names an llguidance option that requests cannot set
+    if "coerce_one_of" in reason:  # the reason names an option that requests cannot set
         reason = "the options of 'oneOf' are not provably disjoint"
     if reason.startswith("circular references"):
         reason = "a '$ref' in 'oneOf' or beside other keywords leads back to itself; try 'anyOf'"

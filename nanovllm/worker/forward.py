@@ -52,7 +52,7 @@ class EagerForward:
         return self.step_logits(self.model(self.batch(plan)), plan)
 
     def with_states(self, plan: StepPlan) -> tuple[StepLogits, ResidualStream]:
-        """Return the logits and the hidden states of every token before the final norm."""
+        """Return the sampled rows' logits, and all tokens' hidden states before the final norm."""
         hidden = self.model.model(replace(self.batch(plan), sampled=None))
         last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1
         values = self.model.logits(hidden.select(self.input_batch.device.upload(last_tokens)))
