@@ -42,7 +42,8 @@ FLOAT_TYPES = ("F32", "F16", "BF16")
 BLOCK_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 TENSOR_TYPES = (*FLOAT_TYPES, *BLOCK_TYPES)
 
-# Any other key under "{architecture}." may change the output, so it raises an error.
+# Keys that any architecture may have. A key that is neither here nor in Architecture.numbers
+# may change the output, so it raises an error.
 _KNOWN_KEYS = re.compile(
     r"block_count|context_length|embedding_length|feed_forward_length|vocab_size|expert_count"
     r"|pooling_type"  # set by embedding models; each request chooses its own pooling

@@ -79,7 +79,7 @@ class Drafter:
         self._acceptance = [FIRST_ACCEPTANCE] * NUM_CLASSES  # by certainty
         self._pause = 0  # of the last sequence that paused; the next one begins with it
         self._costs = StepCosts()
-        # For each bit length of the number of sequences: whether drafts pay off at all.
+        # Whether drafts pay off at all, by the bit length of the number of sequences.
         self._trials: defaultdict[int, Trial] = defaultdict(Trial)
         self._is_on = True
         self._num_rows = 0  # of the step that is being planned, with the drafts so far

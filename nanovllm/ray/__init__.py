@@ -1,4 +1,4 @@
-"""Ray integration; needs `pip install "nanovllm[ray]"`. No other module of nanovllm imports it."""
+"""Ray integration; needs `pip install "nanovllm[ray]"`. Nothing else in nanovllm imports this package."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def timeout_error() -> RequestError:
 def to_json(body: Any) -> bytes:
     """Encode a body as JSON in UTF-8.
 
-    A function in the body is called now and replaced by its result, so that large values are
-    computed lazily. Unpaired surrogates, which a request may contain, become question marks.
+    The body may contain functions in place of large values: they are called only here, and replaced
+    by their results. Unpaired surrogates, which a request may contain, become question marks.
     """
     text = json.dumps(
         body, ensure_ascii=False, separators=(",", ":"), default=lambda value: value()

@@ -183,7 +183,10 @@ def in_pieces(rows: list[T], num_tokens: Callable[[T], int]) -> Iterator[list[T]
 def penalize(
     logits: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
 ) -> Tensor:
-    """Return the penalized logits of tokens in the prompt or output; `counts` is for the output."""
+    """Return the penalized logits of tokens that occur in the prompt or output.
+
+    `counts` says how often each one occurs in the output.
+    """
     logits = torch.where(logits > 0, logits / repetition, logits * repetition)
     return logits - frequency * counts - presence * (counts > 0)
 

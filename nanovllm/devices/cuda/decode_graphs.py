@@ -68,7 +68,8 @@ class DecodeGraphs:
         num_slots, max_blocks = input_batch.num_slots, input_batch.block_table.shape[1]
         self.max_context = max_blocks * input_batch.block_size
         self.sizes = graph_sizes(num_slots)
-        # Steps with drafts have any number of rows: use fewer sizes, so that fewer are captured.
+        # The number of rows varies from step to step with drafts: pad to fewer sizes, so that fewer
+        # graphs are captured.
         some = {size << shift for size in (2, 3) for shift in range(20)}
         self.draft_sizes = [size for size in self.sizes if size in some or size in (1, num_slots)]
         self.padding = num_slots  # slot of padding rows: the last row of the InputBatch

@@ -71,7 +71,7 @@ class CudaDevice:
     name = "cuda"
     token_logprobs = staticmethod(logprobs.token_logprobs)
     apply_token_bitmask = staticmethod(masks.apply_token_bitmask)
-    persistent: PersistentStep | None = None  # set once a model is loaded
+    persistent: PersistentStep | None = None  # None if the kernel does not support the model
     _other: CudaDevice | None = None  # for the draft model
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:

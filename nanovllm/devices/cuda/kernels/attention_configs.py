@@ -33,7 +33,7 @@ class AttentionConfig:
     max_registers: int | None = None  # per thread; a lower limit lets more CTAs run concurrently
     pairs: int = 16  # (row, kv head) pairs that run concurrently, so that their keys stay in L2
     min_split: int = MIN_PREFILL_SPLIT
-    has_tma: bool = False  # whether keys are loaded by TMA (Hopper)
+    has_tma: bool = False  # whether keys and values are loaded by TMA (Hopper)
 
 
 TMA_CONFIG = AttentionConfig(128, 64, num_warps=8, num_stages=2, max_registers=128, has_tma=True)
