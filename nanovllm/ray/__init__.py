@@ -1,4 +1,4 @@
-"""Ray integration; needs `pip install "nanovllm[ray]"`. Nothing else in nanovllm imports this package."""
+"""Ray integration; needs `pip install "nanovllm[ray]"`. Only this package imports its modules."""
 
 from __future__ import annotations
 
