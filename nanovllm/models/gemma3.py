@@ -6,17 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
-from nanovllm.layers.layernorm import QKNorm, RMSNorm
+from nanovllm.layers.build import BuildContext
+from nanovllm.layers.layernorm import QKNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models.config_json import field, read_model_config, read_rope_config
+from nanovllm.models.post_norm import NormNames, SandwichLayer
 from nanovllm.models.sliding_window import sliding_layers
-from nanovllm.ops.interface import ResidualStream
 
 DEFAULTS = {
     "head_dim": 256,
@@ -27,6 +25,11 @@ DEFAULTS = {
     "sliding_window_pattern": 6,
     "rope_local_base_freq": 10000.0,
 }
+NORMS = NormNames(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
 UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
@@ -73,24 +76,6 @@ def read_ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     return local_rope, whole_rope
 
 
-class Gemma3Layer(Layer):
-    def __init__(self, config: ModelConfig, layer_index: int, build: BuildContext) -> None:
-        super().__init__()
-        self.self_attn = SelfAttention(config, layer_index, build, QKNorm(config, build))
-        self.mlp = GatedMLP(config, build)
-        self.input_layernorm = RMSNorm(config, build)
-        self.post_attention_layernorm = RMSNorm(config, build)
-        self.pre_feedforward_layernorm = RMSNorm(config, build)
-        self.post_feedforward_layernorm = RMSNorm(config, build)
-
-    def forward(self, hidden: ResidualStream, rope: Tensor, batch: ForwardBatch) -> ResidualStream:
-        output, residual = self.self_attn(hidden, self.input_layernorm, rope, batch)
-        hidden = ResidualStream(
-            residual, self.post_attention_layernorm(self.self_attn.o_proj(output))
-        )
-        gated, residual = self.mlp.gate_up_proj.after_norm(hidden, self.pre_feedforward_layernorm)
-        return ResidualStream(residual, self.post_feedforward_layernorm(self.mlp.down_proj(gated)))
-
-
-def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> Gemma3Layer:
-    return Gemma3Layer(config, layer_index, build)
+def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> SandwichLayer:
+    self_attn = SelfAttention(config, layer_index, build, QKNorm(config, build))
+    return SandwichLayer(config, self_attn, GatedMLP(config, build), build, NORMS)
