@@ -20,6 +20,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 VOCAB_SIZE = 160
@@ -105,6 +106,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         sliding_window=WINDOW,
     ),
     "phi3": Phi3Config(**SIZES, pad_token_id=0, sliding_window=WINDOW),
+    "smollm3": SmolLM3Config(
+        **{**SIZES, "num_hidden_layers": 4}, pad_token_id=0, rope_parameters=YARN_ROPE
+    ),
 }
 
 

@@ -57,6 +57,7 @@ CASES = [
     ("mistral", "bfloat16", "chunked"),
     ("mixtral", "float16", "plain"),
     ("phi3", "bfloat16", "plain"),
+    ("smollm3", "bfloat16", "plain"),
     ("qwen2-window", "float16", "plain"),
     ("qwen3-moe", "bfloat16", "plain"),
     ("qwen3-yarn", "bfloat16", "plain"),

@@ -27,6 +27,7 @@ class Architecture:
     derive: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
 
 
+_QK = ("attn_q", "attn_k")
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _GEMMA_NORMS = {
     "attn_norm": "input_layernorm",
@@ -67,9 +68,7 @@ def _gemma3_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 ARCHITECTURES = {
-    "llama": Architecture(
-        "LlamaForCausalLM", "llama", _NORMS | _ATTENTION | _MLP, permuted=("attn_q", "attn_k")
-    ),
+    "llama": Architecture("LlamaForCausalLM", "llama", _NORMS | _ATTENTION | _MLP, permuted=_QK),
     # q, k and v always have biases here: config.json has no field for them.
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _NORMS | _ATTENTION | _MLP, biases={}),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", _NORMS | _ATTENTION | _QK_NORMS | _MLP),
@@ -92,6 +91,9 @@ ARCHITECTURES = {
         numbers=_WINDOW | {"rope.freq_base_swa": ("rope_local_base_freq", 10000.0)},
         constants={"hidden_activation": "gelu_pytorch_tanh"},
         derive=_gemma3_layers,
+    ),
+    "smollm3": Architecture(
+        "SmolLM3ForCausalLM", "smollm3", _NORMS | _ATTENTION | _MLP, permuted=_QK
     ),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", _NORMS | _PACKED, numbers=_WINDOW, biases={}),
 }

@@ -38,6 +38,7 @@ EXAMPLES = {
         "Qwen/Qwen3-32B",
     ),
     "Qwen3MoeForCausalLM": ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"),
+    "SmolLM3ForCausalLM": ("HuggingFaceTB/SmolLM3-3B",),
 }
 
 

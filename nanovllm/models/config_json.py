@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ SIZES = {
 # Classes without an LM head whose full models are not named by replacing "Model" with
 # "ForCausalLM". Gemma3Model also reads images: it keeps its name, which is not supported.
 BODIES = {"Gemma3TextModel": "Gemma3ForCausalLM", "Gemma3Model": "Gemma3Model"}
+# Frequencies divided by infinity are 0: q and k are not rotated.
+NO_ROPE = RopeConfig(theta=1.0, kind="linear", factor=math.inf)
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",

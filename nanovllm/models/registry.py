@@ -9,7 +9,17 @@ from typing import Any
 from nanovllm.config import ModelConfig
 from nanovllm.errors import CheckpointError, NanovllmError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
-from nanovllm.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from nanovllm.models import (
+    gemma3,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from nanovllm.models.config_json import (
     check_fields,
     check_model,
@@ -34,6 +44,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family(llama.build_layer, qwen2.read_config),
     "Qwen3ForCausalLM": Family(qwen3.build_layer, qwen3.read_config),
     "Qwen3MoeForCausalLM": Family(qwen3_moe.build_layer, qwen3_moe.read_config),
+    "SmolLM3ForCausalLM": Family(llama.build_layer, smollm3.read_config),
 }
 
 

@@ -13,7 +13,8 @@ from nanovllm.checkpoint.gguf_tensors import list_gguf
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 64, 96, 2, 4, 2, 32, 48
 EXPERTS, EXPERTS_USED, EXPERT_INTERMEDIATE, WINDOW = 3, 2, 32, 16
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "phi3"]
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "phi3", "smollm3"]
+PERMUTED = ("llama", "smollm3")  # the architectures whose q and k rows converters permute
 Shapes = dict[str, tuple[int, ...]]
 Arrays = dict[str, np.ndarray]
 
@@ -146,9 +147,9 @@ def write_gguf(
             add_value(writer, key, value)
     tensors = hf_tensors(arch, tied=True) if tensors is None else tensors
     for name, array in stack_experts(tensors).items():
-        if arch == "llama" and ".q_proj." in name:
+        if arch in PERMUTED and ".q_proj." in name:
             array = permute_rows(array, HEADS)
-        if arch == "llama" and ".k_proj." in name:
+        if arch in PERMUTED and ".k_proj." in name:
             array = permute_rows(array, KV_HEADS)
         if arch == "gemma3" and name.endswith("norm.weight"):
             array = array + 1

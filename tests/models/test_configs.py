@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 
 
@@ -106,6 +107,14 @@ def test_constants_that_gemma_configs_leave_out() -> None:
     assert (model.activation, model.tie_word_embeddings) == ("gelu_tanh", True)
 
 
+def test_smollm3_rotates_three_of_four_layers() -> None:
+    model = read_config(saved("smollm3"))
+    assert [layer.rope.kind for layer in model.layers] == ["yarn"] * 3 + ["linear"]
+    assert model == read_config({**saved("smollm3"), "no_rope_layers": None})
+    last = read_config({**saved("smollm3"), "no_rope_layers": [0, 0, 0, 1]})
+    assert [layer.rope.kind for layer in last.layers] == ["linear"] * 3 + ["yarn"]
+
+
 def test_which_layers_have_experts() -> None:
     def dense_layers(**changes: Any) -> list[int]:
         changes |= {"num_hidden_layers": 6}
@@ -135,6 +144,7 @@ def test_which_layers_have_experts() -> None:
         ("gemma3", {"is_causal": False}, "is_causal=False"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"rope_parameters": {"full_attention": YARN}}, "some layers .full_attention."),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window"),
         ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}, "experts are supported with 'silu'"),
         ("qwen3-moe", {"hidden_act": "gelu_pytorch_tanh"}, "experts are supported with 'silu'"),
     ],

@@ -43,7 +43,7 @@ from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker import loader, worker
-from tests.checkpoint.tiny_gguf import add_value, permute_rows, stack_experts
+from tests.checkpoint.tiny_gguf import PERMUTED, add_value, permute_rows, stack_experts
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import DEVICES, cpu_device
 from tests.threaded_ranks import engines_of
@@ -170,7 +170,7 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
     arrays = {name: tensor.numpy() for name, tensor in read_tensors(checkpoint).items()}
     for name, array in stack_experts(arrays).items():
         projection = name.split(".")[-2]
-        if arch == "llama" and projection in heads:
+        if arch in PERMUTED and projection in heads:
             array = permute_rows(array, heads[projection])
         if arch == "gemma3" and name.endswith("norm.weight"):
             array = array + 1
@@ -186,11 +186,14 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
     return path
 
 
+GGUF_FAMILIES = ["qwen2", "qwen3-yarn", "qwen3-moe", "gemma3-six", "phi3", "smollm3"]
+
+
 def test_gguf(case: Case, tmp_path: Path) -> None:
     assert run(write_gguf(tmp_path / "model.gguf", case.checkpoint)) == case.tokens
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3-yarn", "qwen3-moe", "gemma3-six", "phi3"])
+@pytest.mark.parametrize("name", GGUF_FAMILIES)
 def test_gguf_of_every_family(name: str, tiny: Tiny, tmp_path: Path) -> None:
     checkpoint = tiny(name)
     want = checkpoint.answers(PROMPTS, 8)
