@@ -15,6 +15,8 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -106,6 +108,16 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         sliding_window=WINDOW,
     ),
     "phi3": Phi3Config(**SIZES, pad_token_id=0, sliding_window=WINDOW),
+    "olmo2": Olmo2Config(**SIZES, pad_token_id=0, attention_bias=True),
+    "olmo3": Olmo3Config(
+        **{**SIZES, "num_hidden_layers": 4},
+        pad_token_id=0,
+        sliding_window=WINDOW,
+        rope_parameters={
+            "full_attention": {**YARN_ROPE, "rope_theta": 5e5, "attention_factor": 1.2},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
     "smollm3": SmolLM3Config(
         **{**SIZES, "num_hidden_layers": 4}, pad_token_id=0, rope_parameters=YARN_ROPE
     ),

@@ -57,6 +57,8 @@ CASES = [
     ("mistral", "bfloat16", "chunked"),
     ("mixtral", "float16", "plain"),
     ("phi3", "bfloat16", "plain"),
+    ("olmo2", "bfloat16", "plain"),
+    ("olmo3", "bfloat16", "chunked"),
     ("smollm3", "bfloat16", "plain"),
     ("qwen2-window", "float16", "plain"),
     ("qwen3-moe", "bfloat16", "plain"),
@@ -69,6 +71,7 @@ CUDA_CASES = [  # different kernels on CUDA, the same ones on a CPU
     ("llama-tied-rope", "float16", "alone"),
     ("gemma3", "bfloat16", "alone"),
     ("qwen3-moe", "bfloat16", "alone"),
+    ("olmo2", "bfloat16", "alone"),
 ]
 
 

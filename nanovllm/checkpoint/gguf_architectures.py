@@ -24,6 +24,7 @@ class Architecture:
     numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=lambda: _SILU)
     biases: Mapping[str, str] = field(default_factory=lambda: _BIASES)  # config field -> tensor
+    lists_windows: bool = False  # whether files may list the layers with a sliding window
     derive: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
 
 
@@ -33,6 +34,10 @@ _GEMMA_NORMS = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _ATTENTION = {
@@ -67,6 +72,20 @@ def _gemma3_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window_pattern": period, "query_pre_attn_scalar": scalar}
 
 
+def _olmo3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of OLMo 3, whose files have OLMo 2's architecture and a window."""
+    if not config["sliding_window"]:
+        return {}
+    scaling = config["rope_scaling"]
+    if scaling is not None:
+        scaling = {**scaling, "attention_factor": config["attention_factor"]}
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "rope_scaling": scaling,
+    }
+
+
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", _NORMS | _ATTENTION | _MLP, permuted=_QK),
     # q, k and v always have biases here: config.json has no field for them.
@@ -94,6 +113,14 @@ ARCHITECTURES = {
     ),
     "smollm3": Architecture(
         "SmolLM3ForCausalLM", "smollm3", _NORMS | _ATTENTION | _MLP, permuted=_QK
+    ),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        _POST_NORMS | _ATTENTION | _QK_NORMS | _MLP,
+        numbers=_WINDOW | {"rope.scaling.attn_factor": ("attention_factor", 0)},
+        lists_windows=True,
+        derive=_olmo3_fields,
     ),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", _NORMS | _PACKED, numbers=_WINDOW, biases={}),
 }

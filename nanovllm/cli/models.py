@@ -29,6 +29,8 @@ EXAMPLES = {
         "mistralai/Mistral-7B-Instruct-v0.3",
     ),
     "MixtralForCausalLM": ("mistralai/Mixtral-8x7B-Instruct-v0.1",),
+    "Olmo2ForCausalLM": ("allenai/OLMo-2-0425-1B-Instruct", "allenai/OLMo-2-1124-7B-Instruct"),
+    "Olmo3ForCausalLM": ("allenai/Olmo-3-7B-Instruct", "allenai/Olmo-3-7B-Think"),
     "Phi3ForCausalLM": ("microsoft/Phi-3-mini-4k-instruct", "microsoft/phi-4"),
     "Qwen2ForCausalLM": ("Qwen/Qwen2-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
     "Qwen3ForCausalLM": (

@@ -48,8 +48,11 @@ class MergedLinear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return self.packed(x)
 
-    def after_norm(self, hidden: ResidualStream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def after_norm(self, hidden: ResidualStream, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
         """Return the projection of norm(residual + update), and the new residual."""
+        if norm is None:
+            assert hidden.update is None, "only a norm adds updates"
+            return self.packed(hidden.residual), hidden.residual
         return self.packed.after_norm(hidden, norm.weights)
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:

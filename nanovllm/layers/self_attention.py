@@ -7,7 +7,7 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
-from nanovllm.layers.layernorm import QKNorm, RMSNorm
+from nanovllm.layers.layernorm import AllHeadsNorm, QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
 from nanovllm.layers.shards import replicated, sharded, split_kv_heads
 from nanovllm.ops.interface import ResidualStream
@@ -21,7 +21,7 @@ class SelfAttention(Layer):
         config: ModelConfig,
         layer_index: int,
         build: BuildContext,
-        qk_norm: QKNorm | None = None,
+        qk_norm: QKNorm | AllHeadsNorm | None = None,
         merged: str | None = None,
     ) -> None:
         super().__init__()
@@ -41,13 +41,13 @@ class SelfAttention(Layer):
         self.qk_norm = qk_norm
 
     def forward(
-        self, hidden: ResidualStream, norm: RMSNorm, rope: Tensor, batch: ForwardBatch
+        self, hidden: ResidualStream, norm: RMSNorm | None, rope: Tensor, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs of the heads, before `o_proj`, and the residual."""
         qkv, residual = self.qkv_proj.after_norm(hidden, norm)
         qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
         cache, plan = batch.caches[self.layer_index], batch.attention
-        qk_norm = None if self.qk_norm is None else self.qk_norm.weights
+        qk_norm = None if self.qk_norm is None else self.qk_norm.prepare(qkv)
         self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache, batch.slot_mapping)
         q = qkv[:, : self.num_heads]
         # In the last layer, tokens without logits only need their keys and values cached.

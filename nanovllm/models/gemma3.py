@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
-from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.config import ModelConfig
+from nanovllm.errors import UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.layernorm import QKNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.models.config_json import field, read_model_config, read_rope_config
+from nanovllm.models.config_json import read_model_config
 from nanovllm.models.post_norm import NormNames, SandwichLayer
-from nanovllm.models.sliding_window import sliding_layers
+from nanovllm.models.sliding_window import mixed_layers
 
 DEFAULTS = {
     "head_dim": 256,
@@ -40,40 +40,15 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     config = {**DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
     shared = {"hidden_act": config["hidden_activation"], "rope_parameters": None}
     model = read_model_config({**config, **shared, "rope_scaling": None})
-    sliding = sliding_layers(config)
-    if sliding is None:
-        pattern = config["sliding_window_pattern"]
-        sliding = [i for i in range(model.num_layers) if (i + 1) % pattern]
-    local, whole = read_ropes(config)
+    local_theta, theta = config["rope_local_base_freq"], config.get("rope_theta", 1e6)
     return replace(
         model,
-        layers=tuple(
-            LayerAttention(local, field(config, "sliding_window"))
-            if i in sliding
-            else LayerAttention(whole)
-            for i in range(model.num_layers)
-        ),
+        layers=mixed_layers(config, config["sliding_window_pattern"], local_theta, theta),
         attention_scale=config["query_pre_attn_scalar"] ** -0.5,
         embedding_scale=model.hidden_size**0.5,
         dtype="bfloat16" if model.dtype == "float16" else model.dtype,  # float16 would overflow
         norm_offset=1.0,
     )
-
-
-def read_ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rope configs of sliding-window layers and of full-attention layers."""
-    given = config.get("rope_parameters", {})
-    by_type = {kind: rope or {} for kind, rope in given.items()}
-    if unknown := sorted(set(by_type) - {"sliding_attention", "full_attention"}):
-        raise CheckpointError(f"Gemma 3 has rope_parameters by layer type, not for {unknown}")
-    local = {"rope_theta": config["rope_local_base_freq"]} | by_type.get("sliding_attention", {})
-    whole = {"rope_theta": config.get("rope_theta", 1e6)} | by_type.get("full_attention", {})
-    whole |= config.get("rope_scaling", {})
-    local_rope, whole_rope = (
-        read_rope_config({**config, "rope_parameters": rope, "rope_scaling": None})
-        for rope in (local, whole)
-    )
-    return local_rope, whole_rope
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> SandwichLayer:

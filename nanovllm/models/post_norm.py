@@ -47,3 +47,21 @@ class SandwichLayer(Layer):
         hidden = ResidualStream(residual, after_attention(self.self_attn.o_proj(output)))
         gated, residual = self.mlp.gate_up_proj.after_norm(hidden, before_mlp)
         return ResidualStream(residual, after_mlp(self.mlp.down_proj(gated)))
+
+
+class PostNormLayer(Layer):
+    """Attention and MLP without norms before them; the norm of each output is added."""
+
+    def __init__(
+        self, config: ModelConfig, self_attn: SelfAttention, mlp: GatedMLP, build: BuildContext
+    ) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = self_attn, mlp
+        self.post_attention_layernorm = RMSNorm(config, build)
+        self.post_feedforward_layernorm = RMSNorm(config, build)
+
+    def forward(self, hidden: ResidualStream, rope: Tensor, batch: ForwardBatch) -> ResidualStream:
+        output, x = self.self_attn(hidden, None, rope, batch)
+        x = self.post_attention_layernorm.add_to(x, self.self_attn.o_proj(output))
+        output = self.mlp.down_proj(self.mlp.gate_up_proj(x))
+        return ResidualStream(self.post_feedforward_layernorm.add_to(x, output))

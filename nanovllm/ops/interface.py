@@ -43,11 +43,15 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class QKNormWeights:
-    """RMSNorm over every head of q and of k."""
+    """RMSNorm over every head of q and of k, or over all heads of q and all heads of k."""
 
-    q: Tensor  # [head_dim]
+    q: Tensor  # [head_dim]; over all heads: [heads, head_dim]
     k: Tensor
     eps: float
+
+    @property
+    def is_over_all_heads(self) -> bool:
+        return self.q.dim() == 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +157,9 @@ class Ops(Protocol):
 
     def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """Return RMSNorm(residual + update), and residual + update as the new residual."""
+
+    def add_norm(self, residual: Tensor, x: Tensor, norm: NormWeights) -> Tensor:
+        """Return residual + RMSNorm(x); both tensors may be overwritten."""
 
     def rope_write(
         self,

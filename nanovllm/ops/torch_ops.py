@@ -42,6 +42,9 @@ class TorchOps:
             residual = residual + update
         return rms_norm(residual, norm.weight, norm.eps), residual
 
+    def add_norm(self, residual: Tensor, x: Tensor, norm: NormWeights) -> Tensor:
+        return residual + rms_norm(x, norm.weight, norm.eps)
+
     def rope_write(
         self,
         qkv: Tensor,
@@ -55,8 +58,9 @@ class TorchOps:
         q, k, v = qkv.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
         cos, sin = rope[positions].unsqueeze(2).unbind(1)  # [tokens, 1, dim / 2]
         if norm is not None:
-            q.copy_(rms_norm(q, norm.q, norm.eps))
-            k.copy_(rms_norm(k, norm.k, norm.eps))
+            for heads, weight in ((q, norm.q), (k, norm.k)):
+                rows = heads.flatten(-weight.dim())  # one head, or all heads of a token
+                heads.copy_(rms_norm(rows, weight.flatten(), norm.eps).view_as(heads))
         q.copy_(rotate(q, cos, sin))
         k.copy_(rotate(k, cos, sin))
         if cache.k_exponents is not None:

@@ -13,7 +13,7 @@ from nanovllm.checkpoint.gguf_tensors import list_gguf
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 64, 96, 2, 4, 2, 32, 48
 EXPERTS, EXPERTS_USED, EXPERT_INTERMEDIATE, WINDOW = 3, 2, 32, 16
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "phi3", "smollm3"]
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "phi3", "smollm3", "olmo2"]
 PERMUTED = ("llama", "smollm3")  # the architectures whose q and k rows converters permute
 Shapes = dict[str, tuple[int, ...]]
 Arrays = dict[str, np.ndarray]
@@ -51,6 +51,10 @@ def layer_shapes(arch: str) -> Shapes:
             "mlp.gate_up_proj.weight": (2 * INTERMEDIATE, HIDDEN),
             "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
         }
+    if arch == "olmo2":
+        del shapes["input_layernorm.weight"]
+        shapes["post_feedforward_layernorm.weight"] = (HIDDEN,)
+        shapes |= {"self_attn.q_norm.weight": (q_size,), "self_attn.k_norm.weight": (kv_size,)}
     sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
     shapes |= {f"self_attn.{name}.weight": (size, HIDDEN) for name, size in sizes.items()}
     if arch == "qwen2":

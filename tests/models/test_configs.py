@@ -20,6 +20,8 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -49,6 +51,7 @@ def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
             del config["tie_word_embeddings"]
     else:
         config.pop("layer_types", None)
+        rope = rope.get("full_attention", rope)
     if config["model_type"] == "qwen3_moe":
         config["num_experts"] = config.pop("num_local_experts")
     config["rope_theta"] = rope["rope_theta"]
@@ -84,13 +87,16 @@ def test_windows() -> None:
     assert windows("qwen2-window", use_sliding_window=False) == [None, None]
     assert windows("qwen2-window", sliding_window=None) == [None, None]
     assert windows("gemma3") == [20, None]
+    assert windows("olmo3") == windows("olmo3", layer_types=None) == [20, 20, 20, None]
     assert windows("gemma3-six") == [20, 20, 20, 20, 20, None]
     assert windows("gemma3-six", layer_types=None, sliding_window_pattern=2) == [20, None] * 3
 
 
-def test_gemma_rotates_layers_with_a_window_differently() -> None:
+def test_layers_with_a_window_rotate_differently() -> None:
     layers = read_config(saved("gemma3")).layers
     assert [layer.rope for layer in layers] == [RopeConfig(1e4), RopeConfig(1e6)]
+    kinds = [layer.rope.kind for layer in read_config(saved("olmo3")).layers]
+    assert kinds == ["default"] * 3 + ["yarn"]
     scaling = {"rope_type": "linear", "factor": 8.0}
     old = {**as_transformers_4(saved("gemma3")), "rope_scaling": scaling}
     local, whole = read_config(old).layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanovllm.config import ModelConfig
+from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.models.config_json import NO_ROPE
 from nanovllm.models.registry import read_config
 
@@ -35,6 +35,44 @@ SMOLLM3_3B: Facts = {
     "vocab_size": 128256,
 }
 
+OLMO2_7B: Facts = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "vocab_size": 100352,
+}
+OLMO3_7B: Facts = {
+    **OLMO2_7B,
+    "architectures": ["Olmo3ForCausalLM"],
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    * 8,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 100278,
+}
+
 
 def test_smollm3() -> None:
     model = read_config(SMOLLM3_3B)
@@ -42,6 +80,23 @@ def test_smollm3() -> None:
     assert model.tie_word_embeddings
     assert [layer.rope == NO_ROPE for layer in model.layers] == [False, False, False, True] * 9
     assert model.layers[0].rope.theta == 5e6
+
+
+def test_olmo2() -> None:
+    model = read_config(OLMO2_7B)
+    assert sizes(model) == (32, 4096, 32, 32, 128)
+    assert set(model.layers) == {LayerAttention(RopeConfig(5e5))}
+
+
+def test_olmo3() -> None:
+    model = read_config(OLMO3_7B)
+    assert sizes(model) == (32, 4096, 32, 32, 128)
+    assert model.max_position_embeddings == 65536
+    yarn = RopeConfig(
+        5e5, "yarn", 8.0, original_max_position=8192, attention_factor=1.2079441541679836
+    )
+    local = LayerAttention(RopeConfig(5e5), window=4096)
+    assert model.layers == (local, local, local, LayerAttention(yarn)) * 8
 
 
 def sizes(model: ModelConfig) -> tuple[int, int, int, int, int]:

@@ -86,7 +86,11 @@ class Case:
     tokens: list[list[int]]  # generated from its single safetensors file
 
 
-GGUF_NAMES = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}  # keyed by model_type
+GGUF_NAMES = {  # keyed by model_type
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
+}
 VARIANTS = ["qwen3", "llama", "qwen3-tied", "llama-tied-rope", "llama-mha-bias"]
 
 
@@ -161,6 +165,10 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
         values["rope.scaling.factor"] = rope["factor"]
         trained = rope["original_max_position_embeddings"]
         values["rope.scaling.original_context_length"] = trained
+    if config.model_type == "olmo3":
+        values["rope.scaling.attn_factor"] = rope["attention_factor"]
+        kinds = [kind == "sliding_attention" for kind in config.layer_types]
+        values["attention.sliding_window_pattern"] = kinds
     for key, value in values.items():
         if value is not None:
             add_value(writer, f"{arch}.{key}", value)
@@ -186,7 +194,16 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
     return path
 
 
-GGUF_FAMILIES = ["qwen2", "qwen3-yarn", "qwen3-moe", "gemma3-six", "phi3", "smollm3"]
+GGUF_FAMILIES = [
+    "qwen2",
+    "qwen3-yarn",
+    "qwen3-moe",
+    "gemma3-six",
+    "phi3",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+]
 
 
 def test_gguf(case: Case, tmp_path: Path) -> None:

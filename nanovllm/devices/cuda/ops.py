@@ -60,6 +60,9 @@ class TritonOps:
     def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         return elementwise.rms_norm(hidden, norm), hidden.residual
 
+    def add_norm(self, residual: Tensor, x: Tensor, norm: NormWeights) -> Tensor:
+        return elementwise.rms_norm(ResidualStream(x), norm, residual)
+
     def pack_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool
     ) -> PackedLinear:

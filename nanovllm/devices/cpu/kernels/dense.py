@@ -100,15 +100,32 @@ def linear(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 @kernel
 def norm(args: Any, thread: int, num_threads: int, like: Any) -> None:
-    """out = rms_norm(residual); if `out` holds an update, it is first added to the residual."""
+    """out = rms_norm(residual); if `out` holds an update, it is first added to the residual.
+
+    Rows are `stride` elements apart.
+    """
     out, residual = pointer_to(args[0], like), pointer_to(args[1], like)
     weight, eps = pointer_to(args[2], float32(0)), as_float(uint32(args[3]))
-    num_rows, dim, is_update = args[4], args[5], args[6] != 0
+    num_rows, dim, stride, is_update = args[4], args[5], args[6], args[7] != 0
     for row in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
+        base = row * stride
         if is_update:
-            for i in range(row * dim, (row + 1) * dim):
+            for i in range(base, base + dim):
                 store(residual, i, load(residual, i) + load(out, i))
-        _rms_norm(out, residual, row * dim, weight, eps, dim, like)
+        _rms_norm(out, residual, base, weight, eps, dim, like)
+
+
+@kernel
+def add_norm(args: Any, thread: int, num_threads: int, like: Any) -> None:
+    """residual += rms_norm(x), which overwrites x."""
+    residual, x = pointer_to(args[0], like), pointer_to(args[1], like)
+    weight, eps = pointer_to(args[2], float32(0)), as_float(uint32(args[3]))
+    num_rows, dim = args[4], args[5]
+    for row in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
+        base = row * dim
+        _rms_norm(x, x, base, weight, eps, dim, like)
+        for i in range(base, base + dim):
+            store(residual, i, load(residual, i) + load(x, i))
 
 
 @ordered_kernel

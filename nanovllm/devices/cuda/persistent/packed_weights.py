@@ -18,6 +18,7 @@ from nanovllm.devices.cuda.persistent.persistent_step import (
 )
 from nanovllm.devices.cuda.persistent.sizes import NO_EXPERTS, ExpertsShape, StepShape
 from nanovllm.devices.cuda.persistent.tile_mma import FP8_SCALE_FACTOR, INT4_OFFSET
+from nanovllm.layers.layernorm import QKNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import SparseMoeBlock
 from nanovllm.models.decoder import DecoderLayer, DecoderModel
@@ -70,6 +71,8 @@ def _step_layer(layer: nn.Module, rope: Tensor) -> StepLayer | None:
     if not isinstance(layer, DecoderLayer):
         return None
     attention, mlp, experts = layer.self_attn, layer.mlp, None
+    if not isinstance(attention.qk_norm, QKNorm | None):
+        return None
     modules = [attention.qkv_proj, attention.o_proj]
     if isinstance(mlp, GatedMLP):
         modules += [mlp.gate_up_proj, mlp.down_proj]
