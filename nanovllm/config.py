@@ -201,6 +201,8 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     embedding_scale: float = 1.0
+    residual_multiplier: float = 1.0  # multiplies the outputs of attention and MLP
+    logits_scale: float = 1.0
     norm_offset: float = 0.0  # added to norm weights; 1 if checkpoints store the weights minus 1
     experts: ExpertsConfig | None = None
 

@@ -12,6 +12,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -108,6 +109,15 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         sliding_window=WINDOW,
     ),
     "phi3": Phi3Config(**SIZES, pad_token_id=0, sliding_window=WINDOW),
+    "granite": GraniteConfig(
+        **SIZES,
+        attention_bias=True,
+        embedding_multiplier=6.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.2,
+        logits_scaling=0.75,
+        rms_norm_eps=1e-2,  # large, so that its scaling matters
+    ),
     "olmo2": Olmo2Config(**SIZES, pad_token_id=0, attention_bias=True),
     "olmo3": Olmo3Config(
         **{**SIZES, "num_hidden_layers": 4},

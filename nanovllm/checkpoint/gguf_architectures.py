@@ -122,5 +122,17 @@ ARCHITECTURES = {
         lists_windows=True,
         derive=_olmo3_fields,
     ),
+    "granite": Architecture(
+        "GraniteForCausalLM",
+        "granite",
+        _NORMS | _ATTENTION | _MLP,
+        permuted=_QK,
+        numbers={
+            "attention.scale": ("attention_multiplier", 1.0),
+            "embedding_scale": ("embedding_multiplier", 1.0),
+            "residual_scale": ("residual_multiplier", 1.0),
+            "logit_scale": ("logits_scaling", 1.0),
+        },
+    ),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", _NORMS | _PACKED, numbers=_WINDOW, biases={}),
 }

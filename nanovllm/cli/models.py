@@ -18,6 +18,10 @@ from nanovllm.cli.options import Commands, add_command
 # Architecture -> hub ids of example models.
 EXAMPLES = {
     "Gemma3ForCausalLM": ("google/gemma-3-270m-it", "google/gemma-3-1b-it"),
+    "GraniteForCausalLM": (
+        "ibm-granite/granite-3.3-2b-instruct",
+        "ibm-granite/granite-3.3-8b-instruct",
+    ),
     "LlamaForCausalLM": (
         "meta-llama/Llama-2-7b-chat-hf",
         "meta-llama/Llama-3.1-8B-Instruct",

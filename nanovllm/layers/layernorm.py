@@ -18,12 +18,17 @@ from nanovllm.ops.interface import NormWeights, QKNormWeights, ResidualStream
 
 
 class RMSNorm(Layer):
-    """RMSNorm of hidden states."""
+    """RMSNorm of hidden states, or of outputs that are added to them.
+
+    With a residual multiplier, `DecoderBody` keeps hidden states divided by it, so that updates can
+    be added as they are. A norm does not depend on the scale of its input, except for its eps.
+    """
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         self.weight = build.parameter(config.hidden_size, dtype=torch.float32)
-        self.weights = NormWeights(self.weight, config.rms_norm_eps)
+        eps = config.rms_norm_eps / config.residual_multiplier**2
+        self.weights = NormWeights(self.weight, eps)
         self.offset = config.norm_offset
         self.ops = build.ops
 

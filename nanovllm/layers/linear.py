@@ -5,7 +5,6 @@ A projection has one weight, which may stack several checkpoint weights into a s
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from nanovllm.layers.build import BuildContext, Layer
@@ -101,9 +100,7 @@ class Embedding(Layer):
         super().__init__()
         self.vocab = sharded(num_embeddings, build.group)
         self.weight = LayerWeight({"": [self.vocab]}, replicated(dim), build)
-        # Rounded to the model's dtype, as in training.
-        self.scale = torch.tensor(scale).to(build.dtype).item()
-        self.ops, self.group = build.ops, build.group
+        self.scale, self.ops, self.group = scale, build.ops, build.group
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.group.is_alone:
@@ -124,11 +121,16 @@ class LMHead(MergedLinear):
     """The projection of hidden states to logits; with `tied`, it uses the embedding's weight."""
 
     def __init__(
-        self, dim: int, vocab_size: int, build: BuildContext, tied: Embedding | None
+        self,
+        dim: int,
+        vocab_size: int,
+        build: BuildContext,
+        tied: Embedding | None,
+        scale: float = 1.0,
     ) -> None:
         outputs = {"lm_head": [sharded(vocab_size, build.group)]}
         super().__init__(replicated(dim), outputs, False, build)
-        self.vocab_size, self.group = vocab_size, build.group
+        self.vocab_size, self.group, self.scale = vocab_size, build.group, scale
         self.is_tied = tied is not None
         if tied is not None:
             self.weight = tied.weight
@@ -136,6 +138,8 @@ class LMHead(MergedLinear):
     def logits(self, hidden: ResidualStream, norm: RMSNorm) -> Tensor:
         """Return the logits of the whole vocabulary on every rank, without padding."""
         shard, _ = self.after_norm(hidden, norm)
+        if self.scale != 1:
+            shard = self.ops.scale_logits(shard, self.scale)
         logits = self.group.gather_columns(shard)
         is_padded = logits.shape[1] > self.vocab_size
         return logits[:, : self.vocab_size].contiguous() if is_padded else logits

@@ -11,6 +11,7 @@ from nanovllm.errors import CheckpointError, NanovllmError, UnsupportedModelErro
 from nanovllm.layers.build import BuildContext
 from nanovllm.models import (
     gemma3,
+    granite,
     llama,
     mistral,
     mixtral,
@@ -38,6 +39,7 @@ class Family:
 
 FAMILIES = {
     "Gemma3ForCausalLM": Family(gemma3.build_layer, gemma3.read_config),
+    "GraniteForCausalLM": Family(llama.build_layer, granite.read_config),
     "LlamaForCausalLM": Family(llama.build_layer, read_model_config),
     "MistralForCausalLM": Family(llama.build_layer, mistral.read_config),
     "MixtralForCausalLM": Family(mixtral.build_layer, mixtral.read_config),

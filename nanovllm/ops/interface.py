@@ -180,6 +180,9 @@ class Ops(Protocol):
     def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up; gate_up [tokens, 2 * size] holds gate, then up."""
 
+    def scale_logits(self, logits: Tensor, scale: float) -> Tensor:
+        """Return logits * scale; the logits may be overwritten."""
+
     def pack_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool
     ) -> PackedLinear:

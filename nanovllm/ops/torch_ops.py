@@ -74,6 +74,10 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
+    @staticmethod
+    def scale_logits(logits: Tensor, scale: float) -> Tensor:
+        return logits.mul_(scale)
+
     def pack_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool
     ) -> ComposedLinear:

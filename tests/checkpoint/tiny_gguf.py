@@ -13,8 +13,22 @@ from nanovllm.checkpoint.gguf_tensors import list_gguf
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 64, 96, 2, 4, 2, 32, 48
 EXPERTS, EXPERTS_USED, EXPERT_INTERMEDIATE, WINDOW = 3, 2, 32, 16
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "phi3", "smollm3", "olmo2"]
-PERMUTED = ("llama", "smollm3")  # the architectures whose q and k rows converters permute
+ARCHITECTURES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "gemma3",
+    "phi3",
+    "smollm3",
+    "olmo2",
+    "granite",
+]
+PERMUTED = (
+    "llama",
+    "smollm3",
+    "granite",
+)  # the architectures whose q and k rows converters permute
 Shapes = dict[str, tuple[int, ...]]
 Arrays = dict[str, np.ndarray]
 

@@ -17,6 +17,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 CONFIGS = checkpoints.VARIANTS | checkpoints.FAMILIES
 ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",

@@ -73,6 +73,30 @@ OLMO3_7B: Facts = {
     "vocab_size": 100278,
 }
 
+GRANITE_2B: Facts = {
+    "architectures": ["GraniteForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "logits_scaling": 8.0,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "granite",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 49159,
+}
+
 
 def test_smollm3() -> None:
     model = read_config(SMOLLM3_3B)
@@ -97,6 +121,13 @@ def test_olmo3() -> None:
     )
     local = LayerAttention(RopeConfig(5e5), window=4096)
     assert model.layers == (local, local, local, LayerAttention(yarn)) * 8
+
+
+def test_granite() -> None:
+    model = read_config(GRANITE_2B)
+    assert sizes(model) == (40, 2048, 32, 8, 64)
+    assert (model.attention_scale, model.embedding_scale) == (1 / 64, 12.0)
+    assert (model.residual_multiplier, model.logits_scale) == (0.22, 1 / 8)
 
 
 def sizes(model: ModelConfig) -> tuple[int, int, int, int, int]:

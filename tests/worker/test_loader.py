@@ -165,6 +165,11 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
         values["rope.scaling.factor"] = rope["factor"]
         trained = rope["original_max_position_embeddings"]
         values["rope.scaling.original_context_length"] = trained
+    if arch == "granite":
+        values["attention.scale"] = config.attention_multiplier
+        values["embedding_scale"] = config.embedding_multiplier
+        values["residual_scale"] = config.residual_multiplier
+        values["logit_scale"] = config.logits_scaling
     if config.model_type == "olmo3":
         values["rope.scaling.attn_factor"] = rope["attention_factor"]
         kinds = [kind == "sliding_attention" for kind in config.layer_types]
@@ -203,6 +208,7 @@ GGUF_FAMILIES = [
     "smollm3",
     "olmo2",
     "olmo3",
+    "granite",
 ]
 
 

@@ -142,6 +142,11 @@ class NumbaOps:
         self._launch(dense.act_and_mul, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
         return out
 
+    def scale_logits(self, logits: Tensor, scale: float) -> Tensor:
+        size = logits.numel()
+        self._launch(dense.scale_logits, logits.data_ptr(), size, float_bits(scale))
+        return logits
+
     def pack_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool
     ) -> PackedLinear:

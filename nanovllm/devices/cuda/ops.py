@@ -54,6 +54,7 @@ MAX_PAIR_TOKENS = 4
 
 class TritonOps:
     embed = staticmethod(TorchOps.embed)
+    scale_logits = staticmethod(TorchOps.scale_logits)
     rope_write = staticmethod(elementwise.rope_write)
     act_and_mul = staticmethod(elementwise.act_and_mul)
 

@@ -149,6 +149,14 @@ def act_and_mul(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 
 @kernel
+def scale_logits(args: Any, thread: int, num_threads: int, like: Any) -> None:
+    """Multiply logits by a scale in place."""
+    logits, size, scale = pointer_to(args[0], like), args[1], as_float(uint32(args[2]))
+    for i in range(thread * size // num_threads, (thread + 1) * size // num_threads):
+        store(logits, i, load(logits, i) * scale)
+
+
+@kernel
 def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> None:
     """Implement Ops.rope_write; `cached` has the cache's type; norm addresses of 0 mean no norm."""
     qkv, rope = pointer_to(args[0], like), pointer_to(args[1], float32(0))

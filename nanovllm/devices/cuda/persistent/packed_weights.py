@@ -121,8 +121,8 @@ def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpe
 
 
 def _find_layer_problem(model: DecoderModel, layers: list[StepLayer]) -> str | None:
-    if model.model.embed_tokens.scale != 1:
-        return "it scales embeddings"
+    if model.model.embed_tokens.scale != 1 or model.lm_head.scale != 1:
+        return "it scales embeddings or logits"
     if any(linear.activation not in (None, "silu") for layer in layers for linear in layer.linears):
         return "its activation is not silu"
     if any(linear.bias is not None for layer in layers for linear in layer.linears[1:]):
