@@ -12,6 +12,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -109,6 +111,8 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         sliding_window=WINDOW,
     ),
     "phi3": Phi3Config(**SIZES, pad_token_id=0, sliding_window=WINDOW),
+    "glm4": Glm4Config(**SIZES, head_dim=32, pad_token_id=0),
+    "glm": GlmConfig(**SIZES, head_dim=24, pad_token_id=0, partial_rotary_factor=0.25),
     "granite": GraniteConfig(
         **SIZES,
         attention_bias=True,

@@ -57,6 +57,7 @@ CASES = [
     ("mistral", "bfloat16", "chunked"),
     ("mixtral", "float16", "plain"),
     ("phi3", "bfloat16", "plain"),
+    ("glm4", "bfloat16", "plain"),
     ("granite", "bfloat16", "plain"),
     ("olmo2", "bfloat16", "plain"),
     ("olmo3", "bfloat16", "chunked"),

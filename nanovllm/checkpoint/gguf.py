@@ -158,8 +158,9 @@ def _head_dim(metadata: Metadata) -> int:
     number = metadata.number
     head_dim = number("attention.key_length", 0)
     head_dim = head_dim or number("embedding_length") // (number("attention.head_count") or 1)
+    known = ARCHITECTURES[metadata.architecture].numbers  # some rotate only a part of a head
     for key in ("attention.value_length", "rope.dimension_count"):
-        if number(key, head_dim) != head_dim:
+        if key not in known and number(key, head_dim) != head_dim:
             raise UnsupportedModelError(
                 f"{metadata.path}: {metadata.architecture}.{key} is {number(key)}, but a head has "
                 f"{head_dim} dimensions; only equal sizes are supported"

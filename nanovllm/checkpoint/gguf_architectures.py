@@ -36,6 +36,12 @@ _GEMMA_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GLM4_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
 _POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -70,6 +76,10 @@ def _gemma3_layers(config: Mapping[str, Any]) -> dict[str, Any]:
         scalar = config["hidden_size"] // (config["num_attention_heads"] or 1)
     period = 6 if config["sliding_window"] else 1
     return {"sliding_window_pattern": period, "query_pre_attn_scalar": scalar}
+
+
+def _rotary_factor(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"partial_rotary_factor": (config["rotary_dim"] or 0) / (config["head_dim"] or 1)}
 
 
 def _olmo3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,6 +131,13 @@ ARCHITECTURES = {
         numbers=_WINDOW | {"rope.scaling.attn_factor": ("attention_factor", 0)},
         lists_windows=True,
         derive=_olmo3_fields,
+    ),
+    "glm4": Architecture(
+        "Glm4ForCausalLM",
+        "glm4",
+        _GLM4_NORMS | _ATTENTION | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
+        numbers={"rope.dimension_count": ("rotary_dim", None)},
+        derive=_rotary_factor,
     ),
     "granite": Architecture(
         "GraniteForCausalLM",

@@ -18,6 +18,8 @@ from nanovllm.cli.options import Commands, add_command
 # Architecture -> hub ids of example models.
 EXAMPLES = {
     "Gemma3ForCausalLM": ("google/gemma-3-270m-it", "google/gemma-3-1b-it"),
+    "Glm4ForCausalLM": ("zai-org/GLM-4-9B-0414", "zai-org/GLM-4-32B-0414"),
+    "GlmForCausalLM": ("zai-org/glm-4-9b-chat-hf",),
     "GraniteForCausalLM": (
         "ibm-granite/granite-3.3-2b-instruct",
         "ibm-granite/granite-3.3-8b-instruct",

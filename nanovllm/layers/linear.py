@@ -5,6 +5,7 @@ A projection has one weight, which may stack several checkpoint weights into a s
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from nanovllm.layers.build import BuildContext, Layer
@@ -25,7 +26,8 @@ from nanovllm.ops.quantized_weight import Weight
 class MergedLinear(Layer):
     """A projection to several outputs at once, such as q, k and v, or gate and up.
 
-    With an activation it returns activation(gate) * up.
+    With an activation it returns activation(gate) * up. `row_order` lists the outputs in an order
+    that differs from the checkpoint's.
     """
 
     packed: PackedLinear  # set by `process_weights_after_loading`
@@ -37,9 +39,11 @@ class MergedLinear(Layer):
         bias: bool,
         build: BuildContext,
         activation: Activation | None = None,
+        row_order: list[int] | None = None,
     ) -> None:
         super().__init__()
         self.inputs, self.outputs, self.activation = inputs, outputs, activation
+        self.row_order = row_order
         self.weight = LayerWeight(outputs, inputs, build)
         self.bias = build.parameter(num_outputs(outputs)) if bias else None
         self.ops = build.ops
@@ -63,6 +67,10 @@ class MergedLinear(Layer):
         return tensors
 
     def process_weights_after_loading(self, allow_copy: bool) -> None:
+        if self.row_order is not None:
+            self.weight.reorder(torch.tensor(self.row_order))
+            if self.bias is not None:
+                self.bias.data = self.bias.data[self.row_order]
         weight = self.weight.for_ops()
         self.packed = self.ops.pack_linear(weight, self.bias, self.activation, allow_copy)
         del self.weight

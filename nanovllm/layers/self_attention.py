@@ -9,6 +9,7 @@ from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
 from nanovllm.layers.layernorm import AllHeadsNorm, QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
+from nanovllm.layers.rotary_embedding import reorder_heads, rope_order
 from nanovllm.layers.shards import replicated, sharded, split_kv_heads
 from nanovllm.ops.interface import ResidualStream
 
@@ -36,7 +37,11 @@ class SelfAttention(Layer):
         if merged is not None:
             outputs = {merged: [q, kv, kv]}
         inputs = replicated(config.hidden_size)
-        self.qkv_proj = MergedLinear(inputs, outputs, config.qkv_bias, build)
+        order = rope_order(self.head_dim, config.layers[layer_index].rope)
+        if order is not None:
+            assert qk_norm is None, "the weights of a norm would have to be reordered too"
+            order = reorder_heads(order, heads.count + kv_heads.count, kv_heads.count)
+        self.qkv_proj = MergedLinear(inputs, outputs, config.qkv_bias, build, row_order=order)
         self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, build, "o_proj")
         self.qk_norm = qk_norm
 

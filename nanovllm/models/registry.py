@@ -11,6 +11,7 @@ from nanovllm.errors import CheckpointError, NanovllmError, UnsupportedModelErro
 from nanovllm.layers.build import BuildContext
 from nanovllm.models import (
     gemma3,
+    glm4,
     granite,
     llama,
     mistral,
@@ -39,6 +40,8 @@ class Family:
 
 FAMILIES = {
     "Gemma3ForCausalLM": Family(gemma3.build_layer, gemma3.read_config),
+    "Glm4ForCausalLM": Family(glm4.build_layer, glm4.read_config),
+    "GlmForCausalLM": Family(glm4.build_glm_layer, glm4.read_config),
     "GraniteForCausalLM": Family(llama.build_layer, granite.read_config),
     "LlamaForCausalLM": Family(llama.build_layer, read_model_config),
     "MistralForCausalLM": Family(llama.build_layer, mistral.read_config),

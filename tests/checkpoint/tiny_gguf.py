@@ -23,6 +23,7 @@ ARCHITECTURES = [
     "smollm3",
     "olmo2",
     "granite",
+    "glm4",
 ]
 PERMUTED = (
     "llama",
@@ -69,6 +70,8 @@ def layer_shapes(arch: str) -> Shapes:
         del shapes["input_layernorm.weight"]
         shapes["post_feedforward_layernorm.weight"] = (HIDDEN,)
         shapes |= {"self_attn.q_norm.weight": (q_size,), "self_attn.k_norm.weight": (kv_size,)}
+    if arch == "glm4":
+        shapes |= {f"post_{name}_layernorm.weight": (HIDDEN,) for name in ("self_attn", "mlp")}
     sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
     shapes |= {f"self_attn.{name}.weight": (size, HIDDEN) for name, size in sizes.items()}
     if arch == "qwen2":
@@ -77,6 +80,11 @@ def layer_shapes(arch: str) -> Shapes:
         shapes |= {f"self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
     if arch == "gemma3":
         shapes |= {f"{name}_feedforward_layernorm.weight": (HIDDEN,) for name in ("pre", "post")}
+    if arch == "glm4":
+        return shapes | {
+            "mlp.gate_up_proj.weight": (2 * INTERMEDIATE, HIDDEN),
+            "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+        }
     if arch != "qwen3moe":
         return shapes | mlp_shapes("mlp", INTERMEDIATE)
     shapes["mlp.gate.weight"] = (EXPERTS, HIDDEN)
@@ -157,6 +165,8 @@ def write_gguf(
         values["qwen3moe.expert_count"] = EXPERTS
         values["qwen3moe.expert_used_count"] = EXPERTS_USED
         values["qwen3moe.expert_feed_forward_length"] = EXPERT_INTERMEDIATE
+    if arch == "glm4":
+        values["glm4.rope.dimension_count"] = HEAD_DIM // 2
     if arch in ("gemma3", "phi3"):
         values[f"{arch}.attention.sliding_window"] = WINDOW
     values |= metadata or {}

@@ -17,6 +17,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 CONFIGS = checkpoints.VARIANTS | checkpoints.FAMILIES
 ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -52,7 +54,9 @@ def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
             del config["tie_word_embeddings"]
     else:
         config.pop("layer_types", None)
-        rope = rope.get("full_attention", rope)
+        rope = dict(rope.get("full_attention", rope))
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     if config["model_type"] == "qwen3_moe":
         config["num_experts"] = config.pop("num_local_experts")
     config["rope_theta"] = rope["rope_theta"]

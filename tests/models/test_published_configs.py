@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
+from nanovllm.errors import CheckpointError
 from nanovllm.models.config_json import NO_ROPE
 from nanovllm.models.registry import read_config
 
@@ -97,6 +100,26 @@ GRANITE_2B: Facts = {
     "vocab_size": 49159,
 }
 
+GLM4_9B: Facts = {
+    "architectures": ["Glm4ForCausalLM"],
+    "attention_bias": True,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 32768,
+    "model_type": "glm4",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151552,
+}
+
 
 def test_smollm3() -> None:
     model = read_config(SMOLLM3_3B)
@@ -128,6 +151,17 @@ def test_granite() -> None:
     assert sizes(model) == (40, 2048, 32, 8, 64)
     assert (model.attention_scale, model.embedding_scale) == (1 / 64, 12.0)
     assert (model.residual_multiplier, model.logits_scale) == (0.22, 1 / 8)
+
+
+@pytest.mark.parametrize("name", ["Glm4ForCausalLM", "GlmForCausalLM"])
+def test_glm4(name: str) -> None:
+    model = read_config({**GLM4_9B, "architectures": [name]})
+    assert sizes(model) == (40, 4096, 32, 2, 128)
+    assert (model.qkv_bias, model.output_bias) == (True, False)
+    rope = RopeConfig(1e4, rotary_dim=64, is_interleaved=True)
+    assert set(model.layers) == {LayerAttention(rope)}
+    with pytest.raises(CheckpointError, match="rotates 13 of 128"):
+        read_config({**GLM4_9B, "partial_rotary_factor": 0.1015625})
 
 
 def sizes(model: ModelConfig) -> tuple[int, int, int, int, int]:

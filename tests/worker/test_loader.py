@@ -165,6 +165,8 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
         values["rope.scaling.factor"] = rope["factor"]
         trained = rope["original_max_position_embeddings"]
         values["rope.scaling.original_context_length"] = trained
+    if arch == "glm4":
+        values["rope.dimension_count"] = int(head_dim * rope["partial_rotary_factor"])
     if arch == "granite":
         values["attention.scale"] = config.attention_multiplier
         values["embedding_scale"] = config.embedding_multiplier
@@ -209,6 +211,7 @@ GGUF_FAMILIES = [
     "olmo2",
     "olmo3",
     "granite",
+    "glm4",
 ]
 
 
