@@ -204,7 +204,9 @@ class ModelConfig:
     mlp_bias: bool
     embedding_scale: float = 1.0
     residual_multiplier: float = 1.0  # multiplies the outputs of attention and MLP
+    attention_softcap: float | None = None  # bound of attention scores: cap * tanh(score / cap)
     logits_scale: float = 1.0
+    logits_softcap: float | None = None
     norm_offset: float = 0.0  # added to norm weights; 1 if checkpoints store the weights minus 1
     experts: ExpertsConfig | None = None
 

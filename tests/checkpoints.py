@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
@@ -95,6 +96,16 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         **SIZES, **EXPERTS, head_dim=16, num_experts=5, mlp_only_layers=[1]
     ),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, sliding_window=WINDOW),
+    "gemma2": Gemma2Config(
+        **SIZES,
+        head_dim=16,
+        tie_word_embeddings=False,
+        query_pre_attn_scalar=24,
+        sliding_window=WINDOW,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=40.0,
+        attn_implementation="eager",  # SDPA has no softcapping
+    ),
     "gemma3": Gemma3TextConfig(
         **SIZES,
         head_dim=16,
@@ -216,7 +227,7 @@ def make_checkpoint(path: Path, config: PreTrainedConfig, seed: int = 0) -> Tiny
             if parameter.dim() == 1:  # norms and biases would otherwise be ones and zeros
                 parameter.add_(0.1 * torch.randn(parameter.shape))
             if name == "model.norm.weight":  # larger logits make near ties rare
-                offset = 1.0 if isinstance(config, Gemma3TextConfig) else 0.0
+                offset = 1.0 if isinstance(config, Gemma2Config | Gemma3TextConfig) else 0.0
                 parameter.add_(offset).mul_(10.0).sub_(offset)
     model.save_pretrained(path)
     return TinyCheckpoint(path, model)

@@ -78,6 +78,14 @@ def _gemma3_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window_pattern": period, "query_pre_attn_scalar": scalar}
 
 
+def _gemma2_scale(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attention scale, which GGUF does not store; only the largest model has its own."""
+    scalar = config["head_dim"]
+    if config["num_hidden_layers"] == 46:
+        scalar = config["hidden_size"] // (config["num_attention_heads"] or 1)
+    return {"query_pre_attn_scalar": scalar}
+
+
 def _rotary_factor(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"partial_rotary_factor": (config["rotary_dim"] or 0) / (config["head_dim"] or 1)}
 
@@ -111,6 +119,19 @@ ARCHITECTURES = {
             "expert_feed_forward_length": ("moe_intermediate_size", None),
         },
         constants=_SILU | {"norm_topk_prob": True},
+    ),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        _GEMMA_NORMS | _ATTENTION | _MLP,
+        norm_offset=1.0,
+        numbers={
+            "attention.sliding_window": ("sliding_window", 4096),
+            "attn_logit_softcapping": ("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": ("final_logit_softcapping", 30.0),
+        },
+        constants={"hidden_activation": "gelu_pytorch_tanh"},
+        derive=_gemma2_scale,
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",

@@ -17,6 +17,7 @@ from nanovllm.cli.options import Commands, add_command
 
 # Architecture -> hub ids of example models.
 EXAMPLES = {
+    "Gemma2ForCausalLM": ("google/gemma-2-2b-it", "google/gemma-2-9b-it"),
     "Gemma3ForCausalLM": ("google/gemma-3-270m-it", "google/gemma-3-1b-it"),
     "Glm4ForCausalLM": ("zai-org/GLM-4-9B-0414", "zai-org/GLM-4-32B-0414"),
     "GlmForCausalLM": ("zai-org/glm-4-9b-chat-hf",),

@@ -135,19 +135,26 @@ class LMHead(MergedLinear):
         build: BuildContext,
         tied: Embedding | None,
         scale: float = 1.0,
+        softcap: float | None = None,
     ) -> None:
         outputs = {"lm_head": [sharded(vocab_size, build.group)]}
         super().__init__(replicated(dim), outputs, False, build)
-        self.vocab_size, self.group, self.scale = vocab_size, build.group, scale
+        self.vocab_size, self.group = vocab_size, build.group
+        self.scale, self.softcap = scale, softcap
         self.is_tied = tied is not None
         if tied is not None:
             self.weight = tied.weight
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the logits are more than the projection."""
+        return self.scale != 1 or self.softcap is not None
+
     def logits(self, hidden: ResidualStream, norm: RMSNorm) -> Tensor:
         """Return the logits of the whole vocabulary on every rank, without padding."""
         shard, _ = self.after_norm(hidden, norm)
-        if self.scale != 1:
-            shard = self.ops.scale_logits(shard, self.scale)
+        if self.is_scaled:
+            shard = self.ops.scale_logits(shard, self.scale, self.softcap)
         logits = self.group.gather_columns(shard)
         is_padded = logits.shape[1] > self.vocab_size
         return logits[:, : self.vocab_size].contiguous() if is_padded else logits

@@ -31,7 +31,8 @@ class SelfAttention(Layer):
         self.num_heads, self.head_dim = heads.count, config.head_dim
         self.layer_index, self.is_last = layer_index, layer_index + 1 == config.num_layers
         self.attention, self.ops = build.attention, build.ops
-        self.spec = AttentionSpec(config.attention_scale, config.layers[layer_index].window)
+        window = config.layers[layer_index].window
+        self.spec = AttentionSpec(config.attention_scale, window, config.attention_softcap)
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
         outputs = {"q_proj": [q], "k_proj": [kv], "v_proj": [kv]}
         if merged is not None:

@@ -81,9 +81,11 @@ class DecoderModel(Layer):
         self.config, self.dtype = config, build.dtype
         self.model = DecoderBody(config, max_model_len, build, build_layer)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(
-            config.hidden_size, config.vocab_size, build, tied, config.logits_scale
+        sizes, scales = (
+            (config.hidden_size, config.vocab_size),
+            (config.logits_scale, config.logits_softcap),
         )
+        self.lm_head = LMHead(*sizes, build, tied, *scales)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         return self.logits(self.model(batch))

@@ -30,25 +30,43 @@ NORMS = NormNames(
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
-UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    for name in UNSUPPORTED:
-        if config.get(name):
-            raise UnsupportedModelError(f"{name}={config[name]!r} in config.json is not supported")
-    config = {**DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
+    refuse(config, "attn_logit_softcapping", "final_logit_softcapping")
+    given = {**DEFAULTS, **_without_null(config)}
+    layers = mixed_layers(
+        given,
+        given["sliding_window_pattern"],
+        local_theta=given["rope_local_base_freq"],
+        theta=given.get("rope_theta", 1e6),
+    )
+    return replace(read_shared_config(config), layers=layers)
+
+
+def read_shared_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Read what Gemma 2 and 3 have in common: all but the attention of the layers."""
+    refuse(config, "use_bidirectional_attention")
+    config = {**DEFAULTS, **_without_null(config)}
     shared = {"hidden_act": config["hidden_activation"], "rope_parameters": None}
     model = read_model_config({**config, **shared, "rope_scaling": None})
-    local_theta, theta = config["rope_local_base_freq"], config.get("rope_theta", 1e6)
     return replace(
         model,
-        layers=mixed_layers(config, config["sliding_window_pattern"], local_theta, theta),
         attention_scale=config["query_pre_attn_scalar"] ** -0.5,
         embedding_scale=model.hidden_size**0.5,
         dtype="bfloat16" if model.dtype == "float16" else model.dtype,  # float16 would overflow
         norm_offset=1.0,
     )
+
+
+def refuse(config: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if config.get(name):
+            raise UnsupportedModelError(f"{name}={config[name]!r} in config.json is not supported")
+
+
+def _without_null(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> SandwichLayer:

@@ -10,6 +10,7 @@ from nanovllm.config import ModelConfig
 from nanovllm.errors import CheckpointError, NanovllmError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.models import (
+    gemma2,
     gemma3,
     glm4,
     granite,
@@ -39,6 +40,7 @@ class Family:
 
 
 FAMILIES = {
+    "Gemma2ForCausalLM": Family(gemma2.build_layer, gemma2.read_config),
     "Gemma3ForCausalLM": Family(gemma3.build_layer, gemma3.read_config),
     "Glm4ForCausalLM": Family(glm4.build_layer, glm4.read_config),
     "GlmForCausalLM": Family(glm4.build_glm_layer, glm4.read_config),

@@ -180,8 +180,8 @@ class Ops(Protocol):
     def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up; gate_up [tokens, 2 * size] holds gate, then up."""
 
-    def scale_logits(self, logits: Tensor, scale: float) -> Tensor:
-        """Return logits * scale; the logits may be overwritten."""
+    def scale_logits(self, logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+        """Return x = scale * logits, or softcap * tanh(x / softcap); may overwrite the logits."""
 
     def pack_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool

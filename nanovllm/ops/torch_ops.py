@@ -75,8 +75,10 @@ class TorchOps:
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
     @staticmethod
-    def scale_logits(logits: Tensor, scale: float) -> Tensor:
-        return logits.mul_(scale)
+    def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+        if softcap is None:
+            return logits.mul_(scale)
+        return logits.mul_(scale / softcap).tanh_().mul_(softcap)
 
     def pack_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool

@@ -24,6 +24,7 @@ ARCHITECTURES = [
     "olmo2",
     "granite",
     "glm4",
+    "gemma2",
 ]
 PERMUTED = (
     "llama",
@@ -78,7 +79,7 @@ def layer_shapes(arch: str) -> Shapes:
         shapes |= {f"self_attn.{name}.bias": (size,) for name, size in sizes.items()}
     if arch in ("qwen3", "qwen3moe", "gemma3"):
         shapes |= {f"self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
-    if arch == "gemma3":
+    if arch in ("gemma2", "gemma3"):
         shapes |= {f"{name}_feedforward_layernorm.weight": (HIDDEN,) for name in ("pre", "post")}
     if arch == "glm4":
         return shapes | {
@@ -106,6 +107,8 @@ def gguf_name(hf_name: str, arch: str) -> str:
     number = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(number, LAYERS)
     name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+    if hf_name == "lm_head.weight":  # Gemma 2 has none there
+        name = "output.weight"
     assert name is not None, hf_name
     return name
 
@@ -167,7 +170,7 @@ def write_gguf(
         values["qwen3moe.expert_feed_forward_length"] = EXPERT_INTERMEDIATE
     if arch == "glm4":
         values["glm4.rope.dimension_count"] = HEAD_DIM // 2
-    if arch in ("gemma3", "phi3"):
+    if arch in ("gemma2", "gemma3", "phi3"):
         values[f"{arch}.attention.sliding_window"] = WINDOW
     values |= metadata or {}
     for key, value in values.items():
@@ -179,7 +182,7 @@ def write_gguf(
             array = permute_rows(array, HEADS)
         if arch in PERMUTED and ".k_proj." in name:
             array = permute_rows(array, KV_HEADS)
-        if arch == "gemma3" and name.endswith("norm.weight"):
+        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
         others = [other for part, other in (other_quants or {}).items() if part in name]
         matrix_quant = others[0] if others else quant

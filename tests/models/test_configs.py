@@ -16,6 +16,7 @@ from tests.checkpoints import LLAMA3_ROPE
 YARN = {"rope_type": "yarn", "factor": 4.0}
 CONFIGS = checkpoints.VARIANTS | checkpoints.FAMILIES
 ARCHITECTURES = {
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
@@ -92,6 +93,7 @@ def test_windows() -> None:
     assert windows("qwen2-window", use_sliding_window=False) == [None, None]
     assert windows("qwen2-window", sliding_window=None) == [None, None]
     assert windows("gemma3") == [20, None]
+    assert windows("gemma2") == windows("gemma2", layer_types=None) == [20, None]
     assert windows("olmo3") == windows("olmo3", layer_types=None) == [20, 20, 20, None]
     assert windows("gemma3-six") == [20, 20, 20, 20, 20, None]
     assert windows("gemma3-six", layer_types=None, sliding_window_pattern=2) == [20, None] * 3

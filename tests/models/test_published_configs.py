@@ -120,6 +120,29 @@ GLM4_9B: Facts = {
     "vocab_size": 151552,
 }
 
+GEMMA2_2B: Facts = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 256000,
+}
+
 
 def test_smollm3() -> None:
     model = read_config(SMOLLM3_3B)
@@ -162,6 +185,18 @@ def test_glm4(name: str) -> None:
     assert set(model.layers) == {LayerAttention(rope)}
     with pytest.raises(CheckpointError, match="rotates 13 of 128"):
         read_config({**GLM4_9B, "partial_rotary_factor": 0.1015625})
+
+
+def test_gemma2() -> None:
+    model = read_config(GEMMA2_2B)
+    assert sizes(model) == (26, 2304, 8, 4, 256)
+    assert (model.attention_softcap, model.logits_softcap) == (50.0, 30.0)
+    assert (model.attention_scale, model.embedding_scale) == (1 / 16, 48.0)
+    assert (model.tie_word_embeddings, model.activation) == (True, "gelu_tanh")
+    rope = RopeConfig(1e4)
+    assert model.layers == (LayerAttention(rope, 4096), LayerAttention(rope)) * 13
+    off = read_config({**GEMMA2_2B, "attn_logit_softcapping": None})
+    assert (off.attention_softcap, off.logits_softcap) == (None, 30.0)
 
 
 def sizes(model: ModelConfig) -> tuple[int, int, int, int, int]:

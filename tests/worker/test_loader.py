@@ -165,6 +165,9 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
         values["rope.scaling.factor"] = rope["factor"]
         trained = rope["original_max_position_embeddings"]
         values["rope.scaling.original_context_length"] = trained
+    if arch == "gemma2":
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            values[key] = getattr(config, key)
     if arch == "glm4":
         values["rope.dimension_count"] = int(head_dim * rope["partial_rotary_factor"])
     if arch == "granite":
@@ -187,9 +190,10 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
         projection = name.split(".")[-2]
         if arch in PERMUTED and projection in heads:
             array = permute_rows(array, heads[projection])
-        if arch == "gemma3" and name.endswith("norm.weight"):
+        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), array)
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"
+        writer.add_tensor(stored, array)
     if rope["rope_type"] == "llama3":
         plain = 1 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
         factors = plain / checkpoint.model.model.rotary_emb.inv_freq
@@ -212,6 +216,7 @@ GGUF_FAMILIES = [
     "olmo3",
     "granite",
     "glm4",
+    "gemma2",
 ]
 
 

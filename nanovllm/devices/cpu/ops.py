@@ -142,9 +142,9 @@ class NumbaOps:
         self._launch(dense.act_and_mul, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
         return out
 
-    def scale_logits(self, logits: Tensor, scale: float) -> Tensor:
-        size = logits.numel()
-        self._launch(dense.scale_logits, logits.data_ptr(), size, float_bits(scale))
+    def scale_logits(self, logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+        factors = float_bits(scale), float_bits(softcap or 0.0)
+        self._launch(dense.scale_logits, logits.data_ptr(), logits.numel(), *factors)
         return logits
 
     def pack_linear(

@@ -202,6 +202,18 @@ def test_add_norm(num_rows: int, dim: int, dtype: torch.dtype) -> None:
 @SEVERAL_THREADS
 @DTYPES
 @ROWS_AND_DIMS
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_scale_logits(num_rows: int, dim: int, dtype: torch.dtype, softcap: float | None) -> None:
+    logits = 8 * make(num_rows, dim, dtype=dtype)
+    got = make_ops(dtype).scale_logits(logits.clone(), 0.7, softcap)
+    want = 0.7 * logits.double()
+    want = want if softcap is None else softcap * (want / softcap).tanh()
+    assert_as_rounded(got, want.to(dtype), atol=1e-5)
+
+
+@SEVERAL_THREADS
+@DTYPES
+@ROWS_AND_DIMS
 @ACTIVATIONS
 def test_gate(num_rows: int, dim: int, dtype: torch.dtype, activation: Activation) -> None:
     gate_up = 4 * make(num_rows, 2 * dim, dtype=dtype)

@@ -150,10 +150,14 @@ def act_and_mul(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 @kernel
 def scale_logits(args: Any, thread: int, num_threads: int, like: Any) -> None:
-    """Multiply logits by a scale in place."""
-    logits, size, scale = pointer_to(args[0], like), args[1], as_float(uint32(args[2]))
+    """Implement Ops.scale_logits in place; a softcap of 0 means none."""
+    logits, size = pointer_to(args[0], like), args[1]
+    scale, softcap = as_float(uint32(args[2])), as_float(uint32(args[3]))
     for i in range(thread * size // num_threads, (thread + 1) * size // num_threads):
-        store(logits, i, load(logits, i) * scale)
+        value = load(logits, i) * scale
+        if softcap > 0:
+            value = _softcap(value, softcap)
+        store(logits, i, value)
 
 
 @kernel
@@ -220,10 +224,10 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
     scratch = pointer_to(args[9], float32(0))
     num_rows, max_length, num_heads = args[10], args[11], args[12]
     num_kv_heads, head_dim, block_size = args[13], args[14], args[15]
-    scale, window = as_float(uint32(args[16])), args[17]
+    scale, window, softcap = as_float(uint32(args[16])), args[17], as_float(uint32(args[18]))
     k_exponents, v_exponents = (
-        pointer_to(args[18], uint8(0)),
         pointer_to(args[19], uint8(0)),
+        pointer_to(args[20], uint8(0)),
     )
     group = num_heads // num_kv_heads
     queries = thread * group * (2 * head_dim + max_length)
@@ -250,6 +254,9 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
                 query, score = queries + i * head_dim, scores + i * max_length + begin
                 _dots(k_cache, base, stride, scratch, query, head_dim, score, count)
                 scale_rows(scratch, score, k_exponents, place, count, cached)
+                if softcap > 0:
+                    for j in range(score, score + count):
+                        scratch[j] = _softcap(scratch[j], softcap)
         for i in range(group):
             _softmax(scratch, scores + i * max_length + first, length - first)
         for block in range(first // block_size, (length + block_size - 1) // block_size):
@@ -302,6 +309,12 @@ def _softmax(x: Any, base: int, count: int) -> None:
         total += value
     for i in range(count):
         x[base + i] /= total
+
+
+@inlined
+def _softcap(x: Any, cap: float) -> Any:
+    """Return cap * tanh(x / cap)."""
+    return cap - (cap + cap) / (float32(1) + _exp((x + x) / cap))
 
 
 @inlined

@@ -121,8 +121,10 @@ def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpe
 
 
 def _find_layer_problem(model: DecoderModel, layers: list[StepLayer]) -> str | None:
-    if model.model.embed_tokens.scale != 1 or model.lm_head.scale != 1:
+    if model.model.embed_tokens.scale != 1 or model.lm_head.is_scaled:
         return "it scales embeddings or logits"
+    if any(layer.attention.softcap is not None for layer in layers):
+        return "it caps attention scores"
     if any(linear.activation not in (None, "silu") for layer in layers for linear in layer.linears):
         return "its activation is not silu"
     if any(linear.bias is not None for layer in layers for linear in layer.linears[1:]):
