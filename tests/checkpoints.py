@@ -100,7 +100,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         **SIZES,
         head_dim=16,
         tie_word_embeddings=False,
-        query_pre_attn_scalar=24,
+        query_pre_attn_scalar=16,
         sliding_window=WINDOW,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=40.0,
