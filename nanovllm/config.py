@@ -158,6 +158,8 @@ class RopeConfig:
     beta_slow: float = 1.0
     is_truncated: bool = True  # round the boundaries of the interpolation to whole indices
     attention_factor: float = 1.0  # multiplies cosines and sines
+    # q at position p is multiplied by 1 + q_scaling * log(1 + p // original_max_position).
+    q_scaling: float = 0.0
     rotary_dim: int | None = None  # the first dimensions of a head, which are rotated; None: all
     is_interleaved: bool = False  # whether pairs are neighbors, not half of `rotary_dim` apart
 

@@ -17,6 +17,7 @@ from transformers import (
     GlmConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -83,6 +84,18 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
     ),
     "mistral": MistralConfig(**SIZES, sliding_window=WINDOW),
+    "ministral3": Ministral3Config(
+        **SIZES,
+        head_dim=16,
+        pad_token_id=0,
+        rope_parameters={
+            **YARN_ROPE,
+            "original_max_position_embeddings": 16,  # most prompts are longer
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.4,
+        },
+    ),
     "mistral-whole": MistralConfig(**SIZES, sliding_window=None),
     "qwen2": Qwen2Config(**SIZES),
     "qwen2-window": Qwen2Config(

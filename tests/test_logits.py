@@ -56,6 +56,7 @@ CASES = [
     ("gemma2", "bfloat16", "plain"),
     ("gemma3", "bfloat16", "plain"),
     ("mistral", "bfloat16", "chunked"),
+    ("ministral3", "bfloat16", "plain"),
     ("mixtral", "float16", "plain"),
     ("phi3", "bfloat16", "plain"),
     ("glm4", "bfloat16", "plain"),

@@ -86,6 +86,17 @@ def _gemma2_scale(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"query_pre_attn_scalar": scalar}
 
 
+def _mistral3_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    if (scaling := config["rope_scaling"]) is None:
+        return {}
+    factors = {
+        "mscale": 1.0,
+        "mscale_all_dim": config["mscale_all_dim"],
+        "llama_4_scaling_beta": config["llama_4_scaling_beta"],
+    }
+    return {"rope_scaling": {**scaling, **factors}}
+
+
 def _rotary_factor(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"partial_rotary_factor": (config["rotary_dim"] or 0) / (config["head_dim"] or 1)}
 
@@ -141,6 +152,17 @@ ARCHITECTURES = {
         numbers=_WINDOW | {"rope.freq_base_swa": ("rope_local_base_freq", 10000.0)},
         constants={"hidden_activation": "gelu_pytorch_tanh"},
         derive=_gemma3_layers,
+    ),
+    "mistral3": Architecture(
+        "Ministral3ForCausalLM",
+        "ministral3",
+        _NORMS | _ATTENTION | _MLP,
+        permuted=_QK,
+        numbers={
+            "attention.temperature_scale": ("llama_4_scaling_beta", 0),
+            "rope.scaling.yarn_log_multiplier": ("mscale_all_dim", 0),
+        },
+        derive=_mistral3_rope,
     ),
     "smollm3": Architecture(
         "SmolLM3ForCausalLM", "smollm3", _NORMS | _ATTENTION | _MLP, permuted=_QK

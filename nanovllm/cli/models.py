@@ -31,6 +31,10 @@ EXAMPLES = {
         "meta-llama/Llama-3.2-1B-Instruct",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
+    "Ministral3ForCausalLM": (
+        "mistralai/Ministral-3-3B-Instruct-2512-BF16",
+        "mistralai/Ministral-3-8B-Base-2512",
+    ),
     "MistralForCausalLM": (
         "mistralai/Mistral-7B-Instruct-v0.1",
         "mistralai/Mistral-7B-Instruct-v0.3",

@@ -10,13 +10,21 @@ from nanovllm.layers.scaled_rope import scaled_frequencies
 
 
 def rope_table(head_dim: int, max_position: int, rope: RopeConfig, device: torch.device) -> Tensor:
-    """Return the cosines and sines of pairs (i, i + head_dim / 2): [positions, 2, head_dim / 2]."""
+    """Return the cosines and sines of pairs (i, i + head_dim / 2): [positions, 2, head_dim / 2].
+
+    If queries are scaled by their position, those of q follow: [positions, 4, head_dim / 2].
+    """
     positions = torch.arange(max_position).float()[:, None]
     rotary_dim = rope.rotary_dim or head_dim
     angles = positions * rope_frequencies(rotary_dim, rope, positions)
     table = torch.stack((angles.cos(), angles.sin()), dim=1) * rope.attention_factor
     fixed = torch.tensor([[1.0], [0.0]]).expand(max_position, 2, (head_dim - rotary_dim) // 2)
-    return torch.cat((table, fixed), dim=2).to(device)
+    table = torch.cat((table, fixed), dim=2)
+    if rope.q_scaling:
+        periods = positions.div(rope.original_max_position, rounding_mode="floor")
+        scales = 1 + rope.q_scaling * (1 + periods).log()  # [positions, 1]
+        table = torch.cat((table, table * scales[:, :, None]), dim=1)
+    return table.to(device)
 
 
 def rope_order(head_dim: int, rope: RopeConfig) -> list[int] | None:

@@ -174,7 +174,8 @@ class Ops(Protocol):
 
         With an FP8 cache, q and k are Hadamard-transformed too. qkv is [tokens, q + k + v heads,
         dim], and its k may be overwritten. rope holds float32 cosines and sines,
-        [positions, 2, dim / 2]. slot_mapping holds positions in the cache, in units of tokens.
+        [positions, 2, dim / 2], or those of k, then those of q: [positions, 4, dim / 2].
+        slot_mapping holds positions in the cache, in units of tokens.
         """
 
     def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:

@@ -56,13 +56,13 @@ class TorchOps:
     ) -> None:
         num_kv_heads = cache.k.shape[2]
         q, k, v = qkv.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
-        cos, sin = rope[positions].unsqueeze(2).unbind(1)  # [tokens, 1, dim / 2]
+        angles = rope[positions].unsqueeze(2).unbind(1)  # each [tokens, 1, dim / 2]
         if norm is not None:
             for heads, weight in ((q, norm.q), (k, norm.k)):
                 rows = heads.flatten(-weight.dim())  # one head, or all heads of a token
                 heads.copy_(rms_norm(rows, weight.flatten(), norm.eps).view_as(heads))
-        q.copy_(rotate(q, cos, sin))
-        k.copy_(rotate(k, cos, sin))
+        q.copy_(rotate(q, *angles[-2:]))
+        k.copy_(rotate(k, *angles[:2]))
         if cache.k_exponents is not None:
             of_q, of_k = hadamard_exponents(q.shape[2])
             q.copy_(hadamard_transform(q, of_q))

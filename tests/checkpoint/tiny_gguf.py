@@ -25,12 +25,9 @@ ARCHITECTURES = [
     "granite",
     "glm4",
     "gemma2",
+    "mistral3",
 ]
-PERMUTED = (
-    "llama",
-    "smollm3",
-    "granite",
-)  # the architectures whose q and k rows converters permute
+PERMUTED = ("llama", "smollm3", "granite", "mistral3")  # converters permute rows of q and k
 Shapes = dict[str, tuple[int, ...]]
 Arrays = dict[str, np.ndarray]
 

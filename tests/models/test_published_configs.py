@@ -143,6 +143,35 @@ GEMMA2_2B: Facts = {
     "vocab_size": 256000,
 }
 
+MINISTRAL3_8B: Facts = {  # the text_config of Mistral3ForConditionalGeneration
+    "architectures": ["Ministral3ForCausalLM"],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 262144,
+    "model_type": "ministral3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 34,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 16.0,
+        "llama_4_scaling_beta": 0.1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16384,
+        "rope_theta": 1000000.0,
+        "rope_type": "yarn",
+        "type": "yarn",
+    },
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 131072,
+}
+
 
 def test_smollm3() -> None:
     model = read_config(SMOLLM3_3B)
@@ -197,6 +226,14 @@ def test_gemma2() -> None:
     assert model.layers == (LayerAttention(rope, 4096), LayerAttention(rope)) * 13
     off = read_config({**GEMMA2_2B, "attn_logit_softcapping": None})
     assert (off.attention_softcap, off.logits_softcap) == (None, 30.0)
+
+
+def test_ministral3() -> None:
+    model = read_config(MINISTRAL3_8B)
+    assert sizes(model) == (34, 4096, 32, 8, 128)
+    assert model.max_position_embeddings == 262144
+    rope = RopeConfig(1e6, "yarn", 16.0, original_max_position=16384, q_scaling=0.1)
+    assert set(model.layers) == {LayerAttention(rope)}
 
 
 def sizes(model: ModelConfig) -> tuple[int, int, int, int, int]:

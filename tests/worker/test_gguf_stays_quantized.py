@@ -129,6 +129,7 @@ def test_types_may_be_mixed(tmp_path: Path, run_dequantized: Any, kept: list[int
         ("granite", True, "Q4_0"),
         ("glm4", False, "Q8_0"),
         ("gemma2", True, "Q8_0"),
+        ("mistral3", False, "Q4_1"),
     ],
 )
 def test_every_family_answers_alike(

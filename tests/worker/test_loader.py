@@ -90,6 +90,7 @@ GGUF_NAMES = {  # keyed by model_type
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
+    "ministral3": "mistral3",
 }
 VARIANTS = ["qwen3", "llama", "qwen3-tied", "llama-tied-rope", "llama-mha-bias"]
 
@@ -165,6 +166,9 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
         values["rope.scaling.factor"] = rope["factor"]
         trained = rope["original_max_position_embeddings"]
         values["rope.scaling.original_context_length"] = trained
+    if arch == "mistral3":
+        values["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        values["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     if arch == "gemma2":
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             values[key] = getattr(config, key)
@@ -217,6 +221,7 @@ GGUF_FAMILIES = [
     "granite",
     "glm4",
     "gemma2",
+    "ministral3",
 ]
 
 
@@ -229,6 +234,31 @@ def test_gguf_of_every_family(name: str, tiny: Tiny, tmp_path: Path) -> None:
     checkpoint = tiny(name)
     want = checkpoint.answers(PROMPTS, 8)
     assert run(write_gguf(tmp_path / "model.gguf", checkpoint)) == want
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_the_text_model_of_a_multimodal_one(tiny: Tiny, tmp_path: Path, is_new: bool) -> None:
+    """Names and config of Mistral 3 as published, and as transformers 5 saves them."""
+    checkpoint = tiny("ministral3")
+    prefix = "model.language_model." if is_new else "language_model.model."
+    vision = "model." if is_new else ""
+    tensors = {
+        name.replace("model.", prefix, 1): tensor
+        for name, tensor in read_tensors(checkpoint).items()
+    }
+    if not is_new:
+        tensors["language_model.lm_head.weight"] = tensors.pop(HEAD)
+    for name in ("vision_tower.patch_conv.weight", "multi_modal_projector.norm.weight"):
+        tensors[f"{vision}{name}"] = torch.ones(3)
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": {**checkpoint.model.config.to_dict(), "architectures": None},
+        "vision_config": {"hidden_size": 1024, "head_dim": 64},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert run(tmp_path) == checkpoint.answers(PROMPTS, 8)
 
 
 def test_a_bfloat16_checkpoint_loads_in_float32(llama: TinyCheckpoint, tmp_path: Path) -> None:

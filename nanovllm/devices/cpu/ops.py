@@ -131,6 +131,7 @@ class NumbaOps:
             num_kv_heads,
             head_dim,
             block_size,
+            rope.stride(0),
             *fp8_args,
             cached=cache.k.dtype,
         )

@@ -124,7 +124,7 @@ def test_every_step_has_the_same_logits(tiny: Tiny, mode: str, dtype: str) -> No
             assert set(num_rows) == set(range(1, runner_of(llm).forward.captured.max_rows + 1))
 
 
-@pytest.mark.parametrize("family", ["gemma2", "glm4", "granite", "olmo3", "smollm3"])
+@pytest.mark.parametrize("family", ["gemma2", "glm4", "granite", "ministral3", "olmo3", "smollm3"])
 def test_every_step_of_a_family_is_captured(tiny: Tiny, family: str) -> None:
     with make_llm(tiny(family).path, dtype="bfloat16") as llm:
         assert_steps_are_the_same(llm)

@@ -287,7 +287,9 @@ def test_rope_write(
         q_weight = make(num_heads, head_dim, dtype=torch.float32, seed=2)
         k_weight = make(num_kv_heads, head_dim, dtype=torch.float32, seed=3)
     norm = None if normed == "nothing" else QKNormWeights(q_weight, k_weight, EPS)
-    rope = rope_table(head_dim, 100, RopeConfig(10000.0), torch.device("cpu"))
+    # In one of the cases, q has its own cosines and sines.
+    config = RopeConfig(10000.0, q_scaling=float(num_tokens == 5), original_max_position=8)
+    rope = rope_table(head_dim, 100, config, torch.device("cpu"))
     positions = torch.randint(100, (num_tokens,), generator=generator)
     slot_mapping = torch.randperm(6 * 16, generator=generator)[:num_tokens]
     results = []

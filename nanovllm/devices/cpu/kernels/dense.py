@@ -172,13 +172,13 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
     )
     k_cache, v_cache = pointer_to(args[7], cached), pointer_to(args[8], cached)
     num_tokens, num_heads = args[9], args[10]
-    num_kv_heads, head_dim, block_size = args[11], args[12], args[13]
+    num_kv_heads, head_dim, block_size, rope_stride = args[11], args[12], args[13], args[14]
     k_exponents, v_exponents = (
-        pointer_to(args[14], uint8(0)),
         pointer_to(args[15], uint8(0)),
+        pointer_to(args[16], uint8(0)),
     )
-    scratch, size = pointer_to(args[16], float32(0)), args[17]
-    of_q, of_k = as_float(uint32(args[18])), as_float(uint32(args[19]))
+    scratch, size = pointer_to(args[17], float32(0)), args[18]
+    of_q, of_k = as_float(uint32(args[19])), as_float(uint32(args[20]))
     num_rotated = num_heads + num_kv_heads
     per_token = num_rotated + num_kv_heads
     num_items = num_tokens * per_token
@@ -189,7 +189,10 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
             if has_norm:
                 weight = q_norm if head < num_heads else k_norm
                 _rms_norm(qkv, qkv, base, weight, eps, head_dim, like)
-            _rotate(qkv, base, rope, positions[token] * head_dim, head_dim // 2)
+            angle = positions[token] * rope_stride
+            if head < num_heads:  # cosines and sines of q are the last ones, if it has its own
+                angle += rope_stride - head_dim
+            _rotate(qkv, base, rope, angle, head_dim // 2)
         transform_at, half = thread * head_dim, head_dim // 2
         if head < num_heads:
             if is_fp8(cached):

@@ -110,6 +110,7 @@ def rope_write(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
+        HAS_Q_ROPE=rope.shape[1] == 4,
         NORMS_ALL=norm is not None and norm.is_over_all_heads,
         HADAMARD=(
             hadamard_size(head_dim),
@@ -221,6 +222,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HAS_Q_ROPE: tl.constexpr,
     NORMS_ALL: tl.constexpr,
     HADAMARD: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -236,7 +238,10 @@ def _rope_write(  # type: ignore[no-untyped-def]
     least: tl.constexpr = 1 if len(caches) == 2 else MIN_DOT_SIZE
     i = padded_range(half, least)
     kv_heads = padded_range(NUM_KV_HEADS, least)
-    angles = rope + tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
+    position = tl.load(positions + token).to(tl.int64)
+    if HAS_Q_ROPE:  # cosines and sines of k, then those of q
+        position = 2 * position + 1 - tl.program_id(1)
+    angles = rope + position * HEAD_DIM + i
     cos = tl.load(angles, mask=i < half, other=0.0)[None, :]
     sin = tl.load(angles + half, mask=i < half, other=0.0)[None, :]
     offset = tl.load(slot_mapping + token + 0 * kv_heads).to(tl.int64)[:, None]

@@ -131,6 +131,8 @@ def _find_layer_problem(model: DecoderModel, layers: list[StepLayer]) -> str | N
         return "it has biases other than those of q, k and v"
     if len({(layer.attention, layer.rope.data_ptr()) for layer in layers}) > 1:
         return "its layers differ in their attention"
+    if layers[0].rope.shape[1] != 2:
+        return "it scales queries by their position"
     norms = [norm for layer in layers for norm in (layer.norm, layer.mlp_norm)]
     norms.append(model.model.norm.weights)
     qk_norms = [layer.qk_norm for layer in layers if layer.qk_norm is not None]

@@ -73,7 +73,8 @@ def check_rope_write(dtype: torch.dtype, device: str) -> None:
     ):
         num_tokens = 5
         qkv = make(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
-        rope = make(100, 2, head_dim // 2, dtype=torch.float32, device=device)
+        num_tables = 4 if head_dim == 96 else 2  # with 4, q has its own cosines and sines
+        rope = make(100, num_tables, head_dim // 2, dtype=torch.float32, device=device)
         shapes = [(head_dim,)] * 2
         if normed == "all heads":
             shapes = [(num_heads, head_dim), (num_kv_heads, head_dim)]
