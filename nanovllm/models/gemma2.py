@@ -23,8 +23,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         model,
         layers=(LayerAttention(read_rope_config(config)),) * model.num_layers,
         # A cap that is null in config.json is off.
-        attention_softcap=config.get("attn_logit_softcapping", 50.0),
-        logits_softcap=config.get("final_logit_softcapping", 30.0),
+        attention_softcap=config.get("attn_logit_softcapping", 50.0) or None,
+        logits_softcap=config.get("final_logit_softcapping", 30.0) or None,
     )
     windowed = range(0, model.num_layers, 2) if sliding is None else sliding
     return with_window(model, config.get("sliding_window", 4096), windowed)
