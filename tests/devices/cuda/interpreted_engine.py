@@ -177,7 +177,7 @@ class OneToken:
 
 
 def check_masks(root: Path) -> None:
-    """One graph applies bitmasks and samples a decode step, wherever the bitmasks are."""
+    """One graph applies bitmasks and samples, for decode steps of every batch size."""
     path = make_checkpoint(root / "masks", ONE_LAYER).path
     with (
         mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
@@ -375,7 +375,7 @@ def check_whole_step(root: Path) -> None:
         mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
         mock.patch.object(ReferenceStep, "most_tokens", 12),
         mock.patch.object(device, "build", lambda model, _: ReferenceStep(model, None)),
-        LLM(path, dtype="float16", max_num_seqs=4, **OPTIONS) as llm,
+        LLM(path, dtype="float16", max_num_seqs=4, max_num_batched_tokens=8, **OPTIONS) as llm,
     ):
         found = llm.generate([[3], [1, 2], [5]], params, use_tqdm=False)
         step = runner_of(llm).forward.decode.persistent
@@ -410,9 +410,10 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(linear_one_row, "one_row_config", wide_tiles),
-    ):
         # Only the largest graph is captured before a step needs it.
-        with interpreted(), mock.patch.object(decode_graphs, "FIRST_SIZES", ()):
+        mock.patch.object(decode_graphs, "FIRST_SIZES", ()),
+    ):
+        with interpreted():
             check_tokens(Path(folder))
             check_shared_prefixes(Path(folder))
             check_masks(Path(folder))
