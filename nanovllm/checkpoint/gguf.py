@@ -49,7 +49,8 @@ _KNOWN_KEYS = re.compile(
     r"|pooling_type"  # set by embedding models; each request chooses its own pooling
     r"|attention\.(head_count|head_count_kv|key_length|value_length|layer_norm_rms_epsilon)"
     r"|rope\.(freq_base|dimension_count)"
-    r"|rope\.scaling\.(type|factor|original_context_length|finetuned|yarn_beta_fast|yarn_beta_slow)"
+    r"|rope\.scaling\.(type|factor|original_context_length|finetuned)"
+    r"|rope\.scaling\.yarn_(attn_factor|beta_fast|beta_slow)"
 )
 
 
@@ -188,6 +189,8 @@ def _rope_scaling(metadata: Metadata, factors: ReaderTensor | None) -> dict[str,
         return scaling
     original = number("rope.scaling.original_context_length", number("context_length"))
     betas = {key: number(f"rope.scaling.yarn_{key}", beta) for key, beta in _YARN_BETAS.items()}
+    if factor := number("rope.scaling.yarn_attn_factor", 0):
+        scaling["attention_factor"] = factor
     return scaling | {"original_max_position_embeddings": original} | betas
 
 

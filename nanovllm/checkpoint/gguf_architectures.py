@@ -106,8 +106,8 @@ def _olmo3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if not config["sliding_window"]:
         return {}
     scaling = config["rope_scaling"]
-    if scaling is not None:
-        scaling = {**scaling, "attention_factor": config["attention_factor"]}
+    if scaling is not None:  # files of older converters have the factor under another key
+        scaling = {"attention_factor": config["attention_factor"], **scaling}
     return {
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",
