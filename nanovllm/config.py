@@ -205,7 +205,7 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     embedding_scale: float = 1.0
-    residual_multiplier: float = 1.0  # multiplies the outputs of attention and MLP
+    embedding_divisor: float = 1.0  # unlike the scale, it is not rounded to the model's dtype
     attention_softcap: float | None = None  # bound of attention scores: cap * tanh(score / cap)
     logits_scale: float = 1.0
     logits_softcap: float | None = None

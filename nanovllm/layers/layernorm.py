@@ -18,17 +18,12 @@ from nanovllm.ops.interface import NormWeights, QKNormWeights, ResidualStream
 
 
 class RMSNorm(Layer):
-    """RMSNorm of hidden states, or of outputs that are added to them.
-
-    With a residual multiplier, `DecoderBody` keeps hidden states divided by it, so that updates can
-    be added as they are. A norm does not depend on the scale of its input, except for its eps.
-    """
+    """RMSNorm of hidden states."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         self.weight = build.parameter(config.hidden_size, dtype=torch.float32)
-        eps = config.rms_norm_eps / config.residual_multiplier**2
-        self.weights = NormWeights(self.weight, eps)
+        self.weights = NormWeights(self.weight, config.rms_norm_eps)
         self.offset = config.norm_offset
         self.ops = build.ops
 
@@ -73,7 +68,7 @@ class AllHeadsNorm(Layer):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
-        self.group, self.eps = build.group, config.rms_norm_eps
+        self.group = build.group
         heads = (
             sharded(config.num_heads, build.group),
             split_kv_heads(config.num_kv_heads, build.group),
@@ -82,18 +77,19 @@ class AllHeadsNorm(Layer):
         self.q, self.k = (
             build.parameter(shard.count, config.head_dim, dtype=torch.float32) for shard in heads
         )
+        self.weights = QKNormWeights(self.q, self.k, config.rms_norm_eps)
 
     def prepare(self, qkv: Tensor) -> QKNormWeights | None:
         """Return the weights for `Ops.rope_write`; with several ranks, normalize q and k here."""
         if self.group.is_alone:
-            return QKNormWeights(self.q, self.k, self.eps)
+            return self.weights
         parts = qkv[:, : len(self.q)], qkv[:, len(self.q) : len(self.q) + len(self.k)]
         sums = torch.stack([part.float().square().sum((1, 2)) for part in parts])
         self.group.all_reduce(sums)  # [q and k, tokens]
         for part, total, weight in zip(parts, sums, (self.q, self.k), strict=True):
             # If ranks outnumber KV heads, several ranks add up the same head.
             mean = total / (weight.numel() * self.group.size)
-            scale = torch.rsqrt(mean + self.eps)[:, None, None]
+            scale = torch.rsqrt(mean + self.weights.eps)[:, None, None]
             part.copy_((part.float() * scale).to(part.dtype) * weight)
         return None
 

@@ -53,7 +53,7 @@ class DecoderBody(Layer):
         super().__init__()
         # The scale is rounded to the model's dtype, as in training.
         scale = torch.tensor(config.embedding_scale).to(build.dtype).item()
-        scale /= config.residual_multiplier
+        scale /= config.embedding_divisor
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale, build)
         self.layers = nn.ModuleList(build_layer(config, i, build) for i in range(config.num_layers))
         self.norm = RMSNorm(config, build)
@@ -81,11 +81,14 @@ class DecoderModel(Layer):
         self.config, self.dtype = config, build.dtype
         self.model = DecoderBody(config, max_model_len, build, build_layer)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        sizes, scales = (
-            (config.hidden_size, config.vocab_size),
-            (config.logits_scale, config.logits_softcap),
+        self.lm_head = LMHead(
+            config.hidden_size,
+            config.vocab_size,
+            build,
+            tied,
+            config.logits_scale,
+            config.logits_softcap,
         )
-        self.lm_head = LMHead(*sizes, build, tied, *scales)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         return self.logits(self.model(batch))

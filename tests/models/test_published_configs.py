@@ -202,7 +202,8 @@ def test_granite() -> None:
     model = read_config(GRANITE_2B)
     assert sizes(model) == (40, 2048, 32, 8, 64)
     assert (model.attention_scale, model.embedding_scale) == (1 / 64, 12.0)
-    assert (model.residual_multiplier, model.logits_scale) == (0.22, 1 / 8)
+    assert (model.embedding_divisor, model.logits_scale) == (0.22, 1 / 8)
+    assert model.rms_norm_eps == pytest.approx(1e-5 / 0.22**2)
 
 
 @pytest.mark.parametrize("name", ["Glm4ForCausalLM", "GlmForCausalLM"])
