@@ -223,6 +223,10 @@ class RopeConfig:
     beta_slow: float = 1.0
     is_truncated: bool = True  # round the boundaries of the interpolation to whole indices
     attention_factor: float = 1.0  # multiplies cosines and sines
+    # q at position p is multiplied by 1 + q_scaling * log(1 + p // original_max_position).
+    q_scaling: float = 0.0
+    rotary_dim: int | None = None  # the first dimensions of a head, which are rotated; None: all
+    is_interleaved: bool = False  # whether pairs are neighbors, not half of `rotary_dim` apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +270,10 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     embedding_scale: float = 1.0
+    embedding_divisor: float = 1.0  # unlike the scale, it is not rounded to the model's dtype
+    attention_softcap: float | None = None  # bound of attention scores: cap * tanh(score / cap)
+    logits_scale: float = 1.0
+    logits_softcap: float | None = None
     norm_offset: float = 0.0  # added to norm weights; 1 if checkpoints store the weights minus 1
     experts: ExpertsConfig | None = None
 

@@ -135,6 +135,24 @@ def test_gemma3_layers(tmp_path: Path) -> None:
     assert [layer.window for layer in registry.read_config(everything).layers] == [None] * LAYERS
 
 
+@pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor"])
+def test_olmo3_is_olmo2_with_windows(tmp_path: Path, key: str) -> None:
+    assert read_config(write_gguf(tmp_path / "2.gguf", "olmo2"))["model_type"] == "olmo2"
+    metadata = {
+        "attention.sliding_window": WINDOW,
+        "attention.sliding_window_pattern": [True, False],
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 8.0,
+        f"rope.scaling.{key}": 1.5,
+    }
+    metadata = {f"olmo2.{name}": value for name, value in metadata.items()}
+    config = read_config(write_gguf(tmp_path / "3.gguf", "olmo2", metadata=metadata))
+    assert config["architectures"] == ["Olmo3ForCausalLM"]
+    local, whole = registry.read_config(config).layers
+    assert (local.window, local.rope.kind) == (WINDOW, "default")
+    assert (whole.window, whole.rope.kind, whole.rope.attention_factor) == (None, "yarn", 1.5)
+
+
 def test_phi3_window_and_long_factors(tmp_path: Path) -> None:
     assert read_config(write_gguf(tmp_path / "a.gguf", "phi3"))["sliding_window"] == WINDOW
     none = {"phi3.attention.sliding_window": 0, "phi3.rope.scaling.original_context_length": 512}
@@ -191,7 +209,7 @@ UNREAD = {
 }
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", UNREAD)  # transformers reads only these architectures
 def test_transformers_reads_the_same_model(tmp_path: Path, arch: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -246,6 +264,7 @@ def test_rope_scaling_kinds(tmp_path: Path) -> None:
         "beta_slow": 1.0,
     }
     assert rope(yarn | {"llama.rope.scaling.yarn_beta_fast": 16.0})["beta_fast"] == 16.0
+    assert rope(yarn | {"llama.rope.scaling.yarn_attn_factor": 1.5})["attention_factor"] == 1.5
     factors = np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32)
     raw = {"rope_freqs.weight": factors}
     assert rope({}, raw) == {"rope_type": "factors", "factors": factors.tolist()}

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3TextConfig,
+    Glm4Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -55,6 +56,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     "phi3": Phi3Config(**EVEN, pad_token_id=0),
     "mixtral": MixtralConfig(**EVEN, num_local_experts=3),
     "qwen3-moe": Qwen3MoeConfig(**EVEN, **EXPERTS, head_dim=16),
+    "glm4": Glm4Config(**EVEN, head_dim=16, pad_token_id=0),
     "gemma3": Gemma3TextConfig(**EVEN, head_dim=16, tie_word_embeddings=False),
     "mistral": MistralConfig(**EVEN),
 }
@@ -72,6 +74,7 @@ KINDS: dict[str, Kind] = {
 # Every family and every format at least once.
 PAIRS = [
     ("llama", "gptq-shuffled"),
+    ("glm4", "packed"),
     ("qwen2", "awq"),
     ("phi3", "packed"),
     ("qwen3-moe", "fp8-block"),

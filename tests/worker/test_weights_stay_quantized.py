@@ -122,6 +122,14 @@ def test_heads_and_merged_projections(checkpoint_root: Path, kept: list[str], ki
     assert len(kept) == 2 * 4 + 1
 
 
+@pytest.mark.parametrize("kind", ["packed-zeros", "fp8-channel"])
+def test_reordered_rows(checkpoint_root: Path, kept: list[str], kind: str) -> None:
+    """GLM-4's q and k are reordered for the rotation."""
+    both = twins(checkpoint_root, "glm4", kind)
+    assert_equal(run(both.quantized), run(both.plain))
+    assert sum("q_proj" in name for name in kept) == 2
+
+
 @pytest.mark.parametrize("kind", ["packed-zeros", "packed-channel", "awq", "gptq", "fp8-channel"])
 def test_ranks_take_their_share(checkpoint_root: Path, kept: list[str], kind: str) -> None:
     config = LlamaConfig(**{**EVEN, "intermediate_size": 128})  # each rank gets whole groups
@@ -232,7 +240,7 @@ def test_needs_count_quantized_weights(checkpoint_root: Path, kept: list[str]) -
     [
         pytest.param(model, kind, marks=NEEDS_GPU)
         for kind in KINDS
-        for model in ("qwen3-tied", "phi3", "gemma3", "qwen3-moe")
+        for model in ("qwen3-tied", "phi3", "gemma3", "glm4", "qwen3-moe")
     ],
 )
 def test_on_a_gpu(
