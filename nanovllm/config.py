@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from nanovllm.errors import ConfigError
 from nanovllm.validation import check_choices, check_types, option, require, suggest_fields
@@ -89,6 +90,11 @@ class EngineConfig:
         "fp8 quantizes while loading; for a quantized checkpoint, its method",
         alias="-q",
         unset="the checkpoint's own",
+    )
+    model_impl: Literal["auto", "nanovllm", "transformers"] = option(
+        "auto",
+        "whose model code runs: our own, or transformers' with our attention, which is slower; "
+        "auto prefers our own",
     )
 
     def __post_init__(self) -> None:
@@ -203,6 +209,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     norm_offset: float = 0.0  # added to norm weights; 1 if checkpoints store the weights minus 1
     experts: ExpertsConfig | None = None
+    # config.json, if transformers' own model code runs the model; None: one of our families does.
+    transformers_config: Mapping[str, Any] | None = None
 
     @property
     def num_layers(self) -> int:

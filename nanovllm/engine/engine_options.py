@@ -84,6 +84,7 @@ class EngineOptions(TypedDict, total=False):
     data_parallel_size: int
     kv_cache_dtype: str
     quantization: str | None
+    model_impl: Literal["auto", "nanovllm", "transformers"]
 
 
 def drop_vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,9 @@ from nanovllm.worker.memory_check import check_memory
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.profile_run import profile_run
 from nanovllm.worker.quantized_layouts import choose_layouts
+
+if TYPE_CHECKING:
+    from nanovllm.models.registry import Model
 
 logger = logging.getLogger(__name__)
 
@@ -98,13 +102,7 @@ class Worker:
         build = BuildContext(device.torch_device, dtype, attention, ops, group, layouts)
         check_memory(config, self.model_config, device, build)
         self._agree(0)  # a barrier: no rank loads before all have measured the free memory
-        model = build_model(self.model_config, config.max_model_len, build)
-        if config.load_format == "dummy":
-            from nanovllm.worker.dummy_weights import fill_dummy_weights
-
-            fill_dummy_weights(model, device, config.seed)
-        else:
-            load_weights(model, self.checkpoint, device, show_progress=group.rank == 0)
+        model = self._load_model(build)
         spec = kv_cache_spec(config, self.model_config, dtype, group)
         run_largest = partial(profile_run, config, device, model, spec, attention)
         device.prepare(model, spec, run_largest)
@@ -115,6 +113,25 @@ class Worker:
         self.runner = device.runner(EagerForward(model, input_batch, attention, caches))
         dtype_name = str(dtype).split(".")[-1]
         return ExecutorInfo(num_blocks, device.depth, device.name, dtype_name, device.device_name)
+
+    def _load_model(self, build: BuildContext) -> Model:
+        config, device, is_dummy = self.config, self.device, self.config.load_format == "dummy"
+        if self.model_config.transformers_config is not None:
+            from nanovllm.models.transformers_model import load_model
+
+            checkpoint = None if is_dummy else self.checkpoint
+            loaded = load_model(self.model_config, checkpoint, config.seed, build)
+            loaded.pack_linears(device.has_room_for_copy(loaded.num_bytes))
+            device.release()
+            return loaded
+        model = build_model(self.model_config, config.max_model_len, build)
+        if is_dummy:
+            from nanovllm.worker.dummy_weights import fill_dummy_weights
+
+            fill_dummy_weights(model, device, config.seed)
+        else:
+            load_weights(model, self.checkpoint, device, show_progress=self.group.rank == 0)
+        return model
 
     def _agree(self, num_blocks: int) -> int:
         """Return the smallest number of blocks over all ranks."""
