@@ -10,6 +10,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -194,6 +195,7 @@ def start_transformers(args: argparse.Namespace, workloads: list[Workload]) -> E
 def load_transformers(name: str, device: str, dtype: str, load_format: str = "auto") -> Any:
     """Load the same weights as nanovllm, or create random ones."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     is_dummy = load_format == "dummy"
     checkpoint = find_checkpoint(model_path(name), need_weights=not is_dummy, need_tokenizer=False)
@@ -202,12 +204,14 @@ def load_transformers(name: str, device: str, dtype: str, load_format: str = "au
         return AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype).to(device).eval()
     fields = {key: checkpoint.config[key] for key in checkpoint.config if key != BLOCK_TYPES_KEY}
     config = AutoConfig.for_model(**fields)
-    with torch.device(device):
+    # Random weights take seconds; only a dummy model needs them.
+    with torch.device(device), nullcontext() if is_dummy else no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     if not is_dummy:  # GGUF, for which transformers would need another package
         stored = list_gguf(checkpoint.weight_files[0])
         weights = {each.name: torch.cat([*each.read()]) for each in stored}
         missing, unexpected = model.load_state_dict(weights, strict=False)
+        model.tie_weights()
         assert not unexpected
         assert set(missing) <= {"lm_head.weight"}  # tied embeddings
     return model

@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import pytest
 
+import nanovllm
 from nanovllm.cli import main, start
 from nanovllm.cli.start import load_llm
 from nanovllm.config import EngineConfig
@@ -127,14 +128,17 @@ def servers() -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def shared_engines() -> Iterator[None]:
-    """Let commands with the same engine options share an engine."""
+    """Let commands and programs with the same engine options share an engine."""
     with contextlib.ExitStack() as stack:
 
         @functools.cache
         def load(config: EngineConfig, num_threads: int | None) -> Any:
             return contextlib.nullcontext(stack.enter_context(load_llm(config, num_threads)))
 
-        with patch.object(start, "load_llm", load):
+        def create(model: str, **options: Any) -> Any:
+            return load(EngineConfig(model, **options), None).enter_result
+
+        with patch.object(start, "load_llm", load), patch.object(nanovllm, "LLM", create):
             yield
 
 
@@ -168,8 +172,6 @@ def test_a_page(
                 port = port or servers.port()
             output += run(command.replace(":8000", f":{port}"))
         block.check(output)
-    if "llm" in scope:
-        scope["llm"].close()
 
 
 def run(command: str) -> str:

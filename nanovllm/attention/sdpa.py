@@ -64,7 +64,7 @@ def attend_prefill(
     output: Tensor,
     matmul_dtype: torch.dtype | None = None,
 ) -> None:
-    """Attend from a row's last `count` positions to all its positions, or to their windows."""
+    """Attend from a row's last `count` positions to all positions of the row, or to the window."""
     part = slice(row.offset, row.offset + row.count)
     q, output = q[part], output[part]
     length = row.start + row.count

@@ -70,7 +70,7 @@ ARCHITECTURES = {
     "llama": Architecture(
         "LlamaForCausalLM", "llama", _NORMS | _ATTENTION | _MLP, permuted=("attn_q", "attn_k")
     ),
-    # q, k and v always have biases here: config.json has no field for them.
+    # Qwen2 always has biases on q, k and v, so its config.json has no field for them.
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _NORMS | _ATTENTION | _MLP, biases={}),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", _NORMS | _ATTENTION | _QK_NORMS | _MLP),
     "qwen3moe": Architecture(

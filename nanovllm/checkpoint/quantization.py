@@ -28,7 +28,7 @@ class QuantLayout:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """One scheme for every quantized projection of a checkpoint."""
+    """The quantization scheme that all quantized projections of a checkpoint share."""
 
     method: str  # one of QUANTIZATION_METHODS
     scheme: Scheme  # the storage format, or round_to_fp8: quantize while loading
@@ -38,8 +38,8 @@ class Quantization:
     # Act-order: inputs are grouped by activation importance, so a group is not contiguous (g_idx).
     desc_act: bool = False
     block_size: tuple[int, int] | None = None  # (outputs, inputs) of a block that shares a scale
-    zero_offset: int = 0  # to be added to stored zero points
-    zeros_carry: bool = False  # add the offset to whole words, with carries between zero points
+    zero_offset: int = 0  # number to add to the stored zero points
+    zeros_carry: bool = False  # add the offset to packed words, with carries between zero points
     ignored: tuple[str, ...] = ()  # unquantized modules: names, or patterns that follow "re:"
 
     @property

@@ -33,7 +33,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
 }
 FLOATS = tuple(_DTYPES.values())
-# The dtypes of quantized weights, besides floats.
+# Further dtypes, which only quantized checkpoints may have.
 _QUANTIZED_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "I64": torch.int64,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# Encoded and decoded as a test: some defects of a tokenizer show only in use. The last character is
+# This text is encoded and decoded as a test: some defects show only in use. The last character is
 # in no vocabulary.
 PROBE = "Hello, 1 \U0010fffd"
 # Fields of tokenizer.json, besides the vocabulary: PARTS of the tokenizer, FLAGS of its model.

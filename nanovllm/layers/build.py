@@ -63,4 +63,4 @@ class Layer(nn.Module):
         return {}
 
     def process_weights_after_loading(self, allow_copy: bool) -> None:
-        """Lay out the loaded parameters for the kernels; `allow_copy` allows a second copy."""
+        """Lay out the loaded parameters for the kernels; `allow_copy` permits a second layout."""

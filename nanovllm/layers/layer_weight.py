@@ -70,7 +70,7 @@ class LayerWeight(nn.Module):
         self.tensors = DenseTensor(self.outputs, self.inputs, self.build)
 
     def for_ops(self, num_experts: int | None = None) -> Weight:
-        """Return the loaded weight in a form that `Ops` takes; the rows are grouped by expert."""
+        """Return the loaded weight in a form that `Ops` takes; rows may be grouped by expert."""
         assert self.tensors is not None
         return self.tensors.for_ops(num_experts)
 

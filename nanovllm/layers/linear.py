@@ -98,7 +98,7 @@ class Embedding(Layer):
         super().__init__()
         self.vocab = sharded(num_embeddings, build.group)
         self.weight = LayerWeight({"": [self.vocab]}, replicated(dim), build)
-        # Rounded to the model's dtype, as in training.
+        # The scale is rounded to the model's dtype, as in training.
         self.scale = torch.tensor(scale).to(build.dtype).item()
         self.ops, self.group = build.ops, build.group
 

@@ -61,7 +61,7 @@ def common_layout(layouts: Sequence[QuantLayout], inputs: Shard) -> QuantLayout 
 
 
 class WordTensors(nn.Module):
-    """An FP8 or int4 weight packed in 32-bit words; `quantized_weight.py` describes the layout."""
+    """An FP8 or int4 weight packed in 32-bit words; see `ops/quantized_weight.py`."""
 
     def __init__(
         self, outputs: Outputs, inputs: Shard, layout: QuantLayout, build: BuildContext

@@ -30,8 +30,8 @@ SIZES = {
     "num_experts_per_tok": (0, MAX_SIZE),
     "moe_intermediate_size": (0, MAX_SIZE),
 }
-# Classes without an LM head whose full models are not named by replacing "Model" with
-# "ForCausalLM". Gemma3Model also reads images: it keeps its name, which is not supported.
+# Class without an LM head -> class with one, where replacing "Model" by "ForCausalLM" would be
+# wrong. Gemma3Model also reads images; it keeps its name, which is then reported as unsupported.
 BODIES = {"Gemma3TextModel": "Gemma3ForCausalLM", "Gemma3Model": "Gemma3Model"}
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",

@@ -22,7 +22,7 @@ def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -
 
 
 def with_upper_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
-    """Add a window to the layers marked in `layer_types`, else to those from max_window_layers."""
+    """Add a window to the layers that `layer_types` or, without it, `max_window_layers` selects."""
     layers: Iterable[int] | None = sliding_layers(config)
     if layers is None:
         layers = range(config.get("max_window_layers", 28), model.num_layers)

@@ -2,7 +2,8 @@
 
 A row of the KV cache has one scale, a power of two. Dividing by it is exact, so every device
 quantizes to the same values. A dequantized value is exact in bfloat16, so kernels may apply the
-scale to keys, scores or probabilities. It is stored as the exponent of a float32, in one byte.
+scale to keys, scores or probabilities. Only the biased exponent of the scale is stored, in one
+byte.
 
 Keys have outliers in the same few columns as queries. Quantized directly, these columns would
 dominate the error of the attention scores. So queries and keys are first multiplied by a Hadamard
@@ -21,7 +22,7 @@ LARGEST_FP8 = 448.0
 SMALLEST_SCALE = 2.0**-126  # scale of all-zero rows; its reciprocal is finite
 
 # Scales range from 2**-63 to 2**119, so that 448 times the largest scale is a finite float32. A row
-# with NaN or infinity stores NaN values, and an exponent with which 448 would overflow.
+# with NaN or infinity stores NaN values and the exponent NOT_FINITE.
 MIN_EXPONENT, MAX_EXPONENT, NOT_FINITE = 64, 246, 254
 INFINITY_BITS = 0x7F800000
 # Adding ROUND_UP to the bits of a float32 carries into its exponent if the significand exceeds

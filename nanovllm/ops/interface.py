@@ -93,7 +93,7 @@ class ResidualStream(NamedTuple):
     scales: DequantScales | None = None  # set if the update is the unscaled output of an FP8 GEMM
 
     def select(self, tokens: Tensor) -> ResidualStream:
-        """Copy the states of some tokens; a single one's update is completed for `after_norm`."""
+        """Copy the states of some tokens; the update of a single token is reduced and scaled."""
         residual, scales = self.residual.index_select(0, tokens), self.scales
         update = None if self.update is None else self.update.index_select(-2, tokens)
         if scales is not None:

@@ -36,12 +36,12 @@ class Device(Protocol):
 
     torch_device: torch.device
     group: TPGroup  # tensor-parallel ranks that share the model
-    depth: int  # default pipeline depth, the fastest one in benchmarks
+    depth: int  # default pipeline depth (steps queued ahead), the fastest in benchmarks
     name: str  # "cpu" or "cuda"
     device_name: str  # the vendor's product name
 
     def in_order(self) -> AbstractContextManager[object]:
-        """Return a context whose work runs after that of earlier ones, as on a CUDA stream."""
+        """Return a context in which work is queued in order, as on one CUDA stream."""
 
     # Building models.
 
@@ -92,10 +92,10 @@ class Device(Protocol):
         """Copy an array to the device without waiting; the array must not change afterwards."""
 
     def host_memory(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        """Return (pinned) host memory that `readable` need not copy."""
+        """Allocate host memory, pinned if the device supports it, that `readable` does not copy."""
 
     def readable(self, array: np.ndarray) -> Tensor:
-        """Return the array as a tensor that kernels can read; it must not change before they do."""
+        """Return the array as a tensor for kernels; it must not change until they have run."""
 
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
         """Start copying tensors to the host; the result waits for the copies."""

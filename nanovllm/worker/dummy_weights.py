@@ -1,4 +1,4 @@
-"""Random weights, with which a model can be measured without its checkpoint."""
+"""Random weights, for benchmarking a model without its checkpoint."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.worker.device_interface import Device
 
 INT32_MAX = 2**31 - 1
-ALIGNMENT = 4  # words; kernels read a column faster if it begins at a multiple of 16 bytes
+ALIGNMENT = 4  # in words: kernels read a column faster if it begins at a multiple of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SlotField:
-    """A column: `width` numbers per slot (None: one), and their initial value for a sequence."""
+    """A column of InputBatch: `width` numbers per slot (None: one), set when a sequence enters."""
 
     dtype: type[np.number[Any]]
     value: Callable[[NewRow], Any]
@@ -95,7 +95,7 @@ class InputBatch:
         self._sampling = np.zeros(num_slots, np.int32)  # Sampling flags of each slot, on the host
 
     def update(self, plan: StepPlan) -> None:
-        """Apply the changes of a plan; call this between the previous step and the plan's own."""
+        """Apply the changes of a plan; call this after the previous step, before the plan's own."""
         changes = self.changes(plan)
         if len(changes):
             sent = self.device.upload(changes)

@@ -19,9 +19,10 @@ from nanovllm.worker.device_interface import Device
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Keys and values of a layer are each [num_blocks, block_size, kv_heads, head_dim].
+    """Shape of the KV cache: k and v of a layer are [num_blocks, block_size, kv_heads, head_dim].
 
-    An FP8 cache also has an exponent per token and head, stored after the values of all layers.
+    An FP8 cache also has an exponent per token and head. The exponents of all layers are stored
+    after the keys and values of all layers.
     """
 
     num_layers: int

@@ -26,7 +26,7 @@ from nanovllm.worker.quantized_layouts import log_dequantized
 
 logger = logging.getLogger(__name__)
 
-NUM_READERS = 2  # threads: one reads a file while the other copies, which torch parallelizes
+NUM_READERS = 2  # reader threads: one reads a file while the other copies a tensor
 MAX_NAMED = 5  # maximum number of problems listed in an error
 # Some exporters write these: RoPE frequencies, which the config implies, and a tied embedding.
 IGNORED = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
@@ -65,7 +65,7 @@ def load_weights(
 class LoadingLayers:
     """The layers of a model; each processes its weights as soon as all its tensors are loaded.
 
-    Processing frees the weights it replaces, so at most one layer takes memory twice.
+    Processing frees the weights it replaces, so at most one layer's weights are in memory twice.
     """
 
     def __init__(self, model: nn.Module, device: Device) -> None:
@@ -82,7 +82,7 @@ class LoadingLayers:
 
     def loaded(self, name: str) -> None:
         """Record that a tensor is loaded; process its layer if that was the last of its tensors."""
-        del self.expected[name]  # it refers to the weights that processing replaces
+        del self.expected[name]  # drop its reference to weights that processing replaces
         layer = self._layer_of[name]
         self._num_missing[layer] -= 1
         if self._num_missing[layer] == 0:

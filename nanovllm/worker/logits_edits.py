@@ -1,8 +1,8 @@
-"""Edit logits between the model and the sampler, for the rows that ask for it.
+"""Edit logits between the model and the sampler, for the rows that request it.
 
-Users may rely on the order of `LogitsEdits.apply` (docs/offline.md); logits processors run after
-it. A row's newest token may be known only to the device, so `LogitsEdits` reads tokens from the
-InputBatch and never waits for the device.
+Users may rely on the order of `LogitsEdits.apply` (docs/offline.md); logits processors run
+afterwards. A row's newest token may be known only to the device, so `LogitsEdits` reads tokens from
+the InputBatch and never waits for the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_TOKENS = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class SlotExtras:
-    """Features beyond plain sampling of the sequence in a slot, and their state between steps."""
+    """The features beyond plain sampling that a slot's sequence requested, and their state."""
 
     row: NewRow
     has_edits: bool

@@ -29,7 +29,7 @@ class CapturedSteps(Protocol):
         """Sample with bitmasks; return None, and do nothing, if no captured step supports it."""
 
     def has_lost_step(self) -> bool:
-        """Return whether the device failed to finish a step, and thus also all later steps."""
+        """Return whether a step failed on the device, which makes all later steps invalid, too."""
 
     def capture_one(self) -> bool:
         """See `Executor.capture_one`."""

@@ -31,7 +31,7 @@ def choose_layouts(
 ) -> Layouts | None:
     """Return the layouts of the weights that stay quantized because kernels support them.
 
-    Before the checkpoint is downloaded, and for dummy weights, its config determines them.
+    Dummy weights, and weights that are not downloaded yet, get the layouts that the config implies.
     """
     checkpoint_config = checkpoint.config if isinstance(checkpoint, Checkpoint) else checkpoint
     is_dummy = config.load_format == "dummy"
@@ -52,7 +52,7 @@ def choose_layouts(
         found = {tensor.name.removesuffix(".weight"): tensor.layout for tensor in tensors}
         return {name: found[name] for name in found if not name.endswith("embed_tokens")}.get
 
-    # Quantizing to FP8 here skips the last projection; a quantized checkpoint may include it.
+    # `round_to_fp8` leaves the last down_proj dense; a quantized checkpoint may include it.
     is_chosen_here = quantization.scheme == "round_to_fp8"
     num_layers = len(read_config(checkpoint_config).layers) if is_chosen_here else 0
 
@@ -81,7 +81,7 @@ def _gguf_layouts(types: Mapping[str, str]) -> Layouts:
 
 
 def log_dequantized(tensors: list[StoredTensor], expected: dict[str, ExpectedTensor]) -> None:
-    """Log which quantized weights are dequantized, because they take more memory than the file."""
+    """Log which quantized weights are dequantized, and so take more memory than in the file."""
     stored = [tensor.name for tensor in tensors if tensor.read_quantized is not None]
     dense = [name for name in stored if not expected[name].is_quantized]
     if not dense:

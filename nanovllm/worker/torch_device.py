@@ -48,14 +48,14 @@ class TorchDevice:
     """
 
     torch_device = torch.device("cpu")
-    depth = 0  # measured by benchmarks/engine/cpu_choices.py
+    depth = 0  # the fastest in benchmarks/engine/cpu_choices.py
     name = device_name = "cpu"
     token_logprobs = staticmethod(torch_logits.token_logprobs)
     apply_token_bitmask = staticmethod(torch_logits.apply_token_bitmask)
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
         self.config, self.group = config, group
-        self.num_ranks = group.size * config.data_parallel_size  # they share this machine's memory
+        self.num_ranks = group.size * config.data_parallel_size  # ranks that share this memory
 
     def in_order(self) -> AbstractContextManager[object]:
         return nullcontext()

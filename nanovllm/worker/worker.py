@@ -88,7 +88,7 @@ class Worker:
     def close(self) -> None:
         if self.runner is not None:
             device, self.runner = self.device, None
-            del self.device  # it may refer to the model
+            del self.device  # the device may refer to the model
             device.release()
 
     def _start(self) -> ExecutorInfo:

@@ -26,9 +26,9 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=N
 
 
 def run_interpreted(*arguments: str) -> str:
-    """Run modules, joined by commas, by Triton's interpreter; return what it printed.
+    """Run modules, joined by commas, in Triton's interpreter; return what they printed.
 
-    Triton must know before it is imported that it is to interpret: a process of its own.
+    They run in a new process, because TRITON_INTERPRET must be set before Triton is imported.
     """
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.interpreted", *arguments],
@@ -47,13 +47,13 @@ def cpu_device(**options: Any) -> CpuDevice:
 
 
 def runner_of(llm: LLM) -> Any:
-    """The model runner: tests put something before or after its forward."""
+    """Return the model runner of an engine; tests wrap its `forward`."""
     executor: Any = llm.engine.core.executor
     return executor.runner
 
 
 class RunAgain:
-    """Graphs without a CUDA device: functions that run again, and write where they wrote before."""
+    """Stand-in for CUDA graphs on a CPU: a replay runs the function again, into the same output."""
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         output = run()

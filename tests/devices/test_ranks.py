@@ -1,4 +1,4 @@
-"""How many ranks a machine has devices for."""
+"""Each tensor-parallel rank has a GPU of its own, or an error says that there are too few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines on one machine do not get into each other's way."""
+"""Replicas on one machine use separate GPUs, or shares of the CPU threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanovllm.errors import ConfigError
 
 
 def num_visible() -> int:
-    """Of four GPUs."""
+    """Return the number of visible GPUs of a machine with four."""
     names = os.environ["CUDA_VISIBLE_DEVICES"]
     return len(names.split(",")) if names else 4
 

@@ -19,8 +19,10 @@ REFERENCE = re.compile(r"(nanovllm/[\w/]+\.py)::([\w.]+)")
 
 
 RUN_ALL = """
-import runpy, sys
+import runpy, sys, common
 folder, *programs = sys.argv[1:]
+tokenizer = common.load_tokenizer(common.find_checkpoint(folder))
+common.load_tokenizer = lambda checkpoint: tokenizer
 for program in programs:
     print(f"== {program}")
     sys.argv = [program, "--model", folder]
@@ -29,7 +31,7 @@ for program in programs:
 
 
 def test_programs_run_by_themselves(tiny_folder: Path, tmp_path: Path) -> None:
-    """One process runs them all, because the imports take longer than the programs."""
+    """One process runs them all: the imports and the tokenizer take longer than the programs."""
     # Python puts the folder of a program first on the path.
     script = f"import sys; sys.path[0] = {str(ROOT / 'learn')!r}" + RUN_ALL
     programs = [*PROGRAMS, *SOLUTIONS[:-1]]  # the last one spawns processes, which need a main file

@@ -26,7 +26,7 @@ from nanovllm.errors import CheckpointError
 from nanovllm.ops.fp8 import FP8, quantize_rows
 
 PER_CHANNEL = QuantLayout("fp8", -1)
-# Projections of layers, but not routers, whose choices depend on small differences.
+# Matches the projections of layers, but not routers: their choices depend on small differences.
 PROJECTION = re.compile(r"model\.layers\.(\d+)\..*(?<!\.gate)\.weight")
 
 
@@ -147,8 +147,8 @@ def names_to_quantize(tensors: Sequence[StoredTensor]) -> set[str]:
 def is_quantized_to_fp8(name: str, num_layers: int) -> bool:
     """Return whether a weight is quantized: projections of layers except the last down_proj.
 
-    Only the LM head follows that one, and quantizing it would cost more quality than all others
-    together (benchmarks/engine/quality.py).
+    The output of the last down_proj goes directly to the LM head. Quantizing this projection would
+    cost more quality than all others together (benchmarks/engine/quality.py).
     """
     is_last = name == f"model.layers.{num_layers - 1}.mlp.down_proj.weight"
     return not is_last and PROJECTION.fullmatch(name) is not None

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 # Threads spin at the barrier after every kernel. Without contention, CPU time is therefore wall
-# time times the number of threads; below this fraction of it, other processes use the cores.
+# time times the number of threads. A smaller fraction than this means that cores are contended.
 FAIR_SHARE = 0.8
 MIN_PAUSE, MAX_PAUSE = 8, 64  # runs between two checks; a check may slow down a run
 

@@ -10,14 +10,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class CpuFeatures:
-    """What this CPU and torch do fast; other dtypes work too, upcast to float32 where faster."""
+    """The dtypes that this CPU and torch process fast; others may be upcast to float32."""
 
     packs: frozenset[torch.dtype]  # dtypes whose weights oneDNN can repack into its own layout
     multiplies: frozenset[torch.dtype]  # dtypes with native GEMMs, as fast as float32
     has_compiler: bool  # numba, for our own kernels, which upcast weights as they read them
 
     def matmul_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype for GEMMs; one that torch emulates would be up to 300 times slower."""
+        """Return the dtype for GEMMs; dtypes that torch emulates are up to 300 times slower."""
         return dtype if dtype in self.multiplies else torch.float32
 
     def runs_kernels(self, dtype: torch.dtype) -> bool:
@@ -54,7 +54,7 @@ def _can_pack(dtype: torch.dtype) -> bool:
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(x, 16)
         torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-    except (AttributeError, RuntimeError):  # built without it, or not for this CPU
+    except (AttributeError, RuntimeError):  # no oneDNN, or not for this CPU
         return False
     return True
 

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from nanovllm.devices.cpu.gguf_weights import BlockKernels
 
 # Maximum number of rows for our kernels, by GEMM dtype. With more rows torch's GEMM is faster, even
-# if it first upcasts the weight: benchmarks/kernels/cpu_products.py.
+# if it first upcasts the weight (measured by benchmarks/kernels/cpu_products.py).
 MAX_LINEAR_ROWS = {torch.bfloat16: 8, torch.float32: 16}
 
-# The same limit per expert, for evenly routed tokens: benchmarks/kernels/cpu_products.py.
+# The same limit per expert, measured with evenly routed tokens.
 MAX_EXPERT_ROWS = {torch.bfloat16: 12, torch.float32: 32}
 
 
@@ -72,7 +72,7 @@ class NumbaOps:
         return out
 
     def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        assert hidden.scales is None, "only products on a GPU have scales"
+        assert hidden.scales is None, "only FP8 GEMMs on a GPU return scales"
         residual, update = hidden.residual, hidden.update
         num_rows, dim = residual.shape
         out = self._empty(num_rows, dim) if update is None else update
@@ -153,7 +153,7 @@ class NumbaOps:
         return ComposedLinear(self, run, activation)
 
     def _pack_many(self, weight: Tensor, bias: Tensor | None, allow_copy: bool) -> LinearFn:
-        """Choose the GEMM for many rows; a packed copy pays off only in the GEMM dtype."""
+        """Choose the GEMM for many rows; packing pays off only if the weight has the GEMM dtype."""
         if allow_copy and self.can_pack and self.matmul_dtype == weight.dtype:
             return pack_onednn(weight, bias)
         return lambda x: linear(x, weight, bias, self.matmul_dtype)

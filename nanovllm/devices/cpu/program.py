@@ -134,7 +134,7 @@ class Launcher:
         return tensor
 
     def scratch(self, size: int) -> Tensor:
-        """Return float32 scratch memory, valid for the next kernel."""
+        """Return float32 scratch memory, which only the next kernel may use."""
         if len(self._scratch) < size:
             self._scratch = torch.empty(2 * size, dtype=torch.float32)
         self._keep(self._scratch)

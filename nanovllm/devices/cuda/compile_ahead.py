@@ -1,6 +1,6 @@
-"""Compile the kernels that a function launches, in parallel processes, before it is needed.
+"""Compile the kernels that a function launches, in parallel processes, before its first call.
 
-The function runs once with every launch suppressed. Each kernel it would launch is sent to a
+The function is run once with every launch suppressed. Each kernel it would launch is sent to a
 process that compiles the kernel and its launcher into Triton's cache on disk. The first real launch
 finds both there.
 """
@@ -44,8 +44,8 @@ Kernels = SimpleQueue["str | None"]  # a JSON line per kernel; None marks the en
 def is_first_use() -> bool:
     """Whether this process has not launched any kernel yet.
 
-    Otherwise, kernels that are already loaded would really be launched, on inputs that suppressed
-    kernels have not computed.
+    `compile_ahead` needs this: launches of kernels that are already loaded cannot be suppressed,
+    and their inputs would be missing.
     """
     norm = elementwise._rms_norm  # used by every model
     return isinstance(norm, JITFunction) and not norm.device_caches

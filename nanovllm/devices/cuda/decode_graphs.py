@@ -37,8 +37,8 @@ GraphKey = tuple[int, int]  # (batch size, maximum context length)
 def graph_sizes(max_rows: int) -> list[int]:
     """Return the batch sizes of the graphs: every size up to 16, then with gaps, and max_rows.
 
-    The gap is 1/8 of the power of two below. Sizes between 208 and 256 are left out, because cuBLAS
-    is as fast with 256 rows.
+    A gap is 1/8 of the largest power of two up to the size. Sizes between 208 and 256 are left out,
+    because cuBLAS is as fast with 256 rows.
     """
     sizes, size = [], 1
     while size < max_rows:
@@ -90,7 +90,7 @@ class DecodeGraphs:
         self.can_share = isinstance(attention, TritonAttention)
         self.prefixes = SharedPrefixes(device, num_slots, max_blocks, input_batch.block_size)
 
-    # Options to run a step; the first two return None if they do not support the plan.
+    # Ways to run a step; the first two return None if they do not support the plan.
 
     def run_persistent(self, plan: StepPlan) -> StepLogits | None:
         """Run a small batch of short contexts as one kernel, padded to a supported batch size."""
@@ -160,14 +160,14 @@ class DecodeGraphs:
 
     def graph(self, key: GraphKey) -> DecodeGraph:
         if key not in self.graphs:
-            with self.padded():  # the last step's slots may hold sequences with freed blocks
+            with self.padded():  # the blocks of the last step's sequences may have been freed
                 self.graphs[key] = self._capture(*key)
         return self.graphs[key]
 
     def shared_graph(self, size: int) -> DecodeGraph:
         """Return the shared-prefix graph of a bucket; capture it on first use.
 
-        Capturing in the middle of a step may run the step twice, which is safe: it is idempotent.
+        Capturing in the middle of a step may run it twice. That is safe: steps are idempotent.
         """
         if size not in self.shared_graphs:
             shared = self.prefixes.rows(size)

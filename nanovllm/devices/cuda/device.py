@@ -56,11 +56,11 @@ KERNEL_OPTIONS = (  # options that determine which kernels are compiled
     "kvcache_block_size",
     "attention_backend",
     "enforce_eager",
-    "model",  # its weights may be quantized
+    "model",  # quantized weights need other kernels
     "quantization",
     "kv_cache_dtype",
 )
-MIN_PROCESSES, MAX_PROCESSES = 4, 12  # compiler processes; fewer are not worth starting
+MIN_PROCESSES, MAX_PROCESSES = 4, 12  # compiler processes; with fewer than 4 cores, none
 DRIVER_BYTES = 1 << 29  # memory that graphs use besides logits and activations
 
 
@@ -210,7 +210,7 @@ class CudaDevice:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def _pin(self, array: np.ndarray) -> Tensor:
-        """Copy an array to pinned memory; torch reuses it only after copies from it complete."""
+        """Copy an array to pinned memory, which torch reuses only once copies from it are done."""
         source = torch.from_numpy(np.ascontiguousarray(array))
         pinned = self.pinned(source)
         # Copy with numpy: torch's threads would spin for milliseconds after a large copy.
@@ -243,7 +243,7 @@ class CudaDevice:
         assert tensor.is_contiguous()
         memory = {
             "shape": tuple(tensor.shape),
-            "typestr": f"<i{tensor.itemsize}",  # as integers: the interface lacks bfloat16
+            "typestr": f"<i{tensor.itemsize}",  # integers, because the interface lacks bfloat16
             "data": (tensor.data_ptr(), False),
             "version": 2,
         }

@@ -75,7 +75,7 @@ class FlashAttention:
         self.attend_cached = attend_cached
 
     def plan(self, rows: BatchRows) -> FlashDecode | FlashMixed:
-        """Copy the rows' columns to the device in one transfer."""
+        """Plan a batch; its slots and lengths are copied to the device in one transfer."""
         ends = rows.starts + rows.counts
         max_context = int(ends.max(initial=1))
         if (rows.counts == 1).all():

@@ -45,7 +45,7 @@ MIN_FUSED_ADD_ROWS = 1024
 MAX_W8A16_ROWS = 16
 # FP8 weights with block-wise scales: up to this many rows, weights are dequantized in registers.
 MAX_FP8_ROWS = 64
-# Int4 weights: with more rows, they are dequantized to memory, which moves nine times their bytes.
+# Int4 weights: with more rows, they are dequantized to memory, at nine times the memory traffic.
 MAX_INT4_ROWS = 1024
 # MoE: with more tokens, enough of them share an expert that sorting by expert pays off. With
 # quantized weights tokens are always sorted, because tensor cores multiply such weights faster.
@@ -159,7 +159,7 @@ def pack_quantized(
 
 @dataclass(frozen=True, slots=True)
 class CudaExperts:
-    """An MoE layer: tokens are sorted by expert, or a few tokens each read their own experts."""
+    """An MoE layer: tokens are sorted by expert; few tokens each read their experts separately."""
 
     ops: TritonOps
     gate_up: CudaWeight

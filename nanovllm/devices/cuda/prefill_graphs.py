@@ -30,20 +30,20 @@ from nanovllm.worker.forward import EagerForward, StepLogits
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
 
-MAX_TOKENS = 4096  # with more tokens, the device takes longer than the launches
-MAX_ROWS = 256  # a graph computes the logits of all its rows, including padding
-MAX_PROMPTS = 16  # prefill rows (more than one token) of a bucket
-# Many short prompts have their own buckets. The attention grid is sized as if every prompt had the
-# maximum length, and CTAs without queries take time too, so the maximum must be small there.
-MANY_PROMPTS, MANY_LEN = 64, 512  # prompts of such a bucket, and maximum tokens of each
+MAX_TOKENS = 4096  # maximum tokens: with more, the device takes longer than the launches
+MAX_ROWS = 256  # maximum rows: a graph computes the logits of all rows, including padding
+MAX_PROMPTS = 16  # maximum prefill rows (of more than one token) of a bucket
+# Many short prompts have their own buckets, with a small maximum length: the attention grid is
+# sized as if every prompt had the maximum length, and CTAs without queries take time, too.
+MANY_PROMPTS, MANY_LEN = 64, 512  # maximum prompts of such a bucket, and tokens of each prompt
 MIN_MANY_TOKENS, MAX_MANY_TOKENS = 1024, 8192  # bounds on the total tokens of such a bucket
-LAYER_MACS = 3 << 36  # multiply-adds that take about as long as the launches of a layer
+LAYER_MACS = 3 << 36  # multiply-adds that take as long as launching the kernels of a layer
 MAX_ALONE = 4  # maximum prompts in the buckets for steps without decode rows
 MAX_ALONE_TOKENS = 1024  # maximum total tokens of these buckets
 MAX_CHANGES = 16384  # maximum words of the InputBatch that a graph updates before its step
 # Warm-up of steps too large for any graph: numbers of decode rows that cover all attention kernels.
 FEW_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
-HEIGHTS = 2, 3, 4, 3  # words per token, decode row, prompt and sampled row: see Bucket.lengths
+HEIGHTS = 2, 3, 4, 3  # words per token, decode row, prompt and sampled row: see `Bucket.lengths`
 
 
 class Bucket(NamedTuple):
@@ -60,7 +60,7 @@ class Bucket(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Number of words of each section: the tokens, decode rows, prompts and sampled rows."""
+        """Number of words in each section of a step's inputs, which `chunk_columns` fills."""
         widths = self.num_tokens, self.num_decodes, self.num_prompts, self.num_rows
         return tuple(height * width for height, width in zip(HEIGHTS, widths, strict=True))
 
@@ -72,7 +72,7 @@ def needed_size(plan: StepPlan) -> Bucket:
 
 
 def count_many_tokens(config: ModelConfig) -> int:
-    """Return the maximum tokens of a bucket for many prompts: with more, the device is the limit.
+    """Return the maximum tokens of a bucket for many prompts; with more, the GPU is the bottleneck.
 
     Weights outside the layers, such as the LM head's, are counted as if spread over the layers.
     """
@@ -118,7 +118,7 @@ class PrefillGraphs:
         self.sizes = sizes
         num_words = max(sum(size.lengths) for size in self.sizes) + 1 + 2 * MAX_CHANGES
         self._columns = torch.zeros(num_words, dtype=torch.int32, device=device.torch_device)
-        # Zeros are valid tokens and positions: when launches are suppressed, nothing fills them.
+        # Zeros are valid tokens and positions: no kernel fills these buffers in `compile_ahead`.
         most, where = self.sizes[-1].num_tokens, device.torch_device
         self._input_ids = torch.zeros(most, dtype=torch.int32, device=where)
         # Row 0: positions; row 1: slot_mapping.
@@ -139,7 +139,7 @@ class PrefillGraphs:
         """Return the replay function of a bucket and its logits; capture the graph on first use.
 
         Capturing runs the step that the columns describe. That is safe: a step may run twice, and
-        before the first one all columns are zero.
+        all columns are zero before the first step.
         """
         if size not in self._graphs:
             replay, logits = self.device.capture(partial(self._run_model, size))
@@ -193,9 +193,9 @@ class PrefillGraphs:
 def chunk_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.int32]:
     """Lay out a plan as `Bucket.lengths` describes; `padding` is a slot that no sequence has.
 
-    Attention writes zeros to the token of a padding decode row. This is the first token of the
-    first prompt, which prefill overwrites later. Without prompts it is the last token, which is
-    padding too.
+    Attention writes zeros to the output of a padding decode row. That row is assigned the first
+    token of the first prompt, whose output prefill overwrites later. Without prompts, it is
+    assigned the last token, which is padding too.
     """
     laid_out = np.zeros(sum(size.lengths), np.int32)
     tokens, decodes, prompts, sampled = (

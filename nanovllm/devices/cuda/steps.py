@@ -80,7 +80,7 @@ class CudaSteps:
             decode = self.decode
             return decode.run_persistent(plan) or decode.run_shared(plan) or decode.run_layers(plan)
         logits = (self.prefill and self.prefill(plan)) or self.eager(plan)
-        self.note(plan)  # after the launch, so that the device is busy meanwhile
+        self.note(plan)  # after the launch, so that the device does not wait
         return logits
 
     def sample(self, logits: StepLogits, plan: StepPlan) -> Sampled:
@@ -124,11 +124,11 @@ class CudaSteps:
             self._capture_sampler(key)
         replay, host = next(self._samplers[key])
         replay()
-        is_alone = self.sampler.group.is_alone  # the sampler fills `host` only without a group
+        is_alone = self.sampler.group.is_alone  # tensor-parallel ranks do not fill `host`
         return Sampled(self._tokens[:num_rows], host[:num_rows] if is_alone else None)
 
     def note(self, plan: StepPlan) -> None:
-        """Record the sequences admitted by a plan, however its step runs."""
+        """Record the KV-cache blocks of new sequences, to find shared prefixes in later steps."""
         self.decode.prefixes.enter(plan.new_rows)
 
     def has_lost_step(self) -> bool:

@@ -82,7 +82,7 @@ class BothWays:
 
 
 def assert_steps_are_the_same(llm: LLM) -> list[int]:
-    """Return the number of rows of every step that was replayed."""
+    """Compare replayed with eager steps; return the number of rows of every replayed step."""
     runner = runner_of(llm)
     assert isinstance(runner.forward, CapturedForward)
     both = BothWays(runner.forward)
@@ -106,7 +106,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def with_each_dtype(names: Iterable[str]) -> list[Any]:
-    """Return every name with both dtypes, one of which, in turn, is marked slow."""
+    """Return every name with both dtypes; one of each pair is marked slow, alternately."""
     return [
         pytest.param(name, dtype, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
         for i, name in enumerate(names)
@@ -160,7 +160,7 @@ def wanted(tiny: Tiny, variant: str) -> list[list[int]]:
     return [answer[: params.max_tokens] for answer, params in zip(answers, GREEDY, strict=True)]
 
 
-THREADED = ("qwen3", "llama-mha-bias")  # QK norms, and biases: the most to cover
+THREADED = ("qwen3", "llama-mha-bias")  # a model with QK norms, and one with biases
 
 
 @pytest.mark.parametrize(

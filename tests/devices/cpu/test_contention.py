@@ -1,4 +1,4 @@
-"""Use all threads while cores are idle, one while others keep them busy, and switch back."""
+"""Use all threads while cores are idle, one while other processes use them; switch back."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from nanovllm.devices.cpu.contention import MAX_PAUSE, ThreadChooser
 
 @dataclass
 class Machine:
-    """A run takes one second with one thread; `share` is the fraction of time that threads run."""
+    """A simulated machine: a run takes one second with one thread.
+
+    `share` is the fraction of time in which threads have a core.
+    """
 
     chooser: ThreadChooser
     num_threads: int
-    slowdown: float = 1.0  # with all threads, as they wait for each other
+    slowdown: float = 1.0  # factor for all threads, which wait for each other
     share: float = 1.0
-    share_alone: float | None = None  # of a single thread, if different
+    share_alone: float | None = None  # `share` of a single thread, if different
     chosen: list[int] = field(default_factory=list)
     seconds: float = 0.0
 

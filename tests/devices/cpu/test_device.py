@@ -95,7 +95,7 @@ def test_available_memory_honors_the_cgroup(
 def test_groups_within_groups_limit_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, limit_name: str
 ) -> None:
-    """Cgroups may be nested, a job's in its user's; a container may see its own as the root."""
+    """Cgroups may be nested, a job's in a user's; a container may see its own as the root."""
     lines = {1: "4:cpu,memory:/user/job", 2: "0::/user/job"}
     usage_name = {1: "usage_in_bytes", 2: "current"}[version]
     (tmp_path / "cgroup").write_text(f"9:name=systemd:/\n{lines[version]}\n")
@@ -133,7 +133,7 @@ def test_the_cache_takes_at_most_a_quarter(
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_second_copy_takes_at_most_an_eighth(limits: Limits, version: int) -> None:
     device = cpu_device()
-    assert device.has_room_for_copy(2 * GIB)  # of 16
+    assert device.has_room_for_copy(2 * GIB)  # an eighth of 16
     assert not device.has_room_for_copy(2 * GIB + 1)
     limits(version, 8 * GIB, 0)
     assert device.has_room_for_copy(GIB)

@@ -1,4 +1,4 @@
-"""Products and rows of GGUF quant blocks equal those of the dequantized weights."""
+"""Matmuls and embeddings with GGUF quant blocks equal those with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from nanovllm.ops.torch_ops import TorchOps
 from tests.checkpoint.test_gguf_types import random_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FAST = ("Q4_1",)  # each type takes seconds to compile
+FAST = ("Q4_1",)  # tested by default; each type takes seconds to compile
 KINDS = pytest.mark.parametrize(
     "kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in TYPES]
 )

@@ -69,7 +69,7 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     )
 
 
-# Products
+# Matrix products
 
 
 @SEVERAL_THREADS
@@ -143,7 +143,7 @@ def test_linear_keeps_the_weight_and_leaves_it_as_it_was(
     assert len(junk) == 8
 
 
-# The operations between products
+# Operations between the matrix products
 
 
 @SEVERAL_THREADS
@@ -217,7 +217,7 @@ def test_gate_of_any_size_of_number(dtype: torch.dtype, activation: Activation) 
 
 
 def assert_gated(got: Tensor, want: Tensor, gate_up: Tensor, activation: Activation) -> None:
-    """torch's gelu is a difference to 1, so it has the rounding error of gate * up."""
+    """Allow errors relative to gate * up: torch computes GELU from a difference to 1."""
     if activation == "silu":
         assert_as_rounded(got, want)
         return
@@ -277,8 +277,8 @@ def test_rope_write(
             assert bool((cached == 7.0).all())  # only its slots were written
     got, want = results
     assert torch.equal(got[:, -num_kv_heads:], qkv[:, -num_kv_heads:])
-    # A rotation may cancel most of a pair, and the rest has the error of the pair. Before it, only
-    # the norm rounds to bf16.
+    # A rotation may cancel most of a pair; what remains has the rounding error of the whole pair.
+    # Before the rotation, only the norm rounds to bf16.
     rounding = ROUNDING[dtype if has_norm else torch.float32]
     assert_as_rounded(got, want, atol=4 * rounding * want.abs().max().item())
 

@@ -227,7 +227,7 @@ def test_a_launcher_outlives_a_change_of_threads(block: Block) -> None:
 
 
 def test_two_launchers_run_at_the_same_time() -> None:
-    """Each Python thread has its own team; nothing is shared between two engines."""
+    """Each Python thread has its own OpenMP team; two engines share nothing."""
     blocks = [Block(torch.float32) for _ in range(2)]
     inputs = [tokens(1, 2, 3), tokens(4, 5)]
     want = [block(ids) for block, ids in zip(blocks, inputs, strict=True)]

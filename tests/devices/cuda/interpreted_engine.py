@@ -46,6 +46,7 @@ from tests.checkpoints import SIZES, VARIANTS, make_checkpoint
 from tests.devices import RunAgain, runner_of
 from tests.devices.cuda.persistent.reference import reference_step
 from tests.forced_tokens import Ids, forced_logits
+from tests.models.transformers_families import make_config
 from tests.test_fp8_kv_cache import answer
 from tests.threaded_ranks import engines_of
 
@@ -152,6 +153,23 @@ def check_shared_prefixes(root: Path) -> None:
     assert counter.call_count == 3
 
 
+def check_transformers_model(root: Path) -> None:
+    """Graphs run transformers' model code, whose layers differ in windows, heads and head sizes."""
+    checkpoint = make_checkpoint(root / "gemma4", make_config("gemma4_text"))
+    rng = random.Random(0)
+    prompts = [rng.choices(range(160), k=length) for length in (33, 3, 17)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with (
+        mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        LLM(checkpoint.path, max_num_seqs=2, max_num_batched_tokens=20, **OPTIONS) as llm,
+    ):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        graphed = runner_of(llm).forward.decode
+        assert graphed.persistent is None
+        assert graphed.graphs
+    assert [o.token_ids for o in outputs] == [checkpoint.generate(p, 4) for p in prompts]
+
+
 class OneToken:
     """A GuidanceEngine whose grammars each allow a single token."""
 
@@ -177,7 +195,7 @@ class OneToken:
 
 
 def check_masks(root: Path) -> None:
-    """One graph applies bitmasks and samples a decode step, wherever the bitmasks are."""
+    """One graph applies bitmasks and samples, for decode steps of every batch size."""
     path = make_checkpoint(root / "masks", ONE_LAYER).path
     with (
         mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
@@ -375,7 +393,7 @@ def check_whole_step(root: Path) -> None:
         mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
         mock.patch.object(ReferenceStep, "most_tokens", 12),
         mock.patch.object(device, "build", lambda model, _: ReferenceStep(model, None)),
-        LLM(path, dtype="float16", max_num_seqs=4, **OPTIONS) as llm,
+        LLM(path, dtype="float16", max_num_seqs=4, max_num_batched_tokens=8, **OPTIONS) as llm,
     ):
         found = llm.generate([[3], [1, 2], [5]], params, use_tqdm=False)
         step = runner_of(llm).forward.decode.persistent
@@ -410,11 +428,13 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(linear_one_row, "one_row_config", wide_tiles),
-    ):
         # Only the largest graph is captured before a step needs it.
-        with interpreted(), mock.patch.object(decode_graphs, "FIRST_SIZES", ()):
+        mock.patch.object(decode_graphs, "FIRST_SIZES", ()),
+    ):
+        with interpreted():
             check_tokens(Path(folder))
             check_shared_prefixes(Path(folder))
+            check_transformers_model(Path(folder))
             check_masks(Path(folder))
             check_captures_ahead(Path(folder))
             check_cache_of_eight_bits(Path(folder))

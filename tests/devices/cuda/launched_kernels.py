@@ -74,7 +74,7 @@ def check(path: Path, **options: Any) -> None:
             InterpretedDevice, "compile_ahead", lambda *args: launches.compile_ahead(*args)
         ),
         mock.patch.object(device, "build", return_value=None),
-        # The library's products launch none of our kernels, and take minutes without bfloat16.
+        # GEMMs of torch launch none of our kernels, and take minutes on CPUs that emulate bfloat16.
         mock.patch.object(functional, "linear", lambda x, weight, bias=None: zeros(x, weight)),
         mock.patch.object(torch.Tensor, "addmm_", lambda total, *_, **__: total),
         LLM(path, **OPTIONS, **options) as llm,

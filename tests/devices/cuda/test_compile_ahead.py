@@ -1,4 +1,4 @@
-"""Kernels compiled by other processes, for a device that may be absent."""
+"""Other processes compile kernels, for a device that may be absent."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_nccl_runs_inside_graphs(tiny: Any, name: str) -> None:
 
 
 def test_a_worker_process_gives_what_this_process_gives(tiny: Any) -> None:
-    """One rank with its own device, group and process: as much as one GPU can test of many."""
+    """One rank with its own process: as much of tensor parallelism as one GPU can test."""
     path, prompts = tiny("qwen3").path, make_prompts()
     params = mixed_params(len(prompts))
     with LLM(path, **OPTIONS) as llm:

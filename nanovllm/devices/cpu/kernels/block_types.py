@@ -64,7 +64,7 @@ def pack_panels(
             size = count * unit
             source = blocks[:, :, start : start + size].reshape(*blocks.shape[:2], count, unit)
             lanes = target[:, start * PANEL_ROWS : (start + size) * PANEL_ROWS]
-            lanes = lanes.reshape(-1, count, PANEL_ROWS, unit)  # a view
+            lanes = lanes.reshape(-1, count, PANEL_ROWS, unit)  # a view of `panel`
             lanes[:, :, : len(part)] = source.transpose(1, 2, 0, 3)
 
 

@@ -282,7 +282,7 @@ def _softmax(x: Any, base: int, count: int) -> None:
 @inlined
 def _exp(x: Any) -> Any:
     """Return e ** x with an error of at most 1e-6, in steps that a compiler can vectorize."""
-    # Below -60, the result is negligible next to 1, to which it is added; denormals are slow.
+    # Results below e**-60 are negligible: callers add them to 1. Denormals would be slow.
     # From 88.4 on, the power of two is infinity, as it should be.
     x = min(max(x, float32(-60)), float32(89))
     power = np.floor(x * LOG2_E + float32(0.5))

@@ -14,8 +14,8 @@ from numba import float32, int32, int64
 from nanovllm.devices.cpu.kernels.intrinsics import kernel, load, pointer_to, round_to, store
 from nanovllm.devices.cpu.kernels.simd import NUM_STREAMS, dot_row, make_tile
 
-# Experts get few rows, so each number of rows up to this one has its own unrolled kernel. With more
-# than 24 accumulators, registers would spill.
+# Experts get few rows, so every number of rows up to this limit has its own unrolled kernel. With
+# more than 24 accumulators, registers would spill.
 MAX_TILE_ROWS = 6
 EXPERT_TILE = MAX_TILE_ROWS * NUM_STREAMS
 _dot_2, _dot_3, _dot_4, _dot_5, _dot_6 = (make_tile(count) for count in range(2, 7))

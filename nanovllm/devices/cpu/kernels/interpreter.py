@@ -39,8 +39,8 @@ class Compiler(event.Listener):
                 return compile_function(cache=True)(function)
             except (RuntimeError, OSError) as error:  # no writable cache folder
                 self._warn_once(
-                    "The machine code of the CPU kernels cannot be kept (%s), so that every start "
-                    "compiles it anew: set NUMBA_CACHE_DIR to a folder that can be written",
+                    "The compiled CPU kernels cannot be cached (%s), so every start compiles them "
+                    "again; set NUMBA_CACHE_DIR to a writable folder",
                     error,
                 )
                 return compile_function()(function)

@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 # Division by zero gives infinity (error_model): a check would prevent vectorization.
 kernel = njit(fastmath=FAST, nogil=True, error_model="numpy")
-# Without reassociation, for kernels in which a reordered division could overflow.
+# Reassociation is off for kernels in which a reordered division could overflow.
 ordered_kernel = njit(fastmath={"contract"}, nogil=True, error_model="numpy")
 inlined = njit(fastmath=FAST, nogil=True, error_model="numpy", inline="always")
 

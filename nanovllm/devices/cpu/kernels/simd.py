@@ -1,4 +1,4 @@
-"""The hottest loops, which emit vector instructions: compilers do not vectorize them reliably."""
+"""The hottest loops, in explicit vector code: compilers do not vectorize them reliably."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ MIN_Q_ROWS = 16  # minimum M of tl.dot
 MAX_SPLITS = 32
 DECODE_CTAS_PER_SM = 5
 MIN_DECODE_SPLIT = 64  # minimum number of keys that are worth a CTA
-LARGE_TILE_PAIRS = range(192, 385)  # numbers of (row, kv head) pairs for which large tiles win
+LARGE_TILE_PAIRS = range(192, 385)  # numbers of (row, KV head) pairs for which large tiles are fast
 SHORT_CONTEXT = 512  # up to this many keys, a second split gains less than the merge costs
 PREFILL_CTAS_PER_SM = 2
 MIN_PREFILL_SPLIT = 256  # minimum number of keys that are worth a CTA
 MIN_PREFILL_SPLITS = 4  # fewer splits gain less than the merge costs
 # Up to this many query rows, small tiles are best, because more CTAs occupy the device.
 MAX_SMALL_TILE_ROWS = 2048
-MAX_SMALL_TILE_ROWS_FP8 = 1024  # the same for FP8 keys, which every CTA has to upcast
+MAX_SMALL_TILE_ROWS_FP8 = 1024  # the same limit for FP8 keys, which every CTA has to upcast
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: i
 
 
 def suits_large_tiles(num_rows: int, num_kv_heads: int, num_splits: int) -> bool:
-    """Whether large tiles are faster on Hopper: with two splits, each SM has about two CTAs."""
+    """Whether large tiles are faster on Hopper: with two splits, in the range LARGE_TILE_PAIRS."""
     return num_splits == 2 and num_rows * num_kv_heads in LARGE_TILE_PAIRS
 
 

@@ -218,7 +218,8 @@ def attend_keys_by_tma(  # type: ignore[no-untyped-def]
     for tile_start in tl.range(0, whole, TILE):
         if tile_start + TILE > lowest + 1:
             scores = _hide_later(scores, tile_start + offsets, positions)
-        later = tile_start + 2 * TILE  # its block id is loaded now: dependent loads are slow
+        # Load the block id of the tile after next now: loads that depend on another load are slow.
+        later = tile_start + 2 * TILE
         later_id = tl.load(blocks + later // BLOCK_SIZE, mask=later <= highest, other=0)
         weights, alpha, row_max, row_sum = _weigh(scores, row_max, row_sum, scale)
         v = v_rows.load([cache_row, column])

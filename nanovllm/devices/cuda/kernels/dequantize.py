@@ -1,6 +1,6 @@
 """Dequantization in Triton: load tiles of packed words, and convert them to MMA operands.
 
-`quantized_weight.py` describes the layout. A word packs 4 FP8 or 8 int4 values. In a quant
+`ops/quantized_weight.py` describes the layout. A word packs 4 FP8 or 8 int4 values. In a quant
 block, the values at position 0 of all words are neighboring inputs, then come those at position 1,
 and so on. So threads can convert words to MMA operands without exchanging data.
 """

@@ -36,8 +36,8 @@ class GroupedConfig:
     num_stages: int
 
 
-# (maximum average number of pairs per expert, config): most experts should fit into one tile, so
-# that they are read only once.
+# (maximum average number of pairs per expert, config). The pairs of most experts should fit into
+# one tile, so that each expert is read only once.
 CONFIGS = (
     (8, GroupedConfig(16, 64, 64, 4, 8)),
     (20, GroupedConfig(32, 64, 64, 4, 8)),

@@ -1,7 +1,7 @@
 """MoE on CUDA for few tokens: every (token, expert) pair reads the expert's weights by itself.
 
 With more tokens, or quantized weights, experts_grouped.py reads each expert once. The host does not
-know which experts are chosen, so the grids do not depend on it.
+know which experts are chosen, so the grids do not depend on the choice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def route(
         TOP_K_BLOCK=triton.next_power_of_2(routing.top_k),
         IS_NORMALIZED=routing.is_normalized,
         BLOCK=triton.next_power_of_2(num_experts),
-        num_warps=1,  # one token's choice is too little work for more
+        num_warps=1,  # routing one token is too little work for more warps
         **launch_options(logits, num_tokens),
     )
     return ids, weights, ranks
@@ -64,7 +64,7 @@ def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Te
         **options,
     )
     top_k_block = triton.next_power_of_2(top_k)
-    block_in = min(max(size & -size, 64), 128)  # divides the size if possible
+    block_in = min(max(size & -size, 64), 128)  # divides `size` if possible
     block_out = max(DOWN_ELEMENTS // (top_k_block * block_in), 1)
     _down[(triton.cdiv(hidden, block_out), num_tokens)](
         *(out, y, down, ids, weights, hidden),
@@ -225,7 +225,7 @@ def _down(  # type: ignore[no-untyped-def]
     pairs = token * TOP_K + choices
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = (is_choice[:, None] & (outs < num_out)[None, :])[:, :, None]
-    # The previous kernel has already waited for the expert ids, so weights can be loaded early.
+    # The expert ids can be read before the wait: the previous kernel has already waited for them.
     expert = tl.load(ids + pairs, mask=is_choice, other=0, cache_modifier=".cg").to(tl.int64)
     w_start = weight + ((expert[:, None] * num_out + outs[None, :]) * NUM_IN)[:, :, None]
     lanes = tl.arange(0, BLOCK_IN)

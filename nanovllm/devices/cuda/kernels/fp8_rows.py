@@ -63,7 +63,7 @@ def hadamard_matrix(COLUMNS: tl.constexpr, SIZE: tl.constexpr, dtype: tl.constex
     common = (columns[:, None] & columns[None, :]) % SIZE
     common ^= common >> 4
     common ^= common >> 2
-    common ^= common >> 1  # bit 0 is the parity
+    common ^= common >> 1  # bit 0 is now the parity of the original bits
     is_group = columns[:, None] // SIZE == columns[None, :] // SIZE
     return tl.where(is_group, 1.0 - 2.0 * (common & 1), 0.0).to(dtype)
 

@@ -32,8 +32,8 @@ from nanovllm.ops.quantized_weight import BLOCK, QuantizedWeight
 
 DENSE_BLOCK_OUT = 64  # rows of a dense weight per CTA: the M of a tensor-core instruction
 NUM_CTAS = 128  # number of CTAs that fill the device, for dense weights
-MAX_SPLITS = 4  # K splits of a dense weight
-# Unsplit, this kernel is faster than cuBLAS up to this many rows of x and bytes of the weight.
+MAX_SPLITS = 4  # maximum number of K splits for a dense weight
+# Without split-K, this kernel is faster than cuBLAS up to this many rows and weight bytes.
 MAX_ROWS, MAX_BYTES = 64, 32 << 20
 # If the next norm adds up the partial sums, split-K beats cuBLAS up to MAX_ROWS rows, and up to
 # MAX_SPLIT_ROWS rows for weights of at most MAX_SPLIT_BYTES.
@@ -49,7 +49,7 @@ class FewRowsConfig:
     block_in: int  # inputs per iteration
     num_warps: int
     num_stages: int
-    num_splits: int  # K splits
+    num_splits: int  # number of K splits
 
 
 def has_few_rows(num_rows: int, weight: Tensor) -> bool:
@@ -225,6 +225,7 @@ def add_partials(sums, partials):  # type: ignore[no-untyped-def]
     if is_last:
         tl.store(partials[1] + tile, 0)
         sums = tl.zeros_like(sums)
-        for split in tl.range(0, num_splits):  # the order does not depend on which CTA is last
+        # The order does not depend on which CTA is last, so the sum is deterministic.
+        for split in tl.range(0, num_splits):
             sums += tl.load(first + split * SIZE + offsets, cache_modifier=".cg")
     return sums, is_last

@@ -150,7 +150,7 @@ def scale_sums(sums: Tensor, scales: DequantScales, bias: Tensor | None) -> None
 
 
 def fp8_quantize(x: Tensor, by_block: bool) -> Fp8Tensor:
-    """Quantize rows to FP8, in the order of `pack_words`; scales follow from the largest values.
+    """Quantize rows to FP8, in the order of `pack_words`, scaled by their largest value.
 
     With `by_block`, each quant block has its own scale. The number of rows is then padded to a
     multiple of 16, with arbitrary values, and scales are stored block by block, as cuBLAS requires.

@@ -1,10 +1,10 @@
 """GEMV on CUDA: projections of one row, bound by the time to read the weight once.
 
-The RMSNorm before the projection and the gated activation after it are fused with it: a CTA scales
-its outputs by 1 / RMS once it has read the whole row. Each tile of the weight is loaded while the
-previous one is used. A quantized weight is dequantized in registers, and scales are applied to the
-sums over quant groups. Preparing the row for that takes long, so just enough CTAs to fill the
-device share the tiles, and each prepares the row once.
+The RMSNorm before and the gated activation after the projection are fused into the kernel: a CTA
+scales its outputs by 1 / RMS once it has read the whole row. Each tile of the weight is loaded
+while the previous one is used. A quantized weight is dequantized in registers, and scales are
+applied to the sums over quant groups. Each CTA has to prepare the row for that, which takes long,
+so there are just enough CTAs to fill the device, and each computes several tiles.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.ops.interface import Activation, NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import QuantizedWeight
 
-# Int4 value n among the lowest 20 bits of a word, masked, is a subnormal float32 that needs no
-# conversion: the integer times 2**(4 * n - 149). The inputs are scaled up to compensate.
+# Value n of the five int4 values in the lowest 20 bits of a word, with the other bits masked, reads
+# as a subnormal float32: the integer times 2**(4 * n - 149). Inputs are scaled up to compensate.
 RAISE = tl.constexpr(100)  # inputs are scaled by up to 2**100: inputs up to 2**27 stay finite
-LOWER = tl.constexpr(2.0**49)  # scales the sums back
+LOWER = tl.constexpr(2.0**49)  # the remaining factor, applied to the sums: 100 + 49 = 149
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ def one_row_linear(
     residual, update = hidden.residual, hidden.update
     num_rows, num_in = weight.shape
     assert residual.shape == (1, num_in), residual.shape
-    assert update is None or update.shape == residual.shape, "partial sums of one row"
-    assert hidden.scales is None, "unscaled sums of one row"
-    assert norm is not None or update is None, "an update is added by the norm that follows"
+    assert update is None or update.shape == residual.shape, "one row has no partial sums"
+    assert hidden.scales is None, "one row has no unscaled update"
+    assert norm is not None or update is None, "an update needs a norm that adds it"
     num_out = num_rows if activation is None else num_rows // 2
     y = torch.empty(1, num_out, device=residual.device, dtype=residual.dtype)
     total = residual if update is None else torch.empty_like(residual)
@@ -100,7 +100,7 @@ def one_row_config(weight: CudaWeight, has_norm: bool, is_gated: bool) -> OneRow
 
 
 def _quantized_config(weight: QuantizedWeight, has_norm: bool) -> OneRowConfig:
-    """Return the config; a norm needs the whole row, the rest is tuned for Qwen3-8B on an H200."""
+    """Return a config tuned for Qwen3-8B on an H200; with a norm, a tile has whole weight rows."""
     num_rows, num_in = weight.shape
     block_in = max(128, triton.next_power_of_2(num_in))
     block_in = block_in if has_norm else min(block_in, 4096)
@@ -132,9 +132,9 @@ def _one_row(  # type: ignore[no-untyped-def]
     HAS_ONE_TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute the outputs of tiles; `source` is (sum to store, residual, update)."""
+    """Compute the outputs of this CTA's tiles; `source` is (the sum's output, residual, update)."""
     CHUNKS: tl.constexpr = (NUM_WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
-    # A gated tile has gate rows, then up rows; with a dense weight, each kind has its own tile.
+    # A gated tile has gate rows, then up rows. With a dense weight, gate and up are separate tiles.
     HAS_UP: tl.constexpr = HAS_ONE_TILE and ACTIVATION is not None
     GATED: tl.constexpr = ACTIVATION is not None and not HAS_ONE_TILE
     lanes = tl.arange(0, BLOCK_WORDS)
@@ -267,7 +267,7 @@ def _input(source, norms, i, NUM_IN: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def prepare_inputs(v, LANES: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scale up inputs of int4 values by position (see RAISE); also return their sums by group."""
+    """Scale up the inputs of int4 weights (see RAISE); also return their sums by quant group."""
     if LANES != 16:
         return v, ()
     else:

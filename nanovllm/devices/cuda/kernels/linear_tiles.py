@@ -207,7 +207,7 @@ def _load_groups(  # type: ignore[no-untyped-def]
 def add_bias(sums, bias, rows, is_row, is_added):  # type: ignore[no-untyped-def]
     """Add the bias of some weight rows to sums [weight rows, rows of x], if `is_added`."""
     if bias is not None:
-        mask = is_row & (is_added | (rows < 0))  # `rows < 0` is false, but has the shape
+        mask = is_row & (is_added | (rows < 0))  # `rows < 0`, all false, broadcasts `is_added`
         sums += tl.load(bias + rows, mask=mask, other=0.0).to(tl.float32)[:, None]
     return sums
 

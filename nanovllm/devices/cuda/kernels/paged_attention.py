@@ -27,7 +27,7 @@ from nanovllm.devices.cuda.kernels.attention_tiles import (
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 
 LOG2_E = 1.4426950408889634  # the softmax uses base 2, for which the hardware has an instruction
-# Kernel arguments of any alignment (slices of an upload): specializing would compile more kernels.
+# These arguments are slices of an upload: specializing on their alignment gives more kernels.
 COLUMNS = "slots", "context_lens", "query_starts", "query_lens", "order", "members", "shared_lens"
 
 
@@ -38,7 +38,7 @@ class QueryRows:
     slots: Tensor
     context_lens: Tensor  # tokens up to and including the last query; 0: padding
     query_starts: Tensor | None = None  # token index of each row's first query; None: row index
-    query_lens: Tensor | None = None  # queries: the last tokens of the context; None: one per row
+    query_lens: Tensor | None = None  # number of queries, the context's last tokens; None: 1
     max_query_len: int = 1
     order: Tensor | None = None  # start order of decode rows; descending context lengths are best
 
@@ -233,7 +233,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         if skipped >= num_queries:
             return
     length = tl.load(context_lens + row)
-    # Position of the first query.
+    # Position of the first query; all queries attend to all keys of a shared prefix.
     lowest = length - num_queries + skipped if members is None else length - 1
     highest = tl.minimum(lowest + most_queries, length) - 1
     first = window_start(lowest, WINDOW) if shared_lens is None else tl.load(shared_lens + row)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096  # logits per CTA
-GROUP_SIZE = 32  # neighboring token ids; the largest logit of each group is stored
+GROUP_SIZE = 32  # neighboring token ids per group, whose largest logit is stored
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

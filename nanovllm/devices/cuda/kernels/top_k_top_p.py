@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from nanovllm.devices.cuda.kernels.sampling import SamplingWorkspace, Split
     from nanovllm.ops.torch_sampling import SamplingColumns
 
-GROUP_SIZE = 32  # neighboring token ids; the maxima of these groups determine the pivot
-COLUMNS = ("slots", "context_lens")  # kernel arguments that are slices, so of any alignment
+GROUP_SIZE = 32  # neighboring token ids per group; the groups' maxima determine the pivot
+COLUMNS = ("slots", "context_lens")  # kernel arguments that are slices: their alignment varies
 CAPACITY = 4096  # maximum number of candidates per row
 ROW_BLOCK = 8192  # logits per iteration when a whole row is searched
 NUM_WANTED = 2048  # target number of candidates; there may be more (ties, several in a group)
@@ -150,7 +150,7 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
 ):
     """Choose a pivot that the maxima of at least num_wanted groups reach.
 
-    At least as many tokens then reach it.
+    So at least num_wanted tokens reach it.
     """
     row = tl.program_id(0)
     tl.store(num_candidates + row, 0)
@@ -357,7 +357,7 @@ def _descend(  # type: ignore[no-untyped-def]
     KEY_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the largest key such that the keys >= it have a total weight of at least `target`.
+    """Return the largest key such that all keys >= this key weigh at least `target` in total.
 
     It is determined bit by bit. Without `keys`, the logits of the whole row are the keys.
     """

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRITON = "3.6."  # the kernel is written in gluon, whose API changes with every release
+TRITON = "3.6."  # the supported release: gluon's API changes with every release
 
 
 def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
     """Return the persistent step of a loaded model, or None if the kernel does not support it.
 
-    The weights of each projection (qkv, o, ...) of all layers are moved into one tensor.
+    The weights of each projection (qkv, o, ...) are moved into one tensor for all layers.
     """
     problem = f"triton is {triton.__version__}, not {TRITON}x"
     if triton.__version__.startswith(TRITON):
@@ -46,7 +46,7 @@ def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
             try:
                 return PersistentStep(shape, step_tensors(model, layers), constants)
             except torch.OutOfMemoryError:
-                # Weights that have already moved remain valid views.
+                # Weights that have already been moved are views of the new tensors: still valid.
                 problem = "there is not enough memory to move its weights together"
-    logger.info("Small batches run layer by layer: %s", problem)
+    logger.info("Small batches of this model run layer by layer: %s", problem)
     return None

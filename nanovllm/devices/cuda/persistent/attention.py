@@ -46,7 +46,7 @@ from nanovllm.devices.cuda.persistent.tile_mma import (
     unpacked,
 )
 
-# Layout [8 warps, 8 heads or words, 4 threads, 8 keys].
+# Layout of a tensor [8 warps, 8 heads or words, 4 threads, 8 keys].
 TILE = gl.constexpr(gl.BlockedLayout([1, 1, 1, 8], [1, 8, 4, 1], [8, 1, 1, 1], [3, 2, 1, 0]))
 SCORES = gl.constexpr(gl.SliceLayout(0, TILE.value))  # [8 heads, 4 threads, 8 keys]
 HEADS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, SCORES.value)))
@@ -74,7 +74,7 @@ def eight_words(t, SEGMENTS: gl.constexpr):
 
 @gluon.jit
 def finite(x):
-    """Replace NaN and infinity by 0: masked keys are multiplied by 0, which would give NaN."""
+    """Replace NaN and infinity by 0: times a masked key's probability, 0, they would give NaN."""
     return gl.where(x * 0.0 == 0.0, x, 0.0)
 
 
@@ -101,8 +101,8 @@ def score_asm():
 def add_values_asm():
     """Return PTX that adds P V of 32 keys to the sums of 8 heads.
 
-    A thread has two columns of 8 values. Operands are the new sums (two even columns, two odd
-    ones), the old sums, four pairs of probabilities, and a word of each of the 8 values.
+    A thread has two columns of 8 value vectors. Operands are the new sums (two for even columns,
+    two for odd ones), the old sums, four pairs of probabilities, and a word of each value vector.
     """
     code = "{ .reg .f32 c<4>; .reg .b32 z, l, h; mov.b32 z, 0; "
     for t in range(2):
@@ -120,9 +120,9 @@ def add_values_asm():
 
 @gluon.constexpr_function
 def load_values_asm(stride):
-    """Return PTX that loads a word of each of 8 values, `stride` bytes apart.
+    """Return PTX that loads a word of each of 8 value vectors, `stride` bytes apart.
 
-    The last operand is the number of valid values; the words of the others are zero.
+    The last operand is the number of valid vectors; the words of the others are zero.
     """
     code = "{ .reg .pred p; "
     for j in range(8):
@@ -217,9 +217,9 @@ class Segment:
 
     row: gl.tensor
     head: gl.tensor
-    before: gl.tensor  # number of earlier rows of the same sequence
+    before: gl.tensor  # number of earlier rows that belong to the same sequence
     position: gl.tensor  # position of the row's token
-    oldest: gl.tensor  # first key inside the window
+    oldest: gl.tensor  # first key inside the sliding window
     start: gl.tensor  # first key of the row's first split
     size: gl.tensor  # keys per split
     first: gl.tensor  # first key of the segment
@@ -257,7 +257,7 @@ class Attention:
     dim: gl.constexpr
     block_size: gl.constexpr
     rows: gl.constexpr
-    new: gl.constexpr  # maximum number of rows of one sequence
+    new: gl.constexpr  # maximum number of rows that belong to one sequence
     has_window: gl.constexpr
 
     @gluon.constexpr_function
@@ -330,7 +330,7 @@ class Attention:
     def segment(self, ends, item, last):
         """Return the segment that starts at split `item`, and its number of splits.
 
-        The segment ends with the splits of its row and KV head, or before split `last`.
+        The segment ends with the last split of its row and KV head, or before split `last`.
         """
         row, begin = gl.to_tensor(0), gl.to_tensor(0)
         for r in gl.static_range(self.rows - 1):
@@ -364,7 +364,7 @@ class Attention:
 
     @gluon.jit
     def key_index(self):
-        """Indices 0 to 31 of the keys as [4, 8], in the layout of the keys."""
+        """Indices of 32 keys, as a tensor [4, 8] in the layout of the keys."""
         K: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, key_layout()))
         row = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, K)), 1)
         return row * 8 + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, K)), 0)
@@ -382,7 +382,7 @@ class Attention:
 
     @gluon.jit
     def load_values(self, cache, offset, num_keys):
-        """Load a word of each of 8 values per thread; a warp has 16 of the dimensions."""
+        """Load a word of each of 8 value vectors per thread; a warp covers 16 dimensions."""
         STRIDE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
         warp, n, q = thread_indices()
         word = warp % (self.dim // 16) * 8 + n
@@ -408,13 +408,13 @@ class Attention:
 
     @gluon.jit
     def column(self):
-        """Indices of the words in half a head."""
+        """Indices of a thread's words in half a head vector."""
         L: gl.constexpr = head_vector_layout(num_head_vectors(self.group, self.new))
         return gl.expand_dims(gl.arange(0, self.dim // 4, gl.SliceLayout(0, L)), 0)
 
     @gluon.jit
     def load_norms(self, norms):
-        """Load the weights of the norms of q and k, for both halves of a head."""
+        """Load the norm weights of q and k, for both halves of a head."""
         address = norms + (gl.where(self.vector() < self.group, 0, self.dim // 2) + self.column())
         return gl.load(address), gl.load(address + self.dim // 4)
 
@@ -428,13 +428,13 @@ class Attention:
     def rotate_heads(self, segment, heads, norms, parameters, buffer):
         """Poll q, k and v of a segment's row and head; normalize q and k, and apply RoPE to them.
 
-        Also do so for k and v of the earlier rows of the same sequence.
+        The k and v of earlier rows of the same sequence are polled and processed as well.
         """
         G: gl.constexpr = self.group
         D: gl.constexpr = self.dim
         VECTORS: gl.constexpr = num_head_vectors(G, self.new)
         vector, is_q, is_v = self.vector(), self.vector() < G, self.vector() >= G + self.new
-        # How many rows a new key or value lies before this row.
+        # Number of rows by which the row of a new key or value precedes this row.
         behind = segment.before - (vector - gl.where(is_v, G + self.new, G))
         behind = gl.where(is_q | (behind < 0), 0, gl.minimum(behind, segment.before))
         HALF: gl.constexpr = D // 2
@@ -446,7 +446,7 @@ class Attention:
         offset = (segment.row - behind) * self.qkv.size + head * D + self.column() * 2
         addresses = (self.qkv.address(buffer) + offset).to(gl.int64)
         N: gl.constexpr = VECTORS // 8
-        a, b = gl.inline_asm_elementwise(  # a thread has two adjacent elements of each half
+        a, b = gl.inline_asm_elementwise(  # a thread has two elements of each half of a head
             poll_heads_asm(N, D), registers(2 * N, 2 * N),
             [addresses, addresses * 0 + self.qkv.flag.to(gl.int64)], words_type(2), False, N,
         )  # fmt: skip
@@ -467,7 +467,7 @@ class Attention:
 
     @gluon.jit
     def find_unit(self, segment, begin):
-        """Offsets of a unit's first and last 32 keys."""
+        """Cache offsets of a unit's first and last 32 keys."""
         return self.find(segment, begin), self.find(segment, begin + 32)
 
     @gluon.jit
@@ -647,7 +647,7 @@ class Attention:
 
     @gluon.jit
     def partial_address(self, buffer, row, group, split):
-        """Address of a split's partial for 8 columns: sums, maximum score and denominator."""
+        """Address of the partial result of a split for one 8-column group of a row."""
         WIDTH: gl.constexpr = self.num_heads * self.dim
         S: gl.constexpr = num_splits(self.num_kv_heads)
         index = ((buffer * self.rows + row) * num_output_groups(WIDTH) + group) * S + split
@@ -655,7 +655,7 @@ class Attention:
 
     @gluon.jit
     def merge_indices(self):
-        """Indices of a thread's row, chunk and split in `merge`."""
+        """Return the batch row, chunk and split that each thread handles in `merge`."""
         L: gl.constexpr = merge_layout(self.num_kv_heads)
         C: gl.constexpr = merge_groups(self.num_heads * self.dim, self.num_kv_heads, self.rows)
         S: gl.constexpr = num_splits(self.num_kv_heads)
@@ -676,8 +676,8 @@ class Attention:
     def merge(self, output, is_active, buffer):
         """Merge the splits of this CTA's 8 columns of each chunk of the attention output.
 
-        Splits without keys have no partial result and are not polled: the less is polled, the
-        sooner the partial results of the others arrive.
+        Splits without keys have no partial result and are not polled: polling them would keep L2
+        busy and delay the partial results of other splits.
         """
         WIDTH: gl.constexpr = self.num_heads * self.dim
         C: gl.constexpr = merge_groups(WIDTH, self.num_kv_heads, self.rows)
@@ -705,8 +705,8 @@ class Attention:
         sums = ()
         for n in gl.static_range(8):
             sums = sums + (gl.sum(bits_to_float(found[n]) * rescale, 1) / denominator,)
-        # The first two threads of a group store the two copies of the output; the next two clear
-        # the copies in the previous buffer.
+        # The first two threads of an 8-column group store the two copies of the output; the next
+        # two clear the copies in the previous buffer.
         previous = gl.where(buffer == 0, NUM_BUFFERS - 1, buffer - 1)
         copy = gl.where(split < 2, buffer, previous) * 2 + split % 2
         words = ()

@@ -22,7 +22,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
 from nanovllm.devices.cuda.persistent.tile_mma import stacked, stage
 
 NUM_CTAS = gl.constexpr(128)
-# Buffers are used in rotation, so that two fences lie between clearing one and reusing it.
+# Buffers are used in rotation. With three, two fences lie between clearing and reusing a buffer.
 NUM_BUFFERS = gl.constexpr(3)
 CHUNK = gl.constexpr(1024)  # columns of a chunk, and weight rows of a block
 CHECK_SPINS = gl.constexpr(1 << 12)  # polls between two checks of the timeout flag
@@ -45,7 +45,7 @@ PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 def poll_asm(loads, flag, has_halves=True, predicates=None):
     """Return PTX that loads words, and reloads those that are EMPTY or have an EMPTY half.
 
-    `loads` is a list of (names of words, address). `predicates` names an operand for each load:
+    `loads` is a list of (register names, address). `predicates` names an operand for each load:
     where it is 0, nothing is loaded, and the words keep their values. The first loads come before
     the loop: words that are written only inside it would occupy registers from the start of the
     kernel. The warp reconverges at the end.
@@ -71,7 +71,7 @@ def poll_asm(loads, flag, has_halves=True, predicates=None):
 def missing_asm(words, target, has_halves):
     """Return PTX that sets bits of `target` if a word, or a half of one, is EMPTY.
 
-    Of all halves with a sign bit, only 0xFFFF borrows when subtracted from 0xFFFE.
+    A half h is EMPTY (0xFFFF) exactly if both h and 0xFFFE - h have their sign bit set.
     """
     code = f"mov.u32 {target}, 0; "
     if not has_halves:
@@ -171,9 +171,9 @@ class Exchange:
     """A bfloat16 vector per row; each CTA stores 8 columns of each block, and reads all columns.
 
     Memory is [buffers, 2 copies, rows, size]: half of the CTAs read each copy. A vector may consist
-    of parts that are padded to a capacity. Padding is never written and stays zero. With `of_all`,
-    CTAs without values store zeros, so that a reader of the whole vector knows that every CTA has
-    stored.
+    of parts, each padded to `capacity` columns. Padding is never written and stays zero. With
+    `of_all`, CTAs without values store zeros, so that a reader of the whole vector knows that every
+    CTA has reached this exchange.
     """
 
     memory: gl.tensor
@@ -202,7 +202,7 @@ class Exchange:
 
     @gluon.jit
     def publish(self, y, block, buffer, COUNT: gl.constexpr):
-        """Store the first COUNT blocks of y in both copies; clear both in the previous buffer.
+        """Store COUNT blocks of y in both copies of `buffer`; clear those of the previous buffer.
 
         If several threads hold the same y, they share these four stores.
         """
@@ -237,7 +237,7 @@ class Exchange:
 
     @gluon.jit
     def poll(self, buffer, first, N: gl.constexpr):
-        """Poll N chunks of all rows, from chunk `first` on: a thread gets two words of each."""
+        """Poll N chunks of all rows, from chunk `first` on; a thread gets two words of each."""
         return self.poll_from(first * CHUNK + thread_index() * 4, buffer, N, CHUNK)
 
     @gluon.jit
@@ -311,7 +311,7 @@ def square(words):
 
 @gluon.jit
 def four_floats(first, second):
-    """The four bfloat16 of two words in each of 256 threads, as float32 [8, 128]."""
+    """Unpack the four bfloat16 in two words of each of 256 threads to float32 [8, 128]."""
     pairs = gl.join(gl.join(low(first), low(second)), gl.join(high(first), high(second)))
     return gl.reshape(pairs, [8, 128])
 

@@ -19,13 +19,14 @@ from nanovllm.devices.cuda.persistent.sizes import (
 from nanovllm.devices.cuda.persistent.stream import LANES
 from nanovllm.devices.cuda.persistent.tile_mma import stage
 
-HIGH, LOW = gl.constexpr(-65536), gl.constexpr(0xFFFF)  # bit masks of a key's logit and expert
+# Bit masks of the logit (HIGH) and the expert (LOW) in a key; see `Experts.choose`.
+HIGH, LOW = gl.constexpr(-65536), gl.constexpr(0xFFFF)
 LOWEST = gl.constexpr(-(1 << 31))
 
 
 @gluon.constexpr_function
 def overlaps(rank, capacity, chunk):
-    """Whether a chunk has columns of the expert with this rank, if each has `capacity` columns."""
+    """Whether a chunk has columns of the expert of this rank; experts have `capacity` columns."""
     return rank * capacity < (chunk + 1) * 1024 and (rank + 1) * capacity > chunk * 1024
 
 
@@ -52,8 +53,8 @@ class Experts:
     def choose(self, router_logits, buffer):
         """Poll the router logits, find the top-k experts, and signal the loading warp.
 
-        Every warp finds the experts independently. The upper half of a key is ordered like the
-        logit. Of equal logits, the expert with the smaller index has the larger key.
+        Every warp finds the experts independently. It compares int32 keys, which hold a logit in
+        the upper half; of equal logits, the expert with the smaller index has the larger key.
         """
         N: gl.constexpr = (self.count + 127) // 128
         lane = thread_index() % 32
@@ -172,7 +173,7 @@ class ExpertRows:
 
     experts: gl.tensor  # indices among the experts of all layers
     count: gl.constexpr  # gate rows of all chosen experts
-    part_stride: gl.constexpr  # rows from an expert's gate to its up
+    part_stride: gl.constexpr  # weight rows from an expert's gate to its up projection
 
     @gluon.constexpr_function
     def __init__(self, experts, count, part_stride):

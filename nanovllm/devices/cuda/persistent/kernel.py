@@ -58,12 +58,12 @@ from nanovllm.devices.cuda.persistent.tile_mma import SCALES, by_row
 
 @aggregate
 class Parameters:
-    """Norm weights, biases and constants; hidden sizes are padded to whole chunks."""
+    """Norm weights, biases and constants of the model; norms are padded to whole chunks."""
 
     norms: gl.tensor  # [layers, 2, hidden], four bfloat16 per element
     final_norm: gl.tensor
-    qk_norms: gl.tensor  # [layers, 2, dim], two bfloat16 per element; unused without norms
-    qkv_bias: gl.tensor  # [layers, q + k + v]; unused without biases
+    qk_norms: gl.tensor  # [layers, 2, dim], two bfloat16 per element; unused if not has_norm
+    qkv_bias: gl.tensor  # [layers, q + k + v]; unused if not has_bias
     rope: gl.tensor  # [positions, 2, dim / 2]: cosines and sines
     eps: gl.tensor
     scale: gl.tensor  # softmax scale times log2(e), for exp2
@@ -84,7 +84,7 @@ def next_buffer(buffer):
 
 @gluon.jit
 def project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buffer):
-    """Project x to q, k and v, and publish them."""
+    """Compute q, k and v from the normalized x, and publish them to all CTAs."""
     B: gl.constexpr = num_blocks(exchanges.qkv.width)
     FORMAT: gl.constexpr = format_of(exchanges.x.width, stream.bits, stream.rows)
     N: gl.constexpr = blocks_at_once(B, FORMAT)
@@ -108,7 +108,7 @@ def project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buff
 
 @gluon.jit
 def route(stream, t, g, exchanges, norm, parameters, experts, buffer):
-    """Choose the experts of y, and stage y for them while the logits are being exchanged."""
+    """Compute the router logits of y and choose its experts; stage y while logits are exchanged."""
     FORMAT: gl.constexpr = format_of(exchanges.y.width, 16)
     x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, 16)
     sums = stream.multiply_blocks(t, g, (), x, ((), ()), 1, FORMAT, stream.in_flight)
@@ -174,9 +174,9 @@ def stage_all(source, buffer, BITS: gl.constexpr):
 def add_columns(
     stream, t, g, x, totals, N: gl.constexpr, FORMAT: gl.constexpr, PIECE: gl.constexpr
 ):
-    """Multiply N tiles of every block by their columns of x, and add the results to `totals`."""
+    """Multiply the next N tiles of every block by the staged x, and add the results to `totals`."""
     x_registers = stream.load_x_registers(x, FORMAT)
-    # Not unrolled: the code of all phases must fit into the instruction cache.
+    # The loop is not unrolled: the code of all phases must fit into the instruction cache.
     for b in range(len(totals)):
         own = totals[0]
         for k in gl.static_range(1, len(totals)):
@@ -202,7 +202,7 @@ def select(condition, ours, others):
 
 @gluon.jit
 def project_gate_up(stream, t, g, exchanges, norm, parameters, experts, buffer):
-    """Project y to gate and up, whose blocks alternate, and publish silu(gate) * up."""
+    """Compute gate and up from the normalized y, block by block, and publish silu(gate) * up."""
     if experts.count > 0:
         x, inv_rms, t, g = route(stream, t, g, exchanges, norm, parameters, experts, buffer)
     B: gl.constexpr = num_blocks(exchanges.gated.width)
@@ -247,7 +247,7 @@ def project_logits(stream, t, g, exchanges, parameters, x_buffer, logits, VOCAB:
 
 @gluon.jit
 def embed(stream, exchanges, attention, embedding, tokens, tokens_width, context_lens):
-    """Load the embeddings of the rows' tokens; also store the lengths of their contexts."""
+    """Load the embeddings of the rows' tokens, and store the context length of each row."""
     block, row, column = sum_indices(stream.blocks, stream.rows)
     column = block * CHUNK + stream.cta * 8 + column
     position = attention.position(row)
@@ -272,7 +272,7 @@ def compute(
     k_caches, v_caches, stride = caches
     buffer, x_buffer = gl.load(buffer_indices), gl.load(buffer_indices + 1)
     D: gl.constexpr = attention.dim
-    NORM: gl.constexpr = exchanges.x.size // 4  # elements of a norm's weight
+    NORM: gl.constexpr = exchanges.x.size // 4  # int64 elements per norm weight
     embedding, tokens, tokens_width, context_lens = sources
     residual = embed(stream, exchanges, attention, embedding, tokens, tokens_width, context_lens)
     exchanges.x.publish(residual, 0, x_buffer, num_blocks(exchanges.x.stored))
@@ -330,32 +330,32 @@ def compute(
 
 @gluon.jit
 def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
-    """Start the TMA copies of tiles, across phases and layers, as slots become free."""
+    """Start the TMA copies of all weight tiles, in the order of use, as slots become free."""
     HIDDEN: gl.constexpr = SHAPE.hidden
     QKV: gl.constexpr = qkv_width(SHAPE)
     MLP: gl.constexpr = SHAPE.mlp
     VOCAB: gl.constexpr = SHAPE.vocab
     EXPERTS: gl.constexpr = experts.count
     qkv, o, gate_up, down, router = weights
-    # Layouts of weight rows
+    # Layouts of weight rows, by their width: hidden (H; V with 16-bit weights), q (A), gated (M)
     ROWS: gl.constexpr = stream.rows
     H: gl.constexpr = format_of(HIDDEN, stream.bits, ROWS)
     A: gl.constexpr = format_of(q_width(SHAPE), stream.bits, ROWS)
     M: gl.constexpr = format_of(gated_width(SHAPE), stream.bits, ROWS)
     V: gl.constexpr = format_of(HIDDEN, 16, ROWS)
-    # Numbers of blocks
+    # Number of blocks of each projection
     B: gl.constexpr = num_blocks(HIDDEN)
     BQ: gl.constexpr = num_blocks(QKV)
     BM: gl.constexpr = num_blocks(MLP)
     BV: gl.constexpr = num_head_blocks(VOCAB, V.tiles)
-    # Tiles in a group
+    # Number of tiles per group, for each projection
     GQ: gl.constexpr = group_tiles(blocks_at_once(BQ, H), H)
     GO: gl.constexpr = output_group(B, A)
     GG: gl.constexpr = group_tiles(2 * gate_blocks_at_once(BM, H, EXPERTS > 0), H)
     GD: gl.constexpr = output_group(B, M)
     GR: gl.constexpr = group_tiles(1, V)
     GV: gl.constexpr = group_tiles(head_blocks_at_once(V.tiles), V)
-    # Tiles of a block that come before those of the next block
+    # Number of tiles of a block of `o` and of `down` that are loaded before the next block's tiles
     CO: gl.constexpr = tiles_at_once(B, A)
     CD: gl.constexpr = tiles_at_once(B, M)
     F: gl.constexpr = stream.in_flight
@@ -432,7 +432,7 @@ def persistent_step(
     """Run a decode step; `PersistentStep.run` passes the arguments.
 
     Tensor descriptors are separate arguments, because they cannot be elements of a tuple. NUMBERS
-    is `StepShape.numbers`. At most NEW rows belong to the same sequence.
+    is `StepShape.numbers`. NEW is the maximum number of rows that belong to one sequence.
     """
     SHAPE: gl.constexpr = shape_of(NUMBERS)
     VOCAB: gl.constexpr = SHAPE.vocab

@@ -25,7 +25,7 @@ from nanovllm.ops.interface import NormWeights, QKNormWeights, Routing
 from nanovllm.ops.quantized_weight import BLOCK, MIDDLE, QuantizedWeight, num_blocks
 from nanovllm.worker.kv_cache import KVCacheSpec
 
-KEY_TILE = 32  # keys that are loaded together, from one KV-cache block
+KEY_TILE = 32  # keys that are loaded together; they must lie in one KV-cache block
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class StepLayer:
     norm: NormWeights
     mlp_norm: NormWeights
     qk_norm: QKNormWeights | None
-    linears: list[CudaLinear]  # qkv, o, and either gate_up and down or the router
+    linears: list[CudaLinear]  # qkv and o, then gate_up and down, or the router
     experts: CudaExperts | None
 
     @property

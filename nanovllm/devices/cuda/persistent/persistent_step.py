@@ -107,17 +107,17 @@ class PersistentStep:
             None if bias is None else bias.contiguous(),
             tensors.rope,
         )
-        # Keyed by the batch size: each kernel has its own buffers, and its own current buffer.
+        # Keyed by batch size: the kernel for each size has its own buffers and buffer indices.
         self._exchanges = {rows: allocate_exchanges(shape, rows, device) for rows in self.rows}
         self._buffer_indices = {
             rows: torch.zeros(2, dtype=torch.int32, device=device) for rows in self.rows
         }
-        # Pinned: the kernel sets it on a timeout, and the host reads it without a sync.
+        # The flag is pinned: the kernel sets it on a timeout, and the host reads it without a sync.
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._gave_up = self._flag.numpy()
 
     def max_tokens(self, rows: int) -> int:
-        """Return the total context length from which separate kernels for the layers are faster.
+        """Return the total context length from which running layer by layer is faster.
 
         The kernel has too few keys in flight for longer contexts: see benchmarks/RESULTS.md.
         """
@@ -138,12 +138,13 @@ class PersistentStep:
         context_lens: Tensor,
         verifies: bool = False,
     ) -> None:
-        """Run a decode step for the sequences in `slots` [rows]; the tables have a row per slot.
+        """Run a decode step for the sequences in `slots` [rows].
 
-        `slots` and the tables are int32; a slot of length 0 is padding. By default every row has
-        its own slot, unless it is padding. With `verifies`, n adjacent rows of the same slot are
-        the last n tokens of its sequence. Either way, a row's logits are bitwise independent of
-        other rows. The kernel writes `logits` [rows, vocab] and `context_lens` [rows].
+        `lengths`, `tokens` and `block_table` have a row per slot and are int32, like `slots`. A
+        slot of length 0 is padding. By default each of the other rows has its own slot. With
+        `verifies`, n adjacent rows of the same slot are the last n tokens of its sequence. Either
+        way, a row's logits are bitwise independent of other rows. The kernel writes `logits` [rows,
+        vocab] and `context_lens` [rows].
         """
         rows = len(slots)
         shape, constants = self.shape, self.constants
@@ -211,7 +212,7 @@ def make_descriptor(weight: Tensor, piece: int) -> TensorDescriptor:
 
 
 def arrange_scales(scales: Tensor, bits: int, is_of_experts: bool = False) -> Tensor:
-    """Lay out scales [..., out, groups] for 8 weight rows at a time, quant group by quant group.
+    """Transpose scales [..., out, groups] to [..., out / 8, groups, 8], and flatten them.
 
     Weight rows are padded to whole tiles or, for `down` of experts, to `expert_segments`.
     """

@@ -28,11 +28,12 @@ SHARED_BYTES = 232448  # shared memory of a CTA on Hopper
 HALF_BYTES = gl.constexpr(8192)  # bytes of half a tile
 MAX_EXPERTS = 256  # each lane of a warp holds up to eight router logits
 MAX_TOP_K = 32
-MIN_SLOTS = 7  # the ring must hold the largest group of tiles
+MIN_SLOTS = 7  # the ring buffer must hold the largest group of tiles
 MAX_ROWS = 8
 UNIT = gl.constexpr(64)  # keys per online-softmax update
-PARTIAL_WORDS = gl.constexpr(12)  # 8 sums, then maximum score and denominator, both twice
-MAX_STAGED = 32  # chunks of x in shared memory, over all rows; exceeded only if a tile needs more
+PARTIAL_WORDS = gl.constexpr(12)  # 8 sums, then maximum score and denominator, each stored twice
+# Maximum number of chunks of x in shared memory, summed over rows; one tile may need more.
+MAX_STAGED = 32
 
 
 class ExpertsShape(NamedTuple):
@@ -60,7 +61,7 @@ class StepShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mlp: int  # intermediate size; with experts, the sum over the chosen ones
+    mlp: int  # intermediate size; with experts, the sum over the chosen experts
     vocab: int
     bits: int = 16  # bits per weight; the LM head and the router always have 16
     experts: ExpertsShape = NO_EXPERTS
@@ -91,7 +92,7 @@ class StepShape:
             return f"only {group} query heads of {self.head_dim} per KV head"
         if problem := self.experts.problem(self.bits):
             return problem
-        width = {16: 64, 8: 128, 4: 256}[self.bits]  # columns per segment; TMA copies whole ones
+        width = {16: 64, 8: 128, 4: 256}[self.bits]  # columns of a segment, which TMA copies whole
         if self.hidden % width or self.mlp % width or self.q % width or self.hidden > 8192:
             return f"hidden size {self.hidden} and intermediate size {self.mlp}"
         return None if self.rows else "too little shared memory"
@@ -100,8 +101,8 @@ class StepShape:
     def rows(self) -> tuple[int, ...]:
         """Batch sizes for which there is a kernel.
 
-        With experts, only one row is supported: several rows share too few experts. With quantized
-        weights, at most four: eight rows are slower than running layer by layer.
+        Models with experts are limited to one row, as several rows would share too few experts.
+        Quantized models are limited to four, as eight rows are slower than running layer by layer.
         """
         most = MAX_ROWS if self.bits == 16 else MAX_ROWS // 2
         most = 1 if self.experts.num_experts else most
@@ -138,13 +139,13 @@ def num_chunks(width, bits=16):
 
 @gluon.constexpr_function
 def num_stored(width):
-    """Width of a vector, padded so that every CTA stores 8 columns, possibly only padding."""
+    """Width of a vector, padded to at least 1,024 so that each of 128 CTAs stores 8 columns."""
     return max(width, 1024)
 
 
 @gluon.constexpr_function
 def has_remainder(count):
-    """Whether `count` items do not divide into groups of equal size (up to six are one group)."""
+    """Whether `count` items, if more than six, cannot be divided into equal groups of 3 to 7."""
     return count > 6 and all(count % size for size in (4, 5, 6, 7, 3))
 
 
@@ -171,7 +172,7 @@ class RowFormat:
     """Layout of a projection's weight rows, and the number of batch rows they are multiplied by."""
 
     tiles: int  # tiles per weight row
-    halves: int  # halves of each tile in use
+    halves: int  # halves of each tile that are used: 1 or 2
     bits: int  # bits per weight
     rows: int = 1  # batch rows
 
@@ -206,7 +207,7 @@ def is_wide(row_format):
 
 @gluon.constexpr_function
 def max_resident(row_format):
-    """Maximum number of tiles in registers beside x."""
+    """Maximum number of tiles that fit into registers together with x."""
     return 4 if (row_format.halves, row_format.bits) == (2, 4) else 6
 
 
@@ -219,7 +220,7 @@ def is_resident(blocks, row_format):
 
 @gluon.constexpr_function
 def is_streamed(blocks, row_format):
-    """Whether tiles are multiplied one by one as they arrive, instead of first loading all."""
+    """Whether tiles are multiplied one by one, instead of first being loaded into registers."""
     return is_wide(row_format) and not is_resident(blocks, row_format)
 
 
@@ -237,9 +238,9 @@ def blocks_at_once(blocks, row_format):
 
 @gluon.constexpr_function
 def tiles_at_once(blocks, row_format):
-    """Number of tiles of each block of `o` or `down` multiplied before more of x is staged.
+    """Number of tiles per block of `o` or `down` multiplied before the next part of x is staged.
 
-    It is limited by the shared memory for x, and by the size of the unrolled code.
+    The limits are the shared memory for x and the size of the unrolled code.
     """
     if is_resident(blocks, row_format):
         return row_format.tiles
@@ -345,7 +346,7 @@ def num_slots(shape, rows):
 
 @gluon.constexpr_function
 def num_sum_blocks(shape, rows):
-    """Number of blocks with memory for their sums: at least what any phase reduces at once."""
+    """Number of blocks for whose sums shared memory is allocated: enough for every phase."""
     row_format, head = format_of(shape.hidden, shape.bits, rows), format_of(shape.hidden, 16, rows)
     return power_of_two(
         max(
@@ -387,7 +388,7 @@ def num_in_flight(hidden):
 
 @gluon.constexpr_function
 def tiles_in_flight(row_format, in_flight, slots):
-    """Number of tiles, or half tiles, in flight that have the bytes of `in_flight` whole tiles."""
+    """Number of tiles to keep in flight: twice `in_flight` if only half of each tile is used."""
     return min(in_flight * 2 // row_format.halves, slots - 1)
 
 
@@ -419,7 +420,7 @@ def num_splits(num_kv_heads):
 
 @gluon.constexpr_function
 def num_output_groups(q_width):
-    """Number of 8-column groups of a row's attention output, padded to be equal for all CTAs."""
+    """Number of 8-column groups of a row's attention output, padded to a multiple of 128 CTAs."""
     return -(-q_width // 1024) * 128
 
 
@@ -444,7 +445,7 @@ def key_layout():
 
 @gluon.constexpr_function
 def num_head_vectors(group, new):
-    """Number of head vectors of a segment: queries of a GQA group, and `new` keys and values."""
+    """Padded number of head vectors of a segment: queries of a GQA group, `new` keys and values."""
     return max(8, power_of_two(group + 2 * new))
 
 
@@ -462,7 +463,7 @@ def segments(width, bits):
 
 @gluon.constexpr_function
 def expert_segments(size, bits):
-    """Number of segments per weight row of an expert's `down`, padded for few TMA copies."""
+    """Number of segments per weight row of an expert's `down`, padded to need few TMA copies."""
     count = segments(size, bits)
     return power_of_two(count) if count < 4 else -(-count // 4) * 4
 
@@ -474,7 +475,7 @@ def expert_columns(size, bits):
 
 @gluon.constexpr_function
 def piece_segments(size, bits):
-    """Number of segments that one TMA copy loads into a tile of `down`; none mixes experts."""
+    """Number of segments of an expert's `down` that one TMA copy loads into a tile."""
     return next(n for n in (16, 8, 4, 2, 1) if expert_segments(size, bits) % n == 0)
 
 

@@ -37,8 +37,8 @@ from nanovllm.devices.cuda.persistent.tile_mma import (
 )
 
 HEAD_IN_FLIGHT = gl.constexpr(4)  # tiles of the LM head in flight at once
-OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # a weight row out of bounds, for which TMA writes zeros
-NUM_USED = gl.constexpr(16)  # mbarriers for consumed groups: more than the ring has slots
+OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # row index beyond any weight: TMA writes zeros instead
+NUM_USED = gl.constexpr(16)  # number of mbarriers for consumed groups; exceeds the number of slots
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 RING = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 RING_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
@@ -84,7 +84,7 @@ def reduce_sums(memory, BLOCKS: gl.constexpr, ROWS: gl.constexpr):
 
 @aggregate
 class WeightRows:
-    """The weight rows of a projection in one layer, within those of all layers."""
+    """The weight rows of one layer's projection, within the tensor of all layers."""
 
     first: gl.tensor
     count: gl.constexpr  # weight rows per part; gate_up has two parts, other projections one
@@ -109,12 +109,12 @@ class Stream:
     """
 
     ring: gl.shared_memory_descriptor
-    words: gl.shared_memory_descriptor  # the memory of the ring, as words
+    words: gl.shared_memory_descriptor  # the memory of the ring, as int32 words
     scales: gl.shared_memory_descriptor  # scales of quantized weights, for each slot
     full: gl.shared_memory_descriptor  # mbarrier per slot; completes when its tile has arrived
-    used: gl.shared_memory_descriptor  # mbarrier per group, in rotation; completes on release
+    used: gl.shared_memory_descriptor  # mbarriers of groups, in rotation; completed by `release`
     sums: gl.shared_memory_descriptor  # the warps' sums: [8 warps, blocks, rows, 8 weight rows]
-    more_sums: gl.shared_memory_descriptor  # the warps' sums of `up`
+    more_sums: gl.shared_memory_descriptor  # like `sums`, for `up` while `sums` has `gate`
     cta: gl.tensor  # index of this CTA
     blocks: gl.constexpr  # maximum number of blocks whose sums are reduced at once
     rows: gl.constexpr
@@ -206,7 +206,7 @@ class Stream:
 
     @gluon.jit
     def claim(self, t, g, owners, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr):
-        """Wait until tile t has a free slot and may be in flight; then expect its bytes."""
+        """Wait for a free slot and for earlier tiles to arrive; then expect the bytes of tile t."""
         owners = self.take_slot(t, g, owners)
         before = t - tiles_in_flight(FORMAT, IN_FLIGHT, self.slots)
         if before >= 0:
@@ -216,7 +216,7 @@ class Stream:
 
     @gluon.jit
     def take_slot(self, t, g, owners):
-        """Wait until the group of the slot's previous tile is consumed; set its group to g."""
+        """Wait until the slot's previous tile is consumed; make group g the owner of the slot."""
         slot = t % self.slots
         lane = gl.arange(0, 32, LANES)
         if t >= self.slots:
@@ -333,7 +333,7 @@ class Stream:
         self, t, g, x, x_registers, first: gl.constexpr, N: gl.constexpr, totals,
         FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr, PIECE: gl.constexpr,
     ):  # fmt: skip
-        """Multiply a group of N tiles by x, from tile `first` on, and add to `totals`."""
+        """Multiply a group of N tiles, from tile `first` of a weight row on; add to `totals`."""
         self.wait(t, N, tiles_in_flight(FORMAT, IN_FLIGHT, self.slots))
         for c in gl.static_range(N):
             w = self.tile_at(t + c, FORMAT, PIECE)

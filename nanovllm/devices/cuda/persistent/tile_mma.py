@@ -1,9 +1,9 @@
 """Multiply weight tiles by x on tensor cores, for weights in bfloat16, FP8 or 4 bits.
 
-For each half of a tile, a thread holds 8 words of one weight row; if they are quantized, they share
-a scale. Converted to bfloat16, half of the values go to row i of A, and half to row i + 8. The even
-columns of B hold the x for rows 0 to 7 of A, the odd columns the x for rows 8 to 15. Scales are
-applied to the sums. See docs/persistent-step.md.
+For each half of a tile, a thread holds 8 words of one weight row i; if they are quantized, they
+share a scale. Converted to bfloat16, half of the values go to row i of the MMA operand A, and half
+to row i + 8. The even columns of operand B hold the x for rows 0 to 7 of A, the odd columns the x
+for rows 8 to 15. Scales are applied to the sums. See docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
@@ -39,7 +39,7 @@ def x_words(bits):
 def rows_at_once(bits, rows):
     """Number of rows of x that one `mma` multiplies: columns 2 r and 2 r + 1 of B are row r.
 
-    With 4-bit weights, the other half of the columns holds the same rows for the other quant group.
+    With 4-bit weights, half of B's columns are the same rows of x for a second quant group.
     """
     return min(rows, 2 if bits == 4 else 4)
 
@@ -178,7 +178,7 @@ def load_words(slot, HALVES: gl.constexpr):
 def load_scales(slot, HALVES: gl.constexpr, BITS: gl.constexpr, PIECE: gl.constexpr):
     """Load the scale word of a thread's weight row and quant group, for each half of a tile.
 
-    The scales of PIECE segments are contiguous, and start at an address that TMA can write to.
+    The scales of PIECE segments are contiguous, and aligned for TMA.
     """
     P: gl.constexpr = segment_groups(BITS)
     N: gl.constexpr = 8 * HALVES // PIECE
@@ -290,7 +290,7 @@ def int4_asm(sets):
 
 @gluon.constexpr_function
 def x_sum_asm():
-    """Return PTX that sums the x that `int4_asm` multiplies by, over both columns of a row."""
+    """Return PTX that sums the x operands of `int4_asm`, over both of a row's columns of B."""
     code = accumulators_asm() + "".join(f"mov.b32 p{i}, {ONES}; " for i in range(4))
     for j in range(8):
         code += mmas_asm(1, j, 1 + 2 * j, 16)

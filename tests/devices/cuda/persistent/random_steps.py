@@ -41,7 +41,7 @@ class RandomStep:
     ) -> None:
         self.shape, self.variant = shape, variant
         self.generator = torch.Generator("cuda").manual_seed(0)
-        self._given: dict[str, StackedQuantized] = {}  # quantized weights, for the kernel
+        self._given: dict[str, StackedQuantized] = {}  # quantized weights as the kernel gets them
         self.tensors = self._tensors(max_context)
         experts, scale = shape.experts, shape.head_dim**-0.5
         routing = Routing(experts.top_k, experts.is_normalized) if experts.num_experts else None
@@ -94,7 +94,7 @@ class RandomStep:
     def errors(
         self, slots: list[int], lengths: dict[int, int], verifies: bool = False
     ) -> tuple[float, float, float]:
-        """Run rows; return the largest errors of the kernel and of bfloat16, and the cache's."""
+        """Run rows; return the errors of the kernel, of torch in bfloat16, and of the cache."""
         rows = [
             (row, slot, lengths[slot] - (slots[row + 1 :].count(slot) if verifies else 0))
             for row, slot in enumerate(slots)

@@ -164,7 +164,7 @@ def test_equals_the_softmax(
 
 
 def test_only_existing_parts_are_polled(modules: Any) -> None:
-    """A thread polls two parts: the first is stored late, the second has no keys."""
+    """A thread polls two partial results: one is stored late, the other's split has no keys."""
     sizes, attention = modules.sizes, modules.attention
     parts = np.full((2, sizes.PARTIAL_WORDS), -1, np.int32)
 

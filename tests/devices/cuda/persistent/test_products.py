@@ -1,4 +1,4 @@
-"""Products of the persistent step on numpy: weights of 16, 8 and 4 bits, and chosen experts."""
+"""Matmuls of the persistent step on numpy: weights of 16, 8 and 4 bits, and chosen experts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def make_weight(
 )
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 def test_products(modules: Any, bits: int, num_in: int, has_zeros: bool, rows: int) -> None:
-    """Products of one CTA, for a block with its weight rows and one that ends before them."""
+    """Multiply the tiles of one CTA, in a block with its weight rows and in one without them."""
     cta, num_out, blocks = 3, 1024 + 8, 2
     weight = make_any(bits, num_out, num_in, 0, has_zeros)
     x, row_format = make_x(rows, num_in), modules.sizes.format_of(num_in, bits, rows)

@@ -103,7 +103,7 @@ def test_blocks_are_multiplied_in_equal_parts(
 def test_splits_fit_the_ctas(num_kv_heads: int) -> None:
     splits = num_splits(num_kv_heads)
     assert num_kv_heads * splits <= 128
-    assert merge_groups(64, num_kv_heads, 1) * splits >= 256  # each part has one reader
+    assert merge_groups(64, num_kv_heads, 1) * splits >= 256  # each partial result has one reader
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

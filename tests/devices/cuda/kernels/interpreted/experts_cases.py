@@ -131,7 +131,7 @@ def check_graph(layer: Layer) -> None:
     experts = TritonOps().pack_experts(*layer.weights(dtype, "cuda"), layer.routing)
     x, logits = layer.inputs(dtype, "cuda")
     static = x.clone(), logits.clone()
-    experts(*static)  # compiles
+    experts(*static)  # compiles the kernels before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = experts(*static)

@@ -90,7 +90,7 @@ def check_rope_write_quantizes(dtype: torch.dtype, device: str) -> None:
         # Small integers times powers of two have exact sums in any order.
         qkv = make(8, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
         qkv = (4 * qkv).round()
-        qkv[:, :, 0] *= 8  # an outlier
+        qkv[:, :, 0] *= 8  # an outlier column
         qkv[1] *= 2.0**-9
         qkv[2] = 0.0
         qkv[3] *= 2.0**7

@@ -56,7 +56,7 @@ class Case:
     is_nan: bool = True  # whether unused cache holds NaN or large numbers
     is_ordered: bool = False  # whether decode rows start longest first
     is_fp8: bool = False  # whether the cache holds FP8 values
-    num_shared: int = 0  # blocks that alternate rows share, if they have more blocks than that
+    num_shared: int = 0  # blocks that every second row shares, if longer than that
     seed: int = 0
 
 
@@ -144,7 +144,7 @@ def as_codes(caches: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
 
 
 def place_rows(counts: Tensor, generator: torch.Generator) -> Tensor:
-    """Assign tokens to the rows in another order, with an unused token between them."""
+    """Assign tokens to the rows in random order; one token stays unused."""
     order = torch.randperm(len(counts), generator=generator)
     starts = torch.empty_like(counts)
     starts[order] = counts[order].cumsum(0) - counts[order]
@@ -235,7 +235,7 @@ class Limits:
 
     num_rows: int
     stretch: int  # largest factor of the lengths
-    num_q_rows: int  # most queries x heads of a prefill row
+    num_q_rows: int  # maximum queries x heads of a prefill row
     num_kv_heads: int
     num_splits: tuple[int, ...]
 

@@ -222,7 +222,7 @@ def check_normed_rows(dtype: torch.dtype, device: str) -> None:
 
 
 def check_scaled_sums(dtype: torch.dtype, device: str) -> None:
-    """Unscaled products are scaled by a norm, by a gate, or alone, as in plain torch."""
+    """A norm, a gated activation or a separate kernel scales GEMM outputs like plain torch."""
     for num_rows, num_out in ((3, 300), (5, 1200)):
         sums = make(num_rows, num_out, dtype=dtype, device=device)
         scales = make_scales(num_rows, num_out, device)
@@ -284,7 +284,7 @@ def check_quantized_products(device: str) -> None:
             ones = NormWeights(torch.ones(num_out, device=device), 1e-6)
             assert_near(TritonOps().norm(hidden, ones)[1], want)
             packed = pack_quantized(TritonOps(), weight, bias, "silu")
-            # If the consumer scales the product, the roundings happen in another place.
+            # If the next kernel applies the scales, intermediate results are rounded differently.
             is_scaled_after = kind == "fp8" and num_rows <= MAX_SUM_ROWS
             tolerance = 6e-3 if is_scaled_after else 4e-3
             assert_near(packed(x), TorchOps().act_and_mul(want, "silu"), tolerance)
@@ -323,7 +323,7 @@ def main(which: str) -> None:
         check_products(dtype, "cpu")
         check_products(dtype, "cpu", shapes=LONG_SHAPES)
         check_products(dtype, "cpu", shapes=TALL_SHAPES)
-    for i, kind in enumerate(KINDS):  # every second shape
+    for i, kind in enumerate(KINDS):  # only every second shape, to save time
         check_products(dtype, "cpu", kinds=(kind,), shapes=SHAPES[i % 2 :: 2])
     check_partial_sums(dtype, "cpu")
     check_experts(dtype, "cpu", KINDS if which == "rest" else (KINDS[0],))

@@ -221,7 +221,7 @@ def check_splits(vocab_size: int, device: str) -> None:
 
 
 def check_both_searches(dtype: torch.dtype, device: str) -> None:
-    """The cut is among the candidates or beyond them, with many ties, or with few tokens."""
+    """The threshold is among the candidates or beyond them, with many ties, or with few tokens."""
     vocab_size = 5003
     rows = [Row(top_k=20), Row(top_k=4000), Row(0.1, top_p=0.5), Row(100.0, top_p=0.9)]
     rows += [Row(top_k=9), Row(top_k=600), Row(top_k=600)]
@@ -327,7 +327,7 @@ FLOAT16, FLOAT32 = torch.float16, torch.float32
 
 
 def check_logprobs(vocab_size: int, num_top: int, dtype: torch.dtype, device: str) -> None:
-    """Some logits are minus infinity, including all of one block."""
+    """Logprobs equal the reference's, even if a whole block of logits is minus infinity."""
     logits = KINDS["usual"](5, vocab_size).to(dtype).to(device)
     logits[1, 4096:8200] = logits[2, ::3] = -torch.inf
     tokens = torch.tensor([0, 1, vocab_size - 1, 7, 2], dtype=torch.int32, device=device)
