@@ -74,7 +74,9 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 def create_on_meta(causal_lm_class: Any, hf_config: Any, dtype: torch.dtype) -> Any:
     """Create a model of transformers without memory for its weights."""
-    with torch.device("meta"):
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
         return causal_lm_class._from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION)
 
 
@@ -376,6 +378,9 @@ def load_model(
     assert config.transformers_config is not None
     causal_lm_class, hf_config = find_class(config.transformers_config)
     options = {"dtype": build.dtype, "attn_implementation": ATTENTION}
+    if build.device.type == "cuda" and build.dtype != torch.bfloat16:
+        # CUDA graphs cannot capture torch's grouped GEMM in other dtypes, which reads its offsets.
+        options["experts_implementation"] = "batched_mm"
     if checkpoint is None:
         with torch.random.fork_rng(), torch.device(build.device):
             torch.manual_seed(seed)
