@@ -49,17 +49,17 @@ FAMILIES = {
 
 def read_config_for(config: Mapping[str, Any], model_impl: str) -> ModelConfig:
     """Read a config.json for our own model code, or for transformers' if `model_impl` says so."""
-    from nanovllm.models import transformers_model
+    from nanovllm.models import transformers_family
 
     if model_impl == "transformers":
-        return transformers_model.read_config(config)
+        return transformers_family.read_config(config)
     try:
         return read_config(config)
     except UnsupportedModelError as own:
         if model_impl == "nanovllm" or isinstance(own, UnsupportedQuantisationError):
             raise
         try:
-            return transformers_model.read_config(config)
+            return transformers_family.read_config(config)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{own}; {error}") from error
 
@@ -86,7 +86,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 def build_model(config: ModelConfig, max_model_len: int, build: BuildContext) -> Model:
     """Create a model to be loaded; with transformers' model code, only on the meta device."""
     if config.transformers_config is not None:
-        from nanovllm.models import transformers_model
+        from nanovllm.models import transformers_family
 
-        return transformers_model.build_model(config, build)
+        return transformers_family.build_model(config, build)
     return DecoderModel(config, max_model_len, build, FAMILIES[config.architecture].build_layer)

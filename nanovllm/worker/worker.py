@@ -117,7 +117,7 @@ class Worker:
     def _load_model(self, build: BuildContext) -> Model:
         config, device, is_dummy = self.config, self.device, self.config.load_format == "dummy"
         if self.model_config.transformers_config is not None:
-            from nanovllm.models.transformers_model import load_model
+            from nanovllm.models.transformers_family import load_model
 
             checkpoint = None if is_dummy else self.checkpoint
             loaded = load_model(self.model_config, checkpoint, config.seed, build)

@@ -269,10 +269,16 @@ class CudaDevice:
             sampler = self.sampler(eager.input_batch, eager.model.config.vocab_size)
             return ModelRunner(eager, eager, sampler)
         steps = self.steps(eager)
-        if self.config.optimizes_latency:
-            steps.capture_all()
-        else:
-            steps.capture_first()
+        capture = steps.capture_all if self.config.optimizes_latency else steps.capture_first
+        try:
+            capture()
+        except torch.AcceleratorError as error:
+            if isinstance(eager.model, DecoderModel):
+                raise
+            raise ConfigError(
+                f"the model code of {eager.model.config.architecture} cannot be captured in CUDA "
+                f"graphs ({error!s:.200}); set enforce_eager=True"
+            ) from error
         return ModelRunner(eager, steps, steps.sample, steps)
 
     @property
