@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.models.registry import read_config_for
+from tests.byte_tokenizer import with_tokenizer
 from tests.checkpoints import TinyCheckpoint, make_checkpoint
 from tests.models.transformers_families import FAMILIES, SEEDS, make_config
 
@@ -107,6 +110,21 @@ def test_a_family_of_ours_runs_both_ways(tiny: Any, caplog: pytest.LogCaptureFix
         texts.append(sum("slower" in record.message for record in caplog.records))
     assert tokens[0] == tokens[1] == tokens[2]
     assert texts == [0, 0, 1]
+
+
+@pytest.mark.slow
+def test_structured_output_in_a_process_of_its_own(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "plain", "gpt_neox")
+    path = str(with_tokenizer(tmp_path / "plain", tmp_path / "model"))
+    params = SamplingParams(
+        max_tokens=20, seed=1, structured_outputs={"regex": "[a-c]{3}-[0-9]{2}"}
+    )
+
+    async def run() -> str:
+        async with AsyncLLM(path, **{**SMALL, "skip_tokenizer_init": False}) as llm:
+            return "".join([piece.text async for piece in llm.generate("abc", params)])
+
+    assert re.fullmatch("[a-c]{3}-[0-9]{2}", asyncio.run(run()))
 
 
 def test_dummy_weights_depend_on_the_seed(tmp_path: Path) -> None:
