@@ -164,6 +164,10 @@ class RopeConfig:
     beta_slow: float = 1.0
     is_truncated: bool = True  # round the boundaries of the interpolation to whole indices
     attention_factor: float = 1.0  # multiplies cosines and sines
+    # q at position p is multiplied by 1 + q_scaling * log(1 + p // original_max_position).
+    q_scaling: float = 0.0
+    rotary_dim: int | None = None  # the first dimensions of a head, which are rotated; None: all
+    is_interleaved: bool = False  # whether pairs are neighbors, not half of `rotary_dim` apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +211,10 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     embedding_scale: float = 1.0
+    residual_multiplier: float = 1.0  # multiplies the outputs of attention and MLP
+    attention_softcap: float | None = None  # bound of attention scores: cap * tanh(score / cap)
+    logits_scale: float = 1.0
+    logits_softcap: float | None = None
     norm_offset: float = 0.0  # added to norm weights; 1 if checkpoints store the weights minus 1
     experts: ExpertsConfig | None = None
     # config.json, if transformers' own model code runs the model; None: one of our families does.

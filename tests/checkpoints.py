@@ -11,15 +11,23 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
+    GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 VOCAB_SIZE = 160
@@ -76,6 +84,18 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
     ),
     "mistral": MistralConfig(**SIZES, sliding_window=WINDOW),
+    "ministral3": Ministral3Config(
+        **SIZES,
+        head_dim=16,
+        pad_token_id=0,
+        rope_parameters={
+            **YARN_ROPE,
+            "original_max_position_embeddings": 16,  # most prompts are longer
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.4,
+        },
+    ),
     "mistral-whole": MistralConfig(**SIZES, sliding_window=None),
     "qwen2": Qwen2Config(**SIZES),
     "qwen2-window": Qwen2Config(
@@ -89,6 +109,16 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         **SIZES, **EXPERTS, head_dim=16, num_experts=5, mlp_only_layers=[1]
     ),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, sliding_window=WINDOW),
+    "gemma2": Gemma2Config(
+        **SIZES,
+        head_dim=16,
+        tie_word_embeddings=False,
+        query_pre_attn_scalar=16,
+        sliding_window=WINDOW,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=40.0,
+        attn_implementation="eager",  # SDPA has no softcapping
+    ),
     "gemma3": Gemma3TextConfig(
         **SIZES,
         head_dim=16,
@@ -105,6 +135,30 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         sliding_window=WINDOW,
     ),
     "phi3": Phi3Config(**SIZES, pad_token_id=0, sliding_window=WINDOW),
+    "glm4": Glm4Config(**SIZES, head_dim=32, pad_token_id=0),
+    "glm": GlmConfig(**SIZES, head_dim=24, pad_token_id=0, partial_rotary_factor=0.25),
+    "granite": GraniteConfig(
+        **SIZES,
+        attention_bias=True,
+        embedding_multiplier=6.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.2,
+        logits_scaling=0.75,
+        rms_norm_eps=1e-2,  # large, so that its scaling matters
+    ),
+    "olmo2": Olmo2Config(**SIZES, pad_token_id=0, attention_bias=True),
+    "olmo3": Olmo3Config(
+        **{**SIZES, "num_hidden_layers": 4},
+        pad_token_id=0,
+        sliding_window=WINDOW,
+        rope_parameters={
+            "full_attention": {**YARN_ROPE, "rope_theta": 5e5, "attention_factor": 1.2},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
+    "smollm3": SmolLM3Config(
+        **{**SIZES, "num_hidden_layers": 4}, pad_token_id=0, rope_parameters=YARN_ROPE
+    ),
 }
 
 
@@ -186,7 +240,7 @@ def make_checkpoint(path: Path, config: PreTrainedConfig, seed: int = 0) -> Tiny
             if parameter.dim() == 1:  # norms and biases would otherwise be ones and zeros
                 parameter.add_(0.1 * torch.randn(parameter.shape))
             if name == "model.norm.weight":  # larger logits make near ties rare
-                offset = 1.0 if isinstance(config, Gemma3TextConfig) else 0.0
+                offset = 1.0 if isinstance(config, Gemma2Config | Gemma3TextConfig) else 0.0
                 parameter.add_(offset).mul_(10.0).sub_(offset)
     model.save_pretrained(path)
     return TinyCheckpoint(path, model)

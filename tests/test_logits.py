@@ -53,10 +53,17 @@ CASES = [
     *((name, "float32", "chunked") for name in FAMILIES if name != "llama-dynamic"),
     ("qwen3-tied", "bfloat16", "alone"),
     ("llama-mha-bias", "bfloat16", "plain"),
+    ("gemma2", "bfloat16", "plain"),
     ("gemma3", "bfloat16", "plain"),
     ("mistral", "bfloat16", "chunked"),
+    ("ministral3", "bfloat16", "plain"),
     ("mixtral", "float16", "plain"),
     ("phi3", "bfloat16", "plain"),
+    ("glm4", "bfloat16", "plain"),
+    ("granite", "bfloat16", "plain"),
+    ("olmo2", "bfloat16", "plain"),
+    ("olmo3", "bfloat16", "chunked"),
+    ("smollm3", "bfloat16", "plain"),
     ("qwen2-window", "float16", "plain"),
     ("qwen3-moe", "bfloat16", "plain"),
     ("qwen3-yarn", "bfloat16", "plain"),
@@ -66,8 +73,10 @@ CUDA_CASES = [  # different kernels on CUDA, the same ones on a CPU
     ("wide", "bfloat16", "padded"),
     ("wide", "float16", "alone"),
     ("llama-tied-rope", "float16", "alone"),
+    ("gemma2", "bfloat16", "alone"),
     ("gemma3", "bfloat16", "alone"),
     ("qwen3-moe", "bfloat16", "alone"),
+    ("olmo2", "bfloat16", "alone"),
 ]
 
 
@@ -91,7 +100,9 @@ def make_sequences(vocab_size: int) -> tuple[Ids, Ids]:
 def transformers_logits(root: Path, name: str, device: str, dtype: str) -> tuple[Tensor, Tensor]:
     """Return the exact logits of the rounded weights, and transformers' logits in `dtype`."""
     model, path = checkpoint(root, name).model, checkpoint(root, name).path
-    rounded = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
+    rounded = AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), attn_implementation=model.config._attn_implementation
+    ).to(device)
     exact = copy.deepcopy(model).double().to(device)
     exact.set_experts_implementation("eager")  # the others do not support float64
     exact.load_state_dict(rounded.state_dict())

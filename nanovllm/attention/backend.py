@@ -28,6 +28,7 @@ class AttentionSpec:
 
     scale: float  # multiplies the scores
     window: int | None = None  # keys that a query attends to, including its own; None: all
+    softcap: float | None = None  # bounds the scaled scores: softcap * tanh(score / softcap)
 
 
 class AttentionBackend(Protocol):

@@ -1,5 +1,7 @@
 """Attention in plain torch, on any device: SDPA, row by row, over each row's own tokens only.
 
+SDPA has no softcapping, so models that need it are computed in separate operations.
+
 Query heads that share a kv head form a batch, so grouped-query attention needs no copies of k, v.
 """
 
@@ -71,8 +73,8 @@ def attend_prefill(
     k, v = (part[:, :, :length] for part in _gather(cache, row.block_ids, q.dtype))
     q, k, v = upcast(q, k, v, dtype=matmul_dtype)
     window = length if spec.window is None else spec.window
-    if row.start == 0 and length <= window:
-        output[:] = _grouped_sdpa(q, k, v, None, spec.scale)
+    if row.start == 0 and length <= window and spec.softcap is None:
+        output[:] = _grouped_sdpa(q, k, v, None, spec)
         return
     positions = torch.arange(length, device=q.device)
     for first in range(0, row.count, QUERY_TILE):
@@ -81,7 +83,7 @@ def attend_prefill(
         end, begin = start + len(tile), max(start - window + 1, 0)
         keys, queries = positions[begin:end], positions[start:end, None]
         is_visible = (keys <= queries) & (keys > queries - window)
-        values = _grouped_sdpa(tile, k[:, :, begin:end], v[:, :, begin:end], is_visible, spec.scale)
+        values = _grouped_sdpa(tile, k[:, :, begin:end], v[:, :, begin:end], is_visible, spec)
         output[first : first + QUERY_TILE] = values
 
 
@@ -106,7 +108,7 @@ def _gather_blocks(
 
 
 def _grouped_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None, spec: AttentionSpec
 ) -> Tensor:
     """Run SDPA of q [queries, heads, dim] over k, v [1, kv_heads, tokens, dim].
 
@@ -119,7 +121,19 @@ def _grouped_sdpa(
     size = groups.shape[1]
     k = k.transpose(0, 1).expand(-1, size, -1, -1)
     v = v.transpose(0, 1).expand(-1, size, -1, -1)
-    output = F.scaled_dot_product_attention(
-        groups, k, v, attn_mask=is_visible, is_causal=is_visible is None, scale=scale
-    )
+    if spec.softcap is not None:
+        output = _softcapped_attention(groups, k, v, is_visible, spec.scale, spec.softcap)
+    else:
+        output = F.scaled_dot_product_attention(
+            groups, k, v, attn_mask=is_visible, is_causal=is_visible is None, scale=spec.scale
+        )
     return output.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
+
+
+def _softcapped_attention(
+    q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None, scale: float, cap: float
+) -> Tensor:
+    assert is_visible is not None
+    scores = (q @ k.transpose(-1, -2)).float() * (scale / cap)
+    scores = (scores.tanh() * cap).masked_fill(~is_visible, -torch.inf)
+    return scores.softmax(-1).to(v.dtype) @ v

@@ -29,6 +29,10 @@ _WEIGHTS = (
 )
 _FORMATS: dict[str, WeightFormat] = {".safetensors": "safetensors", ".bin": "bin", ".gguf": "gguf"}
 
+# A model that reads images and text, and the text models in it by their `model_type`.
+_MULTIMODAL = "Mistral3ForConditionalGeneration"
+_TEXT_MODELS = {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"}
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -68,7 +72,7 @@ def find_checkpoint(
     path = _local_path(model, revision)
     if path is None:
         path = fetch(
-            model, revision, need_weights, need_tokenizer, lambda file: check(read_json(file))
+            model, revision, need_weights, need_tokenizer, lambda file: check(_read_config(file))
         )
     checkpoint = _read(path, need_weights)
     if model.lower() == BUILT_IN:
@@ -128,7 +132,7 @@ def _read(path: Path, need_weights: bool) -> Checkpoint:
         return _from_gguf(path, need_weights)
     if path.suffix == ".json" and not need_weights:
         return Checkpoint(
-            path.parent, read_json(path), _read_generation_config(path.parent), (), "none"
+            path.parent, _read_config(path), _read_generation_config(path.parent), (), "none"
         )
     raise CheckpointError(
         f"{path} is a file; pass a folder with config.json and weights, or a .gguf file "
@@ -153,10 +157,21 @@ def _from_folder(folder: Path, need_weights: bool) -> Checkpoint:
             f"{folder} has no config.json; it holds {_listing(folder)}. Pass the folder of a "
             "Hugging Face model, or the path of one .gguf file (on the hub: org/name/file.gguf)"
         )
-    config = read_json(folder / "config.json")
+    config = _read_config(folder / "config.json")
     files = _weight_files(folder) if need_weights else ()
     weight_format = _FORMATS[files[0].suffix] if files else "none"
     return Checkpoint(folder, config, _read_generation_config(folder), files, weight_format)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """Read config.json; of a model that also reads images, only the text model is used."""
+    config = read_json(file)
+    text, kind = config.get("text_config"), config.get("architectures")
+    if kind != [_MULTIMODAL] or not isinstance(text, dict) or "model_type" not in text:
+        return config
+    if (model_type := text["model_type"]) not in _TEXT_MODELS:
+        return config  # its architecture is not supported
+    return {**config, **text, "architectures": [_TEXT_MODELS[model_type]]}
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ _TOP_TENSORS = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_WINDOWS = "attention.sliding_window_pattern"
 ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
@@ -86,6 +87,9 @@ def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:
     }
     for key, (name, default) in architecture.numbers.items():
         config[name] = number(key, default) or None  # a window of 0 means no window
+    if architecture.lists_windows and (windows := metadata.windows()) is not None:
+        kinds = "full_attention", "sliding_attention"
+        config["layer_types"] = [kinds[has_window] for has_window in windows]
     if types := _block_types(reader, architecture):
         config[BLOCK_TYPES_KEY] = types
     return config | architecture.derive(config)
@@ -131,9 +135,14 @@ class Metadata:
             raise UnsupportedModelError(f"{self.path}: {key} is {value!r}, not a single number")
         return value
 
+    def windows(self) -> list[bool] | None:
+        """Return which layers have a sliding window; None if the file does not list them."""
+        return list_field(self.reader, f"{self.architecture}.{_WINDOWS}", bool)
+
     def check_keys(self) -> None:
         """Raise UnsupportedModelError for keys and tensors that may change the output."""
-        known, prefix = ARCHITECTURES[self.architecture].numbers, f"{self.architecture}."
+        architecture, prefix = ARCHITECTURES[self.architecture], f"{self.architecture}."
+        known = {*architecture.numbers, *([_WINDOWS] if architecture.lists_windows else [])}
         keys = [key.removeprefix(prefix) for key in self.reader.fields if key.startswith(prefix)]
         unknown = [
             prefix + key for key in keys if key not in known and not _KNOWN_KEYS.fullmatch(key)
@@ -149,8 +158,9 @@ def _head_dim(metadata: Metadata) -> int:
     number = metadata.number
     head_dim = number("attention.key_length", 0)
     head_dim = head_dim or number("embedding_length") // (number("attention.head_count") or 1)
+    known = ARCHITECTURES[metadata.architecture].numbers  # some rotate only a part of a head
     for key in ("attention.value_length", "rope.dimension_count"):
-        if number(key, head_dim) != head_dim:
+        if key not in known and number(key, head_dim) != head_dim:
             raise UnsupportedModelError(
                 f"{metadata.path}: {metadata.architecture}.{key} is {number(key)}, but a head has "
                 f"{head_dim} dimensions; only equal sizes are supported"

@@ -24,14 +24,26 @@ class Architecture:
     numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=lambda: _SILU)
     biases: Mapping[str, str] = field(default_factory=lambda: _BIASES)  # config field -> tensor
+    lists_windows: bool = False  # whether files may list the layers with a sliding window
     derive: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
 
 
+_QK = ("attn_q", "attn_k")
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _GEMMA_NORMS = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GLM4_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+_POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _ATTENTION = {
@@ -66,10 +78,45 @@ def _gemma3_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window_pattern": period, "query_pre_attn_scalar": scalar}
 
 
+def _gemma2_scale(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attention scale, which GGUF does not store; only the largest model has its own."""
+    scalar = config["head_dim"]
+    if config["num_hidden_layers"] == 46:
+        scalar = config["hidden_size"] // (config["num_attention_heads"] or 1)
+    return {"query_pre_attn_scalar": scalar}
+
+
+def _mistral3_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    if (scaling := config["rope_scaling"]) is None:
+        return {}
+    factors = {
+        "mscale": 1.0,
+        "mscale_all_dim": config["mscale_all_dim"],
+        "llama_4_scaling_beta": config["llama_4_scaling_beta"],
+    }
+    return {"rope_scaling": {**scaling, **factors}}
+
+
+def _rotary_factor(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"partial_rotary_factor": (config["rotary_dim"] or 0) / (config["head_dim"] or 1)}
+
+
+def _olmo3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of OLMo 3, whose files have OLMo 2's architecture and a window."""
+    if not config["sliding_window"]:
+        return {}
+    scaling = config["rope_scaling"]
+    if scaling is not None:
+        scaling = {**scaling, "attention_factor": config["attention_factor"]}
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "rope_scaling": scaling,
+    }
+
+
 ARCHITECTURES = {
-    "llama": Architecture(
-        "LlamaForCausalLM", "llama", _NORMS | _ATTENTION | _MLP, permuted=("attn_q", "attn_k")
-    ),
+    "llama": Architecture("LlamaForCausalLM", "llama", _NORMS | _ATTENTION | _MLP, permuted=_QK),
     # Qwen2 always has biases on q, k and v, so its config.json has no field for them.
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _NORMS | _ATTENTION | _MLP, biases={}),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", _NORMS | _ATTENTION | _QK_NORMS | _MLP),
@@ -84,6 +131,19 @@ ARCHITECTURES = {
         },
         constants=_SILU | {"norm_topk_prob": True},
     ),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        _GEMMA_NORMS | _ATTENTION | _MLP,
+        norm_offset=1.0,
+        numbers={
+            "attention.sliding_window": ("sliding_window", 4096),
+            "attn_logit_softcapping": ("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": ("final_logit_softcapping", 30.0),
+        },
+        constants={"hidden_activation": "gelu_pytorch_tanh"},
+        derive=_gemma2_scale,
+    ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
         "gemma3_text",
@@ -92,6 +152,47 @@ ARCHITECTURES = {
         numbers=_WINDOW | {"rope.freq_base_swa": ("rope_local_base_freq", 10000.0)},
         constants={"hidden_activation": "gelu_pytorch_tanh"},
         derive=_gemma3_layers,
+    ),
+    "mistral3": Architecture(
+        "Ministral3ForCausalLM",
+        "ministral3",
+        _NORMS | _ATTENTION | _MLP,
+        permuted=_QK,
+        numbers={
+            "attention.temperature_scale": ("llama_4_scaling_beta", 0),
+            "rope.scaling.yarn_log_multiplier": ("mscale_all_dim", 0),
+        },
+        derive=_mistral3_rope,
+    ),
+    "smollm3": Architecture(
+        "SmolLM3ForCausalLM", "smollm3", _NORMS | _ATTENTION | _MLP, permuted=_QK
+    ),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        _POST_NORMS | _ATTENTION | _QK_NORMS | _MLP,
+        numbers=_WINDOW | {"rope.scaling.attn_factor": ("attention_factor", 0)},
+        lists_windows=True,
+        derive=_olmo3_fields,
+    ),
+    "glm4": Architecture(
+        "Glm4ForCausalLM",
+        "glm4",
+        _GLM4_NORMS | _ATTENTION | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
+        numbers={"rope.dimension_count": ("rotary_dim", None)},
+        derive=_rotary_factor,
+    ),
+    "granite": Architecture(
+        "GraniteForCausalLM",
+        "granite",
+        _NORMS | _ATTENTION | _MLP,
+        permuted=_QK,
+        numbers={
+            "attention.scale": ("attention_multiplier", 1.0),
+            "embedding_scale": ("embedding_multiplier", 1.0),
+            "residual_scale": ("residual_multiplier", 1.0),
+            "logit_scale": ("logits_scaling", 1.0),
+        },
     ),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", _NORMS | _PACKED, numbers=_WINDOW, biases={}),
 }

@@ -6,6 +6,7 @@ import ctypes
 import json
 import math
 import mmap
+import re
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,9 @@ _QUANTIZED_DTYPES = {
     "I32": torch.int32,
     "I8": torch.int8,
 }
+
+_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.")
 
 
 class Read(Protocol):
@@ -77,6 +81,8 @@ def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
 
         list_file = list_gguf
     tensors = [tensor for file in checkpoint.weight_files for tensor in list_file(file)]
+    if any("language_model." in tensor.name for tensor in tensors):
+        tensors = _text_tensors(tensors)
     if all(tensor.name != "embed_tokens.weight" for tensor in tensors):
         return tensors
     # In a model saved without its LM head, such as an embedding model, names lack `model.`.
@@ -86,6 +92,15 @@ def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
         else replace(tensor, name=f"model.{tensor.name}")
         for tensor in tensors
     ]
+
+
+def _text_tensors(tensors: list[StoredTensor]) -> list[StoredTensor]:
+    """Return the tensors of the text model in a model that also reads images, by their own names.
+
+    The text model is `language_model` or, as transformers 5 saves it, `model.language_model`.
+    """
+    text = [tensor for tensor in tensors if not _VISION.match(tensor.name)]
+    return [replace(tensor, name=_TEXT_PREFIX.sub(r"\1", tensor.name, count=1)) for tensor in text]
 
 
 def _list_safetensors(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTensor]:

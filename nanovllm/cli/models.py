@@ -18,18 +18,31 @@ from nanovllm.cli.options import Commands, add_command
 
 # Architecture -> hub ids of example models.
 EXAMPLES = {
+    "Gemma2ForCausalLM": ("google/gemma-2-2b-it", "google/gemma-2-9b-it"),
     "Gemma3ForCausalLM": ("google/gemma-3-270m-it", "google/gemma-3-1b-it"),
+    "Glm4ForCausalLM": ("zai-org/GLM-4-9B-0414", "zai-org/GLM-4-32B-0414"),
+    "GlmForCausalLM": ("zai-org/glm-4-9b-chat-hf",),
+    "GraniteForCausalLM": (
+        "ibm-granite/granite-3.3-2b-instruct",
+        "ibm-granite/granite-3.3-8b-instruct",
+    ),
     "LlamaForCausalLM": (
         "meta-llama/Llama-2-7b-chat-hf",
         "meta-llama/Llama-3.1-8B-Instruct",
         "meta-llama/Llama-3.2-1B-Instruct",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
+    "Ministral3ForCausalLM": (
+        "mistralai/Ministral-3-3B-Instruct-2512-BF16",
+        "mistralai/Ministral-3-8B-Base-2512",
+    ),
     "MistralForCausalLM": (
         "mistralai/Mistral-7B-Instruct-v0.1",
         "mistralai/Mistral-7B-Instruct-v0.3",
     ),
     "MixtralForCausalLM": ("mistralai/Mixtral-8x7B-Instruct-v0.1",),
+    "Olmo2ForCausalLM": ("allenai/OLMo-2-0425-1B-Instruct", "allenai/OLMo-2-1124-7B-Instruct"),
+    "Olmo3ForCausalLM": ("allenai/Olmo-3-7B-Instruct", "allenai/Olmo-3-7B-Think"),
     "Phi3ForCausalLM": ("microsoft/Phi-3-mini-4k-instruct", "microsoft/phi-4"),
     "Qwen2ForCausalLM": ("Qwen/Qwen2-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
     "Qwen3ForCausalLM": (
@@ -39,6 +52,7 @@ EXAMPLES = {
         "Qwen/Qwen3-32B",
     ),
     "Qwen3MoeForCausalLM": ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"),
+    "SmolLM3ForCausalLM": ("HuggingFaceTB/SmolLM3-3B",),
 }
 
 

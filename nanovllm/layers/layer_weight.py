@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.checkpoint.quantization import QuantLayout
 from nanovllm.layers.shards import ExpectedTensor, Shard, expect_stack, num_outputs
@@ -69,6 +69,11 @@ class LayerWeight(nn.Module):
         """Load the weight as a dense tensor; a quantized one is dequantized during loading."""
         self.tensors = DenseTensor(self.outputs, self.inputs, self.build)
 
+    def reorder(self, rows: Tensor) -> None:
+        """Put the rows of the loaded weight in another order, within each checkpoint tensor."""
+        assert self.tensors is not None
+        self.tensors.reorder(rows)
+
     def for_ops(self, num_experts: int | None = None) -> Weight:
         """Return the loaded weight in a form that `Ops` takes; rows may be grouped by expert."""
         assert self.tensors is not None
@@ -86,6 +91,9 @@ class DenseTensor(nn.Module):
     def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
         tensors = expect_stack(self.values, self.outputs, self.inputs)
         return {f"{parent}{name}.weight": tensor for name, tensor in tensors.items()}
+
+    def reorder(self, rows: Tensor) -> None:
+        self.values.data = self.values.data[rows]
 
     def for_ops(self, num_experts: int | None = None) -> Weight:
         shape = () if num_experts is None else (num_experts,)

@@ -7,22 +7,37 @@ from torch import Tensor
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, Layer
-from nanovllm.layers.shards import ExpectedTensor, expect_replicated
+from nanovllm.layers.shards import (
+    ExpectedTensor,
+    expect_replicated,
+    expect_shards,
+    sharded,
+    split_kv_heads,
+)
 from nanovllm.ops.interface import NormWeights, QKNormWeights, ResidualStream
 
 
 class RMSNorm(Layer):
-    """RMSNorm of hidden states."""
+    """RMSNorm of hidden states, or of outputs that are added to them.
+
+    With a residual multiplier, `DecoderBody` keeps hidden states divided by it, so that updates can
+    be added as they are. A norm does not depend on the scale of its input, except for its eps.
+    """
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         self.weight = build.parameter(config.hidden_size, dtype=torch.float32)
-        self.weights = NormWeights(self.weight, config.rms_norm_eps)
+        eps = config.rms_norm_eps / config.residual_multiplier**2
+        self.weights = NormWeights(self.weight, eps)
         self.offset = config.norm_offset
         self.ops = build.ops
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.norm(ResidualStream(x), self.weights)[0]
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return residual + norm(x)."""
+        return self.ops.add_norm(residual, x, self.weights)
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         return {f"{path}.weight": expect_replicated(self.weight)}
@@ -40,6 +55,10 @@ class QKNorm(Layer):
         self.weights = QKNormWeights(self.weight[0], self.weight[1], config.rms_norm_eps)
         self.offset = config.norm_offset
 
+    def prepare(self, qkv: Tensor) -> QKNormWeights | None:
+        """Return the weights for `Ops.rope_write`; None: q and k are normalized already."""
+        return self.weights
+
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         parent = path.rpartition(".")[0]
         q, k = map(expect_replicated, self.weight)
@@ -47,3 +66,39 @@ class QKNorm(Layer):
 
     def process_weights_after_loading(self, allow_copy: bool) -> None:
         self.weight.add_(self.offset)
+
+
+class AllHeadsNorm(Layer):
+    """RMSNorm over all heads of q, and over all heads of k, of which a rank has only some."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__()
+        self.group, self.eps = build.group, config.rms_norm_eps
+        heads = (
+            sharded(config.num_heads, build.group),
+            split_kv_heads(config.num_kv_heads, build.group),
+        )
+        self.shards = [shard.times(config.head_dim) for shard in heads]
+        self.q, self.k = (
+            build.parameter(shard.count, config.head_dim, dtype=torch.float32) for shard in heads
+        )
+
+    def prepare(self, qkv: Tensor) -> QKNormWeights | None:
+        """Return the weights for `Ops.rope_write`; with several ranks, normalize q and k here."""
+        if self.group.is_alone:
+            return QKNormWeights(self.q, self.k, self.eps)
+        parts = qkv[:, : len(self.q)], qkv[:, len(self.q) : len(self.q) + len(self.k)]
+        sums = torch.stack([part.float().square().sum((1, 2)) for part in parts])
+        self.group.all_reduce(sums)  # [q and k, tokens]
+        for part, total, weight in zip(parts, sums, (self.q, self.k), strict=True):
+            # If ranks outnumber KV heads, several ranks add up the same head.
+            mean = total / (weight.numel() * self.group.size)
+            scale = torch.rsqrt(mean + self.eps)[:, None, None]
+            part.copy_((part.float() * scale).to(part.dtype) * weight)
+        return None
+
+    def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
+        parent = path.rpartition(".")[0]
+        names = f"{parent}.q_norm.weight", f"{parent}.k_norm.weight"
+        weights = zip(names, (self.q, self.k), self.shards, strict=True)
+        return {name: expect_shards(weight.view(-1), [shard]) for name, weight, shard in weights}

@@ -26,7 +26,8 @@ from nanovllm.ops.quantized_weight import Weight
 class MergedLinear(Layer):
     """A projection to several outputs at once, such as q, k and v, or gate and up.
 
-    With an activation it returns activation(gate) * up.
+    With an activation it returns activation(gate) * up. `row_order` lists the outputs in an order
+    that differs from the checkpoint's.
     """
 
     packed: PackedLinear  # set by `process_weights_after_loading`
@@ -38,9 +39,11 @@ class MergedLinear(Layer):
         bias: bool,
         build: BuildContext,
         activation: Activation | None = None,
+        row_order: list[int] | None = None,
     ) -> None:
         super().__init__()
         self.inputs, self.outputs, self.activation = inputs, outputs, activation
+        self.row_order = row_order
         self.weight = LayerWeight(outputs, inputs, build)
         self.bias = build.parameter(num_outputs(outputs)) if bias else None
         self.ops = build.ops
@@ -48,8 +51,11 @@ class MergedLinear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return self.packed(x)
 
-    def after_norm(self, hidden: ResidualStream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def after_norm(self, hidden: ResidualStream, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
         """Return the projection of norm(residual + update), and the new residual."""
+        if norm is None:
+            assert hidden.update is None, "only a norm adds updates"
+            return self.packed(hidden.residual), hidden.residual
         return self.packed.after_norm(hidden, norm.weights)
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
@@ -61,6 +67,10 @@ class MergedLinear(Layer):
         return tensors
 
     def process_weights_after_loading(self, allow_copy: bool) -> None:
+        if self.row_order is not None:
+            self.weight.reorder(torch.tensor(self.row_order))
+            if self.bias is not None:
+                self.bias.data = self.bias.data[self.row_order]
         weight = self.weight.for_ops()
         self.packed = self.ops.pack_linear(weight, self.bias, self.activation, allow_copy)
         del self.weight
@@ -98,9 +108,7 @@ class Embedding(Layer):
         super().__init__()
         self.vocab = sharded(num_embeddings, build.group)
         self.weight = LayerWeight({"": [self.vocab]}, replicated(dim), build)
-        # The scale is rounded to the model's dtype, as in training.
-        self.scale = torch.tensor(scale).to(build.dtype).item()
-        self.ops, self.group = build.ops, build.group
+        self.scale, self.ops, self.group = scale, build.ops, build.group
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.group.is_alone:
@@ -121,18 +129,32 @@ class LMHead(MergedLinear):
     """The projection of hidden states to logits; with `tied`, it uses the embedding's weight."""
 
     def __init__(
-        self, dim: int, vocab_size: int, build: BuildContext, tied: Embedding | None
+        self,
+        dim: int,
+        vocab_size: int,
+        build: BuildContext,
+        tied: Embedding | None,
+        scale: float = 1.0,
+        softcap: float | None = None,
     ) -> None:
         outputs = {"lm_head": [sharded(vocab_size, build.group)]}
         super().__init__(replicated(dim), outputs, False, build)
         self.vocab_size, self.group = vocab_size, build.group
+        self.scale, self.softcap = scale, softcap
         self.is_tied = tied is not None
         if tied is not None:
             self.weight = tied.weight
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the logits are more than the projection."""
+        return self.scale != 1 or self.softcap is not None
+
     def logits(self, hidden: ResidualStream, norm: RMSNorm) -> Tensor:
         """Return the logits of the whole vocabulary on every rank, without padding."""
         shard, _ = self.after_norm(hidden, norm)
+        if self.is_scaled:
+            shard = self.ops.scale_logits(shard, self.scale, self.softcap)
         logits = self.group.gather_columns(shard)
         is_padded = logits.shape[1] > self.vocab_size
         return logits[:, : self.vocab_size].contiguous() if is_padded else logits

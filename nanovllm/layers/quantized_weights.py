@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.checkpoint.quantization import QuantLayout
 from nanovllm.layers.layer_weight import Outputs
@@ -92,6 +92,10 @@ class WordTensors(nn.Module):
             tensors[f"{parent}{name}.weight"] = replace(expected, parts=tuple(parts))
         return tensors
 
+    def reorder(self, rows: Tensor) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data[rows]
+
     def for_ops(self, num_experts: int | None = None) -> QuantizedWeight:
         zeros = None if self.zero_points is None else self.zero_points.data
         qweight, scales = self.qweight.data, self.scales.data
@@ -127,6 +131,13 @@ class BlockTensors(nn.Module):
                 shape = tensor.shape[0], self.inputs.size
                 tensors[f"{parent}{name}.weight"] = replace(tensor, shape=shape, is_blocks=True)
         return tensors
+
+    def reorder(self, rows: Tensor) -> None:
+        first = 0
+        for parameter in self.rows:
+            last = first + len(parameter)
+            parameter.data = parameter.data[rows[first:last] - first]
+            first = last
 
     def for_ops(self, num_experts: int | None = None) -> PanelWeight:
         if self.weight is None:

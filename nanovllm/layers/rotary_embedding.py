@@ -10,11 +10,36 @@ from nanovllm.layers.scaled_rope import scaled_frequencies
 
 
 def rope_table(head_dim: int, max_position: int, rope: RopeConfig, device: torch.device) -> Tensor:
-    """Return the cosines and sines of pairs (i, i + head_dim / 2): [positions, 2, head_dim / 2]."""
+    """Return the cosines and sines of pairs (i, i + head_dim / 2): [positions, 2, head_dim / 2].
+
+    If queries are scaled by their position, those of q follow: [positions, 4, head_dim / 2].
+    """
     positions = torch.arange(max_position).float()[:, None]
-    angles = positions * rope_frequencies(head_dim, rope, positions)
+    rotary_dim = rope.rotary_dim or head_dim
+    angles = positions * rope_frequencies(rotary_dim, rope, positions)
     table = torch.stack((angles.cos(), angles.sin()), dim=1) * rope.attention_factor
+    fixed = torch.tensor([[1.0], [0.0]]).expand(max_position, 2, (head_dim - rotary_dim) // 2)
+    table = torch.cat((table, fixed), dim=2)
+    if rope.q_scaling:
+        periods = positions.div(rope.original_max_position, rounding_mode="floor")
+        scales = 1 + rope.q_scaling * (1 + periods).log()  # [positions, 1]
+        table = torch.cat((table, table * scales[:, :, None]), dim=1)
     return table.to(device)
+
+
+def rope_order(head_dim: int, rope: RopeConfig) -> list[int] | None:
+    """Return the dimensions of a head in the order of `rope_table`; None: as in the checkpoint.
+
+    q and k may be reordered, because their products do not depend on the order.
+    """
+    if rope.rotary_dim is None and not rope.is_interleaved:
+        return None
+    rotary_dim = rope.rotary_dim or head_dim
+    dims, fixed = range(rotary_dim), range(rotary_dim, head_dim)
+    half = rotary_dim // 2
+    pairs = (dims[::2], dims[1::2]) if rope.is_interleaved else (dims[:half], dims[half:])
+    middle = len(fixed) // 2
+    return [*pairs[0], *fixed[:middle], *pairs[1], *fixed[middle:]]
 
 
 def rope_frequencies(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tensor:
@@ -23,3 +48,10 @@ def rope_frequencies(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tens
     if rope.kind != "default":
         return scaled_frequencies(exponents, rope, positions)
     return 1.0 / rope.theta**exponents
+
+
+def reorder_heads(order: list[int], num_reordered: int, num_fixed: int) -> list[int]:
+    """Return the order of the rows of a projection to heads, the last of which stay as they are."""
+    head_dim = len(order)
+    rows = [head * head_dim + dim for head in range(num_reordered) for dim in order]
+    return [*rows, *range(len(rows), len(rows) + num_fixed * head_dim)]

@@ -7,8 +7,9 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
-from nanovllm.layers.layernorm import QKNorm, RMSNorm
+from nanovllm.layers.layernorm import AllHeadsNorm, QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
+from nanovllm.layers.rotary_embedding import reorder_heads, rope_order
 from nanovllm.layers.shards import replicated, sharded, split_kv_heads
 from nanovllm.ops.interface import ResidualStream
 
@@ -21,7 +22,7 @@ class SelfAttention(Layer):
         config: ModelConfig,
         layer_index: int,
         build: BuildContext,
-        qk_norm: QKNorm | None = None,
+        qk_norm: QKNorm | AllHeadsNorm | None = None,
         merged: str | None = None,
     ) -> None:
         super().__init__()
@@ -30,24 +31,29 @@ class SelfAttention(Layer):
         self.num_heads, self.head_dim = heads.count, config.head_dim
         self.layer_index, self.is_last = layer_index, layer_index + 1 == config.num_layers
         self.attention, self.ops = build.attention, build.ops
-        self.spec = AttentionSpec(config.attention_scale, config.layers[layer_index].window)
+        window = config.layers[layer_index].window
+        self.spec = AttentionSpec(config.attention_scale, window, config.attention_softcap)
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
         outputs = {"q_proj": [q], "k_proj": [kv], "v_proj": [kv]}
         if merged is not None:
             outputs = {merged: [q, kv, kv]}
         inputs = replicated(config.hidden_size)
-        self.qkv_proj = MergedLinear(inputs, outputs, config.qkv_bias, build)
+        order = rope_order(self.head_dim, config.layers[layer_index].rope)
+        if order is not None:
+            assert qk_norm is None, "the weights of a norm would have to be reordered too"
+            order = reorder_heads(order, heads.count + kv_heads.count, kv_heads.count)
+        self.qkv_proj = MergedLinear(inputs, outputs, config.qkv_bias, build, row_order=order)
         self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, build, "o_proj")
         self.qk_norm = qk_norm
 
     def forward(
-        self, hidden: ResidualStream, norm: RMSNorm, rope: Tensor, batch: ForwardBatch
+        self, hidden: ResidualStream, norm: RMSNorm | None, rope: Tensor, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs of the heads, before `o_proj`, and the residual."""
         qkv, residual = self.qkv_proj.after_norm(hidden, norm)
         qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
         cache, plan = batch.caches[self.layer_index], batch.attention
-        qk_norm = None if self.qk_norm is None else self.qk_norm.weights
+        qk_norm = None if self.qk_norm is None else self.qk_norm.prepare(qkv)
         self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache, batch.slot_mapping)
         q = qkv[:, : self.num_heads]
         # In the last layer, tokens without logits only need their keys and values cached.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ SIZES = {
 # Class without an LM head -> class with one, where replacing "Model" by "ForCausalLM" would be
 # wrong. Gemma3Model also reads images; it keeps its name, which is then reported as unsupported.
 BODIES = {"Gemma3TextModel": "Gemma3ForCausalLM", "Gemma3Model": "Gemma3Model"}
+# Frequencies divided by infinity are 0: q and k are not rotated.
+NO_ROPE = RopeConfig(theta=1.0, kind="linear", factor=math.inf)
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",

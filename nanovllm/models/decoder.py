@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
@@ -50,9 +51,10 @@ class DecoderBody(Layer):
         self, config: ModelConfig, max_model_len: int, build: BuildContext, build_layer: BuildLayer
     ) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(
-            config.vocab_size, config.hidden_size, config.embedding_scale, build
-        )
+        # The scale is rounded to the model's dtype, as in training.
+        scale = torch.tensor(config.embedding_scale).to(build.dtype).item()
+        scale /= config.residual_multiplier
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale, build)
         self.layers = nn.ModuleList(build_layer(config, i, build) for i in range(config.num_layers))
         self.norm = RMSNorm(config, build)
         tables = {
@@ -79,7 +81,11 @@ class DecoderModel(Layer):
         self.config, self.dtype = config, build.dtype
         self.model = DecoderBody(config, max_model_len, build, build_layer)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.hidden_size, config.vocab_size, build, tied)
+        sizes, scales = (
+            (config.hidden_size, config.vocab_size),
+            (config.logits_scale, config.logits_softcap),
+        )
+        self.lm_head = LMHead(*sizes, build, tied, *scales)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         return self.logits(self.model(batch))

@@ -6,17 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
-from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
-from nanovllm.layers.layernorm import QKNorm, RMSNorm
+from nanovllm.config import ModelConfig
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.layers.build import BuildContext
+from nanovllm.layers.layernorm import QKNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.models.config_json import field, read_model_config, read_rope_config
-from nanovllm.models.sliding_window import sliding_layers
-from nanovllm.ops.interface import ResidualStream
+from nanovllm.models.config_json import read_model_config
+from nanovllm.models.post_norm import NormNames, SandwichLayer
+from nanovllm.models.sliding_window import mixed_layers
 
 DEFAULTS = {
     "head_dim": 256,
@@ -27,29 +25,33 @@ DEFAULTS = {
     "sliding_window_pattern": 6,
     "rope_local_base_freq": 10000.0,
 }
-UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+NORMS = NormNames(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    for name in UNSUPPORTED:
-        if config.get(name):
-            raise UnsupportedModelError(f"{name}={config[name]!r} in config.json is not supported")
-    config = {**DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
+    refuse(config, "attn_logit_softcapping", "final_logit_softcapping")
+    given = {**DEFAULTS, **_without_null(config)}
+    layers = mixed_layers(
+        given,
+        given["sliding_window_pattern"],
+        local_theta=given["rope_local_base_freq"],
+        theta=given.get("rope_theta", 1e6),
+    )
+    return replace(read_shared_config(config), layers=layers)
+
+
+def read_shared_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Read what Gemma 2 and 3 have in common: all but the attention of the layers."""
+    refuse(config, "use_bidirectional_attention")
+    config = {**DEFAULTS, **_without_null(config)}
     shared = {"hidden_act": config["hidden_activation"], "rope_parameters": None}
     model = read_model_config({**config, **shared, "rope_scaling": None})
-    sliding = sliding_layers(config)
-    if sliding is None:
-        pattern = config["sliding_window_pattern"]
-        sliding = [i for i in range(model.num_layers) if (i + 1) % pattern]
-    local, whole = read_ropes(config)
     return replace(
         model,
-        layers=tuple(
-            LayerAttention(local, field(config, "sliding_window"))
-            if i in sliding
-            else LayerAttention(whole)
-            for i in range(model.num_layers)
-        ),
         attention_scale=config["query_pre_attn_scalar"] ** -0.5,
         embedding_scale=model.hidden_size**0.5,
         dtype="bfloat16" if model.dtype == "float16" else model.dtype,  # float16 would overflow
@@ -57,40 +59,16 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def read_ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rope configs of sliding-window layers and of full-attention layers."""
-    given = config.get("rope_parameters", {})
-    by_type = {kind: rope or {} for kind, rope in given.items()}
-    if unknown := sorted(set(by_type) - {"sliding_attention", "full_attention"}):
-        raise CheckpointError(f"Gemma 3 has rope_parameters by layer type, not for {unknown}")
-    local = {"rope_theta": config["rope_local_base_freq"]} | by_type.get("sliding_attention", {})
-    whole = {"rope_theta": config.get("rope_theta", 1e6)} | by_type.get("full_attention", {})
-    whole |= config.get("rope_scaling", {})
-    local_rope, whole_rope = (
-        read_rope_config({**config, "rope_parameters": rope, "rope_scaling": None})
-        for rope in (local, whole)
-    )
-    return local_rope, whole_rope
+def refuse(config: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if config.get(name):
+            raise UnsupportedModelError(f"{name}={config[name]!r} in config.json is not supported")
 
 
-class Gemma3Layer(Layer):
-    def __init__(self, config: ModelConfig, layer_index: int, build: BuildContext) -> None:
-        super().__init__()
-        self.self_attn = SelfAttention(config, layer_index, build, QKNorm(config, build))
-        self.mlp = GatedMLP(config, build)
-        self.input_layernorm = RMSNorm(config, build)
-        self.post_attention_layernorm = RMSNorm(config, build)
-        self.pre_feedforward_layernorm = RMSNorm(config, build)
-        self.post_feedforward_layernorm = RMSNorm(config, build)
-
-    def forward(self, hidden: ResidualStream, rope: Tensor, batch: ForwardBatch) -> ResidualStream:
-        output, residual = self.self_attn(hidden, self.input_layernorm, rope, batch)
-        hidden = ResidualStream(
-            residual, self.post_attention_layernorm(self.self_attn.o_proj(output))
-        )
-        gated, residual = self.mlp.gate_up_proj.after_norm(hidden, self.pre_feedforward_layernorm)
-        return ResidualStream(residual, self.post_feedforward_layernorm(self.mlp.down_proj(gated)))
+def _without_null(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if value is not None}
 
 
-def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> Gemma3Layer:
-    return Gemma3Layer(config, layer_index, build)
+def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> SandwichLayer:
+    self_attn = SelfAttention(config, layer_index, build, QKNorm(config, build))
+    return SandwichLayer(config, self_attn, GatedMLP(config, build), build, NORMS)

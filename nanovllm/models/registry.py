@@ -14,7 +14,22 @@ from nanovllm.errors import (
     UnsupportedQuantisationError,
 )
 from nanovllm.layers.build import BuildContext
-from nanovllm.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from nanovllm.models import (
+    gemma2,
+    gemma3,
+    glm4,
+    granite,
+    llama,
+    ministral3,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from nanovllm.models.config_json import (
     check_fields,
     check_model,
@@ -36,14 +51,22 @@ class Family:
 
 
 FAMILIES = {
+    "Gemma2ForCausalLM": Family(gemma2.build_layer, gemma2.read_config),
     "Gemma3ForCausalLM": Family(gemma3.build_layer, gemma3.read_config),
+    "Glm4ForCausalLM": Family(glm4.build_layer, glm4.read_config),
+    "GlmForCausalLM": Family(glm4.build_glm_layer, glm4.read_config),
+    "GraniteForCausalLM": Family(llama.build_layer, granite.read_config),
     "LlamaForCausalLM": Family(llama.build_layer, read_model_config),
+    "Ministral3ForCausalLM": Family(llama.build_layer, ministral3.read_config),
     "MistralForCausalLM": Family(llama.build_layer, mistral.read_config),
     "MixtralForCausalLM": Family(mixtral.build_layer, mixtral.read_config),
+    "Olmo2ForCausalLM": Family(olmo2.build_layer, olmo2.read_config),
+    "Olmo3ForCausalLM": Family(olmo2.build_layer, olmo2.read_olmo3_config),
     "Phi3ForCausalLM": Family(phi3.build_layer, phi3.read_config),
     "Qwen2ForCausalLM": Family(llama.build_layer, qwen2.read_config),
     "Qwen3ForCausalLM": Family(qwen3.build_layer, qwen3.read_config),
     "Qwen3MoeForCausalLM": Family(qwen3_moe.build_layer, qwen3_moe.read_config),
+    "SmolLM3ForCausalLM": Family(llama.build_layer, smollm3.read_config),
 }
 
 

@@ -74,4 +74,5 @@ def _read_yarn(
         beta_slow=scaling.get("beta_slow") or 1.0,
         is_truncated=scaling.get("truncate", True),
         attention_factor=attention_factor,
+        q_scaling=scaling.get("llama_4_scaling_beta") or 0.0,
     )

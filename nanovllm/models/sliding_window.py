@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.config import ModelConfig
+from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.models.config_json import field
+from nanovllm.models.config_json import field, read_rope_config
 
 
 def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -> ModelConfig:
@@ -41,3 +41,39 @@ def sliding_layers(config: Mapping[str, Any]) -> list[int] | None:
             f"layer_types has {len(kinds)} entries for {config['num_hidden_layers']} layers"
         )
     return [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+
+
+def mixed_layers(
+    config: Mapping[str, Any], period: int, local_theta: float, theta: float
+) -> tuple[LayerAttention, ...]:
+    """Return the layers of a model whose sliding-window layers have a RoPE of their own.
+
+    Without `layer_types`, every `period`-th layer has full attention.
+    """
+    num_layers, sliding = field(config, "num_hidden_layers"), sliding_layers(config)
+    if sliding is None:
+        sliding = [i for i in range(num_layers) if (i + 1) % period]
+    local, whole = _read_ropes(config, local_theta, theta)
+    windowed = LayerAttention(local, config.get("sliding_window"))
+    return tuple(windowed if i in sliding else LayerAttention(whole) for i in range(num_layers))
+
+
+def _read_ropes(
+    config: Mapping[str, Any], local_theta: float, theta: float
+) -> tuple[RopeConfig, RopeConfig]:
+    """Return the RoPE of sliding-window layers and of full-attention layers.
+
+    `rope_scaling` applies to full-attention layers only.
+    """
+    given = config.get("rope_parameters") or {}
+    by_type = {kind: rope or {} for kind, rope in given.items()}
+    if unknown := sorted(set(by_type) - {"sliding_attention", "full_attention"}):
+        raise CheckpointError(f"rope_parameters must be by layer type, not for {unknown}")
+    local = {"rope_theta": local_theta} | by_type.get("sliding_attention", {})
+    whole = {"rope_theta": theta} | by_type.get("full_attention", {})
+    whole |= config.get("rope_scaling") or {}
+    local_rope, whole_rope = (
+        read_rope_config({**config, "rope_parameters": rope, "rope_scaling": None})
+        for rope in (local, whole)
+    )
+    return local_rope, whole_rope

@@ -190,8 +190,6 @@ def record_call(
     problem = None
     if options.get("s_aux") is not None:
         problem = "its attention has sinks"
-    elif options.get("softcap") is not None:
-        problem = "its attention has soft-capped scores"
     elif mask is not None or options.get("position_bias") is not None:
         problem = "its attention has a mask or a bias of its own"
     elif not options.get("is_causal", getattr(module, "is_causal", True)):

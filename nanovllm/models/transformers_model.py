@@ -176,8 +176,8 @@ class PagedAttention:
 
 def attention_spec(q: Tensor, options: dict[str, Any]) -> AttentionSpec:
     scale = options.get("scaling")
-    window = options.get("sliding_window")
-    return AttentionSpec(q.shape[-1] ** -0.5 if scale is None else float(scale), window or None)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return AttentionSpec(scale, options.get("sliding_window"), options.get("softcap"))
 
 
 def set_attention(causal_lm: Any, attend: Attend) -> None:

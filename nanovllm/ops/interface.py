@@ -43,11 +43,15 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class QKNormWeights:
-    """RMSNorm over every head of q and of k."""
+    """RMSNorm over every head of q and of k, or over all heads of q and all heads of k."""
 
-    q: Tensor  # [head_dim]
+    q: Tensor  # [head_dim]; over all heads: [heads, head_dim]
     k: Tensor
     eps: float
+
+    @property
+    def is_over_all_heads(self) -> bool:
+        return self.q.dim() == 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,9 @@ class Ops(Protocol):
     def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """Return RMSNorm(residual + update), and residual + update as the new residual."""
 
+    def add_norm(self, residual: Tensor, x: Tensor, norm: NormWeights) -> Tensor:
+        """Return residual + RMSNorm(x); both tensors may be overwritten."""
+
     def rope_write(
         self,
         qkv: Tensor,
@@ -167,11 +174,15 @@ class Ops(Protocol):
 
         With an FP8 cache, q and k are Hadamard-transformed too. qkv is [tokens, q + k + v heads,
         dim], and its k may be overwritten. rope holds float32 cosines and sines,
-        [positions, 2, dim / 2]. slot_mapping holds positions in the cache, in units of tokens.
+        [positions, 2, dim / 2], or those of k, then those of q: [positions, 4, dim / 2].
+        slot_mapping holds positions in the cache, in units of tokens.
         """
 
     def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up; gate_up [tokens, 2 * size] holds gate, then up."""
+
+    def scale_logits(self, logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+        """Return x = scale * logits, or softcap * tanh(x / softcap); may overwrite the logits."""
 
     def pack_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool

@@ -42,6 +42,9 @@ class TorchOps:
             residual = residual + update
         return rms_norm(residual, norm.weight, norm.eps), residual
 
+    def add_norm(self, residual: Tensor, x: Tensor, norm: NormWeights) -> Tensor:
+        return residual + rms_norm(x, norm.weight, norm.eps)
+
     def rope_write(
         self,
         qkv: Tensor,
@@ -53,12 +56,13 @@ class TorchOps:
     ) -> None:
         num_kv_heads = cache.k.shape[2]
         q, k, v = qkv.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
-        cos, sin = rope[positions].unsqueeze(2).unbind(1)  # [tokens, 1, dim / 2]
+        angles = rope[positions].unsqueeze(2).unbind(1)  # each [tokens, 1, dim / 2]
         if norm is not None:
-            q.copy_(rms_norm(q, norm.q, norm.eps))
-            k.copy_(rms_norm(k, norm.k, norm.eps))
-        q.copy_(rotate(q, cos, sin))
-        k.copy_(rotate(k, cos, sin))
+            for heads, weight in ((q, norm.q), (k, norm.k)):
+                rows = heads.flatten(-weight.dim())  # one head, or all heads of a token
+                heads.copy_(rms_norm(rows, weight.flatten(), norm.eps).view_as(heads))
+        q.copy_(rotate(q, *angles[-2:]))
+        k.copy_(rotate(k, *angles[:2]))
         if cache.k_exponents is not None:
             of_q, of_k = hadamard_exponents(q.shape[2])
             q.copy_(hadamard_transform(q, of_q))
@@ -69,6 +73,12 @@ class TorchOps:
     def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    @staticmethod
+    def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+        if softcap is None:
+            return logits.mul_(scale)
+        return logits.mul_(scale / softcap).tanh_().mul_(softcap)
 
     def pack_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool

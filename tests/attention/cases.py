@@ -99,6 +99,8 @@ class Case:
             if self.spec.window is not None:
                 is_seen &= positions >= ends - self.spec.window
             scores = torch.einsum("qhd,thd->hqt", query, keys) * self.spec.scale
+            if (cap := self.spec.softcap) is not None:
+                scores = cap * (scores / cap).tanh()
             weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
             outputs.append(torch.einsum("hqt,thd->qhd", weights, values))
         return torch.cat(outputs)
@@ -151,6 +153,7 @@ def make_case(
     unused: float = GARBAGE,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
     seed: int = 0,
 ) -> Case:
     """Put random histories into shuffled blocks; the rest of the cache holds `unused`."""
@@ -177,5 +180,5 @@ def make_case(
         new = slice(offset, offset + count)
         histories.append((torch.cat((past[0], k[new])), torch.cat((past[1], v[new]))))
         first, offset = first + widths[row], offset + count
-    spec = AttentionSpec(scale or head_dim**-0.5, window)
+    spec = AttentionSpec(scale or head_dim**-0.5, window, softcap)
     return Case(batch_rows(starts, counts, tables), cache, qkv, histories, spec)

@@ -13,7 +13,21 @@ from nanovllm.checkpoint.gguf_tensors import list_gguf
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 64, 96, 2, 4, 2, 32, 48
 EXPERTS, EXPERTS_USED, EXPERT_INTERMEDIATE, WINDOW = 3, 2, 32, 16
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "phi3"]
+ARCHITECTURES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "gemma3",
+    "phi3",
+    "smollm3",
+    "olmo2",
+    "granite",
+    "glm4",
+    "gemma2",
+    "mistral3",
+]
+PERMUTED = ("llama", "smollm3", "granite", "mistral3")  # converters permute rows of q and k
 Shapes = dict[str, tuple[int, ...]]
 Arrays = dict[str, np.ndarray]
 
@@ -50,14 +64,25 @@ def layer_shapes(arch: str) -> Shapes:
             "mlp.gate_up_proj.weight": (2 * INTERMEDIATE, HIDDEN),
             "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
         }
+    if arch == "olmo2":
+        del shapes["input_layernorm.weight"]
+        shapes["post_feedforward_layernorm.weight"] = (HIDDEN,)
+        shapes |= {"self_attn.q_norm.weight": (q_size,), "self_attn.k_norm.weight": (kv_size,)}
+    if arch == "glm4":
+        shapes |= {f"post_{name}_layernorm.weight": (HIDDEN,) for name in ("self_attn", "mlp")}
     sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
     shapes |= {f"self_attn.{name}.weight": (size, HIDDEN) for name, size in sizes.items()}
     if arch == "qwen2":
         shapes |= {f"self_attn.{name}.bias": (size,) for name, size in sizes.items()}
     if arch in ("qwen3", "qwen3moe", "gemma3"):
         shapes |= {f"self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
-    if arch == "gemma3":
+    if arch in ("gemma2", "gemma3"):
         shapes |= {f"{name}_feedforward_layernorm.weight": (HIDDEN,) for name in ("pre", "post")}
+    if arch == "glm4":
+        return shapes | {
+            "mlp.gate_up_proj.weight": (2 * INTERMEDIATE, HIDDEN),
+            "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+        }
     if arch != "qwen3moe":
         return shapes | mlp_shapes("mlp", INTERMEDIATE)
     shapes["mlp.gate.weight"] = (EXPERTS, HIDDEN)
@@ -79,6 +104,8 @@ def gguf_name(hf_name: str, arch: str) -> str:
     number = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(number, LAYERS)
     name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+    if hf_name == "lm_head.weight":  # Gemma 2 has none there
+        name = "output.weight"
     assert name is not None, hf_name
     return name
 
@@ -138,7 +165,9 @@ def write_gguf(
         values["qwen3moe.expert_count"] = EXPERTS
         values["qwen3moe.expert_used_count"] = EXPERTS_USED
         values["qwen3moe.expert_feed_forward_length"] = EXPERT_INTERMEDIATE
-    if arch in ("gemma3", "phi3"):
+    if arch == "glm4":
+        values["glm4.rope.dimension_count"] = HEAD_DIM // 2
+    if arch in ("gemma2", "gemma3", "phi3"):
         values[f"{arch}.attention.sliding_window"] = WINDOW
     values |= metadata or {}
     for key, value in values.items():
@@ -146,11 +175,11 @@ def write_gguf(
             add_value(writer, key, value)
     tensors = hf_tensors(arch, tied=True) if tensors is None else tensors
     for name, array in stack_experts(tensors).items():
-        if arch == "llama" and ".q_proj." in name:
+        if arch in PERMUTED and ".q_proj." in name:
             array = permute_rows(array, HEADS)
-        if arch == "llama" and ".k_proj." in name:
+        if arch in PERMUTED and ".k_proj." in name:
             array = permute_rows(array, KV_HEADS)
-        if arch == "gemma3" and name.endswith("norm.weight"):
+        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
         others = [other for part, other in (other_quants or {}).items() if part in name]
         matrix_quant = others[0] if others else quant

@@ -16,14 +16,22 @@ from tests.checkpoints import LLAMA3_ROPE
 YARN = {"rope_type": "yarn", "factor": 4.0}
 CONFIGS = checkpoints.VARIANTS | checkpoints.FAMILIES
 ARCHITECTURES = {
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 
 
@@ -48,6 +56,9 @@ def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
             del config["tie_word_embeddings"]
     else:
         config.pop("layer_types", None)
+        rope = dict(rope.get("full_attention", rope))
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     if config["model_type"] == "qwen3_moe":
         config["num_experts"] = config.pop("num_local_experts")
     config["rope_theta"] = rope["rope_theta"]
@@ -83,13 +94,17 @@ def test_windows() -> None:
     assert windows("qwen2-window", use_sliding_window=False) == [None, None]
     assert windows("qwen2-window", sliding_window=None) == [None, None]
     assert windows("gemma3") == [20, None]
+    assert windows("gemma2") == windows("gemma2", layer_types=None) == [20, None]
+    assert windows("olmo3") == windows("olmo3", layer_types=None) == [20, 20, 20, None]
     assert windows("gemma3-six") == [20, 20, 20, 20, 20, None]
     assert windows("gemma3-six", layer_types=None, sliding_window_pattern=2) == [20, None] * 3
 
 
-def test_gemma_rotates_layers_with_a_window_differently() -> None:
+def test_layers_with_a_window_rotate_differently() -> None:
     layers = read_config(saved("gemma3")).layers
     assert [layer.rope for layer in layers] == [RopeConfig(1e4), RopeConfig(1e6)]
+    kinds = [layer.rope.kind for layer in read_config(saved("olmo3")).layers]
+    assert kinds == ["default"] * 3 + ["yarn"]
     scaling = {"rope_type": "linear", "factor": 8.0}
     old = {**as_transformers_4(saved("gemma3")), "rope_scaling": scaling}
     local, whole = read_config(old).layers
@@ -104,6 +119,14 @@ def test_constants_that_gemma_configs_leave_out() -> None:
     model = read_config(config)
     assert (model.head_dim, model.attention_scale) == (256, 1 / 16)
     assert (model.activation, model.tie_word_embeddings) == ("gelu_tanh", True)
+
+
+def test_smollm3_rotates_three_of_four_layers() -> None:
+    model = read_config(saved("smollm3"))
+    assert [layer.rope.kind for layer in model.layers] == ["yarn"] * 3 + ["linear"]
+    assert model == read_config({**saved("smollm3"), "no_rope_layers": None})
+    last = read_config({**saved("smollm3"), "no_rope_layers": [0, 0, 0, 1]})
+    assert [layer.rope.kind for layer in last.layers] == ["linear"] * 3 + ["yarn"]
 
 
 def test_which_layers_have_experts() -> None:
@@ -135,6 +158,12 @@ def test_which_layers_have_experts() -> None:
         ("gemma3", {"is_causal": False}, "is_causal=False"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"rope_parameters": {"full_attention": YARN}}, "some layers .full_attention."),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta",
+        ),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window"),
         ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}, "experts are supported with 'silu'"),
         ("qwen3-moe", {"hidden_act": "gelu_pytorch_tanh"}, "experts are supported with 'silu'"),
     ],

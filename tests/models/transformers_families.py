@@ -70,6 +70,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": HEADS,
     "stablelm": {},
     "starcoder2": {"sliding_window": 20},
+    "vaultgemma": {  # SDPA has no softcapping
+        **{**WINDOWS, **HEADS, "attn_logit_softcapping": 3.0, "attn_implementation": "eager"},
+    },
 }
 SEEDS = {"cohere2": 1, "gpt2": 1}  # others have nearly equal top logits
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanovllm.attention.backend import AttentionSpec
+
 
 def reference_attention(
     q: Tensor,
@@ -15,11 +17,10 @@ def reference_attention(
     query_starts: Tensor,
     query_lens: Tensor,
     context_lens: Tensor,
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
 ) -> Tensor:
     """Return attention over a paged cache for rows of any number of queries, in a dtype."""
-    out = torch.zeros_like(q)
+    window, out = spec.window, torch.zeros_like(q)
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = q.shape[1] // num_kv_heads
     columns = (slots, query_starts, query_lens, context_lens)
@@ -35,7 +36,9 @@ def reference_attention(
         is_seen = keys <= queries
         if window is not None:
             is_seen &= keys > queries - window
-        scores = torch.einsum("qhd,khd->hqk", q[start : start + count], k) * scale
+        scores = torch.einsum("qhd,khd->hqk", q[start : start + count], k) * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * (scores / spec.softcap).tanh()
         weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
         out[start : start + count] = torch.einsum("hqk,khd->qhd", weights, v)
     return out

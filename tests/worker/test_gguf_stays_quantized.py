@@ -124,6 +124,12 @@ def test_types_may_be_mixed(tmp_path: Path, run_dequantized: Any, kept: list[int
         ("qwen3moe", True, "Q8_0"),
         ("gemma3", True, "Q5_0"),
         ("phi3", False, "Q4_1"),
+        ("smollm3", True, "Q8_0"),
+        ("olmo2", False, "Q5_0"),
+        ("granite", True, "Q4_0"),
+        ("glm4", False, "Q8_0"),
+        ("gemma2", True, "Q8_0"),
+        ("mistral3", False, "Q4_1"),
     ],
 )
 def test_every_family_answers_alike(

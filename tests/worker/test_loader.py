@@ -43,7 +43,7 @@ from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker import loader, worker
-from tests.checkpoint.tiny_gguf import add_value, permute_rows, stack_experts
+from tests.checkpoint.tiny_gguf import PERMUTED, add_value, permute_rows, stack_experts
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import DEVICES, cpu_device
 from tests.threaded_ranks import engines_of
@@ -86,7 +86,12 @@ class Case:
     tokens: list[list[int]]  # generated from its single safetensors file
 
 
-GGUF_NAMES = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}  # keyed by model_type
+GGUF_NAMES = {  # keyed by model_type
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
+    "ministral3": "mistral3",
+}
 VARIANTS = ["qwen3", "llama", "qwen3-tied", "llama-tied-rope", "llama-mha-bias"]
 
 
@@ -161,6 +166,23 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
         values["rope.scaling.factor"] = rope["factor"]
         trained = rope["original_max_position_embeddings"]
         values["rope.scaling.original_context_length"] = trained
+    if arch == "mistral3":
+        values["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        values["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    if arch == "gemma2":
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            values[key] = getattr(config, key)
+    if arch == "glm4":
+        values["rope.dimension_count"] = int(head_dim * rope["partial_rotary_factor"])
+    if arch == "granite":
+        values["attention.scale"] = config.attention_multiplier
+        values["embedding_scale"] = config.embedding_multiplier
+        values["residual_scale"] = config.residual_multiplier
+        values["logit_scale"] = config.logits_scaling
+    if config.model_type == "olmo3":
+        values["rope.scaling.attn_factor"] = rope["attention_factor"]
+        kinds = [kind == "sliding_attention" for kind in config.layer_types]
+        values["attention.sliding_window_pattern"] = kinds
     for key, value in values.items():
         if value is not None:
             add_value(writer, f"{arch}.{key}", value)
@@ -170,11 +192,12 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
     arrays = {name: tensor.numpy() for name, tensor in read_tensors(checkpoint).items()}
     for name, array in stack_experts(arrays).items():
         projection = name.split(".")[-2]
-        if arch == "llama" and projection in heads:
+        if arch in PERMUTED and projection in heads:
             array = permute_rows(array, heads[projection])
-        if arch == "gemma3" and name.endswith("norm.weight"):
+        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), array)
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"
+        writer.add_tensor(stored, array)
     if rope["rope_type"] == "llama3":
         plain = 1 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
         factors = plain / checkpoint.model.model.rotary_emb.inv_freq
@@ -186,15 +209,56 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
     return path
 
 
+GGUF_FAMILIES = [
+    "qwen2",
+    "qwen3-yarn",
+    "qwen3-moe",
+    "gemma3-six",
+    "phi3",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "glm4",
+    "gemma2",
+    "ministral3",
+]
+
+
 def test_gguf(case: Case, tmp_path: Path) -> None:
     assert run(write_gguf(tmp_path / "model.gguf", case.checkpoint)) == case.tokens
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3-yarn", "qwen3-moe", "gemma3-six", "phi3"])
+@pytest.mark.parametrize("name", GGUF_FAMILIES)
 def test_gguf_of_every_family(name: str, tiny: Tiny, tmp_path: Path) -> None:
     checkpoint = tiny(name)
     want = checkpoint.answers(PROMPTS, 8)
     assert run(write_gguf(tmp_path / "model.gguf", checkpoint)) == want
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_the_text_model_of_a_multimodal_one(tiny: Tiny, tmp_path: Path, is_new: bool) -> None:
+    """Names and config of Mistral 3 as published, and as transformers 5 saves them."""
+    checkpoint = tiny("ministral3")
+    prefix = "model.language_model." if is_new else "language_model.model."
+    vision = "model." if is_new else ""
+    tensors = {
+        name.replace("model.", prefix, 1): tensor
+        for name, tensor in read_tensors(checkpoint).items()
+    }
+    if not is_new:
+        tensors["language_model.lm_head.weight"] = tensors.pop(HEAD)
+    for name in ("vision_tower.patch_conv.weight", "multi_modal_projector.norm.weight"):
+        tensors[f"{vision}{name}"] = torch.ones(3)
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": {**checkpoint.model.config.to_dict(), "architectures": None},
+        "vision_config": {"hidden_size": 1024, "head_dim": 64},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert run(tmp_path) == checkpoint.answers(PROMPTS, 8)
 
 
 def test_a_bfloat16_checkpoint_loads_in_float32(llama: TinyCheckpoint, tmp_path: Path) -> None:

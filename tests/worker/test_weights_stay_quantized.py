@@ -232,7 +232,7 @@ def test_needs_count_quantized_weights(checkpoint_root: Path, kept: list[str]) -
     [
         pytest.param(model, kind, marks=NEEDS_GPU)
         for kind in KINDS
-        for model in ("qwen3-tied", "phi3", "gemma3", "qwen3-moe")
+        for model in ("qwen3-tied", "phi3", "gemma3", "glm4", "qwen3-moe")
     ],
 )
 def test_on_a_gpu(

@@ -82,6 +82,7 @@ class NumbaAttention:
             self.block_size,
             float_bits(spec.scale),
             plan.max_length if spec.window is None else spec.window,
+            float_bits(spec.softcap or 0.0),
             *(each.data_ptr() for each in exponents if each is not None),
             cached=cache.k.dtype,
         )

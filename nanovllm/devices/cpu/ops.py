@@ -77,9 +77,23 @@ class NumbaOps:
         num_rows, dim = residual.shape
         out = self._empty(num_rows, dim) if update is None else update
         addresses = out.data_ptr(), residual.data_ptr(), norm.weight.data_ptr()
-        sizes = num_rows, dim, update is not None
+        sizes = num_rows, dim, dim, update is not None
         self._launch(dense.norm, *addresses, float_bits(norm.eps), *sizes)
         return out, residual
+
+    def add_norm(self, residual: Tensor, x: Tensor, norm: NormWeights) -> Tensor:
+        addresses = residual.data_ptr(), x.data_ptr(), norm.weight.data_ptr()
+        self._launch(dense.add_norm, *addresses, float_bits(norm.eps), *x.shape)
+        return residual
+
+    def _norm_all_heads(self, qkv: Tensor, norm: QKNormWeights) -> None:
+        """Normalize q and k in place, each over all heads of a token."""
+        first = qkv.data_ptr()
+        for weight in (norm.q, norm.k):
+            sizes = len(qkv), weight.numel(), qkv.stride(0), False
+            addresses = first, first, weight.data_ptr()
+            self._launch(dense.norm, *addresses, float_bits(norm.eps), *sizes)
+            first += weight.numel() * qkv.itemsize
 
     def rope_write(
         self,
@@ -92,6 +106,9 @@ class NumbaOps:
     ) -> None:
         num_tokens, per_token, head_dim = qkv.shape
         block_size, num_kv_heads = cache.k.shape[1:3]
+        if norm is not None and norm.is_over_all_heads:
+            self._norm_all_heads(qkv, norm)
+            norm = None
         fp8_args: list[int] = []
         if cache.k_exponents is not None:
             scratch = self.launcher.scratch(self.launcher.num_threads * head_dim)
@@ -114,6 +131,7 @@ class NumbaOps:
             num_kv_heads,
             head_dim,
             block_size,
+            rope.stride(0),
             *fp8_args,
             cached=cache.k.dtype,
         )
@@ -124,6 +142,11 @@ class NumbaOps:
         curve = [float_bits(factor) for factor in ACTIVATIONS[activation]]
         self._launch(dense.act_and_mul, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
         return out
+
+    def scale_logits(self, logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+        factors = float_bits(scale), float_bits(softcap or 0.0)
+        self._launch(dense.scale_logits, logits.data_ptr(), logits.numel(), *factors)
+        return logits
 
     def pack_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool

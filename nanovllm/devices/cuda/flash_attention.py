@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,7 +103,10 @@ class FlashAttention:
         if len(q) == 0:  # flash-attn rejects empty inputs
             return torch.empty_like(q)
         before = -1 if spec.window is None else spec.window - 1  # keys before the query; -1: all
-        options = {"softmax_scale": spec.scale, "causal": True, "window_size": (before, 0)}
+        options: dict[str, Any] = {"softmax_scale": spec.scale, "causal": True}
+        options["window_size"] = before, 0
+        if spec.softcap is not None:
+            options["softcap"] = spec.softcap
         if isinstance(plan, FlashDecode):
             output = self.attend_cached(
                 q[:, None],  # [rows, 1, heads, dim]

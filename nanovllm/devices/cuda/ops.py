@@ -54,11 +54,15 @@ MAX_PAIR_TOKENS = 4
 
 class TritonOps:
     embed = staticmethod(TorchOps.embed)
+    scale_logits = staticmethod(TorchOps.scale_logits)
     rope_write = staticmethod(elementwise.rope_write)
     act_and_mul = staticmethod(elementwise.act_and_mul)
 
     def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         return elementwise.rms_norm(hidden, norm), hidden.residual
+
+    def add_norm(self, residual: Tensor, x: Tensor, norm: NormWeights) -> Tensor:
+        return elementwise.rms_norm(ResidualStream(x), norm, residual)
 
     def pack_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation | None, allow_copy: bool

@@ -97,7 +97,7 @@ class TritonAttention:
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = cache.k.shape[2]
         group, num_splits = num_heads // num_kv_heads, 1
-        if self.is_hopper and suits_tma(q, cache, rows.max_query_len, spec.window):
+        if self.is_hopper and suits_tma(q, cache, rows.max_query_len, spec):
             config = TMA_CONFIG
         else:
             num_q_rows = rows.max_query_len * group
@@ -110,7 +110,7 @@ class TritonAttention:
             )
             if self.is_hopper and num_splits == 1:
                 config = with_more_stages(config)
-        paged_attention(q, cache, rows, out, spec.scale, spec.window, config, num_splits)
+        paged_attention(q, cache, rows, out, spec, config, num_splits)
 
     def _decode(
         self, q: Tensor, cache: PagedCache, plan: TritonPlan, spec: AttentionSpec, out: Tensor
@@ -132,6 +132,6 @@ class TritonAttention:
         if shared is not None and spec.window is None:
             num_q_rows = min(num_rows * q.shape[1] // num_kv_heads, MAX_SMALL_TILE_ROWS)
             tiles = prefill_config(head_dim, q.dtype, num_q_rows, cache.is_fp8)
-            partials = attend_shared(q, cache, shared.groups, shared.members, spec.scale, tiles)
+            partials = attend_shared(q, cache, shared.groups, shared.members, spec, tiles)
             prefix = SharedPartials(shared.lens, partials)
-        paged_attention(q, cache, rows, out, spec.scale, spec.window, config, num_splits, prefix)
+        paged_attention(q, cache, rows, out, spec, config, num_splits, prefix)

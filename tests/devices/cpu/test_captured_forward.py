@@ -124,6 +124,12 @@ def test_every_step_has_the_same_logits(tiny: Tiny, mode: str, dtype: str) -> No
             assert set(num_rows) == set(range(1, runner_of(llm).forward.captured.max_rows + 1))
 
 
+@pytest.mark.parametrize("family", ["gemma2", "glm4", "granite", "ministral3", "olmo3", "smollm3"])
+def test_every_step_of_a_family_is_captured(tiny: Tiny, family: str) -> None:
+    with make_llm(tiny(family).path, dtype="bfloat16") as llm:
+        assert_steps_are_the_same(llm)
+
+
 @pytest.mark.parametrize(("variant", "dtype"), with_each_dtype(VARIANTS))
 def test_tokens_equal_those_of_the_eager_engine(tiny: Tiny, variant: str, dtype: str) -> None:
     tokens = []

@@ -114,6 +114,23 @@ def test_a_window_and_a_scale(
     assert_equals_reference(case, make_backend)
 
 
+@DTYPES
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("mix", ["everything", "chunk over several tiles", "long prefill"])
+def test_softcapping(
+    make_backend: MakeBackend,
+    mix: str,
+    window: int | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sdpa, "QUERY_TILE", 64)
+    case = make_case(make_mixes(64)[mix], dtype=dtype, window=window, scale=0.7, softcap=1.5)
+    assert_equals_reference(case, make_backend)
+    if dtype == torch.float32:
+        assert_equals_reference(in_eight_bits(case), make_backend)
+
+
 @pytest.mark.usefixtures("num_threads")
 def test_any_number_of_threads(make_backend: MakeBackend) -> None:
     case = make_case([(700, 1)] * 6, num_heads=6, num_kv_heads=3, head_dim=64)

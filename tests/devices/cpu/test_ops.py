@@ -191,6 +191,29 @@ def test_norm_of_a_sum(num_rows: int, dim: int, dtype: torch.dtype) -> None:
 @SEVERAL_THREADS
 @DTYPES
 @ROWS_AND_DIMS
+def test_add_norm(num_rows: int, dim: int, dtype: torch.dtype) -> None:
+    x, residual = make(num_rows, dim, dtype=dtype), make(num_rows, dim, dtype=dtype, seed=2)
+    weights = NormWeights(make(dim, dtype=torch.float32, seed=1), EPS)
+    want = torch_ops.add_norm(residual.clone(), x.clone(), weights)
+    got = make_ops(dtype).add_norm(residual.clone(), x.clone(), weights)
+    assert_as_rounded(got, want, atol=4 * ROUNDING[dtype] * 4)
+
+
+@SEVERAL_THREADS
+@DTYPES
+@ROWS_AND_DIMS
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_scale_logits(num_rows: int, dim: int, dtype: torch.dtype, softcap: float | None) -> None:
+    logits = 8 * make(num_rows, dim, dtype=dtype)
+    got = make_ops(dtype).scale_logits(logits.clone(), 0.7, softcap)
+    want = 0.7 * logits.double()
+    want = want if softcap is None else softcap * (want / softcap).tanh()
+    assert_as_rounded(got, want.to(dtype), atol=1e-5)
+
+
+@SEVERAL_THREADS
+@DTYPES
+@ROWS_AND_DIMS
 @ACTIVATIONS
 def test_gate(num_rows: int, dim: int, dtype: torch.dtype, activation: Activation) -> None:
     gate_up = 4 * make(num_rows, 2 * dim, dtype=dtype)
@@ -248,20 +271,25 @@ HEADS = pytest.mark.parametrize(
 @SEVERAL_THREADS
 @DTYPES
 @HEADS
-@pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "qk-norm"])
+@pytest.mark.parametrize("normed", ["nothing", "heads", "all heads"])
 def test_rope_write(
     num_tokens: int,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    has_norm: bool,
+    normed: str,
     dtype: torch.dtype,
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     qkv = make(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     q_weight, k_weight = make(2, head_dim, dtype=torch.float32, seed=2)
-    norm = QKNormWeights(q_weight, k_weight, EPS) if has_norm else None
-    rope = rope_table(head_dim, 100, RopeConfig(10000.0), torch.device("cpu"))
+    if normed == "all heads":
+        q_weight = make(num_heads, head_dim, dtype=torch.float32, seed=2)
+        k_weight = make(num_kv_heads, head_dim, dtype=torch.float32, seed=3)
+    norm = None if normed == "nothing" else QKNormWeights(q_weight, k_weight, EPS)
+    # In one of the cases, q has its own cosines and sines.
+    config = RopeConfig(10000.0, q_scaling=float(num_tokens == 5), original_max_position=8)
+    rope = rope_table(head_dim, 100, config, torch.device("cpu"))
     positions = torch.randint(100, (num_tokens,), generator=generator)
     slot_mapping = torch.randperm(6 * 16, generator=generator)[:num_tokens]
     results = []
@@ -279,7 +307,7 @@ def test_rope_write(
     assert torch.equal(got[:, -num_kv_heads:], qkv[:, -num_kv_heads:])
     # A rotation may cancel most of a pair; what remains has the rounding error of the whole pair.
     # Before the rotation, only the norm rounds to bf16.
-    rounding = ROUNDING[dtype if has_norm else torch.float32]
+    rounding = ROUNDING[torch.float32 if norm is None else dtype]
     assert_as_rounded(got, want, atol=4 * rounding * want.abs().max().item())
 
 

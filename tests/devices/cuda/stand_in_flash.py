@@ -19,6 +19,7 @@ def flash_attn_varlen_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
     block_table: Tensor | None = None,
 ) -> Tensor:
     assert causal
@@ -29,7 +30,7 @@ def flash_attn_varlen_func(
     query_lens, context_lens = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
     assert max_seqlen_q >= max(query_lens)
     assert max_seqlen_k >= max(context_lens)
-    rest = softmax_scale, window_size
+    rest = softmax_scale, window_size, softcap
     rows = zip(q.split(query_lens), context_lens, block_table, strict=True)
     return torch.cat(
         [attend_row(query, length, k, v, table, *rest) for query, length, table in rows]
@@ -51,13 +52,14 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
 ) -> Tensor:
     assert causal
     assert cache_seqlens is not None
     assert block_table is not None
     check(q, k_cache, block_table, cache_seqlens)
     assert len(cache_seqlens) == len(block_table) == len(q)
-    rest = softmax_scale, window_size
+    rest = softmax_scale, window_size, softcap
     rows = zip(q, cache_seqlens.tolist(), block_table, strict=True)
     return torch.stack(
         [attend_row(query, length, k_cache, v_cache, table, *rest) for query, length, table in rows]
@@ -81,6 +83,7 @@ def attend_row(
     table: Tensor,
     scale: float | None,
     window: tuple[int, int],
+    softcap: float,
 ) -> Tensor:
     """Attend causally, with the last query at the last key; a row without keys gives zeros."""
     assert window[1] in (-1, 0)
@@ -93,6 +96,12 @@ def attend_row(
     if window[0] >= 0:
         is_visible = is_visible.triu(length - len(query) - window[0])
     q, k, v = (heads.transpose(0, 1) for heads in (query, k, v))
+    if softcap > 0:
+        assert scale is not None
+        scores = q @ k.repeat_interleave(len(q) // len(k), 0).transpose(1, 2) * scale
+        scores = softcap * (scores / softcap).tanh()
+        weights = scores.masked_fill(~is_visible.bool(), -torch.inf).softmax(-1)
+        return (weights @ v.repeat_interleave(len(q) // len(v), 0)).transpose(0, 1)
     output = F.scaled_dot_product_attention(
         q, k, v, attn_mask=is_visible.bool(), scale=scale, enable_gqa=True
     )

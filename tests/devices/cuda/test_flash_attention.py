@@ -45,9 +45,11 @@ def create(
 
 
 @pytest.mark.parametrize("mix", list(MIXES))
-@pytest.mark.parametrize("window", [None, 50])
-def test_equals_the_reference(flash: FlashAttention, mix: str, window: int | None) -> None:
-    case = make_case(MIXES[mix], block_size=256, window=window, scale=0.17)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (50, None), (None, 0.5)])
+def test_equals_the_reference(
+    flash: FlashAttention, mix: str, window: int | None, softcap: float | None
+) -> None:
+    case = make_case(MIXES[mix], block_size=256, window=window, scale=0.17, softcap=softcap)
     is_decode = all(count == 1 for _, count in MIXES[mix])
     plan = flash.plan(case.rows)
     assert isinstance(plan, FlashDecode if is_decode else FlashMixed)

@@ -30,10 +30,18 @@ def make_device(name: str) -> CudaDevice:
     return CudaDevice(config)
 
 
-def on_device(mix: list[tuple[int, int]], window: int | None = None) -> tuple[Case, torch.Tensor]:
+def on_device(
+    mix: list[tuple[int, int]], window: int | None = None, softcap: float | None = None
+) -> tuple[Case, torch.Tensor]:
     """Return a case on the device, with cached keys and values, and its expected output."""
     case = make_case(
-        mix, block_size=BLOCK_SIZE, head_dim=64, dtype=torch.bfloat16, window=window, scale=0.1
+        mix,
+        block_size=BLOCK_SIZE,
+        head_dim=64,
+        dtype=torch.bfloat16,
+        window=window,
+        softcap=softcap,
+        scale=0.1,
     )
     case.write(TorchOps())
     want, rows = case.reference(), case.rows
@@ -49,10 +57,12 @@ def assert_close(output: torch.Tensor, want: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", ["triton", "sdpa", "flash_attn"])
 @pytest.mark.parametrize("mix", list(MIXES))
-@pytest.mark.parametrize("window", [None, 50])
-def test_equals_the_reference(name: str, mix: str, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (50, None), (None, 0.5), (50, 0.5)])
+def test_equals_the_reference(
+    name: str, mix: str, window: int | None, softcap: float | None
+) -> None:
     attention = make_device(name).attention(torch.bfloat16, TorchOps())
-    case, want = on_device(MIXES[mix], window)
+    case, want = on_device(MIXES[mix], window, softcap)
     plan = attention.plan(case.rows)
     output = attention.attend(case.queries(), case.cache, plan, case.spec)
     assert output.view(len(output), -1).is_contiguous()  # as the next layer requires

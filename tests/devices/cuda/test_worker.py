@@ -147,7 +147,7 @@ def test_eager_and_graphed_steps_alternate(tiny: Any) -> None:
     assert outputs[1:] == outputs[:1] * 3
 
 
-@pytest.mark.parametrize("name", ["qwen3-tied", "llama-mha-bias", "gemma3", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["qwen3-tied", "gemma2", "gemma3", "olmo2", "qwen3-moe"])
 def test_nccl_runs_inside_graphs(tiny: Any, name: str) -> None:
     """A group of one rank, which is all one device allows, gives the same tokens as no group."""
     path, prompts = tiny(name).path, make_prompts()

@@ -100,15 +100,32 @@ def linear(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 @kernel
 def norm(args: Any, thread: int, num_threads: int, like: Any) -> None:
-    """out = rms_norm(residual); if `out` holds an update, it is first added to the residual."""
+    """out = rms_norm(residual); if `out` holds an update, it is first added to the residual.
+
+    Rows are `stride` elements apart.
+    """
     out, residual = pointer_to(args[0], like), pointer_to(args[1], like)
     weight, eps = pointer_to(args[2], float32(0)), as_float(uint32(args[3]))
-    num_rows, dim, is_update = args[4], args[5], args[6] != 0
+    num_rows, dim, stride, is_update = args[4], args[5], args[6], args[7] != 0
     for row in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
+        base = row * stride
         if is_update:
-            for i in range(row * dim, (row + 1) * dim):
+            for i in range(base, base + dim):
                 store(residual, i, load(residual, i) + load(out, i))
-        _rms_norm(out, residual, row * dim, weight, eps, dim, like)
+        _rms_norm(out, residual, base, weight, eps, dim, like)
+
+
+@kernel
+def add_norm(args: Any, thread: int, num_threads: int, like: Any) -> None:
+    """residual += rms_norm(x), which overwrites x."""
+    residual, x = pointer_to(args[0], like), pointer_to(args[1], like)
+    weight, eps = pointer_to(args[2], float32(0)), as_float(uint32(args[3]))
+    num_rows, dim = args[4], args[5]
+    for row in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
+        base = row * dim
+        _rms_norm(x, x, base, weight, eps, dim, like)
+        for i in range(base, base + dim):
+            store(residual, i, load(residual, i) + load(x, i))
 
 
 @ordered_kernel
@@ -132,6 +149,18 @@ def act_and_mul(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 
 @kernel
+def scale_logits(args: Any, thread: int, num_threads: int, like: Any) -> None:
+    """Implement Ops.scale_logits in place; a softcap of 0 means none."""
+    logits, size = pointer_to(args[0], like), args[1]
+    scale, softcap = as_float(uint32(args[2])), as_float(uint32(args[3]))
+    for i in range(thread * size // num_threads, (thread + 1) * size // num_threads):
+        value = load(logits, i) * scale
+        if softcap > 0:
+            value = _softcap(value, softcap)
+        store(logits, i, value)
+
+
+@kernel
 def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> None:
     """Implement Ops.rope_write; `cached` has the cache's type; norm addresses of 0 mean no norm."""
     qkv, rope = pointer_to(args[0], like), pointer_to(args[1], float32(0))
@@ -143,13 +172,13 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
     )
     k_cache, v_cache = pointer_to(args[7], cached), pointer_to(args[8], cached)
     num_tokens, num_heads = args[9], args[10]
-    num_kv_heads, head_dim, block_size = args[11], args[12], args[13]
+    num_kv_heads, head_dim, block_size, rope_stride = args[11], args[12], args[13], args[14]
     k_exponents, v_exponents = (
-        pointer_to(args[14], uint8(0)),
         pointer_to(args[15], uint8(0)),
+        pointer_to(args[16], uint8(0)),
     )
-    scratch, size = pointer_to(args[16], float32(0)), args[17]
-    of_q, of_k = as_float(uint32(args[18])), as_float(uint32(args[19]))
+    scratch, size = pointer_to(args[17], float32(0)), args[18]
+    of_q, of_k = as_float(uint32(args[19])), as_float(uint32(args[20]))
     num_rotated = num_heads + num_kv_heads
     per_token = num_rotated + num_kv_heads
     num_items = num_tokens * per_token
@@ -160,7 +189,10 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
             if has_norm:
                 weight = q_norm if head < num_heads else k_norm
                 _rms_norm(qkv, qkv, base, weight, eps, head_dim, like)
-            _rotate(qkv, base, rope, positions[token] * head_dim, head_dim // 2)
+            angle = positions[token] * rope_stride
+            if head < num_heads:  # cosines and sines of q are the last ones, if it has its own
+                angle += rope_stride - head_dim
+            _rotate(qkv, base, rope, angle, head_dim // 2)
         transform_at, half = thread * head_dim, head_dim // 2
         if head < num_heads:
             if is_fp8(cached):
@@ -195,10 +227,10 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
     scratch = pointer_to(args[9], float32(0))
     num_rows, max_length, num_heads = args[10], args[11], args[12]
     num_kv_heads, head_dim, block_size = args[13], args[14], args[15]
-    scale, window = as_float(uint32(args[16])), args[17]
+    scale, window, softcap = as_float(uint32(args[16])), args[17], as_float(uint32(args[18]))
     k_exponents, v_exponents = (
-        pointer_to(args[18], uint8(0)),
         pointer_to(args[19], uint8(0)),
+        pointer_to(args[20], uint8(0)),
     )
     group = num_heads // num_kv_heads
     queries = thread * group * (2 * head_dim + max_length)
@@ -225,6 +257,9 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
                 query, score = queries + i * head_dim, scores + i * max_length + begin
                 _dots(k_cache, base, stride, scratch, query, head_dim, score, count)
                 scale_rows(scratch, score, k_exponents, place, count, cached)
+                if softcap > 0:
+                    for j in range(score, score + count):
+                        scratch[j] = _softcap(scratch[j], softcap)
         for i in range(group):
             _softmax(scratch, scores + i * max_length + first, length - first)
         for block in range(first // block_size, (length + block_size - 1) // block_size):
@@ -277,6 +312,12 @@ def _softmax(x: Any, base: int, count: int) -> None:
         total += value
     for i in range(count):
         x[base + i] /= total
+
+
+@inlined
+def _softcap(x: Any, cap: float) -> Any:
+    """Return cap * tanh(x / cap)."""
+    return cap - (cap + cap) / (float32(1) + _exp((x + x) / cap))
 
 
 @inlined

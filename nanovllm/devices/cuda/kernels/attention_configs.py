@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from nanovllm.attention.backend import AttentionSpec
 from nanovllm.devices.cuda.kernels.attention_tiles import PagedCache
 
 MIN_Q_ROWS = 16  # minimum M of tl.dot
@@ -80,13 +81,13 @@ def with_more_stages(config: AttentionConfig) -> AttentionConfig:
     return replace(config, num_stages=4) if is_small else config
 
 
-def suits_tma(q: Tensor, cache: PagedCache, max_query_len: int, window: int | None) -> bool:
+def suits_tma(q: Tensor, cache: PagedCache, max_query_len: int, spec: AttentionSpec) -> bool:
     """Whether TMA_CONFIG supports these tensors, and there are enough queries to fill its tiles."""
     group, head_dim = q.shape[1] // cache.k.shape[2], q.shape[2]
     is_whole = cache.k.shape[1] % TMA_CONFIG.tile == 0  # each tile lies within one block
     num_q_rows = max_query_len * group
     is_long = len(q) * group > MAX_SMALL_TILE_ROWS and num_q_rows >= TMA_CONFIG.q_rows >= group
-    is_plain = window is None and not cache.is_fp8
+    is_plain = spec.window is None and spec.softcap is None and not cache.is_fp8
     return is_whole and is_long and head_dim in (64, 128) and is_plain and q.itemsize == 2
 
 

@@ -24,6 +24,7 @@ from nanovllm.devices.cuda.kernels.fp8_rows import (
     multiply_keys,
     prepare_queries,
     scale_scores,
+    softcap,
     split,
     weigh_fp8,
 )
@@ -88,6 +89,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
     seen,
     block_stride,
     scale,
+    SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -118,11 +120,13 @@ def attend_keys(  # type: ignore[no-untyped-def]
         whole = tl.maximum(tl.minimum(tl.cdiv(hi, TILE), length // TILE) * TILE, lo)
         softmax, block_ids = _attend_tiles(
             *(softmax, q_tile, heads, exponents, blocks, block_ids, length, (lo, whole, first)),
-            *(seen_by_all, seen, block_stride, scale, WIDTH, KV_HEADS, BLOCK_SIZE, TILE, True),
+            *(seen_by_all, seen, block_stride, scale, SOFTCAP),
+            *(WIDTH, KV_HEADS, BLOCK_SIZE, TILE, True),
         )
     softmax, _ = _attend_tiles(
         *(softmax, q_tile, heads, exponents, blocks, block_ids, length, (whole, hi, first)),
-        *(seen_by_all, seen, block_stride, scale, WIDTH, KV_HEADS, BLOCK_SIZE, TILE, False),
+        *(seen_by_all, seen, block_stride, scale, SOFTCAP),
+        *(WIDTH, KV_HEADS, BLOCK_SIZE, TILE, False),
     )
     if IS_FP8:
         softmax = join(softmax[0][0], softmax[0][1]), softmax[1], softmax[2]
@@ -143,6 +147,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     seen,
     block_stride,
     scale,
+    SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -169,13 +174,18 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         k = _load_tile(heads[0], offsets, dims, is_key, HEAD_DIM, ARE_WHOLE)
         if len(exponents) == 0:
             scores = tl.dot(q_tile, k.T, input_precision="ieee")
+            if SOFTCAP is not None:
+                scores = softcap(scores * scale, SOFTCAP)
         else:
-            scores = scale_scores(multiply_keys(q_tile, k), scales, scale)
+            scores = scale_scores(multiply_keys(q_tile, k), scales, scale, SOFTCAP)
         if is_partial:
             is_seen = (keys[None, :] >= seen[0][:, None]) & (keys[None, :] <= seen[1][:, None])
             scores = tl.where(is_seen, scores, float("-inf"))
         if len(exponents) == 0:
-            weights, alpha, row_max, row_sum = _weigh(scores, row_max, row_sum, scale)
+            factor = scale
+            if SOFTCAP is not None:  # capped scores are scaled already
+                factor = 1.0
+            weights, alpha, row_max, row_sum = _weigh(scores, row_max, row_sum, factor)
         else:
             weights, alpha, row_max, row_sum = weigh_fp8(scores, scales, row_max, row_sum)
         v = _load_tile(heads[1], offsets, dims, is_key, HEAD_DIM, ARE_WHOLE)

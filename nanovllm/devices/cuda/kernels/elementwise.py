@@ -29,11 +29,14 @@ from nanovllm.ops.interface import (
 GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_tanh"])
 
 
-def rms_norm(hidden: ResidualStream, norm: NormWeights) -> Tensor:
-    """Return RMSNorm(residual + update), and store the sum in the residual."""
+def rms_norm(hidden: ResidualStream, norm: NormWeights, target: Tensor | None = None) -> Tensor:
+    """Return RMSNorm(residual + update), and store the sum in the residual.
+
+    With a target, the norm is added to it in place.
+    """
     residual, update = hidden.residual, hidden.update
     num_rows, dim = residual.shape
-    out = torch.empty_like(residual)
+    out = torch.empty_like(residual) if target is None else target
     block = triton.next_power_of_2(dim)
     # Few rows are bound by latency, many by bandwidth, which needs 16-byte accesses.
     per_thread = 4 if num_rows <= MAX_ROWS else 8
@@ -47,6 +50,7 @@ def rms_norm(hidden: ResidualStream, norm: NormWeights) -> Tensor:
         dim,
         BLOCK=block,
         NUM_SPLITS=count_splits(update),
+        ADDS=target is not None,
         num_warps=min(max(block // (32 * per_thread), 1), 8),
         **launch_options(residual, num_rows),
     )
@@ -106,6 +110,8 @@ def rope_write(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
+        HAS_Q_ROPE=rope.shape[1] == 4,
+        NORMS_ALL=norm is not None and norm.is_over_all_heads,
         HADAMARD=(
             hadamard_size(head_dim),
             *(2.0**exponent for exponent in hadamard_exponents(head_dim)),
@@ -126,11 +132,15 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     dim,
     BLOCK: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    ADDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK)
     normed = add_and_norm(residual, update, scales, weight, eps, i, dim, NUM_SPLITS, OVERLAP)
-    tl.store(out + tl.program_id(0).to(tl.int64) * dim + i, normed, mask=i < dim)
+    row = out + tl.program_id(0).to(tl.int64) * dim + i
+    if ADDS:
+        normed = normed.to(tl.float32) + tl.load(row, mask=i < dim, other=0.0).to(tl.float32)
+    tl.store(row, normed, mask=i < dim)
 
 
 @triton.jit
@@ -212,6 +222,8 @@ def _rope_write(  # type: ignore[no-untyped-def]
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HAS_Q_ROPE: tl.constexpr,
+    NORMS_ALL: tl.constexpr,
     HADAMARD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -226,7 +238,10 @@ def _rope_write(  # type: ignore[no-untyped-def]
     least: tl.constexpr = 1 if len(caches) == 2 else MIN_DOT_SIZE
     i = padded_range(half, least)
     kv_heads = padded_range(NUM_KV_HEADS, least)
-    angles = rope + tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
+    position = tl.load(positions + token).to(tl.int64)
+    if HAS_Q_ROPE:  # cosines and sines of k, then those of q
+        position = 2 * position + 1 - tl.program_id(1)
+    angles = rope + position * HEAD_DIM + i
     cos = tl.load(angles, mask=i < half, other=0.0)[None, :]
     sin = tl.load(angles + half, mask=i < half, other=0.0)[None, :]
     offset = tl.load(slot_mapping + token + 0 * kv_heads).to(tl.int64)[:, None]
@@ -238,7 +253,9 @@ def _rope_write(  # type: ignore[no-untyped-def]
         heads = padded_range(NUM_Q_HEADS, least)[:, None]
         q = qkv + base + heads * HEAD_DIM + i[None, :]
         mask = (heads < NUM_Q_HEADS) & (i < half)[None, :]
-        first, second = _rotate(q, mask, norm, 0, cos, sin, i, half)
+        first, second = _rotate(
+            *(q, mask, norm, 0, heads, NUM_Q_HEADS if NORMS_ALL else 1, cos, sin, i, half)
+        )
         if len(caches) > 2:
             first, second = hadamard_transform(first, second, matrix, HADAMARD[1])
         tl.store(q, first, mask=mask)
@@ -247,7 +264,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
         kv = qkv + base + NUM_Q_HEADS * HEAD_DIM
         _rotate_and_store(
             *(kv, norm, cos, sin, i, matrix, caches, offset, kv_heads),
-            *(NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, HADAMARD),
+            *(NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NORMS_ALL, HADAMARD),
         )
 
 
@@ -265,13 +282,16 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    NORMS_ALL: tl.constexpr,
     HADAMARD: tl.constexpr,
 ):
     half: tl.constexpr = HEAD_DIM // 2
     heads = kv_heads[:, None]
     mask = (heads < NUM_KV_HEADS) & (i < half)[None, :]
     offsets = heads * HEAD_DIM + i[None, :]
-    first, second = _rotate(kv + offsets, mask, norm, 1, cos, sin, i, half)
+    first, second = _rotate(
+        *(kv + offsets, mask, norm, 1, heads, NUM_KV_HEADS if NORMS_ALL else 1, cos, sin, i, half)
+    )
     cached = cache_slot * NUM_KV_HEADS * HEAD_DIM + offsets
     is_used = mask & (cache_slot >= 0)
     v = kv + NUM_KV_HEADS * HEAD_DIM + offsets
@@ -290,17 +310,34 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rotate(x, mask, norm, INDEX: tl.constexpr, cos, sin, i, half: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load heads, apply the norm, if any, then RoPE, and return both halves."""
+def _rotate(  # type: ignore[no-untyped-def]
+    x,
+    mask,
+    norm,
+    INDEX: tl.constexpr,
+    heads,
+    NUM_NORMED: tl.constexpr,
+    cos,
+    sin,
+    i,
+    half: tl.constexpr,
+):
+    """Load heads, apply the norm, if any, then RoPE, and return both halves.
+
+    NUM_NORMED is the number of heads that are normalized together: one, or all.
+    """
     dtype = x.dtype.element_ty
     first = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x + half, mask=mask, other=0.0).to(tl.float32)
     if norm is not None:
-        weight = norm[INDEX]
+        weight, is_weight = norm[INDEX] + i[None, :], (i < half)[None, :]
         total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-        scale = tl.rsqrt(total / (2 * half) + norm[2])[:, None]
-        first_weight = tl.load(weight + i, mask=i < half, other=0.0)[None, :]
-        second_weight = tl.load(weight + half + i, mask=i < half, other=0.0)[None, :]
+        if NUM_NORMED > 1:
+            weight, is_weight = weight + heads * (2 * half), mask
+            total = tl.zeros_like(total) + tl.sum(total, 0)
+        scale = tl.rsqrt(total / (NUM_NORMED * 2 * half) + norm[2])[:, None]
+        first_weight = tl.load(weight, mask=is_weight, other=0.0)
+        second_weight = tl.load(weight + half, mask=is_weight, other=0.0)
         first = ((first * scale).to(dtype) * first_weight).to(dtype).to(tl.float32)
         second = ((second * scale).to(dtype) * second_weight).to(dtype).to(tl.float32)
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)

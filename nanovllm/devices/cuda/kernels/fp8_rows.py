@@ -23,6 +23,7 @@ NOT_FINITE = tl.constexpr(fp8.NOT_FINITE)
 INFINITY_BITS = tl.constexpr(fp8.INFINITY_BITS)
 ROUND_UP = tl.constexpr(fp8.ROUND_UP)
 FP8_EXPONENT = tl.constexpr(fp8.FP8_EXPONENT)
+LOG2_E = tl.constexpr(1.4426950408889634)
 MIN_DOT_SIZE = tl.constexpr(16)  # minimum M, N and K of tl.dot
 # Probabilities are scaled so that the largest is 2**14: it stays below float16's maximum, and much
 # smaller ones remain normal numbers.
@@ -186,10 +187,20 @@ def _unpack(words, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def scale_scores(scores, exponents, scale):  # type: ignore[no-untyped-def]
+def scale_scores(scores, exponents, scale, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scale the scores of FP8 keys for exp2, and add the scale exponents of the values."""
     key_scale = power_of_two(exponents[0]) * scale
-    return scores * key_scale[None, :] + (exponents[1] - 127).to(tl.float32)[None, :]
+    scores *= key_scale[None, :]
+    if SOFTCAP is not None:
+        scores = softcap(scores, SOFTCAP)
+    return scores + (exponents[1] - 127).to(tl.float32)[None, :]
+
+
+@triton.jit
+def softcap(scores, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return CAP * tanh(scores / CAP)."""
+    exponential = tl.exp2(scores * (2 * LOG2_E / CAP))
+    return CAP - 2 * CAP / (1.0 + exponential)
 
 
 @triton.jit

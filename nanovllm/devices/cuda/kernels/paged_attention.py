@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanovllm.attention.backend import AttentionSpec
 from nanovllm.devices.cuda.kernels.attention_configs import AttentionConfig
 from nanovllm.devices.cuda.kernels.attention_tiles import (
     PagedCache,
@@ -56,8 +57,7 @@ def paged_attention(
     cache: PagedCache,
     rows: QueryRows,
     out: Tensor,  # [tokens, heads, head_dim], contiguous
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
     config: AttentionConfig,
     num_splits: int = 1,  # a power of two
     shared: SharedPartials | None = None,
@@ -67,7 +67,7 @@ def paged_attention(
     The queries are the last tokens of the row's context. The output of padding rows is set to zero,
     or left unwritten if `query_lens` is given.
     """
-    assert shared is None or (window is None and rows.query_starts is None)
+    assert shared is None or (spec.window is None and rows.query_starts is None)
     assert out.shape == q.shape
     assert out.is_contiguous()
     assert num_splits == 1 or config.min_split % config.tile == 0
@@ -76,13 +76,13 @@ def paged_attention(
         return
     num_partial_rows = len(q) if has_prompts else num_rows
     partials = allocate_partials(q, num_partial_rows, num_splits) if num_splits > 1 else None
-    _launch(q, cache, rows, None, shared, out, partials, num_splits, scale, window, config)
+    _launch(q, cache, rows, None, shared, out, partials, num_splits, spec, config)
     if partials is not None:
         group = q.shape[1] // cache.k.shape[2]
         _merge_kernel[num_partial_rows, q.shape[1]](
             *(partials, rows.context_lens, None if shared is None else shared.lens),
             *(rows.query_starts, rows.query_lens, num_rows if has_prompts else None, out),
-            WINDOW=window,
+            WINDOW=spec.window,
             HEAD_DIM=q.shape[2],
             QUERIES=_tile_rows(config, group) // group,
             TILE=config.tile,
@@ -98,15 +98,16 @@ def attend_shared(
     cache: PagedCache,
     groups: Tensor,  # [4, groups]: slot of a member, shared keys, first member, number of members
     members: Tensor,  # rows of each group, concatenated
-    scale: float,
+    spec: AttentionSpec,
     config: AttentionConfig,
 ) -> Partials:
     """Attend from decode rows to the keys that they share, which are read once per group."""
+    assert spec.window is None
     assert groups.is_contiguous()
     slots, context_lens, first_members, num_members = groups.unbind()
     rows = QueryRows(slots, context_lens, first_members, num_members, len(q))
     partials = allocate_partials(q, len(q), 1)
-    _launch(q, cache, rows, members, None, None, partials, 1, scale, None, config)
+    _launch(q, cache, rows, members, None, None, partials, 1, spec, config)
     return partials
 
 
@@ -119,8 +120,7 @@ def _launch(
     out: Tensor | None,
     partials: Partials | None,
     num_splits: int,
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
     config: AttentionConfig,
 ) -> None:
     num_tokens, num_heads, head_dim = q.shape
@@ -134,8 +134,9 @@ def _launch(
         *(rows.slots, rows.context_lens, rows.query_starts, rows.query_lens, rows.order, members),
         *((None, None) if shared is None else (shared.lens, shared.partials)),
         *(partials, q.stride(0), cache.block_table.stride(0), cache.parts[0].stride(0)),
-        scale * LOG2_E,
-        WINDOW=window,
+        spec.scale * LOG2_E,
+        SOFTCAP=None if spec.softcap is None else spec.softcap * LOG2_E,
+        WINDOW=spec.window,
         GROUP=num_heads // num_kv_heads,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -207,6 +208,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     table_stride,
     block_stride,
     scale,
+    SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -268,6 +270,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         is_begun = is_row & (first > 0) & (tl.program_id(2) == 0)
         softmax = load_partials(shared, row * KV_HEADS * GROUP + heads, dims, is_begun, HEAD_DIM)
     if k_rows is not None:
+        tl.static_assert(SOFTCAP is None)
         softmax = attend_keys_by_tma(
             *(softmax, q_tile, k_rows, v_rows, blocks, kv_head * HEAD_DIM, lowest + queries),
             *(lowest, highest, length, block_stride // (KV_HEADS * HEAD_DIM), scale),
@@ -282,7 +285,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         softmax = attend_keys(
             *(softmax, q_tile, caches, kv_head, blocks, block_ids, length, (lo, hi, first)),
             *(seen_by_all, seen, block_stride, scale),
-            *(WINDOW, HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE, query_lens is not None),
+            *(SOFTCAP, WINDOW, HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE, query_lens is not None),
         )
     if members is None:
         tokens = token + queries

@@ -18,6 +18,7 @@ from nanovllm.devices.cuda.persistent.persistent_step import (
 )
 from nanovllm.devices.cuda.persistent.sizes import NO_EXPERTS, ExpertsShape, StepShape
 from nanovllm.devices.cuda.persistent.tile_mma import FP8_SCALE_FACTOR, INT4_OFFSET
+from nanovllm.layers.layernorm import QKNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import SparseMoeBlock
 from nanovllm.models.decoder import DecoderLayer, DecoderModel
@@ -70,6 +71,8 @@ def _step_layer(layer: nn.Module, rope: Tensor) -> StepLayer | None:
     if not isinstance(layer, DecoderLayer):
         return None
     attention, mlp, experts = layer.self_attn, layer.mlp, None
+    if not isinstance(attention.qk_norm, QKNorm | None):
+        return None
     modules = [attention.qkv_proj, attention.o_proj]
     if isinstance(mlp, GatedMLP):
         modules += [mlp.gate_up_proj, mlp.down_proj]
@@ -118,14 +121,18 @@ def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpe
 
 
 def _find_layer_problem(model: DecoderModel, layers: list[StepLayer]) -> str | None:
-    if model.model.embed_tokens.scale != 1:
-        return "it scales embeddings"
+    if model.model.embed_tokens.scale != 1 or model.lm_head.is_scaled:
+        return "it scales embeddings or logits"
+    if any(layer.attention.softcap is not None for layer in layers):
+        return "it caps attention scores"
     if any(linear.activation not in (None, "silu") for layer in layers for linear in layer.linears):
         return "its activation is not silu"
     if any(linear.bias is not None for layer in layers for linear in layer.linears[1:]):
         return "it has biases other than those of q, k and v"
     if len({(layer.attention, layer.rope.data_ptr()) for layer in layers}) > 1:
         return "its layers differ in their attention"
+    if layers[0].rope.shape[1] != 2:
+        return "it scales queries by their position"
     norms = [norm for layer in layers for norm in (layer.norm, layer.mlp_norm)]
     norms.append(model.model.norm.weights)
     qk_norms = [layer.qk_norm for layer in layers if layer.qk_norm is not None]

@@ -147,7 +147,7 @@ def test_a_graph_reads_lengths_and_blocks_on_the_device(num_splits: int) -> None
 
     def attend() -> None:
         tensors = step.q, step.cache, decodes, step.out
-        paged_attention(*tensors, step.scale, None, config, num_splits)
+        paged_attention(*tensors, step.spec, config, num_splits)
 
     lengths = step.context_lens.clone()
     step.context_lens.zero_()

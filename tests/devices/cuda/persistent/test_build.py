@@ -23,6 +23,7 @@ from nanovllm.devices.cuda.persistent import packed_weights as weights
 from nanovllm.devices.cuda.persistent.persistent_step import StackedQuantized
 from nanovllm.devices.cuda.persistent.sizes import ExpertsShape, StepShape
 from nanovllm.layers.build import BuildContext
+from nanovllm.layers.layernorm import AllHeadsNorm
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.fp8 import FP8
@@ -42,7 +43,12 @@ SIZES = {
     "head_dim": 128,
 }
 
-
+SCALED_QUERIES = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.1,
+}
 CACHE = KVCacheSpec(3, 32, 2, 128, torch.bfloat16)
 
 
@@ -73,6 +79,26 @@ def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama-3.1-8b", {}, None),
         ("qwen3-0.6b", {"architectures": ["Qwen2ForCausalLM"]}, None),  # with biases
         ("qwen3-0.6b", {"architectures": ["MistralForCausalLM"], "sliding_window": 99}, None),
+        ("qwen3-0.6b", {"architectures": ["GlmForCausalLM"]}, None),
+        (
+            "qwen3-0.6b",
+            {"architectures": ["GraniteForCausalLM"], "logits_scaling": 8.0},
+            "scales embeddings or logits",
+        ),
+        (
+            "qwen3-0.6b",
+            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 1, 0]},
+            "layers differ",
+        ),
+        (
+            "qwen3-0.6b",
+            {"architectures": ["Ministral3ForCausalLM"], "rope_scaling": SCALED_QUERIES},
+            "scales queries",
+        ),
+        *(
+            ("qwen3-0.6b", {"architectures": [f"{family}ForCausalLM"]}, "neither 16-bit")
+            for family in ("Gemma2", "Glm4", "Olmo2", "Olmo3")  # other orders of norms
+        ),
         ("llama-3.1-8b", {"attention_bias": True}, "biases"),
         ("llama-3.1-8b", {"mlp_bias": True}, "biases"),
         ("qwen3-0.6b", {"hidden_act": "gelu_pytorch_tanh"}, "activation"),
@@ -96,6 +122,17 @@ def test_supported_models(name: str, changes: dict[str, Any], problem: str | Non
 @pytest.mark.parametrize("change", [{"dtype": FP8}, {"block_size": 48}], ids=str)
 def test_unsupported_caches(change: dict[str, Any]) -> None:
     assert "KV cache" in str(problem_of(loaded_model("qwen3-0.6b"), replace(CACHE, **change)))
+
+
+def test_softcapping_and_norms_over_all_heads_are_not_supported() -> None:
+    model = loaded_model("qwen3-0.6b")
+    for layer in model.model.layers:
+        layer.self_attn.spec = replace(layer.self_attn.spec, softcap=50.0)
+    assert "caps attention scores" in str(problem_of(model))
+    model = loaded_model("qwen3-0.6b")
+    build = BuildContext(torch.device("cpu"), torch.bfloat16, SdpaAttention(32), TritonOps())
+    model.model.layers[1].self_attn.qk_norm = AllHeadsNorm(model.config, build)
+    assert problem_of(model) is not None
 
 
 def test_norms_beyond_bfloat16_are_not_supported() -> None:

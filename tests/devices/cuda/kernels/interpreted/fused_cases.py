@@ -55,6 +55,11 @@ def check_norms_and_gate(dtype: torch.dtype, device: str) -> None:
             )
             for a, b in zip(got, want, strict=True):
                 assert_close(a, b)
+        got, want = (
+            ops.add_norm(residual.clone(), update.clone(), norm)
+            for ops in (TritonOps(), TorchOps())
+        )
+        assert_close(got, want)
         gate_up = 4 * make(shape[0], 2 * shape[1], dtype=dtype, device=device)
         for activation in ACTIVATIONS:
             got, want = (ops.act_and_mul(gate_up, activation) for ops in (TritonOps(), TorchOps()))
@@ -63,14 +68,21 @@ def check_norms_and_gate(dtype: torch.dtype, device: str) -> None:
 
 def check_rope_write(dtype: torch.dtype, device: str) -> None:
     """q and the cache equal the reference's, and nothing else is written."""
-    for (head_dim, num_heads, num_kv_heads), has_norm in itertools.product(
-        ((64, 9, 3), (80, 4, 2), (96, 5, 1), (128, 16, 8)), (False, True)
+    for (head_dim, num_heads, num_kv_heads), normed in itertools.product(
+        ((64, 9, 3), (80, 4, 2), (96, 5, 1), (128, 16, 8)), ("nothing", "heads", "all heads")
     ):
         num_tokens = 5
         qkv = make(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
-        rope = make(100, 2, head_dim // 2, dtype=torch.float32, device=device)
-        weights = [make(head_dim, dtype=torch.float32, device=device, seed=i) for i in (3, 4)]
-        norm = QKNormWeights(*weights, 1e-6) if has_norm else None
+        num_tables = 4 if head_dim == 96 else 2  # with 4, q has its own cosines and sines
+        rope = make(100, num_tables, head_dim // 2, dtype=torch.float32, device=device)
+        shapes = [(head_dim,)] * 2
+        if normed == "all heads":
+            shapes = [(num_heads, head_dim), (num_kv_heads, head_dim)]
+        weights = [
+            make(*shape, dtype=torch.float32, device=device, seed=i)
+            for i, shape in enumerate(shapes)
+        ]
+        norm = None if normed == "nothing" else QKNormWeights(*weights, 1e-6)
         positions = torch.tensor([0, 99, 7, 7, 50], device=device)
         slot_mapping = torch.tensor([3, 63, 0, 17, 40], device=device)
         results = []

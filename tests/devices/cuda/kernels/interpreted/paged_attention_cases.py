@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nanovllm.attention.backend import AttentionSpec
 from nanovllm.devices.cuda.kernels.attention_configs import (
     TMA_CONFIG,
     AttentionConfig,
@@ -51,6 +52,7 @@ class Case:
     block_size: int = 32
     dtype: torch.dtype = torch.float32
     window: int | None = None
+    softcap: float | None = None
     num_splits: int = 1
     config: AttentionConfig | None = None
     is_nan: bool = True  # whether unused cache holds NaN or large numbers
@@ -73,7 +75,7 @@ class Step:
     query_lens: Tensor
     context_lens: Tensor
     out: Tensor
-    scale: float
+    spec: AttentionSpec
     exponents: tuple[Tensor, Tensor] | tuple[()] = ()
 
     @property
@@ -129,7 +131,7 @@ def make_step(case: Case, device: str) -> Step:
         table.to(device),
         *(column.to(torch.int32).to(device) for column in columns),
         torch.full(q.shape, math.nan, dtype=case.dtype, device=device),
-        case.head_dim**-0.5,
+        AttentionSpec(case.head_dim**-0.5, case.window, case.softcap),
         exponents,
     )
 
@@ -172,13 +174,11 @@ def run_shared(case: Case, step: Step) -> None:
     groups, members, lens = share(case, step)
     num_q_rows = len(step.q) * case.group
     config = case.config or prefill_config(case.head_dim, case.dtype, num_q_rows, case.is_fp8)
-    parts = attend_shared(step.q, step.cache, groups, members, step.scale, config)
+    parts = attend_shared(step.q, step.cache, groups, members, step.spec, config)
     rows = QueryRows(step.slots, step.context_lens)
     config = decode_config(case.head_dim, case.dtype, is_fp8=case.is_fp8)
     shared = SharedPartials(lens, parts)
-    paged_attention(
-        step.q, step.cache, rows, step.out, step.scale, None, config, case.num_splits, shared
-    )
+    paged_attention(step.q, step.cache, rows, step.out, step.spec, config, case.num_splits, shared)
 
 
 def run(case: Case, step: Step, kind: str) -> None:
@@ -201,7 +201,7 @@ def run(case: Case, step: Step, kind: str) -> None:
     num_splits = 1 if kind == "tma" else case.num_splits
     config = case.config or config
     tensors = step.q, step.cache, rows, step.out
-    paged_attention(*tensors, step.scale, case.window, config, num_splits)
+    paged_attention(*tensors, step.spec, config, num_splits)
 
 
 def check(case: Case, step: Step, kind: str) -> None:
@@ -211,8 +211,7 @@ def check(case: Case, step: Step, kind: str) -> None:
         *(step.q.double(), *step.widened()),
         step.block_table,
         *(step.slots, step.query_starts, step.query_lens, step.context_lens),
-        step.scale,
-        case.window,
+        step.spec,
     )
     for start, count in zip(step.query_starts.tolist(), step.query_lens.tolist(), strict=True):
         count = max(count, 1) if kind in ("decode", "shared") else count
@@ -262,6 +261,7 @@ def sample(kind: str, num_cases: int, dtypes: list[torch.dtype], limits: Limits)
             block_size=draw.choice(BLOCK_SIZES),
             dtype=dtypes[seed % len(dtypes)],
             window=draw.choice((None, None, 1, 20, 70)),
+            softcap=None if kind == "tma" else draw.choice((None, None, 1.5)),
             num_splits=draw.choice(limits.num_splits),
             is_nan=draw.random() < 0.5,
             is_ordered=draw.random() < 0.5,
@@ -313,6 +313,7 @@ def edge_cases(kind: str) -> list[Case]:
             replace(whole, block_size=48, num_splits=4, config=tiny),
             replace(whole, block_size=48, num_splits=2, config=wide, window=33),
             replace(whole, dtype=torch.float16, num_splits=8),
+            replace(whole, block_size=16, num_splits=4, config=tiny, softcap=0.5, window=40),
             Case(((600, 1),), num_splits=32),
             Case(((0, 0),) * 3, num_splits=4),
             Case(((0, 0), (0, 1))),
@@ -325,6 +326,7 @@ def edge_cases(kind: str) -> list[Case]:
             several,
             replace(several, block_size=48, num_splits=4),
             replace(several, num_shared=100),
+            replace(several, block_size=48, softcap=0.5),
             replace(several, config=small, num_shared=3, group=7),
         ]
     chunks = Case(((0, 33), (31, 1), (17, 30), (0, 0), (64, 2), (0, 16)))
@@ -347,6 +349,7 @@ def edge_cases(kind: str) -> list[Case]:
         replace(chunks, config=wide, window=40, block_size=16),
         replace(chunks, config=wide, dtype=torch.float16, group=7),
         replace(chunks, config=small, num_kv_heads=1, group=20),
+        replace(chunks, config=small, softcap=0.5),
         # The last tile of a CTA's keys is full, but its queries attend to only a part of it.
         Case(((0, 70), (40, 90)), block_size=16, config=replace(wide, q_rows=16), is_nan=True),
         Case(((0, 0),) * 2),

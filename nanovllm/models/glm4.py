@@ -1,0 +1,57 @@
+"""GLM-4: some dimensions of each head are rotated, in neighboring pairs; four norms per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.config import LayerAttention, ModelConfig
+from nanovllm.errors import CheckpointError
+from nanovllm.layers.build import BuildContext
+from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.self_attention import SelfAttention
+from nanovllm.models.config_json import read_model_config
+from nanovllm.models.decoder import DecoderLayer
+from nanovllm.models.post_norm import NormNames, SandwichLayer
+
+DEFAULTS = {"head_dim": 128, "attention_bias": True, "rms_norm_eps": 1.5625e-07}
+NORMS = NormNames(
+    after_attention="post_self_attn_layernorm",
+    before_mlp="post_attention_layernorm",
+    after_mlp="post_mlp_layernorm",
+)
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    parameters = dict(config.get("rope_parameters") or {})
+    factor = parameters.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
+    changes = {"rope_parameters": parameters, "partial_rotary_factor": None}
+    model = read_model_config({**DEFAULTS, **config, **changes})
+    rotary_dim = int(model.head_dim * (0.5 if factor is None else factor))
+    if rotary_dim % 2 or not 0 < rotary_dim <= model.head_dim:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor={factor} rotates {rotary_dim} of "
+            f"{model.head_dim} dimensions; an even number is needed"
+        )
+    rope = replace(model.layers[0].rope, rotary_dim=rotary_dim, is_interleaved=True)
+    layers = (LayerAttention(rope),) * model.num_layers
+    return replace(model, layers=layers, output_bias=False, mlp_bias=False)
+
+
+def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> SandwichLayer:
+    self_attn, mlp = _build_parts(config, layer_index, build)
+    return SandwichLayer(config, self_attn, mlp, build, NORMS)
+
+
+def build_glm_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> DecoderLayer:
+    """Build the layer of the first GLM-4 models, which only has the norms before each part."""
+    self_attn, mlp = _build_parts(config, layer_index, build)
+    return DecoderLayer(config, self_attn, mlp, build)
+
+
+def _build_parts(
+    config: ModelConfig, layer_index: int, build: BuildContext
+) -> tuple[SelfAttention, GatedMLP]:
+    mlp = GatedMLP(config, build, merged="gate_up_proj")
+    return SelfAttention(config, layer_index, build), mlp

@@ -1,0 +1,25 @@
+"""Granite: Llama's layer, with multipliers for embeddings, attention, residuals and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.config import ModelConfig
+from nanovllm.errors import CheckpointError
+from nanovllm.models.config_json import read_model_config
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    model = read_model_config({"rms_norm_eps": 1e-6, **config})
+    if not (multiplier := config.get("residual_multiplier", 1.0)) > 0:
+        raise CheckpointError(f"config.json: residual_multiplier={multiplier} must be above 0")
+    return replace(
+        model,
+        attention_scale=config.get("attention_multiplier", 1.0),
+        embedding_scale=config.get("embedding_multiplier", 1.0),
+        residual_multiplier=multiplier,
+        logits_scale=1.0 / config.get("logits_scaling", 1.0),
+        dtype="bfloat16" if model.dtype == "float16" else model.dtype,  # float16 might overflow
+    )
