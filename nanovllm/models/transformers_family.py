@@ -188,9 +188,7 @@ def record_call(
     """Record a call on the meta device, and return an output of the right shape."""
     q, k, v = qkv
     problem = None
-    if options.get("s_aux") is not None:
-        problem = "its attention has sinks"
-    elif mask is not None or options.get("position_bias") is not None:
+    if mask is not None or options.get("position_bias") is not None:
         problem = "its attention has a mask or a bias of its own"
     elif not options.get("is_causal", getattr(module, "is_causal", True)):
         problem = "its attention is not causal: it is an encoder"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -164,6 +164,8 @@ class PagedAttention:
         positions = torch.zeros_like(batch.positions)
         self.ops.rope_write(rows, None, self.no_rotation, positions, cache, batch.slot_mapping)
         spec = attention_spec(q, options)
+        if spec.sinks is not None and num_q > num_heads:
+            spec = replace(spec, sinks=F.pad(spec.sinks, (0, num_q - num_heads)))
         output = self.attention.attend(rows[:, :num_q], cache, batch.attention, spec)
         return output[None, :, :num_heads, :v_dim].contiguous()
 
@@ -177,7 +179,8 @@ class PagedAttention:
 def attention_spec(q: Tensor, options: dict[str, Any]) -> AttentionSpec:
     scale = options.get("scaling")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return AttentionSpec(scale, options.get("sliding_window"), options.get("softcap"))
+    window, softcap, sinks = (options.get(key) for key in ("sliding_window", "softcap", "s_aux"))
+    return AttentionSpec(scale, window, softcap, sinks)
 
 
 def set_attention(causal_lm: Any, attend: Attend) -> None:

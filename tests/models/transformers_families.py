@@ -54,9 +54,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt_bigcode": {},  # one kv head
     "gpt_neox": {},
+    "gpt_oss": {**LOCAL_EXPERTS, **WINDOWS, **HEADS, "attn_implementation": "eager"},  # sinks
+    "granite_swa": {**WINDOWS, "attn_implementation": "eager"},
     "granitemoe": LOCAL_EXPERTS,
     "helium": HEADS,
     "hunyuan_v1_dense": HEADS,
+    "mimo_v2_flash": {  # sinks, and values that are smaller than keys
+        **{**ROUTED_EXPERTS, **WINDOWS, **HEADS, "v_head_dim": 8, "attn_implementation": "eager"},
+    },
     "minimax_m2": {**LOCAL_EXPERTS, **HEADS, "rotary_dim": 8},
     "nanochat": {},  # soft-capped logits
     "nemotron": HEADS,
