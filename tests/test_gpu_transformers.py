@@ -13,7 +13,7 @@ from tests.models.test_transformers_model import GREEDY, MAX_TOKENS, make_prompt
 from tests.test_gpu import OPTIONS
 
 pytestmark = NEEDS_GPU
-FAMILIES = ("cohere2", "gemma4_text", "gpt2", "gpt_neox", "olmoe", "opt", "stablelm")
+FAMILIES = ("cohere2", "gemma4_text", "gpt2", "gpt_neox", "gpt_oss", "olmoe", "opt", "vaultgemma")
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "eager": {"enforce_eager": True},
@@ -37,7 +37,7 @@ def test_equals_generate(tmp_path: Path, model_type: str) -> None:
                 assert decode.persistent is None
 
 
-@pytest.mark.parametrize("model_type", ["gemma4_text", "olmoe"])
+@pytest.mark.parametrize("model_type", ["gemma4_text", "gpt_oss", "olmoe"])
 def test_graphs_equal_eager_steps_in_half_precision(tmp_path: Path, model_type: str) -> None:
     """Experts then run as one grouped GEMM, which a graph can capture."""
     make_tiny(tmp_path, model_type)
