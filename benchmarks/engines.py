@@ -119,8 +119,9 @@ def bytes_in_use(device: str) -> int:
 
 def start_fallback(args: argparse.Namespace, workloads: list[Workload]) -> Engine:
     """Start our engine with transformers' model code, which does not read GGUF files."""
-    path = Path(model_path(args.model))
-    if path.suffix != ".json" and find_checkpoint(str(path)).weight_format == "gguf":
+    has_weights = args.load_format != "dummy"
+    checkpoint = find_checkpoint(model_path(args.model), need_weights=has_weights)
+    if checkpoint.weight_format == "gguf":
         folder = tempfile.mkdtemp()
         load_transformers(args.model, "cpu", args.dtype).save_pretrained(folder)
         args.model = folder

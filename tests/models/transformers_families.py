@@ -49,7 +49,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{**WINDOWS, **HEADS, **PER_LAYER, "num_kv_shared_layers": 0},
         **{"global_head_dim": 32, "num_global_key_value_heads": 1},
     },
-    "glm": HEADS,
     "glm4_moe": {**ROUTED_EXPERTS, **HEADS, "first_k_dense_replace": 1},
     "gpt2": {},
     "gpt_bigcode": {},  # one kv head
