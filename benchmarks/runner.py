@@ -30,10 +30,11 @@ class Timing:
 
 
 @contextlib.contextmanager
-def open_llm(args: argparse.Namespace) -> Iterator[LLM]:
-    """Start an engine without a tokenizer; the model may be one of configs/."""
+def open_llm(args: argparse.Namespace, has_tokenizer: bool = False) -> Iterator[LLM]:
+    """Start an engine, by default without a tokenizer; the model may be one of configs/."""
     config = engine_config(args)
-    config = replace(config, model=model_path(config.model), skip_tokenizer_init=True)
+    path = model_path(config.model)
+    config = replace(config, model=path, skip_tokenizer_init=not has_tokenizer)
     with load_llm(config, args.threads) as llm:
         yield llm
 

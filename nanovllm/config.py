@@ -1,10 +1,11 @@
-"""EngineConfig, the user's options, and ModelConfig, read from the checkpoint. Imports no torch."""
+"""EngineConfig (the user's options) and ModelConfig (read from the checkpoint); torch-free."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from nanovllm.errors import ConfigError
@@ -12,6 +13,7 @@ from nanovllm.validation import check_choices, check_types, option, require, sug
 
 WHOLE_CONTEXT = 2**31 - 1  # a max_model_len that stands for the model's own limit
 SERVING_TARGET_MS = 25.0  # default target_inter_token_ms of AsyncLLM and of servers
+MAX_SPECULATIVE_TOKENS = 32
 DTYPES = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # aliases in PyTorch and vLLM
@@ -28,6 +30,40 @@ def tokens(text: str) -> int:
     if math.isinf(number):
         raise ValueError
     return round(number)
+
+
+def json_object(text: str) -> Any:
+    """Parse JSON; argparse names this function in its error message."""
+    return json.loads(text)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """The content of `EngineConfig.speculative_config`, under vLLM's names."""
+
+    method: Literal["ngram", "suffix", "draft_model"]
+    num_speculative_tokens: int = 7
+    model: str | None = None  # only for "draft_model"
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
+        """Check the options and return them as a record."""
+        require(isinstance(options, Mapping), "speculative_config", "a dict", options, ConfigError)
+        known = [each.name for each in fields(cls)]
+        for name in options:
+            require(name in known, "speculative_config", f"made of {known}", name, ConfigError)
+        config = cls(**{"method": None, **options})
+        check_choices(config)
+        has_model = isinstance(config.model, str) and config.model != ""
+        is_needed = config.method == "draft_model"
+        expected = "a model" if is_needed else "given only with method draft_model"
+        is_given = has_model if is_needed else config.model is None
+        require(is_given, "speculative_config model", expected, config.model, ConfigError)
+        count = config.num_speculative_tokens
+        is_count = type(count) is int and 1 <= count <= MAX_SPECULATIVE_TOKENS
+        expected = f"between 1 and {MAX_SPECULATIVE_TOKENS}"
+        require(is_count, "num_speculative_tokens", expected, count, ConfigError)
+        return config
 
 
 @suggest_fields
@@ -91,11 +127,37 @@ class EngineConfig:
         alias="-q",
         unset="the checkpoint's own",
     )
+    speculative_config: Mapping[str, Any] | None = option(
+        None,
+        "JSON: method (ngram, suffix or draft_model), num_speculative_tokens, model",
+        hash=False,
+        parse=json_object,
+        unset="no drafts",
+    )
     model_impl: Literal["auto", "nanovllm", "transformers"] = option(
         "auto",
         "whose model code runs: our own, or transformers' with our attention, which is slower; "
         "auto prefers our own",
     )
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Maximum number of drafts of a row; 0 without speculative decoding."""
+        if self.speculative_config is None:
+            return 0
+        return SpeculativeConfig.read(self.speculative_config).num_speculative_tokens
+
+    @property
+    def draft_model(self) -> str | None:
+        """The draft model of speculative decoding, if it has one."""
+        if self.speculative_config is None:
+            return None
+        return SpeculativeConfig.read(self.speculative_config).model
+
+    @property
+    def max_num_rows(self) -> int:
+        """Maximum number of rows that a step samples: one per sequence, and the drafts."""
+        return self.max_num_seqs + self.num_speculative_tokens
 
     def __post_init__(self) -> None:
         if type(self.dtype).__name__ == "dtype":  # a torch.dtype, without importing torch
@@ -135,6 +197,8 @@ class EngineConfig:
         is_time = target is None or 0 < target < math.inf
         self._require("target_inter_token_ms", is_time, "a time above 0 in milliseconds, or None")
         self._require("depth", self.depth in (None, 0, 1), "0, 1 or None")
+        if self.speculative_config is not None:
+            SpeculativeConfig.read(self.speculative_config)
         is_time = 0 <= self.step_timeout < float("inf")
         self._require("step_timeout", is_time, "a number of seconds, or 0 for no limit")
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig
+from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig, SpeculativeConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.core import EngineCore
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
+    from nanovllm.engine.drafter import Drafter
     from nanovllm.engine.engine_options import EngineOptions
     from nanovllm.worker.device_interface import Device
 
@@ -396,7 +397,8 @@ def start_core(
         target = config.target_inter_token_ms
         prompt_budget = None if target is None else PromptBudget(target / 1000)
         max_tokens = config.max_num_batched_tokens
-        scheduler = Scheduler(blocks, config.max_num_seqs, max_tokens, prompt_budget)
+        drafter = create_drafter(config)
+        scheduler = Scheduler(blocks, config.max_num_seqs, max_tokens, prompt_budget, drafter)
         depth = info.depth if config.depth is None else config.depth
         core = EngineCore(scheduler, executor, depth, config.max_model_len, create_grammars)
         # A full garbage collection takes 60 ms, as it visits every imported module. After this
@@ -413,6 +415,20 @@ def start_core(
             config.max_model_len,
         )
     return StartedCore(core, info)
+
+
+def create_drafter(config: EngineConfig) -> Drafter | None:
+    """Create the drafter of speculative decoding, if it is on."""
+    if config.speculative_config is None:
+        return None
+    from nanovllm.engine.drafter import Drafter, ModelProposer, Proposer
+    from nanovllm.engine.ngram_proposer import NgramProposer
+
+    speculative = SpeculativeConfig.read(config.speculative_config)
+    proposer: Proposer = ModelProposer()
+    if speculative.method != "draft_model":
+        proposer = NgramProposer(has_store=speculative.method == "suffix")
+    return Drafter(proposer, speculative.num_speculative_tokens)
 
 
 def create_executor(

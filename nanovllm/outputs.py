@@ -55,6 +55,8 @@ class RequestOutput(Mapping[str, Any]):
     pooled: list[float] | None = None  # pooled hidden states, not normalized, for `LLM.embed`
     queue_time: float = 0.0  # seconds from arrival to the first step; 0.0 if there was none
     request_id: str = ""  # chosen by the caller, or else the seq_id as a string
+    num_accepted_tokens: int = 0  # drafts of speculative decoding that were accepted
+    num_rejected_tokens: int = 0  # drafts that were not
 
     @property
     def finished(self) -> bool:

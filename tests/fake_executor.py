@@ -70,15 +70,14 @@ class FakeExecutor:
             for position in range(start, start + count):
                 self.kv[self._address(slot, position)] = self.tokens[slot][position]
         sampled = []
-        for (slot, start, count), is_sampled in zip(rows, plan.num_logits.tolist(), strict=True):
-            if is_sampled:
-                end = start + count
+        for (slot, start, count), num_logits in zip(rows, plan.num_logits.tolist(), strict=True):
+            for end in range(start + count - num_logits + 1, start + count + 1):
                 token = predict([int(self.kv[self._address(slot, p)]) for p in range(end)])
                 self.tokens[slot][end] = token
                 sampled.append(token)
         vectors = self._pool(rows)
         pooled = np.array(vectors, np.float32) if vectors else None
-        return Done(StepResult(np.array(sampled, np.int32)[:, None], pooled=pooled))
+        return Done(StepResult(np.array(sampled, np.int32), pooled=pooled))
 
     def _pool(self, rows: list[tuple[int, int, int]]) -> list[list[int]]:
         """Return the token sums of the prompts that end, accumulated over their chunks."""
@@ -99,6 +98,8 @@ class FakeExecutor:
             self.pooled.pop(row.slot, None)
             if row.pooling is not None:
                 self.pooled[row.slot] = [row.num_prompt_tokens, 0]
+        for draft in plan.draft_updates:
+            self.tokens[draft.slot].update(enumerate(draft.token_ids, draft.num_tokens))
         for update in plan.block_updates:
             assert update.index == len(self.block_tables[update.slot])
             self.block_tables[update.slot].append(update.block_id)

@@ -69,7 +69,7 @@ class StoredTensor:
 
 
 def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
-    """List the tensors in the files; only quantized checkpoints may have dtypes besides floats."""
+    """List the tensors in the files; FP8 and integers only occur in quantized checkpoints."""
     dtypes = _DTYPES | (_QUANTIZED_DTYPES if checkpoint.is_quantized else {})
     list_file: Callable[[Path], Iterator[StoredTensor]] = partial(_list_safetensors, dtypes=dtypes)
     if checkpoint.weight_format == "bin":

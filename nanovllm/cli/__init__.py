@@ -26,7 +26,7 @@ from nanovllm.cli.start import configure_logging
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code: 0, or 1 after a failure, or 2 for wrong usage."""
+    """Run a command; return its exit code, as `exit_code` defines it."""
     arguments = dashed(sys.argv[1:] if argv is None else argv) or ["--help"]
     return exit_code(lambda: run(parse(arguments)), "nanovllm")
 

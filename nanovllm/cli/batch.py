@@ -2,7 +2,7 @@
 "messages", sampling parameters, and any other fields, which are copied to the output. If the model
 has a chat template, a "prompt" is sent as a user message; with --raw it is continued as text. Rows
 that fail go to OUTPUT.errors.jsonl. A job that was stopped or killed resumes when the same command
-is started again: no row is lost or processed twice. Engine options are those of `nanovllm serve`.
+is started again: no row is lost or written twice. Engine options are those of `nanovllm serve`.
 
 The exit status is 0 if every row succeeded, 1 if some rows failed and 2 if all of them did.
 

@@ -15,6 +15,7 @@ from nanovllm.engine.request import (
     Request,
     SequenceEnd,
     StepTiming,
+    TokenLogprobs,
     check_length,
     microseconds,
 )
@@ -137,7 +138,14 @@ class EngineCore:
         # The device runs one step at a time.
         device_begin = max(submit_time, self._last_result_time)
         device = result_time - device_begin
+        num_accepted = self.scheduler.draft_counts.num_accepted_tokens
         step = self._drop_in_flight() if result.is_lost else self._commit(plan, result, device)
+        drafter = self.scheduler.drafter
+        if drafter is not None and not plan.num_prefill_tokens:
+            # Include the time in which the device waited for this plan: drafts delay it.
+            seconds = result_time - self._last_result_time
+            counts = len(plan.counts), plan.num_decode_tokens, step.num_decode_tokens
+            drafter.measured(*counts, seconds)
         self.timings.append(
             StepTiming(
                 begin,
@@ -150,36 +158,37 @@ class EngineCore:
                 step.num_prefill_tokens,
                 step.num_decode_tokens,
                 len(plan.counts),
+                self.scheduler.draft_counts.num_accepted_tokens - num_accepted,
             )
         )
         self._last_result_time = result_time
         return step
 
     def _commit(self, plan: StepPlan, result: StepResult, seconds: float) -> EngineCoreOutputs:
+        num_before = self.scheduler.draft_counts.num_rejected
         updated = self.scheduler.commit(plan, result, seconds)
+        num_rejected = self.scheduler.draft_counts.num_rejected - num_before
         if self._in_flight:
             self._send_masks()
         streaming = [
-            seq
-            for seq in updated
-            if seq.is_streaming
-            and seq.finish_reason != "error"
-            and seq.request.params.max_tokens != 0
+            seq for seq in updated if seq.is_streaming and seq.request.params.max_tokens != 0
         ]
+        no_logprobs: list[TokenLogprobs | None] = [None]
         return EngineCoreOutputs(
-            [seq.seq_id for seq in streaming],
-            [seq.token_ids[-1] for seq in streaming],
+            [seq.seq_id for seq in streaming for _ in range(seq.num_new)],
+            [each for seq in streaming for each in seq.new_token_ids],
             [self._leave(seq) for seq in updated if seq.finish_reason is not None],
-            [seq.newest_logprobs for seq in streaming],
+            [each for seq in streaming for each in seq.new_logprobs or no_logprobs * seq.num_new],
             plan.num_prefill_tokens,
-            plan.num_decode_tokens,
+            plan.num_decode_tokens - num_rejected,
         )
 
     def _drop_in_flight(self) -> EngineCoreOutputs:
         """Recompute all sequences, because the steps in flight depend on a step that was lost."""
         for plan, pending, _ in self._in_flight:
             if len(plan.masked_rows):  # the step waits for bitmasks, so send some that allow all
-                ended = [None] * len(plan.masked_rows)
+                num_masks = int(plan.num_logits[plan.masked_rows].sum())
+                ended: list[tuple[None, list[int]]] = [(None, [])] * num_masks
                 self.executor.sample(
                     self._get_grammars().masks(ended, self.executor.mask_memory)[0]
                 )
@@ -192,8 +201,8 @@ class EngineCore:
         """Send bitmasks for the oldest step in flight: the tokens they depend on are now known."""
         plan = self._in_flight[0][0]
         if len(plan.masked_rows):
-            matchers = self.scheduler.matchers(plan)
-            masks, late = self._get_grammars().masks(matchers, self.executor.mask_memory)
+            rows = self.scheduler.matchers(plan)
+            masks, late = self._get_grammars().masks(rows, self.executor.mask_memory)
             self.scheduler.wait_for_grammar(plan.masked_rows[late].tolist())
             self.executor.sample(masks)
 
@@ -230,4 +239,5 @@ class EngineCore:
             seq.pooled,
             seq.error,
             POOL_TOO_SMALL if seq.is_cut_by_pool and seq.finish_reason == "length" else None,
+            seq.draft_counts,
         )

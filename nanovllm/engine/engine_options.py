@@ -45,7 +45,6 @@ IGNORED_WITH_VALUE = {
 }
 # Options that would change outputs or speed, with the values at which they have no effect.
 UNSUPPORTED_OPTIONS = {
-    "speculative_config": ("none",),
     "pipeline_parallel_size": ("1",),
     "cpu_offload_gb": ("0", "0.0"),
     "lora_modules": (),
@@ -84,11 +83,12 @@ class EngineOptions(TypedDict, total=False):
     data_parallel_size: int
     kv_cache_dtype: str
     quantization: str | None
+    speculative_config: Mapping[str, Any] | None
     model_impl: Literal["auto", "nanovllm", "transformers"]
 
 
 def drop_vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options without those that have an effect only in vLLM, and log a warning."""
+    """Return the options under their names here; ignore, with a warning, those without effect."""
     for note in ignored_notes(options):
         logger.warning("%s", note)
     own = {name: value for name, value in options.items() if name not in VLLM_OPTIONS}

@@ -32,6 +32,9 @@ class Matcher(Protocol):
     def finishes(self, token_id: int) -> bool:
         """Accept a token that is not a stop token; return True if no more tokens are allowed."""
 
+    def num_allowed(self, drafts: list[int]) -> int:
+        """Return how many of the drafts, from the first on, the grammar allows."""
+
 
 class GrammarEngine(Protocol):
     """Compiles grammars in any thread, and computes bitmasks in the engine's thread."""
@@ -44,11 +47,13 @@ class GrammarEngine(Protocol):
     def matcher(self, grammar: Any, stop_token_ids: frozenset[int]) -> Matcher:
         """Return a matcher; it is not ready while its grammar is being compiled."""
 
-    def masks(self, matchers: Sequence[Any], allocate: Allocate) -> tuple[Bitmasks, list[int]]:
-        """Return the next bitmask of each matcher, and the rows whose bitmask is not ready.
+    def masks(
+        self, rows: Sequence[tuple[Any, list[int]]], allocate: Allocate
+    ) -> tuple[Bitmasks, list[int]]:
+        """Return the bitmasks of each matcher, and the indices of those that are not ready.
 
-        None in place of a matcher (its sequence has ended) allows every token. The next call may
-        overwrite the bitmasks.
+        A matcher has a bitmask for the next token and one after each of its drafts. None, for a
+        sequence that has ended, allows every token. The next call may reuse the memory.
         """
 
     def wait(self, matchers: list[Any]) -> None:

@@ -20,7 +20,7 @@ def run_lazily(
     prompts: Iterable[Any],
     params: SamplingParams | Iterable[SamplingParams] | None,
 ) -> Generator[tuple[int, RequestOutput], None, None]:
-    """Yield the index and output of each prompt as it finishes; `create` validates a prompt."""
+    """Yield the index and output of each prompt as it finishes; `create` validates prompts."""
 
     def take(count: int) -> dict[int, RequestState]:
         requests = {}

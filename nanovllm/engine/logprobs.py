@@ -41,12 +41,14 @@ def entry_bytes(num_top: int | None) -> int:
 
 
 def add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
-    """Set the logprobs of the newest token on each sequence that asks for them."""
+    """Set the logprobs of all sampled positions on each sequence that asks for them."""
     asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
     entries = pack_logprobs(result.logprob_ids, result.logprobs, result.logprob_ranks)
+    for seq in asking:
+        seq.new_logprobs = []
     for seq, entry in zip(asking, entries, strict=True):
         if seq.finish_reason is None and not seq.is_dropped:
-            seq.newest_logprobs = entry[: entry_bytes(seq.request.params.logprobs)]
+            seq.new_logprobs.append(entry[: entry_bytes(seq.request.params.logprobs)])
 
 
 def add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult) -> None:
@@ -78,7 +80,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 def text_within(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    """Return a token's text as in mid-sentence: SentencePiece drops a text's leading space."""
+    """Return a token's text as inside a sentence; alone, it would lose a leading space."""
     alone, twice = (str(tokenizer.decode([token_id] * count)) for count in (1, 2))
     return f" {alone}" if twice == f"{alone} {alone}" else alone
 

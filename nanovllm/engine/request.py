@@ -49,6 +49,24 @@ def check_length(request: Request, max_len: int) -> None:
 TokenLogprobs = bytes  # an entry for one position; `engine/logprobs.py` defines the layout
 
 
+@dataclass(slots=True)
+class DraftCounts:
+    """Drafts since the engine started, or of one sequence."""
+
+    num_drafts: int = 0  # rows with drafts
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def num_rejected(self) -> int:
+        return self.num_draft_tokens - self.num_accepted_tokens
+
+    def add(self, num_draft_tokens: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedSequence:
     """The tokens of a sequence that has ended, and why it ended."""
@@ -64,6 +82,7 @@ class FinishedSequence:
     pooled: Vector | None = None
     error: str | None = None  # message of a logits processor that failed
     stop_reason: str | None = None  # None or POOL_TOO_SMALL
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     def stopped_at(self, num_tokens: int) -> FinishedSequence:
         """Return a copy that ends at a stop string; the core may have generated more tokens."""
@@ -103,6 +122,7 @@ class StepTiming(NamedTuple):
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_rows: int = 0  # 0 if no result was collected
+    num_accepted_tokens: int = 0  # drafts among the decode tokens
 
 
 class SequenceEnd(NamedTuple):

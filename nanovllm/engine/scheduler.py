@@ -6,16 +6,27 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.grammar import Matcher
 from nanovllm.engine.prompt_budget import PromptBudget
-from nanovllm.engine.request import FinishReason
+from nanovllm.engine.request import DraftCounts, FinishReason
 from nanovllm.engine.sequence import NO_SLOT, Sequence, WaitingQueue
-from nanovllm.engine.step import BlockCopy, BlockUpdate, NewRow, StepPlan, StepResult
+from nanovllm.engine.step import (
+    BlockCopy,
+    BlockUpdate,
+    DraftUpdate,
+    NewRow,
+    StepPlan,
+    StepResult,
+)
 from nanovllm.sampling_params import NO_TOKEN
+
+if TYPE_CHECKING:
+    from nanovllm.engine.drafter import Drafter
 
 
 class Scheduler:
@@ -31,6 +42,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prompt_budget: PromptBudget | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -39,6 +51,8 @@ class Scheduler:
         self.num_cache_queries = self.num_cache_hits = 0
         self.blocks = blocks
         self.prompt_budget = prompt_budget  # None: only max_num_batched_tokens limits prompts
+        self.drafter = drafter  # None: no speculative decoding
+        self.draft_counts = DraftCounts()
         self.waiting = WaitingQueue()
         # Sequences whose grammar is not compiled, or whose next bitmask is not computed yet.
         self.waiting_for_grammar: dict[int, Sequence] = {}
@@ -51,6 +65,9 @@ class Scheduler:
         # Leaders (sequences with followers) whose prefill the last plan completed.
         self._prefilled_leaders: list[Sequence] = []
         self._in_flight: deque[list[Sequence]] = deque()  # rows of each uncommitted plan
+        # Whether many rows of the newest plan in flight have drafts. Then the others wait, too: a
+        # step without the drafted rows would take about as long as one with all rows.
+        self._has_many_drafted = False
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; a further sample of a prompt waits for its leader's prefill."""
@@ -65,18 +82,23 @@ class Scheduler:
 
         Returns None if no sequence can run.
         """
-        draft = _Draft(self.max_num_batched_tokens)
+        builder = _PlanBuilder(self.max_num_batched_tokens)
+        if self.drafter is not None:
+            num_rows = min(len(self.running) + len(self.waiting), self.max_num_seqs)
+            self.drafter.begin_step(num_rows, self.max_num_seqs)
+            newest = self._in_flight[-1] if self._in_flight else []
+            self._has_many_drafted = 8 * sum(bool(seq.drafts) for seq in newest) > len(newest)
         while self._prefilled_leaders:
             self._enqueue_followers(self._prefilled_leaders.pop())
         if self.waiting_for_grammar:
             self._enqueue_ready()
-        self._schedule_running(draft)
-        self._admit_waiting(draft)
-        if not draft.rows:
+        self._schedule_running(builder)
+        self._admit_waiting(builder)
+        if not builder.rows:
             return None
-        plan = draft.to_plan(self._released)
+        plan = builder.to_plan(self._released)
         self._released = []
-        self._in_flight.append(draft.rows)
+        self._in_flight.append(builder.rows)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, seconds: float) -> list[Sequence]:
@@ -87,7 +109,7 @@ class Scheduler:
         if self.prompt_budget is not None:
             self.prompt_budget.measured(plan.num_prefill_tokens, plan.num_decode_tokens, seconds)
         rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
-        sampled = [seq for seq, count in zip(rows, num_logits, strict=True) if count]
+        sampled = [seq for seq, count in zip(rows, num_logits, strict=True) for _ in range(count)]
         if result.prompt_logprobs is not None:
             from nanovllm.engine.logprobs import add_prompt_logprobs
 
@@ -106,28 +128,38 @@ class Scheduler:
                 is_finite = seq.pooled is not None and bool(np.isfinite(seq.pooled).all())
                 self._end(seq, "length" if is_finite else "error")
                 updated.append(seq)
-        for seq, token_ids in zip(sampled, result.tokens.tolist(), strict=True):
-            if seq.finish_reason is not None:  # the sequence ended while this step was in flight
+        token_ids, end = result.tokens.tolist(), 0
+        for seq, count in zip(rows, num_logits, strict=True):
+            num_before, end = end, end + count
+            new = token_ids[num_before:end]
+            if not new or seq.finish_reason is not None:  # it ended while the step was in flight
                 continue
             if seq.is_dropped:
                 seq.is_dropped = False
                 continue
-            for token_id in token_ids:
+            num_known = len(seq.token_ids)
+            if seq.drafts and result.draft_tokens is not None:
+                seq.drafts = result.draft_tokens[num_before : num_before + count - 1].tolist()
+            for token_id in self._verified(seq, new) if seq.drafts else new:
                 self._append(seq, token_id)
                 if seq.finish_reason is not None:
                     break
+            seq.num_new = len(seq.token_ids) - num_known
+            del seq.new_logprobs[seq.num_new :]
             if seq.is_streaming or seq.finish_reason is not None:
                 updated.append(seq)
         return updated
 
-    def matchers(self, plan: StepPlan) -> list[Matcher | None]:
-        """Return the matchers of the masked rows of the oldest plan in flight.
+    def matchers(self, plan: StepPlan) -> list[tuple[Matcher | None, list[int]]]:
+        """Return the matchers and drafts of the masked rows of the oldest plan in flight.
 
         None stands for a sequence that has ended in the meantime.
         """
         rows = self._in_flight[0]
         masked = [rows[row] for row in plan.masked_rows.tolist()]
-        return [None if seq.finish_reason is not None else seq.matcher for seq in masked]
+        return [
+            (None if seq.finish_reason is not None else seq.matcher, seq.drafts) for seq in masked
+        ]
 
     def wait_for_grammar(self, rows: list[int]) -> None:
         """Discard the tokens of some rows of the oldest plan in flight: they have no bitmask yet.
@@ -139,7 +171,7 @@ class Scheduler:
             if seq.finish_reason is not None:
                 continue
             seq.num_tokens -= 1
-            seq.is_dropped = True
+            seq.is_dropped, seq.drafts = True, []
             self._leave_running(seq)
             self.waiting_for_grammar[seq.seq_id] = seq
 
@@ -155,7 +187,7 @@ class Scheduler:
         self.blocks.reset_prefix_cache()
         for seq in rows.values():
             if seq.finish_reason is None:
-                seq.num_tokens, seq.is_dropped = len(seq.token_ids), False
+                seq.num_tokens, seq.is_dropped, seq.drafts = len(seq.token_ids), False, []
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence early (abort, stop string); does nothing if it has ended already."""
@@ -177,35 +209,38 @@ class Scheduler:
     def _last_running(self) -> Sequence:
         return self.running[next(reversed(self.running))]
 
-    def _schedule_running(self, draft: _Draft) -> None:
+    def _schedule_running(self, builder: _PlanBuilder) -> None:
         # Each row takes at least one token, so at most `budget` rows can be scheduled.
-        rows = list(islice(self.running.values(), draft.budget))
+        rows = list(islice(self.running.values(), builder.budget))
         if self.prompt_budget is None:
-            self._schedule_rows(rows, draft)
+            self._schedule_rows(rows, builder)
             return
         # Decode rows come first, regardless of priority, so that they never wait for a prefill.
         prompts = [seq for seq in rows if seq.num_tokens - seq.num_computed > 1]
-        self._schedule_rows([seq for seq in rows if seq.num_tokens - seq.num_computed == 1], draft)
-        if draft.num_decode_tokens:
-            most = self.prompt_budget.num_prompt_tokens(draft.num_decode_tokens)
-            draft.budget = min(draft.budget, most)
-        self._schedule_rows(prompts, draft)
+        self._schedule_rows(
+            [seq for seq in rows if seq.num_tokens - seq.num_computed == 1], builder
+        )
+        if builder.num_decode_tokens:
+            most = self.prompt_budget.num_prompt_tokens(builder.num_decode_tokens)
+            builder.budget = min(builder.budget, most)
+        self._schedule_rows(prompts, builder)
 
-    def _schedule_rows(self, rows: list[Sequence], draft: _Draft) -> None:
+    def _schedule_rows(self, rows: list[Sequence], builder: _PlanBuilder) -> None:
         for seq in rows:
-            if draft.budget == 0:
+            if builder.budget == 0:
                 return
             num_tokens = seq.num_tokens
             if seq.slot == NO_SLOT or num_tokens >= seq.max_len:
                 continue  # preempted by an earlier row of this plan, or its last token is in flight
-            if seq.is_serial and seq.num_pending:
+            if seq.num_pending and self._must_wait(seq):
                 continue
-            end = min(num_tokens, seq.num_computed + draft.budget)
-            if end > seq.capacity and not self._grow(seq, end, draft):
+            end = min(num_tokens, seq.num_computed + builder.budget)
+            drafts = [] if self.drafter is None else self._propose(seq, builder)
+            if end + len(drafts) > seq.capacity and not self._grow(seq, end + len(drafts), builder):
                 continue
-            self._add_row(draft, seq, end)
+            self._add_row(builder, seq, end, drafts)
 
-    def _grow(self, seq: Sequence, num_tokens: int, draft: _Draft) -> bool:
+    def _grow(self, seq: Sequence, num_tokens: int, builder: _PlanBuilder) -> bool:
         """Allocate blocks for `seq`; if too few are free, preempt the last running sequences.
 
         Returns False if `seq` itself was preempted.
@@ -217,7 +252,7 @@ class Scheduler:
             if victim is seq:
                 return False
         for index, block_id in enumerate(block_ids, first_index):
-            draft.block_updates.append(BlockUpdate(seq.slot, index, block_id))
+            builder.block_updates.append(BlockUpdate(seq.slot, index, block_id))
         return True
 
     def _enqueue_followers(self, leader: Sequence) -> None:
@@ -250,8 +285,8 @@ class Scheduler:
         self._num_free_to_admit = 0
         self.num_preemptions += 1
 
-    def _admit_waiting(self, draft: _Draft) -> None:
-        while self.waiting and draft.budget and self._free_slots:
+    def _admit_waiting(self, builder: _PlanBuilder) -> None:
+        while self.waiting and builder.budget and self._free_slots:
             if self.blocks.num_free < self._num_free_to_admit:
                 return
             seq = self.waiting.first()
@@ -262,9 +297,9 @@ class Scheduler:
             if num_needed is not None:
                 return
             self.waiting.remove(seq)
-            self._enter_running(seq, draft)
+            self._enter_running(seq, builder)
 
-    def _enter_running(self, seq: Sequence, draft: _Draft) -> None:
+    def _enter_running(self, seq: Sequence, builder: _PlanBuilder) -> None:
         seq.slot = self._free_slots.pop()
         seq.start_time = seq.start_time or time.perf_counter()
         is_last = not self.running or seq.priority >= self._last_running.priority
@@ -277,9 +312,9 @@ class Scheduler:
             self.num_cache_hits += seq.num_cached
         copy, seq.leader = self.blocks.copy_on_write(seq), None
         if copy is not None:
-            draft.block_copies.append(copy)
+            builder.block_copies.append(copy)
         token_ids = np.array(seq.token_ids, np.int32)
-        draft.new_rows.append(
+        builder.new_rows.append(
             NewRow(
                 seq.slot,
                 token_ids,
@@ -293,23 +328,34 @@ class Scheduler:
             )
         )
         # A prompt that does not fit takes the rest of the budget, so none is admitted after it.
-        self._add_row(draft, seq, min(seq.num_tokens, seq.num_computed + draft.budget))
+        self._add_row(builder, seq, min(seq.num_tokens, seq.num_computed + builder.budget))
         seq.row_start = 0
 
-    def _add_row(self, draft: _Draft, seq: Sequence, end: int) -> None:
-        """Schedule `seq` up to `end`; at its last token, also count the one to be sampled."""
+    def _add_row(
+        self, builder: _PlanBuilder, seq: Sequence, end: int, drafts: list[int] | None = None
+    ) -> None:
+        """Schedule `seq` up to `end`; at its last token, also count the one to be sampled.
+
+        Drafts run after it but are not counted before `commit` has verified them.
+        """
         start = seq.num_computed
         is_last = end == seq.num_tokens
-        draft.rows.append(seq)
-        draft.slots.append(seq.slot)
-        draft.starts.append(start)
-        draft.counts.append(end - start)
-        draft.num_logits.append(seq.num_logits if is_last else 0)
+        builder.rows.append(seq)
+        builder.slots.append(seq.slot)
+        builder.starts.append(start)
+        count, num_logits = end - start, seq.num_logits if is_last else 0
+        if drafts or seq.has_rejected:
+            drafts = drafts or []
+            builder.draft_updates.append(DraftUpdate(seq.slot, end, drafts))
+            seq.drafts, seq.has_rejected = drafts, False
+            count, num_logits = count + len(drafts), num_logits + len(drafts)
+        builder.counts.append(count)
+        builder.num_logits.append(num_logits)
         if is_last and seq.matcher is not None:
-            draft.masked_rows.append(len(draft.rows) - 1)
+            builder.masked_rows.append(len(builder.rows) - 1)
         if is_last and start >= seq.num_prompt_tokens:
-            draft.num_decode_tokens += 1
-        draft.budget -= end - start
+            builder.num_decode_tokens += count
+        builder.budget -= count
         seq.row_start, seq.num_computed = start, end
         if is_last:
             seq.num_tokens += 1
@@ -317,6 +363,37 @@ class Scheduler:
             self.blocks.register(seq)
         if seq.followers and end >= seq.num_prompt_tokens:
             self._prefilled_leaders.append(seq)
+
+    def _must_wait(self, seq: Sequence) -> bool:
+        """Whether a sequence runs only once the host knows its pending token."""
+        if seq.is_serial or seq.drafts or self._has_many_drafted:
+            return True
+        is_decode = seq.num_computed == seq.num_tokens - 1
+        return self.drafter is not None and is_decode and self.drafter.is_promising(seq)
+
+    def _propose(self, seq: Sequence, builder: _PlanBuilder) -> list[int]:
+        """Return drafts for a decode row: tokens that may follow its newest one."""
+        assert self.drafter is not None
+        num_free = seq.capacity - seq.num_tokens + self.blocks.num_free * self.blocks.block_size
+        most = min(builder.budget - 1, seq.max_len - seq.num_tokens - 1, num_free)
+        if seq.num_pending or seq.is_serial or seq.num_computed < seq.num_tokens - 1 or most < 1:
+            return []
+        drafts = self.drafter.draft(seq, most)
+        return drafts if seq.matcher is None else drafts[: seq.matcher.num_allowed(drafts)]
+
+    def _verified(self, seq: Sequence, token_ids: list[int]) -> list[int]:
+        """Return the sampled tokens up to the first that differs from its draft."""
+        assert self.drafter is not None
+        drafts, seq.drafts, seq.has_rejected = seq.drafts, [], True
+        pairs = zip(drafts, token_ids, strict=False)
+        num_accepted = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(drafts))
+        self.drafter.verified(seq, len(drafts), num_accepted)
+        for counts in (self.draft_counts, seq.draft_counts):
+            counts.add(len(drafts), num_accepted)
+        seq.num_tokens += num_accepted
+        if seq.slot != NO_SLOT:  # not preempted in the meantime
+            seq.num_computed += num_accepted
+        return token_ids[: num_accepted + 1]
 
     def _append(self, seq: Sequence, token_id: int) -> None:
         """Append a sampled token, and end the sequence if the token completes it."""
@@ -337,6 +414,8 @@ class Scheduler:
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason
+        if self.drafter is not None:
+            self.drafter.finished(seq)
         if seq.followers:
             self._enqueue_followers(seq)
         if seq.leader is not None and seq.seq_id in seq.leader.followers:
@@ -358,7 +437,7 @@ class Scheduler:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _PlanBuilder:
     """A plan under construction, in plain lists because they are fastest to append to."""
 
     budget: int
@@ -372,6 +451,7 @@ class _Draft:
     new_rows: list[NewRow] = field(default_factory=list)
     block_updates: list[BlockUpdate] = field(default_factory=list)
     block_copies: list[BlockCopy] = field(default_factory=list)
+    draft_updates: list[DraftUpdate] = field(default_factory=list)
 
     def to_plan(self, released: list[int]) -> StepPlan:
         return StepPlan(
@@ -385,4 +465,5 @@ class _Draft:
             num_decode_tokens=self.num_decode_tokens,
             masked_rows=np.array(self.masked_rows, np.int32),
             block_copies=self.block_copies,
+            draft_updates=self.draft_updates,
         )

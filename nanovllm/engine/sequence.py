@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from nanovllm.engine.block_manager import BlockKey, Prefix
 from nanovllm.engine.grammar import Matcher
-from nanovllm.engine.request import FinishReason, Request, TokenLogprobs
+from nanovllm.engine.request import DraftCounts, FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Vector
 
 NO_SLOT = -1
@@ -44,11 +44,15 @@ class Sequence:
     error: str | None = None  # message of a logits processor that failed
     start_time: float = 0.0  # when its first step was scheduled
     first_token_time: float = 0.0
-    newest_logprobs: TokenLogprobs | None = None  # logprobs of the newest token, if requested
+    num_new: int = 0  # tokens that the newest commit appended
+    new_logprobs: list[TokenLogprobs] = field(default_factory=list)  # theirs, if requested
     # One entry per prompt token, from the second on.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     matcher: Matcher | None = None  # grammar state after the known output tokens
     is_dropped: bool = False  # whether to discard the token that the step in flight samples
+    drafts: list[int] = field(default_factory=list)  # verified by the step in flight
+    has_rejected: bool = False  # whether its slot may count rejected drafts
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
     pooled: Vector | None = None
 
     leader: Sequence | None = None  # first sample of the prompt, whose blocks this one shares
@@ -81,6 +85,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Number of tokens that are sampled but not yet known to the host."""
         return self.num_tokens - len(self.token_ids)
+
+    @property
+    def new_token_ids(self) -> array[int]:
+        """Tokens that the newest commit appended."""
+        return self.token_ids[len(self.token_ids) - self.num_new :]
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -54,6 +54,18 @@ class BlockUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftUpdate:
+    """Drafts to verify in a slot, written after the sequence's known tokens.
+
+    It comes without drafts after a row that had some: the device counts rejected ones too.
+    """
+
+    slot: int
+    num_tokens: int  # known tokens of the sequence
+    token_ids: list[int]  # or NO_TOKEN for each, if the worker's draft model drafts them
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCopy:
     """A copy of the keys and values of block `source` to block `target`."""
 
@@ -71,14 +83,16 @@ class StepPlan:
     slots: IntColumn
     starts: IntColumn
     counts: IntColumn
-    num_logits: IntColumn  # trailing positions that need logits: 1 to sample the next token, or 0
+    # Trailing positions that need logits: 0, 1 to sample the next token, or 1 + drafts to verify.
+    num_logits: IntColumn
     new_rows: list[NewRow]
     block_updates: list[BlockUpdate]
     released: list[int]  # slots whose sequence left since the previous plan
-    num_decode_tokens: int  # one per decode row
+    num_decode_tokens: int  # one per decode row and per draft
     # Rows with a grammar: their sampling waits for the bitmasks given to `Executor.sample`.
     masked_rows: IntColumn = field(default_factory=lambda: np.zeros(0, np.int32))
     block_copies: list[BlockCopy] = field(default_factory=list)  # done before the step runs
+    draft_updates: list[DraftUpdate] = field(default_factory=list)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -87,20 +101,22 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results of the rows with num_logits > 0, in row order; None where nothing was requested."""
+    """Results of the positions that `num_logits` counts, row by row; None if nothing asked."""
 
-    tokens: IntColumn  # [rows, new tokens per row]; NO_TOKEN if the logits had no valid token
-    # For the rows that ask for logprobs: first the sampled token, then the top tokens.
-    logprob_ids: IntColumn | None = None  # [rows, 1 + largest number of top logprobs]
+    tokens: IntColumn  # [positions]; NO_TOKEN if the logits had no valid token
+    # For the positions of rows that ask for logprobs: the sampled token, then the top tokens.
+    logprob_ids: IntColumn | None = None  # [positions, 1 + largest number of top logprobs]
     logprobs: npt.NDArray[np.float32] | None = None
-    logprob_ranks: IntColumn | None = None  # [rows]: rank of the sampled token, from 1
+    logprob_ranks: IntColumn | None = None  # [positions]: rank of the sampled token, from 1
     # The same three columns for prompt tokens; `logprobs.num_scored` says which ones.
     prompt_logprob_ids: IntColumn | None = None
     prompt_logprobs: npt.NDArray[np.float32] | None = None
     prompt_logprob_ranks: IntColumn | None = None
+    # [positions]: the draft after each position, if the worker's draft model drafted them.
+    draft_tokens: IntColumn | None = None
     # Vectors of the rows that complete a pooled prompt: [rows, hidden_size].
     pooled: Vector | None = None
-    # Errors of logits processors, keyed by row; these rows sampled NO_TOKEN.
+    # Errors of logits processors, keyed by position; these sampled NO_TOKEN.
     failures: dict[int, str] | None = None
     # The device could not finish the step: this result and later ones in flight are invalid.
     is_lost: bool = False

@@ -83,7 +83,7 @@ def _draw(probs: Tensor, numbers: Tensor) -> Tensor:
     target = numbers[:, None] * cumulative[:, -1:]
     # right=True finds the first token to exceed the target, so never one of probability 0.
     tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    return tokens.clamp_(max=probs.shape[-1] - 1)  # out of range if a row has NaN
+    return tokens.clamp_(max=probs.shape[-1] - 1)  # if a row has NaN, the index is out of range
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:

@@ -109,7 +109,7 @@ class Failure:
 
 
 class StepTimer:
-    """Measures the current steps, at most one per thread; heartbeats report the duration."""
+    """Measures the current steps, at most one per thread; heartbeats report the longest."""
 
     def __init__(self) -> None:
         self._starts: dict[int, float] = {}  # keyed by thread id

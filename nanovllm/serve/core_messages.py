@@ -68,6 +68,9 @@ class CoreStats:
     num_cache_hits: int = 0  # prompt tokens found in the prefix cache
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    num_drafts: int = 0  # rows with drafts
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafts that equal the sampled tokens
 
 
 def total(stats: list[CoreStats]) -> CoreStats:
@@ -100,7 +103,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PausedState:
-    """What a snapshot of a paused engine contains in addition."""
+    """The additional contents of a snapshot while the engine is paused."""
 
     changes: list[Change]  # changes since the previous snapshot
     block_tokens: dict[int, list[int]]  # token ids of all blocks in use or in the prefix cache
@@ -117,7 +120,7 @@ class EngineState:
     max_num_batched_tokens: int
     sequences: list[SequenceState]  # all running sequences, and those in `queue`
     queue: list[int]  # seq_ids of the first waiting sequences; `stats` counts all of them
-    cached: bytes  # one byte per block: 1 if the block is in the prefix cache, used or unused
+    cached: bytes  # one byte per block: 1 if it is in the prefix cache, even if a sequence holds it
     steps: list[StepTiming]  # steps since the last snapshot
     ended: list[SequenceEnd]  # sequences that ended since the last snapshot
     stats: CoreStats

@@ -185,7 +185,7 @@ class CoreLoop:
 
     def _stats(self) -> CoreStats:
         scheduler = self.core.scheduler
-        blocks = scheduler.blocks
+        blocks, counts = scheduler.blocks, scheduler.draft_counts
         return CoreStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + len(scheduler.waiting_for_grammar),
@@ -196,6 +196,9 @@ class CoreLoop:
             num_cache_hits=scheduler.num_cache_hits,
             num_prefill_tokens=self._num_prefill_tokens,
             num_decode_tokens=self._num_decode_tokens,
+            num_drafts=counts.num_drafts,
+            num_draft_tokens=counts.num_draft_tokens,
+            num_accepted_tokens=counts.num_accepted_tokens,
         )
 
 

@@ -20,7 +20,7 @@ from nanovllm.serve.model_interface import Model
 from nanovllm.validation import require
 
 MAX_TRACE_SECONDS = 60.0
-Decode = Callable[[list[int]], Any]  # the tokenizer's method that returns text
+Decode = Callable[[list[int]], Any]  # the tokenizer's `decode`
 HOST, DEVICE, REQUESTS = 1, 2, 3
 NAMES = {HOST: "host", DEVICE: "device", REQUESTS: "requests"}
 

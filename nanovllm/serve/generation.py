@@ -50,6 +50,8 @@ class Update:
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0  # cached prompt tokens; set only for the prompt's first sample
     num_reasoning_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafts, of all samples; counted once, as are rejected ones
+    num_rejected_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -60,11 +62,15 @@ class Usage:
     num_completion_tokens: int = 0
     num_reasoning_tokens: int = 0
     num_cached_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_rejected_tokens: int = 0
 
     def add(self, update: Update) -> None:
         self.num_completion_tokens += len(update.token_ids)
         self.num_reasoning_tokens += update.num_reasoning_tokens
         self.num_cached_tokens += update.num_cached_tokens
+        self.num_accepted_tokens += update.num_accepted_tokens
+        self.num_rejected_tokens += update.num_rejected_tokens
 
     def openai(self) -> dict[str, Any]:
         return {
@@ -72,7 +78,11 @@ class Usage:
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+            "completion_tokens_details": {
+                "reasoning_tokens": self.num_reasoning_tokens,
+                "accepted_prediction_tokens": self.num_accepted_tokens,
+                "rejected_prediction_tokens": self.num_rejected_tokens,
+            },
         }
 
 
@@ -128,12 +138,14 @@ def _last_update(
     update = Update(prompt * params.n + output.index)
     if not job.is_streaming:
         update = Update(update.choice, output.text, output.token_ids, output.logprobs)
+    if output.index == 0:
+        names = "num_cached_tokens", "num_accepted_tokens", "num_rejected_tokens"
+        update = replace(update, **{name: request_output[name] for name in names})
     return replace(
         update,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
         prompt_logprobs=request_output.prompt_logprobs,
-        num_cached_tokens=request_output.num_cached_tokens if output.index == 0 else 0,
     )
 
 

@@ -47,6 +47,9 @@ ENGINE_METRICS = {
     "prefix_cache_hits": (CounterMetricFamily, "Prompt tokens found in the prefix cache"),
     "num_preemptions": (CounterMetricFamily, "Number of preemptions"),
     "engine_restarts": (CounterMetricFamily, "Number of engine restarts"),
+    "spec_decode_num_drafts": (CounterMetricFamily, "Number of rows with draft tokens"),
+    "spec_decode_num_draft_tokens": (CounterMetricFamily, "Number of draft tokens"),
+    "spec_decode_num_accepted_tokens": (CounterMetricFamily, "Number of accepted draft tokens"),
 }
 # fmt: on
 
@@ -183,4 +186,7 @@ def _values(replica: ReplicaInfo) -> dict[str, float]:
         "prefix_cache_hits": stats.num_cache_hits,
         "num_preemptions": stats.num_preemptions,
         "engine_restarts": replica.num_restarts,
+        "spec_decode_num_drafts": stats.num_drafts,
+        "spec_decode_num_draft_tokens": stats.num_draft_tokens,
+        "spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
     }

@@ -162,8 +162,8 @@ _SAMPLING_NAMES = {*SamplingFields.model_fields}.intersection(SamplingParams.__d
 _SAMPLING_NAMES -= {"structured_outputs"}
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Pydantic tries the types in this order; a prompt may have thousands of token ids, so their types
-# come before the lists of strings.
+# Pydantic tries the types in this order. A prompt may have thousands of token ids, so a list of
+# them comes before a list of strings.
 Texts = str | Listed[int] | Listed[str] | Listed[Listed[int]]
 
 
@@ -298,7 +298,7 @@ class DetokenizeRequest(ApiModel):
 
 
 def as_api_model(kind: type[R], fields: Mapping[str, Any]) -> R:
-    """Validate fields that do not come from the body of an HTTP request."""
+    """Build a request model that FastAPI does not validate; raise RequestError if it is invalid."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

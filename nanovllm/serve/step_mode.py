@@ -51,7 +51,7 @@ class StepMode:
         """Return a snapshot with the changes since the previous one, and the tokens of blocks."""
         plans, self._recorder.plans = self._recorder.plans, []
         changes: list[Change] = []
-        if self._before is not None and len(plans) <= 1:  # more if no client was subscribed
+        if self._before is not None and len(plans) <= 1:  # two: steps ran without a client
             changes = compare(self._before, state, plans[0] if plans else [])
         self._before = state
         scheduler = self._core.scheduler
@@ -91,11 +91,11 @@ class PlannedRow:
 
 
 class PlanRecorder:
-    """An executor that passes plans on to another one, and keeps the rows of the last two."""
+    """An executor that passes plans on to another executor, and keeps the rows of recent plans."""
 
     def __init__(self, core: EngineCore) -> None:
         self.executor: Executor = core.executor
-        self.plans: list[list[PlannedRow]] = []  # since the last snapshot
+        self.plans: list[list[PlannedRow]] = []  # the last two plans since the last snapshot
         self._scheduler = core.scheduler
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
@@ -192,7 +192,7 @@ def _block_changes(
     for row in rows:
         known = tables.get(row.seq_id, [])
         if row.is_new:
-            left[row.seq_id] = known  # not empty if it was preempted by the same plan
+            left[row.seq_id] = known  # its old blocks, if the same plan preempted it
             known = row.block_ids[: row.start // after.block_size]
             if known:
                 is_filled = all(before.cached[i] and i not in taken for i in known)

@@ -89,6 +89,13 @@ class GuidanceMatcher:
         self.inner.consume_token(token_id)
         return self.inner.is_stopped() and not self.inner.is_error()
 
+    def num_allowed(self, drafts: list[int]) -> int:
+        """Return how many drafts the grammar allows; none if its bitmasks take long."""
+        if self.job is not None or self.compiled.is_slow:
+            return 0
+        stop = next((i for i, each in enumerate(drafts) if each in self.stop_token_ids), None)
+        return self.inner.validate_tokens(drafts[:stop])
+
 
 @dataclass(frozen=True, slots=True)
 class GuidanceContext:
@@ -137,31 +144,37 @@ class GuidanceEngine:
         return matcher
 
     def masks(
-        self, matchers: Sequence[GuidanceMatcher | None], allocate: Allocate
+        self, rows: Sequence[tuple[GuidanceMatcher | None, list[int]]], allocate: Allocate
     ) -> tuple[Bitmasks, list[int]]:
-        """Return the next bitmask of each matcher, and the rows whose bitmask is not ready yet.
+        """Return the bitmasks of each matcher, and the indices of those that are not ready.
 
-        None stands for a finished sequence: its row allows every token. The next call overwrites
-        the returned bitmasks.
+        A matcher has a bitmask for the next token and one after each of its drafts. None stands for
+        a sequence that has finished: it allows every token. The next call overwrites the memory.
         """
-        masks, late = self._memory_for(len(matchers), allocate), []
+        num_masks = sum(1 + len(drafts) for _, drafts in rows)
+        masks, late, row = self._memory_for(num_masks, allocate), [], 0
         eos, address = self._get_context().eos_token_ids, masks.ctypes.data
-        now = time.thread_time()  # CPU time: on a busy machine, every grammar would look slow
+        now = time.thread_time()  # CPU time: by the clock, all grammars look slow on a busy machine
         end = now + MAX_STEP
-        for row, matcher in enumerate(matchers):
+        for index, (matcher, drafts) in enumerate(rows):
             if matcher is None:
-                masks[row] = -1
-            elif matcher.mask is not None:
+                masks[row : row + 1 + len(drafts)] = -1
+            elif matcher.mask is not None and not drafts:
                 masks[row] = matcher.mask
                 allow_stops(matcher, masks[row], eos)
-            elif matcher.compiled.is_slow or now > end:
+            elif not drafts and (matcher.compiled.is_slow or now > end):
                 matcher.job = self._threads.submit(self._compute_ahead, matcher)
-                late.append(row)
+                late.append(index)
             else:
-                compute_mask(matcher, masks[row], address + row * masks.strides[0])
+                for place, draft in enumerate([*drafts, None], row):
+                    compute_mask(matcher, masks[place], address + place * masks.strides[0])
+                    allow_stops(matcher, masks[place], eos)
+                    if draft is not None:
+                        matcher.inner.consume_token(draft)
+                matcher.inner.rollback(len(drafts))
                 before, now = now, time.thread_time()
-                matcher.compiled.is_slow = now - before > SLOW_MASK
-                allow_stops(matcher, masks[row], eos)
+                matcher.compiled.is_slow = now - before > SLOW_MASK * (1 + len(drafts))
+            row += 1 + len(drafts)
         return masks, late
 
     def wait(self, matchers: list[GuidanceMatcher]) -> None:
@@ -293,7 +306,7 @@ def allow_stops(matcher: GuidanceMatcher, mask: Bitmasks, eos: frozenset[int]) -
     stops = matcher.stop_token_ids
     if stops == eos or not mask.any():
         return
-    if not matcher.inner.is_accepting():  # EOS is not allowed here anyway
+    if not matcher.inner.is_accepting():  # no end is allowed here, so EOS is masked already
         for token_id in stops:
             allow(mask, token_id, False)
         return
@@ -313,7 +326,7 @@ def allow(mask: Bitmasks, token_id: int, is_allowed: bool) -> None:
 
 
 def refusal(reason: str) -> GrammarError:
-    if "coerce_one_of" in reason:  # names an llguidance option that requests cannot set
+    if "coerce_one_of" in reason:  # the reason names an option that requests cannot set
         reason = "the options of 'oneOf' are not provably disjoint"
     if reason.startswith("circular references"):
         reason = "a '$ref' in 'oneOf' or beside other keywords leads back to itself; try 'anyOf'"

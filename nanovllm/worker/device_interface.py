@@ -16,6 +16,7 @@ from nanovllm.engine.step import Pending
 
 if TYPE_CHECKING:
     from nanovllm.attention.backend import AttentionBackend
+    from nanovllm.config import EngineConfig
     from nanovllm.models.registry import Model
     from nanovllm.ops.interface import Ops
     from nanovllm.ops.tp_group import TPGroup
@@ -45,6 +46,9 @@ class Device(Protocol):
 
     # Building models.
 
+    def for_draft_model(self, config: EngineConfig) -> Device:
+        """Create the object of the same device for a second model, whose graphs are separate."""
+
     def choose_dtype(self, asked: str, checkpoint_dtype: str) -> torch.dtype:
         """Resolve `dtype`, which may be "auto", for a checkpoint stored as `checkpoint_dtype`."""
 
@@ -72,7 +76,7 @@ class Device(Protocol):
         """Return whether there is room to keep weights of `num_bytes` in two layouts."""
 
     def cache_bytes(self, wanted: int) -> int:
-        """Return how many of the `wanted` bytes the KV cache may use, and log why."""
+        """Return how many of the `wanted` bytes the KV cache may use; log how that was computed."""
 
     def check_cache_bytes(self, num_bytes: int) -> None:
         """Raise ConfigError if a KV cache of the size that the user requested cannot fit."""
@@ -108,7 +112,7 @@ class Device(Protocol):
         """See `torch_logits.token_logprobs`."""
 
     def apply_token_bitmask(self, logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
-        """See `torch_logits.apply_token_bitmask`."""
+        """See `torch_logits.apply_token_bitmask`; `masks` are its `words`."""
 
     def sampler(self, input_batch: InputBatch, vocab_size: int) -> Sampler:
         """Create the sampler, which draws tokens from logits."""

@@ -55,7 +55,7 @@ class EagerForward:
         return self.step_logits(self.model(self.batch(plan)), plan)
 
     def with_states(self, plan: StepPlan) -> tuple[StepLogits, ResidualStream]:
-        """Return the logits and the hidden states of every token before the final norm."""
+        """Return the sampled rows' logits, and all tokens' hidden states before the final norm."""
         hidden = self.model.model(replace(self.batch(plan), sampled=None))
         last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1
         values = self.model.logits(hidden.select(self.input_batch.device.upload(last_tokens)))
@@ -108,6 +108,11 @@ def sampled_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     """Return the slots of the sampled rows, and the position of the token each one samples."""
     is_sampled = plan.num_logits > 0
     return plan.slots[is_sampled], (plan.starts + plan.counts)[is_sampled]
+
+
+def has_drafts(plan: StepPlan) -> bool:
+    """Return whether some rows have the same slot, to verify drafts."""
+    return any(update.token_ids for update in plan.draft_updates)
 
 
 def is_decode(plan: StepPlan) -> bool:

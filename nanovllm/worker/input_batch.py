@@ -13,7 +13,7 @@ from torch import Tensor
 from nanovllm.engine.step import NewRow, StepPlan
 from nanovllm.ops.interface import Sampling
 from nanovllm.ops.torch_sampling import SamplingColumns
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import NO_TOKEN, SamplingParams
 from nanovllm.worker.device_interface import Device
 
 INT32_MAX = 2**31 - 1
@@ -98,8 +98,8 @@ class InputBatch:
         """Apply the changes of a plan; call this after the previous step, before the plan's own."""
         changes = self.changes(plan)
         if len(changes):
-            sent = self.device.upload(changes)
-            self.words.scatter_(0, sent[:, 0].long(), sent[:, 1])
+            offsets, values = self.device.upload(np.array(changes.T, np.int64, order="C"))
+            self.words.scatter_(0, offsets, values.view(torch.int32)[::2])  # the low halves
 
     def changes(self, plan: StepPlan) -> np.ndarray:
         """Return the changes of a plan: offsets of words and their new values, [changes, 2]."""
@@ -109,6 +109,15 @@ class InputBatch:
             entries = [first + u.slot * width + u.index for u in plan.block_updates]
             block_ids = [u.block_id for u in plan.block_updates]
             changes.append((np.array(entries), np.array(block_ids, np.int32)))
+        for update in plan.draft_updates:
+            num_drafts = len(update.token_ids)
+            first = self._offsets["tokens"] + update.slot * self.tokens.shape[1] + update.num_tokens
+            entries = [self._offsets["lengths"] + update.slot]
+            words = [update.num_tokens + num_drafts]
+            if NO_TOKEN not in update.token_ids:
+                entries += range(first, first + num_drafts)
+                words += update.token_ids
+            changes.append((np.array(entries), np.array(words, np.int32)))
         if not changes:
             return np.empty((0, 2), np.int32)
         offsets, values = (np.concatenate(part) for part in zip(*changes, strict=True))

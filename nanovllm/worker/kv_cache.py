@@ -61,17 +61,17 @@ def kv_cache_spec(
     )
 
 
-def choose_num_blocks(config: EngineConfig, spec: KVCacheSpec, device: Device) -> int:
+def choose_num_blocks(config: EngineConfig, block_bytes: int, device: Device) -> int:
     """Return the configured number of blocks, or else as many as are useful and fit in memory."""
     if config.num_kvcache_blocks != -1:
-        device.check_cache_bytes(config.num_kvcache_blocks * spec.block_bytes)
+        device.check_cache_bytes(config.num_kvcache_blocks * block_bytes)
         return config.num_kvcache_blocks
     blocks_per_seq = -(-config.max_model_len // config.kvcache_block_size)
-    wanted = config.max_num_seqs * blocks_per_seq * spec.block_bytes
-    num_blocks = device.cache_bytes(wanted) // spec.block_bytes
+    wanted = config.max_num_seqs * blocks_per_seq * block_bytes
+    num_blocks = device.cache_bytes(wanted) // block_bytes
     if num_blocks < 1:
         raise ConfigError(
             f"no room for a KV cache: one block of {config.kvcache_block_size} tokens takes "
-            f"{spec.block_bytes:,} bytes; free memory, or use a smaller kvcache_block_size"
+            f"{block_bytes:,} bytes; free memory, or use a smaller kvcache_block_size"
         )
     return num_blocks

@@ -108,12 +108,12 @@ def estimate_memory(
     columns = slot_fields(max_len, config.kvcache_block_size).values()
     slot_bytes = 4 * sum(column.num_words for column in columns) + HOST_BYTES
     spec = kv_cache_spec(config, model, build.dtype, build.group)
-    num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_len)
-    logits = min(config.max_num_seqs, num_tokens) * model.vocab_size
+    num_tokens = min(config.max_num_batched_tokens, config.max_num_rows * max_len)
+    logits = min(config.max_num_rows, num_tokens) * model.vocab_size
     activations = num_tokens * _elements_per_token(model, build.group.size)
     return MemoryEstimate(
         weights=sum(parameter.nbytes for parameter in shapes.parameters()),
-        tables=config.max_num_seqs * slot_bytes + num_ropes * max_len * model.head_dim * 4,
+        tables=config.max_num_rows * slot_bytes + num_ropes * max_len * model.head_dim * 4,
         cache=max(config.num_kvcache_blocks, 1) * (spec.block_bytes + HOST_BYTES),
         step=(activations + logits) * build.dtype.itemsize,
     )

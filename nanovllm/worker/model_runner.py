@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -11,9 +11,17 @@ from torch import Tensor
 
 from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
 from nanovllm.worker.device_interface import Device
-from nanovllm.worker.forward import EagerForward, Forward, Sampled, StepLogits
+from nanovllm.worker.forward import (
+    EagerForward,
+    Forward,
+    Sampled,
+    StepLogits,
+    has_drafts,
+    sampled_rows,
+)
 
 if TYPE_CHECKING:
+    from nanovllm.worker.draft_model import DraftModel
     from nanovllm.worker.request_extras import Extras, StepExtras
 
 Sampler = Callable[[StepLogits, StepPlan], Sampled]
@@ -42,6 +50,7 @@ class Unsampled:
     plan: StepPlan
     logits: StepLogits
     extras: StepExtras | None
+    draft_tokens: Tensor | None = None  # see StepResult
     sampled: list[Pending[StepResult]] = field(default_factory=list)  # has one item after sampling
 
 
@@ -56,11 +65,15 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         self.device = self.eager.input_batch.device
+        self.draft_model: DraftModel | None = None
         self.extras: Extras | None = None  # created by the first request beyond plain sampling
         self._unsampled: Unsampled | None = None
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue a step on the device; the next one may be queued before it ends."""
+        if self.draft_model is not None:
+            plan = self.draft_model.run(plan)
+        plan = with_drafts_as_rows(plan)
         if self.extras is None and not all(row.is_plain for row in plan.new_rows):
             from nanovllm.worker.request_extras import Extras
 
@@ -68,10 +81,15 @@ class ModelRunner:
         if plan.block_copies:
             self.eager.copy_blocks(plan)
         if self.extras is None:
-            step = Unsampled(plan, self.forward(plan), None)
+            logits, extras = self.forward(plan), None
         else:
             self.extras.update(plan)
-            step = Unsampled(plan, *self.extras.run(plan, self.forward))
+            logits, extras = self.extras.run(plan, self.forward)
+        drafts = None
+        if self.draft_model is not None and has_drafts(plan):  # before the sampler overwrites them
+            slots, positions = map(self.device.upload, sampled_rows(plan))
+            drafts = self.eager.input_batch.tokens[slots, positions]
+        step = Unsampled(plan, logits, extras, drafts)
         if not len(plan.masked_rows):
             return self._fetch(step, self.sampler(step.logits, plan))
         self._unsampled = step
@@ -94,6 +112,8 @@ class ModelRunner:
         results: dict[str, Tensor] = {}
         if self.extras is not None and step.extras is not None:
             results = self.extras.finish(step.extras, sampled.tokens)
+        if step.draft_tokens is not None:
+            results = {**results, "draft_tokens": step.draft_tokens}
         tokens = sampled.tokens if sampled.host is None else sampled.host
         fetched, names = self.device.fetch(tokens, *results.values()), list(results)
         return Pending(lambda: self._result(fetched, names, step.extras))
@@ -103,14 +123,45 @@ class ModelRunner:
     ) -> StepResult:
         tokens, *others = fetched.result()
         if self.steps is not None and self.steps.has_lost_step():
-            return StepResult(tokens[:, None], is_lost=True)
+            return StepResult(tokens, is_lost=True)
+        arrays: dict[str, Any] = dict(zip(names, others, strict=True))
         if extras is None:
-            return StepResult(tokens[:, None])
+            return StepResult(tokens, **arrays)
         for row, slot_extras in extras.by_row.items():
             if slot_extras.processors:
                 slot_extras.output_ids.append(int(tokens[row]))
-        arrays: dict[str, Any] = dict(zip(names, others, strict=True))
-        return StepResult(tokens[:, None], **arrays, failures=extras.failures)
+        return StepResult(tokens, **arrays, failures=extras.failures)
+
+
+def with_drafts_as_rows(plan: StepPlan) -> StepPlan:
+    """Split each row with drafts into decode rows, one for each position, that share its slot.
+
+    Keys and values are written before attention reads them, so each row sees those before it.
+    """
+    if plan.num_logits.max(initial=0) <= 1:
+        return plan
+    rows: list[tuple[int, int, int, int]] = []  # plain lists: drafts are for small batches
+    firsts = []  # first new row of each row, and the end
+    columns = plan.slots, plan.starts, plan.counts, plan.num_logits
+    for slot, start, count, num_logits in zip(*(c.tolist() for c in columns), strict=True):
+        firsts.append(len(rows))
+        if num_logits > 1:
+            rows += [(slot, start + offset, 1, 1) for offset in range(num_logits)]
+        else:
+            rows.append((slot, start, count, num_logits))
+    firsts.append(len(rows))
+    masked = [
+        new for row in plan.masked_rows.tolist() for new in range(firsts[row], firsts[row + 1])
+    ]
+    slots, starts, counts, num_logits = np.array(rows, np.int32).T
+    return replace(
+        plan,
+        slots=slots,
+        starts=starts,
+        counts=counts,
+        num_logits=num_logits,
+        masked_rows=np.array(masked, np.int32),
+    )
 
 
 def apply_token_bitmask(device: Device, logits: Tensor, plan: StepPlan, masks: IntColumn) -> None:

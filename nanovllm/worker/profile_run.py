@@ -27,11 +27,11 @@ def profile_run(
     attention: AttentionBackend,
 ) -> EagerForward:
     """Run a step with the maximum number of tokens and rows, which all share a few blocks."""
-    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    num_rows = min(config.max_num_rows, config.max_num_batched_tokens)
     row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
     num_blocks = -(-row_len // spec.block_size)
     cache = device.allocate_cache(num_blocks * spec.block_bytes)
-    input_batch = InputBatch(device, config.max_num_seqs, config.max_model_len, spec.block_size)
+    input_batch = InputBatch(device, config.max_num_rows, config.max_model_len, spec.block_size)
     block_ids = torch.arange(num_blocks, device=device.torch_device)
     input_batch.block_table[:, :num_blocks] = block_ids
     column = np.ones(num_rows, np.int32)

@@ -57,6 +57,9 @@ class TorchDevice:
         self.config, self.group = config, group
         self.num_ranks = group.size * config.data_parallel_size  # ranks that share this memory
 
+    def for_draft_model(self, config: EngineConfig) -> TorchDevice:
+        return type(self)(config, self.group)
+
     def in_order(self) -> AbstractContextManager[object]:
         return nullcontext()
 

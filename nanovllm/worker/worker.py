@@ -6,21 +6,24 @@ The workers of a group get the same plans in the same order, and each runs its s
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.checkpoint.find import Checkpoint, stores_quantized
+from nanovllm.attention.backend import AttentionBackend
+from nanovllm.checkpoint.find import Checkpoint, find_checkpoint, stores_quantized
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
-from nanovllm.models.registry import build_model
+from nanovllm.models.registry import build_model, read_config
 from nanovllm.worker.device_interface import Device
+from nanovllm.worker.draft_model import DraftModel
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
-from nanovllm.worker.kv_cache import choose_num_blocks, kv_cache_spec
+from nanovllm.worker.kv_cache import KVCacheSpec, choose_num_blocks, kv_cache_spec
 from nanovllm.worker.loader import load_weights
 from nanovllm.worker.memory_check import check_memory
 from nanovllm.worker.model_runner import ModelRunner
@@ -31,6 +34,20 @@ if TYPE_CHECKING:
     from nanovllm.models.registry import Model
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: Model
+    spec: KVCacheSpec
+    attention: AttentionBackend
+    device: Device
+
+    def runner(self, num_blocks: int, input_batch: InputBatch) -> ModelRunner:
+        """Allocate the KV cache, and create the runner."""
+        cache = self.device.allocate_cache(num_blocks * self.spec.block_bytes)
+        caches = self.spec.views(cache, num_blocks)
+        return self.device.runner(EagerForward(self.model, input_batch, self.attention, caches))
 
 
 class Worker:
@@ -92,46 +109,83 @@ class Worker:
             device.release()
 
     def _start(self) -> ExecutorInfo:
-        config, device, group = self.config, self.device, self.group
-        dtype = device.choose_dtype(config.dtype, self.model_config.dtype)
+        config, device = self.config, self.device
+        draft = self._load_draft_model()
+        target = self._load(config, self.model_config, self.checkpoint, device)
+        models = [target] if draft is None else [target, draft]
+        block_bytes = sum(model.spec.block_bytes for model in models)
+        num_blocks = self._agree(choose_num_blocks(config, block_bytes, device))
+        sizes = config.max_num_rows, config.max_model_len, config.kvcache_block_size
+        input_batch = InputBatch(device, *sizes)
+        self.runner = target.runner(num_blocks, input_batch)
+        if draft is not None:
+            self.runner.draft_model = DraftModel(draft.runner(num_blocks, input_batch))
+        dtype = str(target.model.dtype).split(".")[-1]
+        return ExecutorInfo(num_blocks, device.depth, device.name, dtype, device.device_name)
+
+    def _load(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        device: Device,
+    ) -> LoadedModel:
+        """Build a model, load its weights and compile its kernels."""
+        dtype = device.choose_dtype(config.dtype, model_config.dtype)
         ops = device.ops(dtype)
         attention = device.attention(dtype, ops)
         layouts = None
-        if config.quantization is not None or stores_quantized(self.checkpoint.config):
-            layouts = choose_layouts(config, self.checkpoint, device, dtype)
-        build = BuildContext(device.torch_device, dtype, attention, ops, group, layouts)
-        check_memory(config, self.model_config, device, build)
+        if config.quantization is not None or stores_quantized(checkpoint.config):
+            layouts = choose_layouts(config, checkpoint, device, dtype)
+        build = BuildContext(device.torch_device, dtype, attention, ops, self.group, layouts)
+        check_memory(config, model_config, device, build)
         self._agree(0)  # a barrier: no rank loads before all have measured the free memory
-        model = self._load_model(build)
-        spec = kv_cache_spec(config, self.model_config, dtype, group)
-        run_largest = partial(profile_run, config, device, model, spec, attention)
-        device.prepare(model, spec, run_largest)
-        num_blocks = self._agree(choose_num_blocks(config, spec, device))
-        caches = spec.views(device.allocate_cache(num_blocks * spec.block_bytes), num_blocks)
-        sizes = config.max_num_seqs, config.max_model_len, config.kvcache_block_size
-        input_batch = InputBatch(device, *sizes)
-        self.runner = device.runner(EagerForward(model, input_batch, attention, caches))
-        dtype_name = str(dtype).split(".")[-1]
-        return ExecutorInfo(num_blocks, device.depth, device.name, dtype_name, device.device_name)
+        model = self._load_weights(config, model_config, checkpoint, device, build)
+        spec = kv_cache_spec(config, model_config, dtype, self.group)
+        device.prepare(model, spec, partial(profile_run, config, device, model, spec, attention))
+        return LoadedModel(model, spec, attention, device)
 
-    def _load_model(self, build: BuildContext) -> Model:
-        config, device, is_dummy = self.config, self.device, self.config.load_format == "dummy"
-        if self.model_config.transformers_config is not None:
+    def _load_weights(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        device: Device,
+        build: BuildContext,
+    ) -> Model:
+        is_dummy = config.load_format == "dummy"
+        if model_config.transformers_config is not None:
             from nanovllm.models.transformers_family import load_model
 
-            checkpoint = None if is_dummy else self.checkpoint
-            loaded = load_model(self.model_config, checkpoint, config.seed, build)
+            loaded = load_model(model_config, None if is_dummy else checkpoint, config.seed, build)
             loaded.pack_linears(device.has_room_for_copy(loaded.num_bytes))
             device.release()
             return loaded
-        model = build_model(self.model_config, config.max_model_len, build)
+        model = build_model(model_config, config.max_model_len, build)
         if is_dummy:
             from nanovllm.worker.dummy_weights import fill_dummy_weights
 
             fill_dummy_weights(model, device, config.seed)
         else:
-            load_weights(model, self.checkpoint, device, show_progress=self.group.rank == 0)
+            load_weights(model, checkpoint, device, show_progress=self.group.rank == 0)
         return model
+
+    def _load_draft_model(self) -> LoadedModel | None:
+        path = self.config.draft_model
+        if path is None:
+            return None
+        config = replace(
+            self.config, model=path, revision=None, quantization=None, speculative_config=None
+        )
+        has_weights = config.load_format != "dummy"
+        checkpoint = find_checkpoint(path, need_weights=has_weights, need_tokenizer=False)
+        model_config = read_config(checkpoint.config)
+        if model_config.vocab_size != self.model_config.vocab_size:
+            raise ConfigError(
+                f"the draft model {path} has {model_config.vocab_size} token ids, but the target "
+                f"has {self.model_config.vocab_size}; use a draft model with the same vocabulary"
+            )
+        return self._load(config, model_config, checkpoint, self.device.for_draft_model(config))
 
     def _agree(self, num_blocks: int) -> int:
         """Return the smallest number of blocks over all ranks."""

@@ -10,22 +10,52 @@ import pytest
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.drafter import Drafter
+from nanovllm.engine.ngram_proposer import NgramProposer
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import StepPlan
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.watched import Watched, add
-from tests.fake_executor import EOS, Done, FakeExecutor, reference
+from tests.fake_executor import EOS, VOCAB_SIZE, Done, FakeExecutor, predict, reference
 
 BLOCK_SIZE = 4
 
 
+class RandomDrafter(Drafter):
+    """Drafts what the device will predict, with random lengths, pauses and mistakes."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(NgramProposer(has_store=True), num_speculative_tokens=1)
+        self.rng = rng
+
+    def is_promising(self, seq: Sequence) -> bool:
+        return self.rng.random() < 0.5
+
+    def draft(self, seq: Sequence, most: int) -> list[int]:
+        super().draft(seq, most)
+        tokens = seq.token_ids.tolist()
+        for _ in range(min(most, self.rng.randrange(6))):
+            tokens.append(predict(tokens))
+            if self.rng.random() < 0.2:
+                tokens[-1] = self.rng.randrange(1, VOCAB_SIZE)
+        return tokens[len(seq.token_ids) :]
+
+
 def build_core(
-    *, num_blocks: int, num_slots: int, budget: int, caching: bool, depth: int, is_paced: bool
+    *,
+    num_blocks: int,
+    num_slots: int,
+    budget: int,
+    caching: bool,
+    depth: int,
+    is_paced: bool,
+    drafter: Drafter | None = None,
 ) -> EngineCore:
     prompt_budget = PromptBudget(1e-9) if is_paced else None  # prompts get the smallest budget
     blocks = BlockManager(num_blocks, BLOCK_SIZE, caching)
-    scheduler = Scheduler(blocks, num_slots, budget, prompt_budget)
+    scheduler = Scheduler(blocks, num_slots, budget, prompt_budget, drafter)
     return EngineCore(scheduler, FakeExecutor(num_blocks, BLOCK_SIZE), depth, max_model_len=1000)
 
 
@@ -104,7 +134,7 @@ def test_any_schedule_gives_the_reference_tokens(
     depth: int, caching: bool, monkeypatch: pytest.MonkeyPatch, count: Callable[[int], int]
 ) -> None:
     monkeypatch.setattr("nanovllm.engine.prompt_budget.MIN_PROMPT_TOKENS", 3)
-    num_preemptions = num_hits = num_copies = 0
+    num_preemptions = num_hits = num_copies = num_drafted = num_accepted = 0
     for seed in range(count(1000)):
         rng = random.Random(seed)
         requests = make_requests(rng)
@@ -115,6 +145,7 @@ def test_any_schedule_gives_the_reference_tokens(
             caching=caching,
             depth=depth,
             is_paced=rng.random() < 0.5,
+            drafter=RandomDrafter(rng) if rng.random() < 0.5 else None,
         )
         leaders = make_samples(rng, requests)
         sequences = make_sequences(requests, leaders)
@@ -135,11 +166,15 @@ def test_any_schedule_gives_the_reference_tokens(
                 assert seq.output_token_ids == want, (seed, seq.seq_id)
                 assert seq.finish_reason == ("stop" if want[-1] == EOS else "length")
         assert core.scheduler.blocks.num_free == core.scheduler.blocks.num_blocks
+        if core.scheduler.drafter is not None:
+            num_drafted += core.scheduler.draft_counts.num_draft_tokens
+            num_accepted += core.scheduler.draft_counts.num_accepted_tokens
         num_preemptions += core.scheduler.num_preemptions
         num_hits += sum(seq.num_cached for seq in sequences)
     assert num_preemptions > 0.4 * count(1000)
     assert num_hits > 4 * count(1000)
     assert num_copies > 0.4 * count(1000)
+    assert num_drafted > 1.2 * num_accepted > 2 * count(1000)
 
 
 class LosingExecutor(FakeExecutor):
@@ -170,7 +205,8 @@ def test_lost_steps_change_no_token(depth: int) -> None:
         requests = make_requests(rng)
         executor = LosingExecutor(rng)
         budget = PromptBudget(1e-9) if seed % 2 else None
-        scheduler = Scheduler(BlockManager(20, BLOCK_SIZE, True), 4, 16, budget)
+        drafter = RandomDrafter(rng) if seed % 3 else None
+        scheduler = Scheduler(BlockManager(20, BLOCK_SIZE, True), 4, 16, budget, drafter)
         core = EngineCore(scheduler, executor, depth, max_model_len=1000)
         sequences = make_sequences(requests, make_samples(rng, requests))
         run(core, [(rng.choice([0, 5]), seq) for seq in sequences], {})

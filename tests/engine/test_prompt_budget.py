@@ -59,7 +59,7 @@ class Step:
 
     def result(self) -> StepResult:
         self.clock.now = max(self.clock.now, self.end)
-        return StepResult(np.full((self.num_tokens, 1), 5, np.int32))
+        return StepResult(np.full(self.num_tokens, 5, np.int32))
 
 
 def accelerator(plan: StepPlan) -> float:

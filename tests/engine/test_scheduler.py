@@ -368,7 +368,7 @@ class Broken(FakeExecutor):
     def submit(self, plan: StepPlan) -> Done:
         result = super().submit(plan).value
         is_broken = (plan.slots == 0) & (plan.starts == 3)
-        return Done(StepResult(np.where(is_broken[:, None], NO_TOKEN, result.tokens)))
+        return Done(StepResult(np.where(is_broken, NO_TOKEN, result.tokens)))
 
 
 @DEPTHS
@@ -499,7 +499,7 @@ class Instant(FakeExecutor):
     """Samples a constant, so that only scheduling takes time."""
 
     def submit(self, plan: StepPlan) -> Done:
-        return Done(StepResult(plan.num_logits[plan.num_logits > 0][:, None]))
+        return Done(StepResult(plan.num_logits[plan.num_logits > 0]))
 
 
 def decoding_core(num_rows: int, prompt_len: int = 3, num_waiting: int = 0) -> EngineCore:

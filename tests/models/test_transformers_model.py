@@ -76,6 +76,15 @@ def test_cached_equals_uncached(tmp_path: Path, options: dict[str, Any]) -> None
     assert sum(output.num_cached_tokens for output in again) > 0
 
 
+def test_drafts_do_not_change_tokens(tmp_path: Path) -> None:
+    checkpoint, prompts = make_tiny(tmp_path, "stablelm"), make_prompts()
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    with LLM(str(tmp_path), **{**SMALL, "speculative_config": config}) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]
+    assert [output.token_ids for output in outputs] == want
+
+
 def test_logprobs_and_embeddings(tmp_path: Path) -> None:
     """Hidden states are those after the final norm, and logits are scaled as in training."""
     checkpoint, [prompt, *_] = make_tiny(tmp_path, "cohere"), make_prompts()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 # Threads spin at the barrier after every kernel. Without contention, CPU time is therefore wall
-# time times the number of threads. A smaller fraction than this means that cores are contended.
+# time times the number of threads. Below this fraction of that product, cores are contended.
 FAIR_SHARE = 0.8
 MIN_PAUSE, MAX_PAUSE = 8, 64  # runs between two checks; a check may slow down a run
 
@@ -22,7 +22,7 @@ class ThreadChooser:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._most = num_threads
-        # Duration of the last run on all threads, while a single thread is tried; else None.
+        # While a single thread is tried: duration of the last run on all threads. Otherwise None.
         self._seconds: float | None = None
         self._num_left = 0  # runs until the next check
         self._pause = MIN_PAUSE

@@ -45,7 +45,7 @@ def is_first_use() -> bool:
     """Whether this process has not launched any kernel yet.
 
     `compile_ahead` needs this: launches of kernels that are already loaded cannot be suppressed,
-    and their inputs would be missing.
+    and would read inputs that suppressed kernels did not write.
     """
     norm = elementwise._rms_norm  # used by every model
     return isinstance(norm, JITFunction) and not norm.device_caches

@@ -20,7 +20,7 @@ from nanovllm.devices.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
 from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.engine.step import IntColumn, StepPlan
 from nanovllm.layers.build import ForwardBatch
-from nanovllm.worker.forward import EagerForward, StepLogits
+from nanovllm.worker.forward import EagerForward, StepLogits, has_drafts
 
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
@@ -68,6 +68,9 @@ class DecodeGraphs:
         num_slots, max_blocks = input_batch.num_slots, input_batch.block_table.shape[1]
         self.max_context = max_blocks * input_batch.block_size
         self.sizes = graph_sizes(num_slots)
+        # Steps with drafts have any number of rows: use fewer sizes, so that fewer are captured.
+        some = {size << shift for size in (2, 3) for shift in range(20)}
+        self.draft_sizes = [size for size in self.sizes if size in some or size in (1, num_slots)]
         self.padding = num_slots  # slot of padding rows: the last row of the InputBatch
         self._host_slots = np.full(num_slots, self.padding, np.int32)
         self._slots = device.upload(self._host_slots)
@@ -103,7 +106,7 @@ class DecodeGraphs:
 
     def run_shared(self, plan: StepPlan) -> StepLogits | None:
         """Run rows with shared prefixes, whose keys are read once (cascade attention)."""
-        if len(plan.slots) < MIN_ROWS or not self.can_share:
+        if len(plan.slots) < MIN_ROWS or not self.can_share or has_drafts(plan):
             return None
         size = self.size_of(len(plan.slots))
         is_captured = size in self.shared_graphs or not self.device.config.optimizes_latency
@@ -187,7 +190,8 @@ class DecodeGraphs:
         self.send_slots(slots)
 
     def key(self, plan: StepPlan) -> GraphKey:
-        size = self.size_of(len(plan.slots))
+        sizes = self.draft_sizes if has_drafts(plan) else self.sizes
+        size = sizes[bisect_left(sizes, len(plan.slots))]
         return size, self.bound_of(size, int(plan.starts.max()) + 1)
 
     def size_of(self, num_rows: int) -> int:
@@ -238,5 +242,7 @@ class DecodeGraphs:
         """Run the step as one kernel, which reads the InputBatch itself."""
         input_batch, rows = self.input_batch, slice(len(logits))
         state = input_batch.lengths, input_batch.tokens, input_batch.block_table
-        step.run(self._slots[rows], *state, self.eager.caches, logits, self._context_lens[rows])
+        outputs = logits, self._context_lens[rows]
+        verifies = self.device.config.num_speculative_tokens > 0 and len(logits) > 1
+        step.run(self._slots[rows], *state, self.eager.caches, *outputs, verifies)
         return logits

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KERNEL_OPTIONS = (  # options that determine which kernels are compiled
-    "max_num_seqs",
+    "max_num_rows",
+    "num_speculative_tokens",
     "max_num_batched_tokens",
     "max_model_len",
     "kvcache_block_size",
@@ -72,6 +73,7 @@ class CudaDevice:
     token_logprobs = staticmethod(logprobs.token_logprobs)
     apply_token_bitmask = staticmethod(masks.apply_token_bitmask)
     persistent: PersistentStep | None = None  # set once a model is loaded
+    _other: CudaDevice | None = None  # for the draft model
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
         self.config, self.group = config, group
@@ -81,6 +83,10 @@ class CudaDevice:
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._capture_stream = torch.cuda.Stream(self.torch_device)
         self._step_bytes = self._graph_bytes = 0
+
+    def for_draft_model(self, config: EngineConfig) -> CudaDevice:
+        self._other = CudaDevice(config, self.group)
+        return self._other
 
     def in_order(self) -> AbstractContextManager[object]:
         """Make the device and its stream current in the calling thread."""
@@ -196,7 +202,7 @@ class CudaDevice:
             if target is not tensor:
                 target.copy_(tensor, non_blocking=True)
         arrived = torch.cuda.Event()
-        arrived.record()
+        arrived.record(self._stream)  # as `in_order` does; looking up the current one takes longer
 
         def wait() -> list[np.ndarray]:
             arrived.synchronize()
@@ -328,13 +334,13 @@ class CudaDevice:
 
     def prefill_sizes(self, model: ModelConfig) -> list[Bucket]:
         most = count_many_tokens(model)
-        return bucket_sizes(self._max_tokens, self.config.max_num_seqs, most)
+        return bucket_sizes(self._max_tokens, self.config.max_num_rows, most)
 
     @property
     def _max_tokens(self) -> int:
         """Maximum number of tokens in a step."""
         config = self.config
-        return min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
+        return min(config.max_num_batched_tokens, config.max_num_rows * config.max_model_len)
 
     def _count_graph_bytes(self, model: Model) -> int:
         """Estimate the memory of the graphs: logits, and a share of the largest step's memory.
@@ -342,7 +348,7 @@ class CudaDevice:
         All graphs share the logits buffer of the largest. In a tensor-parallel group, the logits
         exist three times while the ranks' shards are concatenated.
         """
-        num_rows = self.config.max_num_seqs * (1 if self.group.is_alone else 3)
+        num_rows = self.config.max_num_rows * (1 if self.group.is_alone else 3)
         num_bytes = num_rows * model.config.vocab_size * model.dtype.itemsize + DRIVER_BYTES
         if self.config.attention_backend == "flash_attn":
             return num_bytes
@@ -352,4 +358,5 @@ class CudaDevice:
     def _account(self) -> MemoryAccount:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         utilization = self.config.gpu_memory_utilization
-        return MemoryAccount(total, utilization, total - free, self._step_bytes, self._graph_bytes)
+        graph_bytes = self._graph_bytes + (self._other._graph_bytes if self._other else 0)
+        return MemoryAccount(total, utilization, total - free, self._step_bytes, graph_bytes)

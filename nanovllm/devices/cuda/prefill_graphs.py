@@ -118,7 +118,7 @@ class PrefillGraphs:
         self.sizes = sizes
         num_words = max(sum(size.lengths) for size in self.sizes) + 1 + 2 * MAX_CHANGES
         self._columns = torch.zeros(num_words, dtype=torch.int32, device=device.torch_device)
-        # Zeros are valid tokens and positions: no kernel fills these buffers in `compile_ahead`.
+        # `compile_ahead` runs steps without filling these buffers: zeros are valid in all of them.
         most, where = self.sizes[-1].num_tokens, device.torch_device
         self._input_ids = torch.zeros(most, dtype=torch.int32, device=where)
         # Row 0: positions; row 1: slot_mapping.

@@ -80,7 +80,7 @@ class CudaSteps:
             decode = self.decode
             return decode.run_persistent(plan) or decode.run_shared(plan) or decode.run_layers(plan)
         logits = (self.prefill and self.prefill(plan)) or self.eager(plan)
-        self.note(plan)  # after the launch, so that the device does not wait
+        self.note(plan)  # after the launch, so that the device does not wait for it
         return logits
 
     def sample(self, logits: StepLogits, plan: StepPlan) -> Sampled:

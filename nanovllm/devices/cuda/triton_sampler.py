@@ -47,5 +47,5 @@ class TritonSampler:
             )
         if not self.group.is_alone:
             self.group.broadcast(out)
-            advance(out, logits.slots, *state)
+            advance(out, logits.slots, logits.positions, *state)
         return out

@@ -186,7 +186,7 @@ class ResponsesResponse(ApiResponse):
 
     def _finish(self, reason: str) -> Event:
         usage = self.usage
-        # OpenAI bills cache writes; this server has none to report.
+        # OpenAI reports tokens written to its prompt cache here; this server does not count them.
         cached = {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0}
         status = "completed" if reason == "stop" else "incomplete"
         self._response |= {

@@ -81,13 +81,15 @@ export class Timeline {
     setText(this.detail, this.pointed ? describeStep(this.pointed) : HINT);
   }
 
-  /** The height is the logarithm of the token count, divided in proportion to the two kinds. */
+  /** The height is the logarithm of the token count, divided in proportion to the kinds. */
   drawTokens(context, step, x, most) {
     const total = step.prompt + step.answer;
     const height = Math.max(3, (TOP * Math.log2(1 + total)) / most);
     const answers = step.answer && Math.max(2, (height * step.answer) / total);
     context.fillStyle = this.drawing.color("answer");
     context.fillRect(x, TOP - answers, COLUMN - 2, answers);
+    context.fillStyle = this.drawing.color("accepted");
+    context.fillRect(x, TOP - answers, COLUMN - 2, step.answer && (answers * step.accepted) / step.answer);
     context.fillStyle = this.drawing.color("prompt");
     context.fillRect(x, TOP - height, COLUMN - 2, height - answers);
   }

@@ -1,7 +1,7 @@
 // The engine's state, computed from the snapshots of its event stream. Nothing here draws.
 
 const SEQUENCE = ["id", "status", "prompt", "most", "cached", "computed", "tokens", "arrival", "blocks"];
-const STEP = ["begin", "schedule", "submit", "wait", "commit", "deviceBegin", "device", "prompt", "answer", "rows"];
+const STEP = ["begin", "schedule", "submit", "wait", "commit", "deviceBegin", "device", "prompt", "answer", "rows", "accepted"];
 const CHANGE = ["kind", "function", "id", "blocks", "note", "text"];
 export const MAX_STEPS = 400;
 
@@ -74,7 +74,8 @@ export function describeBlock(state, block, held = holders(state)) {
 
 export function describeStep(step) {
   const host = step.schedule + step.submit + step.commit;
-  const tokens = `${step.prompt} prompt and ${step.answer} output tokens in ${step.rows} rows`;
+  const accepted = step.accepted ? ` (${step.accepted} of them accepted drafts)` : "";
+  const tokens = `${step.prompt} prompt and ${step.answer} output tokens${accepted} in ${step.rows} rows`;
   return `${tokens}; device ${ms(step.device)}, host ${ms(host)} (schedule ${ms(step.schedule)}, submit ${ms(step.submit)}, commit ${ms(step.commit)}).`;
 }
 

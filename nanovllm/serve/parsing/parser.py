@@ -2,7 +2,7 @@
 
 Text outside tool calls becomes content, unchanged. A call starts when the tool's name and the
 start of its arguments are known; until then its text is held back, and becomes content if they
-are invalid. Content next to a call that is only whitespace is dropped.
+are invalid. Whitespace next to a call is dropped if it is the whole content there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OutputParser:
         reasoning_format: ReasoningFormat | None = None,
         starts_in_reasoning: bool = False,
         new_id: Callable[[], str] = new_call_id,
-        has_content: bool = True,  # False: drop text outside calls, and calls that were cut off
+        has_content: bool = True,  # False: drop all text that is not part of a call
     ) -> None:
         # Longer names come first because a shorter one may be their prefix.
         self._tools = {tool.name: tool for tool in sorted(tools, key=lambda each: -len(each.name))}

@@ -84,7 +84,7 @@ class Reader:
         return ""
 
     def accept_all(self, words: str, or_cut: bool = False) -> Waits[bool]:
-        """Consume all words, each after optional whitespace; `*` matches letters and digits."""
+        """Consume all words, or none; each may follow whitespace, and `*` is letters and digits."""
         start = self.pos
         for word in words.split():
             yield from self.skip(str.isspace)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
+from benchmarks.replayed_drafts import Replay
 from nanovllm import LLM, SamplingParams
 from nanovllm.devices import choose
 from nanovllm.devices.cpu.device import CpuDevice
@@ -48,6 +49,7 @@ from tests.devices.cuda.persistent.reference import reference_step
 from tests.forced_tokens import Ids, forced_logits
 from tests.models.transformers_families import make_config
 from tests.test_fp8_kv_cache import answer
+from tests.test_speculation import NGRAM, EagerDrafter
 from tests.threaded_ranks import engines_of
 
 OPTIONS = {"max_model_len": 64, "kvcache_block_size": 16, "skip_tokenizer_init": True}
@@ -170,6 +172,28 @@ def check_transformers_model(root: Path) -> None:
     assert [o.token_ids for o in outputs] == [checkpoint.generate(p, 4) for p in prompts]
 
 
+def check_drafts(root: Path) -> None:
+    """Drafts, right and wrong, are verified in graphs and beside prompts; no token changes."""
+    checkpoint = make_checkpoint(root / "drafts", ONE_LAYER)
+    rng = random.Random(0)
+    prompts = [rng.choices(range(160), k=length) for length in (5, 17, 9)]
+    ways: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 1}, {"top_k": 20, "seed": 2}]
+    params = [SamplingParams(max_tokens=9, ignore_eos=True, **way) for way in ways]
+    options = {**OPTIONS, "max_num_seqs": 2, "max_num_batched_tokens": 24, "depth": 1}
+    with LLM(checkpoint.path, **options) as llm:
+        want = [o.token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    config = {**NGRAM, "num_speculative_tokens": 3}
+    with LLM(checkpoint.path, **options, speculative_config=config) as llm:
+        recorded = [[*prompt, *ids] for prompt, ids in zip(prompts, want, strict=True)]
+        scheduler = llm.engine.core.scheduler
+        scheduler.drafter = EagerDrafter(Replay(recorded, 160, rng=rng), 3)
+        found = [o.token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+        assert max(runner_of(llm).forward.decode.sizes) == 5
+    assert found == want
+    counts = scheduler.draft_counts
+    assert counts.num_draft_tokens > counts.num_accepted_tokens > 5
+
+
 class OneToken:
     """A GuidanceEngine whose grammars each allow a single token."""
 
@@ -183,7 +207,8 @@ class OneToken:
         token_id = int(grammar.text)
         return SimpleNamespace(finishes=lambda _: False, is_ready=True, token_id=token_id)
 
-    def masks(self, matchers: list[Any], allocate: Any) -> tuple[np.ndarray, list[int]]:
+    def masks(self, rows: list[Any], allocate: Any) -> tuple[np.ndarray, list[int]]:
+        matchers = [matcher for matcher, drafts in rows for _ in range(1 + len(drafts))]
         masks: np.ndarray = allocate(len(matchers), -(-self.vocab_size // 32))
         bits = np.zeros((len(masks), masks.shape[1] * 32), np.uint8)
         for row, matcher in enumerate(matchers):
@@ -345,11 +370,14 @@ class ReferenceStep:
         caches: list[LayerCache],
         logits: Tensor,
         context_lens: Tensor,
+        verifies: bool,
     ) -> None:
         k, v = [cache.k.flatten(0, 1) for cache in caches], [c.v.flatten(0, 1) for c in caches]
         block_size = caches[0].k.shape[1]
         for row, slot in enumerate(slots.tolist()):
-            length = int(lengths[slot])
+            num_after = int((slots[row + 1 :] == slot).sum())
+            assert verifies or num_after == 0 or lengths[slot] == 0
+            length = max(int(lengths[slot]) - num_after, 0)
             context_lens[row] = length
             if length == 0:
                 continue
@@ -436,6 +464,7 @@ def main() -> None:
             check_shared_prefixes(Path(folder))
             check_transformers_model(Path(folder))
             check_masks(Path(folder))
+            check_drafts(Path(folder))
             check_captures_ahead(Path(folder))
             check_cache_of_eight_bits(Path(folder))
         check_logits(Path(folder))

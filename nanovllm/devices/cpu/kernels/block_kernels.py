@@ -124,7 +124,10 @@ def _add_group(
 
 
 def _to_multiply(builder: Any, group: Group) -> tuple[Callable[[int], Any], Any, float]:
-    """Return a function that emits a column, and the values in scale * (column - offset)."""
+    """Return a function that emits a column, and the scale and offset to apply to it.
+
+    The weights, less the group's minimum, are scale * (column - offset).
+    """
     if group.fraction is None:
         return lambda i: builder.sitofp(group.integer(i), FLOATS), group.scale, group.offset
     scale = builder.fmul(group.scale, constant(FLOATS, 16.0))

@@ -354,7 +354,7 @@ def _dot(a: Any, a_base: int, b: Any, b_base: int, count: int) -> Any:
 def _dots(
     a: Any, a_base: int, stride: int, b: Any, b_base: int, dim: int, sums: int, count: int
 ) -> None:
-    """Set b[sums + i] to the dot product of row i of a with b, for `count` rows `stride` apart."""
+    """Set b[sums + i] to the dot product of row i of a, rows `stride` apart, and b[b_base:]."""
     num_whole = count // NUM_STREAMS * NUM_STREAMS
     for i in range(0, num_whole, NUM_STREAMS):
         dot_row(a, a_base + i * stride, stride, b, b_base, 0, dim, sums + i)

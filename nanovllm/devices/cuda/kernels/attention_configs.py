@@ -14,11 +14,11 @@ from nanovllm.devices.cuda.kernels.attention_tiles import PagedCache
 MIN_Q_ROWS = 16  # minimum M of tl.dot
 MAX_SPLITS = 32
 DECODE_CTAS_PER_SM = 5
-MIN_DECODE_SPLIT = 64  # minimum number of keys that are worth a CTA
+MIN_DECODE_SPLIT = 64  # smallest number of keys that is worth a CTA
 LARGE_TILE_PAIRS = range(192, 385)  # numbers of (row, KV head) pairs for which large tiles are fast
 SHORT_CONTEXT = 512  # up to this many keys, a second split gains less than the merge costs
 PREFILL_CTAS_PER_SM = 2
-MIN_PREFILL_SPLIT = 256  # minimum number of keys that are worth a CTA
+MIN_PREFILL_SPLIT = 256  # smallest number of keys that is worth a CTA
 MIN_PREFILL_SPLITS = 4  # fewer splits gain less than the merge costs
 # Up to this many query rows, small tiles are best, because more CTAs occupy the device.
 MAX_SMALL_TILE_ROWS = 2048
@@ -76,7 +76,11 @@ def prefill_config(
 
 
 def with_more_stages(config: AttentionConfig) -> AttentionConfig:
-    """Use more pipeline stages on Hopper, where a CTA alone on its SM then waits less for keys."""
+    """Return a small-tile config (64 x 64, four warps) with four stages, others unchanged.
+
+    Used on Hopper for prefill without key splits: too few CTAs share an SM to hide the latency of
+    loading keys.
+    """
     is_small = (config.q_rows, config.tile, config.num_warps) == (64, 64, 4)
     return replace(config, num_stages=4) if is_small else config
 

@@ -311,7 +311,7 @@ def find_blocks(  # type: ignore[no-untyped-def]
 def find_split(  # type: ignore[no-untyped-def]
     first, end, SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr
 ):
-    """Return the range of keys in [first, end) that this CTA reads."""
+    """Return this CTA's range of the keys [first, end); it begins at a tile boundary."""
     lo, hi = first // TILE * TILE, end
     if SPLITS > 1:
         size = split_size(hi - lo, SPLITS, TILE, MIN_SPLIT)
@@ -324,7 +324,7 @@ def find_split(  # type: ignore[no-untyped-def]
 def split_size(  # type: ignore[no-untyped-def]
     num_keys, SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr
 ):
-    """Return the number of keys per split, a multiple of the tile size."""
+    """Return the number of keys per split: a multiple of the tile size, and at least MIN_SPLIT."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, SPLITS), TILE) * TILE, MIN_SPLIT)
 
 

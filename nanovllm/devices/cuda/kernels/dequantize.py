@@ -1,8 +1,8 @@
 """Dequantization in Triton: load tiles of packed words, and convert them to MMA operands.
 
-`ops/quantized_weight.py` describes the layout. A word packs 4 FP8 or 8 int4 values. In a quant
-block, the values at position 0 of all words are neighboring inputs, then come those at position 1,
-and so on. So threads can convert words to MMA operands without exchanging data.
+`ops/quantized_weight.py` describes the layout. A word packs 4 FP8 or 8 int4 values. In a block of
+128 inputs, the values at position 0 of all words are neighboring inputs, then come those at
+position 1, and so on. So threads can convert words to MMA operands without exchanging data.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def weight_arguments(weight: CudaWeight) -> tuple[Any, ...]:
 def weight_sizes(weight: CudaWeight) -> dict[str, int]:
     """Return the compile-time sizes of a weight.
 
-    NUM_WORDS is the number of words per row, LANES the number of words per quant block, and GROUP
-    the number of inputs that share a scale (0: the whole row). In a dense weight a word is one
-    value; LANES is 0 and GROUP is -1.
+    NUM_WORDS is the number of words per row, LANES the number of words per block of 128 inputs, and
+    GROUP the number of inputs that share a scale (0: the whole row). In a dense weight a word is
+    one value; LANES is 0 and GROUP is -1.
     """
     num_in = weight.shape[-1]
     if isinstance(weight, Tensor):
@@ -71,7 +71,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
-    """Dequantize one quant block of BLOCK_OUT rows; the grid is (quant blocks, tiles of rows)."""
+    """Dequantize 128 inputs of BLOCK_OUT rows; the grid is (blocks of inputs, tiles of rows)."""
     POSITIONS: tl.constexpr = 128 // LANES
     PARTS: tl.constexpr = 128 // GROUP if GROUP > 0 else 1
     NUM_GROUPS: tl.constexpr = NUM_WORDS // LANES * PARTS if GROUP > 0 else 1

@@ -227,10 +227,10 @@ def _rope_write(  # type: ignore[no-untyped-def]
     HADAMARD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Apply RoPE; the grid is (tokens, 2).
+    """Apply the norm, if any, and RoPE to queries and keys; the grid is (tokens, 2).
 
-    One CTA rotates the queries of a token in place. The other rotates its keys, and stores keys and
-    values in the cache.
+    One CTA updates the queries of a token in place. The other updates its keys, and stores keys and
+    values in the cache. With an FP8 cache, queries and keys are also Hadamard-transformed.
     """
     token = tl.program_id(0).to(tl.int64)
     base = token * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM

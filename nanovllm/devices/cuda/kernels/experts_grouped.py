@@ -57,7 +57,7 @@ def grouped_config(
     rows_per_expert: int, x: Tensor, weight: QuantizedWeight | None = None
 ) -> GroupedConfig:
     """Return the config for dense experts in x's dtype, or for quantized experts like `weight`."""
-    if weight is None and x.dtype == torch.float32:  # no tensor cores
+    if weight is None and x.dtype == torch.float32:  # tensor cores are not used
         return GroupedConfig(16 if rows_per_expert <= 8 else 64, 64, 32, 4, 2)
     configs = CONFIGS if weight is None else QUANTIZED_CONFIGS
     config = next(config for most, config in configs if rows_per_expert <= most)

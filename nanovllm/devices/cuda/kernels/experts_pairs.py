@@ -124,7 +124,7 @@ def _choose(logits, num_experts, choices, TOP_K: tl.constexpr, BLOCK: tl.constex
 def _load_keys(logits, num_experts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Map logits to distinct integers in the same order; of equal logits, the first is larger.
 
-    NaN sorts like a large number.
+    A NaN sorts beyond the infinity of its sign.
     """
     experts = tl.arange(0, BLOCK)
     values = tl.load(logits + experts, mask=experts < num_experts, other=0.0, cache_modifier=".cg")
@@ -153,7 +153,10 @@ def _weigh(  # type: ignore[no-untyped-def]
     IS_NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the softmax probabilities of the chosen experts, rounded to the logits' dtype."""
+    """Return the routing weights of the chosen experts, rounded to the logits' dtype.
+
+    They are softmax probabilities over all experts or, if IS_NORMALIZED, over the chosen ones.
+    """
     i = tl.arange(0, BLOCK)
     every = tl.load(logits + i, mask=i < num_experts, other=-float("inf"), cache_modifier=".cg")
     chosen = tl.load(logits + experts, mask=is_choice, other=-float("inf"), cache_modifier=".cg")

@@ -142,8 +142,8 @@ def upcast_pairs(pairs, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
         even = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         odd = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
-        # Two pairs form a word: bytes 0 and 2 are even columns, 1 and 3 odd ones. The compiler
-        # would shift and mask each byte separately.
+        # Two pairs form a word: bytes 0 and 2 are even columns, 1 and 3 odd ones. Without inline
+        # PTX, the compiler would shift and mask each byte separately.
         even, odd = tl.inline_asm_elementwise(
             """{
             .reg .b32 bytes; .reg .b16 low, high;

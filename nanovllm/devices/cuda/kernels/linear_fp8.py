@@ -30,7 +30,7 @@ from nanovllm.ops.quantized_weight import FP8_WORDS, QuantizedWeight, num_blocks
 
 LARGEST = tl.constexpr(LARGEST_FP8)
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
-WORDS = tl.constexpr(FP8_WORDS)  # words per quant block
+WORDS = tl.constexpr(FP8_WORDS)  # words per block of 128 inputs
 # Up to this many rows, scales are applied after the GEMM; from 512 rows on, that gains nothing.
 MAX_SUM_ROWS = 256
 # torch._scaled_mm requires multiples of this for inputs, outputs and, with block scales, rows.
@@ -53,7 +53,7 @@ def scaled_mm_weight(weight: QuantizedWeight) -> ScaledMMWeight | None:
     if not weight.has_blocks:
         is_known = num_out % MULTIPLE == 0 and capability >= (9, 0)
         return ScaledMMWeight(weight, one) if is_known else None
-    # cuBLAS reads the scales of four quant blocks at a time.
+    # cuBLAS reads four scales along the inputs at a time.
     is_whole = num_out % 128 == num_blocks(num_in) % 4 == 0
     if not is_whole or capability != (9, 0) or _cuda_version() < (12, 9):
         return None
@@ -152,8 +152,9 @@ def scale_sums(sums: Tensor, scales: DequantScales, bias: Tensor | None) -> None
 def fp8_quantize(x: Tensor, by_block: bool) -> Fp8Tensor:
     """Quantize rows to FP8, in the order of `pack_words`, scaled by their largest value.
 
-    With `by_block`, each quant block has its own scale. The number of rows is then padded to a
-    multiple of 16, with arbitrary values, and scales are stored block by block, as cuBLAS requires.
+    With `by_block`, each block of 128 inputs has its own scale. The number of rows is then padded
+    to a multiple of 16, with arbitrary values, and scales are stored block by block, as cuBLAS
+    requires.
     """
     num_rows, num_in = x.shape
     num_scales = num_blocks(num_in) if by_block else 1

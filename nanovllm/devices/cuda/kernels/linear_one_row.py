@@ -132,7 +132,7 @@ def _one_row(  # type: ignore[no-untyped-def]
     HAS_ONE_TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute the outputs of this CTA's tiles; `source` is (the sum's output, residual, update)."""
+    """Compute this CTA's tiles of outputs; `source` is (output of the sum, residual, update)."""
     CHUNKS: tl.constexpr = (NUM_WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
     # A gated tile has gate rows, then up rows. With a dense weight, gate and up are separate tiles.
     HAS_UP: tl.constexpr = HAS_ONE_TILE and ACTIVATION is not None
@@ -235,7 +235,10 @@ def _store(y, sums, tile, num_out, BLOCK_OUT: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def load_inputs(source, norms, word, NUM_IN: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the inputs of words by position, times the norm's weight, and the sums of squares."""
+    """Return the inputs at each position of the given words, times the norm's weight.
+
+    Also return the sum of the inputs' squares for each word, before the norm's weight is applied.
+    """
     if LANES == 0:
         values, squares = _input(source, norms, word, NUM_IN)
         return (values,), squares
@@ -254,7 +257,7 @@ def load_inputs(source, norms, word, NUM_IN: tl.constexpr, LANES: tl.constexpr):
 def _input(source, norms, i, NUM_IN: tl.constexpr):  # type: ignore[no-untyped-def]
     is_in = i < NUM_IN
     values = tl.load(source[1] + i, mask=is_in, other=0.0).to(tl.float32)
-    if source[2] is not None:  # the first CTA stores the sum
+    if source[2] is not None:  # residual + update, which the first CTA stores
         values += tl.load(source[2] + i, mask=is_in, other=0.0)
         rounded = values.to(source[0].dtype.element_ty)
         tl.store(source[0] + i, rounded, mask=is_in & (tl.program_id(0) + 0 * i == 0))
@@ -295,7 +298,10 @@ def add_products(  # type: ignore[no-untyped-def]
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Return the sums of the products of words, beginning at `first_word`, with prepared inputs."""
+    """Multiply a tile of weight rows by the prepared inputs, and return the sum of each row.
+
+    The tile holds the words from `first_word` on.
+    """
     BLOCKS: tl.constexpr = tile.shape[1] // LANES if LANES > 0 else 0
     if LANES == 0:
         sums = tl.sum(tile.to(tl.float32) * inputs[0][None, :], 1)

@@ -17,7 +17,7 @@ from nanovllm.devices.cuda.kernels.elementwise import activate
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Return how many bytes of shared memory one CTA may use."""
+    """Return how many bytes of shared memory one CTA may use, less a reserve of 8 KiB."""
     if device.type != "cuda":
         return 1 << 16
     properties: Any = torch.cuda.get_device_properties(device)
@@ -130,12 +130,13 @@ def _multiply_quantized(  # type: ignore[no-untyped-def]
     """Multiply a quantized weight; scales are applied to the sums over quant groups.
 
     Scaling the weights first would force the MMA operand through shared memory. Scales are loaded
-    one quant block ahead: loads narrower than a word are not pipelined, so the loop would wait.
+    one block of 128 inputs ahead: loads narrower than a word are not pipelined, so the loop would
+    otherwise wait for them.
     """
     POSITIONS: tl.constexpr = 128 // LANES
-    PARTS: tl.constexpr = 128 // GROUP if GROUP > 0 else 1  # groups per quant block
-    # The loop waits for the MMAs of each quant group. It waits only once if the positions of a
-    # group are concatenated for one MMA. Without groups it does not wait, so JOINED is 1.
+    PARTS: tl.constexpr = 128 // GROUP if GROUP > 0 else 1  # quant groups per block of inputs
+    # Positions per `tl.dot`. With groups, all positions of a group are concatenated: its sums are
+    # scaled when the MMAs have finished, and the loop waits for one `tl.dot` instead of several.
     JOINED: tl.constexpr = POSITIONS // PARTS if GROUP > 0 else 1
     NUM_GROUPS: tl.constexpr = NUM_WORDS // LANES * PARTS if GROUP > 0 else 1
     dtype: tl.constexpr = x_start.dtype.element_ty
@@ -188,8 +189,11 @@ def _load_groups(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Return the scales of a quant block's groups, and -(offset + zero point) for int4 values."""
-    is_there = is_out & (group < NUM_GROUPS)  # false beyond the last quant block
+    """Return the scales of the quant groups of a block of 128 inputs, from `group` on.
+
+    Also return -(offset + zero point) of each group, which is used for int4 values only.
+    """
+    is_there = is_out & (group < NUM_GROUPS)  # false beyond the last block
     scales, less = (), ()
     for part in tl.static_range(PARTS):
         offsets = s_start + group + part

@@ -31,7 +31,7 @@ from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 FP8_WEIGHT = tl.constexpr(2.0**WEIGHT_EXPONENT.value)  # scale of weights of an FP8 cache
 LOG2_E = 1.4426950408889634  # the softmax uses base 2, for which the hardware has an instruction
 SCORE_FACTOR = tl.constexpr(LOG2_E)
-# These arguments are slices of an upload: specializing on their alignment gives more kernels.
+# These arguments are slices of an upload: each alignment would compile another kernel.
 COLUMNS = "slots", "context_lens", "query_starts", "query_lens", "order", "members", "shared_lens"
 
 
@@ -42,7 +42,7 @@ class QueryRows:
     slots: Tensor
     context_lens: Tensor  # tokens up to and including the last query; 0: padding
     query_starts: Tensor | None = None  # token index of each row's first query; None: row index
-    query_lens: Tensor | None = None  # number of queries, the context's last tokens; None: 1
+    query_lens: Tensor | None = None  # number of queries, the last tokens of the context; None: 1
     max_query_len: int = 1
     order: Tensor | None = None  # start order of decode rows; descending context lengths are best
 

@@ -100,7 +100,7 @@ def sample_tokens(
 
     `columns` holds the sampling parameters, indexed by slot; `context_lens` gives the positions.
     `asked` may include features that no row uses, which does not change the tokens. With `tokens`
-    and `lengths`, each token is also appended to its slot, as `advance` does. `host` [rows], if
+    and `lengths`, each token is also written to its slot, as `advance` does. `host` [rows], if
     given, is pinned memory that receives a copy of `out`.
     """
     num_rows, vocab_size = logits.shape
@@ -131,7 +131,7 @@ def sample_tokens(
     table = (0, 0, 0) if tokens is None else (tokens.stride(0), *tokens.shape)
     _combine_kernel[(num_rows,)](
         *(out, host, workspace.scores, workspace.ids, split.num_splits),
-        *(slots, tokens, lengths, *table),
+        *(slots, context_lens, tokens, lengths, *table),
         **sizes,
         num_warps=1,
     )
@@ -145,12 +145,16 @@ def split_vocabulary(num_rows: int, vocab_size: int) -> Split:
     return Split(block, tiles_each, triton.cdiv(num_tiles, tiles_each))
 
 
-def advance(out: Tensor, slots: Tensor, tokens: Tensor, lengths: Tensor) -> None:
-    """Append each row's token to its slot's tokens; the last slot is padding, left unchanged."""
+def advance(
+    out: Tensor, slots: Tensor, context_lens: Tensor, tokens: Tensor, lengths: Tensor
+) -> None:
+    """Write each row's token to its slot, after its context; the last slot is padding."""
     num_rows = len(out)
     if num_rows:
         _advance_kernel[(triton.cdiv(num_rows, 256),)](
-            out, slots, tokens, tokens.stride(0), lengths, num_rows, *tokens.shape, BLOCK=256
+            *(out, slots, context_lens, tokens, tokens.stride(0), lengths),
+            *(num_rows, *tokens.shape),
+            BLOCK=256,
         )
 
 
@@ -228,6 +232,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     ids,
     num_splits,
     slots,
+    context_lens,
     tokens,
     lengths,
     stride,
@@ -236,7 +241,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     MAX_SPLITS: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
 ):
-    """Reduce a row's splits to the best token; append it to the slot if `tokens` is given."""
+    """Reduce a row's splits to the best token; write it to the slot if `tokens` is given."""
     row = tl.program_id(0)
     splits = tl.arange(0, SPLITS_BLOCK)
     offsets = row.to(tl.int64) * MAX_SPLITS + splits
@@ -250,27 +255,37 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     if host is not None:
         tl.store(host + row, token)
     if tokens is not None:
-        _append(token, tl.load(slots + row), row >= 0, tokens, lengths, stride, num_slots, width)
+        slot, position = tl.load(slots + row), tl.load(context_lens + row)
+        _append(token, slot, position, row >= 0, tokens, lengths, stride, num_slots, width)
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=COLUMNS)
 def _advance_kernel(  # type: ignore[no-untyped-def]
-    out, slots, tokens, stride, lengths, num_rows, num_slots, width, BLOCK: tl.constexpr
+    out,
+    slots,
+    context_lens,
+    tokens,
+    stride,
+    lengths,
+    num_rows,
+    num_slots,
+    width,
+    BLOCK: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = rows < num_rows
     slot = tl.load(slots + rows, mask=is_row, other=0)
     token = tl.load(out + rows, mask=is_row, other=0)
-    _append(token, slot, is_row, tokens, lengths, stride, num_slots, width)
+    position = tl.load(context_lens + rows, mask=is_row, other=0)
+    _append(token, slot, position, is_row, tokens, lengths, stride, num_slots, width)
 
 
 @triton.jit
-def _append(token, slot, is_row, tokens, lengths, stride, num_slots, width):  # type: ignore[no-untyped-def]
-    length = tl.load(lengths + slot, mask=is_row, other=0)
-    is_appended = is_row & (slot < num_slots - 1) & (length < width)
+def _append(token, slot, position, is_row, tokens, lengths, stride, num_slots, width):  # type: ignore[no-untyped-def]
+    is_appended = is_row & (slot < num_slots - 1) & (position < width)
     known = tl.maximum(token, 0)  # NO_TOKEN is negative, and the next step embeds this token
-    tl.store(tokens + slot.to(tl.int64) * stride + length, known, mask=is_appended)
-    tl.store(lengths + slot, length + 1, mask=is_appended)
+    tl.store(tokens + slot.to(tl.int64) * stride + position, known, mask=is_appended)
+    tl.store(lengths + slot, position + 1, mask=is_appended)
 
 
 @triton.jit

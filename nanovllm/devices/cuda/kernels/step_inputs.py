@@ -17,8 +17,9 @@ def gather_decode(
     block_size: int,
     columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Gather the inputs of a decode step, one row per slot; a slot of length 0 is padding.
+    """Gather the inputs of a decode step; a slot of length 0 is padding.
 
+    A row runs the last token of its slot. If n rows have the same slot, they run its last n tokens.
     `columns` are the output tensors: tokens, positions, slot_mapping and context lengths of the
     rows, and the row indices sorted by context length, longest first.
     """
@@ -82,13 +83,15 @@ def _gather(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Gather tokens at given positions or, without `positions`, the last token of each slot."""
+    """Gather tokens at given positions or, without `positions`, the last tokens of each slot."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_rows
     slot = tl.load(slots + row, mask=mask, other=0).to(tl.int64)
     if positions is None:
-        length = tl.load(lengths + slot, mask=mask, other=0)
+        slot_length = tl.load(lengths + slot, mask=mask, other=0)
+        rank, num_after = _order(slots, lengths, row, slot, slot_length, num_rows, BLOCK)
+        length = tl.maximum(slot_length - num_after, 0)
         position, is_used = tl.maximum(length - 1, 0), mask & (length > 0)
     else:
         position = tl.load(positions + row, mask=mask, other=0)
@@ -102,22 +105,28 @@ def _gather(  # type: ignore[no-untyped-def]
     tl.store(columns[2] + row, cache_slot, mask=mask)
     if positions is None:
         tl.store(columns[3] + row, length, mask=mask)
-        tl.store(columns[4] + _rank(slots, lengths, row, length, num_rows, BLOCK), row, mask=mask)
+        tl.store(columns[4] + rank, row, mask=mask)
 
 
 @triton.jit
-def _rank(slots, lengths, row, length, num_rows, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return each row's index in the order from the longest context to the shortest."""
+def _order(slots, lengths, row, slot, length, num_rows, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return each row's index in the order from the longest sequence to the shortest.
+
+    Also return the number of later rows that have the same slot.
+    """
     CHUNK: tl.constexpr = BLOCK if BLOCK < 32 else 32
     rank = tl.zeros((BLOCK,), tl.int32)
+    num_after = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, num_rows, CHUNK):
         other = begin + tl.arange(0, CHUNK)
-        other_slot = tl.load(slots + other, mask=other < num_rows, other=0)
+        other_slot = tl.load(slots + other, mask=other < num_rows, other=-1)
         other_length = tl.load(lengths + other_slot, mask=other < num_rows, other=-1)
+        is_later = (other_slot[None, :] == slot[:, None]) & (other[None, :] > row[:, None])
+        num_after += tl.sum(is_later.to(tl.int32), 1)
         is_longer = other_length[None, :] > length[:, None]
         is_earlier = (other_length[None, :] == length[:, None]) & (other[None, :] < row[:, None])
         rank += tl.sum((is_longer | is_earlier).to(tl.int32), 1)
-    return rank
+    return rank, num_after
 
 
 # `pairs` and `count` are slices of a larger upload, so their alignment varies.

@@ -59,7 +59,7 @@ def find_thresholds(
 ) -> None:
     """Compute each row's logit threshold for top_k and top_p (-inf: keep all).
 
-    Call find_maxima first.
+    Call find_maxima with `groups` first.
     """
     num_rows, vocab_size = logits.shape
     parameters = (slots, columns.temperature, columns.top_k, columns.top_p)
@@ -148,9 +148,9 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
     MAX_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Choose a pivot that the maxima of at least num_wanted groups reach.
+    """Choose a pivot that the maxima of at least num_wanted groups, and so as many tokens, reach.
 
-    So at least num_wanted tokens reach it.
+    It is never below `_lowest`, even if fewer tokens reach that.
     """
     row = tl.program_id(0)
     tl.store(num_candidates + row, 0)
@@ -377,7 +377,7 @@ def _sum_from(  # type: ignore[no-untyped-def]
 ):
     """Sum the weights of the keys >= `key`.
 
-    Without `keys`, do so for the whole row; the weights are counts if IS_COUNT, else masses.
+    If `keys` is None, use the whole row: the weights are counts if IS_COUNT, else masses.
     """
     if keys is not None:
         return tl.sum(tl.where(keys >= key, weights, 0), 0)

@@ -61,7 +61,10 @@ def pack(a, b):
 
 @gluon.jit
 def eight_words(t, SEGMENTS: gl.constexpr):
-    """Split keys or queries, with 8 words per thread, into 8 tensors of one word per thread."""
+    """Split keys or queries, 8 words per thread, into 8 tensors of one word per thread.
+
+    SEGMENTS is head_dim / 64, here and below.
+    """
     a, b = gl.split(gl.reshape(t, [4, 8, SEGMENTS, 4, 4, 2]))
     a0, a2 = gl.split(gl.reshape(a, [4, 8, SEGMENTS, 4, 2, 2]))
     b1, b3 = gl.split(gl.reshape(b, [4, 8, SEGMENTS, 4, 2, 2]))
@@ -238,8 +241,8 @@ class Attention:
     """Attention of all rows, divided evenly among the CTAs.
 
     The splits of a row depend on its own length alone, so that its output does not depend on other
-    rows. The splits of all rows and KV heads, row by row, are divided evenly among the CTAs. Rows
-    of one slot are consecutive tokens of its sequence.
+    rows. The list of all splits, row by row and by KV head, is divided among the CTAs. Rows of one
+    slot are consecutive tokens of its sequence.
 
     Caches are [blocks, block size, KV heads, dim / 2] words of two bfloat16.
     """
@@ -353,9 +356,9 @@ class Attention:
 
     @gluon.jit
     def find(self, segment, key):
-        """Offset of a key in a layer's cache, in words.
+        """Return the offset of a key in a layer's cache, in words.
 
-        Aligned runs of 32 keys lie in one KV-cache block.
+        It is also valid for the rest of an aligned run of 32 keys: they lie in one KV-cache block.
         """
         table = self.tables + segment.slot * self.table_width
         block = gl.load(table + key // self.block_size, mask=key < segment.end, other=0)
@@ -382,7 +385,10 @@ class Attention:
 
     @gluon.jit
     def load_values(self, cache, offset, num_keys):
-        """Load a word of each of 8 value vectors per thread; a warp covers 16 dimensions."""
+        """Load up to 32 value vectors at an offset of the cache; those from `num_keys` on are 0.
+
+        A thread gets a word of each of 8 value vectors, and a warp 16 dimensions of all of them.
+        """
         STRIDE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
         warp, n, q = thread_indices()
         word = warp % (self.dim // 16) * 8 + n
@@ -491,8 +497,9 @@ class Attention:
     def attend(self, segment, heads, k_cache, v_cache, skip, k, v, buffer):
         """Attend to the keys of a segment, and store the partial result of each split.
 
-        The next unit is loaded into the same registers while the current one is processed. The same
-        keys and values of the next layer, `skip` words further on, are prefetched into L2.
+        k and v are those of the first unit. The next unit is loaded into the same registers while
+        the current one is processed. Its keys and values in the next layer, `skip` words further
+        on, are prefetched into L2.
         """
         SEGMENTS: gl.constexpr = self.dim // 64
         KL: gl.constexpr = key_layout()
@@ -665,7 +672,7 @@ class Attention:
 
     @gluon.jit
     def active(self):
-        """Predicate of the splits that `merge` polls: those that have keys."""
+        """Return the predicate of the splits that `merge` polls: those that have keys."""
         WIDTH: gl.constexpr = self.num_heads * self.dim
         row, chunk, split = self.merge_indices()
         _, _, count = self.splits(self.position(row))

@@ -171,9 +171,9 @@ class Exchange:
     """A bfloat16 vector per row; each CTA stores 8 columns of each block, and reads all columns.
 
     Memory is [buffers, 2 copies, rows, size]: half of the CTAs read each copy. A vector may consist
-    of parts, each padded to `capacity` columns. Padding is never written and stays zero. With
-    `of_all`, CTAs without values store zeros, so that a reader of the whole vector knows that every
-    CTA has reached this exchange.
+    of one part per expert, each padded to `capacity` columns. Padding is never written and stays
+    zero. With `of_all`, CTAs without values store zeros, so that a reader of the whole vector knows
+    that every CTA has reached this exchange.
     """
 
     memory: gl.tensor
@@ -184,7 +184,7 @@ class Exchange:
     part: gl.constexpr  # columns per part
     capacity: gl.constexpr  # padded columns per part
     columns: gl.constexpr  # padded columns of all parts
-    size: gl.constexpr  # columns, padded to whole chunks
+    size: gl.constexpr  # columns, padded as in `num_chunks`
     rows: gl.constexpr
     blocks: gl.constexpr  # maximum number of blocks published at once
 
@@ -256,7 +256,7 @@ class Exchange:
 
     @gluon.jit
     def stage_chunks(self, buffer, first, N: gl.constexpr, BITS: gl.constexpr):
-        """Poll N chunks and stage them in shared memory, as pieces for weights of BITS bits."""
+        """Poll N chunks and stage them in shared memory, as pieces of x for BITS-bit weights."""
         words = self.poll(buffer, first, N)
         staged = ()
         for k in gl.static_range(N):

@@ -154,7 +154,10 @@ class Experts:
     def fetch_pieces(
         self, stream, weights, t, is_in_bounds, rows, first: gl.constexpr, FORMAT: gl.constexpr
     ):
-        """Start the TMA copies of a tile's pieces, from segment `first` on, each of one expert."""
+        """Start the TMA copies of tile t; it begins at segment `first` of the concatenated columns.
+
+        Each copy loads a piece of the tile, whose segments belong to one expert.
+        """
         S: gl.constexpr = expert_segments(self.size, FORMAT.bits)
         N: gl.constexpr = piece_segments(self.size, FORMAT.bits)
         G: gl.constexpr = 8 * segment_groups(FORMAT.bits)  # scales per segment of 8 weight rows

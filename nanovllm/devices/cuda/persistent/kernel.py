@@ -108,7 +108,10 @@ def project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buff
 
 @gluon.jit
 def route(stream, t, g, exchanges, norm, parameters, experts, buffer):
-    """Compute the router logits of y and choose its experts; stage y while logits are exchanged."""
+    """Compute the router logits of y, and choose its experts.
+
+    If weights are quantized, y is staged for them while the logits are exchanged.
+    """
     FORMAT: gl.constexpr = format_of(exchanges.y.width, 16)
     x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, 16)
     sums = stream.multiply_blocks(t, g, (), x, ((), ()), 1, FORMAT, stream.in_flight)
@@ -337,7 +340,8 @@ def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
     VOCAB: gl.constexpr = SHAPE.vocab
     EXPERTS: gl.constexpr = experts.count
     qkv, o, gate_up, down, router = weights
-    # Layouts of weight rows, by their width: hidden (H; V with 16-bit weights), q (A), gated (M)
+    # Layouts of weight rows, named after their width: hidden (H), q (A) and gated (M). V is the
+    # layout of the LM head and the router: as wide as hidden, always 16 bits.
     ROWS: gl.constexpr = stream.rows
     H: gl.constexpr = format_of(HIDDEN, stream.bits, ROWS)
     A: gl.constexpr = format_of(q_width(SHAPE), stream.bits, ROWS)
@@ -355,7 +359,7 @@ def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
     GD: gl.constexpr = output_group(B, M)
     GR: gl.constexpr = group_tiles(1, V)
     GV: gl.constexpr = group_tiles(head_blocks_at_once(V.tiles), V)
-    # Number of tiles of a block of `o` and of `down` that are loaded before the next block's tiles
+    # For `o` and `down`: number of tiles of a block that are loaded before the next block's tiles
     CO: gl.constexpr = tiles_at_once(B, A)
     CD: gl.constexpr = tiles_at_once(B, M)
     F: gl.constexpr = stream.in_flight
@@ -414,7 +418,7 @@ def make_stream(cta, SHAPE: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def make_experts(stream, SHAPE: gl.constexpr):
-    ids, weights, chosen = stream.full, stream.full, stream.full  # unused without experts
+    ids, weights, chosen = stream.full, stream.full, stream.full  # placeholders without experts
     if SHAPE.experts.num_experts > 0:
         ids = gl.allocate_shared_memory(gl.int32, [8, 32], S1)
         weights = gl.allocate_shared_memory(gl.float32, [32, 8], S1)
@@ -432,7 +436,8 @@ def persistent_step(
     """Run a decode step; `PersistentStep.run` passes the arguments.
 
     Tensor descriptors are separate arguments, because they cannot be elements of a tuple. NUMBERS
-    is `StepShape.numbers`. NEW is the maximum number of rows that belong to one sequence.
+    is `StepShape.numbers`, BLOCK_SIZE that of the KV cache, and NEW the maximum number of rows that
+    belong to one sequence.
     """
     SHAPE: gl.constexpr = shape_of(NUMBERS)
     VOCAB: gl.constexpr = SHAPE.vocab

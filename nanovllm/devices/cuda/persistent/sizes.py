@@ -3,15 +3,17 @@
 Glossary (see docs/persistent-step.md):
 
 - chunk: 1,024 columns of a vector such as x.
-- segment: 128 bytes of a weight row. In attention, a CTA's range of keys of one row and KV head.
+- segment: 128 bytes of a weight row. In attention.py only, a `Segment` is a CTA's range of keys of
+  one row and KV head.
 - tile: 16 KB of a projection, one slot of the ring buffer: 16 segments of each of 8 weight rows. A
   weight row of a tile has 1,024 columns in bfloat16, 2,048 in 8 bits and 4,096 in 4 bits.
+- slot: the place of a tile in the ring buffer. `slots` of sequences are those of the InputBatch.
 - half: half a tile: 8 segments of each weight row, one for each warp.
 - block: 1,024 consecutive weight rows of a projection; each CTA computes 8 of them.
-- group: tiles that are consumed together, so that their slots become free together. A quant group
-  is 128 quantized values that share a scale.
-- piece: the columns of x that half a tile is multiplied by. In experts' weights, the segments of a
-  tile that one TMA copy loads.
+- group: tiles that are consumed together, so that their slots become free together.
+- quant group: 128 quantized values that share a scale.
+- piece of x: the columns of x that half a tile is multiplied by.
+- piece of a tile, in the `down` of experts: the segments that one TMA copy loads.
 - part: gate or up in gate_up, or the columns of one expert in the input of `down`.
 - split: keys of one row and KV head whose attention is computed separately, then merged.
 - partial: the partial attention result of one split for 8 output columns.
@@ -28,11 +30,11 @@ SHARED_BYTES = 232448  # shared memory of a CTA on Hopper
 HALF_BYTES = gl.constexpr(8192)  # bytes of half a tile
 MAX_EXPERTS = 256  # each lane of a warp holds up to eight router logits
 MAX_TOP_K = 32
-MIN_SLOTS = 7  # the ring buffer must hold the largest group of tiles
+MIN_SLOTS = 7  # minimum size of the ring buffer: it must hold the largest group of tiles
 MAX_ROWS = 8
 UNIT = gl.constexpr(64)  # keys per online-softmax update
 PARTIAL_WORDS = gl.constexpr(12)  # 8 sums, then maximum score and denominator, each stored twice
-# Maximum number of chunks of x in shared memory, summed over rows; one tile may need more.
+# Maximum number of chunks of x in shared memory, over all rows, unless a single tile needs more.
 MAX_STAGED = 32
 
 
@@ -124,9 +126,9 @@ def segment_groups(bits):
 
 @gluon.constexpr_function
 def num_chunks(width, bits=16):
-    """Number of chunks of a vector, padded to half a tile or to whole tiles.
+    """Number of chunks of a vector of `width` columns, padded to half a tile or to whole tiles.
 
-    The padding lets both chunks and tiles divide into groups of equal size.
+    The padding lets both chunks and tiles divide into groups of equal size; see `has_remainder`.
     """
     size = tile_chunks(bits)
     if num_halves(width, bits) == 1:
@@ -145,7 +147,7 @@ def num_stored(width):
 
 @gluon.constexpr_function
 def has_remainder(count):
-    """Whether `count` items, if more than six, cannot be divided into equal groups of 3 to 7."""
+    """Whether `count` exceeds six and no group size from 3 to 7 divides it."""
     return count > 6 and all(count % size for size in (4, 5, 6, 7, 3))
 
 
@@ -213,20 +215,26 @@ def max_resident(row_format):
 
 @gluon.constexpr_function
 def is_resident(blocks, row_format):
-    """Whether all tiles of a projection are loaded into registers before x has arrived."""
+    """Whether all tiles of a projection are loaded into registers before x has arrived.
+
+    That requires registers for all tiles and, with quantized weights, for all of x as well.
+    """
     fits = blocks * row_format.tiles <= max_resident(row_format)
     return fits and (row_format.bits == 16 or not is_wide(row_format))
 
 
 @gluon.constexpr_function
 def is_streamed(blocks, row_format):
-    """Whether tiles are multiplied one by one, instead of first being loaded into registers."""
+    """Whether tiles are multiplied one by one, instead of loaded into registers as a group."""
     return is_wide(row_format) and not is_resident(blocks, row_format)
 
 
 @gluon.constexpr_function
 def blocks_at_once(blocks, row_format):
-    """Number of blocks that are multiplied before their sums are reduced over the warps."""
+    """Number of blocks that are multiplied before their sums are reduced over the warps.
+
+    It divides `blocks`, so that all iterations are equal.
+    """
     if is_streamed(blocks, row_format):
         return 1
     return max(
@@ -238,9 +246,10 @@ def blocks_at_once(blocks, row_format):
 
 @gluon.constexpr_function
 def tiles_at_once(blocks, row_format):
-    """Number of tiles per block of `o` or `down` multiplied before the next part of x is staged.
+    """Number of tiles of each block of `o` or `down` to multiply before more of x is staged.
 
-    The limits are the shared memory for x and the size of the unrolled code.
+    If not all tiles are resident, the limits are the shared memory for x, the size of the unrolled
+    code and the slots of the ring. The result divides the number of tiles.
     """
     if is_resident(blocks, row_format):
         return row_format.tiles
@@ -258,9 +267,10 @@ def output_group(blocks, row_format):
 
 @gluon.constexpr_function
 def gate_blocks_at_once(blocks, row_format, is_of_experts):
-    """Number of gate blocks, and of up blocks, loaded together: all, if they fit into registers.
+    """Number of gate blocks, and of up blocks, loaded together: a divisor of `blocks`.
 
-    The copies of experts' weights start late, so at most two blocks of each are awaited together.
+    All are loaded together if they fit into registers. Otherwise, experts are limited to two blocks
+    of each, because the copies of their weights start late.
     """
     if is_resident(2 * blocks, row_format):
         return blocks
@@ -315,7 +325,7 @@ def gated_width(shape):
 
 @gluon.constexpr_function
 def slot_scales(shape):
-    """Number of scale words in a slot of the ring, enough for any tile."""
+    """Number of scale words in a slot of the ring, enough for any tile; 0 for 16-bit weights."""
     bits = shape.bits
     piece = scale_piece(shape.experts.size, bits) if shape.experts.num_experts else 8
     return 0 if bits == 16 else 16 // piece * scale_words(bits, piece)
@@ -323,7 +333,7 @@ def slot_scales(shape):
 
 @gluon.constexpr_function
 def output_chunks(shape, rows):
-    """Numbers of chunks of x that are staged at once, for `o` and for `down`."""
+    """Numbers of chunks of x staged at once, for `o` and for `down`; with experts, all chunks."""
     blocks, found = num_blocks(shape.hidden), []
     for width in (q_width(shape), gated_width(shape)):
         row_format = format_of(width, shape.bits, rows)
@@ -336,7 +346,7 @@ def output_chunks(shape, rows):
 
 @gluon.constexpr_function
 def num_slots(shape, rows):
-    """Number of ring slots that fit into shared memory beside the scratch memory of the phases."""
+    """Number of ring slots, at most 12, that fit into shared memory beside the scratch memory."""
     num_staged = max(num_chunks(shape.hidden, shape.bits), *output_chunks(shape, rows))
     heads = num_head_vectors(shape.num_heads // shape.num_kv_heads, rows) * shape.head_dim * 2
     sums = 2 * 256 * num_sum_blocks(shape, rows) * rows
@@ -382,13 +392,16 @@ def sums_layout(blocks, rows):
 
 @gluon.constexpr_function
 def num_in_flight(hidden):
-    """Number of tiles in flight at once; docs/persistent-step.md has the measurements."""
+    """Number of tiles in flight at once; more would slow down the exchanges."""
     return 3 if hidden >= 2048 else 2
 
 
 @gluon.constexpr_function
 def tiles_in_flight(row_format, in_flight, slots):
-    """Number of tiles to keep in flight: twice `in_flight` if only half of each tile is used."""
+    """Number of tiles to keep in flight, less than the number of slots.
+
+    If only half of each tile is used, it is twice `in_flight`.
+    """
     return min(in_flight * 2 // row_format.halves, slots - 1)
 
 
@@ -405,13 +418,16 @@ def num_head_blocks(vocab, tiles):
 
 @gluon.constexpr_function
 def power_of_two(count):
-    """Smallest power of two that is at least `count`."""
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
 @gluon.constexpr_function
 def num_splits(num_kv_heads):
-    """Maximum number of splits of a row's keys for one KV head."""
+    """Maximum number of splits of a row's keys for one KV head.
+
+    It is 32, or less if a row would have more than 128 splits over all KV heads.
+    """
     splits = 32
     while splits * num_kv_heads > 128:
         splits //= 2
@@ -475,13 +491,13 @@ def expert_columns(size, bits):
 
 @gluon.constexpr_function
 def piece_segments(size, bits):
-    """Number of segments of an expert's `down` that one TMA copy loads into a tile."""
+    """Number of segments per weight row of an expert's `down` that one TMA copy loads."""
     return next(n for n in (16, 8, 4, 2, 1) if expert_segments(size, bits) % n == 0)
 
 
 @gluon.constexpr_function
 def scale_words(bits, piece):
-    """Stride, in words, between the scales of two pieces: a multiple of 128 bytes, for TMA."""
+    """Stride in words between the scales of two pieces of a tile; TMA needs 128-byte alignment."""
     return max(piece * 8 * segment_groups(bits), 32)
 
 

@@ -188,9 +188,9 @@ class Stream:
         self, weights, t, is_in_bounds, row, segment, scale_offset, target: gl.constexpr,
         N: gl.constexpr, FORMAT: gl.constexpr,
     ):  # fmt: skip
-        """Start the TMA copies of N segments of 8 weight rows, and of their scales.
+        """Start the TMA copies of N segments of each of 8 weight rows, and of their scales.
 
-        They are written to the slot of tile t, from segment `target` on.
+        They are written to the slot of tile t, from segment `target` of that tile on.
         """
         weight, scales = weights
         slot = t % self.slots
@@ -206,7 +206,7 @@ class Stream:
 
     @gluon.jit
     def claim(self, t, g, owners, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr):
-        """Wait for a free slot and for earlier tiles to arrive; then expect the bytes of tile t."""
+        """Wait for a free slot, and until few enough tiles are in flight; then expect its bytes."""
         owners = self.take_slot(t, g, owners)
         before = t - tiles_in_flight(FORMAT, IN_FLIGHT, self.slots)
         if before >= 0:
@@ -277,7 +277,10 @@ class Stream:
 
     @gluon.jit
     def load_x_registers(self, x, FORMAT: gl.constexpr):
-        """Load x into registers if it fits; with 4-bit weights, also sum it over quant groups."""
+        """Return x in registers, or () if it does not fit, and its sums over quant groups.
+
+        Only 4-bit weights need the sums; with others they are ().
+        """
         parts, totals = (), ()
         for k in gl.static_range(len(x)):
             if FORMAT.bits == 4 or not is_wide(FORMAT):
@@ -295,7 +298,8 @@ class Stream:
     ):  # fmt: skip
         """Multiply COUNT blocks by x; return this warp's sums, a weight row per thread.
 
-        The scales of PIECE segments are contiguous in a slot.
+        `resident` has the tiles that are already in registers, if any. The scales of PIECE segments
+        are contiguous in a slot.
         """
         sums = ()
         if len(resident) == 0 and is_wide(FORMAT):
@@ -343,7 +347,7 @@ class Stream:
 
     @gluon.jit
     def add_tile(self, w, x, x_registers, c: gl.constexpr, totals, FORMAT: gl.constexpr):
-        """Multiply tile c of a weight row by its pieces of x, and add the result to `totals`."""
+        """Multiply tile c of a weight row by its one or two pieces of x, and add to `totals`."""
         parts, x_sums = (), ()
         for k in gl.static_range(c * FORMAT.halves, (c + 1) * FORMAT.halves):
             if len(x_registers[0]) > 0:

@@ -52,7 +52,7 @@ def num_sets(bits, rows):
 
 @gluon.jit
 def stacked(values):
-    """Stack tensors, one for each row, along a new last dimension."""
+    """Stack tensors, whose number is a power of two, along a new last dimension."""
     N: gl.constexpr = len(values)
     if N == 1:
         found = gl.reshape(values[0], with_last(values[0].shape, 1))
@@ -74,9 +74,9 @@ def with_last(shape, size):
 def stage(staged, k: gl.constexpr, rows, BITS: gl.constexpr):
     """Store chunk k of x, [8, 128] for each row, in shared memory, and append it to `staged`.
 
-    A piece is [8 segments, rows, vectors, 2 columns of B, 4 threads, 8]: the threads of a segment
-    load contiguous memory. A chunk is two pieces for 16-bit weights, one for 8-bit weights, and
-    half a piece for 4-bit weights.
+    `staged` is a tuple of pieces of x: a chunk is two pieces for 16-bit weights, one for 8-bit
+    weights, and half a piece for 4-bit weights. A piece is [8 segments, rows, vectors, 2 columns of
+    B, 4 threads, 8]: the threads of a segment load contiguous memory.
     """
     R: gl.constexpr = len(rows)
     x = stacked(rows)

@@ -186,7 +186,8 @@ def test_graphs_natively(asked: Sampling, dtype: torch.dtype) -> None:
     """A captured step draws the same tokens as an eager one for new logits, and advances."""
     num_rows = 24
     logits = cases.random_logits(4 * num_rows, VOCAB_SIZE, 3.0).to(dtype).cuda().split(num_rows)
-    batch = cases.make_batch(logits[0], cases.make_rows(num_rows, 1), "cuda")
+    rows = [row._replace(position=0) for row in cases.make_rows(num_rows, 1)]
+    batch = cases.make_batch(logits[0], rows, "cuda")
     workspace = sampling_workspace(num_rows, VOCAB_SIZE, "cuda")
     out = torch.empty(num_rows, dtype=torch.int32, device="cuda")
     tokens = torch.zeros(num_rows + 4, 16, dtype=torch.int32, device="cuda")
@@ -209,5 +210,5 @@ def test_graphs_natively(asked: Sampling, dtype: torch.dtype) -> None:
         graph.replay()
         drawn.append(out.clone())
         assert torch.equal(out, cases.run(batch, asked)[0])
-    assert torch.equal(tokens[batch.slots.long(), :4].T, torch.stack(drawn))
-    assert lengths[batch.slots.long()].tolist() == [4] * num_rows
+    assert torch.equal(tokens[batch.slots.long(), 1:5].T, torch.stack(drawn))
+    assert lengths[batch.slots.long()].tolist() == [5] * num_rows

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.replayed_drafts import Replay
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step import StepPlan
 from nanovllm.worker.forward import StepLogits
@@ -17,6 +18,7 @@ from tests.checkpoints import make_checkpoint
 from tests.devices import NEEDS_GPU, runner_of
 from tests.test_gpu import OPTIONS, BothWays
 from tests.test_logits import WIDE
+from tests.test_speculation import EagerDrafter
 
 pytestmark = [
     *NEEDS_GPU,
@@ -67,6 +69,24 @@ def test_equals_eager_steps(path: Path, limit: int) -> None:
     whole, eager = (torch.cat(side).double() for side in zip(*both.pairs, strict=True))
     difference = (whole - eager).square().mean().sqrt() / eager.square().mean().sqrt()
     assert 0 < difference < 0.03
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_drafts_change_no_output_in_bfloat16(path: Path, num_rows: int) -> None:
+    """A row's logits do not depend on other rows, and neither do they on drafts."""
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    with LLM(path, **WHOLE, speculative_config=config) as llm:
+        scheduler = llm.engine.core.scheduler
+        scheduler.drafter = None
+        some = prompts()[1 : 1 + num_rows]
+        want = [output.token_ids for output in llm.generate(some, params, use_tqdm=False)]
+        recorded = [[*prompt, *ids] for prompt, ids in zip(some, want, strict=True)]
+        scheduler.drafter = EagerDrafter(Replay(recorded, 1000), 3)
+        found = [output.token_ids for output in llm.generate(some, params, use_tqdm=False)]
+    assert found == want
+    counts = scheduler.draft_counts
+    assert counts.num_draft_tokens > counts.num_accepted_tokens > 30
 
 
 def test_what_a_lost_step_leaves_is_recomputed(path: Path) -> None:

@@ -221,6 +221,12 @@ def check_gather_decode(device: str) -> None:
     assert slot_mapping == [18 * 16, 2, -1, 15 * 16 + 15, 8 * 16]
     assert context_lens == [33, 3, 0, 64, 1]
     assert order == [3, 0, 1, 4, 2]
+    slots = torch.tensor([4, 4, 5, 5, 0, 4], dtype=torch.int32, device=device)  # with two drafts
+    input_ids, positions, slot_mapping, context_lens, order = gathered(slots, lengths)
+    assert positions == [30, 31, 0, 0, 2, 32]
+    assert input_ids == [4 * 64 + 30, 4 * 64 + 31, 0, 0, 2, 4 * 64 + 32]
+    assert context_lens == [31, 32, 0, 0, 3, 33]
+    assert order == [0, 1, 5, 4, 2, 3]
     for num_rows in (129, 1100):
         generator = torch.Generator().manual_seed(num_rows)
         lengths = torch.randint(0, 65, (num_rows,), generator=generator).int().to(device)

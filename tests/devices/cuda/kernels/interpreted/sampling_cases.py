@@ -280,7 +280,7 @@ def check_noise_counters(device: str) -> None:
 
 
 def check_advance(device: str) -> None:
-    """Tokens are stored at each slot's length; full slots and the padding slot do not change."""
+    """Tokens are stored after their contexts; full slots and the padding slot do not change."""
     width, num_lines = 8, 7
     tokens = torch.full((num_lines, width), -1, dtype=torch.int32, device=device)
     lengths = torch.tensor([0, 3, 7, 8, 2, 5, 0], dtype=torch.int32, device=device)
@@ -289,10 +289,14 @@ def check_advance(device: str) -> None:
     out[1] = NO_TOKEN  # stored as token 0, which has an embedding
     wanted = tokens.clone()
     wanted[5, 5], wanted[0, 0], wanted[2, 7] = 10, 0, 12
-    advance(out, slots, tokens, lengths)
+    advance(out, slots, lengths[slots.long()], tokens, lengths)
     assert torch.equal(tokens, wanted)
     assert lengths.tolist() == [1, 3, 8, 8, 2, 6, 0]
-    advance(out[:0], slots[:0], tokens, lengths)
+    drafts = torch.tensor([1, 1], dtype=torch.int32, device=device)  # two rows of a slot
+    advance(out[2:4], drafts, drafts + torch.arange(2, device=device).int(), tokens, lengths)
+    wanted[1, 1], wanted[1, 2] = 12, 13
+    assert torch.equal(tokens, wanted)
+    advance(out[:0], slots[:0], slots[:0], tokens, lengths)
     assert torch.equal(tokens, wanted)
 
 
@@ -300,14 +304,15 @@ def check_sampled_tokens_are_appended(device: str) -> None:
     """Sampling appends tokens like `advance`, also NO_TOKEN, and copies them to the host."""
     logits = random_logits(4, 300, 3.0)
     logits[2] = torch.nan
-    batch = make_batch(logits, make_rows(4, seed=1), device)
+    rows = [row._replace(position=3) for row in make_rows(4, seed=1)]
+    batch = make_batch(logits, rows, device)
     num_slots = int(batch.slots.max()) + 2  # the last slot is padding
     tables = [
         (torch.zeros(num_slots, 8, dtype=torch.int32, device=device), lengths)
         for lengths in torch.full((2, num_slots), 3, dtype=torch.int32, device=device)
     ]
     out, workspace = run(batch, FULL)
-    advance(out, batch.slots, *tables[0])
+    advance(out, batch.slots, batch.context_lens, *tables[0])
     arguments = batch.logits, batch.slots, batch.columns, batch.context_lens
     host = torch.zeros(len(out), dtype=torch.int32, pin_memory=device == "cuda")
     sample_tokens(*arguments, FULL, torch.empty_like(out), workspace, *tables[1], host)

@@ -1,0 +1,40 @@
+"""A proposer that replays recorded outputs, and corrupts some of its drafts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from nanovllm.engine.drafter import Proposal
+from nanovllm.engine.sequence import Sequence
+
+
+@dataclass
+class Replay:
+    """Proposes what follows in a recorded sequence with the same prompt."""
+
+    recorded: list[list[int]]  # prompt and output
+    vocab_size: int
+    corruption: float = 0.2  # probability for each draft
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    _candidates: dict[int, list[list[int]]] = field(default_factory=dict)  # keyed by seq_id
+
+    def propose(self, seq: Sequence, most: int) -> Proposal | None:
+        prompt, known = seq.token_ids[: seq.num_prompt_tokens].tolist(), seq.token_ids.tolist()
+        if seq.seq_id not in self._candidates:
+            self._candidates[seq.seq_id] = [
+                each for each in self.recorded if each[: len(prompt)] == prompt
+            ]
+        candidates = self._candidates[seq.seq_id]
+        exact = [each for each in candidates if each[: len(known)] == known]
+        # On a GPU, rounding may change a token: then the others still follow the recorded ones.
+        [tokens] = (exact or candidates)[:1] or [[]]
+        drafts = tokens[len(known) : len(known) + most]
+        return Proposal([self._corrupted(draft) for draft in drafts], 0) if drafts else None
+
+    def finished(self, seq: Sequence) -> None:
+        self._candidates.pop(seq.seq_id, None)
+
+    def _corrupted(self, draft: int) -> int:
+        is_kept = self.rng.random() >= self.corruption
+        return draft if is_kept else self.rng.randrange(self.vocab_size)

@@ -1,0 +1,59 @@
+"""DraftModel: a smaller model that drafts tokens on the device, before the target verifies them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from nanovllm.engine.step import DraftUpdate, IntColumn, StepPlan
+from nanovllm.sampling_params import NO_TOKEN
+from nanovllm.worker.model_runner import ModelRunner
+
+
+class DraftModel:
+    """Shares the InputBatch of the target model, and has a KV cache with the same block ids.
+
+    It runs every token that the target runs, so that its cache is complete wherever the target's
+    is: in cached prefixes, after a preemption and in copied blocks.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def run(self, plan: StepPlan) -> StepPlan:
+        """Draft the tokens that a plan asks for; return the plan to run with the target.
+
+        A draft is sampled with the parameters of its request and with the noise of its position, so
+        that the target samples the same token if both models agree.
+        """
+        if plan.block_copies:
+            self._runner.eager.copy_blocks(plan)
+        num_drafts = np.maximum(plan.num_logits - 1, 0)
+        most = int(num_drafts.max(initial=0))
+        ends = plan.starts + plan.counts - num_drafts
+        step = replace(
+            plan,
+            counts=plan.counts - num_drafts,
+            num_logits=np.minimum(plan.num_logits, 1),
+            draft_updates=[replace(update, token_ids=[]) for update in plan.draft_updates],
+        )
+        for index in range(most):
+            self._runner.sampler(self._runner.forward(step), step)
+            is_row = num_drafts > index
+            step = decode_plan(plan.slots[is_row], ends[is_row] + index)
+        self._runner.forward(step)  # the last draft: only its keys and values are needed
+        if not most:
+            return plan
+        # Sampling also advanced the slots: set them back.
+        is_sampled = plan.num_logits > 0
+        columns = plan.slots[is_sampled], ends[is_sampled], num_drafts[is_sampled]
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        updates = [DraftUpdate(slot, end, [NO_TOKEN] * count) for slot, end, count in rows]
+        return replace(plan, draft_updates=updates)
+
+
+def decode_plan(slots: IntColumn, positions: IntColumn) -> StepPlan:
+    """Return the plan that runs one token of each slot and samples the next."""
+    ones = np.ones_like(slots)
+    return StepPlan(slots, positions, ones, ones, [], [], [], len(slots))

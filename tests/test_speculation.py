@@ -1,0 +1,300 @@
+"""Speculative decoding gives the outputs of plain decoding, whatever requests ask for."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from benchmarks.replayed_drafts import Replay
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.drafter import Drafter, ModelProposer, Proposal, Proposer
+from nanovllm.engine.request import DraftCounts
+from nanovllm.errors import ConfigError
+from nanovllm.outputs import RequestOutput
+from tests.byte_tokenizer import with_tokenizer
+from tests.checkpoints import SIZES, VOCAB_SIZE, make_checkpoint
+from tests.devices import NEEDS_GPU
+from tests.ops.test_torch_sampling import chi_square, chi_square_limit
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPTIONS: dict[str, Any] = {
+    "kvcache_block_size": 16,
+    "max_num_seqs": 8,
+    "max_model_len": 128,
+    "dtype": "float32",
+}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 7}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ab", "no"]}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+GRAMMARS: list[dict[str, Any]] = [
+    {"json": SCHEMA},
+    {"regex": "[a-c]{3}-[0-9]{2,4}"},
+    {"choice": ["yes", "no", "no one"]},
+    {"regex": "[0-9]{2}", "after": "a"},
+]
+# Each is combined at random with the others.
+FEATURES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"top_p": 0.8},
+    {"top_k": 9, "min_p": 0.01},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"repetition_penalty": 1.3},
+    {"logit_bias": {9: 3.0, 11: -5.0}},
+    {"bad_words": ["ab", "b"]},
+    {"min_tokens": 6, "stop_token_ids": [*range(0, VOCAB_SIZE, 7)]},
+    {"stop": ["a", "}"]},
+    {"logprobs": 2},
+    {"n": 2},
+    {"max_tokens": 8},
+    {"prompt_logprobs": 1},
+    {"logits_processors": ["tests.test_speculation:prefer_the_last"]},
+]
+
+
+class EagerDrafter(Drafter):
+    """Drafts without regard to gain or cost, with random lengths."""
+
+    def __init__(self, proposer: Proposer, num_speculative_tokens: int, seed: int = 0) -> None:
+        super().__init__(proposer, num_speculative_tokens)
+        self._rng = random.Random(seed)
+
+    def begin_step(self, num_rows: int, max_num_seqs: int) -> None:
+        super().begin_step(num_rows, max_num_seqs)
+        self._is_on = True
+
+    def _best_count(self, state: object, most: int) -> int:
+        return self._rng.randrange(most + 1)
+
+
+def prefer_the_last(output_token_ids: list[int], logits: Any) -> Any:
+    if output_token_ids:
+        logits[output_token_ids[-1]] += 1.0
+    return logits
+
+
+@pytest.fixture(scope="module")
+def path(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("speculation") / "qwen3"
+    return str(with_tokenizer(tiny("qwen3").path, folder))
+
+
+def make_requests(
+    rng: random.Random, has_grammars: bool
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    base = [rng.randrange(5, 90) for _ in range(24)]
+    prompts, params = [], []
+    for _ in range(rng.choice([1, 3, 6])):
+        prompts.append(base[: rng.randrange(1, 25)] + [rng.randrange(5, 90) for _ in range(4)])
+        asked: dict[str, Any] = {"max_tokens": 20, "seed": rng.randrange(1000)}
+        for feature in rng.sample(FEATURES, rng.randrange(4)):
+            asked |= feature
+        if rng.random() < 0.3 and has_grammars:
+            asked["structured_outputs"] = rng.choice(GRAMMARS)
+        if asked.get("temperature") == 0.0:
+            asked.pop("n", None)
+        params.append(SamplingParams(**asked))
+    return prompts, params
+
+
+def tokens_of(output: RequestOutput) -> list[tuple[list[int], str | None, str]]:
+    return [(each.token_ids, each.finish_reason, each.text) for each in output.outputs]
+
+
+def assert_equal_logprobs(output: RequestOutput, want: RequestOutput) -> None:
+    for each, plain in zip(output.outputs, want.outputs, strict=True):
+        assert (each.logprobs is None) == (plain.logprobs is None)
+        for found, right in zip(each.logprobs or [], plain.logprobs or [], strict=True):
+            assert {i: x.rank for i, x in found.items()} == {i: x.rank for i, x in right.items()}
+            for token_id, logprob in found.items():
+                assert logprob.logprob == pytest.approx(right[token_id].logprob, abs=1e-4)
+
+
+@pytest.mark.endurance
+@pytest.mark.parametrize(
+    ("device", "depth"), [("cpu", 0), ("cpu", 1), pytest.param("cuda", 1, marks=NEEDS_GPU)]
+)
+def test_drafts_change_no_output(
+    path: str, device: str, depth: int, count: Callable[[int], int]
+) -> None:
+    num_drafted = num_accepted = num_preemptions = 0
+    has_grammars = find_spec("llguidance") is not None
+    options = {**OPTIONS, "device": device, "depth": depth, "speculative_config": NGRAM}
+    if device == "cuda":
+        options["gpu_memory_utilization"] = 0.1
+    with (
+        LLM(path, **options | {"speculative_config": None}) as plain,
+        LLM(path, **options) as large,
+        LLM(path, **options, num_kvcache_blocks=8, max_num_batched_tokens=24) as small,
+    ):
+        for seed in range(count(500)):
+            rng = random.Random(1000 * depth + seed)
+            prompts, params = make_requests(rng, has_grammars)
+            wanted = plain.generate(prompts, params, use_tqdm=False)
+            recorded = [
+                want.prompt_token_ids + each.token_ids for want in wanted for each in want.outputs
+            ]
+            llm = small if rng.random() < 0.5 else large
+            scheduler = llm.engine.core.scheduler
+            scheduler.drafter = EagerDrafter(Replay(recorded, VOCAB_SIZE, rng=rng), 7, seed)
+            scheduler.draft_counts = draft_counts = DraftCounts()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            for output, want in zip(outputs, wanted, strict=True):
+                assert tokens_of(output) == tokens_of(want), seed
+                assert_equal_logprobs(output, want)
+            scheduler.check()
+            assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+            num_drafted += draft_counts.num_draft_tokens
+            num_accepted += draft_counts.num_accepted_tokens
+        num_preemptions = small.engine.core.scheduler.num_preemptions
+    assert num_drafted > 1.2 * num_accepted > 5 * count(500)
+    assert num_preemptions > 0
+
+
+@pytest.mark.endurance
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("draft", ["same", "other"])
+def test_a_draft_model_changes_no_output(
+    path: str, tiny: Any, device: str, draft: str, count: Callable[[int], int]
+) -> None:
+    """The target itself as a draft model: nearly all drafts are accepted, at any temperature."""
+    has_grammars = find_spec("llguidance") is not None
+    model = path if draft == "same" else str(tiny("llama").path)
+    config = {"method": "draft_model", "num_speculative_tokens": 3, "model": model}
+    options = {**OPTIONS, "device": device}
+    if device == "cuda":
+        options["gpu_memory_utilization"] = 0.1
+    with (
+        LLM(path, **options) as plain,
+        LLM(path, **options, speculative_config=config) as large,
+        LLM(
+            path,
+            **options,
+            speculative_config=config,
+            num_kvcache_blocks=8,
+            max_num_batched_tokens=24,
+        ) as small,
+    ):
+        for seed in range(count(100)):
+            rng = random.Random(seed)
+            prompts, params = make_requests(rng, has_grammars)
+            wanted = plain.generate(prompts, params, use_tqdm=False)
+            llm = small if rng.random() < 0.5 else large
+            llm.engine.core.scheduler.drafter = EagerDrafter(ModelProposer(), 3, seed)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            for output, want in zip(outputs, wanted, strict=True):
+                assert tokens_of(output) == tokens_of(want), seed
+                assert_equal_logprobs(output, want)
+        counts = large.engine.core.scheduler.draft_counts
+    assert counts.num_draft_tokens > 3 * count(100)
+    rate = counts.num_accepted_tokens / counts.num_draft_tokens
+    assert rate > 0.8 if draft == "same" else rate < 0.5
+
+
+def test_a_draft_model_has_the_same_vocabulary(path: str, tmp_path: Path) -> None:
+    config = Qwen3Config(**{**SIZES, "vocab_size": 64}, head_dim=32)
+    model = str(make_checkpoint(tmp_path / "small", config).path)
+    with pytest.raises(ConfigError, match="same vocabulary"):
+        LLM(
+            path,
+            **OPTIONS,
+            device="cpu",
+            speculative_config={"method": "draft_model", "model": model},
+        )
+
+
+def test_repeated_text_is_drafted(path: str) -> None:
+    """A grammar that allows one text: after its first repetition every draft is accepted."""
+    params = SamplingParams(
+        temperature=0, max_tokens=60, structured_outputs={"regex": "(abc-12 ){9}"}
+    )
+    with LLM(path, **OPTIONS, device="cpu") as llm:
+        [want] = llm.generate([[7, 8, 9]], params, use_tqdm=False)
+        num_steps = len(llm.engine.core.timings)
+    with LLM(path, **OPTIONS, device="cpu", speculative_config=NGRAM) as llm:
+        [output] = llm.generate([[7, 8, 9]], params, use_tqdm=False)
+        draft_counts = llm.engine.core.scheduler.draft_counts
+        assert len(llm.engine.core.timings) < 0.6 * num_steps
+    assert output.token_ids == want.token_ids
+    assert output.num_accepted_tokens == draft_counts.num_accepted_tokens > 20
+    assert output.num_rejected_tokens == draft_counts.num_rejected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "method must be one of ngram, suffix, draft_model"),
+        ({"method": "eagle"}, "method must be one of ngram, suffix, draft_model"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "between 1 and 32"),
+        ({"method": "draft_model"}, "model must be a model"),
+        ({"method": "ngram", "model": "x"}, "given only with method draft_model"),
+        ({"method": "ngram", "tokens": 3}, "speculative_config must be made of"),
+        ("ngram", "speculative_config must be a dict"),
+    ],
+)
+def test_wrong_options(path: str, config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(path, **OPTIONS, device="cpu", speculative_config=config)
+
+
+@pytest.mark.slow
+def test_samples_with_drafts_follow_the_exact_distribution(tiny: Any) -> None:
+    """20,000 samples of three tokens, four choices each; most drafts are accepted by chance."""
+    num_samples, prompt, choices = 20_000, [5, 6, 7], 4
+    checkpoint = tiny("qwen3")
+    params = SamplingParams(temperature=1.5, top_k=choices, max_tokens=3, n=100, ignore_eos=True)
+    contexts: list[tuple[int, ...]] = [()]
+    next_probs: dict[tuple[int, ...], dict[int, float]] = {}
+    for _ in range(3):
+        ids = torch.tensor([[*prompt, *context] for context in contexts])
+        with torch.no_grad():
+            values, tokens = checkpoint.model(ids).logits[:, -1].topk(choices)
+        for context, row, kept in zip(contexts, values / 1.5, tokens.tolist(), strict=True):
+            next_probs[context] = dict(zip(kept, row.double().softmax(0).tolist(), strict=True))
+        contexts = [(*each, token) for each in contexts for token in next_probs[each]]
+    probs = [
+        next_probs[()][a] * next_probs[(a,)][b] * next_probs[(a, b)][c] for a, b, c in contexts
+    ]
+
+    class Guess:
+        rng = random.Random(1)
+
+        def propose(self, seq: Any, most: int) -> Proposal | None:
+            drafts = seq.token_ids[len(prompt) :].tolist()
+            num_known = len(drafts)
+            while len(drafts) < num_known + most:
+                drafts.append(self.rng.choice([*next_probs.get(tuple(drafts), {0: 1.0})]))
+            return Proposal(drafts[num_known:], 0)
+
+        def finished(self, seq: Any) -> None: ...
+
+    options = {**OPTIONS, "max_num_seqs": 64, "device": "cpu", "skip_tokenizer_init": True}
+    with LLM(checkpoint.path, **options) as llm:
+        scheduler = llm.engine.core.scheduler
+        scheduler.drafter = EagerDrafter(Guess(), 64)
+        seeds = range(0, num_samples, params.n)
+        outputs = llm.generate(
+            [prompt] * len(seeds), [replace(params, seed=seed) for seed in seeds], use_tqdm=False
+        )
+    found = Counter(tuple(each.token_ids) for output in outputs for each in output.outputs)
+    assert sum(found.values()) == num_samples
+    assert scheduler.draft_counts.num_accepted_tokens > num_samples / 20
+    counts = np.array([found[context] for context in contexts])
+    assert counts.sum() == num_samples
+    statistic, degrees = chi_square(counts, np.array(probs))
+    assert degrees > 10
+    assert statistic < chi_square_limit(degrees)
