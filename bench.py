@@ -46,7 +46,7 @@ from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least, dashed
 from nanovllm.devices.cuda.memory import has_cuda
 from nanovllm.errors import ConfigError
-from nanovllm.models.registry import read_config
+from nanovllm.models.registry import read_config_for
 
 # Number of prompts x prompt tokens x output tokens.
 CASES = {
@@ -83,7 +83,7 @@ def main() -> int:
     check_writable(args.json)
     path = model_path(args.model)
     checkpoint = find_checkpoint(path, need_weights=False, need_tokenizer=False)
-    config = read_config(checkpoint.config)
+    config = read_config_for(checkpoint.config, "auto")
     cases = [make_case(name, args, config.vocab_size) for name in args.case]
     measured = measure_all(args, [case.workload for case in cases])
     device = "cpu" if args.device == "cpu" else torch.cuda.get_device_name()

@@ -24,11 +24,12 @@ from benchmarks.models import model_path
 from benchmarks.workloads import Workload
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
 from nanovllm.checkpoint.gguf_tensors import list_gguf
 from nanovllm.checkpoint.hub import ALIASES
 from nanovllm.config import EngineConfig
 from nanovllm.errors import NanovllmError
-from nanovllm.models.registry import read_config
+from nanovllm.models.registry import read_config_for
 
 NUM_WARM_UP_TOKENS = 8  # per output
 
@@ -116,7 +117,20 @@ def bytes_in_use(device: str) -> int:
     return max(resource.getrusage(who).ru_maxrss for who in processes) * unit
 
 
-def start_nanovllm(args: argparse.Namespace, workloads: list[Workload]) -> Engine:
+def start_fallback(args: argparse.Namespace, workloads: list[Workload]) -> Engine:
+    """Start our engine with transformers' model code, which does not read GGUF files."""
+    has_weights = args.load_format != "dummy"
+    checkpoint = find_checkpoint(model_path(args.model), need_weights=has_weights)
+    if checkpoint.weight_format == "gguf":
+        folder = tempfile.mkdtemp()
+        load_transformers(args.model, "cpu", args.dtype).save_pretrained(folder)
+        args.model = folder
+    return start_nanovllm(args, workloads, model_impl="transformers")
+
+
+def start_nanovllm(
+    args: argparse.Namespace, workloads: list[Workload], model_impl: str = "auto"
+) -> Engine:
     """Start our engine with only the slots and KV-cache blocks that the workloads need."""
     block_size = EngineConfig("").kvcache_block_size
     num_blocks = max(sum(-(-n // block_size) for n in work.total_lens) for work in workloads)
@@ -125,6 +139,7 @@ def start_nanovllm(args: argparse.Namespace, workloads: list[Workload]) -> Engin
         device=args.device,
         max_num_seqs=max(len(work.prompts) for work in workloads),
         num_kvcache_blocks=num_blocks,
+        model_impl=model_impl,
         **shared_options(args, workloads),
     )
     generate = partial(run_generate, llm.generate, SamplingParams, args.temperature)
@@ -185,10 +200,11 @@ def load_transformers(name: str, device: str, dtype: str, load_format: str = "au
 
     is_dummy = load_format == "dummy"
     checkpoint = find_checkpoint(model_path(name), need_weights=not is_dummy, need_tokenizer=False)
-    dtype = read_config(checkpoint.config).dtype if dtype == "auto" else dtype
+    dtype = read_config_for(checkpoint.config, "auto").dtype if dtype == "auto" else dtype
     if checkpoint.weight_format in ("safetensors", "bin") and not is_dummy:
         return AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype).to(device).eval()
-    config = AutoConfig.for_model(**checkpoint.config)
+    fields = {key: checkpoint.config[key] for key in checkpoint.config if key != BLOCK_TYPES_KEY}
+    config = AutoConfig.for_model(**fields)
     # Random weights take seconds; only a dummy model needs them.
     with torch.device(device), nullcontext() if is_dummy else no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
@@ -222,6 +238,7 @@ def generate_padded(
 
 ENGINES = {
     "nanovllm": start_nanovllm,
+    "nanovllm-transformers": start_fallback,
     "transformers": start_transformers,
     "vllm": start_vllm,
 }

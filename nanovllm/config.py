@@ -134,6 +134,11 @@ class EngineConfig:
         parse=json_object,
         unset="no drafts",
     )
+    model_impl: Literal["auto", "nanovllm", "transformers"] = option(
+        "auto",
+        "whose model code runs: our own, or transformers' with our attention, which is slower; "
+        "auto prefers our own",
+    )
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -276,6 +281,8 @@ class ModelConfig:
     logits_softcap: float | None = None
     norm_offset: float = 0.0  # added to norm weights; 1 if checkpoints store the weights minus 1
     experts: ExpertsConfig | None = None
+    # config.json, if transformers' own model code runs the model; None: one of our families does.
+    transformers_config: Mapping[str, Any] | None = None
 
     @property
     def num_layers(self) -> int:

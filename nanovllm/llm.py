@@ -334,7 +334,7 @@ def create_engine(config: EngineConfig) -> EngineThread:
 
 def resolve_model(config: EngineConfig) -> ResolvedModel:
     """Find the model, and check that it can run here before its weights are downloaded."""
-    from nanovllm.models.registry import read_config
+    from nanovllm.models.registry import read_config_for
     from nanovllm.worker.memory_check import check_model
 
     checkpoint = find_checkpoint(
@@ -345,7 +345,12 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
         quantization=config.quantization,
         check=partial(check_model, config, _check_device(config)),
     )
-    model_config = read_config(checkpoint.config)
+    model_config = read_config_for(checkpoint.config, config.model_impl)
+    if model_config.transformers_config is not None:
+        logger.warning(
+            "%s runs through transformers' model code, which is slower than our own families",
+            model_config.architecture,
+        )
     return ResolvedModel(_clamp_model_len(config, model_config), model_config, checkpoint)
 
 

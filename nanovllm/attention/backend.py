@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,6 +29,8 @@ class AttentionSpec:
     scale: float  # multiplies the scores
     window: int | None = None  # keys that a query attends to, including its own; None: all
     softcap: float | None = None  # bounds the scaled scores: softcap * tanh(score / softcap)
+    # [heads]: scores of an additional key per query head, whose value is zero
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 class AttentionBackend(Protocol):

@@ -1,6 +1,6 @@
 """Attention in plain torch, on any device: SDPA, row by row, over each row's own tokens only.
 
-SDPA has no softcapping, so models that need it are computed in separate operations.
+SDPA has no softcapping and no sinks: models that need them are computed in separate operations.
 
 Query heads that share a kv head form a batch, so grouped-query attention needs no copies of k, v.
 """
@@ -73,7 +73,8 @@ def attend_prefill(
     k, v = (part[:, :, :length] for part in _gather(cache, row.block_ids, q.dtype))
     q, k, v = upcast(q, k, v, dtype=matmul_dtype)
     window = length if spec.window is None else spec.window
-    if row.start == 0 and length <= window and spec.softcap is None:
+    is_plain = spec.softcap is None and spec.sinks is None
+    if row.start == 0 and length <= window and is_plain:
         output[:] = _grouped_sdpa(q, k, v, None, spec)
         return
     positions = torch.arange(length, device=q.device)
@@ -121,8 +122,8 @@ def _grouped_sdpa(
     size = groups.shape[1]
     k = k.transpose(0, 1).expand(-1, size, -1, -1)
     v = v.transpose(0, 1).expand(-1, size, -1, -1)
-    if spec.softcap is not None:
-        output = _softcapped_attention(groups, k, v, is_visible, spec.scale, spec.softcap)
+    if spec.softcap is not None or spec.sinks is not None:
+        output = _composed_attention(groups, k, v, is_visible, spec)
     else:
         output = F.scaled_dot_product_attention(
             groups, k, v, attn_mask=is_visible, is_causal=is_visible is None, scale=spec.scale
@@ -130,10 +131,16 @@ def _grouped_sdpa(
     return output.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
 
 
-def _softcapped_attention(
-    q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None, scale: float, cap: float
+def _composed_attention(
+    q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None, spec: AttentionSpec
 ) -> Tensor:
+    """Compute attention with a softcap or sinks, of q [kv_heads, group, queries, dim]."""
     assert is_visible is not None
-    scores = (q @ k.transpose(-1, -2)).float() * (scale / cap)
-    scores = (scores.tanh() * cap).masked_fill(~is_visible, -torch.inf)
-    return scores.softmax(-1).to(v.dtype) @ v
+    scores = (q @ k.transpose(-1, -2)).float() * spec.scale
+    if (cap := spec.softcap) is not None:
+        scores = (scores / cap).tanh() * cap
+    scores = scores.masked_fill(~is_visible, -torch.inf)
+    if spec.sinks is not None:
+        sinks = spec.sinks.float().view(*q.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), -1)
+    return scores.softmax(-1)[..., : k.shape[-2]].to(v.dtype) @ v

@@ -1,6 +1,7 @@
 """List the supported architectures, each with example models on the Hugging Face Hub and their
 short names, if any. Other models of these architectures load as well; the "architectures" field of
-a model's config.json names its architecture.
+a model's config.json names its architecture. Most other decoders run through transformers' model
+code, which is slower.
 
 examples:
   nanovllm models

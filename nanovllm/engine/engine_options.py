@@ -84,6 +84,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_dtype: str
     quantization: str | None
     speculative_config: Mapping[str, Any] | None
+    model_impl: Literal["auto", "nanovllm", "transformers"]
 
 
 def drop_vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:

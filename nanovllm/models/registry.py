@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import ModelConfig
-from nanovllm.errors import CheckpointError, NanovllmError, UnsupportedModelError
+from nanovllm.errors import (
+    CheckpointError,
+    NanovllmError,
+    UnsupportedModelError,
+    UnsupportedQuantisationError,
+)
 from nanovllm.layers.build import BuildContext
 from nanovllm.models import (
     gemma2,
@@ -32,6 +37,11 @@ from nanovllm.models.config_json import (
     read_model_config,
 )
 from nanovllm.models.decoder import BuildLayer, DecoderModel
+
+if TYPE_CHECKING:
+    from nanovllm.models.transformers_model import TransformersModel
+
+    Model = DecoderModel | TransformersModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,23 @@ FAMILIES = {
 }
 
 
+def read_config_for(config: Mapping[str, Any], model_impl: str) -> ModelConfig:
+    """Read a config.json for our own model code, or for transformers' if `model_impl` says so."""
+    from nanovllm.models import transformers_family
+
+    if model_impl == "transformers":
+        return transformers_family.read_config(config)
+    try:
+        return read_config(config)
+    except UnsupportedModelError as own:
+        if model_impl == "nanovllm" or isinstance(own, UnsupportedQuantisationError):
+            raise
+        try:
+            return transformers_family.read_config(config)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{own}; {error}") from error
+
+
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     """Read a config.json with its family's reader; an invalid value raises CheckpointError."""
     name = read_architecture(config)
@@ -79,5 +106,10 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     return model
 
 
-def build_model(config: ModelConfig, max_model_len: int, build: BuildContext) -> DecoderModel:
+def build_model(config: ModelConfig, max_model_len: int, build: BuildContext) -> Model:
+    """Create a model to be loaded; with transformers' model code, only on the meta device."""
+    if config.transformers_config is not None:
+        from nanovllm.models import transformers_family
+
+        return transformers_family.build_model(config, build)
     return DecoderModel(config, max_model_len, build, FAMILIES[config.architecture].build_layer)

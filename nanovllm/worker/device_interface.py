@@ -17,7 +17,7 @@ from nanovllm.engine.step import Pending
 if TYPE_CHECKING:
     from nanovllm.attention.backend import AttentionBackend
     from nanovllm.config import EngineConfig
-    from nanovllm.models.decoder import DecoderModel
+    from nanovllm.models.registry import Model
     from nanovllm.ops.interface import Ops
     from nanovllm.ops.tp_group import TPGroup
     from nanovllm.worker.forward import EagerForward
@@ -118,7 +118,7 @@ class Device(Protocol):
         """Create the sampler, which draws tokens from logits."""
 
     def prepare(
-        self, model: DecoderModel, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
+        self, model: Model, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
     ) -> None:
         """Compile the kernels for a loaded model, and measure the memory of the largest step."""
 

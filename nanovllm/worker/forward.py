@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +13,11 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionBackend, BatchRows
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch, SampledTokens
-from nanovllm.models.decoder import DecoderModel
 from nanovllm.ops.interface import LayerCache, ResidualStream
 from nanovllm.worker.input_batch import InputBatch
+
+if TYPE_CHECKING:
+    from nanovllm.models.registry import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ Forward = Callable[[StepPlan], StepLogits]  # also applies the plan's changes to
 class EagerForward:
     """Runs the model without graphs."""
 
-    model: DecoderModel
+    model: Model
     input_batch: InputBatch
     attention: AttentionBackend
     caches: list[LayerCache]

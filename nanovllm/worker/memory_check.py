@@ -14,7 +14,7 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.shards import check_splits
-from nanovllm.models.registry import build_model, read_config
+from nanovllm.models.registry import build_model, read_config_for
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.input_batch import slot_fields
@@ -46,7 +46,9 @@ def check_model(
     config: EngineConfig, device: Device | None, checkpoint_config: Mapping[str, Any]
 ) -> None:
     """Raise an error for a model that is not supported, cannot be sharded or does not fit."""
-    model = read_config(checkpoint_config)
+    model = read_config_for(checkpoint_config, config.model_impl)
+    if model.transformers_config is not None:
+        check_transformers_options(config, model)
     if config.quantization is not None:
         choose_quantization(config.quantization, checkpoint_config.get("quantization_config"))
     check_splits(model, config.tensor_parallel_size)
@@ -61,6 +63,18 @@ def check_model(
         layouts = choose_layouts(config, checkpoint_config, device, dtype)
     build = BuildContext(device.torch_device, dtype, attention, ops, device.group, layouts)
     check_memory(config, model, device, build)
+
+
+def check_transformers_options(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError for options that only our own families support."""
+    size, quantization = config.tensor_parallel_size, config.quantization
+    for name, is_set in {"tensor_parallel_size": size > 1, "quantization": quantization}.items():
+        if is_set:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} is not supported for {model.architecture}, "
+                "which runs through transformers' model code; leave it out",
+                param=name,
+            )
 
 
 def check_memory(

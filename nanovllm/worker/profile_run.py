@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.config import EngineConfig
 from nanovllm.engine.step import StepPlan
-from nanovllm.models.decoder import DecoderModel
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec
 
+if TYPE_CHECKING:
+    from nanovllm.models.registry import Model
+
 
 def profile_run(
     config: EngineConfig,
     device: Device,
-    model: DecoderModel,
+    model: Model,
     spec: KVCacheSpec,
     attention: AttentionBackend,
 ) -> EagerForward:

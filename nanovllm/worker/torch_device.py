@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,6 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import EngineConfig
 from nanovllm.engine.step import Pending
 from nanovllm.errors import ConfigError
-from nanovllm.models.decoder import DecoderModel
 from nanovllm.ops import torch_logits
 from nanovllm.ops.interface import Ops
 from nanovllm.ops.torch_ops import TorchOps
@@ -34,6 +34,9 @@ from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.sampler import TorchSampler
+
+if TYPE_CHECKING:
+    from nanovllm.models.registry import Model
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +129,7 @@ class TorchDevice:
         return TorchSampler(input_batch, self.group)
 
     def prepare(
-        self, model: DecoderModel, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
+        self, model: Model, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
     ) -> None:
         """Do nothing: activations are small compared to host memory."""
 

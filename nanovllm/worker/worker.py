@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +18,6 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
-from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.draft_model import DraftModel
@@ -30,12 +30,15 @@ from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.profile_run import profile_run
 from nanovllm.worker.quantized_layouts import choose_layouts
 
+if TYPE_CHECKING:
+    from nanovllm.models.registry import Model
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    model: DecoderModel
+    model: Model
     spec: KVCacheSpec
     attention: AttentionBackend
     device: Device
@@ -137,16 +140,35 @@ class Worker:
         build = BuildContext(device.torch_device, dtype, attention, ops, self.group, layouts)
         check_memory(config, model_config, device, build)
         self._agree(0)  # a barrier: no rank loads before all have measured the free memory
+        model = self._load_weights(config, model_config, checkpoint, device, build)
+        spec = kv_cache_spec(config, model_config, dtype, self.group)
+        device.prepare(model, spec, partial(profile_run, config, device, model, spec, attention))
+        return LoadedModel(model, spec, attention, device)
+
+    def _load_weights(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        device: Device,
+        build: BuildContext,
+    ) -> Model:
+        is_dummy = config.load_format == "dummy"
+        if model_config.transformers_config is not None:
+            from nanovllm.models.transformers_family import load_model
+
+            loaded = load_model(model_config, None if is_dummy else checkpoint, config.seed, build)
+            loaded.pack_linears(device.has_room_for_copy(loaded.num_bytes))
+            device.release()
+            return loaded
         model = build_model(model_config, config.max_model_len, build)
-        if config.load_format == "dummy":
+        if is_dummy:
             from nanovllm.worker.dummy_weights import fill_dummy_weights
 
             fill_dummy_weights(model, device, config.seed)
         else:
             load_weights(model, checkpoint, device, show_progress=self.group.rank == 0)
-        spec = kv_cache_spec(config, model_config, dtype, self.group)
-        device.prepare(model, spec, partial(profile_run, config, device, model, spec, attention))
-        return LoadedModel(model, spec, attention, device)
+        return model
 
     def _load_draft_model(self) -> LoadedModel | None:
         path = self.config.draft_model

@@ -101,7 +101,11 @@ class Case:
             scores = torch.einsum("qhd,thd->hqt", query, keys) * self.spec.scale
             if (cap := self.spec.softcap) is not None:
                 scores = cap * (scores / cap).tanh()
-            weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+            weights = scores.masked_fill(~is_seen, -torch.inf)
+            if (sinks := self.spec.sinks) is not None:
+                column = sinks.double()[:, None, None].expand(-1, len(query), 1)
+                weights = torch.cat((weights, column), -1)
+            weights = weights.softmax(-1)[..., : len(k)]
             outputs.append(torch.einsum("hqt,thd->qhd", weights, values))
         return torch.cat(outputs)
 
@@ -154,6 +158,7 @@ def make_case(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    has_sinks: bool = False,
     seed: int = 0,
 ) -> Case:
     """Put random histories into shuffled blocks; the rest of the cache holds `unused`."""
@@ -180,5 +185,6 @@ def make_case(
         new = slice(offset, offset + count)
         histories.append((torch.cat((past[0], k[new])), torch.cat((past[1], v[new]))))
         first, offset = first + widths[row], offset + count
-    spec = AttentionSpec(scale or head_dim**-0.5, window, softcap)
+    sinks = torch.randn(num_heads, generator=generator).to(dtype) if has_sinks else None
+    spec = AttentionSpec(scale or head_dim**-0.5, window, softcap, sinks)
     return Case(batch_rows(starts, counts, tables), cache, qkv, histories, spec)

@@ -39,6 +39,11 @@ def reference_attention(
         scores = torch.einsum("qhd,khd->hqk", q[start : start + count], k) * spec.scale
         if spec.softcap is not None:
             scores = spec.softcap * (scores / spec.softcap).tanh()
-        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~is_seen, -torch.inf)
+        if spec.sinks is not None:
+            scores = torch.cat(
+                (scores, spec.sinks.to(scores.dtype)[:, None, None].expand(-1, count, 1)), -1
+            )
+        weights = scores.softmax(-1)[..., : len(k)]
         out[start : start + count] = torch.einsum("hqk,khd->qhd", weights, v)
     return out

@@ -451,7 +451,7 @@ def test_what_would_change_the_numbers_is_refused(
 ) -> None:
     path = make_folder(tmp_path / "m", llama, read_tensors(llama), **{field: value})
     with pytest.raises(UnsupportedModelError, match=field):
-        run(path)
+        run(path, model_impl="nanovllm")
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama-tied-rope", "qwen3"])

@@ -10,6 +10,7 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import EngineConfig
 from nanovllm.devices.cpu.features import CpuFeatures, find_cpu_features
+from nanovllm.models.decoder import DecoderModel
 from nanovllm.ops.interface import Ops
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE, TPGroup
@@ -67,6 +68,7 @@ class CpuDevice(TorchDevice):
         from nanovllm.devices.cpu.ops import NumbaOps  # needs numba
 
         is_eager = config.enforce_eager or config.attention_backend != "auto"
+        is_eager |= not isinstance(eager.model, DecoderModel)  # it calls torch between our kernels
         # A captured program contains only kernels, but a tensor-parallel group needs all_reduce.
         if is_eager or not self.group.is_alone:
             eager.model(eager.batch(one_row()))  # compile the kernels before the first request

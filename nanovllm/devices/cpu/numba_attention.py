@@ -62,6 +62,7 @@ class NumbaAttention:
         scratch_size = self.launcher.num_threads * group * (2 * head_dim + plan.max_length)
         scratch = self.launcher.scratch(scratch_size)
         exponents = cache.k_exponents, cache.v_exponents
+        sinks = None if spec.sinks is None else spec.sinks.float()
         self.launcher.launch(
             dense.attend,
             output.data_ptr(),
@@ -83,6 +84,7 @@ class NumbaAttention:
             float_bits(spec.scale),
             plan.max_length if spec.window is None else spec.window,
             float_bits(spec.softcap or 0.0),
+            0 if sinks is None else sinks.data_ptr(),
             *(each.data_ptr() for each in exponents if each is not None),
             cached=cache.k.dtype,
         )

@@ -45,6 +45,7 @@ from nanovllm.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
+    from nanovllm.models.registry import Model
 
 logger = logging.getLogger(__name__)
 
@@ -259,11 +260,12 @@ class CudaDevice:
         return TritonSampler(input_batch, vocab_size, self.group)
 
     def prepare(
-        self, model: DecoderModel, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
+        self, model: Model, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
     ) -> None:
-        if self.uses_graphs:
-            self.persistent = build(model, cache)
-        self.compile_ahead(model, largest_step)
+        if isinstance(model, DecoderModel):
+            if self.uses_graphs:
+                self.persistent = build(model, cache)
+            self.compile_ahead(model, largest_step)
         self.profile(largest_step)
         if self.uses_graphs:
             self._graph_bytes = self._count_graph_bytes(model)
@@ -273,10 +275,16 @@ class CudaDevice:
             sampler = self.sampler(eager.input_batch, eager.model.config.vocab_size)
             return ModelRunner(eager, eager, sampler)
         steps = self.steps(eager)
-        if self.config.optimizes_latency:
-            steps.capture_all()
-        else:
-            steps.capture_first()
+        capture = steps.capture_all if self.config.optimizes_latency else steps.capture_first
+        try:
+            capture()
+        except torch.AcceleratorError as error:
+            if isinstance(eager.model, DecoderModel):
+                raise
+            raise ConfigError(
+                f"the model code of {eager.model.config.architecture} cannot be captured in CUDA "
+                f"graphs ({error!s:.200}); set enforce_eager=True"
+            ) from error
         return ModelRunner(eager, steps, steps.sample, steps)
 
     @property
@@ -334,7 +342,7 @@ class CudaDevice:
         config = self.config
         return min(config.max_num_batched_tokens, config.max_num_rows * config.max_model_len)
 
-    def _count_graph_bytes(self, model: DecoderModel) -> int:
+    def _count_graph_bytes(self, model: Model) -> int:
         """Estimate the memory of the graphs: logits, and a share of the largest step's memory.
 
         All graphs share the logits buffer of the largest. In a tensor-parallel group, the logits

@@ -102,6 +102,11 @@ class FlashAttention:
     ) -> Tensor:
         if len(q) == 0:  # flash-attn rejects empty inputs
             return torch.empty_like(q)
+        if spec.sinks is not None:
+            raise ConfigError(
+                "attention_backend='flash_attn' does not support the attention sinks of this "
+                "model; use attention_backend='auto'"
+            )
         before = -1 if spec.window is None else spec.window - 1  # keys before the query; -1: all
         options: dict[str, Any] = {"softmax_scale": spec.scale, "causal": True}
         options["window_size"] = before, 0

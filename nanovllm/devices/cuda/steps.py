@@ -30,7 +30,7 @@ from nanovllm.devices.cuda.kernels.masks import apply_token_bitmask
 from nanovllm.devices.cuda.kernels.token_logprobs import token_logprobs
 from nanovllm.devices.cuda.prefill_graphs import PrefillGraphs
 from nanovllm.engine.step import IntColumn, StepPlan
-from nanovllm.models.decoder import DecoderBody
+from nanovllm.models.decoder import DecoderBody, DecoderModel
 from nanovllm.ops.interface import Sampling
 from nanovllm.worker.forward import EagerForward, Sampled, StepLogits, is_decode
 
@@ -146,6 +146,8 @@ class CudaSteps:
     def warm_up(self) -> None:
         """Launch every kernel that a step may use."""
         model = self.eager.model
+        if not isinstance(model, DecoderModel):
+            return self._warm_up()
         with one_of_each_layer(model.model, model.config):
             self._warm_up()
 

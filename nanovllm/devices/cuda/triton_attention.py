@@ -129,7 +129,7 @@ class TritonAttention:
         is_large = self.is_hopper and suits_large_tiles(num_rows, num_kv_heads, num_splits)
         config = decode_config(head_dim, q.dtype, is_large, cache.is_fp8)
         prefix = None
-        if shared is not None and spec.window is None:
+        if shared is not None and spec.window is None and spec.sinks is None:
             num_q_rows = min(num_rows * q.shape[1] // num_kv_heads, MAX_SMALL_TILE_ROWS)
             tiles = prefill_config(head_dim, q.dtype, num_q_rows, cache.is_fp8)
             partials = attend_shared(q, cache, shared.groups, shared.members, spec, tiles)

@@ -131,6 +131,15 @@ def test_softcapping(
         assert_equals_reference(in_eight_bits(case), make_backend)
 
 
+@DTYPES
+@pytest.mark.parametrize("window", [None, 40])
+def test_sinks(make_backend: MakeBackend, window: int | None, dtype: torch.dtype) -> None:
+    case = make_case(MIXES["everything"], dtype=dtype, window=window, has_sinks=True)
+    assert_equals_reference(case, make_backend)
+    if dtype == torch.float32:
+        assert_equals_reference(in_eight_bits(case), make_backend)
+
+
 @pytest.mark.usefixtures("num_threads")
 def test_any_number_of_threads(make_backend: MakeBackend) -> None:
     case = make_case([(700, 1)] * 6, num_heads=6, num_kv_heads=3, head_dim=64)

@@ -47,6 +47,7 @@ from tests.checkpoints import SIZES, VARIANTS, make_checkpoint
 from tests.devices import RunAgain, runner_of
 from tests.devices.cuda.persistent.reference import reference_step
 from tests.forced_tokens import Ids, forced_logits
+from tests.models.transformers_families import make_config
 from tests.test_fp8_kv_cache import answer
 from tests.test_speculation import NGRAM, EagerDrafter
 from tests.threaded_ranks import engines_of
@@ -152,6 +153,23 @@ def check_shared_prefixes(root: Path) -> None:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [o.token_ids for o in outputs] == [checkpoint.generate(p, 4) for p in prompts]
     assert counter.call_count == 3
+
+
+def check_transformers_model(root: Path) -> None:
+    """Graphs run transformers' model code, whose layers differ in windows, heads and head sizes."""
+    checkpoint = make_checkpoint(root / "gemma4", make_config("gemma4_text"))
+    rng = random.Random(0)
+    prompts = [rng.choices(range(160), k=length) for length in (33, 3, 17)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with (
+        mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        LLM(checkpoint.path, max_num_seqs=2, max_num_batched_tokens=20, **OPTIONS) as llm,
+    ):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        graphed = runner_of(llm).forward.decode
+        assert graphed.persistent is None
+        assert graphed.graphs
+    assert [o.token_ids for o in outputs] == [checkpoint.generate(p, 4) for p in prompts]
 
 
 def check_drafts(root: Path) -> None:
@@ -444,6 +462,7 @@ def main() -> None:
         with interpreted():
             check_tokens(Path(folder))
             check_shared_prefixes(Path(folder))
+            check_transformers_model(Path(folder))
             check_masks(Path(folder))
             check_drafts(Path(folder))
             check_captures_ahead(Path(folder))

@@ -58,6 +58,12 @@ def test_equals_the_reference(
     torch.testing.assert_close(output.double(), case.reference(), rtol=2e-5, atol=2e-5)
 
 
+def test_sinks_are_refused(flash: FlashAttention) -> None:
+    case = make_case(MIXES["one decode"], block_size=256, has_sinks=True)
+    with pytest.raises(ConfigError, match="attention sinks"):
+        case.run(Backend(TorchOps(), flash))
+
+
 def test_last_tokens(flash: FlashAttention) -> None:
     check_last_tokens(flash, MIXES["everything"], TorchOps())
 

@@ -228,9 +228,10 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
     num_rows, max_length, num_heads = args[10], args[11], args[12]
     num_kv_heads, head_dim, block_size = args[13], args[14], args[15]
     scale, window, softcap = as_float(uint32(args[16])), args[17], as_float(uint32(args[18]))
+    sinks, has_sinks = pointer_to(args[19], float32(0)), args[19] != 0
     k_exponents, v_exponents = (
-        pointer_to(args[19], uint8(0)),
         pointer_to(args[20], uint8(0)),
+        pointer_to(args[21], uint8(0)),
     )
     group = num_heads // num_kv_heads
     queries = thread * group * (2 * head_dim + max_length)
@@ -261,7 +262,9 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
                     for j in range(score, score + count):
                         scratch[j] = _softcap(scratch[j], softcap)
         for i in range(group):
-            _softmax(scratch, scores + i * max_length + first, length - first)
+            at = scores + i * max_length + first
+            sink = sinks[kv_head * group + i] if has_sinks else scratch[at]
+            _softmax(scratch, at, length - first, sink, has_sinks)
         for block in range(first // block_size, (length + block_size - 1) // block_size):
             begin = max(block * block_size, first)
             count = min((block + 1) * block_size, length) - begin
@@ -301,11 +304,12 @@ def _rotate(x: Any, base: int, rope: Any, angle: int, half: int) -> None:
 
 
 @kernel
-def _softmax(x: Any, base: int, count: int) -> None:
-    largest = x[base]
+def _softmax(x: Any, base: int, count: int, sink: float, has_sink: bool) -> None:
+    """Compute a softmax in place, with the sink as one more score."""
+    largest = sink
     for i in range(count):
         largest = max(largest, x[base + i])
-    total = float32(0)
+    total = _exp(sink - largest) if has_sink else float32(0)
     for i in range(count):
         value = _exp(x[base + i] - largest)
         x[base + i] = value

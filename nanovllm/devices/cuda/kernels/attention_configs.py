@@ -91,8 +91,9 @@ def suits_tma(q: Tensor, cache: PagedCache, max_query_len: int, spec: AttentionS
     is_whole = cache.k.shape[1] % TMA_CONFIG.tile == 0  # each tile lies within one block
     num_q_rows = max_query_len * group
     is_long = len(q) * group > MAX_SMALL_TILE_ROWS and num_q_rows >= TMA_CONFIG.q_rows >= group
-    is_plain = spec.window is None and spec.softcap is None and not cache.is_fp8
-    return is_whole and is_long and head_dim in (64, 128) and is_plain and q.itemsize == 2
+    is_plain = spec.window is None and spec.softcap is None and spec.sinks is None
+    has_layout = head_dim in (64, 128) and q.itemsize == 2 and not cache.is_fp8
+    return is_whole and is_long and is_plain and has_layout
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: int) -> int:

@@ -25,9 +25,12 @@ from nanovllm.devices.cuda.kernels.attention_tiles import (
     store_partials,
     window_start,
 )
+from nanovllm.devices.cuda.kernels.fp8_rows import WEIGHT_EXPONENT
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 
+FP8_WEIGHT = tl.constexpr(2.0**WEIGHT_EXPONENT.value)  # scale of weights of an FP8 cache
 LOG2_E = 1.4426950408889634  # the softmax uses base 2, for which the hardware has an instruction
+SCORE_FACTOR = tl.constexpr(LOG2_E)
 # These arguments are slices of an upload: each alignment would compile another kernel.
 COLUMNS = "slots", "context_lens", "query_starts", "query_lens", "order", "members", "shared_lens"
 
@@ -68,6 +71,7 @@ def paged_attention(
     or left unwritten if `query_lens` is given.
     """
     assert shared is None or (spec.window is None and rows.query_starts is None)
+    assert shared is None or spec.sinks is None
     assert out.shape == q.shape
     assert out.is_contiguous()
     assert num_splits == 1 or config.min_split % config.tile == 0
@@ -133,7 +137,7 @@ def _launch(
         *(q, cache.parts, *described, cache.block_table, out),
         *(rows.slots, rows.context_lens, rows.query_starts, rows.query_lens, rows.order, members),
         *((None, None) if shared is None else (shared.lens, shared.partials)),
-        *(partials, q.stride(0), cache.block_table.stride(0), cache.parts[0].stride(0)),
+        *(spec.sinks, partials, q.stride(0), cache.block_table.stride(0), cache.parts[0].stride(0)),
         spec.scale * LOG2_E,
         SOFTCAP=None if spec.softcap is None else spec.softcap * LOG2_E,
         WINDOW=spec.window,
@@ -203,6 +207,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     members,
     shared_lens,
     shared,
+    sinks,
     partials,
     q_stride,
     table_stride,
@@ -265,6 +270,11 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     if shared is None:
         row_max = tl.full((Q_ROWS,), float("-inf"), tl.float32)
         row_sum = tl.zeros((Q_ROWS,), tl.float32)
+        if sinks is not None:  # the first split begins with a key whose value is zero
+            is_first = is_row & (tl.program_id(2) == 0) & (length > 0)
+            row_max = tl.load(sinks + heads, mask=is_first, other=float("-inf")).to(tl.float32)
+            row_max *= SCORE_FACTOR
+            row_sum = tl.where(is_first, 1.0 if len(caches) == 2 else FP8_WEIGHT, 0.0)
         softmax = tl.zeros((Q_ROWS, dims.shape[0]), tl.float32), row_max, row_sum
     else:
         is_begun = is_row & (first > 0) & (tl.program_id(2) == 0)

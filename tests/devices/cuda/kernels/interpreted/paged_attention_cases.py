@@ -53,6 +53,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
     num_splits: int = 1
     config: AttentionConfig | None = None
     is_nan: bool = True  # whether unused cache holds NaN or large numbers
@@ -122,6 +123,7 @@ def make_step(case: Case, device: str) -> Step:
     num_heads = case.group * case.num_kv_heads
     qkv = torch.randn(num_tokens, num_heads + 2, case.head_dim, generator=generator)
     q = qkv.to(case.dtype).to(device)[:, :num_heads]
+    sinks = torch.randn(num_heads, generator=generator).to(case.dtype).to(device)
     columns = (slots, starts, counts, torch.tensor(lengths))
     caches, exponents = as_codes(caches) if case.is_fp8 else (caches, ())
     return Step(
@@ -131,7 +133,9 @@ def make_step(case: Case, device: str) -> Step:
         table.to(device),
         *(column.to(torch.int32).to(device) for column in columns),
         torch.full(q.shape, math.nan, dtype=case.dtype, device=device),
-        AttentionSpec(case.head_dim**-0.5, case.window, case.softcap),
+        AttentionSpec(
+            *(case.head_dim**-0.5, case.window, case.softcap), sinks if case.has_sinks else None
+        ),
         exponents,
     )
 
@@ -262,6 +266,7 @@ def sample(kind: str, num_cases: int, dtypes: list[torch.dtype], limits: Limits)
             dtype=dtypes[seed % len(dtypes)],
             window=draw.choice((None, None, 1, 20, 70)),
             softcap=None if kind == "tma" else draw.choice((None, None, 1.5)),
+            has_sinks=kind in ("decode", "prefill") and seed % 3 == 0,
             num_splits=draw.choice(limits.num_splits),
             is_nan=draw.random() < 0.5,
             is_ordered=draw.random() < 0.5,
@@ -314,8 +319,9 @@ def edge_cases(kind: str) -> list[Case]:
             replace(whole, block_size=48, num_splits=2, config=wide, window=33),
             replace(whole, dtype=torch.float16, num_splits=8),
             replace(whole, block_size=16, num_splits=4, config=tiny, softcap=0.5, window=40),
-            Case(((600, 1),), num_splits=32),
-            Case(((0, 0),) * 3, num_splits=4),
+            replace(whole, block_size=48, num_splits=4, config=tiny, has_sinks=True),
+            Case(((600, 1),), num_splits=32, has_sinks=True),
+            Case(((0, 0),) * 3, num_splits=4, has_sinks=True),
             Case(((0, 0), (0, 1))),
         ]
     if kind == "shared":
@@ -350,6 +356,7 @@ def edge_cases(kind: str) -> list[Case]:
         replace(chunks, config=wide, dtype=torch.float16, group=7),
         replace(chunks, config=small, num_kv_heads=1, group=20),
         replace(chunks, config=small, softcap=0.5),
+        replace(chunks, config=small, window=5, has_sinks=True),
         # The last tile of a CTA's keys is full, but its queries attend to only a part of it.
         Case(((0, 70), (40, 90)), block_size=16, config=replace(wide, q_rows=16), is_nan=True),
         Case(((0, 0),) * 2),

@@ -1,0 +1,240 @@
+"""Decoders that only transformers implements: which of them can run, and how they are loaded.
+
+A forward pass on the meta device, without weights, records how each layer calls its attention. A
+model that needs more than these calls express is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.attention.backend import AttentionSpec
+from nanovllm.checkpoint.find import Checkpoint, stores_quantized
+from nanovllm.config import DTYPES, LayerAttention, ModelConfig, RopeConfig
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.layers.build import BuildContext
+from nanovllm.models.config_json import INT32_MAX, MAX_LAYERS, read_architecture
+from nanovllm.models.transformers_model import (
+    TransformersModel,
+    attention_forward,
+    attention_spec,
+    run_body,
+    run_head,
+    set_attention,
+    without_body,
+)
+
+ATTENTION = "nanovllm"  # the name of our attention in transformers' AttentionInterface
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+MAX_NAMED = 5  # maximum number of tensors listed in an error
+# RoPE types whose frequencies depend on the longest sequence of the batch.
+BATCH_ROPES = {"dynamic", "longrope"}
+# Fields of ModelConfig that describe what transformers' code does itself.
+UNUSED: dict[str, Any] = {
+    **{"rms_norm_eps": 0.0, "activation": "silu", "attention_scale": 1.0},
+    **{"qkv_bias": False, "output_bias": False, "mlp_bias": False},
+}
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Return the sizes of a model that transformers implements; refuse those we cannot run."""
+    calls: list[AttentionCall] = []
+    causal_lm_class, hf_config = find_class(config)
+    try:
+        # The experts' grouped GEMM needs bfloat16.
+        causal_lm = create_on_meta(causal_lm_class, hf_config, torch.bfloat16)
+        set_attention(causal_lm, partial(record_call, calls))
+        tokens = torch.zeros(2, dtype=torch.int64, device="meta")
+        hidden = run_body(causal_lm, tokens, tokens)
+        vocab_size = run_head(without_body(causal_lm), hidden).shape[-1]
+    except Exception as error:  # its code may need values, or not know our attention
+        raise refusal(config, f"its code does not run without data ({error!r:.200})") from error
+    if problem := find_problem(causal_lm, calls):
+        raise refusal(config, problem)
+    head_dim, hidden_size = max(call.head_dim for call in calls), hidden.shape[-1]
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    found = partial(getattr, hf_config)
+    return ModelConfig(
+        architecture=causal_lm_class.__name__,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,  # an estimate: some families have several sizes
+        num_heads=max(call.num_heads for call in calls),
+        num_kv_heads=max(call.num_kv_heads for call in calls),
+        head_dim=head_dim + head_dim % 2,
+        layers=tuple(LayerAttention(RopeConfig(0.0), call.spec.window) for call in calls),
+        tie_word_embeddings=bool(found("tie_word_embeddings", False)),
+        max_position_embeddings=found("max_position_embeddings", None) or INT32_MAX,
+        dtype=dtype if dtype in DTYPES else "float32",
+        transformers_config=config,
+        **UNUSED,
+    )
+
+
+def create_on_meta(causal_lm_class: Any, hf_config: Any, dtype: torch.dtype) -> Any:
+    """Create a model of transformers without memory for its weights."""
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        return causal_lm_class._from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION)
+
+
+def find_class(config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return transformers' class of an architecture, and its config; refuse all but decoders."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    transformers.AttentionInterface.register(ATTENTION, attention_forward)
+    decoders = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    own_name, [given] = read_architecture(config), config["architectures"]
+    architecture = given if given in decoders else own_name
+    if config.get("is_encoder_decoder"):
+        raise refusal(config, "it has an encoder and cross attention")
+    if architecture not in decoders:
+        version = transformers.__version__
+        raise refusal(config, f"transformers {version} has no decoder-only language model for it")
+    if stores_quantized(config):
+        raise refusal(config, "its weights are quantized, which only our own families support")
+    causal_lm_class = getattr(transformers, architecture)
+    try:
+        hf_config = causal_lm_class.config_class.from_dict(dict(config))
+    except Exception as error:  # transformers validates each config class in its own way
+        raise CheckpointError(f"config.json has an invalid value ({error!r:.300})") from error
+    if problem := find_config_problem(causal_lm_class, hf_config):
+        raise refusal(config, problem)
+    return causal_lm_class, hf_config
+
+
+def find_config_problem(causal_lm_class: Any, hf_config: Any) -> str | None:
+    """Return why a class cannot run over a paged KV cache, or None."""
+    if not 1 <= getattr(hf_config, "num_hidden_layers", 0) <= MAX_LAYERS:
+        return f"it has no num_hidden_layers from 1 to {MAX_LAYERS}"
+    layer_types = set(getattr(hf_config, "layer_types", None) or ())
+    if causal_lm_class._is_stateful or any("linear" in each for each in layer_types):
+        return "it has recurrent state"
+    if unknown := sorted(layer_types - LAYER_TYPES):
+        return f"it has layers of the type {', '.join(unknown)}"
+    if getattr(hf_config, "kv_lora_rank", None):
+        return "it has multi-head latent attention (MLA)"
+    if hf_config is not hf_config.get_text_config():
+        return "it is a multimodal model"
+    is_bidirectional = getattr(hf_config, "use_bidirectional_attention", False)
+    if is_bidirectional or getattr(hf_config, "is_causal", True) is False:
+        return "its attention is not causal"
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
+        if each.get("rope_type") in BATCH_ROPES:
+            return f"its rope type {each['rope_type']!r} depends on the other rows of a batch"
+    return None
+
+
+def find_problem(causal_lm: Any, calls: list[AttentionCall]) -> str | None:
+    """Return why our attention cannot replace the recorded calls of a forward pass, or None."""
+    hf_config = causal_lm.config
+    if not calls:
+        return "its attention does not use transformers' AttentionInterface"
+    if "position_ids" not in inspect.signature(causal_lm.base_model.forward).parameters:
+        return "it computes positions itself, instead of taking position_ids"
+    if [call.layer_index for call in calls] != list(range(hf_config.num_hidden_layers)):
+        return (
+            f"its {hf_config.num_hidden_layers} layers call attention {len(calls)} times: they "
+            "have recurrent state, cross attention or several attentions"
+        )
+    if problem := next((call.problem for call in calls if call.problem), None):
+        return problem
+    layer_types = getattr(hf_config, "layer_types", None) or ()
+    is_sliding = [each == "sliding_attention" for each in layer_types]
+    windows = [call.spec.window is not None for call in calls]
+    has_window = getattr(hf_config, "sliding_window", None) is not None
+    if is_sliding != windows if is_sliding else has_window and not any(windows):
+        return "its sliding window is not passed to the attention"
+    return None
+
+
+def refusal(config: Mapping[str, Any], reason: str) -> UnsupportedModelError:
+    [architecture] = config["architectures"]
+    return UnsupportedModelError(
+        f"architecture {architecture!r} is not supported by transformers' model code in this "
+        f"engine: {reason}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """How a layer calls its attention."""
+
+    layer_index: int | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    spec: AttentionSpec
+    problem: str | None
+
+
+def record_call(
+    calls: list[AttentionCall],
+    module: nn.Module,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Record a call on the meta device, and return an output of the right shape."""
+    q, k, v = qkv
+    problem = None
+    if mask is not None or options.get("position_bias") is not None:
+        problem = "its attention has a mask or a bias of its own"
+    elif not options.get("is_causal", getattr(module, "is_causal", True)):
+        problem = "its attention is not causal: it is an encoder"
+    elif k.shape[2] != q.shape[2]:
+        problem = "it has cross attention"
+    layer_index, head_dim = getattr(module, "layer_idx", None), max(k.shape[3], v.shape[3])
+    sizes = q.shape[1], k.shape[1], head_dim
+    calls.append(AttentionCall(layer_index, *sizes, attention_spec(q, options), problem))
+    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+
+def build_model(config: ModelConfig, build: BuildContext) -> TransformersModel:
+    """Create a model on the meta device, to count its weights."""
+    assert config.transformers_config is not None
+    causal_lm = create_on_meta(*find_class(config.transformers_config), build.dtype)
+    return TransformersModel(config, causal_lm, build)
+
+
+def load_model(
+    config: ModelConfig, checkpoint: Checkpoint | None, seed: int, build: BuildContext
+) -> TransformersModel:
+    """Load a checkpoint or, without one, create random weights."""
+    assert config.transformers_config is not None
+    causal_lm_class, hf_config = find_class(config.transformers_config)
+    options = {"dtype": build.dtype, "attn_implementation": ATTENTION}
+    if build.device.type == "cuda" and build.dtype != torch.bfloat16:
+        # CUDA graphs cannot capture torch's grouped GEMM in other dtypes, which reads its offsets.
+        options["experts_implementation"] = "batched_mm"
+    if checkpoint is None:
+        with torch.random.fork_rng(), torch.device(build.device):
+            torch.manual_seed(seed)
+            causal_lm = causal_lm_class._from_config(hf_config, **options)
+    elif checkpoint.weight_format == "gguf":
+        raise refusal(config.transformers_config, "its weights are in a GGUF file")
+    else:
+        causal_lm = load_pretrained(causal_lm_class, checkpoint, config=hf_config, **options)
+    return TransformersModel(config, causal_lm.to(build.device).eval(), build)
+
+
+def load_pretrained(causal_lm_class: Any, checkpoint: Checkpoint, **options: Any) -> Any:
+    """Load weights with transformers, which knows how every family stores them, but strictly."""
+    causal_lm, found = causal_lm_class.from_pretrained(
+        checkpoint.path, local_files_only=True, output_loading_info=True, **options
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if names := sorted(map(str, found[kind])):
+            which = ", ".join(names[:MAX_NAMED])
+            raise CheckpointError(f"{checkpoint.path}: {kind.replace('_', ' ')}: {which}")
+    return causal_lm

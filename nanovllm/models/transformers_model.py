@@ -1,0 +1,196 @@
+"""Transformers' own model code, with our paged attention in every layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.attention.backend import AttentionSpec
+from nanovllm.config import ModelConfig
+from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
+from nanovllm.ops.interface import PackedLinear, ResidualStream
+
+# Called by every layer with its module, q, k and v, its mask, and further options.
+Attend = Callable[[Any, tuple[Tensor, Tensor, Tensor], Any, dict[str, Any]], Tensor]
+
+
+class TransformersModel(Layer):
+    """A causal language model: batch in, logits [sampled tokens, vocab_size] out."""
+
+    def __init__(self, config: ModelConfig, causal_lm: Any, build: BuildContext) -> None:
+        super().__init__()
+        self.config, self.dtype = config, build.dtype
+        self.model = Body(config, causal_lm, build)
+        self.lm_head = Head(config, causal_lm, build)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        return self.logits(self.model(batch))
+
+    def logits(self, hidden: ResidualStream) -> Tensor:
+        return self.lm_head(hidden.residual)
+
+    def states(self, hidden: ResidualStream) -> Tensor:
+        """Return the hidden states after the final norm."""
+        return hidden.residual
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.parameters())
+
+    def pack_linears(self, allow_copy: bool) -> None:
+        """Let our kernels compute the projections."""
+        for module in self.model.causal_lm.modules():
+            if type(module) is nn.Linear and module.weight.dtype == self.dtype:
+                bias = None if module.bias is None else module.bias.data
+                packed = self.lm_head.ops.pack_linear(module.weight.data, bias, None, allow_copy)
+                module.forward = partial(project, packed)  # type: ignore[method-assign]
+
+
+def project(packed: PackedLinear, x: Tensor) -> Tensor:
+    """Project x [1, tokens, in] with a kernel that takes [tokens, in]."""
+    return packed(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
+class Body(Layer):
+    """Everything but the LM head."""
+
+    def __init__(self, config: ModelConfig, causal_lm: Any, build: BuildContext) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.attention = PagedAttention(config, build)
+        set_attention(causal_lm, self.attention)
+
+    def forward(self, batch: ForwardBatch) -> ResidualStream:
+        """Return the hidden states of the sampled tokens, after the final norm."""
+        self.attention.batch = batch
+        hidden = run_body(self.causal_lm, batch.input_ids, batch.positions)
+        return ResidualStream(hidden if batch.sampled is None else hidden[batch.sampled.index])
+
+
+def run_body(causal_lm: Any, input_ids: Tensor, positions: Tensor) -> Tensor:
+    """Return the hidden states [tokens, hidden] after the final norm; tokens form one batch row."""
+    inputs = {"input_ids": input_ids[None], "position_ids": positions[None]}
+    hidden: Tensor = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
+    return hidden[0]
+
+
+class Head(Layer):
+    """The LM head, with the scales and caps that the model applies to its logits."""
+
+    def __init__(self, config: ModelConfig, causal_lm: Any, build: BuildContext) -> None:
+        super().__init__()
+        self.vocab_size, self.ops, self.group = config.vocab_size, build.ops, build.group
+        self.causal_lm = without_body(causal_lm)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return run_head(self.causal_lm, hidden)
+
+
+def run_head(causal_lm: Any, hidden: Tensor) -> Tensor:
+    logits: Tensor = causal_lm(inputs_embeds=hidden[None], use_cache=False).logits
+    return logits[0].contiguous()  # as graphs expect
+
+
+def without_body(causal_lm: Any) -> Any:
+    """Return the same ...ForCausalLM, but with a body that returns the hidden states it is given.
+
+    Thus the class itself computes logits from hidden states, whatever it does to them.
+    """
+    head = copy.copy(causal_lm)
+    head._modules = {**causal_lm._modules, causal_lm.base_model_prefix: GivenStates()}
+    return head
+
+
+class GivenStates(nn.Module):
+    """Stands in for the body of a model, and returns hidden states that are already known."""
+
+    @property
+    def decoder(self) -> GivenStates:  # OPT calls this module of its body
+        return self
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **_: Any) -> BodyOutput:
+        return BodyOutput(inputs_embeds)
+
+
+@dataclass(frozen=True)
+class BodyOutput:
+    """The output of a body, whose other fields (cache, router logits, ...) are None."""
+
+    last_hidden_state: Tensor
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert index == 0
+        return self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class PagedAttention:
+    """Attention over the paged KV cache, in the place of transformers' own.
+
+    Layers with fewer or smaller heads than others are padded with zeros: the cache has one shape.
+    """
+
+    batch: ForwardBatch  # the current step
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        self.attention, self.ops, self.dtype = build.attention, build.ops, build.dtype
+        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        # `rope_write` writes to every kind of cache. transformers has rotated q and k already.
+        half = torch.ones(config.head_dim // 2, device=build.device)
+        self.no_rotation = torch.stack((half, 0 * half))[None]
+
+    def __call__(
+        self,
+        module: Any,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        batch, (q, k, v) = self.batch, qkv
+        num_heads, v_dim = q.shape[1], v.shape[3]
+        num_q = num_heads // k.shape[1] * self.num_kv_heads
+        counts = num_q, self.num_kv_heads, self.num_kv_heads
+        cache = batch.caches[module.layer_idx]
+        rows = torch.cat([self._pad(*each) for each in zip(qkv, counts, strict=True)], 1)
+        positions = torch.zeros_like(batch.positions)
+        self.ops.rope_write(rows, None, self.no_rotation, positions, cache, batch.slot_mapping)
+        spec = attention_spec(q, options)
+        if spec.sinks is not None and num_q > num_heads:
+            spec = replace(spec, sinks=F.pad(spec.sinks, (0, num_q - num_heads)))
+        output = self.attention.attend(rows[:, :num_q], cache, batch.attention, spec)
+        return output[None, :, :num_heads, :v_dim].contiguous()
+
+    def _pad(self, x: Tensor, num_heads: int) -> Tensor:
+        """Return [tokens, num_heads, head_dim] for x [1, heads, tokens, dim]."""
+        missing = self.head_dim - x.shape[3], num_heads - x.shape[1]
+        x = x[0].transpose(0, 1).to(self.dtype)  # some models rotate in float32
+        return F.pad(x, (0, missing[0], 0, missing[1])) if any(missing) else x
+
+
+def attention_spec(q: Tensor, options: dict[str, Any]) -> AttentionSpec:
+    scale = options.get("scaling")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    window, softcap, sinks = (options.get(key) for key in ("sliding_window", "softcap", "s_aux"))
+    return AttentionSpec(scale, window, softcap, sinks)
+
+
+def set_attention(causal_lm: Any, attend: Attend) -> None:
+    """Let `attention_forward` call `attend` in this model: the registry is shared by all models."""
+    for module in causal_lm.modules():
+        module.nanovllm_attend = attend
+
+
+def attention_forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it, with q, k and v [1, heads, tokens, dim]."""
+    return module.nanovllm_attend(module, (query, key, value), attention_mask, options), None

@@ -1,0 +1,217 @@
+"""Decoders that run through transformers' model code equal transformers' own `generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.models.registry import read_config_for
+from tests.byte_tokenizer import with_tokenizer
+from tests.checkpoints import TinyCheckpoint, make_checkpoint
+from tests.models.transformers_families import FAMILIES, SEEDS, make_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+# Windows, experts, learned positions, merged qkv, scaled logits, and heads that differ by layer.
+FAST = ("cohere2", "gemma4_text", "gpt2", "gpt_neox", "olmoe", "opt", "stablelm")
+MAX_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+# Small enough for chunked prefill and preemption.
+SMALL = {
+    **{"kvcache_block_size": 16, "num_kvcache_blocks": 6, "max_num_batched_tokens": 9},
+    **{"max_num_seqs": 4, "max_model_len": 128, "skip_tokenizer_init": True, "dtype": "float32"},
+}
+
+
+def make_prompts() -> list[list[int]]:
+    rng = random.Random(1)
+    shared, other = ([rng.randrange(160) for _ in range(n)] for n in (40, 17))
+    return [shared, [*shared[:33], 7, 9], other, [5, 6, 7]]
+
+
+def make_tiny(path: Path, model_type: str, **changes: Any) -> TinyCheckpoint:
+    return make_checkpoint(path, make_config(model_type, **changes), SEEDS.get(model_type, 0))
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
+def test_equals_generate(tmp_path: Path, model_type: str) -> None:
+    """In a small engine that chunks prompts, preempts sequences and reuses prefixes."""
+    checkpoint, prompts = make_tiny(tmp_path, model_type), make_prompts()
+    want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]
+    with LLM(str(tmp_path), **SMALL) as llm:
+        assert llm.engine.model_config.transformers_config is not None
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output.token_ids for output in outputs] == want
+        assert llm.engine.core.scheduler.num_preemptions > 0
+        outputs = llm.generate(prompts, replace(GREEDY, n=2), use_tqdm=False)
+        each = [[sample.token_ids for sample in output.outputs] for output in outputs]
+        assert each == [[tokens, tokens] for tokens in want]
+        assert sum(output.num_cached_tokens for output in outputs) > 32
+        llm.engine.core.scheduler.check()
+
+
+@pytest.mark.parametrize(
+    "options", [{"kv_cache_dtype": "fp8"}, {"dtype": "bfloat16"}, {"depth": 1}]
+)
+def test_cached_equals_uncached(tmp_path: Path, options: dict[str, Any]) -> None:
+    make_tiny(tmp_path, "gemma4_text")
+    prompts = make_prompts()
+    with LLM(str(tmp_path), **{**SMALL, "num_kvcache_blocks": 64, **options}) as llm:
+        first, again = (llm.generate(prompts, GREEDY, use_tqdm=False) for _ in range(2))
+    assert [output.token_ids for output in first] == [output.token_ids for output in again]
+    assert sum(output.num_cached_tokens for output in again) > 0
+
+
+def test_drafts_do_not_change_tokens(tmp_path: Path) -> None:
+    checkpoint, prompts = make_tiny(tmp_path, "stablelm"), make_prompts()
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    with LLM(str(tmp_path), **{**SMALL, "speculative_config": config}) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]
+    assert [output.token_ids for output in outputs] == want
+
+
+def test_logprobs_and_embeddings(tmp_path: Path) -> None:
+    """Hidden states are those after the final norm, and logits are scaled as in training."""
+    checkpoint, [prompt, *_] = make_tiny(tmp_path, "cohere"), make_prompts()
+    params = replace(GREEDY, logprobs=1, prompt_logprobs=1)
+    with LLM(str(tmp_path), **SMALL) as llm:
+        [output] = llm.generate([prompt], params, use_tqdm=False)
+        [embedded] = llm.embed([prompt], normalize=False, use_tqdm=False)
+    ids = [*prompt, *output.token_ids]
+    want = checkpoint.logprobs(ids)
+    assert output.prompt_logprobs is not None
+    assert output.outputs[0].logprobs is not None
+    found = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    for position, (token, each) in enumerate(zip(ids[1:], found, strict=True)):
+        assert each is not None
+        assert each[token].logprob == pytest.approx(want[position, token].item(), abs=1e-4)
+    with torch.inference_mode():
+        states = checkpoint.model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+    assert embedded.embedding == pytest.approx(states.tolist(), abs=1e-4)
+
+
+def test_a_family_of_ours_runs_both_ways(tiny: Any, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint, prompts = tiny("qwen3"), make_prompts()
+    tokens, texts = [], []
+    for name in ("auto", "nanovllm", "transformers"):
+        caplog.clear()
+        with (
+            caplog.at_level(logging.INFO),
+            LLM(str(checkpoint.path), model_impl=name, **SMALL) as llm,
+        ):
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        tokens.append([output.token_ids for output in outputs])
+        texts.append(sum("slower" in record.message for record in caplog.records))
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert texts == [0, 0, 1]
+
+
+@pytest.mark.slow
+def test_structured_output_in_a_process_of_its_own(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "plain", "gpt_neox")
+    path = str(with_tokenizer(tmp_path / "plain", tmp_path / "model"))
+    params = SamplingParams(
+        max_tokens=20, seed=1, structured_outputs={"regex": "[a-c]{3}-[0-9]{2}"}
+    )
+
+    async def run() -> str:
+        async with AsyncLLM(path, **{**SMALL, "skip_tokenizer_init": False}) as llm:
+            return "".join([piece.text async for piece in llm.generate("abc", params)])
+
+    assert re.fullmatch("[a-c]{3}-[0-9]{2}", asyncio.run(run()))
+
+
+def test_dummy_weights_depend_on_the_seed(tmp_path: Path) -> None:
+    make_config("stablelm", architectures=["StableLmForCausalLM"]).save_pretrained(tmp_path)
+
+    def run(seed: int) -> list[list[int]]:
+        with LLM(str(tmp_path), load_format="dummy", seed=seed, **SMALL) as llm:
+            outputs = llm.generate(make_prompts(), GREEDY, use_tqdm=False)
+        return [output.token_ids for output in outputs]
+
+    assert run(1) == run(1) != run(2)
+
+
+def config_of(model_type: str, **fields: Any) -> dict[str, Any]:
+    config = CONFIG_MAPPING[model_type](**fields)
+    with torch.device("meta"):
+        architecture = type(AutoModelForCausalLM.from_config(config)).__name__
+    return {**config.to_dict(), "architectures": [architecture]}
+
+
+FEW = {"num_hidden_layers": 2}
+REFUSED = {
+    "mamba": (FEW, "recurrent state"),
+    "qwen3_next": ({**FEW, "num_experts": 4}, "recurrent state"),
+    "falcon_h1": (FEW, "recurrent state"),
+    "lfm2": ({**FEW, "layer_types": ["conv", "full_attention"]}, "layers of the type conv"),
+    "deepseek_v3": ({**FEW, "n_routed_experts": 8}, r"latent attention \(MLA\)"),
+    "minicpm3": (FEW, r"latent attention \(MLA\)"),
+    "bert": (FEW, "is not causal: it is an encoder"),
+    "bart": ({"decoder_layers": 2, "encoder_layers": 2}, "instead of taking position_ids"),
+    "bloom": ({"n_layer": 2}, "does not use transformers' AttentionInterface"),
+    "diffllama": (FEW, "several attentions"),
+    "doge": (FEW, "a mask or a bias of its own"),
+    "jetmoe": (FEW, "does not run without data"),
+}
+
+
+@pytest.mark.parametrize("model_type", list(REFUSED))
+def test_refusals_name_the_reason(model_type: str) -> None:
+    fields, reason = REFUSED[model_type]
+    config = config_of(model_type, **fields)
+    [name] = config["architectures"]
+    with pytest.raises(
+        UnsupportedModelError, match=f"'{name}' is not supported; .*'{name}'.*{reason}"
+    ):
+        read_config_for(config, "auto")
+    with pytest.raises(
+        UnsupportedModelError, match=f"'{name}' is not supported; supported: [^;]*$"
+    ):
+        read_config_for(config, "nanovllm")
+
+
+def test_other_models_are_refused() -> None:
+    for model_type, name in (("t5", "T5"), ("bart", "Bart")):
+        config = CONFIG_MAPPING[model_type]().to_dict()
+        names = [f"{name}ForConditionalGeneration"]
+        with pytest.raises(UnsupportedModelError, match="encoder and cross attention"):
+            read_config_for({**config, "architectures": names}, "auto")
+    bert = {**CONFIG_MAPPING["bert"]().to_dict(), "architectures": ["BertForMaskedLM"]}
+    with pytest.raises(UnsupportedModelError, match="no decoder-only language model"):
+        read_config_for(bert, "transformers")
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    phi = config_of("phi", **FEW, rope_parameters=dynamic)
+    with pytest.raises(UnsupportedModelError, match="'dynamic' depends on the other rows"):
+        read_config_for(phi, "auto")
+    quantized = {**config_of("phi", **FEW), "quantization_config": {"quant_method": "awq"}}
+    with pytest.raises(UnsupportedModelError, match="quantized"):
+        read_config_for(quantized, "auto")
+    with pytest.raises(CheckpointError, match="invalid value"):
+        read_config_for({**config_of("phi", **FEW), "hidden_size": "64"}, "auto")
+
+
+def test_unsupported_options_and_weights(tmp_path: Path) -> None:
+    checkpoint = make_tiny(tmp_path, "stablelm")
+    for option in ({"tensor_parallel_size": 2}, {"quantization": "fp8"}):
+        with pytest.raises(ConfigError, match="StableLmForCausalLM, which runs through"):
+            LLM(str(tmp_path), **{**SMALL, **option})
+    del checkpoint.model.lm_head
+    checkpoint.model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"missing keys: lm_head\.weight"):
+        LLM(str(tmp_path), **SMALL)
