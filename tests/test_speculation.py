@@ -73,8 +73,8 @@ class EagerDrafter(Drafter):
         super().__init__(proposer, num_speculative_tokens)
         self._rng = random.Random(seed)
 
-    def begin_step(self, num_rows: int, max_num_seqs: int) -> None:
-        super().begin_step(num_rows, max_num_seqs)
+    def begin_step(self, num_rows: int, num_unused: int) -> None:
+        super().begin_step(num_rows, num_unused)
         self._is_on = True
 
     def _best_count(self, state: object, most: int) -> int:

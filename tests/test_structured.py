@@ -471,12 +471,12 @@ def test_other_threads_compute_the_masks_of_slow_grammars(llm: LLM) -> None:
     found, num_late = [], []
     for number in range(6):
         with patch.object(grammar, "SLOW_MASK", -1.0 if number == 2 else 60.0):
-            masks, late = grammars.masks([first, second], allocate)
+            masks, late = grammars.masks([(first, []), (second, [])], allocate)
         num_late.append(len(late))
         while late:
             grammars.wait([first, second])
             if first.is_ready and second.is_ready:
-                masks, late = grammars.masks([first, second], allocate)
+                masks, late = grammars.masks([(first, []), (second, [])], allocate)
         found.append(masks)
         for matcher, mask in zip((first, second), masks, strict=True):
             wanted = np.zeros_like(mask)
@@ -498,7 +498,9 @@ def test_a_step_spends_a_bounded_time_on_masks(llm: LLM) -> None:
     for matcher in matchers:
         matcher.finishes(int(token_id))
     with patch.object(grammar, "MAX_STEP", 0.0):
-        _, late = grammars.masks(matchers, llm.engine.core.executor.mask_memory)
+        _, late = grammars.masks(
+            [(each, []) for each in matchers], llm.engine.core.executor.mask_memory
+        )
     assert late == [1, 2, 3]
     assert not compiled.compiled.is_slow
 
@@ -511,7 +513,7 @@ def test_a_mask_that_fails_ends_its_row_alone(llm: LLM) -> None:
     broken.mask = other.mask = None
     broken.inner = Mock()
     broken.inner.unsafe_compute_mask_ptr.side_effect = RuntimeError("broken")
-    masks, late = grammars.masks([broken, other], llm.engine.core.executor.mask_memory)
+    masks, late = grammars.masks([(broken, []), (other, [])], llm.engine.core.executor.mask_memory)
     assert not late
     assert not masks[0].any(), "no token may follow"
     assert masks[1].any()

@@ -19,6 +19,7 @@ NUM_CLASSES = 4  # of proposals, by how certain they are
 MAX_PAUSE = 63  # maximum steps between two attempts, while drafts are not worthwhile
 FIRST_ACCEPTANCE = 0.7
 TRIAL, MIN_PHASE, MAX_PHASE = 12, 32, 512  # steps of the phases of a Trial
+NUM_CHOICES = 64  # after so many choices, the maximum number of drafts is tried
 RATE = 0.15  # weight of the newest measurement in a moving average
 
 
@@ -77,6 +78,7 @@ class Drafter:
         self._most = num_speculative_tokens
         self._states: dict[int, DraftState] = {}  # keyed by seq_id
         self._acceptance = [FIRST_ACCEPTANCE] * NUM_CLASSES  # by certainty
+        self._num_choices = 0
         self._pause = 0  # of the last sequence that paused; the next one begins with it
         self._costs = StepCosts()
         # Whether drafts pay off at all, by the bit length of the number of sequences.
@@ -86,10 +88,10 @@ class Drafter:
         self._num_tokens = 0.0  # that this step is expected to add to outputs
         self._room = 0  # rows for further drafts
 
-    def begin_step(self, num_rows: int, max_num_seqs: int) -> None:
-        """Begin to plan a step with up to `num_rows` sequences."""
+    def begin_step(self, num_rows: int, num_unused: int) -> None:
+        """Begin to plan a step for `num_rows` sequences; `num_unused` more would fit."""
         self._num_rows, self._num_tokens = num_rows, float(num_rows)
-        self._room = max_num_seqs + self._most - num_rows
+        self._room = num_unused + self._most
         size = num_rows.bit_length()
         self._is_on = self._costs.is_known(size) and (num_rows <= 1 or self._trials[size].is_on)
 
@@ -115,10 +117,15 @@ class Drafter:
         proposal = self.proposer.propose(seq, most) if most > 0 else None
         if proposal is None:
             return []
-        state.certainty = proposal.certainty
-        count = self._best_count(state, len(proposal.token_ids))
+        state.certainty, token_ids = proposal.certainty, proposal.token_ids
+        if seq.matcher is not None:
+            token_ids = token_ids[: seq.matcher.num_allowed(token_ids)]
+        if not token_ids:
+            state.wait()
+            return []
+        count = self._best_count(state, len(token_ids))
         self._room -= count
-        return proposal.token_ids[:count]
+        return token_ids[:count]
 
     def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Learn how many drafts of a sequence were accepted."""
@@ -157,11 +164,15 @@ class Drafter:
         for count in range(1, most + 1):
             chance *= acceptance
             expected += chance
-            if count & (count + 1):  # only 1, 3, 7, 15 and 31, so that fewer graphs are captured
+            # Only 1, 3, 7, 15, 31 and the maximum, so that fewer graphs are captured.
+            if count & (count + 1) and count < most:
                 continue
             rate = expected / self._costs.of(self._num_rows + count)
             if rate > best_rate:
                 best, best_rate, best_tokens = count, rate, expected
+        self._num_choices += 1
+        if 0 < best < most and self._num_choices % NUM_CHOICES == 0:
+            return most  # the cost of larger steps may have been overestimated
         if best == 0:
             state.wait()
             self._pause = state.pause
@@ -188,8 +199,10 @@ class StepCosts:
             self._seen.add(size)
             return
         rows, old = self._points.get(size, (num_rows, seconds))
-        seconds = min(seconds, 2 * old)  # the engine may have been paused
-        self._points[size] = rows + RATE * (num_rows - rows), old + RATE * (seconds - old)
+        # A step may last longer by exception: the engine was paused, or captured a graph.
+        rate = RATE if seconds > old else 2 * RATE
+        seconds = min(seconds, 2 * old)
+        self._points[size] = rows + RATE * (num_rows - rows), old + rate * (seconds - old)
 
     def is_known(self, size: int) -> bool:
         """Whether steps with rows of this bit length have been measured."""
@@ -227,8 +240,9 @@ class Trial:
             return
         steps = self._steps[TRIAL // 4 :]  # the first ones may have been planned in the last phase
         longest = 3 * min(steps)[0]  # longer steps are exceptions: they captured a graph
-        steps = [step for step in steps if step[0] < longest]
-        self._rates[self.is_on] = sum(step[1] for step in steps) / sum(step[0] for step in steps)
+        steps = [step for step in steps if step[0] <= longest]
+        total = sum(step[0] for step in steps)
+        self._rates[self.is_on] = sum(step[1] for step in steps) / max(total, 1e-9)
         other = self._rates.get(not self.is_on)
         if other is None or self._length != TRIAL:
             self.is_on = not self.is_on

@@ -17,7 +17,7 @@ MAX_COMPARED = 32  # longest match that is told apart from a longer one
 FACTOR = 0x9E3779B97F4A7C15
 WORD = (1 << 64) - 1
 MAX_STORED = 1 << 16  # tokens per generation of a store
-MAX_STORES = 64  # cache salts with a store
+MAX_STORES = 8  # cache salts with a store
 SEPARATOR = -1  # between outputs in a store; never proposed
 
 
@@ -48,6 +48,8 @@ class NgramProposer:
                 drafts.append(drafts[-period])
         elif SEPARATOR in drafts:
             drafts = drafts[: drafts.index(SEPARATOR)]
+        if not drafts:
+            return None
         return Proposal(drafts, min(match.length.bit_length() - 2, NUM_CLASSES - 1))
 
     def finished(self, seq: Sequence) -> None:

@@ -83,15 +83,15 @@ class Scheduler:
         Returns None if no sequence can run.
         """
         builder = _PlanBuilder(self.max_num_batched_tokens)
-        if self.drafter is not None:
-            num_rows = min(len(self.running) + len(self.waiting), self.max_num_seqs)
-            self.drafter.begin_step(num_rows, self.max_num_seqs)
-            newest = self._in_flight[-1] if self._in_flight else []
-            self._has_many_drafted = 8 * sum(bool(seq.drafts) for seq in newest) > len(newest)
         while self._prefilled_leaders:
             self._enqueue_followers(self._prefilled_leaders.pop())
         if self.waiting_for_grammar:
             self._enqueue_ready()
+        if self.drafter is not None:
+            num_possible = min(len(self.running) + len(self.waiting), self.max_num_seqs)
+            self.drafter.begin_step(len(self.running), self.max_num_seqs - num_possible)
+            newest = self._in_flight[-1] if self._in_flight else []
+            self._has_many_drafted = 8 * sum(bool(seq.drafts) for seq in newest) > len(newest)
         self._schedule_running(builder)
         self._admit_waiting(builder)
         if not builder.rows:
@@ -109,7 +109,10 @@ class Scheduler:
         if self.prompt_budget is not None:
             self.prompt_budget.measured(plan.num_prefill_tokens, plan.num_decode_tokens, seconds)
         rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
-        sampled = [seq for seq, count in zip(rows, num_logits, strict=True) for _ in range(count)]
+        sampled = []
+        if result.logprobs is not None or result.failures:
+            pairs = zip(rows, num_logits, strict=True)
+            sampled = [seq for seq, count in pairs for _ in range(count)]
         if result.prompt_logprobs is not None:
             from nanovllm.engine.logprobs import add_prompt_logprobs
 
@@ -138,14 +141,15 @@ class Scheduler:
                 seq.is_dropped = False
                 continue
             num_known = len(seq.token_ids)
-            if seq.drafts and result.draft_tokens is not None:
-                seq.drafts = result.draft_tokens[num_before : num_before + count - 1].tolist()
-            for token_id in self._verified(seq, new) if seq.drafts else new:
-                self._append(seq, token_id)
-                if seq.finish_reason is not None:
-                    break
+            if seq.drafts:
+                if result.draft_tokens is not None:
+                    seq.drafts = result.draft_tokens[num_before : num_before + count - 1].tolist()
+                self._verify(seq, new)
+            else:
+                self._append(seq, new[0])
             seq.num_new = len(seq.token_ids) - num_known
-            del seq.new_logprobs[seq.num_new :]
+            if seq.new_logprobs:
+                del seq.new_logprobs[seq.num_new :]
             if seq.is_streaming or seq.finish_reason is not None:
                 updated.append(seq)
         return updated
@@ -226,16 +230,19 @@ class Scheduler:
         self._schedule_rows(prompts, builder)
 
     def _schedule_rows(self, rows: list[Sequence], builder: _PlanBuilder) -> None:
+        num_left = len(rows)
         for seq in rows:
+            num_left -= 1
             if builder.budget == 0:
                 return
             num_tokens = seq.num_tokens
             if seq.slot == NO_SLOT or num_tokens >= seq.max_len:
                 continue  # preempted by an earlier row of this plan, or its last token is in flight
-            if seq.num_pending and self._must_wait(seq):
+            if seq.num_pending and (seq.is_serial or (self.drafter and self._must_wait(seq))):
                 continue
             end = min(num_tokens, seq.num_computed + builder.budget)
-            drafts = [] if self.drafter is None else self._propose(seq, builder)
+            most = builder.budget - 1 - num_left  # each of the other rows needs a token
+            drafts = [] if self.drafter is None else self._propose(seq, most)
             if end + len(drafts) > seq.capacity and not self._grow(seq, end + len(drafts), builder):
                 continue
             self._add_row(builder, seq, end, drafts)
@@ -365,35 +372,39 @@ class Scheduler:
             self._prefilled_leaders.append(seq)
 
     def _must_wait(self, seq: Sequence) -> bool:
-        """Whether a sequence runs only once the host knows its pending token."""
-        if seq.is_serial or seq.drafts or self._has_many_drafted:
+        """Whether drafts let a sequence wait until the host knows its pending token."""
+        assert self.drafter is not None
+        if seq.drafts or self._has_many_drafted:
             return True
-        is_decode = seq.num_computed == seq.num_tokens - 1
-        return self.drafter is not None and is_decode and self.drafter.is_promising(seq)
+        return seq.num_computed == seq.num_tokens - 1 and self.drafter.is_promising(seq)
 
-    def _propose(self, seq: Sequence, builder: _PlanBuilder) -> list[int]:
-        """Return drafts for a decode row: tokens that may follow its newest one."""
+    def _propose(self, seq: Sequence, most: int) -> list[int]:
+        """Return up to `most` drafts for a decode row: tokens that may follow its newest one."""
         assert self.drafter is not None
         num_free = seq.capacity - seq.num_tokens + self.blocks.num_free * self.blocks.block_size
-        most = min(builder.budget - 1, seq.max_len - seq.num_tokens - 1, num_free)
+        most = min(most, seq.max_len - seq.num_tokens - 1, num_free)
         if seq.num_pending or seq.is_serial or seq.num_computed < seq.num_tokens - 1 or most < 1:
             return []
-        drafts = self.drafter.draft(seq, most)
-        return drafts if seq.matcher is None else drafts[: seq.matcher.num_allowed(drafts)]
+        return self.drafter.draft(seq, most)
 
-    def _verified(self, seq: Sequence, token_ids: list[int]) -> list[int]:
-        """Return the sampled tokens up to the first that differs from its draft."""
+    def _verify(self, seq: Sequence, token_ids: list[int]) -> None:
+        """Append the sampled tokens up to the first that differs from its draft."""
         assert self.drafter is not None
-        drafts, seq.drafts, seq.has_rejected = seq.drafts, [], True
-        pairs = zip(drafts, token_ids, strict=False)
-        num_accepted = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(drafts))
-        self.drafter.verified(seq, len(drafts), num_accepted)
-        for counts in (self.draft_counts, seq.draft_counts):
-            counts.add(len(drafts), num_accepted)
-        seq.num_tokens += num_accepted
+        drafts, seq.drafts = seq.drafts, []
+        count = num_accepted(drafts, token_ids)
+        self.drafter.verified(seq, len(drafts), count)
+        seq.num_tokens += count
         if seq.slot != NO_SLOT:  # not preempted in the meantime
-            seq.num_computed += num_accepted
-        return token_ids[: num_accepted + 1]
+            seq.num_computed += count
+            seq.has_rejected = True
+        num_new = 0
+        for token_id in token_ids[: count + 1]:
+            self._append(seq, token_id)
+            num_new += 1
+            if seq.finish_reason is not None:
+                break
+        for counts in (self.draft_counts, seq.draft_counts):
+            counts.add(len(drafts), num_new - 1)
 
     def _append(self, seq: Sequence, token_id: int) -> None:
         """Append a sampled token, and end the sequence if the token completes it."""
@@ -433,7 +444,13 @@ class Scheduler:
         self.blocks.release(seq)
         self._free_slots.append(seq.slot)
         self._released.append(seq.slot)
-        seq.slot = NO_SLOT
+        seq.slot, seq.has_rejected = NO_SLOT, False
+
+
+def num_accepted(drafts: list[int], token_ids: list[int]) -> int:
+    """Return how many drafts equal the tokens sampled in their place, up to the first mismatch."""
+    pairs = zip(drafts, token_ids, strict=False)
+    return next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
 
 
 @dataclass(slots=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import Scheduler, num_accepted
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.serve.core_messages import Change, EngineState, PausedState
@@ -102,6 +102,7 @@ class PlanRecorder:
         sequences = {seq.slot: seq for seq in self._scheduler.running.values()}
         new_slots = {row.slot for row in plan.new_rows}
         sources = {copy.target: copy.source for copy in plan.block_copies}
+        drafts = {update.slot: update.token_ids for update in plan.draft_updates}
         columns = plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist()
         rows = [
             PlannedRow(
@@ -110,20 +111,23 @@ class PlanRecorder:
                 start,
                 count,
                 slot in new_slots,
-                _kind(sequences[slot], start, count),
+                _kind(sequences[slot], start, count - len(drafts.get(slot, []))),
                 list(sequences[slot].block_ids),
                 sources.get(sequences[slot].block_ids[-1]),
             )
             for slot, start, count in zip(*columns, strict=True)
         ]
         self.plans = [*self.plans[-1:], rows]
-        sampling = [rows[i] for i in plan.num_logits.nonzero()[0]]
+        num_logits = plan.num_logits.tolist()
         pending = self.executor.submit(plan)
 
         def result() -> StepResult:
             found = pending.result()
-            for row, token_ids in zip(sampling, found.tokens.tolist(), strict=True):
-                row.token_ids.extend(token_ids)
+            token_ids = iter(found.tokens.tolist())
+            for row, count in zip(rows, num_logits, strict=True):
+                sampled = list(islice(token_ids, count))
+                num_new = 1 + num_accepted(drafts.get(row.slot, []), sampled)
+                row.token_ids.extend(sampled[:num_new])
             return found
 
         return Pending(result)

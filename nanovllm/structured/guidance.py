@@ -166,12 +166,15 @@ class GuidanceEngine:
                 matcher.job = self._threads.submit(self._compute_ahead, matcher)
                 late.append(index)
             else:
+                inner = matcher.inner
+                if drafts:  # a copy advances through them: an error in it has no effect
+                    matcher.inner = inner.deep_copy()
                 for place, draft in enumerate([*drafts, None], row):
                     compute_mask(matcher, masks[place], address + place * masks.strides[0])
                     allow_stops(matcher, masks[place], eos)
                     if draft is not None:
                         matcher.inner.consume_token(draft)
-                matcher.inner.rollback(len(drafts))
+                matcher.inner = inner
                 before, now = now, time.thread_time()
                 matcher.compiled.is_slow = now - before > SLOW_MASK * (1 + len(drafts))
             row += 1 + len(drafts)

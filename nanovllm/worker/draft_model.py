@@ -19,7 +19,7 @@ class DraftModel:
     """
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+        self.runner = runner
 
     def run(self, plan: StepPlan) -> StepPlan:
         """Draft the tokens that a plan asks for; return the plan to run with the target.
@@ -28,7 +28,7 @@ class DraftModel:
         that the target samples the same token if both models agree.
         """
         if plan.block_copies:
-            self._runner.eager.copy_blocks(plan)
+            self.runner.eager.copy_blocks(plan)
         num_drafts = np.maximum(plan.num_logits - 1, 0)
         most = int(num_drafts.max(initial=0))
         ends = plan.starts + plan.counts - num_drafts
@@ -39,10 +39,10 @@ class DraftModel:
             draft_updates=[replace(update, token_ids=[]) for update in plan.draft_updates],
         )
         for index in range(most):
-            self._runner.sampler(self._runner.forward(step), step)
+            self.runner.sampler(self.runner.forward(step), step)
             is_row = num_drafts > index
             step = decode_plan(plan.slots[is_row], ends[is_row] + index)
-        self._runner.forward(step)  # the last draft: only its keys and values are needed
+        self.runner.forward(step)  # the last draft: only its keys and values are needed
         if not most:
             return plan
         # Sampling also advanced the slots: set them back.

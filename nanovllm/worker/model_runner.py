@@ -122,7 +122,8 @@ class ModelRunner:
         self, fetched: Pending[list[np.ndarray]], names: list[str], extras: StepExtras | None
     ) -> StepResult:
         tokens, *others = fetched.result()
-        if self.steps is not None and self.steps.has_lost_step():
+        draft_steps = None if self.draft_model is None else self.draft_model.runner.steps
+        if any(steps.has_lost_step() for steps in (self.steps, draft_steps) if steps is not None):
             return StepResult(tokens, is_lost=True)
         arrays: dict[str, Any] = dict(zip(names, others, strict=True))
         if extras is None:

@@ -153,11 +153,11 @@ def follow(grammars: GuidanceEngine, grammar: GuidanceGrammar, rng: random.Rando
     for _ in range(12):
         if matcher.job is not None:
             matcher.job.result()
-        masks, late = grammars.masks([matcher], new_masks)
+        masks, late = grammars.masks([(matcher, [])], new_masks)
         while late:
             grammars.wait([matcher])
             if matcher.is_ready:
-                masks, late = grammars.masks([matcher], new_masks)
+                masks, late = grammars.masks([(matcher, [])], new_masks)
         bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
         allowed = [i for i in np.flatnonzero(bits) if i != EOS]
         if not allowed or matcher.finishes(int(rng.choice(allowed))):

@@ -300,7 +300,7 @@ class Walker:
 
     def _mask(self, matcher: GuidanceMatcher) -> np.ndarray:
         while True:  # on a busy machine a bitmask may be late; ask again when it is ready
-            masks, late = self.grammars.masks([matcher], new_masks)
+            masks, late = self.grammars.masks([(matcher, [])], new_masks)
             if not late:
                 return masks[0]
             while not matcher.is_ready:
