@@ -45,7 +45,9 @@ class TransformersModel(Layer):
         return sum(parameter.nbytes for parameter in self.parameters())
 
     def pack_linears(self, allow_copy: bool) -> None:
-        """Let our kernels compute the projections."""
+        """Let our kernels compute the projections, except in float32: torch is as fast there."""
+        if self.dtype == torch.float32:
+            return
         for module in self.model.causal_lm.modules():
             if type(module) is nn.Linear and module.weight.dtype == self.dtype:
                 bias = None if module.bias is None else module.bias.data
