@@ -34,7 +34,7 @@ class InstantExecutor:
         return self
 
     def result(self) -> StepResult:
-        return StepResult(np.full((self._num_sampled, 1), 5, np.int32))
+        return StepResult(np.full(self._num_sampled, 5, np.int32))
 
     def close(self) -> None:
         pass
