@@ -254,6 +254,23 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """Gated DeltaNet layers, which have a recurrent state in place of keys and values."""
+
+    layers: frozenset[int]  # indices of these layers
+    num_key_heads: int
+    num_value_heads: int  # a multiple of num_key_heads
+    key_dim: int  # of a head
+    value_dim: int  # of a head
+    conv_size: int  # number of tokens that the convolution combines
+
+    @property
+    def num_channels(self) -> int:
+        """Number of inputs of the convolution: those of q, k and v."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Sizes and constants of a decoder-only model, read from its config.json."""
 
@@ -280,7 +297,9 @@ class ModelConfig:
     logits_scale: float = 1.0
     logits_softcap: float | None = None
     norm_offset: float = 0.0  # added to norm weights; 1 if checkpoints store the weights minus 1
+    has_output_gate: bool = False  # whether q_proj also computes a gate for attention's output
     experts: ExpertsConfig | None = None
+    recurrent: RecurrentConfig | None = None
     # config.json, if transformers' own model code runs the model; None: one of our families does.
     transformers_config: Mapping[str, Any] | None = None
 

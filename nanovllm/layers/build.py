@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.layers.layer_weight import Layouts
 from nanovllm.layers.shards import ExpectedTensor
-from nanovllm.ops.interface import LayerCache, Ops
+from nanovllm.ops.interface import LayerCache, LayerState, Ops, RecurrentRows
 from nanovllm.ops.tp_group import ALONE, TPGroup
 
 
@@ -48,7 +48,8 @@ class ForwardBatch:
     slot_mapping: Tensor  # [tokens], token -> position in the KV cache
     sampled: SampledTokens | None  # None: the logits of all tokens are needed
     attention: Any  # the attention backend's plan for this step
-    caches: list[LayerCache]
+    caches: list[LayerCache | LayerState]  # of each layer
+    recurrent: RecurrentRows | None = None  # set if the model has recurrent layers
 
 
 class Layer(nn.Module):

@@ -74,6 +74,42 @@ class LayerCache:
         return known if len(known) == 2 else [part.view(uint8) for part in known]
 
 
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """The recurrent states of one layer, by state id; a sequence's state has the id of its slot."""
+
+    recurrent: Tensor  # float32 [states, value_heads, key_dim, value_dim]
+    conv: Tensor  # [states, channels, conv_size - 1]: inputs of the newest tokens, oldest first
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentRows:
+    """The rows of a step whose states recurrent layers read and update."""
+
+    slots: Tensor  # int64 [rows], on the device
+    counts: list[int] | None = None  # number of tokens of each row; None: one each
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetInputs:
+    """The projections of a Gated DeltaNet layer for the tokens of a step."""
+
+    qkv: Tensor  # [tokens, channels], before the convolution
+    z: Tensor  # [tokens, value_heads * value_dim]: gate of the output
+    b: Tensor  # [tokens, value_heads]: sigmoid(b) is the weight of an update
+    a: Tensor  # [tokens, value_heads]: determines the decay of the state
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetWeights:
+    """The weights of a Gated DeltaNet layer besides its projections, all float32 but the first."""
+
+    conv: Tensor  # [channels, conv_size]
+    decay: Tensor  # [value_heads]: -exp(A_log)
+    dt_bias: Tensor  # [value_heads]
+    norm: NormWeights  # over each head of the output: [value_dim]
+
+
 class DequantScales(NamedTuple):
     """The scales still to be applied to the output of an FP8 GEMM [rows, outputs]."""
 
@@ -177,6 +213,15 @@ class Ops(Protocol):
         [positions, 2, dim / 2], or those of k, then those of q: [positions, 4, dim / 2].
         slot_mapping holds positions in the cache, in units of tokens.
         """
+
+    def gated_delta_net(
+        self,
+        inputs: DeltaNetInputs,
+        weights: DeltaNetWeights,
+        state: LayerState,
+        rows: RecurrentRows,
+    ) -> Tensor:
+        """Return [tokens, value_heads * value_dim], and update the states of the rows in place."""
 
     def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up; gate_up [tokens, 2 * size] holds gate, then up."""
