@@ -226,6 +226,12 @@ class Ops(Protocol):
     def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up; gate_up [tokens, 2 * size] holds gate, then up."""
 
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor, base: Tensor | None = None) -> Tensor:
+        """Return base + x * sigmoid(gate); gate is [tokens, size] or [tokens, 1].
+
+        Each row of the gate is contiguous, but not necessarily the rows after one another.
+        """
+
     def scale_logits(self, logits: Tensor, scale: float, softcap: float | None) -> Tensor:
         """Return x = scale * logits, or softcap * tanh(x / softcap); may overwrite the logits."""
 
