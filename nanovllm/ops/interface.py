@@ -209,7 +209,7 @@ class Ops(Protocol):
         """Normalize and rotate q and k, write k and v to the cache, and leave q in qkv.
 
         With an FP8 cache, q and k are Hadamard-transformed too. qkv is [tokens, q + k + v heads,
-        dim], and its k may be overwritten. rope holds float32 cosines and sines,
+        dim] with any stride(0), and its k may be overwritten. rope holds float32 cosines and sines,
         [positions, 2, dim / 2], or those of k, then those of q: [positions, 4, dim / 2].
         slot_mapping holds positions in the cache, in units of tokens.
         """
@@ -229,7 +229,7 @@ class Ops(Protocol):
     def multiply_sigmoid(self, x: Tensor, gate: Tensor, base: Tensor | None = None) -> Tensor:
         """Return base + x * sigmoid(gate); gate is [tokens, size] or [tokens, 1].
 
-        Each row of the gate is contiguous, but not necessarily the rows after one another.
+        The gate has any stride(0); x and base may be overwritten.
         """
 
     def scale_logits(self, logits: Tensor, scale: float, softcap: float | None) -> Tensor:
