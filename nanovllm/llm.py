@@ -35,6 +35,7 @@ from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.prompts import Params, Prompts, as_params, as_prompt, split_prompts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scoring import SCORED, check_pooling, continue_prompt, embedding_of, score_of
+from nanovllm.engine.state_pool import StatePool
 from nanovllm.engine.step import Executor, ExecutorInfo, Pooling
 from nanovllm.errors import ConfigError, RequestError, at_index
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score, StepOutput, StreamPiece
@@ -391,14 +392,19 @@ def start_core(
     executor = create_executor(config, resolved.model_config, resolved.checkpoint)
     info = executor.start()
     try:
-        blocks = BlockManager(
-            info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
-        )
+        states, num_slots = None, config.max_num_seqs
+        if info.states is not None:
+            states, num_slots = (
+                StatePool(info.states, config.kvcache_block_size),
+                info.states.num_slots,
+            )
+        sizes = info.num_blocks, config.kvcache_block_size
+        blocks = BlockManager(*sizes, config.enable_prefix_caching, states)
         target = config.target_inter_token_ms
         prompt_budget = None if target is None else PromptBudget(target / 1000)
         max_tokens = config.max_num_batched_tokens
         drafter = create_drafter(config)
-        scheduler = Scheduler(blocks, config.max_num_seqs, max_tokens, prompt_budget, drafter)
+        scheduler = Scheduler(blocks, num_slots, max_tokens, prompt_budget, drafter)
         depth = info.depth if config.depth is None else config.depth
         core = EngineCore(scheduler, executor, depth, config.max_model_len, create_grammars)
         # A full garbage collection takes 60 ms, as it visits every imported module. After this

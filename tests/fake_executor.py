@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.engine.step import ExecutorInfo, StateCounts, StepPlan, StepResult
 
 VOCAB_SIZE = 23
 EOS = 0
@@ -41,7 +41,11 @@ class Done:
 class FakeExecutor:
     """Runs plans in submission order, like one CUDA stream; a step writes before it reads."""
 
-    def __init__(self, num_blocks: int, block_size: int, depth: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, depth: int = 0, states: StateCounts | None = None
+    ) -> None:
+        # A recurrent state is the list of tokens that it has seen; None: the model has none.
+        self.states: list[list[int]] | None = states and [[] for _ in range(states.total)]
         self.info = ExecutorInfo(num_blocks, depth, "fake", "none")
         self.block_size = block_size
         self.kv = np.full((num_blocks, block_size), -1)
@@ -64,11 +68,18 @@ class FakeExecutor:
         self._update_tables(plan)
         for copy in plan.block_copies:
             self.kv[copy.target] = self.kv[copy.source]
+        for state_copy in plan.state_copies:
+            assert self.states is not None
+            self.states[state_copy.target] = list(self.states[state_copy.source])
         columns = (plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist())
         rows = list(zip(*columns, strict=True))
         for slot, start, count in rows:
             for position in range(start, start + count):
                 self.kv[self._address(slot, position)] = self.tokens[slot][position]
+            if self.states is not None:
+                seen = self.states[slot]
+                assert seen == [self.tokens[slot][position] for position in range(start)]
+                seen += [self.tokens[slot][p] for p in range(start, start + count)]
         sampled = []
         for (slot, start, count), num_logits in zip(rows, plan.num_logits.tolist(), strict=True):
             for end in range(start + count - num_logits + 1, start + count + 1):

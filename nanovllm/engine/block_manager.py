@@ -14,6 +14,7 @@ from nanovllm.engine.step import BlockCopy
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
+    from nanovllm.engine.state_pool import StatePool
 
 
 class BlockKey(NamedTuple):
@@ -37,7 +38,14 @@ class Prefix:
 class BlockManager:
     """Owns all blocks. A block without references stays cached until the free list reuses it."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_caching: bool,
+        states: StatePool | None = None,
+    ) -> None:
+        self.states = states  # None: the model has no recurrent layers
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_caching = enable_caching
@@ -67,6 +75,8 @@ class BlockManager:
         Returns None on success, else how many blocks must be free before a retry can succeed.
         """
         hits = self._match(seq) if self.enable_caching and seq.may_hit else []
+        if self.states is not None:
+            hits = self.states.longest_hit(seq, hits)
         shared = self._shared_blocks(seq, hits)
         hits = hits if shared is None else shared
         num_idle_hits = sum(1 for block_id in hits if self._ref_counts[block_id] == 0)
@@ -127,6 +137,15 @@ class BlockManager:
             seq.prefix = self._insert(seq.block_ids[index], keys[index], seq.prefix)
         seq.next_full_len = (num_full + 1) * self.block_size
 
+    def newest_cached_block(self, seq: Sequence) -> int | None:
+        """Return the cached block with the newest computed tokens of `seq`, if they fill one."""
+        if seq.next_full_len != seq.num_computed + self.block_size:
+            return None
+        prefix = seq.prefix
+        assert isinstance(prefix, Prefix)
+        block_id = self.cached.get(prefix.key.hash)
+        return block_id if block_id is not None and self._prefixes[block_id] is prefix else None
+
     def reset_prefix_cache(self) -> None:
         """Remove every block from the prefix cache; sequences keep the blocks they hold."""
         for block_id in list(self.cached.values()):
@@ -153,12 +172,16 @@ class BlockManager:
         assert cached == self.cached, "the hash table and the blocks disagree"
         cached_ids = {i for i, is_cached in enumerate(self.is_cached) if is_cached}
         assert cached_ids == set(cached.values()), "the flags and the blocks disagree"
+        if self.states is not None:
+            self.states.check(self.is_cached)
 
     def _shared_blocks(self, seq: Sequence, hits: list[int]) -> list[int] | None:
         """Return the full prompt blocks that `seq` can share with its leader; None if it cannot."""
         leader, num_prompt_tokens = seq.leader, seq.num_prompt_tokens
         # The last block is copied before the step runs, so an earlier step must have written it.
         if leader is None or not leader.block_ids or leader.row_start < num_prompt_tokens:
+            return None
+        if self.states is not None:  # the state before the last prompt token is not kept
             return None
         num_whole = (num_prompt_tokens - 1) // self.block_size
         if not self.enable_caching:
@@ -215,6 +238,8 @@ class BlockManager:
             del self.cached[prefix.key.hash]
             self._prefixes[block_id] = None
             self.is_cached[block_id] = 0
+            if self.states is not None:
+                self.states.drop(block_id)
 
     def _keys(self, seq: Sequence, num_full: int) -> list[BlockKey]:
         """Return the keys of at least `num_full` blocks; each block is hashed only once."""

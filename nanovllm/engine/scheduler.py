@@ -20,6 +20,7 @@ from nanovllm.engine.step import (
     BlockUpdate,
     DraftUpdate,
     NewRow,
+    StateCopy,
     StepPlan,
     StepResult,
 )
@@ -49,7 +50,7 @@ class Scheduler:
         self.num_preemptions = 0
         # Number of prompt tokens looked up, and found, in the prefix cache.
         self.num_cache_queries = self.num_cache_hits = 0
-        self.blocks = blocks
+        self.blocks, self.states = blocks, blocks.states
         self.prompt_budget = prompt_budget  # None: only max_num_batched_tokens limits prompts
         self.drafter = drafter  # None: no speculative decoding
         self.draft_counts = DraftCounts()
@@ -83,6 +84,8 @@ class Scheduler:
         Returns None if no sequence can run.
         """
         builder = _PlanBuilder(self.max_num_batched_tokens)
+        if self.states is not None:
+            self.states.save(self.blocks)
         while self._prefilled_leaders:
             self._enqueue_followers(self._prefilled_leaders.pop())
         if self.waiting_for_grammar:
@@ -96,6 +99,8 @@ class Scheduler:
         self._admit_waiting(builder)
         if not builder.rows:
             return None
+        if self.states is not None:
+            builder.state_copies = self.states.take_copies()
         plan = builder.to_plan(self._released)
         self._released = []
         self._in_flight.append(builder.rows)
@@ -240,7 +245,7 @@ class Scheduler:
                 continue  # preempted by an earlier row of this plan, or its last token is in flight
             if seq.num_pending and (seq.is_serial or (self.drafter and self._must_wait(seq))):
                 continue
-            end = min(num_tokens, seq.num_computed + builder.budget)
+            end = self._row_end(seq, builder)
             most = builder.budget - 1 - num_left  # each of the other rows needs a token
             drafts = [] if self.drafter is None else self._propose(seq, most)
             if end + len(drafts) > seq.capacity and not self._grow(seq, end + len(drafts), builder):
@@ -320,6 +325,8 @@ class Scheduler:
         copy, seq.leader = self.blocks.copy_on_write(seq), None
         if copy is not None:
             builder.block_copies.append(copy)
+        if self.states is not None:
+            self.states.enter(seq)
         token_ids = np.array(seq.token_ids, np.int32)
         builder.new_rows.append(
             NewRow(
@@ -335,8 +342,12 @@ class Scheduler:
             )
         )
         # A prompt that does not fit takes the rest of the budget, so none is admitted after it.
-        self._add_row(builder, seq, min(seq.num_tokens, seq.num_computed + builder.budget))
+        self._add_row(builder, seq, self._row_end(seq, builder))
         seq.row_start = 0
+
+    def _row_end(self, seq: Sequence, builder: _PlanBuilder) -> int:
+        end = min(seq.num_tokens, seq.num_computed + builder.budget)
+        return end if self.states is None else self.states.row_end(seq, end)
 
     def _add_row(
         self, builder: _PlanBuilder, seq: Sequence, end: int, drafts: list[int] | None = None
@@ -368,6 +379,8 @@ class Scheduler:
             seq.num_tokens += 1
         if end >= seq.next_full_len:
             self.blocks.register(seq)
+        if self.states is not None:
+            self.states.scheduled(seq)
         if seq.followers and end >= seq.num_prompt_tokens:
             self._prefilled_leaders.append(seq)
 
@@ -469,6 +482,7 @@ class _PlanBuilder:
     block_updates: list[BlockUpdate] = field(default_factory=list)
     block_copies: list[BlockCopy] = field(default_factory=list)
     draft_updates: list[DraftUpdate] = field(default_factory=list)
+    state_copies: list[StateCopy] = field(default_factory=list)
 
     def to_plan(self, released: list[int]) -> StepPlan:
         return StepPlan(
@@ -483,4 +497,5 @@ class _PlanBuilder:
             masked_rows=np.array(self.masked_rows, np.int32),
             block_copies=self.block_copies,
             draft_updates=self.draft_updates,
+            state_copies=self.state_copies,
         )

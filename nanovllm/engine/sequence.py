@@ -66,6 +66,10 @@ class Sequence:
     block_keys: list[BlockKey] = field(default_factory=list)  # keys of full blocks hashed so far
     prefix: Prefix | str | None = field(init=False)  # last prefix registered or matched
     next_full_len: int = 0  # number of computed tokens at which the next block is full
+    # With recurrent layers only:
+    shared_len: int = 0  # number of tokens in cached blocks when it was admitted
+    snapshot_len: int = 0  # length of the longest prefix with a snapshot, before its newest one
+    last_snapshot: int | None = None  # block of the newest snapshot of its output
 
     def __post_init__(self) -> None:
         request = self.request

@@ -74,6 +74,34 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class StateCopy:
+    """A copy of the recurrent state `source` to `target`."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateCounts:
+    """The number of recurrent states by purpose, in the order of their ids."""
+
+    num_slots: int  # one per slot
+    num_snapshots: int  # after one for padding and the initial state, which stays zero
+
+    @property
+    def initial_id(self) -> int:
+        return self.num_slots + 1
+
+    @property
+    def snapshot_ids(self) -> range:
+        return range(self.num_slots + 2, self.total)
+
+    @property
+    def total(self) -> int:
+        return self.num_slots + 2 + self.num_snapshots
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: row i runs counts[i] positions of the sequence in slots[i], starting at starts[i].
 
@@ -93,6 +121,7 @@ class StepPlan:
     masked_rows: IntColumn = field(default_factory=lambda: np.zeros(0, np.int32))
     block_copies: list[BlockCopy] = field(default_factory=list)  # done before the step runs
     draft_updates: list[DraftUpdate] = field(default_factory=list)
+    state_copies: list[StateCopy] = field(default_factory=list)  # done in order, before the step
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -131,6 +160,7 @@ class ExecutorInfo:
     device: str  # "cpu" or "cuda"
     dtype: str
     device_name: str = "unknown"  # the vendor's product name
+    states: StateCounts | None = None  # set if the model has recurrent layers
 
 
 class Executor(Protocol):

@@ -130,8 +130,8 @@ def find_config_problem(causal_lm_class: Any, hf_config: Any) -> str | None:
         return "its attention is not causal"
     rope = getattr(hf_config, "rope_parameters", None) or {}
     for each in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
-        if each.get("rope_type") in BATCH_ROPES:
-            return f"its rope type {each['rope_type']!r} depends on the other rows of a batch"
+        if (kind := str(each.get("rope_type"))) in BATCH_ROPES:
+            return f"its rope type {kind!r} depends on the other rows of a batch"
     return None
 
 

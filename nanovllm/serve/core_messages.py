@@ -126,6 +126,8 @@ class EngineState:
     stats: CoreStats
     time: int
     paused: PausedState | None = None  # set while the engine is paused
+    # Blocks with a snapshot of the recurrent state; None if the model has no recurrent layers.
+    snapshots: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

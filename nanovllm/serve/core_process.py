@@ -251,6 +251,7 @@ def take_snapshot(core: EngineCore, stats: CoreStats, now: float) -> EngineState
         list(core.ended),
         stats,
         microseconds(now),
+        snapshots=None if scheduler.states is None else list(scheduler.states.snapshots),
     )
     core.timings.clear()
     core.ended.clear()

@@ -13,8 +13,9 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionBackend, BatchRows
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch, SampledTokens
-from nanovllm.ops.interface import LayerCache, ResidualStream
+from nanovllm.ops.interface import LayerCache, LayerState, RecurrentRows, ResidualStream
 from nanovllm.worker.input_batch import InputBatch
+from nanovllm.worker.state_cache import StateCache
 
 if TYPE_CHECKING:
     from nanovllm.models.registry import Model
@@ -49,7 +50,8 @@ class EagerForward:
     model: Model
     input_batch: InputBatch
     attention: AttentionBackend
-    caches: list[LayerCache]
+    caches: list[LayerCache | LayerState]
+    states: StateCache | None = None  # set if the model has recurrent layers
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         return self.step_logits(self.model(self.batch(plan)), plan)
@@ -66,7 +68,7 @@ class EagerForward:
         sources = upload(np.array([copy.source for copy in plan.block_copies]))
         targets = upload(np.array([copy.target for copy in plan.block_copies]))
         for cache in self.caches:
-            for part in cache.parts:
+            for part in cache.parts if isinstance(cache, LayerCache) else ():
                 part.index_copy_(0, targets, part.index_select(0, sources))
 
     def batch(self, plan: StepPlan) -> ForwardBatch:
@@ -83,7 +85,9 @@ class EagerForward:
             last = BatchRows(slots_of, ends - 1, np.ones_like(ends), input_batch.block_table)
             sampled = SampledTokens(upload(last_tokens), self.attention.plan(last))
         planned = self.attention.plan(rows)
-        return ForwardBatch(input_ids, positions, slot_mapping, sampled, planned, self.caches)
+        recurrent = None if self.states is None else recurrent_rows(plan, upload)
+        inputs = input_ids, positions, slot_mapping
+        return ForwardBatch(*inputs, sampled, planned, self.caches, recurrent)
 
     def step_logits(self, values: Tensor, plan: StepPlan) -> StepLogits:
         slots, positions = map(self.input_batch.device.upload, sampled_rows(plan))
@@ -95,6 +99,11 @@ def look_up(input_batch: InputBatch, slots: Tensor, positions: Tensor) -> tuple[
     block_ids = input_batch.block_table[slots, positions // input_batch.block_size].long()
     slot_mapping = block_ids * input_batch.block_size + positions % input_batch.block_size
     return input_batch.tokens[slots, positions], slot_mapping
+
+
+def recurrent_rows(plan: StepPlan, upload: Callable[[np.ndarray], Tensor]) -> RecurrentRows:
+    counts = None if (plan.counts == 1).all() else plan.counts.tolist()
+    return RecurrentRows(upload(plan.slots.astype(np.int64)), counts)
 
 
 def tokens_of(plan: StepPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -55,8 +55,14 @@ def kv_cache_spec(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, group: TPGroup
 ) -> KVCacheSpec:
     num_kv_heads = split_kv_heads(model.num_kv_heads, group).count
+    num_recurrent = 0 if model.recurrent is None else len(model.recurrent.layers)
     return KVCacheSpec(
-        *(model.num_layers, config.kvcache_block_size, num_kv_heads, model.head_dim),
+        *(
+            model.num_layers - num_recurrent,
+            config.kvcache_block_size,
+            num_kv_heads,
+            model.head_dim,
+        ),
         dtype if config.kv_cache_dtype == "auto" else FP8,
     )
 

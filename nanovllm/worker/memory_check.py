@@ -21,6 +21,7 @@ from nanovllm.worker.input_batch import slot_fields
 from nanovllm.worker.kv_cache import kv_cache_spec
 from nanovllm.worker.loader import named_layers
 from nanovllm.worker.quantized_layouts import choose_layouts
+from nanovllm.worker.state_cache import state_spec
 
 GIB = 1 << 30
 HOST_BYTES = 200  # estimated size of the scheduler's state per block or slot
@@ -49,6 +50,12 @@ def check_model(
     model = read_config_for(checkpoint_config, config.model_impl)
     if model.transformers_config is not None:
         check_transformers_options(config, model)
+    if model.recurrent is not None and config.speculative_config is not None:
+        raise ConfigError(
+            f"speculative_config is not supported for {model.architecture}: its recurrent state "
+            "cannot return to before a rejected draft; leave it out",
+            param="speculative_config",
+        )
     if config.quantization is not None:
         choose_quantization(config.quantization, checkpoint_config.get("quantization_config"))
     check_splits(model, config.tensor_parallel_size)
@@ -108,13 +115,16 @@ def estimate_memory(
     columns = slot_fields(max_len, config.kvcache_block_size).values()
     slot_bytes = 4 * sum(column.num_words for column in columns) + HOST_BYTES
     spec = kv_cache_spec(config, model, build.dtype, build.group)
+    state_bytes = 0
+    if model.recurrent is not None:  # of one sequence, of padding, and the initial one
+        state_bytes = 3 * state_spec(model.recurrent, build.dtype, build.group).num_bytes
     num_tokens = min(config.max_num_batched_tokens, config.max_num_rows * max_len)
     logits = min(config.max_num_rows, num_tokens) * model.vocab_size
     activations = num_tokens * _elements_per_token(model, build.group.size)
     return MemoryEstimate(
         weights=sum(parameter.nbytes for parameter in shapes.parameters()),
         tables=config.max_num_rows * slot_bytes + num_ropes * max_len * model.head_dim * 4,
-        cache=max(config.num_kvcache_blocks, 1) * (spec.block_bytes + HOST_BYTES),
+        cache=max(config.num_kvcache_blocks, 1) * (spec.block_bytes + HOST_BYTES) + state_bytes,
         step=(activations + logits) * build.dtype.itemsize,
     )
 

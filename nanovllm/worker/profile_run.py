@@ -7,31 +7,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nanovllm.attention.backend import AttentionBackend
 from nanovllm.config import EngineConfig
 from nanovllm.engine.step import StepPlan
-from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
-from nanovllm.worker.kv_cache import KVCacheSpec
 
 if TYPE_CHECKING:
-    from nanovllm.models.registry import Model
+    from nanovllm.worker.worker import LoadedModel
 
 
-def profile_run(
-    config: EngineConfig,
-    device: Device,
-    model: Model,
-    spec: KVCacheSpec,
-    attention: AttentionBackend,
-) -> EagerForward:
+def profile_run(config: EngineConfig, loaded: LoadedModel) -> EagerForward:
     """Run a step with the maximum number of tokens and rows, which all share a few blocks."""
-    num_rows = min(config.max_num_rows, config.max_num_batched_tokens)
+    device, spec, num_slots = loaded.device, loaded.spec, loaded.num_slots
+    num_rows = min(num_slots, config.max_num_batched_tokens)
     row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
     num_blocks = -(-row_len // spec.block_size)
     cache = device.allocate_cache(num_blocks * spec.block_bytes)
-    input_batch = InputBatch(device, config.max_num_rows, config.max_model_len, spec.block_size)
+    input_batch = InputBatch(device, num_slots, config.max_model_len, spec.block_size)
     block_ids = torch.arange(num_blocks, device=device.torch_device)
     input_batch.block_table[:, :num_blocks] = block_ids
     column = np.ones(num_rows, np.int32)
@@ -45,7 +37,6 @@ def profile_run(
         released=[],
         num_decode_tokens=0,
     )
-    caches = spec.views(cache, num_blocks)
-    eager = EagerForward(model, input_batch, attention, caches)
-    device.sampler(input_batch, model.config.vocab_size)(eager(plan), plan)
+    eager = loaded.eager(cache, num_blocks, input_batch)
+    device.sampler(input_batch, eager.model.config.vocab_size)(eager(plan), plan)
     return eager

@@ -56,6 +56,7 @@ class TorchDevice:
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
         self.config, self.group = config, group
         self.num_ranks = group.size * config.data_parallel_size  # ranks that share this memory
+        self._allocated_bytes = 0  # of caches, most of it not used yet
 
     def for_draft_model(self, config: EngineConfig) -> TorchDevice:
         return type(self)(config, self.group)
@@ -94,8 +95,11 @@ class TorchDevice:
         # The choice depends on total, not free, memory, so that outputs do not vary between runs.
         return num_bytes * self.num_ranks <= total_memory() // 8
 
+    def cache_budget(self) -> int:
+        return available_memory() // 4 // self.num_ranks - self._allocated_bytes
+
     def cache_bytes(self, wanted: int) -> int:
-        share = available_memory() // 4 // self.num_ranks
+        share = self.cache_budget()
         granted = min(wanted, share)
         text = "KV cache: %.2f GiB (every sequence at full length: %.2f, a quarter of memory: %.2f)"
         logger.info(text, granted / GIB, wanted / GIB, share / GIB)
@@ -105,6 +109,7 @@ class TorchDevice:
         """Accept any size: pages are allocated on first use."""
 
     def allocate_cache(self, num_bytes: int) -> Tensor:
+        self._allocated_bytes += num_bytes
         return allocate_lazily(num_bytes)
 
     def release(self) -> None:

@@ -11,14 +11,23 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.checkpoint.find import Checkpoint, find_checkpoint, stores_quantized
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.step import ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
+from nanovllm.engine.step import (
+    ExecutorInfo,
+    IntColumn,
+    Pending,
+    StateCounts,
+    StepPlan,
+    StepResult,
+)
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import build_model, read_config
+from nanovllm.ops.interface import LayerCache, LayerState
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.draft_model import DraftModel
 from nanovllm.worker.forward import EagerForward
@@ -29,6 +38,7 @@ from nanovllm.worker.memory_check import check_memory
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.profile_run import profile_run
 from nanovllm.worker.quantized_layouts import choose_layouts
+from nanovllm.worker.state_cache import StateCache, choose_state_counts, state_spec
 
 if TYPE_CHECKING:
     from nanovllm.models.registry import Model
@@ -42,12 +52,19 @@ class LoadedModel:
     spec: KVCacheSpec
     attention: AttentionBackend
     device: Device
+    states: StateCache | None
+    num_slots: int  # of the InputBatch
 
     def runner(self, num_blocks: int, input_batch: InputBatch) -> ModelRunner:
         """Allocate the KV cache, and create the runner."""
         cache = self.device.allocate_cache(num_blocks * self.spec.block_bytes)
-        caches = self.spec.views(cache, num_blocks)
-        return self.device.runner(EagerForward(self.model, input_batch, self.attention, caches))
+        return self.device.runner(self.eager(cache, num_blocks, input_batch))
+
+    def eager(self, cache: Tensor, num_blocks: int, input_batch: InputBatch) -> EagerForward:
+        caches: list[LayerCache | LayerState] = [*self.spec.views(cache, num_blocks)]
+        for index, state in {} if self.states is None else self.states.layers.items():
+            caches.insert(index, state)
+        return EagerForward(self.model, input_batch, self.attention, caches, self.states)
 
 
 class Worker:
@@ -112,16 +129,19 @@ class Worker:
         config, device = self.config, self.device
         draft = self._load_draft_model()
         target = self._load(config, self.model_config, self.checkpoint, device)
+        counts = None if target.states is None else target.states.counts
         models = [target] if draft is None else [target, draft]
         block_bytes = sum(model.spec.block_bytes for model in models)
         num_blocks = self._agree(choose_num_blocks(config, block_bytes, device))
-        sizes = config.max_num_rows, config.max_model_len, config.kvcache_block_size
+        sizes = target.num_slots, config.max_model_len, config.kvcache_block_size
         input_batch = InputBatch(device, *sizes)
         self.runner = target.runner(num_blocks, input_batch)
         if draft is not None:
             self.runner.draft_model = DraftModel(draft.runner(num_blocks, input_batch))
         dtype = str(target.model.dtype).split(".")[-1]
-        return ExecutorInfo(num_blocks, device.depth, device.name, dtype, device.device_name)
+        return ExecutorInfo(
+            num_blocks, device.depth, device.name, dtype, device.device_name, counts
+        )
 
     def _load(
         self,
@@ -142,8 +162,28 @@ class Worker:
         self._agree(0)  # a barrier: no rank loads before all have measured the free memory
         model = self._load_weights(config, model_config, checkpoint, device, build)
         spec = kv_cache_spec(config, model_config, dtype, self.group)
-        device.prepare(model, spec, partial(profile_run, config, device, model, spec, attention))
-        return LoadedModel(model, spec, attention, device)
+        states = self._create_states(config, model_config, spec, dtype, device)
+        num_slots = config.max_num_rows if states is None else states.counts.num_slots
+        loaded = LoadedModel(model, spec, attention, device, states, num_slots)
+        device.prepare(model, spec, partial(profile_run, config, loaded))
+        return loaded
+
+    def _create_states(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        cache: KVCacheSpec,
+        dtype: torch.dtype,
+        device: Device,
+    ) -> StateCache | None:
+        """Allocate the recurrent states, if the model has any; KV cache gets the other memory."""
+        if model_config.recurrent is None:
+            return None
+        spec = state_spec(model_config.recurrent, dtype, self.group)
+        counts = choose_state_counts(config, spec, cache, device)
+        sizes = counts.num_slots, counts.num_snapshots
+        counts = StateCounts(*(self._agree(size) for size in sizes))
+        return StateCache(spec, counts, device)
 
     def _load_weights(
         self,
@@ -180,6 +220,8 @@ class Worker:
         has_weights = config.load_format != "dummy"
         checkpoint = find_checkpoint(path, need_weights=has_weights, need_tokenizer=False)
         model_config = read_config(checkpoint.config)
+        if model_config.recurrent is not None:
+            raise ConfigError(f"the draft model {path} has recurrent layers; use another one")
         if model_config.vocab_size != self.model_config.vocab_size:
             raise ConfigError(
                 f"the draft model {path} has {model_config.vocab_size} token ids, but the target "
@@ -187,9 +229,10 @@ class Worker:
             )
         return self._load(config, model_config, checkpoint, self.device.for_draft_model(config))
 
-    def _agree(self, num_blocks: int) -> int:
-        """Return the smallest number of blocks over all ranks."""
-        smallest = self.group.smallest(num_blocks, self.device.torch_device)
-        if smallest < num_blocks:
-            logger.info("KV cache: %d blocks, because another rank has no room for more", smallest)
+    def _agree(self, number: int) -> int:
+        """Return the smallest number of blocks or states over all ranks."""
+        smallest = self.group.smallest(number, self.device.torch_device)
+        if smallest < number:
+            text = "%d instead of %d, because another rank has no room for more"
+            logger.info(f"KV cache and states: {text}", smallest, number)
         return smallest

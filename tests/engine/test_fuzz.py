@@ -15,7 +15,8 @@ from nanovllm.engine.ngram_proposer import NgramProposer
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import StepPlan
+from nanovllm.engine.state_pool import StatePool
+from nanovllm.engine.step import StateCounts, StepPlan
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.watched import Watched, add
 from tests.fake_executor import EOS, VOCAB_SIZE, Done, FakeExecutor, predict, reference
@@ -52,11 +53,15 @@ def build_core(
     depth: int,
     is_paced: bool,
     drafter: Drafter | None = None,
+    num_snapshots: int | None = None,
 ) -> EngineCore:
     prompt_budget = PromptBudget(1e-9) if is_paced else None  # prompts get the smallest budget
-    blocks = BlockManager(num_blocks, BLOCK_SIZE, caching)
+    counts = None if num_snapshots is None else StateCounts(num_slots, num_snapshots)
+    states = None if counts is None else StatePool(counts, BLOCK_SIZE)
+    blocks = BlockManager(num_blocks, BLOCK_SIZE, caching, states)
     scheduler = Scheduler(blocks, num_slots, budget, prompt_budget, drafter)
-    return EngineCore(scheduler, FakeExecutor(num_blocks, BLOCK_SIZE), depth, max_model_len=1000)
+    executor = FakeExecutor(num_blocks, BLOCK_SIZE, states=counts)
+    return EngineCore(scheduler, executor, depth, max_model_len=1000)
 
 
 def run(core: EngineCore, arrivals: list[tuple[int, Watched]], aborts: dict[int, int]) -> None:
@@ -134,10 +139,13 @@ def test_any_schedule_gives_the_reference_tokens(
     depth: int, caching: bool, monkeypatch: pytest.MonkeyPatch, count: Callable[[int], int]
 ) -> None:
     monkeypatch.setattr("nanovllm.engine.prompt_budget.MIN_PROMPT_TOKENS", 3)
-    num_preemptions = num_hits = num_copies = num_drafted = num_accepted = 0
+    monkeypatch.setattr("nanovllm.engine.state_pool.INTERVAL", 8)
+    num_preemptions = num_hits = num_copies = num_drafted = num_accepted = num_restored = 0
     for seed in range(count(1000)):
         rng = random.Random(seed)
         requests = make_requests(rng)
+        has_states = rng.random() < 0.25
+        most_snapshots = rng.choice([1, 3, 20]) if caching else 0
         core = build_core(
             num_blocks=rng.choice([9, 12, 20]),
             num_slots=rng.choice([2, 4, 8]),
@@ -145,7 +153,8 @@ def test_any_schedule_gives_the_reference_tokens(
             caching=caching,
             depth=depth,
             is_paced=rng.random() < 0.5,
-            drafter=RandomDrafter(rng) if rng.random() < 0.5 else None,
+            drafter=RandomDrafter(rng) if not has_states and rng.random() < 0.65 else None,
+            num_snapshots=most_snapshots if has_states else None,
         )
         leaders = make_samples(rng, requests)
         sequences = make_sequences(requests, leaders)
@@ -171,9 +180,13 @@ def test_any_schedule_gives_the_reference_tokens(
             num_accepted += core.scheduler.draft_counts.num_accepted_tokens
         num_preemptions += core.scheduler.num_preemptions
         num_hits += sum(seq.num_cached for seq in sequences)
+        first_snapshot = core.scheduler.max_num_seqs + 2
+        copies = [copy for plan in core.executor.plans for copy in plan.state_copies]
+        num_restored += sum(copy.source >= first_snapshot for copy in copies)
     assert num_preemptions > 0.4 * count(1000)
     assert num_hits > 4 * count(1000)
     assert num_copies > 0.4 * count(1000)
+    assert num_restored > 0.15 * count(1000) or not caching
     assert num_drafted > 1.2 * num_accepted > 2 * count(1000)
 
 

@@ -14,6 +14,7 @@ from nanovllm.devices.cpu.ops import NumbaOps
 from nanovllm.devices.cpu.program import NotCapturableError
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch
+from nanovllm.ops.interface import RecurrentRows
 from nanovllm.worker.forward import EagerForward, StepLogits, is_decode
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class CapturedForward:
             input_ids=batch.input_ids.clone(),
             positions=batch.positions.clone(),
             slot_mapping=batch.slot_mapping.clone(),
+            recurrent=batch.recurrent and RecurrentRows(batch.recurrent.slots.clone()),
             attention=NumbaPlan(
                 plan.tokens.clone(),
                 plan.lengths.clone(),
@@ -94,5 +96,7 @@ def _copy(source: ForwardBatch, target: ForwardBatch) -> None:
     target.input_ids.copy_(source.input_ids)
     target.positions.copy_(source.positions)
     target.slot_mapping.copy_(source.slot_mapping)
+    if source.recurrent is not None and target.recurrent is not None:
+        target.recurrent.slots.copy_(source.recurrent.slots)
     target.attention.lengths.copy_(source.attention.lengths)
     target.attention.block_tables.copy_(source.attention.block_tables)

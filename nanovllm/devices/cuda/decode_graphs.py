@@ -20,6 +20,7 @@ from nanovllm.devices.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
 from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.engine.step import IntColumn, StepPlan
 from nanovllm.layers.build import ForwardBatch
+from nanovllm.ops.interface import LayerCache, RecurrentRows
 from nanovllm.worker.forward import EagerForward, StepLogits, has_drafts
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ class DecodeGraphs:
         self._positions, self._slot_mapping = torch.zeros(
             2, num_slots, dtype=torch.int64, device=device.torch_device
         )
-        if persistent is not None and not persistent.suits(eager.caches):
+        self.caches = [cache for cache in eager.caches if isinstance(cache, LayerCache)]
+        if persistent is not None and not persistent.suits(self.caches):
             persistent = None
         self.persistent = persistent
         # Batch size -> maximum total context of a persistent step; cleared after a timeout.
@@ -91,7 +93,8 @@ class DecodeGraphs:
         }
         self.graphs: dict[GraphKey, DecodeGraph] = {}
         self.shared_graphs: dict[int, DecodeGraph] = {}  # keyed by batch size
-        self.can_share = isinstance(attention, TritonAttention)
+        # A capture may run the step twice, which changes recurrent states.
+        self.can_share = isinstance(attention, TritonAttention) and eager.states is None
         self.prefixes = SharedPrefixes(device, num_slots, max_blocks, input_batch.block_size)
 
     # Ways to run a step; the first two return None if they do not support the plan.
@@ -237,7 +240,8 @@ class DecodeGraphs:
             input_batch.block_table, slots, context_lens, order, max_context, shared
         )
         plan = self.attention.decode_plan(decode)
-        return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))
+        recurrent = None if eager.states is None else RecurrentRows(slots.long())
+        return eager.model(ForwardBatch(*inputs, None, plan, eager.caches, recurrent))
 
     def _run_persistent(self, step: PersistentStep, logits: Tensor) -> Tensor:
         """Run the step as one kernel, which reads the InputBatch itself."""
@@ -245,5 +249,5 @@ class DecodeGraphs:
         state = input_batch.lengths, input_batch.tokens, input_batch.block_table
         outputs = logits, self._context_lens[rows]
         verifies = self.device.config.num_speculative_tokens > 0 and len(logits) > 1
-        step.run(self._slots[rows], *state, self.eager.caches, *outputs, verifies)
+        step.run(self._slots[rows], *state, self.caches, *outputs, verifies)
         return logits

@@ -143,6 +143,11 @@ class CudaDevice:
     def has_room_for_copy(self, num_bytes: int) -> bool:
         return False
 
+    def cache_budget(self) -> int:
+        memory = self.memory()
+        held = memory.total - memory.free
+        return max(int(memory.total * self.config.gpu_memory_utilization) - held, 0)
+
     def cache_bytes(self, wanted: int) -> int:
         account = self._account()
         granted = account.grant(wanted)
@@ -327,7 +332,7 @@ class CudaDevice:
 
     def steps(self, eager: EagerForward) -> CudaSteps:
         attention, prefill = eager.attention, None
-        if isinstance(attention, TritonAttention):
+        if isinstance(attention, TritonAttention) and eager.states is None:
             sizes = self.prefill_sizes(eager.model.config)
             prefill = PrefillGraphs(eager, attention, self, sizes)
         return CudaSteps(eager, self, prefill)

@@ -79,6 +79,7 @@ export class BlockMap {
       context.globalAlpha = isFaded ? 0.4 : 1;
       context.fillRect(x, y, wide, side);
       context.globalAlpha = 1;
+      this.drawSnapshot(context, block, colors.mark);
       return;
     }
     const width = wide / Math.min(owners.length, 3);
@@ -92,6 +93,15 @@ export class BlockMap {
     });
     context.globalAlpha = 1;
     if (owners.length > 1 && size > 8 && !isFaded) this.drawDot(context, x + wide / 2, y + side / 2, colors.mark);
+    this.drawSnapshot(context, block, colors.mark);
+  }
+
+  /** Mark the right edge of a block with a snapshot of the recurrent state after its last token. */
+  drawSnapshot(context, block, color) {
+    if (!this.state.snapshots?.has(block)) return;
+    const [x, y, wide] = this.box(block);
+    context.fillStyle = color;
+    context.fillRect(x + wide - Math.max(1, wide / 6), y, Math.max(1, wide / 6), this.grid.size - this.grid.gap);
   }
 
   /** Return whether a sequence is highlighted that does not hold the block. */

@@ -109,6 +109,7 @@ export class Engine {
     this.map.draw(state, held);
     this.timeline.set(state.steps);
     for (const [name, count] of Object.entries(number)) setText(find(`num-${name}`), count);
+    find("snapshots").hidden = state.snapshots === null;
     const zoom = this.map.numShown < state.numBlocks ? ` · zoomed to ${this.map.numShown}` : "";
     setText(find("map-size"), `${state.numBlocks} blocks of ${state.blockSize} tokens${zoom}`);
     find("map").setAttribute("aria-label", `KV cache: ${number.held} blocks held, ${number.shared} of them shared, ${number.cached} cached, ${number.free} free`);

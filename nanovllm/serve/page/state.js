@@ -19,6 +19,7 @@ export function apply(state, event) {
     sequences: new Map(event.sequences.map((row) => [row[0], named(SEQUENCE, row)])),
     queue: event.queue,
     cached: Uint8Array.from(atob(event.cached), (flag) => flag.charCodeAt(0)), // 1 for a cached block
+    snapshots: event.snapshots && new Set(event.snapshots), // blocks; null without recurrent layers
     steps: [...(state?.steps ?? []), ...steps].slice(-MAX_STEPS),
     stats: event.stats,
     allowPause: event.allow_pause,
@@ -47,7 +48,7 @@ export function counts(state, held = holders(state)) {
   for (const each of held.values()) shared += each.length > 1;
   let cached = 0;
   state.cached.forEach((isCached, block) => (cached += isCached && !held.has(block)));
-  return { held: held.size, shared, cached, free: state.numBlocks - held.size - cached };
+  return { held: held.size, shared, cached, free: state.numBlocks - held.size - cached, snapshots: state.snapshots?.size ?? 0 };
 }
 
 /** Return the computed fraction of a block, from 0 to 1. */
@@ -58,7 +59,8 @@ export function filled(state, [sequence, index]) {
 export function describeBlock(state, block, held = holders(state)) {
   const owners = held.get(block) ?? [];
   const text = state.paused?.blocks[block];
-  const content = text ? ` ${shownText(text)}` : "";
+  const snapshot = state.snapshots?.has(block) ? " It has a snapshot of the recurrent state after its last token." : "";
+  const content = snapshot + (text ? ` ${shownText(text)}` : "");
   if (owners.length === 0) {
     return state.cached[block]
       ? `Block ${block}: cached. No sequence holds it; a prompt with the same prefix will reuse it.${content}`

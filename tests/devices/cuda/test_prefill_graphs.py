@@ -80,9 +80,7 @@ class ReferenceChunks(SdpaAttention):
         out = torch.full_like(q, torch.nan)  # padding's output must have no effect
         for rows in (columns, plan.prompts):
             by_row = rows[[0, 1, 3, 2]]  # the reference takes counts before context lengths
-            part = reference_attention(
-                q, cache.k, cache.v, plan.block_table, *by_row, spec.scale, spec.window
-            )
+            part = reference_attention(q, cache.k, cache.v, plan.block_table, *by_row, spec)
             for _, start, _, count in rows.T.tolist():  # padding also writes zeros
                 assert count <= plan.max_query_len
                 out[start : start + count] = part[start : start + count]

@@ -1,0 +1,119 @@
+"""StatePool: the recurrent states of sequences, and snapshots of them for the prefix cache.
+
+A running sequence's state has the id of its slot. A snapshot belongs to a cached block, and is the
+state after the block's last token: a hit needs one, because a state cannot be cut like keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nanovllm.engine.step import StateCopy, StateCounts
+
+if TYPE_CHECKING:
+    from nanovllm.engine.block_manager import BlockManager
+    from nanovllm.engine.sequence import Sequence
+
+INTERVAL = 1024  # tokens between two snapshots of a long prompt or output
+
+
+@dataclass(slots=True)
+class Snapshot:
+    state_id: int
+    cost: int  # tokens to compute again without it
+    priority: int  # the lowest is evicted first
+
+
+class StatePool:
+    """Chooses when snapshots are taken, and which are kept. The worker holds the states."""
+
+    def __init__(self, counts: StateCounts, block_size: int) -> None:
+        self.counts, self.block_size = counts, block_size
+        self.interval = max(INTERVAL // block_size, 1) * block_size
+        self.snapshots: dict[int, Snapshot] = {}  # keyed by block id
+        self._free = list(counts.snapshot_ids)
+        self._clock = 0  # priority of the snapshot evicted last
+        self._due: list[tuple[Sequence, int]] = []  # with the number of computed tokens
+        self._copies: list[StateCopy] = []  # for the next plan
+
+    def longest_hit(self, seq: Sequence, hits: list[int]) -> list[int]:
+        """Return the cached blocks up to the last one with a snapshot."""
+        seq.shared_len = len(hits) * self.block_size
+        for count in range(len(hits), 0, -1):
+            if hits[count - 1] in self.snapshots:
+                return hits[:count]
+        return []
+
+    def enter(self, seq: Sequence) -> None:
+        """Initialize the state of a sequence that was assigned to a slot."""
+        source = self.counts.initial_id
+        if seq.num_computed:
+            snapshot = self.snapshots[seq.block_ids[seq.num_computed // self.block_size - 1]]
+            snapshot.priority = self._clock + snapshot.cost
+            source = snapshot.state_id
+        seq.snapshot_len, seq.last_snapshot = seq.num_computed, None
+        self._copies.append(StateCopy(source, seq.slot))
+
+    def row_end(self, seq: Sequence, end: int) -> int:
+        """Return where a row ends that could run up to `end`: where a snapshot is due before it.
+
+        That is every `interval` tokens, after the last full block of a prompt, and where it stops
+        sharing blocks with an earlier one.
+        """
+        start = seq.num_computed
+        if not self.counts.num_snapshots or end - start == 1:
+            return end
+        last_full = (len(seq.token_ids) - 1) // self.block_size * self.block_size
+        next_regular = (start // self.interval + 1) * self.interval
+        return min(due for due in (end, last_full, seq.shared_len, next_regular) if due > start)
+
+    def scheduled(self, seq: Sequence) -> None:
+        """Register the newest row of a sequence; after it, a snapshot may be due."""
+        if seq.num_computed % self.block_size == 0 and self.counts.num_snapshots:
+            self._due.append((seq, seq.num_computed))
+
+    def save(self, blocks: BlockManager) -> None:
+        """Take the snapshots that are due after the previous plan."""
+        for seq, length in self._due:
+            # It may have ended or been preempted in the meantime.
+            if seq.block_ids and seq.num_computed == length:
+                block_id = blocks.newest_cached_block(seq)
+                if block_id is not None and block_id not in self.snapshots:
+                    self._save(seq, length, block_id)
+        self._due = []
+
+    def take_copies(self) -> list[StateCopy]:
+        """Return the copies that the next plan must make, in order, before it runs."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def drop(self, block_id: int) -> None:
+        """Forget the snapshot of a block that is no longer cached, if it has one."""
+        snapshot = self.snapshots.pop(block_id, None)
+        if snapshot is not None:
+            self._free.append(snapshot.state_id)
+
+    def check(self, is_cached: Items[int]) -> None:
+        """Verify all invariants, given a flag for each block."""
+        assert all(is_cached[block_id] for block_id in self.snapshots)
+        used = [snapshot.state_id for snapshot in self.snapshots.values()]
+        assert sorted(used + self._free) == list(self.counts.snapshot_ids)
+
+    def _save(self, seq: Sequence, length: int, block_id: int) -> None:
+        cost = length - seq.snapshot_len
+        if length > seq.num_prompt_tokens and length % self.interval:
+            # An output needs only its newest snapshot: the next turn of a chat continues there.
+            if seq.last_snapshot is not None:
+                self.drop(seq.last_snapshot)
+            seq.last_snapshot = block_id
+        else:
+            seq.snapshot_len = length
+        if not self._free:
+            # The cheapest to recompute goes first. The clock makes unused ones cheaper over time.
+            victim = min(self.snapshots, key=lambda block: self.snapshots[block].priority)
+            self._clock = self.snapshots[victim].priority
+            self.drop(victim)
+        self.snapshots[block_id] = Snapshot(self._free.pop(), cost, self._clock + cost)
+        self._copies.append(StateCopy(seq.slot, self.snapshots[block_id].state_id))

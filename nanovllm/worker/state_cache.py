@@ -1,0 +1,100 @@
+"""The size and layout of the recurrent states, defined only here."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.config import EngineConfig, RecurrentConfig
+from nanovllm.engine.step import StateCopy, StateCounts
+from nanovllm.errors import ConfigError
+from nanovllm.layers.shards import sharded
+from nanovllm.ops.interface import LayerState
+from nanovllm.ops.tp_group import TPGroup
+from nanovllm.worker.device_interface import Device
+from nanovllm.worker.kv_cache import KVCacheSpec
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 256  # in bytes: kernels read each layer's part faster
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """Shape of a sequence's state: for each recurrent layer, its state and its convolution's."""
+
+    layers: tuple[int, ...]  # indices of the recurrent layers
+    recurrent: tuple[int, int, int]  # value heads, key_dim, value_dim
+    conv: tuple[int, int]  # channels, conv_size - 1
+    dtype: torch.dtype  # of the convolution's state; the other is float32
+
+    @property
+    def part_bytes(self) -> tuple[int, int]:
+        sizes = 4 * math.prod(self.recurrent), self.dtype.itemsize * math.prod(self.conv)
+        return sizes[0], -(-sizes[1] // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.layers) * sum(self.part_bytes)
+
+
+class StateCache:
+    """All states on the device. A state is contiguous, so that it is copied as a whole."""
+
+    def __init__(self, spec: StateSpec, counts: StateCounts, device: Device) -> None:
+        self.counts = counts
+        self.states = device.allocate_cache(counts.total * spec.num_bytes).view(counts.total, -1)
+        self.layers = {index: self._layer(spec, i) for i, index in enumerate(spec.layers)}
+
+    def copy(self, copies: list[StateCopy]) -> None:
+        for copy in copies:
+            self.states[copy.target].copy_(self.states[copy.source])
+
+    def _layer(self, spec: StateSpec, index: int) -> LayerState:
+        first, size = index * sum(spec.part_bytes), spec.part_bytes[0]
+        conv_size = spec.dtype.itemsize * math.prod(spec.conv)
+        recurrent = self.states[:, first : first + size].view(torch.float32)
+        conv = self.states[:, first + size :][:, :conv_size].view(spec.dtype)
+        return LayerState(recurrent.unflatten(1, spec.recurrent), conv.unflatten(1, spec.conv))
+
+
+def state_spec(recurrent: RecurrentConfig, dtype: torch.dtype, group: TPGroup) -> StateSpec:
+    key_heads = sharded(recurrent.num_key_heads, group).count
+    value_heads = sharded(recurrent.num_value_heads, group).count
+    channels = 2 * key_heads * recurrent.key_dim + value_heads * recurrent.value_dim
+    return StateSpec(
+        tuple(sorted(recurrent.layers)),
+        (value_heads, recurrent.key_dim, recurrent.value_dim),
+        (channels, recurrent.conv_size - 1),
+        dtype,
+    )
+
+
+def choose_state_counts(
+    config: EngineConfig, spec: StateSpec, cache: KVCacheSpec, device: Device
+) -> StateCounts:
+    """Give a quarter of the cache memory to states of sequences, and a quarter to snapshots.
+
+    An explicit number of blocks leaves as many slots as `max_num_seqs`.
+    """
+    num_slots, num_blocks = config.max_num_seqs, config.num_kvcache_blocks
+    if num_blocks == -1:
+        blocks_per_seq = -(-config.max_model_len // config.kvcache_block_size)
+        wanted = 2 * num_slots * (blocks_per_seq * cache.block_bytes + spec.num_bytes)
+        quarter = min(wanted, device.cache_budget()) // 4
+        num_slots = min(num_slots, quarter // spec.num_bytes)
+        if num_slots < 1:
+            raise ConfigError(
+                f"no room for recurrent states: one takes {spec.num_bytes:,} bytes, and a quarter "
+                f"of the memory for caches is {quarter:,}; free memory"
+            )
+    else:
+        quarter = (num_blocks * cache.block_bytes + num_slots * spec.num_bytes) // 3
+    num_snapshots = quarter // spec.num_bytes if config.enable_prefix_caching else 0
+    if num_slots < config.max_num_seqs:
+        text = "Running sequences are limited to %d: the recurrent state of each takes %.1f MiB"
+        logger.warning(text, num_slots, spec.num_bytes / (1 << 20))
+    return StateCounts(num_slots, num_snapshots)

@@ -1,0 +1,97 @@
+"""Recurrent states: when snapshots are taken, which prefixes hit, and what is evicted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.state_pool import StatePool
+from nanovllm.engine.step import StateCounts
+from nanovllm.sampling_params import SamplingParams
+from tests.engine.watched import Watched, add
+from tests.fake_executor import VOCAB_SIZE, FakeExecutor, reference
+
+BLOCK_SIZE = 64
+
+
+def make_core(num_snapshots: int, num_blocks: int = 4000, depth: int = 1) -> EngineCore:
+    counts = StateCounts(num_slots=8, num_snapshots=num_snapshots)
+    blocks = BlockManager(num_blocks, BLOCK_SIZE, True, StatePool(counts, BLOCK_SIZE))
+    executor = FakeExecutor(num_blocks, BLOCK_SIZE, states=counts)
+    return EngineCore(Scheduler(blocks, 8, 2048, None), executor, depth, max_model_len=8192)
+
+
+def run(core: EngineCore, seq_id: int, prompt: list[int], max_tokens: int = 2) -> Watched:
+    seq = Watched(seq_id, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    add(core, seq)
+    while core.has_unfinished:
+        core.step()
+        core.scheduler.check()
+    return seq
+
+
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(1, VOCAB_SIZE) for _ in range(count)]
+
+
+@pytest.mark.parametrize("num_shared", [1600, 1500])
+def test_prompts_with_a_shared_beginning_hit(num_shared: int) -> None:
+    rng = random.Random(num_shared)
+    core, shared = make_core(num_snapshots=100), random_tokens(rng, num_shared)
+    prompts = [shared + random_tokens(rng, 2200 - num_shared) for _ in range(16)]
+    sequences = [run(core, i, prompt, max_tokens=1) for i, prompt in enumerate(prompts)]
+    cached = [seq.num_cached for seq in sequences]
+    # The second prompt finds where they part, and takes a snapshot there.
+    last_shared = num_shared // BLOCK_SIZE * BLOCK_SIZE
+    assert cached == [0, 1024, *[last_shared] * 14]
+    for seq, prompt in zip(sequences, prompts, strict=True):
+        assert seq.output_token_ids == reference(prompt, 1)
+
+
+def test_the_next_turn_of_a_chat_continues_after_the_output() -> None:
+    core, prompt = make_core(num_snapshots=4), random_tokens(random.Random(1), 100)
+    first = run(core, 0, prompt, max_tokens=500)
+    second = run(core, 1, [*prompt, *first.output_token_ids, 5, 6])
+    assert second.num_cached == 576  # the last full block that was computed
+    # Of the output, only the newest snapshot was kept, besides that of the prompt.
+    assert len(core.scheduler.blocks.states.snapshots) == 2
+
+
+def test_the_cheapest_snapshot_is_evicted_first_but_ages() -> None:
+    rng = random.Random(2)
+    core = make_core(num_snapshots=2)
+    long, short = random_tokens(rng, 1000), [random_tokens(rng, 70) for _ in range(40)]
+    run(core, 0, long)
+    for i in range(3):
+        run(core, 1 + i, short[i])
+    assert run(core, 10, long).num_cached == 960  # the short ones evicted each other
+    for i in range(40):
+        run(core, 20 + i, short[i])
+    assert run(core, 90, long).num_cached == 0
+
+
+def test_snapshots_leave_with_their_blocks() -> None:
+    rng = random.Random(3)
+    core = make_core(num_snapshots=50, num_blocks=40)
+    first = random_tokens(rng, 2000)
+    run(core, 0, first)
+    assert run(core, 1, first).num_cached == 1984
+    run(core, 2, random_tokens(rng, 2400))  # takes all blocks
+    assert run(core, 3, first).num_cached == 0
+    core.scheduler.blocks.reset_prefix_cache()
+    core.scheduler.check()
+    assert not core.scheduler.blocks.states.snapshots
+
+
+def test_without_prefix_caching_prompts_are_not_split() -> None:
+    counts = StateCounts(num_slots=2, num_snapshots=0)
+    blocks = BlockManager(100, BLOCK_SIZE, False, StatePool(counts, BLOCK_SIZE))
+    executor = FakeExecutor(100, BLOCK_SIZE, states=counts)
+    core = EngineCore(Scheduler(blocks, 2, 8192, None), executor, 1, max_model_len=6000)
+    prompt = random_tokens(random.Random(4), 3000)
+    assert run(core, 0, prompt, max_tokens=1).output_token_ids == reference(prompt, 1)
+    assert executor.plans[0].counts.tolist() == [3000]
