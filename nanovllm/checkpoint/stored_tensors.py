@@ -121,7 +121,7 @@ def _list_safetensors(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator
 
 
 def _split_experts(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the names and shapes of the weights in a tensor that may stack those of all experts."""
+    """Return the names and shapes of a tensor's weights; it may stack those of all experts."""
     match = _STACKED_EXPERTS.fullmatch(name)
     if match is None or len(shape) != 3:
         return [(name, shape)]

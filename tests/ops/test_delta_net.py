@@ -90,7 +90,7 @@ def test_a_layer_equals_transformers(layer: Any) -> None:
     sequences = [0.7 * torch.randn(length, CONFIG.hidden_size) for length in (1, 70, 150, 9, 64)]
     with torch.inference_mode():
         want = [layer(sequence[None])[0] for sequence in sequences]
-        state = random_state(case, len(sequences) + 2)
+        state = random_state(case.sizes, len(sequences) + 2, torch.float32)
         slots = [5, 0, 3, 1, 6]
         for slot in slots:
             state.recurrent[slot], state.conv[slot] = 0, 0
@@ -123,7 +123,7 @@ def test_rows_without_counts_have_one_token_each(layer: Any) -> None:
     x, slots = torch.randn(4, CONFIG.hidden_size), torch.tensor([2, 0, 4, 1])
     results = []
     for counts in (None, [1, 1, 1, 1]):
-        state = random_state(case, 5)
+        state = random_state(case.sizes, 5, torch.float32)
         with torch.inference_mode():
             y = case.run(TorchOps(), x, state, RecurrentRows(slots, counts))
         results.append((y, state.recurrent, state.conv))

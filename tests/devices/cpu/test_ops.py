@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
-from nanovllm.config import RopeConfig
+from nanovllm.config import RecurrentConfig, RopeConfig
 from nanovllm.devices.cpu.features import find_cpu_features
 from nanovllm.devices.cpu.ops import MAX_LINEAR_ROWS, NumbaOps
 from nanovllm.devices.cpu.program import Launcher
@@ -25,9 +25,11 @@ from nanovllm.ops.interface import (
     NormWeights,
     PackedLinear,
     QKNormWeights,
+    RecurrentRows,
     ResidualStream,
 )
 from nanovllm.ops.torch_ops import TorchOps
+from tests.ops.delta_nets import random_inputs, random_state
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -351,6 +353,38 @@ def test_rope_write_in_eight_bits(head_dim: int, dtype: torch.dtype) -> None:
         results.append((codes, exponents))
     for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)
+
+
+@SEVERAL_THREADS
+@DTYPES
+@pytest.mark.parametrize(
+    ("key_heads", "group", "key_dim", "value_dim", "conv_size"),
+    [(1, 1, 2, 1, 2), (3, 2, 12, 8, 4), (2, 3, 72, 136, 3), (4, 2, 128, 128, 4)],
+)
+@pytest.mark.parametrize("counts", [None, [1, 9, 1, 1, 30]], ids=str)
+def test_gated_delta_net(
+    key_heads: int,
+    group: int,
+    key_dim: int,
+    value_dim: int,
+    conv_size: int,
+    counts: list[int] | None,
+    dtype: torch.dtype,
+) -> None:
+    sizes = RecurrentConfig(
+        frozenset(), key_heads, key_heads * group, key_dim, value_dim, conv_size
+    )
+    rows = RecurrentRows(torch.tensor([4, 0, 6, 2, 1]), counts)
+    inputs, weights = random_inputs(sizes, sum(counts or [1] * 5), dtype)
+    results = []
+    for ops in (make_ops(dtype), torch_ops):
+        state = random_state(sizes, 7, dtype)
+        y = ops.gated_delta_net(inputs, weights, state, rows)
+        results.append((y, state.recurrent, state.conv))
+    (got, *got_states), (want, *want_states) = results
+    assert_as_rounded(got, want, atol=4e-6 * want.float().abs().max().item())
+    for a, b in zip(got_states, want_states, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def assert_as_rounded(got: Tensor, want: Tensor, atol: float = 1e-40) -> None:

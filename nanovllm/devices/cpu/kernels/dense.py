@@ -297,7 +297,7 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
             for i in range(group):
                 probs = scores + i * max_length + begin
                 scale_rows(scratch, probs, v_exponents, place, count, cached)
-                _add_weighted(
+                add_weighted(
                     scratch, sums + i * head_dim, v_cache, base, stride, probs, count, head_dim
                 )
         for i in range(group * head_dim):
@@ -385,7 +385,7 @@ def _dots(
 
 
 @inlined
-def _add_weighted(
+def add_weighted(
     b: Any, sums: int, a: Any, a_base: int, stride: int, weights: int, count: int, dim: int
 ) -> None:
     """Add to b[sums:] the rows of a, each times its weight in b[weights:]."""

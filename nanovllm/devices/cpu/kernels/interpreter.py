@@ -18,10 +18,13 @@ from nanovllm.devices.cpu.kernels.intrinsics import FAST, call, call_kernel, poi
 from nanovllm.ops.fp8 import FP8
 
 logger = logging.getLogger(__name__)
-PROGRAM_WIDTH = 24  # int64 values per instruction: the address of a kernel, then its arguments
+PROGRAM_WIDTH = 28  # int64 values per instruction: the address of a kernel, then its arguments
 # Parameters: a pointer to the kernel's arguments, the part of the work to do, the number of parts.
 KERNEL_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
-SOURCES = ("dense", "experts", "intrinsics", "simd", "cache_rows", "block_kernels", "block_types")
+SOURCES = (
+    *("dense", "delta_net", "experts", "intrinsics", "simd", "cache_rows"),
+    *("block_kernels", "block_types"),
+)
 # Zero of the NumPy type used to load each dtype; bfloat16 and FP8 are loaded as raw bits.
 ZERO_OF = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), FP8: np.uint8(0)}
 

@@ -89,7 +89,7 @@ dot_tile = make_tile(TILE_ROWS)
 def add_weighted_lanes(
     context: Any, b: Any, sums: Any, a: Any, a_base: Any, stride: Any, weights: Any, count: Any
 ) -> Any:
-    """Like `_add_weighted` in dense.py, for NUM_WEIGHTED elements whose sums stay in registers."""
+    """Like `add_weighted` in dense.py, for NUM_WEIGHTED elements whose sums stay in registers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         b, sums, a, a_base, stride, weights, count = args
