@@ -67,6 +67,9 @@ CASES = [
     ("qwen2-window", "float16", "plain"),
     ("qwen3-moe", "bfloat16", "plain"),
     ("qwen3-yarn", "bfloat16", "plain"),
+    ("qwen3.5", "bfloat16", "plain"),
+    ("qwen3.5-moe", "float16", "plain"),
+    ("qwen3-next", "bfloat16", "chunked"),
 ]
 FAST = (0, 4, *range(5, len(CASES), 4))  # includes every dtype of the first model
 CUDA_CASES = [  # different kernels on CUDA, the same ones on a CPU
@@ -178,7 +181,7 @@ def test_as_exact_as_transformers(
 
 def most_rows(errors: Tensor, name: str) -> Tensor:
     """With experts, omit the few worst rows: near a tie, rounding selects another expert."""
-    if name not in ("mixtral", "qwen3-moe"):
+    if name not in ("mixtral", "qwen3-moe", "qwen3.5-moe", "qwen3-next"):
         return errors
     order = errors.square().mean(1).argsort()
     return errors[order[: len(order) * 15 // 16]]

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nanovllm.config import ExpertsConfig, ModelConfig
+from nanovllm.config import ExpertsConfig, ModelConfig, RecurrentConfig
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
+from nanovllm.layers.gated_delta_net import GatedDeltaNet
 from nanovllm.layers.layer_weight import LayerWeight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Embedding, LMHead, RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import ExpertNames, SparseMoeBlock
+from nanovllm.layers.moe import ExpertNames, SharedExpertMoeBlock, SparseMoeBlock
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.layers.shards import Shard, check_splits, replicated, sharded, split_kv_heads
 from nanovllm.models.registry import read_config
-from nanovllm.ops.interface import Ops, ResidualStream
+from nanovllm.ops.interface import LayerState, Ops, RecurrentRows, ResidualStream
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE, TPGroup
 from nanovllm.worker.loader import LoadingLayers
 from tests.checkpoints import VARIANTS
 from tests.devices import cpu_device
+from tests.ops.delta_nets import random_state
 
 MODEL = replace(
     read_config(VARIANTS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]}),
@@ -35,6 +38,8 @@ MODEL = replace(
 )
 HIDDEN, HEAD_DIM = MODEL.hidden_size, MODEL.head_dim
 EXPERTS = ExpertsConfig(num_experts=5, top_k=2, size=24, is_normalized=True)
+RECURRENT = RecurrentConfig(frozenset({0}), 2, 6, key_dim=12, value_dim=8, conv_size=4)
+HYBRID = replace(MODEL, recurrent=RECURRENT)
 SIZES = pytest.mark.parametrize("size", [1, 2, 4])
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,6 +131,58 @@ def test_attention_projections(ops: Ops, num_kv_heads: int, size: int, merged: s
         torch.testing.assert_close(attention.qkv_proj(x), want.flatten(1))
         outputs.append(attention.o_proj(heads[:, own].flatten(1)))
     torch.testing.assert_close(add_up(outputs), one.o_proj(heads.flatten(1)))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("is_grouped", [False, True], ids=["apart", "grouped"])
+def test_gated_delta_net(ops: Ops, size: int, is_grouped: bool) -> None:
+    """Every rank has the states of its key heads, and of the value heads that share them."""
+    one = GatedDeltaNet(HYBRID, 0, build(ops), is_grouped)
+    stored = stored_tensors(one)
+    load(one, stored)
+    x, norm = torch.randn(12, HIDDEN), norm_of(ops)
+    rows = RecurrentRows(torch.tensor([2, 0, 1]), [5, 1, 6])
+
+    def run(layer: GatedDeltaNet, sizes: RecurrentConfig) -> tuple[Tensor, LayerState]:
+        state = random_state(sizes, 3, torch.float32)
+        state.recurrent.zero_()
+        state.conv.zero_()
+        batch: Any = SimpleNamespace(caches=[state], recurrent=rows, sampled=None)
+        output, _ = layer(ResidualStream(x.clone()), norm, None, batch)
+        return layer.o_proj.packed(output), state
+
+    assert HYBRID.recurrent is not None
+    own = replace(
+        HYBRID.recurrent,
+        num_key_heads=HYBRID.recurrent.num_key_heads // size,
+        num_value_heads=HYBRID.recurrent.num_value_heads // size,
+    )
+    want, whole_state = run(one, HYBRID.recurrent)
+    results = []
+    for group in unconnected(size):
+        layer = GatedDeltaNet(HYBRID, 0, build(ops, group), is_grouped)
+        load(layer, stored)
+        results.append(run(layer, own))
+    torch.testing.assert_close(add_up([y for y, _ in results]), want)
+    states = torch.cat([state.recurrent for _, state in results], 1)
+    torch.testing.assert_close(states, whole_state.recurrent)
+
+
+@SIZES
+def test_shared_expert(ops: Ops, size: int) -> None:
+    model = replace(MODEL, experts=replace(EXPERTS, shared_size=40), mlp_bias=False)
+    names = ExpertNames("gate_proj", "up_proj", "down_proj")
+    one = SharedExpertMoeBlock(model, names, build(ops))
+    stored = stored_tensors(one)
+    load(one, stored)
+    x, norm = torch.randn(7, HIDDEN), norm_of(ops)
+    want = one(ResidualStream(x.clone()), norm).update
+    outputs = []
+    for group in unconnected(size):
+        moe = SharedExpertMoeBlock(model, names, build(ops, group))
+        load(moe, stored)
+        outputs.append(moe(ResidualStream(x.clone()), norm).update)
+    torch.testing.assert_close(add_up(outputs), want)
 
 
 @SIZES
@@ -257,6 +314,8 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"intermediate_size": 81}, 2, "intermediate_size=81"),
     ({"num_heads": 12, "num_kv_heads": 3}, 4, "num_key_value_heads=3"),
     ({"experts": replace(EXPERTS, size=22)}, 4, "the experts' intermediate size=22"),
+    ({"experts": replace(EXPERTS, shared_size=5)}, 2, "the shared expert's size=5"),
+    ({"recurrent": RECURRENT}, 4, "linear_num_key_heads=2"),
     (
         {"experts": replace(EXPERTS, dense_layers=frozenset({1})), "intermediate_size": 81},
         4,

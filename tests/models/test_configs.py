@@ -30,7 +30,10 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
 
@@ -55,7 +58,8 @@ def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
         if config["tie_word_embeddings"]:
             del config["tie_word_embeddings"]
     else:
-        config.pop("layer_types", None)
+        if "linear_num_key_heads" not in config:
+            config.pop("layer_types", None)
         rope = dict(rope.get("full_attention", rope))
     if "partial_rotary_factor" in rope:
         config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
@@ -63,7 +67,7 @@ def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
         config["num_experts"] = config.pop("num_local_experts")
     config["rope_theta"] = rope["rope_theta"]
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    config["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
+    config["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
     return config
 
 
@@ -129,6 +133,21 @@ def test_smollm3_rotates_three_of_four_layers() -> None:
     assert [layer.rope.kind for layer in last.layers] == ["linear"] * 3 + ["yarn"]
 
 
+def test_which_layers_are_recurrent() -> None:
+    def recurrent(name: str, **changes: Any) -> list[int]:
+        model = read_config({**saved(name), **changes})
+        assert model.recurrent is not None
+        return sorted(model.recurrent.layers)
+
+    assert recurrent("qwen3.5") == [0, 1, 3]
+    assert recurrent("qwen3.5", layer_types=None) == [0, 1, 2, 4]
+    assert recurrent("qwen3-next", layer_types=None, full_attention_interval=2) == [0, 2]
+    with pytest.raises(CheckpointError, match="layer_types has 1 entries for 5 layers"):
+        recurrent("qwen3.5", layer_types=["full_attention"])
+    with pytest.raises(CheckpointError, match="linear_num_value_heads=3 is not a multiple"):
+        recurrent("qwen3.5", linear_num_value_heads=3)
+
+
 def test_which_layers_have_experts() -> None:
     def dense_layers(**changes: Any) -> list[int]:
         changes |= {"num_hidden_layers": 6}
@@ -164,6 +183,7 @@ def test_which_layers_have_experts() -> None:
             "llama_4_scaling_beta",
         ),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3.5", {"layer_types": ["sliding_attention"] * 5}, "sliding_attention"),
         ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}, "experts are supported with 'silu'"),
         ("qwen3-moe", {"hidden_act": "gelu_pytorch_tanh"}, "experts are supported with 'silu'"),
     ],
@@ -184,6 +204,7 @@ def test_what_would_change_the_numbers_is_refused(
         ("qwen3-moe", "moe_intermediate_size"),
         ("qwen3-moe", "num_local_experts"),
         ("phi3", "rms_norm_eps"),
+        ("qwen3.5-moe", "shared_expert_intermediate_size"),
     ],
 )
 def test_a_missing_field_is_named(name: str, field: str) -> None:

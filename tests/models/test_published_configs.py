@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
+from nanovllm.config import (
+    ExpertsConfig,
+    LayerAttention,
+    ModelConfig,
+    RecurrentConfig,
+    RopeConfig,
+)
 from nanovllm.errors import CheckpointError
 from nanovllm.models.config_json import NO_ROPE
 from nanovllm.models.registry import read_config
@@ -171,6 +177,55 @@ MINISTRAL3_8B: Facts = {  # the text_config of Mistral3ForConditionalGeneration
     "tie_word_embeddings": False,
     "vocab_size": 131072,
 }
+
+
+QWEN3_5_35B_A3B: Facts = {  # the text_config of Qwen3_5MoeForConditionalGeneration
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 512,
+    "mtp_num_hidden_layers": 1,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "shared_expert_intermediate_size": 512,
+    "vocab_size": 248320,
+}
+
+
+def test_qwen3_5() -> None:
+    model = read_config(QWEN3_5_35B_A3B)
+    assert sizes(model) == (40, 2048, 16, 2, 256)
+    assert set(model.layers) == {LayerAttention(RopeConfig(1e7, rotary_dim=64))}
+    recurrent = frozenset(i for i in range(40) if i % 4 != 3)
+    assert model.recurrent == RecurrentConfig(recurrent, 16, 32, 128, 128, 4)
+    assert model.experts == ExpertsConfig(256, 8, 512, is_normalized=True, shared_size=512)
+    assert model.has_output_gate
+    assert model.norm_offset == 1
 
 
 def test_smollm3() -> None:

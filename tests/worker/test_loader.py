@@ -261,6 +261,34 @@ def test_the_text_model_of_a_multimodal_one(tiny: Tiny, tmp_path: Path, is_new: 
     assert run(tmp_path) == checkpoint.answers(PROMPTS, 8)
 
 
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
+def test_published_names_of_qwen3_5(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    """The text model of a multimodal one, with stacked experts, and MTP layers to be skipped."""
+    checkpoint = tiny(name)
+    config = checkpoint.model.config
+    head, text = {"lm_head.weight"}, "model.language_model."
+    stored = read_tensors(checkpoint)
+    if name == "qwen3.5-moe":
+        stored = {key: value for key, value in stored.items() if ".experts." not in key}
+        stored |= {
+            k: v.detach() for k, v in checkpoint.model.named_parameters() if ".experts." in k
+        }
+    tensors = {
+        key if key in head else key.replace("model.", text, 1): tensor.clone()
+        for key, tensor in stored.items()
+    }
+    tensors |= {"model.visual.norm.weight": torch.ones(3), "mtp.norm.weight": torch.ones(3)}
+    architecture = type(checkpoint.model).__name__.replace("ForCausalLM", "")
+    whole = {
+        "architectures": [f"{architecture}ForConditionalGeneration"],
+        "text_config": config.to_dict(),
+        "vision_config": {"hidden_size": 1024, "head_dim": 64},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert run(tmp_path) == checkpoint.answers(PROMPTS, 8)
+
+
 def test_a_bfloat16_checkpoint_loads_in_float32(llama: TinyCheckpoint, tmp_path: Path) -> None:
     """Stored weights are upcast exactly, so the rounded weights give the same tokens."""
     rounded = {name: tensor.bfloat16() for name, tensor in read_tensors(llama).items()}
