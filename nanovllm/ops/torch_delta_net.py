@@ -6,7 +6,7 @@ beta * k * (v - k @ S), which moves the value that S returns for k toward v, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -18,6 +18,10 @@ from nanovllm.ops.interface import DeltaNetInputs, DeltaNetWeights, LayerState, 
 
 CHUNK_SIZE = 64  # number of tokens whose updates are computed at once
 EPS = 1e-6  # of the L2 norms of q and k
+
+
+# Runs rows of equal length, given their slots.
+RunRows = Callable[[DeltaNetInputs, DeltaNetWeights, LayerState, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +36,25 @@ class HeadTokens:
 
 
 def gated_delta_net(
-    inputs: DeltaNetInputs, weights: DeltaNetWeights, state: LayerState, rows: RecurrentRows
+    inputs: DeltaNetInputs,
+    weights: DeltaNetWeights,
+    state: LayerState,
+    rows: RecurrentRows,
+    run_tokens: RunRows | None = None,
 ) -> Tensor:
-    """Implement Ops.gated_delta_net; the outputs of padding tokens after the last row are zero."""
+    """Implement Ops.gated_delta_net; the outputs of padding tokens after the last row are zero.
+
+    With `run_tokens`, this function runs the rows of one token.
+    """
+    if run_tokens is not None and rows.counts is None:
+        return run_tokens(inputs, weights, state, rows.slots)
     output = inputs.z.new_zeros(inputs.z.shape)
     for row_slice, token_slice in split_rows(rows):
         slots = rows.slots[row_slice]
         parts = (part[token_slice] for part in (inputs.qkv, inputs.z, inputs.b, inputs.a))
-        output[token_slice] = run_rows(DeltaNetInputs(*parts), weights, state, slots)
+        is_longer = token_slice.stop - token_slice.start > len(slots)
+        run = run_rows if is_longer or run_tokens is None else run_tokens
+        output[token_slice] = run(DeltaNetInputs(*parts), weights, state, slots)
     return output
 
 
@@ -76,8 +91,10 @@ def convolve(x: Tensor, weights: DeltaNetWeights, state: LayerState, slots: Tens
     x = torch.cat((state.conv.index_select(0, slots).transpose(1, 2), x), 1)
     state.conv.index_copy_(0, slots, x[:, num_tokens:].transpose(1, 2))
     taps = weights.conv.float().unbind(1)  # each [channels]
-    products = (x[:, i : i + num_tokens].float() * tap for i, tap in enumerate(taps))
-    return F.silu(sum(products, start=torch.zeros(())))
+    y = x[:, :num_tokens].float() * taps[0]
+    for i, tap in enumerate(taps[1:], 1):
+        y.addcmul_(x[:, i : i + num_tokens].float(), tap)
+    return F.silu(y)
 
 
 def split_heads(

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.devices.cuda.kernels.linear_few_rows import choose_splits
+from tests.devices.cuda.kernels.interpreted import delta_net_cases
 from tests.devices.cuda.kernels.interpreted import fused_cases as cases
 
 HAS_GPU = torch.cuda.is_available()
@@ -37,6 +38,11 @@ class TestCompiled:
     @DTYPES
     def test_multiply_sigmoid(self, dtype: torch.dtype) -> None:
         cases.check_multiply_sigmoid(dtype, "cuda")
+
+    @DTYPES
+    def test_gated_delta_net(self, dtype: torch.dtype) -> None:
+        sizes = *delta_net_cases.SIZES, delta_net_cases.LARGE
+        delta_net_cases.check_gated_delta_net(dtype, "cuda", sizes)
 
     @DTYPES
     def test_rope_write(self, dtype: torch.dtype) -> None:

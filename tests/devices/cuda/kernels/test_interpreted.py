@@ -11,7 +11,10 @@ from tests.devices import run_interpreted
 
 FOLDER = "tests.devices.cuda.kernels.interpreted"
 # With a CUDA device, other tests run these cases compiled.
-ALSO_COMPILED = ("paged_attention_cases", "fused_cases", "experts_cases", "quantized_cases")
+ALSO_COMPILED = (
+    *("paged_attention_cases", "fused_cases", "experts_cases", "quantized_cases"),
+    "delta_net_cases",
+)
 
 
 # Interpreted kernels are a thousand times slower, so `make test` runs only some of the cases.

@@ -1,0 +1,47 @@
+"""Cases for Gated DeltaNet: run by Triton's interpreter on the CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch
+
+from nanovllm.config import RecurrentConfig
+from nanovllm.devices.cuda.ops import TritonOps
+from nanovllm.ops.interface import RecurrentRows
+from nanovllm.ops.torch_ops import TorchOps
+from tests.devices.cuda.kernels.interpreted.fused_cases import assert_close
+from tests.ops.delta_nets import random_inputs, random_state
+
+# Key heads, value heads, their dimensions, and the size of the convolution.
+SIZES = ((3, 6, 12, 8, 4), (2, 6, 72, 40, 3), (1, 1, 16, 16, 2))
+LARGE = (4, 8, 128, 128, 4)  # those of a rank of Qwen3.5
+
+
+def check_gated_delta_net(
+    dtype: torch.dtype, device: str, sizes: tuple[tuple[int, ...], ...]
+) -> None:
+    """Outputs and states equal the reference's, for rows of one token and beside longer rows."""
+    for numbers, counts in itertools.product(sizes, (None, [1, 5, 1, 1, 70])):
+        config = RecurrentConfig(frozenset(), *numbers)
+        rows = RecurrentRows(torch.tensor([4, 0, 6, 2, 1], device=device), counts)
+        inputs, weights = random_inputs(config, sum(counts or [1] * 5), dtype, device)
+        results = []
+        for ops in (TritonOps(), TorchOps()):
+            state = random_state(config, 7, dtype, device)
+            y = ops.gated_delta_net(inputs, weights, state, rows)
+            results.append((y, state.recurrent, state.conv))
+        for got, want in zip(*results, strict=True):
+            assert_close(got, want)
+
+
+def main(which: str) -> None:
+    if which == "some":
+        check_gated_delta_net(torch.float32, "cpu", SIZES)
+    else:
+        check_gated_delta_net(torch.float16, "cpu", (*SIZES, LARGE))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
