@@ -222,7 +222,8 @@ def _read_names(names: Any) -> tuple[str, ...]:
         raise _unsupported(f"{names!r:.80} in place of a list of modules")
     for name in names or ():
         re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
-    return tuple(names or ())
+    # In a multimodal model, the text model's modules have a prefix that our names lack.
+    return tuple(name.replace("language_model.", "") for name in names or ())
 
 
 def _unsupported(what: str, supported: str = "") -> UnsupportedQuantisationError:

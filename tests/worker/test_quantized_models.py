@@ -22,8 +22,11 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from nanovllm import LLM, SamplingParams
@@ -49,6 +52,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # Sizes that two ranks can shard into whole groups and blocks of 16.
 EVEN = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 128}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_experts": 3}
+DELTA_NET = {
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 64}
 MODELS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**EVEN, tie_word_embeddings=False),
     "qwen3-tied": Qwen3Config(**EVEN, head_dim=16, tie_word_embeddings=True),
@@ -59,6 +72,9 @@ MODELS: dict[str, PreTrainedConfig] = {
     "glm4": Glm4Config(**EVEN, head_dim=16, pad_token_id=0),
     "gemma3": Gemma3TextConfig(**EVEN, head_dim=16, tie_word_embeddings=False),
     "mistral": MistralConfig(**EVEN),
+    "qwen3.5": Qwen3_5TextConfig(**EVEN, **DELTA_NET),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(**EVEN, **EXPERTS, **DELTA_NET, **SHARED_EXPERT),
+    "qwen3-next": Qwen3NextConfig(**EVEN, **EXPERTS, **DELTA_NET, **SHARED_EXPERT),
 }
 KINDS: dict[str, Kind] = {
     "fp8-block": fp8_block_kind(16, 16),
@@ -84,6 +100,9 @@ PAIRS = [
     ("mistral", "gptq"),
     ("qwen3-tied", "gptq-channel"),
     ("mixtral", "awq"),
+    ("qwen3.5", "packed"),
+    ("qwen3.5-moe", "fp8-block"),
+    ("qwen3-next", "gptq"),
 ]
 # How each method's config lists unquantized modules; the patterns also decide what is written.
 IGNORED = {

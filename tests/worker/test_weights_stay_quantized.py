@@ -130,6 +130,22 @@ def test_reordered_rows(checkpoint_root: Path, kept: list[str], kind: str) -> No
     assert sum("q_proj" in name for name in kept) == 2
 
 
+@pytest.mark.parametrize("model", ["qwen3.5", "qwen3.5-moe", "qwen3-next"])
+def test_delta_nets_as_published(checkpoint_root: Path, kept: list[str], model: str) -> None:
+    """The small projections are not quantized; those beside them stay quantized."""
+    small = [r"re:.*\.in_proj_(a|b|ba)$", r"re:.*shared_expert_gate$", "lm_head"]
+    kind, plain = KINDS["fp8-channel"], source(checkpoint_root, model)
+    both = write_twins(checkpoint_root / f"kept-{model}-fp8", plain, kind, {"ignore": small})
+    assert_equal(run(both.quantized), run(both.plain))
+    names = {name.split(".", 3)[3] for name in kept if "experts" not in name}
+    projections = {f"self_attn.{name}_proj.weight" for name in "qkvo"}
+    delta_net = ("qkvz",) if model == "qwen3-next" else ("qkv", "z")
+    projections |= {f"linear_attn.in_proj_{name}.weight" for name in delta_net}
+    mlp = "mlp" if model == "qwen3.5" else "mlp.shared_expert"
+    projections |= {f"{mlp}.{name}_proj.weight" for name in ("gate", "up", "down")}
+    assert names == {*projections, "linear_attn.out_proj.weight"}
+
+
 @pytest.mark.parametrize("kind", ["packed-zeros", "packed-channel", "awq", "gptq", "fp8-channel"])
 def test_ranks_take_their_share(checkpoint_root: Path, kept: list[str], kind: str) -> None:
     config = LlamaConfig(**{**EVEN, "intermediate_size": 128})  # each rank gets whole groups
