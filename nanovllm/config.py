@@ -264,6 +264,8 @@ class RecurrentConfig:
     key_dim: int  # of a head
     value_dim: int  # of a head
     conv_size: int  # number of tokens that the convolution combines
+    # Whether value head i shares key head i % num_key_heads, as in GGUF files, and not neighbors.
+    is_tiled: bool = False
 
     @property
     def num_channels(self) -> int:

@@ -83,7 +83,6 @@ DELTA_NET = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 8,
 }
-LINEAR, FULL = "linear_attention", "full_attention"
 WINDOW = 20  # not a multiple of the block size
 
 # Families that store the weights of norms minus one.
@@ -132,7 +131,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen3.5": Qwen3_5TextConfig(
         **{**SIZES, "num_hidden_layers": 5},
         **DELTA_NET,
-        layer_types=[LINEAR, LINEAR, FULL, LINEAR, FULL],
+        full_attention_interval=2,
         rope_parameters={
             "rope_type": "default",
             "rope_theta": 1e4,
@@ -142,12 +141,12 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         },
     ),
     "qwen3.5-moe": Qwen3_5MoeTextConfig(
-        **{**SIZES, "num_hidden_layers": 5},
+        **{**SIZES, "num_hidden_layers": 6},
         **EXPERTS,
         **DELTA_NET,
         num_experts=6,
         shared_expert_intermediate_size=32,
-        layer_types=[FULL, LINEAR, LINEAR, FULL, LINEAR],
+        full_attention_interval=3,
     ),
     "qwen3-next": Qwen3NextConfig(
         **{**SIZES, "num_hidden_layers": 4},

@@ -49,7 +49,7 @@ _KNOWN_KEYS = re.compile(
     r"block_count|context_length|embedding_length|feed_forward_length|vocab_size|expert_count"
     r"|pooling_type"  # set by embedding models; each request chooses its own pooling
     r"|attention\.(head_count|head_count_kv|key_length|value_length|layer_norm_rms_epsilon)"
-    r"|rope\.(freq_base|dimension_count)"
+    r"|rope\.(freq_base|dimension_count|dimension_sections)"  # sections are for images
     r"|rope\.scaling\.(type|factor|original_context_length|finetuned)"
     r"|rope\.scaling\.yarn_(attn_factor|beta_fast|beta_slow)"
 )
@@ -70,7 +70,7 @@ def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:
         "architectures": [architecture.hf_class],
         "model_type": architecture.model_type,
         "hidden_size": number("embedding_length"),
-        "intermediate_size": number("feed_forward_length"),
+        "intermediate_size": number("feed_forward_length", architecture.default_size),
         "num_hidden_layers": number("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": number("attention.head_count_kv", heads),
@@ -212,7 +212,8 @@ def _block_types(reader: GGUFReader, architecture: Architecture) -> dict[str, st
 def known_name(tensor: ReaderTensor, architecture: Architecture) -> str | None:
     if tensor.name in _TOP_TENSORS:
         return _TOP_TENSORS[tensor.name]
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", tensor.name)
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+?)(\.weight|\.bias)?", tensor.name)
     if match is None or match[2] not in architecture.layer_tensors:
         return None
-    return f"model.layers.{match[1]}.{architecture.layer_tensors[match[2]]}.{match[3]}"
+    suffix = "" if match[2] in ("ssm_a", "ssm_dt") else match[3] or ""
+    return f"model.layers.{match[1]}.{architecture.layer_tensors[match[2]]}{suffix}"

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# An additional config key, which no config.json has: whether value head i shares the key head i
+# modulo their number, instead of the value heads that share one being neighbors.
+TILED_HEADS_KEY = "gguf_tiled_value_heads"
 _SILU = {"hidden_act": "silu"}
 _BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
 
@@ -19,11 +22,12 @@ class Architecture:
     # GGUF name -> Hugging Face name; "*" stands for the index in a tensor that stacks all experts.
     layer_tensors: Mapping[str, str]
     permuted: tuple[str, ...] = ()  # projections whose rows are stored in interleaved rope order
-    norm_offset: float = 0.0  # converters add this to the weights of all norms
+    norm_offset: float = 0.0  # converters add this to the weights of all norms but ssm_norm
     # Metadata key -> config field and default value (None: the key is required).
     numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=lambda: _SILU)
     biases: Mapping[str, str] = field(default_factory=lambda: _BIASES)  # config field -> tensor
+    default_size: int | None = None  # of the MLP, in files that lack it; 0: no layer has one
     lists_windows: bool = False  # whether files may list the layers with a sliding window
     derive: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
 
@@ -60,11 +64,47 @@ _EXPERTS = {
     "ffn_up_exps": "mlp.experts.*.up_proj",
     "ffn_down_exps": "mlp.experts.*.down_proj",
 }
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_DELTA_NET = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_HYBRID_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+}
 _PACKED = {
     "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "ffn_up": "mlp.gate_up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_EXPERT_NUMBERS = {
+    "expert_count": ("num_experts", None),
+    "expert_used_count": ("num_experts_per_tok", None),
+    "expert_feed_forward_length": ("moe_intermediate_size", None),
+}
+_DELTA_NET_NUMBERS = {
+    "ssm.conv_kernel": ("linear_conv_kernel_dim", None),
+    "ssm.state_size": ("linear_key_head_dim", None),
+    "ssm.group_count": ("linear_num_key_heads", None),
+    "ssm.time_step_rank": ("linear_num_value_heads", None),
+    "ssm.inner_size": ("linear_inner_size", None),
+    "full_attention_interval": ("full_attention_interval", 4),
+    "rope.dimension_count": ("rotary_dim", None),
+    "nextn_predict_layers": ("mtp_num_hidden_layers", 0),
 }
 _WINDOW = {"attention.sliding_window": ("sliding_window", 0)}
 
@@ -101,6 +141,17 @@ def _rotary_factor(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"partial_rotary_factor": (config["rotary_dim"] or 0) / (config["head_dim"] or 1)}
 
 
+def _delta_net_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that follow from others; layers for multi-token prediction are not read."""
+    num_heads = config["linear_num_value_heads"] or 1
+    return {
+        **_rotary_factor(config),
+        "linear_value_head_dim": config["linear_inner_size"] // num_heads,
+        "num_hidden_layers": config["num_hidden_layers"] - (config["mtp_num_hidden_layers"] or 0),
+        TILED_HEADS_KEY: True,
+    }
+
+
 def _olmo3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of OLMo 3, whose files have OLMo 2's architecture and a window."""
     if not config["sliding_window"]:
@@ -124,12 +175,27 @@ ARCHITECTURES = {
         "Qwen3MoeForCausalLM",
         "qwen3_moe",
         _NORMS | _ATTENTION | _QK_NORMS | _EXPERTS,
-        numbers={
-            "expert_count": ("num_experts", None),
-            "expert_used_count": ("num_experts_per_tok", None),
-            "expert_feed_forward_length": ("moe_intermediate_size", None),
-        },
+        numbers=_EXPERT_NUMBERS,
         constants=_SILU | {"norm_topk_prob": True},
+    ),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        _HYBRID_NORMS | _ATTENTION | _QK_NORMS | _DELTA_NET | _MLP,
+        norm_offset=1.0,
+        numbers=_DELTA_NET_NUMBERS,
+        derive=_delta_net_fields,
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        _HYBRID_NORMS | _ATTENTION | _QK_NORMS | _DELTA_NET | _EXPERTS | _SHARED_EXPERT,
+        norm_offset=1.0,
+        numbers=_EXPERT_NUMBERS
+        | _DELTA_NET_NUMBERS
+        | {"expert_shared_feed_forward_length": ("shared_expert_intermediate_size", None)},
+        default_size=0,
+        derive=_delta_net_fields,
     ),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",

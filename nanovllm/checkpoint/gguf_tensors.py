@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -31,20 +32,28 @@ def list_gguf(path: Path) -> Iterator[StoredTensor]:
     architecture = ARCHITECTURES[metadata.architecture]
     heads = metadata.number("attention.head_count")
     num_heads = {"attn_q": heads, "attn_k": metadata.number("attention.head_count_kv", heads)}
+    num_layers = metadata.number("block_count") - metadata.number("nextn_predict_layers", 0)
     for tensor in metadata.reader.tensors:
-        if tensor.name == ROPE_FACTORS:
+        layer = re.match(r"blk\.(\d+)\.", tensor.name)
+        if tensor.name == ROPE_FACTORS or (layer and int(layer[1]) >= num_layers):
             continue
         if (name := known_name(tensor, architecture)) is None:
             raise CheckpointError(f"{path}: {architecture.hf_class} has no tensor {tensor.name}")
-        part = tensor.name.split(".")[-2]
+        part = tensor.name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         shape = tuple(map(int, reversed(tensor.shape)))
         heads = num_heads[part] if part in architecture.permuted else None
-        offset = architecture.norm_offset if part.endswith("norm") else 0.0
+        has_offset = part.endswith("norm") and part != "ssm_norm"
+        offset = architecture.norm_offset if has_offset else 0.0
         is_stacked = "*" in name  # one tensor holds this projection of all experts
         shape = shape[1:] if is_stacked else shape
-        for expert, data in enumerate(tensor.data if is_stacked else [tensor.data]):
+        matrices = tensor.data if is_stacked else [tensor.data]
+        if part == "ssm_conv1d":
+            shape = shape[0], 1, shape[1]
+        elif part == "ffn_gate_inp_shexp" and len(shape) == 1:
+            shape, matrices = (1, *shape), [tensor.data[None]]
+        for expert, data in enumerate(matrices):
             read = partial(_read, metadata.reader, data, shape=shape, num_heads=heads)
-            floats = partial(read, kind=tensor.tensor_type, offset=offset)
+            floats = partial(read, kind=tensor.tensor_type, offset=offset, is_decay=part == "ssm_a")
             is_quantized = tensor.tensor_type.name in BLOCK_TYPES
             blocks = partial(read, kind=None) if is_quantized else None
             yield StoredTensor(name.replace("*", str(expert)), shape, path, floats, blocks)
@@ -59,10 +68,12 @@ def _read(
     shape: tuple[int, ...],
     num_heads: int | None,
     offset: float = 0.0,
+    is_decay: bool = False,
 ) -> Iterator[Tensor]:
     """Yield rows piece by piece, in whole heads if heads are stored permuted.
 
-    Rows are dequantized from type `kind`, or copied as stored if `kind` is None.
+    Rows are dequantized from type `kind`, or copied as stored if `kind` is None. Decays are stored
+    as -exp(A_log).
     """
     if len(shape) == 1 and kind is not None:  # a vector cannot be read row by row
         data, kind = to_float(data, kind), type(kind).F32
@@ -76,10 +87,13 @@ def _read(
         release_pages(reader)
         if offset:
             array -= offset
+        if is_decay:
+            array = np.log(-array)
         if num_heads is not None:
             array = _unpermute(array, len(array) // step)
         index = (slice(None), *columns)
-        yield torch.from_numpy(array)[index]
+        rows = torch.from_numpy(array)
+        yield (rows if kind is None else rows.view(-1, *shape[1:]))[index]
 
 
 def _unpermute(array: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:

@@ -33,11 +33,11 @@ class PreTokenizer:
     add_bos: bool = False  # default if the file does not specify it
 
 
-def _words(digits: str) -> str:
+def _words(digits: str, letters: str = r"\p{L}") -> str:
     """Return a regex for contractions, words, digits, punctuation, line ends and other space."""
     return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"|"
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}|"
+        rf" ?[^\s{letters}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 
@@ -57,6 +57,7 @@ PRE_TOKENIZERS = {
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
     "qwen2": PreTokenizer((_words(r"\p{N}"),), nfc=True),
+    "qwen35": PreTokenizer((_words(r"\p{N}", r"\p{L}\p{M}"),), nfc=True),
 }
 
 

@@ -42,7 +42,7 @@ class GatedDeltaNet(Layer):
         assert config.recurrent is not None
         sizes = config.recurrent
         self.layer_index, self.is_last = layer_index, layer_index + 1 == config.num_layers
-        self.ops, self.eps = build.ops, config.rms_norm_eps
+        self.ops, self.eps, self.is_tiled = build.ops, config.rms_norm_eps, sizes.is_tiled
         key_heads, heads = (
             sharded(number, build.group) for number in (sizes.num_key_heads, sizes.num_value_heads)
         )
@@ -100,7 +100,8 @@ class GatedDeltaNet(Layer):
     def process_weights_after_loading(self, allow_copy: bool) -> None:
         norm = NormWeights(self.norm.data, self.eps)
         decay = -self.log_decay.data.exp()
-        self.weights = DeltaNetWeights(self.conv.data.squeeze(1), decay, self.dt_bias.data, norm)
+        tensors = self.conv.data.squeeze(1), decay, self.dt_bias.data
+        self.weights = DeltaNetWeights(*tensors, norm, self.is_tiled)
 
 
 def ungroup(num_groups: int, parts: list[int]) -> list[int]:

@@ -63,6 +63,11 @@ def check_splits(model: ModelConfig, size: int) -> None:
         # If ranks outnumber kv heads, an equal number of ranks must share each head.
         "num_key_value_heads": model.num_kv_heads if size % model.num_kv_heads else 0,
     }
+    if size > 1 and recurrent is not None and recurrent.is_tiled:
+        raise ConfigError(
+            f"tensor_parallel_size={size} is not supported for GGUF files of this architecture, "
+            "which store value heads in another order; use the safetensors checkpoint"
+        )
     if problems := [f"{name}={number}" for name, number in sizes.items() if number % size]:
         raise ConfigError(
             f"tensor_parallel_size={size} does not divide this model's {', '.join(problems)}"

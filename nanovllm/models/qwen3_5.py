@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from nanovllm.checkpoint.gguf_architectures import TILED_HEADS_KEY
 from nanovllm.config import ModelConfig, RecurrentConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
@@ -46,6 +47,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         key_dim=config["linear_key_head_dim"],
         value_dim=config["linear_value_head_dim"],
         conv_size=config["linear_conv_kernel_dim"],
+        is_tiled=config.get(TILED_HEADS_KEY, False),
     )
     if recurrent.num_value_heads % recurrent.num_key_heads:
         raise CheckpointError(
@@ -56,9 +58,10 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_moe_config(config: Mapping[str, Any]) -> ModelConfig:
-    # Without dense layers, a config has no size for them.
     shared = field(config, "shared_expert_intermediate_size")
-    config = {"intermediate_size": shared, "norm_topk_prob": True, **config}
+    # Without dense layers, a config has no size for them.
+    size = config.get("intermediate_size") or shared
+    config = {"norm_topk_prob": True, **config, "intermediate_size": size}
     model = read_experts(read_config(config), config)
     assert model.experts is not None
     return replace(model, experts=replace(model.experts, shared_size=shared))

@@ -108,6 +108,7 @@ class DeltaNetWeights:
     decay: Tensor  # [value_heads]: -exp(A_log)
     dt_bias: Tensor  # [value_heads]
     norm: NormWeights  # over each head of the output: [value_dim]
+    is_tiled: bool = False  # as in RecurrentConfig
 
 
 class DequantScales(NamedTuple):

@@ -108,7 +108,10 @@ def split_heads(
     q, k, v = qkv.split((num_keys, num_keys, num_values), dim=2)
     q, k = (normalize(x.view(num_rows, num_tokens, -1, key_dim)) for x in (q, k))
     group = num_heads * key_dim // num_keys
-    q, k = (x.repeat_interleave(group, 2) for x in (q * key_dim**-0.5, k))
+    q, k = (
+        x.repeat(1, 1, group, 1) if weights.is_tiled else x.repeat_interleave(group, 2)
+        for x in (q * key_dim**-0.5, k)
+    )
     decay = weights.decay * F.softplus(inputs.a.float() + weights.dt_bias)
     gates = (x.view(num_rows, num_tokens, -1) for x in (decay, inputs.b.float().sigmoid()))
     v = v.view(num_rows, num_tokens, num_heads, value_dim)

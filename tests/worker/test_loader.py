@@ -27,6 +27,7 @@ from torch import Tensor
 pytest.importorskip("gguf")
 
 import gguf
+import numpy as np
 
 from benchmarks.engine.loading import load_in_process, write_checkpoint
 from nanovllm import LLM, SamplingParams
@@ -91,6 +92,8 @@ GGUF_NAMES = {  # keyed by model_type
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
     "ministral3": "mistral3",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 VARIANTS = ["qwen3", "llama", "qwen3-tied", "llama-tied-rope", "llama-mha-bias"]
 
@@ -149,7 +152,7 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head_dim,
@@ -174,6 +177,10 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
             values[key] = getattr(config, key)
     if arch == "glm4":
         values["rope.dimension_count"] = int(head_dim * rope["partial_rotary_factor"])
+    if arch.startswith("qwen35"):
+        values |= delta_net_values(config)
+        skipped = f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight"
+        writer.add_tensor(skipped, np.ones((3, 3), np.float32))
     if arch == "granite":
         values["attention.scale"] = config.attention_multiplier
         values["embedding_scale"] = config.embedding_multiplier
@@ -192,6 +199,8 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
     arrays = {name: tensor.numpy() for name, tensor in read_tensors(checkpoint).items()}
     for name, array in stack_experts(arrays).items():
         projection = name.split(".")[-2]
+        if arch.startswith("qwen35"):
+            name, array = as_in_gguf(config, name, array)
         if arch in PERMUTED and projection in heads:
             array = permute_rows(array, heads[projection])
         if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
@@ -209,6 +218,55 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
     return path
 
 
+def delta_net_values(config: Any) -> dict[str, Any]:
+    """Return the keys of Qwen3.5, with a layer for multi-token prediction that is not run."""
+    value_dim, num_heads = config.linear_value_head_dim, config.linear_num_value_heads
+    factor = config.rope_parameters["partial_rotary_factor"]
+    return {
+        "block_count": config.num_hidden_layers + 1,
+        "nextn_predict_layers": 1,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": num_heads,
+        "ssm.inner_size": value_dim * num_heads,
+        "full_attention_interval": config.layer_types.index("full_attention") + 1,
+        "rope.dimension_count": int(config.head_dim * factor),
+        "rope.dimension_sections": [1, 1, 0, 0],
+        "expert_shared_feed_forward_length": getattr(
+            config, "shared_expert_intermediate_size", None
+        ),
+    }
+
+
+def as_in_gguf(config: Any, name: str, array: Any) -> tuple[str, Any]:
+    """Rename and change a tensor as converters do: value head i then shares key head i % keys."""
+    keys = config.linear_num_key_heads
+    group = config.linear_num_value_heads // keys
+    first = 2 * keys * config.linear_key_head_dim
+
+    def tile(heads: Any) -> Any:
+        grouped = heads.reshape(keys, group, -1, *heads.shape[1:])
+        return grouped.swapaxes(0, 1).reshape(heads.shape)
+
+    part = name.removesuffix(".weight").split(".")[-1]
+    if part == "A_log":
+        return name, tile(-np.exp(array))
+    if part == "dt_bias":
+        return name.replace("dt_bias", "dt_proj.bias"), tile(array)
+    if part in ("in_proj_qkv", "conv1d"):
+        array = np.concatenate((array[:first], tile(array[first:])))
+    elif part in ("in_proj_z", "in_proj_b", "in_proj_a"):
+        array = tile(array)
+    elif part == "out_proj":
+        array = np.ascontiguousarray(tile(np.ascontiguousarray(array.T)).T)
+    elif part == "shared_expert_gate":
+        array = array[0]
+    elif name.endswith("norm.weight") and "linear_attn" not in name:
+        array = array + 1
+    return name, array.squeeze(1) if part == "conv1d" else array
+
+
 GGUF_FAMILIES = [
     "qwen2",
     "qwen3-yarn",
@@ -222,6 +280,8 @@ GGUF_FAMILIES = [
     "glm4",
     "gemma2",
     "ministral3",
+    "qwen3.5",
+    "qwen3.5-moe",
 ]
 
 

@@ -166,7 +166,7 @@ class NumbaOps:
             offsets = torch.tensor([0, *accumulate(rows.counts)])
         out = self._empty(*inputs.z.shape)
         num_threads = self.launcher.num_threads
-        scratch = self.launcher.scratch(num_threads * (2 * key_dim + (group + 1) * value_dim))
+        scratch = self.launcher.scratch(num_threads * 2 * (key_dim + value_dim))
         self._launch(
             delta_net.gated_delta_net,
             out.data_ptr(),
@@ -181,6 +181,7 @@ class NumbaOps:
             0 if offsets is None else offsets.data_ptr(),
             scratch.data_ptr(),
             *(len(rows.slots), key_heads, group, key_dim, value_dim, conv_size),
+            weights.is_tiled,
         )
         return out
 

@@ -23,7 +23,7 @@ def gated_delta_net(args: Any, thread: int, num_threads: int, like: Any) -> None
     """Implement Ops.gated_delta_net, for rows of one token or of those between two `offsets`.
 
     NumbaOps lists the arguments. A thread runs a key head of a row, with its value heads. `scratch`
-    holds, per thread, the head's q, k and v, and a change of the state or an output.
+    holds, per thread, the q, k and v of a head, and a change of its state or an output.
     """
     out, qkv, z = pointer_to(args[0], like), pointer_to(args[1], like), pointer_to(args[2], like)
     b, a = pointer_to(args[3], like), pointer_to(args[4], like)
@@ -40,10 +40,10 @@ def gated_delta_net(args: Any, thread: int, num_threads: int, like: Any) -> None
     )
     scratch = pointer_to(args[20], float32(0))
     num_rows, key_heads, group = args[21], args[22], args[23]
-    key_dim, value_dim, conv_size = args[24], args[25], args[26]
-    q = thread * (2 * key_dim + (group + 1) * value_dim)
+    key_dim, value_dim, conv_size, is_tiled = args[24], args[25], args[26], args[27] != 0
+    q = thread * 2 * (key_dim + value_dim)
     k, v = q + key_dim, q + 2 * key_dim
-    change = v + group * value_dim
+    change = v + value_dim
     num_keys, size = key_heads * key_dim, key_heads * group * value_dim
     for item in range(thread, num_rows * key_heads, num_threads):
         row, key_head = item // key_heads, item % key_heads
@@ -56,13 +56,14 @@ def gated_delta_net(args: Any, thread: int, num_threads: int, like: Any) -> None
             _convolve(scratch, q, qkv, x, history, past, conv, channel, key_dim, conv_size)
             channel += num_keys
             _convolve(scratch, k, qkv, x, history, past, conv, channel, key_dim, conv_size)
-            channel = 2 * num_keys + key_head * group * value_dim
-            width = group * value_dim
-            _convolve(scratch, v, qkv, x, history, past, conv, channel, width, conv_size)
             _normalize(scratch, q, key_dim, float32(1) / np.sqrt(float32(key_dim)))
             _normalize(scratch, k, key_dim, float32(1))
-            for head in range(key_head * group, (key_head + 1) * group):
-                values = v + (head - key_head * group) * value_dim
+            for member in range(group):
+                head = key_head * group + member
+                if is_tiled:
+                    head = key_head + member * key_heads
+                channel = 2 * num_keys + head * value_dim
+                _convolve(scratch, v, qkv, x, history, past, conv, channel, value_dim, conv_size)
                 base = slots[row] * state_stride + head * key_dim * value_dim
                 dt = load(a, token * a_stride + head) + dt_bias[head]
                 decay = np.exp(log_decay[head] * _softplus(dt))
@@ -72,7 +73,7 @@ def gated_delta_net(args: Any, thread: int, num_threads: int, like: Any) -> None
                 add_weighted(scratch, change, state, base, value_dim, k, key_dim, value_dim)
                 for i in range(value_dim):
                     known = decay * scratch[change + i]
-                    scratch[change + i] = beta * (scratch[values + i] - known)
+                    scratch[change + i] = beta * (scratch[v + i] - known)
                 for i in range(key_dim):
                     weight, at = scratch[k + i], base + i * value_dim
                     for j in range(value_dim):

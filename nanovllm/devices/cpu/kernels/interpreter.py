@@ -18,7 +18,7 @@ from nanovllm.devices.cpu.kernels.intrinsics import FAST, call, call_kernel, poi
 from nanovllm.ops.fp8 import FP8
 
 logger = logging.getLogger(__name__)
-PROGRAM_WIDTH = 28  # int64 values per instruction: the address of a kernel, then its arguments
+PROGRAM_WIDTH = 32  # int64 values per instruction: the address of a kernel, then its arguments
 # Parameters: a pointer to the kernel's arguments, the part of the work to do, the number of parts.
 KERNEL_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
 SOURCES = (

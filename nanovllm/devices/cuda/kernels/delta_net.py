@@ -45,6 +45,7 @@ def run_tokens(
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         BLOCK_K=triton.next_power_of_2(key_dim),
+        IS_TILED=weights.is_tiled,
         BLOCK_V=triton.next_power_of_2(value_dim),
         num_warps=8,
         **options,
@@ -109,6 +110,7 @@ def _delta_rule(  # type: ignore[no-untyped-def]
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    IS_TILED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Update the state of a head, and compute its normalized and gated output."""
@@ -123,7 +125,8 @@ def _delta_rule(  # type: ignore[no-untyped-def]
     rate, bias = tl.load(log_decay + head), tl.load(dt_bias + head)
     scale = tl.load(norm + j, mask=is_value, other=0.0)
     wait_for_inputs(OVERLAP)
-    key = qkv + row * num_channels + head // (HEADS // KEY_HEADS) * KEY_DIM + i
+    key_head = head % KEY_HEADS if IS_TILED else head // (HEADS // KEY_HEADS)
+    key = qkv + row * num_channels + key_head * KEY_DIM + i
     q = tl.load(key, mask=is_key, other=0.0)
     k = tl.load(key + KEY_HEADS * KEY_DIM, mask=is_key, other=0.0)
     value = qkv + row * num_channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
