@@ -26,8 +26,11 @@ def split_like(pre: str) -> Split:
         return split_by_turns
     if pre == "gpt-2":
         return lambda text: regex.findall(GPT2_SPLIT, text)
-    count = "1" if pre == "qwen2" else "3"
-    return lambda text: regex.findall(MODERN_SPLIT.replace("COUNT", count), text)
+    pattern = MODERN_SPLIT.replace("COUNT", "1" if pre.startswith("qwen") else "3")
+    if pre == "qwen35":  # combining marks are parts of words
+        pattern = pattern.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+")
+        pattern = pattern.replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+    return lambda text: regex.findall(pattern, text)
 
 
 def split_by_turns(text: str) -> list[str]:

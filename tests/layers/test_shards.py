@@ -338,3 +338,10 @@ def test_sizes_that_cannot_be_split_are_named(
     match = f"tensor_parallel_size={size} does not divide this model's {named}$"
     with pytest.raises(ConfigError, match=match):
         check_splits(model, size)
+
+
+def test_tiled_value_heads_are_not_split() -> None:
+    model = replace(HYBRID, recurrent=replace(RECURRENT, is_tiled=True))
+    check_splits(model, 1)
+    with pytest.raises(ConfigError, match="not supported for GGUF files of this architecture"):
+        check_splits(model, 2)

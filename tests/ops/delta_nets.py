@@ -34,6 +34,7 @@ def random_inputs(
         -make(heads).exp(),
         make(heads),
         NormWeights(make(sizes.value_dim), 1e-3),
+        sizes.is_tiled,
     )
     return split_inputs(qkvz, ba, channels), weights
 

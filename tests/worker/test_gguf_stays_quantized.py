@@ -27,8 +27,11 @@ from nanovllm.worker.loader import LoadingLayers
 from nanovllm.worker.quantized_layouts import choose_layouts
 from tests.checkpoint import tiny_gguf
 from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf
+from tests.checkpoints import make_checkpoint
 from tests.devices import cpu_device
 from tests.threaded_ranks import engines_of
+from tests.worker.test_loader import write_gguf as write_checkpoint_gguf
+from tests.worker.test_quantized_models import EXPERTS, MODELS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[3, 14, 15, 9, 26], list(range(20)), [7]]  # few and many rows
@@ -142,6 +145,16 @@ def test_every_family_answers_alike(
     assert len(kept) == sum(array.ndim > 1 for array in hf_tensors(arch, tied=tied).values())
     with engines_of(2):
         assert_equal(run(path), want)
+
+
+@pytest.mark.parametrize("model", ["qwen3.5", "qwen3.5-moe"])
+def test_delta_nets(tmp_path: Path, run_dequantized: Any, kept: list[int], model: str) -> None:
+    """The rows of gates are moved, and value heads stay in the order of the file."""
+    checkpoint = make_checkpoint(tmp_path / model, MODELS[model])
+    path = write_checkpoint_gguf(tmp_path / "m.gguf", checkpoint, "Q8_0")
+    assert_equal(run(path), run_dequantized(path))
+    num_mlp = 3 if model == "qwen3.5" else 3 * EXPERTS["num_experts"] + 1 + 3
+    assert len(kept) == 2 + 5 + 4 + 2 * num_mlp  # without the shared experts' gates
 
 
 @pytest.mark.slow

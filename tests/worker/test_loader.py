@@ -141,8 +141,11 @@ def test_pytorch_bin(case: Case, tmp_path: Path) -> None:
     assert run(path) == case.tokens
 
 
-def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
-    """Write a checkpoint in F32 as converters do: renamed, llama's q and k rows interleaved."""
+def write_gguf(path: Path, checkpoint: TinyCheckpoint, quant: str = "F32") -> Path:
+    """Write a checkpoint as converters do: renamed, llama's q and k rows interleaved.
+
+    Projections are quantized.
+    """
     config = checkpoint.model.config
     arch = GGUF_NAMES.get(config.model_type, config.model_type)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -206,7 +209,9 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
         if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
         stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"
-        writer.add_tensor(stored, array)
+        is_projection = array.ndim > 1 and "conv1d" not in name
+        kind = gguf.GGMLQuantizationType[quant if is_projection else "F32"]
+        writer.add_tensor(stored, gguf.quants.quantize(array, kind), raw_dtype=kind)
     if rope["rope_type"] == "llama3":
         plain = 1 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
         factors = plain / checkpoint.model.model.rotary_emb.inv_freq

@@ -371,9 +371,8 @@ def test_gated_delta_net(
     counts: list[int] | None,
     dtype: torch.dtype,
 ) -> None:
-    sizes = RecurrentConfig(
-        frozenset(), key_heads, key_heads * group, key_dim, value_dim, conv_size
-    )
+    heads, is_tiled = key_heads * group, counts is not None
+    sizes = RecurrentConfig(frozenset(), key_heads, heads, key_dim, value_dim, conv_size, is_tiled)
     rows = RecurrentRows(torch.tensor([4, 0, 6, 2, 1]), counts)
     inputs, weights = random_inputs(sizes, sum(counts or [1] * 5), dtype)
     results = []

@@ -14,8 +14,8 @@ from nanovllm.ops.torch_ops import TorchOps
 from tests.devices.cuda.kernels.interpreted.fused_cases import assert_close
 from tests.ops.delta_nets import random_inputs, random_state
 
-# Key heads, value heads, their dimensions, and the size of the convolution.
-SIZES = ((3, 6, 12, 8, 4), (2, 6, 72, 40, 3), (1, 1, 16, 16, 2))
+# The sizes of a RecurrentConfig, and whether value heads are tiled.
+SIZES = ((3, 6, 12, 8, 4), (2, 6, 72, 40, 3, True), (1, 1, 16, 16, 2))
 LARGE = (4, 8, 128, 128, 4)  # those of a rank of Qwen3.5
 
 
