@@ -92,8 +92,7 @@ def _read(
         if num_heads is not None:
             array = _unpermute(array, len(array) // step)
         index = (slice(None), *columns)
-        rows = torch.from_numpy(array)
-        yield (rows if kind is None else rows.view(-1, *shape[1:]))[index]
+        yield torch.from_numpy(array if kind is None else array.reshape(-1, *shape[1:]))[index]
 
 
 def _unpermute(array: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:

@@ -11,7 +11,7 @@ from nanovllm.layers.layernorm import AllHeadsNorm, QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import order_heads, rope_order
 from nanovllm.layers.shards import replicated, sharded, split_kv_heads
-from nanovllm.ops.interface import ResidualStream
+from nanovllm.ops.interface import LayerCache, ResidualStream
 
 
 class SelfAttention(Layer):
@@ -59,6 +59,7 @@ class SelfAttention(Layer):
         gate, qkv = qkv[:, : self.num_gates], qkv[:, self.num_gates :]
         qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
         cache, plan = batch.caches[self.layer_index], batch.attention
+        assert isinstance(cache, LayerCache)
         qk_norm = None if self.qk_norm is None else self.qk_norm.prepare(qkv)
         self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache, batch.slot_mapping)
         q = qkv[:, : self.num_heads]

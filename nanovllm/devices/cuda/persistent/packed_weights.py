@@ -72,8 +72,9 @@ def _step_layer(layer: nn.Module, rope: Tensor) -> StepLayer | None:
     if not isinstance(layer, DecoderLayer):
         return None
     attention, mlp, experts = layer.self_attn, layer.mlp, None
-    is_known = isinstance(attention, SelfAttention) and not attention.num_gates
-    if not is_known or not isinstance(attention.qk_norm, QKNorm | None):
+    if not isinstance(attention, SelfAttention) or attention.num_gates:
+        return None
+    if not isinstance(attention.qk_norm, QKNorm | None):
         return None
     modules = [attention.qkv_proj, attention.o_proj]
     if isinstance(mlp, GatedMLP):
