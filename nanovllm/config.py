@@ -251,6 +251,7 @@ class ExpertsConfig:
     size: int  # intermediate size of one expert
     is_normalized: bool  # whether the weights of a token's experts are normalized to sum to one
     dense_layers: frozenset[int] = frozenset()  # indices of layers with a plain MLP
+    shared_size: int = 0  # size of the shared expert, which every token runs through; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,5 +313,5 @@ class ModelConfig:
         """Approximate number of weights that each token is multiplied with."""
         hidden, size, experts = self.hidden_size, self.intermediate_size, self.experts
         if experts is not None:
-            size = experts.top_k * experts.size
+            size = experts.top_k * experts.size + experts.shared_size
         return self.num_layers * hidden * (4 * hidden + 3 * size) + self.vocab_size * hidden

@@ -25,8 +25,11 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -72,7 +75,25 @@ YARN_ROPE = {
     "original_max_position_embeddings": 40,
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DELTA_NET = {
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
+LINEAR, FULL = "linear_attention", "full_attention"
 WINDOW = 20  # not a multiple of the block size
+
+# Families that store the weights of norms minus one.
+CENTERED = (
+    Gemma2Config,
+    Gemma3TextConfig,
+    Qwen3_5TextConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3NextConfig,
+)
 
 # One checkpoint for the features that each further family adds.
 FAMILIES: dict[str, PreTrainedConfig] = {
@@ -107,6 +128,35 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     ),
     "qwen3-moe-mixed": Qwen3MoeConfig(
         **SIZES, **EXPERTS, head_dim=16, num_experts=5, mlp_only_layers=[1]
+    ),
+    "qwen3.5": Qwen3_5TextConfig(
+        **{**SIZES, "num_hidden_layers": 5},
+        **DELTA_NET,
+        layer_types=[LINEAR, LINEAR, FULL, LINEAR, FULL],
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [1, 1, 0],
+        },
+    ),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(
+        **{**SIZES, "num_hidden_layers": 5},
+        **EXPERTS,
+        **DELTA_NET,
+        num_experts=6,
+        shared_expert_intermediate_size=32,
+        layer_types=[FULL, LINEAR, LINEAR, FULL, LINEAR],
+    ),
+    "qwen3-next": Qwen3NextConfig(
+        **{**SIZES, "num_hidden_layers": 4},
+        **EXPERTS,
+        **DELTA_NET,
+        num_experts=5,
+        shared_expert_intermediate_size=16,
+        mlp_only_layers=[1],
+        full_attention_interval=2,
     ),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, sliding_window=WINDOW),
     "gemma2": Gemma2Config(
@@ -240,7 +290,7 @@ def make_checkpoint(path: Path, config: PreTrainedConfig, seed: int = 0) -> Tiny
             if parameter.dim() == 1:  # norms and biases would otherwise be ones and zeros
                 parameter.add_(0.1 * torch.randn(parameter.shape))
             if name == "model.norm.weight":  # larger logits make near ties rare
-                offset = 1.0 if isinstance(config, Gemma2Config | Gemma3TextConfig) else 0.0
+                offset = 1.0 if isinstance(config, CENTERED) else 0.0
                 parameter.add_(offset).mul_(10.0).sub_(offset)
     model.save_pretrained(path)
     return TinyCheckpoint(path, model)

@@ -29,9 +29,18 @@ _WEIGHTS = (
 )
 _FORMATS: dict[str, WeightFormat] = {".safetensors": "safetensors", ".bin": "bin", ".gguf": "gguf"}
 
-# A model that reads images and text, and the text models in it by their `model_type`.
-_MULTIMODAL = "Mistral3ForConditionalGeneration"
-_TEXT_MODELS = {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"}
+# Models that read images and text, and the text models in them by their `model_type`.
+_MULTIMODAL = (
+    ["Mistral3ForConditionalGeneration"],
+    ["Qwen3_5ForConditionalGeneration"],
+    ["Qwen3_5MoeForConditionalGeneration"],
+)
+_TEXT_MODELS = {
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +176,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     """Read config.json; of a model that also reads images, only the text model is used."""
     config = read_json(file)
     text, kind = config.get("text_config"), config.get("architectures")
-    if kind != [_MULTIMODAL] or not isinstance(text, dict) or "model_type" not in text:
+    if kind not in _MULTIMODAL or not isinstance(text, dict) or "model_type" not in text:
         return config
     if (model_type := text["model_type"]) not in _TEXT_MODELS:
         return config  # its architecture is not supported

@@ -42,7 +42,8 @@ _QUANTIZED_DTYPES = {
     "I8": torch.int8,
 }
 
-_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
+_STACKED_EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)")
 _TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.")
 
 
@@ -113,8 +114,21 @@ def _list_safetensors(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator
         shape, dtype = tuple(entry["shape"]), dtypes.get(entry["dtype"], entry["dtype"])
         check_dtype(path, name, dtype, dtypes)
         offset = first_byte + entry["data_offsets"][0]
-        read = partial(_read_mapped, mapped, offset, shape, dtype)
-        yield StoredTensor(name, shape, path, read, dtype=dtype)
+        for part, part_shape in _split_experts(name, shape):
+            read = partial(_read_mapped, mapped, offset, part_shape, dtype)
+            yield StoredTensor(part, part_shape, path, read, dtype=dtype)
+            offset += math.prod(part_shape) * dtype.itemsize
+
+
+def _split_experts(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the names and shapes of the weights in a tensor that may stack those of all experts."""
+    match = _STACKED_EXPERTS.fullmatch(name)
+    if match is None or len(shape) != 3:
+        return [(name, shape)]
+    parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+    part_shape = shape[1] // len(parts), shape[2]
+    names = [f"{i}.{part}.weight" for i in range(shape[0]) for part in parts]
+    return [(match[1] + each, part_shape) for each in names]
 
 
 def _map_safetensors(path: Path) -> mmap.mmap:

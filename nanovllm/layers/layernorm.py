@@ -42,10 +42,16 @@ class RMSNorm(Layer):
 
 
 class QKNorm(Layer):
-    """RMSNorm of every head of q and k; `Ops.rope_write` applies it before the rotation."""
+    """RMSNorm of every head of q and k; `Ops.rope_write` applies it before the rotation.
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+    `order` is the order in which q and k store the dimensions of a head (`rope_order`).
+    """
+
+    def __init__(
+        self, config: ModelConfig, build: BuildContext, order: list[int] | None = None
+    ) -> None:
         super().__init__()
+        self.order = order
         self.weight = build.parameter(2, config.head_dim, dtype=torch.float32)
         self.weights = QKNormWeights(self.weight[0], self.weight[1], config.rms_norm_eps)
         self.offset = config.norm_offset
@@ -61,10 +67,14 @@ class QKNorm(Layer):
 
     def process_weights_after_loading(self, allow_copy: bool) -> None:
         self.weight.add_(self.offset)
+        if self.order is not None:
+            self.weight.copy_(self.weight[:, self.order])
 
 
 class AllHeadsNorm(Layer):
     """RMSNorm over all heads of q, and over all heads of k, of which a rank has only some."""
+
+    order = None  # the order of the dimensions is that of the checkpoint
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from nanovllm.config import ExpertsConfig
+from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.layers.build import BuildContext, Layer
 from nanovllm.layers.layer_weight import LayerWeight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
+from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.shards import ExpectedTensor, replicated, sharded
 from nanovllm.ops.interface import PackedExperts, ResidualStream, Routing
 
@@ -63,3 +64,26 @@ class SparseMoeBlock(Layer):
         gate_up, down = (w.for_ops(self.num_experts) for w in (self.gate_up, self.down))
         self.packed = self.ops.pack_experts(gate_up, down, self.routing)
         del self.gate_up, self.down
+
+
+class SharedExpertMoeBlock(SparseMoeBlock):
+    """A mixture of experts, and a shared expert that every token runs through.
+
+    A gate of one output per token weights the shared expert.
+    """
+
+    def __init__(self, config: ModelConfig, names: ExpertNames, build: BuildContext) -> None:
+        assert config.experts is not None
+        super().__init__(config.hidden_size, config.experts, names, build)
+        shared = replace(config, intermediate_size=config.experts.shared_size)
+        self.shared_expert = GatedMLP(shared, build)
+        hidden, outputs = replicated(config.hidden_size), {"shared_expert_gate": [replicated(1)]}
+        self.shared_expert_gate = MergedLinear(hidden, outputs, False, build)
+
+    def forward(self, hidden: ResidualStream, norm: RMSNorm) -> ResidualStream:
+        x, residual = self.ops.norm(hidden, norm.weights)
+        y = self.packed(x, self.gate(x))
+        # Unlike down_proj itself, its GEMM does not add up the ranks' outputs.
+        shared = self.shared_expert.down_proj.packed(self.shared_expert.gate_up_proj(x))
+        y = self.ops.multiply_sigmoid(shared, self.shared_expert_gate(x), y)
+        return ResidualStream(residual, self.group.all_reduce(y))

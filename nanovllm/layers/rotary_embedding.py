@@ -50,8 +50,17 @@ def rope_frequencies(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tens
     return 1.0 / rope.theta**exponents
 
 
-def reorder_heads(order: list[int], num_reordered: int, num_fixed: int) -> list[int]:
-    """Return the order of the rows of a projection to heads, the last of which stay as they are."""
-    head_dim = len(order)
-    rows = [head * head_dim + dim for head in range(num_reordered) for dim in order]
-    return [*rows, *range(len(rows), len(rows) + num_fixed * head_dim)]
+def order_heads(
+    dims: list[int], num_heads: int, num_kv_heads: int, has_gates: bool = False
+) -> list[int]:
+    """Return the order of the rows of q_proj, k_proj and v_proj for q and k heads in this order.
+
+    If q_proj stores a gate after the q of each head, the gates of all heads come first.
+    """
+    head_dim, q_size = len(dims), len(dims) * (1 + has_gates)
+    q = [head * q_size + dim for head in range(num_heads) for dim in dims]
+    gates = [head * q_size + dim for head in range(num_heads) for dim in range(head_dim, q_size)]
+    first = num_heads * q_size
+    k = [first + head * head_dim + dim for head in range(num_kv_heads) for dim in dims]
+    first += len(k)
+    return [*gates, *q, *k, *range(first, first + len(k))]

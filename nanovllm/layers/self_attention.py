@@ -9,13 +9,16 @@ from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
 from nanovllm.layers.layernorm import AllHeadsNorm, QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
-from nanovllm.layers.rotary_embedding import reorder_heads, rope_order
+from nanovllm.layers.rotary_embedding import order_heads, rope_order
 from nanovllm.layers.shards import replicated, sharded, split_kv_heads
 from nanovllm.ops.interface import ResidualStream
 
 
 class SelfAttention(Layer):
-    """Self-attention; `merged` names the checkpoint weight that stores q, k and v as one."""
+    """Self-attention; `merged` names the checkpoint weight that stores q, k and v as one.
+
+    With an output gate, q_proj stores each head's q, then its gate; the gates come first here.
+    """
 
     def __init__(
         self,
@@ -34,14 +37,16 @@ class SelfAttention(Layer):
         window = config.layers[layer_index].window
         self.spec = AttentionSpec(config.attention_scale, window, config.attention_softcap)
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
-        outputs = {"q_proj": [q], "k_proj": [kv], "v_proj": [kv]}
+        self.num_gates = q.count if config.has_output_gate else 0
+        outputs = {"q_proj": [q.times(2 if self.num_gates else 1)], "k_proj": [kv], "v_proj": [kv]}
         if merged is not None:
             outputs = {merged: [q, kv, kv]}
         inputs = replicated(config.hidden_size)
         order = rope_order(self.head_dim, config.layers[layer_index].rope)
-        if order is not None:
-            assert qk_norm is None, "the weights of a norm would have to be reordered too"
-            order = reorder_heads(order, heads.count + kv_heads.count, kv_heads.count)
+        assert qk_norm is None or qk_norm.order == order, "its weights have the order of q and k"
+        if order is not None or self.num_gates:
+            dims = order or list(range(self.head_dim))
+            order = order_heads(dims, heads.count, kv_heads.count, self.num_gates > 0)
         self.qkv_proj = MergedLinear(inputs, outputs, config.qkv_bias, build, row_order=order)
         self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, build, "o_proj")
         self.qk_norm = qk_norm
@@ -51,6 +56,7 @@ class SelfAttention(Layer):
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs of the heads, before `o_proj`, and the residual."""
         qkv, residual = self.qkv_proj.after_norm(hidden, norm)
+        gate, qkv = qkv[:, : self.num_gates], qkv[:, self.num_gates :]
         qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
         cache, plan = batch.caches[self.layer_index], batch.attention
         qk_norm = None if self.qk_norm is None else self.qk_norm.prepare(qkv)
@@ -59,4 +65,8 @@ class SelfAttention(Layer):
         # In the last layer, tokens without logits only need their keys and values cached.
         if self.is_last and (kept := batch.sampled) is not None:
             q, residual, plan = q[kept.index], residual[kept.index], kept.attention
-        return self.attention.attend(q, cache, plan, self.spec).flatten(1), residual
+            gate = gate[kept.index]
+        output = self.attention.attend(q, cache, plan, self.spec).flatten(1)
+        if self.num_gates:
+            output = self.ops.multiply_sigmoid(output, gate)
+        return output, residual

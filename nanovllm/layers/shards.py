@@ -52,11 +52,14 @@ def split_kv_heads(num_heads: int, group: TPGroup) -> Shard:
 
 def check_splits(model: ModelConfig, size: int) -> None:
     """Raise ConfigError if the number of ranks does not divide the model's sizes."""
-    dense = model.experts is None or model.experts.dense_layers
+    experts, recurrent = model.experts, model.recurrent
+    dense = experts is None or experts.dense_layers
     sizes = {
         "num_attention_heads": model.num_heads,
         "intermediate_size": model.intermediate_size if dense else 0,
-        "the experts' intermediate size": 0 if model.experts is None else model.experts.size,
+        "the experts' intermediate size": 0 if experts is None else experts.size,
+        "the shared expert's size": 0 if experts is None else experts.shared_size,
+        "linear_num_key_heads": 0 if recurrent is None else recurrent.num_key_heads,
         # If ranks outnumber kv heads, an equal number of ranks must share each head.
         "num_key_value_heads": model.num_kv_heads if size % model.num_kv_heads else 0,
     }

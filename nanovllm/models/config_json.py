@@ -6,6 +6,7 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from nanovllm.checkpoint.quantization import read_quantization
@@ -30,6 +31,13 @@ SIZES = {
     "num_local_experts": (0, MAX_SIZE),
     "num_experts_per_tok": (0, MAX_SIZE),
     "moe_intermediate_size": (0, MAX_SIZE),
+    "shared_expert_intermediate_size": (0, MAX_SIZE),
+    "full_attention_interval": (1, MAX_LAYERS),
+    "linear_num_key_heads": (1, MAX_SIZE),
+    "linear_num_value_heads": (1, MAX_SIZE),
+    "linear_key_head_dim": (1, MAX_SIZE),
+    "linear_value_head_dim": (1, MAX_SIZE),
+    "linear_conv_kernel_dim": (2, MAX_SIZE),
 }
 # Class without an LM head -> class with one, where replacing "Model" by "ForCausalLM" would be
 # wrong. Gemma3Model also reads images; it keeps its name, which is then reported as unsupported.
@@ -57,8 +65,9 @@ def check_model(model: ModelConfig) -> None:
     """Raise CheckpointError for values of the wrong type, and for inconsistent sizes."""
     ropes = list({id(layer.rope): layer.rope for layer in model.layers}.values())
     try:
-        for record in (model, *ropes, *([model.experts] if model.experts else [])):
-            check_types(record)
+        for record in (model, *ropes, model.experts, model.recurrent):
+            if record is not None:
+                check_types(record)
     except ConfigError as error:
         raise CheckpointError(f"config.json: {error}") from error
     if model.num_heads % model.num_kv_heads:
@@ -110,6 +119,24 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
         output_bias=bias,
         mlp_bias=config.get("mlp_bias", False),
     )
+
+
+def read_with_partial_rotary(config: Mapping[str, Any], default_factor: float) -> ModelConfig:
+    """Read a model that rotates the first dimensions of each head: `partial_rotary_factor`."""
+    layouts = ("rope_parameters", "rope_scaling")
+    ropes = {name: dict(config[name]) for name in layouts if config.get(name)}
+    factors = [rope.pop("partial_rotary_factor", None) for rope in ropes.values()]
+    factors += [config.get("partial_rotary_factor"), default_factor]
+    factor = next(factor for factor in factors if factor is not None)
+    model = read_model_config({**config, **ropes, "partial_rotary_factor": None})
+    rotary_dim = int(model.head_dim * factor)
+    if rotary_dim % 2 or not 0 < rotary_dim <= model.head_dim:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor={factor} rotates {rotary_dim} of "
+            f"{model.head_dim} dimensions; an even number is needed"
+        )
+    rope = replace(model.layers[0].rope, rotary_dim=rotary_dim)
+    return replace(model, layers=(LayerAttention(rope),) * model.num_layers)
 
 
 def _stretched(max_position: int, rope: RopeConfig) -> int:

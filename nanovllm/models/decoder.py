@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
+from nanovllm.layers.gated_delta_net import GatedDeltaNet
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Embedding, LMHead
 from nanovllm.layers.rotary_embedding import rope_table
@@ -24,17 +25,19 @@ class DecoderLayer(Layer):
     def __init__(
         self,
         config: ModelConfig,
-        self_attn: SelfAttention,
+        self_attn: SelfAttention | GatedDeltaNet,
         mlp: nn.Module,
         build: BuildContext,
         mlp_name: str = "mlp",  # name of the MLP in checkpoints
+        attention_name: str = "self_attn",
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config, build)
+        # Register modules under their names in checkpoints first: named_modules() reports a shared
+        # module only under its first name.
+        self.add_module(attention_name, self_attn)
         self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(config, build)
-        # Register the MLP under its name in checkpoints first: named_modules() reports a shared
-        # module only under its first name.
         self.add_module(mlp_name, mlp)
         self.mlp = mlp
 

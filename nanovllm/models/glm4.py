@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.config import LayerAttention, ModelConfig
-from nanovllm.errors import CheckpointError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.models.config_json import read_model_config
+from nanovllm.models.config_json import read_with_partial_rotary
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.post_norm import NormNames, SandwichLayer
 
@@ -24,17 +23,8 @@ NORMS = NormNames(
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    parameters = dict(config.get("rope_parameters") or {})
-    factor = parameters.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
-    changes = {"rope_parameters": parameters, "partial_rotary_factor": None}
-    model = read_model_config({**DEFAULTS, **config, **changes})
-    rotary_dim = int(model.head_dim * (0.5 if factor is None else factor))
-    if rotary_dim % 2 or not 0 < rotary_dim <= model.head_dim:
-        raise CheckpointError(
-            f"config.json: partial_rotary_factor={factor} rotates {rotary_dim} of "
-            f"{model.head_dim} dimensions; an even number is needed"
-        )
-    rope = replace(model.layers[0].rope, rotary_dim=rotary_dim, is_interleaved=True)
+    model = read_with_partial_rotary({**DEFAULTS, **config}, 0.5)
+    rope = replace(model.layers[0].rope, is_interleaved=True)
     layers = (LayerAttention(rope),) * model.num_layers
     return replace(model, layers=layers, output_bias=False, mlp_bias=False)
 

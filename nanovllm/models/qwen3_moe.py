@@ -23,6 +23,11 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     if config.get("use_sliding_window"):
         window = config.get("sliding_window", 4096)
         model = with_window(model, window, range(model.num_layers))
+    return read_experts(model, config)
+
+
+def read_experts(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
+    """Return the model with the experts of its config."""
     step = config.get("decoder_sparse_step", 1)
     is_dense = {i for i in range(model.num_layers) if (i + 1) % step} | set(
         config.get("mlp_only_layers") or ()

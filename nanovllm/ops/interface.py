@@ -209,7 +209,7 @@ class Ops(Protocol):
         """Normalize and rotate q and k, write k and v to the cache, and leave q in qkv.
 
         With an FP8 cache, q and k are Hadamard-transformed too. qkv is [tokens, q + k + v heads,
-        dim], and its k may be overwritten. rope holds float32 cosines and sines,
+        dim] with any stride(0), and its k may be overwritten. rope holds float32 cosines and sines,
         [positions, 2, dim / 2], or those of k, then those of q: [positions, 4, dim / 2].
         slot_mapping holds positions in the cache, in units of tokens.
         """
@@ -225,6 +225,12 @@ class Ops(Protocol):
 
     def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up; gate_up [tokens, 2 * size] holds gate, then up."""
+
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor, base: Tensor | None = None) -> Tensor:
+        """Return base + x * sigmoid(gate); gate is [tokens, size] or [tokens, 1].
+
+        The gate has any stride(0); x and base may be overwritten.
+        """
 
     def scale_logits(self, logits: Tensor, scale: float, softcap: float | None) -> Tensor:
         """Return x = scale * logits, or softcap * tanh(x / softcap); may overwrite the logits."""

@@ -20,6 +20,7 @@ from nanovllm.ops.interface import (
     Routing,
 )
 from nanovllm.ops.quantized_weight import Weight
+from nanovllm.ops.torch_delta_net import gated_delta_net
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,13 @@ class TorchOps:
             k = hadamard_transform(k, of_k)
         _write_rows(cache.k, cache.k_exponents, k, slot_mapping)
         _write_rows(cache.v, cache.v_exponents, v, slot_mapping)
+
+    gated_delta_net = staticmethod(gated_delta_net)
+
+    @staticmethod
+    def multiply_sigmoid(x: Tensor, gate: Tensor, base: Tensor | None = None) -> Tensor:
+        y = x.float() * gate.float().sigmoid()
+        return (y if base is None else y + base).to(x.dtype)
 
     def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

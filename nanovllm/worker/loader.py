@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 NUM_READERS = 2  # reader threads: one reads a file while the other copies a tensor
 MAX_NAMED = 5  # maximum number of problems listed in an error
-# Some exporters write these: RoPE frequencies, which the config implies, and a tied embedding.
-IGNORED = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
+# Some exporters write these: RoPE frequencies, which the config implies, a tied embedding, and the
+# layers of multi-token prediction.
+IGNORED = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight|mtp\..*")
 
 
 def load_weights(

@@ -133,5 +133,5 @@ def _elements_per_token(model: ModelConfig, num_ranks: int) -> int:
     """Count the elements per token that exist at once: residual, x, gate, up and gate * up."""
     size = model.intermediate_size
     if (experts := model.experts) is not None:
-        size = experts.top_k * experts.size
+        size = experts.top_k * experts.size + experts.shared_size
     return 2 * model.hidden_size + 3 * size // num_ranks

@@ -132,6 +132,7 @@ class NumbaOps:
             head_dim,
             block_size,
             rope.stride(0),
+            qkv.stride(0),
             *fp8_args,
             cached=cache.k.dtype,
         )
@@ -142,6 +143,12 @@ class NumbaOps:
         curve = [float_bits(factor) for factor in ACTIVATIONS[activation]]
         self._launch(dense.act_and_mul, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
         return out
+
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor, base: Tensor | None = None) -> Tensor:
+        addresses = x.data_ptr(), gate.data_ptr(), 0 if base is None else base.data_ptr()
+        sizes = *x.shape, gate.stride(0), gate.shape[1] == 1
+        self._launch(dense.multiply_sigmoid, *addresses, *sizes)
+        return x
 
     def scale_logits(self, logits: Tensor, scale: float, softcap: float | None) -> Tensor:
         factors = float_bits(scale), float_bits(softcap or 0.0)

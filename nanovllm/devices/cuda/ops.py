@@ -56,6 +56,8 @@ class TritonOps:
     embed = staticmethod(TorchOps.embed)
     scale_logits = staticmethod(TorchOps.scale_logits)
     rope_write = staticmethod(elementwise.rope_write)
+    gated_delta_net = staticmethod(TorchOps.gated_delta_net)
+    multiply_sigmoid = staticmethod(elementwise.multiply_sigmoid)
     act_and_mul = staticmethod(elementwise.act_and_mul)
 
     def norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:

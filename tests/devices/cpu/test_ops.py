@@ -262,6 +262,20 @@ def test_gate_lets_nan_and_infinity_through(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, want, equal_nan=True, rtol=2.0**-7, atol=0)
 
 
+@SEVERAL_THREADS
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 1), (1, 33), (7, 5), (65, 255)], ids=str)
+def test_multiply_sigmoid(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """The gate is part of a wider tensor, or has one column; it may be added to another tensor."""
+    x, base = (make(*shape, dtype=dtype, seed=seed) for seed in range(2))
+    gates = 30 * make(shape[0], shape[1] + 3, dtype=dtype, seed=2)
+    for gate in (gates[:, 1:-2], gates[:, 3:4]):
+        for added in (None, base):
+            ops = make_ops(dtype), torch_ops
+            got, want = (each.multiply_sigmoid(x.clone(), gate, added) for each in ops)
+            assert_as_rounded(got, want, atol=2e-6)
+
+
 HEADS = pytest.mark.parametrize(
     ("num_tokens", "num_heads", "num_kv_heads", "head_dim"),
     [(1, 1, 1, 2), (1, 9, 3, 64), (3, 4, 2, 16), (5, 6, 2, 24), (17, 4, 4, 80), (40, 8, 1, 128)],
@@ -281,7 +295,10 @@ def test_rope_write(
     dtype: torch.dtype,
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    qkv = make(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    # The tokens are apart, as they are behind the gates of an attention output.
+    qkv = make(num_tokens, 1 + num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    whole = qkv.clone()
+    qkv = qkv[:, 1:]
     q_weight, k_weight = make(2, head_dim, dtype=torch.float32, seed=2)
     if normed == "all heads":
         q_weight = make(num_heads, head_dim, dtype=torch.float32, seed=2)
@@ -294,7 +311,7 @@ def test_rope_write(
     slot_mapping = torch.randperm(6 * 16, generator=generator)[:num_tokens]
     results = []
     for ops in (make_ops(dtype), torch_ops):
-        turned = qkv.clone()
+        turned = whole.clone()[:, 1:]
         caches = [torch.full((6, 16, num_kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
         ops.rope_write(turned, norm, rope, positions, LayerCache(*caches), slot_mapping)
         results.append(turned)

@@ -149,6 +149,26 @@ def act_and_mul(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 
 @kernel
+def multiply_sigmoid(args: Any, thread: int, num_threads: int, like: Any) -> None:
+    """x = base + x * sigmoid(gate); a base of 0 means none, and a gate may be one per row."""
+    x, gate, base = (
+        pointer_to(args[0], like),
+        pointer_to(args[1], like),
+        pointer_to(args[2], like),
+    )
+    has_base = args[2] != 0
+    num_rows, size, gate_stride, is_single = args[3], args[4], args[5], args[6] != 0
+    begin, end = thread * size // num_threads, (thread + 1) * size // num_threads
+    for row in range(num_rows):
+        for i in range(begin, end):
+            value = load(gate, row * gate_stride + (0 if is_single else i))
+            value = load(x, row * size + i) / (float32(1) + _exp(-value))
+            if has_base:
+                value += load(base, row * size + i)
+            store(x, row * size + i, value)
+
+
+@kernel
 def scale_logits(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """Implement Ops.scale_logits in place; a softcap of 0 means none."""
     logits, size = pointer_to(args[0], like), args[1]
@@ -173,18 +193,20 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
     k_cache, v_cache = pointer_to(args[7], cached), pointer_to(args[8], cached)
     num_tokens, num_heads = args[9], args[10]
     num_kv_heads, head_dim, block_size, rope_stride = args[11], args[12], args[13], args[14]
+    token_stride = args[15]
     k_exponents, v_exponents = (
-        pointer_to(args[15], uint8(0)),
         pointer_to(args[16], uint8(0)),
+        pointer_to(args[17], uint8(0)),
     )
-    scratch, size = pointer_to(args[17], float32(0)), args[18]
-    of_q, of_k = as_float(uint32(args[19])), as_float(uint32(args[20]))
+    scratch, size = pointer_to(args[18], float32(0)), args[19]
+    of_q, of_k = as_float(uint32(args[20])), as_float(uint32(args[21]))
     num_rotated = num_heads + num_kv_heads
     per_token = num_rotated + num_kv_heads
     num_items = num_tokens * per_token
     begin, end = thread * num_items // num_threads, (thread + 1) * num_items // num_threads
     for item in range(begin, end):
-        token, head, base = item // per_token, item % per_token, item * head_dim
+        token, head = item // per_token, item % per_token
+        base = token * token_stride + head * head_dim
         if head < num_rotated:
             if has_norm:
                 weight = q_norm if head < num_heads else k_norm

@@ -88,6 +88,24 @@ def act_and_mul(
     return out
 
 
+def multiply_sigmoid(x: Tensor, gate: Tensor, base: Tensor | None = None) -> Tensor:
+    """Implement Ops.multiply_sigmoid in place."""
+    num_rows, size = x.shape
+    block = 1024
+    _multiply_sigmoid[(num_rows, triton.cdiv(size, block))](
+        x,
+        gate,
+        base,
+        size,
+        gate.stride(0),
+        IS_SINGLE=gate.shape[1] == 1,
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(x, num_rows),
+    )
+    return x
+
+
 def rope_write(
     qkv: Tensor,
     norm: QKNormWeights | None,
@@ -106,6 +124,7 @@ def rope_write(
         positions,
         tuple(cache.parts),
         slot_mapping,
+        qkv.stride(0),
         NUM_Q_HEADS=num_heads - 2 * num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -202,6 +221,29 @@ def _gate(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _multiply_sigmoid(  # type: ignore[no-untyped-def]
+    x,
+    gate,
+    base,
+    size,
+    gate_stride,
+    IS_SINGLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_inputs(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < size
+    column = 0 * i if IS_SINGLE else i
+    factor = tl.sigmoid(tl.load(gate + row * gate_stride + column, mask=mask).to(tl.float32))
+    value = tl.load(x + row * size + i, mask=mask).to(tl.float32) * factor
+    if base is not None:
+        value += tl.load(base + row * size + i, mask=mask).to(tl.float32)
+    tl.store(x + row * size + i, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Apply SiLU or GELU (tanh): both are the input times a sigmoid."""
     exponent = gate
@@ -218,6 +260,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     positions,
     caches,
     slot_mapping,
+    token_stride,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -233,7 +276,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     values in the cache. With an FP8 cache, queries and keys are also Hadamard-transformed.
     """
     token = tl.program_id(0).to(tl.int64)
-    base = token * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    base = token * token_stride
     half: tl.constexpr = HEAD_DIM // 2
     least: tl.constexpr = 1 if len(caches) == 2 else MIN_DOT_SIZE
     i = padded_range(half, least)

@@ -21,6 +21,7 @@ from nanovllm.devices.cuda.persistent.tile_mma import FP8_SCALE_FACTOR, INT4_OFF
 from nanovllm.layers.layernorm import QKNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import SparseMoeBlock
+from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models.decoder import DecoderLayer, DecoderModel
 from nanovllm.ops.interface import NormWeights, QKNormWeights, Routing
 from nanovllm.ops.quantized_weight import BLOCK, MIDDLE, QuantizedWeight, num_blocks
@@ -71,12 +72,13 @@ def _step_layer(layer: nn.Module, rope: Tensor) -> StepLayer | None:
     if not isinstance(layer, DecoderLayer):
         return None
     attention, mlp, experts = layer.self_attn, layer.mlp, None
-    if not isinstance(attention.qk_norm, QKNorm | None):
+    is_known = isinstance(attention, SelfAttention) and not attention.num_gates
+    if not is_known or not isinstance(attention.qk_norm, QKNorm | None):
         return None
     modules = [attention.qkv_proj, attention.o_proj]
     if isinstance(mlp, GatedMLP):
         modules += [mlp.gate_up_proj, mlp.down_proj]
-    elif isinstance(mlp, SparseMoeBlock) and isinstance(mlp.packed, CudaExperts):
+    elif type(mlp) is SparseMoeBlock and isinstance(mlp.packed, CudaExperts):
         modules.append(mlp.gate)
         experts = mlp.packed
     packed = [module.packed for module in modules]

@@ -35,6 +35,10 @@ class TestCompiled:
         cases.check_norms_and_gate(dtype, "cuda")
 
     @DTYPES
+    def test_multiply_sigmoid(self, dtype: torch.dtype) -> None:
+        cases.check_multiply_sigmoid(dtype, "cuda")
+
+    @DTYPES
     def test_rope_write(self, dtype: torch.dtype) -> None:
         cases.check_rope_write(dtype, "cuda")
 

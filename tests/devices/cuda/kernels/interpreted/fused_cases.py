@@ -66,13 +66,26 @@ def check_norms_and_gate(dtype: torch.dtype, device: str) -> None:
             assert_close(got, want)
 
 
+def check_multiply_sigmoid(dtype: torch.dtype, device: str) -> None:
+    """The gate is part of a wider tensor, or has one column."""
+    for num_rows, size in ((1, 64), (3, 1500)):
+        x, base = (make(num_rows, size, dtype=dtype, device=device, seed=i) for i in range(2))
+        wide = make(num_rows, size + 7, dtype=dtype, device=device, seed=2)
+        for gate, added in itertools.product((wide[:, :size], wide[:, :1]), (None, base)):
+            ops = TritonOps(), TorchOps()
+            got, want = (each.multiply_sigmoid(x.clone(), gate, added) for each in ops)
+            assert_close(got, want)
+
+
 def check_rope_write(dtype: torch.dtype, device: str) -> None:
     """q and the cache equal the reference's, and nothing else is written."""
     for (head_dim, num_heads, num_kv_heads), normed in itertools.product(
         ((64, 9, 3), (80, 4, 2), (96, 5, 1), (128, 16, 8)), ("nothing", "heads", "all heads")
     ):
         num_tokens = 5
-        qkv = make(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
+        # The tokens are apart, as they are behind the gates of an attention output.
+        num_apart = 1 + num_heads + 2 * num_kv_heads
+        qkv = make(num_tokens, num_apart, head_dim, dtype=dtype, device=device)
         num_tables = 4 if head_dim == 96 else 2  # with 4, q has its own cosines and sines
         rope = make(100, num_tables, head_dim // 2, dtype=torch.float32, device=device)
         shapes = [(head_dim,)] * 2
@@ -87,7 +100,7 @@ def check_rope_write(dtype: torch.dtype, device: str) -> None:
         slot_mapping = torch.tensor([3, 63, 0, 17, 40], device=device)
         results = []
         for ops in (TritonOps(), TorchOps()):
-            turned = qkv.clone()
+            turned = qkv.clone()[:, 1:]
             shape = (4, 16, num_kv_heads, head_dim)
             caches = [torch.full(shape, 5.0, dtype=dtype, device=device) for _ in range(2)]
             ops.rope_write(turned, norm, rope, positions, LayerCache(*caches), slot_mapping)
@@ -292,6 +305,7 @@ def check_write_words(device: str) -> None:
 def main(which: str) -> None:
     dtype = torch.float32 if which == "some" else torch.float16
     check_norms_and_gate(dtype, "cpu")
+    check_multiply_sigmoid(dtype, "cpu")
     check_rope_write(dtype, "cpu")
     check_rope_write_quantizes(dtype, "cpu")
     check_projections_of_any_number_of_rows(dtype, "cpu")  # one row among them

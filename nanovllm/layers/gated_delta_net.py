@@ -1,0 +1,114 @@
+"""Gated DeltaNet: linear attention, with a recurrent state in the place of keys and values."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from nanovllm.config import ModelConfig
+from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import MergedLinear, RowParallelLinear
+from nanovllm.layers.shards import (
+    ExpectedTensor,
+    expect_replicated,
+    expect_shards,
+    replicated,
+    sharded,
+)
+from nanovllm.ops.interface import (
+    DeltaNetInputs,
+    DeltaNetWeights,
+    LayerState,
+    NormWeights,
+    ResidualStream,
+)
+
+
+class GatedDeltaNet(Layer):
+    """Gated DeltaNet; every rank has some of the key heads, and the value heads that share them.
+
+    With `is_grouped`, a checkpoint stores its inputs in two projections, key head by key head.
+    """
+
+    weights: DeltaNetWeights  # set by `process_weights_after_loading`
+
+    def __init__(
+        self, config: ModelConfig, layer_index: int, build: BuildContext, is_grouped: bool = False
+    ) -> None:
+        super().__init__()
+        assert config.recurrent is not None
+        sizes = config.recurrent
+        self.layer_index, self.is_last = layer_index, layer_index + 1 == config.num_layers
+        self.ops, self.eps = build.ops, config.rms_norm_eps
+        key_heads, heads = (
+            sharded(number, build.group) for number in (sizes.num_key_heads, sizes.num_value_heads)
+        )
+        k, v = key_heads.times(sizes.key_dim), heads.times(sizes.value_dim)
+        self.heads, self.channels = heads, [k, k, v]
+        self.num_channels = 2 * k.count + v.count
+        # The small projections are apart, because FP8 checkpoints do not quantize them.
+        qkvz = {"in_proj_qkv": [k, k, v], "in_proj_z": [v]}
+        ba = {"in_proj_b": [heads], "in_proj_a": [heads]}
+        orders: list[list[int] | None] = [None, None]
+        if is_grouped:
+            group = sizes.num_value_heads // sizes.num_key_heads
+            dims = [sizes.key_dim, sizes.key_dim, *[group * sizes.value_dim] * 2]
+            qkvz = {"in_proj_qkvz": [key_heads.times(sum(dims))]}
+            ba = {"in_proj_ba": [key_heads.times(2 * group)]}
+            orders = [ungroup(key_heads.count, parts) for parts in (dims, [group, group])]
+        hidden = replicated(config.hidden_size)
+        self.in_proj_qkvz = MergedLinear(hidden, qkvz, False, build, row_order=orders[0])
+        self.in_proj_ba = MergedLinear(hidden, ba, False, build, row_order=orders[1])
+        self.o_proj = RowParallelLinear(v, config.hidden_size, False, build, "out_proj")
+        self.conv = build.parameter(self.num_channels, 1, sizes.conv_size)
+        self.log_decay, self.dt_bias = (
+            build.parameter(heads.count, dtype=torch.float32) for _ in range(2)
+        )
+        self.norm = build.parameter(sizes.value_dim, dtype=torch.float32)
+
+    def forward(
+        self, hidden: ResidualStream, norm: RMSNorm, rope: Tensor, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs of the heads, before `o_proj`, and the residual."""
+        x, residual = self.ops.norm(hidden, norm.weights)
+        qkvz, ba = self.in_proj_qkvz(x), self.in_proj_ba(x)
+        qkv, z = qkvz[:, : self.num_channels], qkvz[:, self.num_channels :]
+        inputs = DeltaNetInputs(qkv, z, ba[:, : self.heads.count], ba[:, self.heads.count :])
+        state, rows = batch.caches[self.layer_index], batch.recurrent
+        assert isinstance(state, LayerState)
+        assert rows is not None
+        output = self.ops.gated_delta_net(inputs, self.weights, state, rows)
+        # In the last layer, tokens without logits only need to update the state.
+        if self.is_last and (kept := batch.sampled) is not None:
+            output, residual = output[kept.index], residual[kept.index]
+        return output, residual
+
+    def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
+        conv_size = replicated(self.conv.shape[-1])
+        return {
+            f"{path}.conv1d.weight": expect_shards(
+                self.conv, self.channels, replicated(1), conv_size
+            ),
+            f"{path}.A_log": expect_shards(self.log_decay, [self.heads]),
+            f"{path}.dt_bias": expect_shards(self.dt_bias, [self.heads]),
+            f"{path}.norm.weight": expect_replicated(self.norm),
+        }
+
+    def process_weights_after_loading(self, allow_copy: bool) -> None:
+        norm = NormWeights(self.norm.data, self.eps)
+        decay = -self.log_decay.data.exp()
+        self.weights = DeltaNetWeights(self.conv.data.squeeze(1), decay, self.dt_bias.data, norm)
+
+
+def ungroup(num_groups: int, parts: list[int]) -> list[int]:
+    """Return the order of rows that puts each part of all groups before the next part."""
+    firsts = accumulate(parts, initial=0)
+    return [
+        group * sum(parts) + first + i
+        for first, size in zip(firsts, parts, strict=False)
+        for group in range(num_groups)
+        for i in range(size)
+    ]

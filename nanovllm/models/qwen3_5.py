@@ -1,0 +1,99 @@
+"""Qwen3.5 and Qwen3-Next: Gated DeltaNet in most layers, full attention with gates in the others.
+
+Qwen3.5 is a dense model or has experts; Qwen3-Next, its predecessor, always has experts. Images and
+multi-token prediction (MTP) are not supported; their weights are skipped by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from nanovllm.config import ModelConfig, RecurrentConfig
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.layers.build import BuildContext
+from nanovllm.layers.gated_delta_net import GatedDeltaNet
+from nanovllm.layers.layernorm import QKNorm
+from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.moe import SharedExpertMoeBlock
+from nanovllm.layers.rotary_embedding import rope_order
+from nanovllm.layers.self_attention import SelfAttention
+from nanovllm.models.config_json import field, read_with_partial_rotary
+from nanovllm.models.decoder import DecoderLayer
+from nanovllm.models.qwen3_moe import NAMES, read_experts
+
+LAYER_TYPES = ("linear_attention", "full_attention")
+DEFAULTS = {
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    config = {**DEFAULTS, **config}
+    model = read_with_partial_rotary(config, 0.25)
+    recurrent = RecurrentConfig(
+        layers=_read_recurrent_layers(config, model.num_layers),
+        num_key_heads=config["linear_num_key_heads"],
+        num_value_heads=config["linear_num_value_heads"],
+        key_dim=config["linear_key_head_dim"],
+        value_dim=config["linear_value_head_dim"],
+        conv_size=config["linear_conv_kernel_dim"],
+    )
+    if recurrent.num_value_heads % recurrent.num_key_heads:
+        raise CheckpointError(
+            f"config.json: linear_num_value_heads={recurrent.num_value_heads} is not a multiple of "
+            f"linear_num_key_heads={recurrent.num_key_heads}"
+        )
+    return replace(model, norm_offset=1.0, has_output_gate=True, recurrent=recurrent)
+
+
+def read_moe_config(config: Mapping[str, Any]) -> ModelConfig:
+    # Without dense layers, a config has no size for them.
+    shared = field(config, "shared_expert_intermediate_size")
+    config = {"intermediate_size": shared, "norm_topk_prob": True, **config}
+    model = read_experts(read_config(config), config)
+    assert model.experts is not None
+    return replace(model, experts=replace(model.experts, shared_size=shared))
+
+
+def _read_recurrent_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+    interval = config["full_attention_interval"]
+    kinds = config.get("layer_types") or [
+        LAYER_TYPES[(i + 1) % interval == 0] for i in range(num_layers)
+    ]
+    if unknown := sorted({str(kind) for kind in kinds} - set(LAYER_TYPES)):
+        raise UnsupportedModelError(
+            f"layer_types {', '.join(unknown)}: only {LAYER_TYPES} are supported"
+        )
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"layer_types has {len(kinds)} entries for {num_layers} layers")
+    return frozenset(i for i, kind in enumerate(kinds) if kind == "linear_attention")
+
+
+def build_layer(
+    config: ModelConfig, layer_index: int, build: BuildContext, is_grouped: bool = False
+) -> DecoderLayer:
+    """Build a layer; `is_grouped` is explained in `GatedDeltaNet`."""
+    assert config.recurrent is not None
+    mlp: GatedMLP | SharedExpertMoeBlock
+    if config.experts is None or layer_index in config.experts.dense_layers:
+        mlp = GatedMLP(config, build)
+    else:
+        mlp = SharedExpertMoeBlock(config, NAMES, build)
+    if layer_index in config.recurrent.layers:
+        delta_net = GatedDeltaNet(config, layer_index, build, is_grouped)
+        return DecoderLayer(config, delta_net, mlp, build, attention_name="linear_attn")
+    order = rope_order(config.head_dim, config.layers[layer_index].rope)
+    self_attn = SelfAttention(config, layer_index, build, QKNorm(config, build, order))
+    return DecoderLayer(config, self_attn, mlp, build)
+
+
+build_next_layer = partial(build_layer, is_grouped=True)

@@ -1,0 +1,144 @@
+"""Gated DeltaNet in plain torch: the reference for kernels, and the fallback without them.
+
+The state of a head is a matrix S [key_dim, value_dim]. Each token multiplies S by its decay, adds
+beta * k * (v - k @ S), which moves the value that S returns for k toward v, and outputs q @ S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.ops.interface import DeltaNetInputs, DeltaNetWeights, LayerState, RecurrentRows
+
+CHUNK_SIZE = 64  # number of tokens whose updates are computed at once
+EPS = 1e-6  # of the L2 norms of q and k
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTokens:
+    """The inputs of the delta rule by value head, in float32."""
+
+    q: Tensor  # [rows, heads, tokens, key_dim]
+    k: Tensor
+    v: Tensor  # [rows, heads, tokens, value_dim]
+    decay: Tensor  # [rows, heads, tokens]: logarithms
+    beta: Tensor  # [rows, heads, tokens]
+
+
+def gated_delta_net(
+    inputs: DeltaNetInputs, weights: DeltaNetWeights, state: LayerState, rows: RecurrentRows
+) -> Tensor:
+    """Implement Ops.gated_delta_net; the outputs of padding tokens after the last row are zero."""
+    output = inputs.z.new_zeros(inputs.z.shape)
+    for row_slice, token_slice in split_rows(rows):
+        slots = rows.slots[row_slice]
+        parts = (part[token_slice] for part in (inputs.qkv, inputs.z, inputs.b, inputs.a))
+        output[token_slice] = run_rows(DeltaNetInputs(*parts), weights, state, slots)
+    return output
+
+
+def split_rows(rows: RecurrentRows) -> Iterator[tuple[slice, slice]]:
+    """Yield the (rows, tokens) that run at once: several rows of one token, or one longer row."""
+    counts = [1] * len(rows.slots) if rows.counts is None else rows.counts
+    first_row = first_token = 0
+    for _, group in groupby(enumerate(counts), key=lambda row: -1 if row[1] == 1 else row[0]):
+        lengths = [count for _, count in group]
+        last_row, last_token = first_row + len(lengths), first_token + sum(lengths)
+        yield slice(first_row, last_row), slice(first_token, last_token)
+        first_row, first_token = last_row, last_token
+
+
+def run_rows(
+    inputs: DeltaNetInputs, weights: DeltaNetWeights, state: LayerState, slots: Tensor
+) -> Tensor:
+    """Run rows of equal length, row after row."""
+    num_rows, (_, num_heads, _, value_dim) = len(slots), state.recurrent.shape
+    qkv = convolve(inputs.qkv.view(num_rows, -1, inputs.qkv.shape[1]), weights, state, slots)
+    tokens = split_heads(qkv, inputs, weights, state)
+    before = state.recurrent.index_select(0, slots)
+    run = run_token if qkv.shape[1] == 1 else run_chunks
+    y, after = run(tokens, before)  # y: [rows, heads, tokens, value_dim]
+    state.recurrent.index_copy_(0, slots, after)
+    y = y.transpose(1, 2).reshape(-1, num_heads, value_dim)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + weights.norm.eps) * weights.norm.weight
+    return (y.flatten(1) * F.silu(inputs.z.float())).to(inputs.z.dtype)
+
+
+def convolve(x: Tensor, weights: DeltaNetWeights, state: LayerState, slots: Tensor) -> Tensor:
+    """Return silu(conv(x)) in float32, for x [rows, tokens, channels], and update the state."""
+    num_tokens = x.shape[1]
+    x = torch.cat((state.conv.index_select(0, slots).transpose(1, 2), x), 1)
+    state.conv.index_copy_(0, slots, x[:, num_tokens:].transpose(1, 2))
+    taps = weights.conv.float().unbind(1)  # each [channels]
+    products = (x[:, i : i + num_tokens].float() * tap for i, tap in enumerate(taps))
+    return F.silu(sum(products, start=torch.zeros(())))
+
+
+def split_heads(
+    qkv: Tensor, inputs: DeltaNetInputs, weights: DeltaNetWeights, state: LayerState
+) -> HeadTokens:
+    """Normalize q and k, repeat them for the value heads that share them, and compute the gates."""
+    num_rows, num_tokens, num_channels = qkv.shape
+    _, num_heads, key_dim, value_dim = state.recurrent.shape
+    num_values = num_heads * value_dim
+    num_keys = (num_channels - num_values) // 2
+    q, k, v = qkv.split((num_keys, num_keys, num_values), dim=2)
+    q, k = (normalize(x.view(num_rows, num_tokens, -1, key_dim)) for x in (q, k))
+    group = num_heads * key_dim // num_keys
+    q, k = (x.repeat_interleave(group, 2) for x in (q * key_dim**-0.5, k))
+    decay = weights.decay * F.softplus(inputs.a.float() + weights.dt_bias)
+    gates = (x.view(num_rows, num_tokens, -1) for x in (decay, inputs.b.float().sigmoid()))
+    v = v.view(num_rows, num_tokens, num_heads, value_dim)
+    return HeadTokens(*(x.transpose(1, 2) for x in (q, k, v, *gates)))
+
+
+def normalize(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+
+
+def run_token(tokens: HeadTokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Run one token of each row in the recurrent form; return its outputs and the new states."""
+    state = state * tokens.decay.exp()[..., None]
+    change = (tokens.v - tokens.k @ state) * tokens.beta[..., None]
+    state = state + tokens.k.transpose(-1, -2) * change
+    return tokens.q @ state, state
+
+
+def run_chunks(tokens: HeadTokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Run any number of tokens in the chunked form; return their outputs and the new states.
+
+    Within a chunk, each change depends on those before it: a triangular system. It is linear in the
+    state before the chunk, so all chunks are solved at once, and their states follow one by one.
+    """
+    num_tokens = tokens.q.shape[2]
+    size = min(CHUNK_SIZE, num_tokens)
+    q, k, v = (in_chunks(x, size) for x in (tokens.q, tokens.k, tokens.v))
+    decay, beta = (in_chunks(x[..., None], size) for x in (tokens.decay, tokens.beta))
+    total = decay.cumsum(3)  # [rows, heads, chunks, size, 1]: from the start of the chunk
+    between = (total - total.transpose(-1, -2)).tril().exp().tril()  # decay between two tokens
+    weighted = k * beta
+    system = weighted @ k.transpose(-1, -2) * between
+    sides = torch.cat((v * beta, weighted * total.exp()), dim=-1)
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    changes, reads = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    scores = q @ k.transpose(-1, -2) * between
+    last = total[..., -1:, :]
+    q, k, last = q * total.exp(), (k * (last - total).exp()).transpose(-1, -2), last.exp()
+    output = torch.empty_like(v)
+    for i in range(v.shape[2]):
+        change = changes[:, :, i] - reads[:, :, i] @ state
+        output[:, :, i] = q[:, :, i] @ state + scores[:, :, i] @ change
+        state = state * last[:, :, i] + k[:, :, i] @ change
+    return output.flatten(2, 3)[:, :, :num_tokens], state
+
+
+def in_chunks(x: Tensor, size: int) -> Tensor:
+    """Split the tokens of x into chunks; padding tokens have no effect, as all inputs are zero."""
+    x = F.pad(x, (0, 0, 0, -x.shape[2] % size))
+    return x.unflatten(2, (-1, size))
