@@ -51,6 +51,9 @@ EXAMPLES = {
         "Qwen/Qwen3-8B",
         "Qwen/Qwen3-32B",
     ),
+    "Qwen3NextForCausalLM": ("Qwen/Qwen3-Next-80B-A3B-Instruct",),
+    "Qwen3_5ForCausalLM": ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.6-27B"),
+    "Qwen3_5MoeForCausalLM": ("Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3.6-35B-A3B"),
     "Qwen3MoeForCausalLM": ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"),
     "SmolLM3ForCausalLM": ("HuggingFaceTB/SmolLM3-3B",),
 }
