@@ -14,7 +14,7 @@ from torch import Tensor
 from nanovllm.checkpoint import stored_tensors as weights
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.quantization import ROUND_TO_FP8, choose_quantization
-from nanovllm.checkpoint.quantized.modules import combine_parts
+from nanovllm.checkpoint.quantized.modules import combine_parts, is_quantized_to_fp8
 from nanovllm.checkpoint.stored_tensors import StoredTensor, list_tensors
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.ops.fp8 import quantize_rows
@@ -241,3 +241,22 @@ def test_quantizing_to_fp8() -> None:
     kept = [0, 2, 3, 5]  # the largest value of each row is exact
     torch.testing.assert_close(got[kept].abs().amax(1), values[kept].abs().amax(1))
     assert (got[0] - values[0]).abs().max() < values[0].abs().max() / 16
+
+
+@pytest.mark.parametrize(
+    ("name", "is_quantized"),
+    [
+        ("self_attn.q_proj", True),
+        ("mlp.gate_proj", True),
+        ("mlp.shared_expert.gate_proj", True),
+        ("linear_attn.in_proj_qkv", True),
+        ("linear_attn.in_proj_qkvz", True),
+        ("mlp.gate", False),
+        ("mlp.shared_expert_gate", False),
+        ("linear_attn.in_proj_a", False),
+        ("linear_attn.in_proj_b", False),
+        ("linear_attn.in_proj_ba", False),
+    ],
+)
+def test_which_projections_are_quantized_to_fp8(name: str, is_quantized: bool) -> None:
+    assert is_quantized_to_fp8(f"model.layers.3.{name}.weight", 5) == is_quantized

@@ -28,7 +28,9 @@ from nanovllm.ops.fp8 import FP8, quantize_rows
 PER_CHANNEL = QuantLayout("fp8", -1)
 # Matches the projections of layers, but not routers, whose choices depend on small differences, nor
 # other gates, which are small.
-PROJECTION = re.compile(r"model\.layers\.(\d+)\..*(?<![._]gate)(?<!\.in_proj_(?:b|a))\.weight")
+PROJECTION = re.compile(
+    r"model\.layers\.(\d+)\.(?!linear_attn\.in_proj_(?:a|b|ba)\.).*(?<![._]gate)\.weight"
+)
 
 
 def open_fp8_block(parts: Parts, quantization: Quantization) -> StoredWeight:

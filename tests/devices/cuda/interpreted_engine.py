@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import Qwen3_5TextConfig, Qwen3Config
 
 from benchmarks.replayed_drafts import Replay
 from nanovllm import LLM, SamplingParams
@@ -43,7 +43,7 @@ from nanovllm.engine.step import Pending
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.ops.interface import LayerCache, Ops, Sampling
 from nanovllm.structured.guidance import GuidanceGrammar
-from tests.checkpoints import SIZES, VARIANTS, make_checkpoint
+from tests.checkpoints import DELTA_NET, SIZES, VARIANTS, make_checkpoint
 from tests.devices import RunAgain, runner_of
 from tests.devices.cuda.persistent.reference import reference_step
 from tests.forced_tokens import Ids, forced_logits
@@ -58,6 +58,7 @@ SPLIT = Qwen3Config(  # the last projection of a layer has enough inputs for spl
     **{**SIZES, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1}, head_dim=32
 )
 ONE_LAYER = Qwen3Config(**{**SIZES, "num_hidden_layers": 1}, head_dim=32, tie_word_embeddings=False)
+HYBRID = Qwen3_5TextConfig(**SIZES, **DELTA_NET, full_attention_interval=2)
 # Several ways to ask for the most likely token, so that every kind of sampler has one result.
 GREEDY_WAYS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -170,6 +171,23 @@ def check_transformers_model(root: Path) -> None:
         assert graphed.persistent is None
         assert graphed.graphs
     assert [o.token_ids for o in outputs] == [checkpoint.generate(p, 4) for p in prompts]
+
+
+def check_hybrid_model(root: Path) -> None:
+    """Graphs update recurrent states, of padding rows too; prompts run eagerly beside decodes."""
+    checkpoint = make_checkpoint(root / "hybrid", HYBRID)
+    rng = random.Random(0)
+    prompts = [rng.choices(range(160), k=length) for length in (18, 3)]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with (
+        mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(decode_graphs, "graph_sizes", return_value=[3]),
+        LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=24, **OPTIONS) as llm,
+    ):
+        for _ in range(2):  # the second time, prompts start from snapshots
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert [o.token_ids for o in outputs] == [checkpoint.generate(p, 3) for p in prompts]
+        assert runner_of(llm).forward.decode.graphs
 
 
 def check_drafts(root: Path) -> None:
@@ -463,6 +481,7 @@ def main() -> None:
             check_tokens(Path(folder))
             check_shared_prefixes(Path(folder))
             check_transformers_model(Path(folder))
+            check_hybrid_model(Path(folder))
             check_masks(Path(folder))
             check_drafts(Path(folder))
             check_captures_ahead(Path(folder))
