@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,25 +36,41 @@ class HeadTokens:
     beta: Tensor  # [rows, heads, tokens]
 
 
+class Chunks(NamedTuple):
+    """What each chunk does with the state before it, each [rows, heads, chunks, tokens, ...]."""
+
+    changes: Tensor  # [..., value_dim], without those that depend on the state
+    reads: Tensor  # [..., key_dim]: reads @ state is to be subtracted from the changes
+    q: Tensor  # [..., key_dim]: q @ state is a part of the output
+    k: Tensor  # [..., key_dim]: k.T @ changes is added to the state
+    scores: Tensor  # [..., tokens]: scores @ changes is the other part of the output
+    decay: Tensor  # [rows, heads, chunks, 1, 1]: factor of the state
+
+
+Scan = Callable[[Chunks, Tensor], tuple[Tensor, Tensor]]
+
+
 def gated_delta_net(
     inputs: DeltaNetInputs,
     weights: DeltaNetWeights,
     state: LayerState,
     rows: RecurrentRows,
     run_tokens: RunRows | None = None,
+    run_longer: RunRows | None = None,
 ) -> Tensor:
     """Implement Ops.gated_delta_net; the outputs of padding tokens after the last row are zero.
 
-    With `run_tokens`, this function runs the rows of one token.
+    A device may have its own functions that run rows of one token, and longer ones.
     """
-    if run_tokens is not None and rows.counts is None:
+    run_tokens, run_longer = run_tokens or run_rows, run_longer or run_rows
+    if rows.counts is None:
         return run_tokens(inputs, weights, state, rows.slots)
     output = inputs.z.new_zeros(inputs.z.shape)
     for row_slice, token_slice in split_rows(rows):
         slots = rows.slots[row_slice]
         parts = (part[token_slice] for part in (inputs.qkv, inputs.z, inputs.b, inputs.a))
         is_longer = token_slice.stop - token_slice.start > len(slots)
-        run = run_rows if is_longer or run_tokens is None else run_tokens
+        run = run_longer if is_longer else run_tokens
         output[token_slice] = run(DeltaNetInputs(*parts), weights, state, slots)
     return output
 
@@ -70,15 +87,21 @@ def split_rows(rows: RecurrentRows) -> Iterator[tuple[slice, slice]]:
 
 
 def run_rows(
-    inputs: DeltaNetInputs, weights: DeltaNetWeights, state: LayerState, slots: Tensor
+    inputs: DeltaNetInputs,
+    weights: DeltaNetWeights,
+    state: LayerState,
+    slots: Tensor,
+    scan: Scan | None = None,
 ) -> Tensor:
-    """Run rows of equal length, row after row."""
+    """Run rows of equal length, row after row; a device may have its own `scan_chunks`."""
     num_rows, (_, num_heads, _, value_dim) = len(slots), state.recurrent.shape
     qkv = convolve(inputs.qkv.view(num_rows, -1, inputs.qkv.shape[1]), weights, state, slots)
     tokens = split_heads(qkv, inputs, weights, state)
     before = state.recurrent.index_select(0, slots)
-    run = run_token if qkv.shape[1] == 1 else run_chunks
-    y, after = run(tokens, before)  # y: [rows, heads, tokens, value_dim]
+    if qkv.shape[1] == 1:
+        y, after = run_token(tokens, before)  # y: [rows, heads, tokens, value_dim]
+    else:
+        y, after = run_chunks(tokens, before, scan or scan_chunks)
     state.recurrent.index_copy_(0, slots, after)
     y = y.transpose(1, 2).reshape(-1, num_heads, value_dim)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + weights.norm.eps) * weights.norm.weight
@@ -130,7 +153,7 @@ def run_token(tokens: HeadTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.q @ state, state
 
 
-def run_chunks(tokens: HeadTokens, state: Tensor) -> tuple[Tensor, Tensor]:
+def run_chunks(tokens: HeadTokens, state: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
     """Run any number of tokens in the chunked form; return their outputs and the new states.
 
     Within a chunk, each change depends on those before it: a triangular system. It is linear in the
@@ -149,13 +172,20 @@ def run_chunks(tokens: HeadTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     changes, reads = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     scores = q @ k.transpose(-1, -2) * between
     last = total[..., -1:, :]
-    q, k, last = q * total.exp(), (k * (last - total).exp()).transpose(-1, -2), last.exp()
-    output = torch.empty_like(v)
-    for i in range(v.shape[2]):
-        change = changes[:, :, i] - reads[:, :, i] @ state
-        output[:, :, i] = q[:, :, i] @ state + scores[:, :, i] @ change
-        state = state * last[:, :, i] + k[:, :, i] @ change
+    q, k = q * total.exp(), k * (last - total).exp()
+    output, state = scan(Chunks(changes, reads, q, k, scores, last.exp()), state)
     return output.flatten(2, 3)[:, :, :num_tokens], state
+
+
+def scan_chunks(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Run one chunk after another; return their outputs and the new states."""
+    output = torch.empty_like(chunks.changes)
+    for i in range(output.shape[2]):
+        changes, reads, q, k, scores, decay = (part[:, :, i] for part in chunks)
+        change = changes - reads @ state
+        output[:, :, i] = q @ state + scores @ change
+        state = state * decay + k.transpose(-1, -2) @ change
+    return output, state
 
 
 def in_chunks(x: Tensor, size: int) -> Tensor:

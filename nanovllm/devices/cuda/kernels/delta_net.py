@@ -1,4 +1,4 @@
-"""Gated DeltaNet for rows of one token on CUDA; torch_delta_net.py defines what is computed."""
+"""Gated DeltaNet on CUDA; torch_delta_net.py defines what is computed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.devices.cuda.kernels.fp8_rows import MIN_DOT_SIZE
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.ops.interface import DeltaNetInputs, DeltaNetWeights, LayerState
-from nanovllm.ops.torch_delta_net import EPS
+from nanovllm.ops.torch_delta_net import EPS, Chunks
 
 NORM_EPS = tl.constexpr(EPS)
 
@@ -51,6 +52,25 @@ def run_tokens(
         **options,
     )
     return output
+
+
+def scan_chunks(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Run one chunk after another, with a CTA for some columns of each head's state."""
+    num_rows, num_heads, num_chunks, size, value_dim = chunks.changes.shape
+    key_dim, block_v = state.shape[2], MIN_DOT_SIZE.value  # wider tiles spill more registers
+    output, after = state.new_empty(chunks.changes.shape), torch.empty_like(state)
+    _scan_chunks[(num_rows * num_heads, triton.cdiv(value_dim, block_v))](
+        *(output, after, state, *(part.contiguous() for part in chunks), num_chunks),
+        SIZE=size,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_T=max(triton.next_power_of_2(size), MIN_DOT_SIZE),
+        BLOCK_K=max(triton.next_power_of_2(key_dim), MIN_DOT_SIZE),
+        BLOCK_V=block_v,
+        num_warps=4,
+        num_stages=1,
+    )
+    return output, after
 
 
 @triton.jit
@@ -150,3 +170,52 @@ def _delta_rule(  # type: ignore[no-untyped-def]
     y *= gate * tl.sigmoid(gate)
     target = output + (row * HEADS + head) * VALUE_DIM + j
     tl.store(target, y.to(output.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def _scan_chunks(  # type: ignore[no-untyped-def]
+    output,
+    after,
+    before,
+    changes,
+    reads,
+    q,
+    k,
+    scores,
+    decay,
+    num_chunks,
+    SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Run all chunks of a head for some columns of its state, which stay in registers.
+
+    A product of three TF32 multiplications each has nearly the precision of float32.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    t, i = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_cell = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)
+    is_key = (t < SIZE)[:, None] & (i < KEY_DIM)
+    is_value = (t < SIZE)[:, None] & (j < VALUE_DIM)
+    is_score = (t < SIZE)[:, None] & (t < SIZE)
+    cells = (head * KEY_DIM + i[:, None]) * VALUE_DIM + j
+    state = tl.load(before + cells, mask=is_cell, other=0.0)
+    for chunk in range(num_chunks):
+        tokens = (head * num_chunks + chunk) * SIZE + t[:, None]
+        keys, values = tokens * KEY_DIM + i, tokens * VALUE_DIM + j
+        change = tl.load(changes + values, mask=is_value, other=0.0)
+        read = tl.load(reads + keys, mask=is_key, other=0.0)
+        change -= tl.dot(read, state, input_precision="tf32x3")
+        query = tl.load(q + keys, mask=is_key, other=0.0)
+        score = tl.load(scores + tokens * SIZE + t, mask=is_score, other=0.0)
+        y = tl.dot(query, state, input_precision="tf32x3")
+        y = tl.dot(score, change, y, input_precision="tf32x3")
+        tl.store(output + values, y, mask=is_value)
+        key = tl.load(k + keys, mask=is_key, other=0.0)
+        state *= tl.load(decay + head * num_chunks + chunk)
+        state = tl.dot(tl.trans(key), change, state, input_precision="tf32x3")
+    tl.store(after + cells, state, mask=is_cell)
