@@ -78,10 +78,10 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DELTA_NET = {
     "head_dim": 16,
     "pad_token_id": 0,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
 }
 WINDOW = 20  # not a multiple of the block size
 
@@ -153,7 +153,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         **EXPERTS,
         **DELTA_NET,
         num_experts=5,
-        shared_expert_intermediate_size=16,
+        shared_expert_intermediate_size=24,
         mlp_only_layers=[1],
         full_attention_interval=2,
     ),

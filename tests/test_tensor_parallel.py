@@ -85,7 +85,8 @@ def generate(path: Path, num_rounds: int = 1, **options: Any) -> list[list[int]]
         scheduler.check()
         if "num_kvcache_blocks" in options:
             assert scheduler.num_preemptions > 0
-        if options.get("enable_prefix_caching", True):
+        # So few blocks leave hybrid models few snapshots, which may all be evicted before a hit.
+        if options.get("enable_prefix_caching", True) and scheduler.states is None:
             assert any(output.num_cached_tokens for output in outputs)
     return [output.token_ids for output in outputs]
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from nanovllm.config import RecurrentConfig
 from nanovllm.ops.interface import (
@@ -16,6 +23,7 @@ from nanovllm.ops.interface import (
     Ops,
     RecurrentRows,
 )
+from nanovllm.ops.torch_delta_net import HeadTokens, normalize, run_token
 
 
 def random_inputs(
@@ -84,3 +92,29 @@ class DeltaNetCase:
         ba = torch.cat((layer.in_proj_b(x), layer.in_proj_a(x)), 1)
         inputs = split_inputs(qkvz, ba, layer.conv_dim)
         return ops.gated_delta_net(inputs, self.weights, state, rows)
+
+
+@contextmanager
+def exact_delta_rules() -> Iterator[None]:
+    """Make transformers run the delta rule of float64 models in float64: it always uses float32."""
+    with ExitStack() as stack:
+        for module in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next):
+            name = "torch_chunk_gated_delta_rule"
+            rule = partial(_run_rule, getattr(module, name))
+            stack.enter_context(patch.object(module, name, rule))
+        yield
+
+
+def _run_rule(
+    rule: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    if v.dtype != torch.float64:
+        result: tuple[Tensor, Tensor] = rule(q, k, v, g=g, beta=beta, **options)
+        return result
+    q, k = normalize(q) * q.shape[-1] ** -0.5, normalize(k)
+    columns = [x.double().transpose(1, 2) for x in (q, k, v, g, beta)]
+    state, outputs = v.new_zeros(len(v), v.shape[2], k.shape[-1], v.shape[-1]), []
+    for i in range(v.shape[1]):
+        y, state = run_token(HeadTokens(*(x[:, :, i : i + 1] for x in columns)), state)
+        outputs.append(y)
+    return torch.cat(outputs, 2).transpose(1, 2), state
