@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nanovllm.errors import CheckpointError
 
@@ -181,10 +182,17 @@ def _download(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
+    from tqdm import tqdm
+
+    class NoBar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": True})
 
     _log_download(repo_id, revision, patterns)
+    bar = {} if patterns else {"tqdm_class": NoBar}  # without patterns, only files are listed
+    options: Any = {"revision": revision, "allow_patterns": list(patterns), **bar}
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
+        return Path(snapshot_download(repo_id, **options))
     except RevisionNotFoundError as error:
         raise CheckpointError(
             f"{repo_id!r} on the Hugging Face hub has no revision {revision!r}; pass one of its "
