@@ -25,6 +25,10 @@ Names: TypeAlias = Iterable[str] | None
 
 # Preserve the line breaks of examples, and make room for the longest option beside its help.
 HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=31)
+MODEL_NAMES = (
+    "a folder, a .gguf file, a hub id (org/name, org/name:Q4_K_M, org/name/file.gguf) or a short "
+    "name, which `nanovllm models` lists"
+)
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 NO_FLAGS = ("skip_tokenizer_init", "depth")
 SEVERAL_REQUESTS = ("seed", "data_parallel_size")  # flags of serve and batch only
@@ -122,8 +126,7 @@ def add_engine_options(
     add = parser.add_argument
     text = "log engine activity and server requests (default: on at a terminal)"
     add("-v", "--verbose", action=BooleanOptionalAction, help=text)
-    text = "a folder, a .gguf file, a hub id (org/name or org/name/file.gguf), smollm2 or qwen3"
-    add("--model", help=f"{text} (default: {default_model})")
+    add("--model", help=f"{MODEL_NAMES} (default: {default_model})")
     text = "CPU threads for computation (default: torch's choice, one per core)"
     add("--threads", type=at_least(1), metavar="N", help=text)
     names = {field.name for field in fields(EngineConfig)}.difference(NO_FLAGS, SEVERAL_REQUESTS)
