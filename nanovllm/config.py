@@ -56,7 +56,7 @@ class SpeculativeConfig:
         check_choices(config)
         has_model = isinstance(config.model, str) and config.model != ""
         is_needed = config.method == "draft_model"
-        expected = "a model" if is_needed else "given only with method draft_model"
+        expected = "a hub id or a folder" if is_needed else "given only with method draft_model"
         is_given = has_model if is_needed else config.model is None
         require(is_given, "speculative_config model", expected, config.model, ConfigError)
         count = config.num_speculative_tokens
