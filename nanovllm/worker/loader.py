@@ -73,7 +73,8 @@ def load_dense(folders: Sequence[Path], device: torch.device) -> Iterator[nn.Lin
         if not {"weight"} <= weights.keys() <= {"weight", "bias"}:
             names = ", ".join(tensor.name for tensor in stored)
             raise CheckpointError(f"{folder} must hold linear.weight and linear.bias, not {names}")
-        layer = nn.Linear(*weights["weight"].shape[::-1], bias="bias" in weights, device=device)
+        num_outputs, num_inputs = weights["weight"].shape
+        layer = nn.Linear(num_inputs, num_outputs, bias="bias" in weights, device=device)
         layer.load_state_dict(weights)
         yield layer
 
