@@ -137,6 +137,14 @@ def test_bidirectional_attention(gemma: Path, device: str, options: dict[str, An
         assert np.linalg.norm(unit.embedding) == pytest.approx(1, abs=1e-6)
 
 
+def test_windows_across_tiles(gemma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile's first and last queries see keys before and after the tile."""
+    monkeypatch.setattr("nanovllm.attention.sdpa.QUERY_TILE", 7)
+    with LLM(gemma, device="cpu", **OPTIONS) as llm:
+        for prompt, vector in zip(PROMPTS, embed(llm, PROMPTS), strict=True):
+            assert_close(vector, wanted(gemma, prompt, mean))
+
+
 def test_bidirectional_attention_on_two_ranks(gemma: Path) -> None:
     with engines_of(2), LLM(gemma, device="cpu", **OPTIONS) as llm:
         for prompt, vector in zip(PROMPTS, embed(llm, PROMPTS), strict=True):
