@@ -20,7 +20,7 @@ from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, tem
 from nanovllm.engine.output_processor import OutputProcessor, RequestState
 from nanovllm.engine.prompts import as_prompt
 from nanovllm.engine.request import EngineCoreOutputs, FinishReason, check_length
-from nanovllm.engine.scoring import check_pooling, embedding_of
+from nanovllm.engine.scoring import embedding_of
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.llm import create_input_processor, engine_config
@@ -170,10 +170,10 @@ class AsyncLLM:
         return self.input_processor.get_tokenizer()
 
     async def embed(
-        self, prompt: Any, *, pooling: Pooling = "last", normalize: bool = True
+        self, prompt: Any, *, pooling: Pooling | None = None, normalize: bool = True
     ) -> EmbeddingOutput:
         """Return the embedding of a prompt, as `LLM.embed` does."""
-        check_pooling(pooling)
+        pooling = pooling or self.input_processor.default_pooling or "last"
         params = SamplingParams(max_tokens=1)
         (piece,) = [each async for each in self._generate(prompt, params, None, False, pooling)]
         assert piece.output is not None

@@ -281,6 +281,7 @@ class ModelConfig:
     logits_softcap: float | None = None
     norm_offset: float = 0.0  # added to norm weights; 1 if checkpoints store the weights minus 1
     experts: ExpertsConfig | None = None
+    is_causal: bool = True  # False: a token attends to later ones, too; such a model only embeds
     # config.json, if transformers' own model code runs the model; None: one of our families does.
     transformers_config: Mapping[str, Any] | None = None
 

@@ -46,9 +46,13 @@ _QUANTIZATION = re.compile(
     r"(?:-\d{5}-of-\d{5})?\.gguf",
     re.IGNORECASE,
 )
-_CONFIGS = ("config.json", "generation_config.json")
+_CONFIGS = (
+    *("config.json", "generation_config.json"),
+    *("modules.json", "*_Pooling/config.json", "*_Dense/config.json"),  # of embedding models
+)
 _TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template*")
 _SAFETENSORS, _BIN = "model*.safetensors", "pytorch_model*.bin"
+_DENSE = "*_Dense/model.safetensors"  # of embedding models
 
 
 def is_model_name(text: str) -> bool:
@@ -121,7 +125,8 @@ def fetch(
         _download(repo_id, revision, (file,))
         return _existing_file(repo_id, folder, file)
     check(_existing_file(repo_id, folder, _CONFIGS[0]))
-    patterns = (_TOKENIZER if need_tokenizer else ()) + ((_SAFETENSORS,) if need_weights else ())
+    patterns: tuple[str, ...] = (_SAFETENSORS, _DENSE) if need_weights else ()
+    patterns += _TOKENIZER if need_tokenizer else ()
     if patterns:
         _download(repo_id, revision, patterns)
     if need_weights and not any(folder.glob(_SAFETENSORS)):

@@ -31,7 +31,11 @@ from nanovllm.cli.options import MODEL_NAMES, Commands, add_command
 # Architecture -> hub ids of example models.
 EXAMPLES = {
     "Gemma2ForCausalLM": ("google/gemma-2-2b-it", "google/gemma-2-9b-it"),
-    "Gemma3ForCausalLM": ("google/gemma-3-270m-it", "google/gemma-3-1b-it"),
+    "Gemma3ForCausalLM": (
+        "google/gemma-3-270m-it",
+        "google/gemma-3-1b-it",
+        "google/embeddinggemma-300m",
+    ),
     "Glm4ForCausalLM": ("zai-org/GLM-4-9B-0414", "zai-org/GLM-4-32B-0414"),
     "GlmForCausalLM": ("zai-org/glm-4-9b-chat-hf",),
     "GraniteForCausalLM": (
@@ -62,6 +66,8 @@ EXAMPLES = {
         "Qwen/Qwen3-4B-Instruct-2507",
         "Qwen/Qwen3-8B",
         "Qwen/Qwen3-32B",
+        "Qwen/Qwen3-Embedding-0.6B",
+        "Qwen/Qwen3-Reranker-0.6B",
     ),
     "Qwen3MoeForCausalLM": ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"),
     "SmolLM3ForCausalLM": ("HuggingFaceTB/SmolLM3-3B",),

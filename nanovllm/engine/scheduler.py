@@ -43,7 +43,9 @@ class Scheduler:
         max_num_batched_tokens: int,
         prompt_budget: PromptBudget | None = None,
         drafter: Drafter | None = None,
+        allow_chunks: bool = True,
     ) -> None:
+        self.allow_chunks = allow_chunks  # False: a prompt runs in one step
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
@@ -298,6 +300,8 @@ class Scheduler:
             if self.blocks.num_free < self._num_free_to_admit:
                 return
             seq = self.waiting.first()
+            if not self.allow_chunks and len(seq.token_ids) > builder.budget:
+                return
             if seq.num_pending:  # preempted while the host does not know its newest token yet
                 return
             num_needed = self.blocks.admit(seq)

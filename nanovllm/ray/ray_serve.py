@@ -26,6 +26,7 @@ from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.cli import parse
 from nanovllm.cli.serve import engine_config, server_options
 from nanovllm.config import EngineConfig
+from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError
 from nanovllm.llm import ResolvedModel
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
@@ -109,9 +110,11 @@ class Engine:
             async for piece in pieces:
                 yield piece
 
-    async def embed(self, call: Call, normalize: bool) -> AsyncGenerator[EmbeddingOutput, None]:
+    async def embed(
+        self, call: Call, pooling: Pooling | None, normalize: bool
+    ) -> AsyncGenerator[EmbeddingOutput, None]:
         self._end_if_failed()
-        yield await self._llm.embed(call.token_ids, normalize=normalize)
+        yield await self._llm.embed(call.token_ids, pooling=pooling, normalize=normalize)
 
     async def watch(self, call: Call) -> AsyncGenerator[EngineState, None]:
         async with contextlib.aclosing(self._llm.watch()) as states:

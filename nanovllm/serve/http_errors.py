@@ -118,12 +118,14 @@ def invalid(problems: Sequence[Any]) -> RequestError:
 
 def _place(problem: Any) -> str:
     """Return the field's path in the request, without the type names that pydantic adds to it."""
-    place = ""
-    for part in problem["loc"]:
+    place, parts = "", problem["loc"]
+    if parts[:1] == ("body",) or (len(parts) > 1 and parts[0] in ("query", "path")):
+        parts = parts[1:]
+    for part in parts:
         if isinstance(part, int):
             place += f"[{part}]"
         elif not _FIELD.fullmatch(part) or part in TYPE_NAMES:
             break
-        elif place or part not in ("body", "query", "path"):
+        else:
             place += f".{part}" if place else part
     return place

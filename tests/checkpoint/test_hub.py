@@ -145,6 +145,22 @@ def test_only_needed_files_are_fetched(hub: Hub, find: Callable[..., list[Any]])
     assert hub.fetched() == sorted(WANTED)  # the two files from before are not sent again
 
 
+def test_embedding_models_are_fetched_with_their_modules(
+    hub: Hub, find: Callable[..., list[Any]]
+) -> None:
+    layers = {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"}
+    other = {"2_Dense/pytorch_model.bin", "README.md", "sentence_bert_config.json"}
+    files = model(1, {*WANTED, *layers, *other})
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"}
+    modules = [{"path": path, "type": f"models.{kind}"} for path, kind in kinds.items()]
+    files["modules.json"] = json.dumps(modules).encode()
+    files["1_Pooling/config.json"] = b'{"pooling_mode": "mean"}'
+    files["2_Dense/config.json"] = b'{"activation_function": "torch.nn.modules.linear.Identity"}'
+    hub.models["org/embedding"] = {"main": files}
+    assert find({"model": "org/embedding"})[0][1] == "safetensors"
+    assert hub.fetched() == sorted({*WANTED, *layers, "modules.json"})
+
+
 @pytest.mark.slow
 def test_what_cannot_run_is_not_fetched(hub: Hub, run: Callable[..., list[str]]) -> None:
     """Unsupported models, and models that this device cannot shard or hold, are not downloaded."""
