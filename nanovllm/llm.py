@@ -112,7 +112,8 @@ class LLM:
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Complete any number of prompts; yield the index and output of each as it finishes.
 
-        Prompts, and parameters if each prompt has its own, are read lazily, as others finish.
+        Prompts are read lazily, as earlier ones finish. So are parameters if each prompt has its
+        own.
         """
 
         create = partial(self._request_state, cache_salt=cache_salt)

@@ -50,7 +50,7 @@ class RowOptions:
 
     @property
     def max_concurrency(self) -> int:
-        """Number of rows sent to one engine at once: half of them run while the others wait."""
+        """Maximum number of rows in progress on one engine: half of them run, the others wait."""
         return 2 * self.config.max_num_seqs * self.config.data_parallel_size
 
 

@@ -35,7 +35,7 @@ class Pairs:
 
 
 def to_panels(kind: str, rows: Tensor) -> Panels:
-    """Lay out rows of quant blocks, [rows, bytes] or [experts, rows, bytes], as panels."""
+    """Interleave rows of quant blocks, [rows, bytes] or [experts, rows, bytes], into panels."""
     *_, num_rows, num_bytes = rows.shape
     num_in = num_bytes // TYPES[kind].num_bytes * TYPES[kind].size
     experts = rows.view(-1, num_rows, num_bytes).numpy()

@@ -202,7 +202,7 @@ class CudaDevice:
             if target is not tensor:
                 target.copy_(tensor, non_blocking=True)
         arrived = torch.cuda.Event()
-        arrived.record(self._stream)  # as `in_order` does; looking up the current one takes longer
+        arrived.record(self._stream)  # the current stream; looking it up would take longer
 
         def wait() -> list[np.ndarray]:
             arrived.synchronize()

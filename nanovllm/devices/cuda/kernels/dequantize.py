@@ -168,7 +168,10 @@ def as_operands(tile, POSITIONS: tl.constexpr, dtype: tl.constexpr):  # type: ig
 
 @triton.jit
 def join_positions(values, FIRST: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Concatenate COUNT positions from FIRST on; no data moves, as a thread holds all positions."""
+    """Concatenate COUNT positions, starting at FIRST.
+
+    No data moves, because each thread holds all positions of its words.
+    """
     if COUNT == 8:
         return _beside(_four_beside(values, 0), _four_beside(values, 4))
     elif COUNT == 4:
