@@ -201,7 +201,7 @@ class AsyncLLM:
                 self.replicas[stream.replica].finish(FinishSequences(unfinished, "abort"))
 
     def close(self, reason: NanovllmError | None = None) -> None:
-        """Stop all engine cores; pending requests fail. Further calls do nothing."""
+        """Stop all engine cores; pending requests fail. Later calls do nothing."""
         self._closing.set()
         atexit.unregister(self.close)
         self._compiling.shutdown(wait=False, cancel_futures=True)

@@ -233,7 +233,7 @@ class LLM:
         return self.engine.call(self.engine.abort_all)
 
     def close(self) -> None:
-        """Free the model and its KV cache after the current step; further calls do nothing."""
+        """Free the model and its KV cache after the current step; later calls do nothing."""
         self.engine.close()
 
     def __enter__(self) -> LLM:

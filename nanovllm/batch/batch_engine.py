@@ -60,7 +60,7 @@ class RowEngine:
     def __init__(self, options: RowOptions, llm: AsyncLLM | None = None) -> None:
         self.llm = llm or AsyncLLM(**asdict(options.config))
         server = options.server
-        if server.generation_config == "auto":  # its values are known only now
+        if server.generation_config == "auto":  # the model's defaults are known only now
             server = resolve(server, options.config.model, self.llm.generation_config)
         self._options, self._service = options, Service(self.llm, server)
         self._is_raw = options.is_raw or not self._service.chat_template

@@ -64,7 +64,7 @@ class RowActor:
 
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def ready(self) -> None:
-        """Wait for a working engine; Ray calls this again if the process dies meanwhile."""
+        """Wait for a working engine; Ray calls this again if the process dies before that."""
         await self._working_engine()
 
     async def process(self, row: Row) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Engine:
     """Deployment of an engine: an AsyncLLM that is called from other processes."""
 
     async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]
-        """Load the model in a thread, so that Serve can stop the engine meanwhile."""
+        """Load the model in a thread, so that Serve can stop the engine while it loads."""
         self._llm = await asyncio.to_thread(AsyncLLM, **asdict(config))
 
     async def info(self) -> EngineInfo:

@@ -20,7 +20,7 @@ from nanovllm.validation import require
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_PROMPTS = 2048  # per request
+MAX_PROMPTS = 2048  # maximum number of prompts per request
 # Clients match OpenAI's wording of this error and, for Anthropic's API, "prompt is too long".
 TOO_LONG = "the prompt is too long: this model's maximum context length is {} tokens"
 

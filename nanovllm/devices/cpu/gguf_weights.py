@@ -1,4 +1,7 @@
-"""Weights in GGUF quant blocks: read directly for few rows, dequantized for many rows."""
+"""Weights in GGUF quant blocks: read directly for few rows, dequantized for many rows.
+
+They are stored in panels of 16 rows, whose quant blocks are interleaved (kernels/block_types.py).
+"""
 
 from __future__ import annotations
 

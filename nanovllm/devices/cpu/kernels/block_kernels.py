@@ -1,7 +1,7 @@
 """Kernels that read GGUF quant blocks: a skinny GEMM (few rows of x), and dequantization.
 
-Each is compiled for one quant block type when a model first needs it; programs call them by
-address.
+Weights are in panels of 16 rows, whose quant blocks are interleaved (block_types.py). A kernel is
+compiled for one quant block type when a model first needs it; programs call it by address.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ scales its outputs by 1 / RMS once it has read the whole row. Each tile of the w
 while the previous one is used. A quantized weight is dequantized in registers, and scales are
 applied to the sums over quant groups. For a quantized weight, each CTA first has to prepare the row
 of inputs, which takes long. So there are just enough CTAs to fill the device, and each computes
-several tiles.
+several tiles. dequantize.py defines words, positions and LANES.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Tiles of a GEMM: select the weight rows of a tile, multiply them by x, and store the outputs.
 
 The weight is the left operand (M) of the MMA: its many rows fill M, however few rows x has. A gated
-tile consists of some rows of gate, followed by the same rows of up.
+tile consists of some rows of gate, followed by the same rows of up. dequantize.py defines words,
+positions and LANES.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Attention of the persistent step: split-KV over all CTAs, followed by a merge of the splits.
 
-See docs/persistent-step.md.
+A segment is a CTA's range of keys of one row and KV head; sizes.py explains the other terms. See
+docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
@@ -374,7 +375,7 @@ class Attention:
 
     @gluon.jit
     def load_keys(self, cache, offset, num_keys):
-        """Load 32 keys at an offset of the cache; those with an index of `num_keys` or more are 0."""
+        """Load 32 keys at an offset of the cache; those with an index >= `num_keys` are 0."""
         STRIDE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
         KW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, key_layout()))
         segment = gl.expand_dims(gl.arange(0, self.dim // 64, gl.SliceLayout(1, KW)) * 32, 1)
@@ -385,7 +386,7 @@ class Attention:
 
     @gluon.jit
     def load_values(self, cache, offset, num_keys):
-        """Load 32 value vectors like `load_keys`: those with an index of `num_keys` or more are 0.
+        """Load 32 value vectors at an offset of the cache; those with an index >= `num_keys` are 0.
 
         A thread gets a word of each of 8 value vectors, and a warp 16 dimensions of all of them.
         """

@@ -1,7 +1,8 @@
 """How the CTAs of the persistent step exchange vectors through L2, without barriers.
 
 A value is its own flag: a buffer holds EMPTY (0xFFFF, a NaN that arithmetic never produces) until a
-value is stored, and readers poll the values themselves. See docs/persistent-step.md.
+value is stored, and readers poll the values themselves. sizes.py has a glossary. See
+docs/persistent-step.md.
 """
 
 from triton.experimental import gluon

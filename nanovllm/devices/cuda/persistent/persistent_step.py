@@ -178,7 +178,7 @@ class PersistentStep:
         """Return whether a finished step timed out, and reset the flag.
 
         CTAs poll for each other's values. A poll times out if some CTA makes no progress, for
-        example while another process has the GPU. After a timeout, no further steps may run.
+        example while another process uses the GPU. After a timeout, no more steps may run.
         """
         gave_up = bool(self._gave_up[0])
         self._gave_up[0] = 0

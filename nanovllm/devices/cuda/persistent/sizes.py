@@ -2,6 +2,10 @@
 
 Glossary (see docs/persistent-step.md):
 
+- word: 32 bits, which hold two bfloat16, four FP8 or eight 4-bit values.
+- exchange: a vector that CTAs pass to each other through buffers in L2. CTAs publish their columns,
+  and poll those of other CTAs.
+- staged: stored in shared memory, in the order in which weights are multiplied by it.
 - chunk: 1,024 columns of a vector such as x.
 - segment: 128 bytes of a weight row. In attention.py only, a `Segment` is a CTA's range of keys of
   one row and KV head.

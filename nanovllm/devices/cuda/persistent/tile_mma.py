@@ -1,7 +1,7 @@
 """Multiply weight tiles by x on tensor cores, for weights in bfloat16, FP8 or 4 bits.
 
-For each half of a tile, a thread holds 8 words of one weight row i; if they are quantized, they
-share a scale. Converted to bfloat16, half of the values go to row i of the MMA operand A, and half
+sizes.py has a glossary. For each half of a tile, a thread holds 8 words of one weight row i; if
+they are quantized, they share a scale. Converted to bfloat16, half of the values go to row i of the MMA operand A, and half
 to row i + 8. The even columns of operand B hold the x for rows 0 to 7 of A, the odd columns the x
 for rows 8 to 15. Scales are applied to the sums. See docs/persistent-step.md.
 """
@@ -81,8 +81,8 @@ def stage(staged, k: gl.constexpr, rows, BITS: gl.constexpr):
     R: gl.constexpr = len(rows)
     x = stacked(rows)
     if BITS == 16:
-        # A thread holds consecutive words of a weight row. Words 0 and 2 go to row i of operand A,
-        # words 1 and 3 to row i + 8, so x is stored in this order.
+        # A thread holds consecutive words of a weight row. Even words go to row i of operand A, odd
+        # words to row i + 8. So x is stored with even words for even columns of B, odd for odd.
         both = gl.allocate_shared_memory(gl.bfloat16, [2, 8, R, 2, 4, 4, 2], S7)
         values = gl.reshape(x.to(gl.bfloat16), [2, 8, 4, 4, 2, 2, R])
         both.store(gl.permute(values, [0, 1, 6, 4, 2, 3, 5]))
@@ -380,7 +380,7 @@ def by_row(totals, BITS: gl.constexpr):
     """Arrange the sums so that the four threads of a weight row hold one batch row each.
 
     The first result holds batch rows 0 to 3, the second rows 4 to 7. With 4-bit weights, a thread
-    has the sum over one of two quant groups, for one of two rows; the sum over the other quant
+    holds the sum over one of two quant groups, for one of two rows; the sum over the other quant
     group is added.
     """
     if BITS == 4:
