@@ -81,7 +81,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """Rows of one GGUF quant block type, interleaved into panels of 16, as CPU kernels read them."""
+    """Rows of one GGUF quant block type, interleaved into panels of 16 rows for CPU kernels."""
 
     kind: str
     data: Tensor  # [panels, bytes], expert by expert

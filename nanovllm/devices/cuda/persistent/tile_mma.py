@@ -1,9 +1,9 @@
 """Multiply weight tiles by x on tensor cores, for weights in bfloat16, FP8 or 4 bits.
 
 sizes.py has a glossary. For each half of a tile, a thread holds 8 words of one weight row i; if
-they are quantized, they share a scale. Converted to bfloat16, half of the values go to row i of the MMA operand A, and half
-to row i + 8. The even columns of operand B hold the x for rows 0 to 7 of A, the odd columns the x
-for rows 8 to 15. Scales are applied to the sums. See docs/persistent-step.md.
+they are quantized, they share a scale. Converted to bfloat16, half of the values go to row i of the
+MMA operand A, and half to row i + 8. The even columns of operand B hold the x for rows 0 to 7 of A,
+the odd columns the x for rows 8 to 15. Scales are applied to the sums. See docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
