@@ -121,7 +121,8 @@ class LLM:
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Complete any number of prompts; yield the index and output of each as it finishes.
 
-        Prompts, and parameters if each prompt has its own, are read lazily, as others finish.
+        Prompts are read lazily, as earlier ones finish. So are parameters if each prompt has its
+        own.
         """
 
         create = partial(self._request_state, cache_salt=cache_salt)
@@ -261,7 +262,7 @@ class LLM:
         return self.engine.call(self.engine.abort_all)
 
     def close(self) -> None:
-        """Free the model and its KV cache after the current step; further calls do nothing."""
+        """Free the model and its KV cache after the current step; later calls do nothing."""
         self.engine.close()
 
     def __enter__(self) -> LLM:

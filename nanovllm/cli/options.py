@@ -23,7 +23,7 @@ from nanovllm.validation import choices_of
 Commands: TypeAlias = "argparse._SubParsersAction[ArgumentParser]"
 Names: TypeAlias = Iterable[str] | None
 
-# Preserve the line breaks of examples, and make room for the longest option beside its help.
+# Preserve the line breaks of examples, and make room for the longest option next to its help.
 HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=31)
 MODEL_NAMES = (
     "a folder, a .gguf file, a hub id (org/name, org/name:Q4_K_M, org/name/file.gguf) or a short "
@@ -198,7 +198,7 @@ def fields_in(args: Namespace, record: type) -> dict[str, Any]:
 
 
 def _check_foreign_flags(args: argparse.Namespace) -> None:
-    """Print a line for each vLLM flag that has no effect here; refuse unsupported ones."""
+    """Print a line for each vLLM flag that has no effect here; reject unsupported ones."""
     for note in ignored_notes({name: getattr(args, _flag(name)) for name in VLLM_OPTIONS}, _flag):
         print(note, file=sys.stderr)
 

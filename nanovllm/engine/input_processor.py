@@ -49,7 +49,7 @@ class InputProcessor:
     ) -> None:
         self.tokenizer = vocabulary.tokenizer
         self._create_grammars = create_grammars
-        self._has_workers = has_workers  # in other processes, which cannot receive functions
+        self._has_workers = has_workers  # workers in other processes cannot receive functions
         self._vocab_size = vocab_size
         self._eos_token_ids = vocabulary.eos_token_ids
         self.grammars: GrammarEngine | None = None  # created by the first request with a grammar

@@ -73,7 +73,7 @@ def build_app(options: str | Mapping[str, Any]) -> serve.Application:
             "num_gpus": _num_gpus(config),
             "runtime_env": ONE_LOOP,
         },
-        # Twice the number of running requests keeps an engine busy. Further requests wait in the
+        # Twice the number of running requests keeps an engine busy. Additional requests wait in the
         # ingress, so that a new engine can take them.
         max_ongoing_requests=2 * config.max_num_seqs,
         request_router_config=_routing(config),
@@ -92,7 +92,7 @@ class Engine:
     """Deployment of an engine: an AsyncLLM that is called from other processes."""
 
     async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]
-        """Load the model in a thread, so that Serve can stop the engine meanwhile."""
+        """Load the model in a thread, so that Serve can stop the engine while it loads."""
         self._llm = await asyncio.to_thread(AsyncLLM, **asdict(config))
 
     async def info(self) -> EngineInfo:

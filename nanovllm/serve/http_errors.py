@@ -106,7 +106,7 @@ def invalid(problems: Sequence[Any]) -> RequestError:
     param, cause = _place(first), first.get("ctx", {}).get("error")
     if first["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {cause}")
-    if isinstance(cause, RequestError):  # from a validator; the message names the field first
+    if isinstance(cause, RequestError):  # raised by a validator; its message begins with the field
         place = f"{param}." if param else ""
         return RequestError(f"{place}{cause}", param=f"{place}{cause.param}", code=cause.code)
     if not param:

@@ -99,7 +99,7 @@ def sample_tokens(
     """Sample a token for each row into `out` [rows]: the argmax of the kept logits plus noise.
 
     `columns` holds the sampling parameters, indexed by slot; `context_lens` gives the positions.
-    `asked` may include features that no row uses, which does not change the tokens. With `tokens`
+    `asked` may include features that no row uses; this does not change the tokens. With `tokens`
     and `lengths`, each token is also written to its slot, as `advance` does. `host` [rows], if
     given, is pinned memory that receives a copy of `out`.
     """
@@ -138,7 +138,7 @@ def sample_tokens(
 
 
 def split_vocabulary(num_rows: int, vocab_size: int) -> Split:
-    """Split a single row over the whole device; with many rows, split each over fewer CTAs."""
+    """Split a single row over the whole device, and each of many rows over fewer CTAs."""
     block = MIN_BLOCK if num_rows <= 16 else 2 * MIN_BLOCK
     num_tiles = triton.cdiv(vocab_size, block)
     tiles_each = triton.cdiv(num_tiles, max(1, 2048 // num_rows))
