@@ -19,7 +19,7 @@ _CALL_KEYS = ("tool_calls", "function_call")  # a message with one of these may 
 
 
 class ChatOptions(TypedDict, total=False):
-    """Options that control how a conversation is formatted; None: as the template does."""
+    """Options that control how a conversation is formatted; None uses the template's default."""
 
     tools: Sequence[Any] | None  # schemas, or functions with docstrings
     add_generation_prompt: bool | None  # False: do not start an assistant message

@@ -24,7 +24,7 @@ from nanovllm.ops.quantized_weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class TorchOps:
-    """`Ops` in plain torch, with GEMMs in `matmul_dtype`; None: in the dtype of the weights."""
+    """`Ops` in plain torch; GEMMs use `matmul_dtype`, or the dtype of the weights if it is None."""
 
     matmul_dtype: torch.dtype | None = None
 

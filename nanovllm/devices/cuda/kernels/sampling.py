@@ -324,7 +324,7 @@ def _noise(ids, key):  # type: ignore[no-untyped-def]
 def _log_exponential(bits, IS_NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return log2(-log2(1 - u)), where u in (0, 1) is uniform and made from random bits."""
     uniform = tl.minimum(bits.to(tl.float32) * (2.0**-32) + 2.0**-33, LARGEST_UNIFORM)
-    # Winning tokens have a small u, of which 1 - u would drop most bits; for these, use a series.
+    # Tokens with the best scores have a small u, for which 1 - u loses most bits: use a series.
     series = LOG2_E / 2 + uniform * (LOG2_E / 3 + uniform * (LOG2_E / 4))
     series = uniform * (LOG2_E + uniform * series)
     exponential = tl.where(uniform < 0.0625, series, -_log2(1 - uniform, IS_NATIVE))
