@@ -224,13 +224,26 @@ def test_unsupported_modules_are_named(
         LLM(folder, device="cpu", **OPTIONS)
 
 
-def test_damaged_dense_layers_are_named(gemma: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "shape", "match"),
+    [
+        (
+            ["weight", "scale"],
+            [64, HIDDEN],
+            r"must hold linear\.weight and linear\.bias, not scale, w",
+        ),
+        (["linear.bias"], [64], r"must hold linear\.weight"),
+        (["linear.weight"], [64, 9], "2_Dense: linear.weight has 9 inputs, not 48"),
+        (["linear.weight"], [9, HIDDEN], "3_Dense: linear.weight has 64 inputs, not 9"),
+    ],
+)
+def test_damaged_dense_layers_are_named(
+    gemma: Path, tmp_path: Path, names: list[str], shape: list[int], match: str
+) -> None:
     folder = shutil.copytree(gemma, tmp_path / "changed")
-    save_file(
-        {"weight": torch.zeros(2, 2), "scale": torch.zeros(2)},
-        folder / "2_Dense" / "model.safetensors",
-    )
-    with pytest.raises(CheckpointError, match=r"must hold linear\.weight and"):
+    tensors = {name: torch.zeros(shape) for name in names}
+    save_file(tensors, folder / "2_Dense" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=match):
         LLM(folder, device="cpu", **OPTIONS)
 
 

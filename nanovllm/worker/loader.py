@@ -62,8 +62,11 @@ def load_weights(
     logger.info("Loaded %.2f GB of weights in %.1f s, %.1f GB/s", num_bytes / 1e9, seconds, speed)
 
 
-def load_dense(folders: Sequence[Path], device: torch.device) -> Iterator[nn.Linear]:
+def load_dense(
+    folders: Sequence[Path], hidden_size: int, device: torch.device
+) -> Iterator[nn.Linear]:
     """Load linear layers from folders of sentence-transformers; like pooling, they are float32."""
+    width = hidden_size
     for folder in folders:
         stored = list_tensors(find_checkpoint(str(folder)))
         weights = {
@@ -74,9 +77,12 @@ def load_dense(folders: Sequence[Path], device: torch.device) -> Iterator[nn.Lin
             names = ", ".join(tensor.name for tensor in stored)
             raise CheckpointError(f"{folder} must hold linear.weight and linear.bias, not {names}")
         num_outputs, num_inputs = weights["weight"].shape
+        if num_inputs != width:
+            raise CheckpointError(f"{folder}: linear.weight has {num_inputs} inputs, not {width}")
         layer = nn.Linear(num_inputs, num_outputs, bias="bias" in weights, device=device)
         layer.load_state_dict(weights)
         yield layer
+        width = num_outputs
 
 
 class LoadingLayers:

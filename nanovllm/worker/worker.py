@@ -142,7 +142,8 @@ class Worker:
         self._agree(0)  # a barrier: no rank loads before all have measured the free memory
         model = self._load_weights(config, model_config, checkpoint, device, build)
         if checkpoint.embedding is not None and config.load_format != "dummy":
-            model.dense.extend(load_dense(checkpoint.embedding.dense, build.device))
+            folders = checkpoint.embedding.dense
+            model.dense.extend(load_dense(folders, model_config.hidden_size, build.device))
         spec = kv_cache_spec(config, model_config, dtype, self.group)
         device.prepare(model, spec, partial(profile_run, config, device, model, spec, attention))
         return LoadedModel(model, spec, attention, device)
