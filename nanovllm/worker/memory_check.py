@@ -130,7 +130,7 @@ def estimate_memory(
 
 
 def _elements_per_token(model: ModelConfig, num_ranks: int) -> int:
-    """Count the elements per token that exist at once: residual, x, gate, up and gate * up."""
+    """Count the elements per token that coexist in memory: residual, x, gate, up and gate * up."""
     size = model.intermediate_size
     if (experts := model.experts) is not None:
         size = experts.top_k * experts.size + experts.shared_size
