@@ -151,7 +151,7 @@ def start_vllm(args: argparse.Namespace, workloads: list[Workload]) -> Engine:
     from vllm import LLM as TheirLLM
     from vllm import SamplingParams as TheirParams
 
-    model, _ = ALIASES.get(args.model, (args.model, None))
+    model = ALIASES[args.model].hub_id if args.model in ALIASES else args.model
     if (config := Path(model_path(model))).suffix == ".json":  # vLLM accepts folders only
         model = tempfile.mkdtemp()
         shutil.copy(config, Path(model) / "config.json")

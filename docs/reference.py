@@ -22,7 +22,8 @@ SECTIONS: dict[str, tuple[type[Any], str]] = {
         EngineConfig,
         """\
 Keyword arguments of `LLM` and `AsyncLLM`, and flags of every command that runs a model. The first argument is the
-model: a folder, a `.gguf` file, a hub id (`org/name` or `org/name/file.gguf`), or the short name `smollm2` or `qwen3`.
+model: a folder, a `.gguf` file, a hub id (`org/name`, `org/name:Q4_K_M` or `org/name/file.gguf`),
+or a [short name](models.md#short-names).
 
 - `max_model_len` is limited by the checkpoint, whose limit is the default of `serve` and `batch`. Numbers of tokens
   may be written as 32k (32,000) or 32K (32,768).

@@ -20,7 +20,7 @@ from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, tem
 from nanovllm.engine.output_processor import OutputProcessor, RequestState
 from nanovllm.engine.prompts import as_prompt
 from nanovllm.engine.request import EngineCoreOutputs, FinishReason, check_length
-from nanovllm.engine.scoring import check_pooling, embedding_of
+from nanovllm.engine.scoring import embedding_of
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.llm import create_input_processor, engine_config
@@ -58,16 +58,16 @@ class AsyncLLM:
 
     The engine core runs in another process, so tokenization, detokenization and other work in this
     process never delay a step. Nor does a slow reader: its unread pieces are merged into one.
-    If the process dies or hangs, every caller gets an error; with `restart_core`, a new process
-    replaces it and serves new requests once it is ready.
+    If the engine's process dies or hangs, every caller gets an error; with `restart_core`, a new
+    engine replaces it and serves new requests once it is ready.
 
     With `data_parallel_size` above 1 there are several replicas: processes that each hold the whole
     model. A request goes to the replica that has cached its prefix, or else to the least loaded
     one. If a replica dies or hangs, only its own requests fail.
 
     Prompts are prefilled in chunks, so that each stream gets a token about every
-    `target_inter_token_ms`, and CUDA graphs are captured before the engine is ready. None favors
-    throughput, as `LLM` does.
+    `target_inter_token_ms`, and CUDA graphs are captured before the engine is ready. With None,
+    throughput has priority, as in `LLM`.
 
     With `in_process` the engine core runs in a thread of this process instead, so that
     `breakpoint()` works in it. There is no watchdog then: the core may pause for any time.
@@ -170,10 +170,10 @@ class AsyncLLM:
         return self.input_processor.get_tokenizer()
 
     async def embed(
-        self, prompt: Any, *, pooling: Pooling = "last", normalize: bool = True
+        self, prompt: Any, *, pooling: Pooling | None = None, normalize: bool = True
     ) -> EmbeddingOutput:
         """Return the embedding of a prompt, as `LLM.embed` does."""
-        check_pooling(pooling)
+        pooling = pooling or self.input_processor.default_pooling or "last"
         params = SamplingParams(max_tokens=1)
         (piece,) = [each async for each in self._generate(prompt, params, None, False, pooling)]
         assert piece.output is not None
@@ -201,7 +201,7 @@ class AsyncLLM:
                 self.replicas[stream.replica].finish(FinishSequences(unfinished, "abort"))
 
     def close(self, reason: NanovllmError | None = None) -> None:
-        """Stop all engine cores; pending requests fail. Further calls do nothing."""
+        """Stop all engine cores; pending requests fail. Later calls do nothing."""
         self._closing.set()
         atexit.unregister(self.close)
         self._compiling.shutdown(wait=False, cancel_futures=True)

@@ -56,7 +56,7 @@ class SpeculativeConfig:
         check_choices(config)
         has_model = isinstance(config.model, str) and config.model != ""
         is_needed = config.method == "draft_model"
-        expected = "a model" if is_needed else "given only with method draft_model"
+        expected = "a hub id or a folder" if is_needed else "given only with method draft_model"
         is_given = has_model if is_needed else config.model is None
         require(is_given, "speculative_config model", expected, config.model, ConfigError)
         count = config.num_speculative_tokens
@@ -75,7 +75,7 @@ class EngineConfig:
     max_num_batched_tokens: int = option(
         16384, "maximum tokens per step; longer prompts are prefilled in chunks", parse=tokens
     )
-    max_num_seqs: int = option(512, "maximum running sequences; further ones wait")
+    max_num_seqs: int = option(512, "maximum running sequences; others wait")
     max_model_len: int = option(
         4096, "maximum length of prompt plus output in tokens, such as 32K", parse=tokens
     )
@@ -94,7 +94,7 @@ class EngineConfig:
     dtype: str = option(
         "auto", "float32, bfloat16 or float16; auto depends on the model and the device"
     )
-    seed: int = option(0, "seed for requests without a seed of their own")
+    seed: int = option(0, "seed for requests that do not set one")
     enable_prefix_caching: bool = option(
         True, "reuse the KV cache of shared prompt prefixes", alias="--prefix-caching"
     )
@@ -230,8 +230,8 @@ class RopeConfig:
     attention_factor: float = 1.0  # multiplies cosines and sines
     # q at position p is multiplied by 1 + q_scaling * log(1 + p // original_max_position).
     q_scaling: float = 0.0
-    rotary_dim: int | None = None  # the first dimensions of a head, which are rotated; None: all
-    is_interleaved: bool = False  # whether pairs are neighbors, not half of `rotary_dim` apart
+    rotary_dim: int | None = None  # number of rotated leading dimensions of a head; None: all
+    is_interleaved: bool = False  # True: pairs are neighbors; False: rotary_dim / 2 apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +303,8 @@ class ModelConfig:
     has_output_gate: bool = False  # whether q_proj also computes a gate for attention's output
     experts: ExpertsConfig | None = None
     recurrent: RecurrentConfig | None = None
-    # config.json, if transformers' own model code runs the model; None: one of our families does.
+    is_causal: bool = True  # False: a token attends to later ones, too; such a model only embeds
+    # config.json if transformers' own model code runs the model; None if one of our families does.
     transformers_config: Mapping[str, Any] | None = None
 
     @property

@@ -33,13 +33,22 @@ from nanovllm.engine.lazy_requests import run_lazily
 from nanovllm.engine.output_processor import RequestState
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.prompts import Params, Prompts, as_params, as_prompt, split_prompts
+from nanovllm.engine.reranking import label_ids, ranked, rerank_prompts
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.scoring import SCORED, check_pooling, continue_prompt, embedding_of, score_of
+from nanovllm.engine.scoring import SCORED, continue_prompt, embedding_of, score_of
 from nanovllm.engine.state_pool import StatePool
 from nanovllm.engine.step import Executor, ExecutorInfo, Pooling
 from nanovllm.errors import ConfigError, RequestError, at_index
-from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score, StepOutput, StreamPiece
+from nanovllm.outputs import (
+    EmbeddingOutput,
+    RequestOutput,
+    RerankOutput,
+    Score,
+    StepOutput,
+    StreamPiece,
+)
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,7 +122,8 @@ class LLM:
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Complete any number of prompts; yield the index and output of each as it finishes.
 
-        Prompts, and parameters if each prompt has its own, are read lazily, as others finish.
+        Prompts are read lazily, as earlier ones finish. So are parameters if each prompt has its
+        own.
         """
 
         create = partial(self._request_state, cache_salt=cache_salt)
@@ -150,7 +160,7 @@ class LLM:
     def embed(
         self,
         prompts: Prompts,
-        pooling: Pooling = "last",
+        pooling: Pooling | None = None,
         normalize: bool = True,
         use_tqdm: bool = True,
         *,
@@ -158,13 +168,33 @@ class LLM:
     ) -> list[EmbeddingOutput]:
         """Return an embedding for each prompt: a list of floats with float32 precision.
 
-        It is the hidden state of the last token, or the mean over all tokens, after the model's
-        final norm. `normalize` scales it to length one.
+        It is the hidden state of the last token ("last"), or the mean over all tokens ("mean"),
+        after the model's final norm. The default is what the checkpoint's modules.json says, or
+        "last". `normalize` scales it to length one.
         """
-        check_pooling(pooling)
+        pooling = pooling or self.engine.input_processor.default_pooling or "last"
         params = SamplingParams(max_tokens=1)
         requests = self._prepare(prompts, params, cache_salt, pooling=pooling)
         return [embedding_of(output, normalize) for output in self._run(requests, use_tqdm)]
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        top_n: int | None = None,
+    ) -> list[RerankOutput]:
+        """Return the documents (at most `top_n`), the most relevant to the query first.
+
+        The model is asked, with the prompt of Qwen3-Reranker, whether a document meets the
+        `instruction`. Its relevance is the probability of "yes", given "yes" or "no".
+        """
+        require(top_n is None or top_n >= 1, "top_n", "at least 1", top_n)
+        labels = label_ids(self.engine.input_processor)
+        prompts = rerank_prompts(query, documents, instruction)
+        outputs = self.embed(prompts, labels, normalize=False, use_tqdm=False)
+        return ranked(documents, outputs, top_n)
 
     def score(
         self,
@@ -233,7 +263,7 @@ class LLM:
         return self.engine.call(self.engine.abort_all)
 
     def close(self) -> None:
-        """Free the model and its KV cache after the current step; further calls do nothing."""
+        """Free the model and its KV cache after the current step; later calls do nothing."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -298,6 +328,13 @@ class ResolvedModel:
     model_config: ModelConfig
     checkpoint: Checkpoint
 
+    @property
+    def default_pooling(self) -> Pooling | None:
+        """The pooling of a model that only embeds; None for a model that generates."""
+        if self.checkpoint.embedding is not None:
+            return self.checkpoint.embedding.pooling
+        return None if self.model_config.is_causal else "mean"
+
     def load_vocabulary(self) -> Vocabulary:
         tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.checkpoint)
         eos_ids = eos_token_ids(self.checkpoint)
@@ -352,7 +389,31 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
             "%s runs through transformers' model code, which is slower than our own families",
             model_config.architecture,
         )
-    return ResolvedModel(_clamp_model_len(config, model_config), model_config, checkpoint)
+    if checkpoint.embedding is not None:  # the LM head is not used, and may be missing
+        model_config = replace(model_config, tie_word_embeddings=True)
+    config = _clamp_model_len(config, model_config)
+    if not model_config.is_causal:
+        config = _without_chunks(config)
+    return ResolvedModel(config, model_config, checkpoint)
+
+
+def _without_chunks(config: EngineConfig) -> EngineConfig:
+    """Return options with which a prompt runs in one step, as bidirectional attention needs it."""
+    if config.attention_backend not in ("auto", "sdpa"):
+        name = config.attention_backend
+        raise ConfigError(
+            f"attention_backend={name!r} has no bidirectional attention; use 'auto' or 'sdpa'",
+            param="attention_backend",
+        )
+    most = config.max_num_batched_tokens
+    if config.max_model_len > most:
+        logger.warning("max_model_len is clamped to max_num_batched_tokens=%d", most)
+    return replace(
+        config,
+        max_model_len=min(config.max_model_len, most),
+        attention_backend="sdpa",
+        enable_prefix_caching=False,
+    )
 
 
 def _clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
@@ -374,7 +435,9 @@ def create_input_processor(resolved: ResolvedModel, is_remote: bool = False) -> 
     has_workers = is_remote or config.tensor_parallel_size > 1
     vocabulary = resolved.load_vocabulary()
     create = partial(create_grammars, vocab_size, lambda: vocabulary)
-    return InputProcessor(vocabulary, vocab_size, config.seed, has_workers, create)
+    return InputProcessor(
+        *(vocabulary, vocab_size, config.seed, has_workers, create, resolved.default_pooling)
+    )
 
 
 def create_grammars(vocab_size: int, load: Callable[[], Vocabulary]) -> GrammarEngine:
@@ -404,7 +467,8 @@ def start_core(
         prompt_budget = None if target is None else PromptBudget(target / 1000)
         max_tokens = config.max_num_batched_tokens
         drafter = create_drafter(config)
-        scheduler = Scheduler(blocks, num_slots, max_tokens, prompt_budget, drafter)
+        allow_chunks = resolved.model_config.is_causal
+        scheduler = Scheduler(blocks, num_slots, max_tokens, prompt_budget, drafter, allow_chunks)
         depth = info.depth if config.depth is None else config.depth
         core = EngineCore(scheduler, executor, depth, config.max_model_len, create_grammars)
         # A full garbage collection takes 60 ms, as it visits every imported module. After this

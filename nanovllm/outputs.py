@@ -85,6 +85,15 @@ class EmbeddingOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class RerankOutput:
+    """A document and its relevance to the query."""
+
+    index: int  # index into the documents
+    relevance_score: float  # a probability
+    document: str
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """The logprobs of a prompt's continuation."""
 

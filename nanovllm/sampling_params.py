@@ -11,8 +11,8 @@ from nanovllm.errors import ConfigError
 from nanovllm.structured_outputs import check_structured
 from nanovllm.validation import as_python, check_types, option, require, suggest_fields
 
-MAX_LOGPROBS = 100  # per position
-MAX_SAMPLES = 10_000  # per prompt
+MAX_LOGPROBS = 100  # maximum top logprobs per position
+MAX_SAMPLES = 10_000  # maximum completions per prompt
 RANGES = {
     "temperature": (0, 100),
     "min_p": (0, 1),

@@ -21,6 +21,7 @@ BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 # Files of users, which are not in the repository.
 THEIRS = {"config.json", "generation_config.json", "config.yaml", "server.yaml", "trace.json"}
 THEIRS |= {"result.json", "openapi.json", "OUTPUT.job.json"}
+THEIRS |= {"modules.json", "config_sentence_transformers.json"}
 OTHER_PROGRAMS = {"--no-deps", "--backend"}  # options of pip and guidellm
 
 

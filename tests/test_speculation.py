@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from tests.byte_tokenizer import with_tokenizer
 from tests.checkpoints import SIZES, VOCAB_SIZE, make_checkpoint
 from tests.devices import NEEDS_GPU
 from tests.ops.test_torch_sampling import chi_square, chi_square_limit
+from tests.threaded_ranks import engines_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -115,13 +117,36 @@ def tokens_of(output: RequestOutput) -> list[tuple[list[int], str | None, str]]:
     return [(each.token_ids, each.finish_reason, each.text) for each in output.outputs]
 
 
-def assert_equal_logprobs(output: RequestOutput, want: RequestOutput) -> None:
+def assert_equal(output: RequestOutput, want: RequestOutput, seed: int) -> None:
+    """Compare the outputs of a request; one that was aborted has a part of what is wanted."""
     for each, plain in zip(output.outputs, want.outputs, strict=True):
+        is_aborted = each.finish_reason == "abort"
+        if is_aborted:
+            assert each.token_ids == plain.token_ids[: len(each.token_ids)], seed
+            assert plain.text.startswith(each.text), seed
+        else:
+            assert tokens_of(output) == tokens_of(want), seed
         assert (each.logprobs is None) == (plain.logprobs is None)
-        for found, right in zip(each.logprobs or [], plain.logprobs or [], strict=True):
+        pairs = zip(each.logprobs or [], plain.logprobs or [], strict=not is_aborted)
+        for found, right in pairs:
             assert {i: x.rank for i, x in found.items()} == {i: x.rank for i, x in right.items()}
             for token_id, logprob in found.items():
                 assert logprob.logprob == pytest.approx(right[token_id].logprob, abs=1e-4)
+
+
+def run_with_aborts(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], rng: random.Random
+) -> list[RequestOutput]:
+    """Abort some of the requests, each after a random step."""
+    seq_ids = [llm.add_request(*pair) for pair in zip(prompts, params, strict=True)]
+    outputs = {}
+    while not llm.is_finished():
+        finished = llm.step().finished
+        if rng.random() < 0.15:
+            aborted = llm.abort(rng.choice(seq_ids))
+            finished += [] if aborted is None else [aborted]
+        outputs.update((output.seq_id, output) for output in finished)
+    return [outputs[seq_id] for seq_id in seq_ids]
 
 
 @pytest.mark.endurance
@@ -131,7 +156,7 @@ def assert_equal_logprobs(output: RequestOutput, want: RequestOutput) -> None:
 def test_drafts_change_no_output(
     path: str, device: str, depth: int, count: Callable[[int], int]
 ) -> None:
-    num_drafted = num_accepted = num_preemptions = 0
+    num_drafted = num_accepted = num_aborted = num_preemptions = 0
     has_grammars = find_spec("llguidance") is not None
     options = {**OPTIONS, "device": device, "depth": depth, "speculative_config": NGRAM}
     if device == "cuda":
@@ -152,17 +177,63 @@ def test_drafts_change_no_output(
             scheduler = llm.engine.core.scheduler
             scheduler.drafter = EagerDrafter(Replay(recorded, VOCAB_SIZE, rng=rng), 7, seed)
             scheduler.draft_counts = draft_counts = DraftCounts()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            for output, want in zip(outputs, wanted, strict=True):
-                assert tokens_of(output) == tokens_of(want), seed
-                assert_equal_logprobs(output, want)
+            if rng.random() < 0.2:
+                outputs = run_with_aborts(llm, prompts, params, rng)
+                num_aborted += sum(output.finish_reason == "abort" for output in outputs)
+            else:
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+            for output, want, asked in zip(outputs, wanted, params, strict=True):
+                assert_equal(output, want, seed)
+                num_drafts = output.num_accepted_tokens + output.num_rejected_tokens
+                assert not (num_drafts and asked.logits_processors)
             scheduler.check()
             assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
             num_drafted += draft_counts.num_draft_tokens
             num_accepted += draft_counts.num_accepted_tokens
         num_preemptions = small.engine.core.scheduler.num_preemptions
     assert num_drafted > 1.2 * num_accepted > 5 * count(500)
+    assert num_aborted > 0.1 * count(500)
     assert num_preemptions > 0
+
+
+# Each with the n-gram proposer or, if it says so, with the target as its own draft model.
+MODES: dict[str, dict[str, Any]] = {
+    "ranks": {"depth": 1},
+    "ranks-draft-model": {},
+    "fp8-cache": {"kv_cache_dtype": "fp8", "depth": 1},
+    "fp8-cache-draft-model": {"kv_cache_dtype": "fp8", "depth": 1},
+    "no-prefix-cache": {"enable_prefix_caching": False, "num_kvcache_blocks": 8},
+    "eager": {"enforce_eager": True, "max_num_batched_tokens": 24},
+    "plain-torch": {"attention_backend": "sdpa", "depth": 1},
+}
+
+
+@pytest.mark.endurance
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(path: str, mode: str, count: Callable[..., int]) -> None:
+    options, is_model = {**OPTIONS, **MODES[mode], "device": "cpu"}, mode.endswith("draft-model")
+    config = {**NGRAM, "method": "draft_model", "model": path} if is_model else NGRAM
+    with contextlib.ExitStack() as stack:
+        if mode.startswith("ranks"):
+            stack.enter_context(engines_of(2))
+        plain = stack.enter_context(LLM(path, **options))
+        llm = stack.enter_context(LLM(path, **options, speculative_config=config))
+        scheduler = llm.engine.core.scheduler
+        for seed in range(count(40, 5)):
+            rng = random.Random(seed)
+            prompts, params = make_requests(rng, find_spec("llguidance") is not None)
+            wanted = plain.generate(prompts, params, use_tqdm=False)
+            recorded = [
+                want.prompt_token_ids + each.token_ids for want in wanted for each in want.outputs
+            ]
+            proposer = ModelProposer() if is_model else Replay(recorded, VOCAB_SIZE, rng=rng)
+            scheduler.drafter = EagerDrafter(proposer, 7, seed)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            for output, want in zip(outputs, wanted, strict=True):
+                assert_equal(output, want, seed)
+        scheduler.check()
+    counts = scheduler.draft_counts
+    assert counts.num_draft_tokens > counts.num_accepted_tokens > 5 * count(40, 5)
 
 
 @pytest.mark.endurance
@@ -197,8 +268,7 @@ def test_a_draft_model_changes_no_output(
             llm.engine.core.scheduler.drafter = EagerDrafter(ModelProposer(), 3, seed)
             outputs = llm.generate(prompts, params, use_tqdm=False)
             for output, want in zip(outputs, wanted, strict=True):
-                assert tokens_of(output) == tokens_of(want), seed
-                assert_equal_logprobs(output, want)
+                assert_equal(output, want, seed)
         counts = large.engine.core.scheduler.draft_counts
     assert counts.num_draft_tokens > 3 * count(100)
     rate = counts.num_accepted_tokens / counts.num_draft_tokens
@@ -240,7 +310,7 @@ def test_repeated_text_is_drafted(path: str) -> None:
         ({}, "method must be one of ngram, suffix, draft_model"),
         ({"method": "eagle"}, "method must be one of ngram, suffix, draft_model"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "between 1 and 32"),
-        ({"method": "draft_model"}, "model must be a model"),
+        ({"method": "draft_model"}, "speculative_config model must be a hub id or a folder"),
         ({"method": "ngram", "model": "x"}, "given only with method draft_model"),
         ({"method": "ngram", "tokens": 3}, "speculative_config must be made of"),
         ("ngram", "speculative_config must be a dict"),

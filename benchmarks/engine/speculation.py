@@ -42,8 +42,11 @@ mainland. Since then the tower has been open to visitors from May to September. 
 sees the reef, the islands of Stora and Lilla, and on clear days the hills behind Malvik. A path of
 four kilometres leads along the shore to the old fishing village, where boats are still painted in
 the colours of their families: the Holms in blue and white, the Bergs in green, the Lunds in red.
-"""
-CHANGED = TEXT[: TEXT.index("It was built")].replace("Sandvik", "Nordvik")
+In the village there is a small shop that sells bread, coffee and postcards, and next to it a bench
+from which one can watch the ferry come in. It runs four times a day in summer and twice in winter,
+except in storms, when the islanders have to wait, as they always have, for the wind to turn.
+""".replace("\n", " ").strip()
+CHANGED = TEXT[: TEXT.index(" It was built")].replace("Sandvik", "Nordvik")
 QUESTIONS = (
     "What is the capital of France?",
     "Why is the sky blue?",
@@ -127,7 +130,10 @@ def prompts_of(llm: LLM, case: str, batch: int) -> list[list[int]]:
         return [[rng.randrange(min(vocab_size, 10_000)) for _ in range(128)] for _ in range(batch)]
     if case == "copy":
         encode = llm.get_tokenizer().encode
-        return [encode(f"{number}. {TEXT}\n{number}. {CHANGED}") for number in range(1, batch + 1)]
+        return [
+            encode(f"Text {number}: {TEXT}\n\nCopy {number}: {CHANGED}")
+            for number in range(1, batch + 1)
+        ]
     chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
     templated = llm.apply_chat_template(chats)
     return [list(templated[index % len(templated)]) for index in range(batch)]

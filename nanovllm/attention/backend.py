@@ -27,10 +27,12 @@ class AttentionSpec:
     """The attention parameters of a layer."""
 
     scale: float  # multiplies the scores
-    window: int | None = None  # keys that a query attends to, including its own; None: all
+    # A query attends to keys less than this many positions away; None: to all.
+    window: int | None = None
     softcap: float | None = None  # bounds the scaled scores: softcap * tanh(score / softcap)
     # [heads]: scores of an additional key per query head, whose value is zero
     sinks: Tensor | None = field(default=None, compare=False)
+    is_causal: bool = True  # False: queries attend to later keys, too, which only SDPA supports
 
 
 class AttentionBackend(Protocol):
@@ -43,7 +45,7 @@ class AttentionBackend(Protocol):
         """Prepare the metadata that all layers of this step share."""
 
     def attend(self, q: Tensor, cache: LayerCache, plan: Any, spec: AttentionSpec) -> Tensor:
-        """Return causal attention of q [tokens, heads, head_dim] over each row's context."""
+        """Return the attention of q [tokens, heads, head_dim] over each row's context."""
 
 
 @dataclass(frozen=True, slots=True)

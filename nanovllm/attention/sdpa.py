@@ -78,12 +78,14 @@ def attend_prefill(
         output[:] = _grouped_sdpa(q, k, v, None, spec)
         return
     positions = torch.arange(length, device=q.device)
+    num_later = 0 if spec.is_causal else window - 1  # keys after a query's own
     for first in range(0, row.count, QUERY_TILE):
         tile = q[first : first + QUERY_TILE]
         start = row.start + first
-        end, begin = start + len(tile), max(start - window + 1, 0)
-        keys, queries = positions[begin:end], positions[start:end, None]
-        is_visible = (keys <= queries) & (keys > queries - window)
+        queries = positions[start : start + len(tile), None]
+        begin, end = max(start - window + 1, 0), start + len(tile) + num_later
+        keys = positions[begin:end]
+        is_visible = (keys <= queries + num_later) & (keys > queries - window)
         values = _grouped_sdpa(tile, k[:, :, begin:end], v[:, :, begin:end], is_visible, spec)
         output[first : first + QUERY_TILE] = values
 
@@ -113,7 +115,7 @@ def _grouped_sdpa(
 ) -> Tensor:
     """Run SDPA of q [queries, heads, dim] over k, v [1, kv_heads, tokens, dim].
 
-    Without a mask, attention is causal.
+    Without a mask, attention is causal if `spec` says so, else over all keys.
     """
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -126,7 +128,12 @@ def _grouped_sdpa(
         output = _composed_attention(groups, k, v, is_visible, spec)
     else:
         output = F.scaled_dot_product_attention(
-            groups, k, v, attn_mask=is_visible, is_causal=is_visible is None, scale=spec.scale
+            groups,
+            k,
+            v,
+            attn_mask=is_visible,
+            is_causal=spec.is_causal and is_visible is None,
+            scale=spec.scale,
         )
     return output.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
 

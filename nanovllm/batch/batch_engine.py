@@ -50,7 +50,7 @@ class RowOptions:
 
     @property
     def max_concurrency(self) -> int:
-        """Number of rows sent to one engine at once: half of them run while the others wait."""
+        """Maximum number of rows in progress on one engine: half of them run, the others wait."""
         return 2 * self.config.max_num_seqs * self.config.data_parallel_size
 
 
@@ -60,7 +60,7 @@ class RowEngine:
     def __init__(self, options: RowOptions, llm: AsyncLLM | None = None) -> None:
         self.llm = llm or AsyncLLM(**asdict(options.config))
         server = options.server
-        if server.generation_config == "auto":  # its values are known only now
+        if server.generation_config == "auto":  # the model's defaults are known only now
             server = resolve(server, options.config.model, self.llm.generation_config)
         self._options, self._service = options, Service(self.llm, server)
         self._is_raw = options.is_raw or not self._service.chat_template

@@ -64,7 +64,7 @@ class RowActor:
 
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def ready(self) -> None:
-        """Wait for a working engine; Ray calls this again if the process dies meanwhile."""
+        """Wait for a working engine; Ray calls this again if the process dies before that."""
         await self._working_engine()
 
     async def process(self, row: Row) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class RayEngine:
         # A slot is (index in its engine, engine number): the queue fills all engines evenly.
         self.free: asyncio.PriorityQueue[tuple[int, int]] = asyncio.PriorityQueue()
         self._waiting: dict[asyncio.Task[None], int] = {}  # task -> engine that it waits for
-        self._error: Exception | None = None  # set when no further row can be completed
+        self._error: Exception | None = None  # set when no more rows can be completed
         for number in range(placement.num_engines):
             for row in range(options.max_concurrency):
                 self._free_when_ready((row, number))

@@ -8,13 +8,16 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nanovllm.checkpoint import gguf
 from nanovllm.checkpoint.gguf_file import open_gguf
 from nanovllm.checkpoint.hub import fetch, packaged_gguf
 from nanovllm.checkpoint.quantization import Quantization, choose_quantization
 from nanovllm.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from nanovllm.checkpoint.embedding_modules import EmbeddingModules
 
 WeightFormat = Literal["safetensors", "bin", "gguf", "none"]
 
@@ -53,6 +56,7 @@ class Checkpoint:
     weight_files: tuple[Path, ...]
     weight_format: WeightFormat
     quantization: Quantization | None = None  # None: the weights are floats, or GGUF
+    embedding: EmbeddingModules | None = None  # of an embedding model
 
     @property
     def is_quantized(self) -> bool:
@@ -99,13 +103,15 @@ def find_checkpoint(
     return replace(checkpoint, quantization=choose_quantization(quantization, stored))
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path, kind: type = dict) -> Any:
+    """Read a JSON object or, if `kind` says so, a list."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read as JSON ({error}); fetch it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, not a {type(content).__name__}")
+    if not isinstance(content, kind):
+        expected = "object" if kind is dict else "list"
+        raise CheckpointError(f"{file} must hold a JSON {expected}, not a {type(content).__name__}")
     return content
 
 
@@ -169,12 +175,17 @@ def _from_folder(folder: Path, need_weights: bool) -> Checkpoint:
     config = _read_config(folder / "config.json")
     files = _weight_files(folder) if need_weights else ()
     weight_format = _FORMATS[files[0].suffix] if files else "none"
-    return Checkpoint(folder, config, _read_generation_config(folder), files, weight_format)
+    generation_config, embedding = _read_generation_config(folder), None
+    if (folder / "modules.json").is_file():
+        from nanovllm.checkpoint.embedding_modules import read_embedding_modules
+
+        embedding = read_embedding_modules(folder)
+    return Checkpoint(folder, config, generation_config, files, weight_format, embedding=embedding)
 
 
 def _read_config(file: Path) -> dict[str, Any]:
     """Read config.json; of a model that also reads images, only the text model is used."""
-    config = read_json(file)
+    config: dict[str, Any] = read_json(file)
     text, kind = config.get("text_config"), config.get("architectures")
     if kind not in _MULTIMODAL or not isinstance(text, dict) or "model_type" not in text:
         return config

@@ -33,10 +33,10 @@ _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 # Converters may omit the end-of-turn token id, so it is found by its text, as in llama.cpp.
 _END_TEXTS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"),
-    *("<|eom_id|>", "<|end_of_text|>"),  # Llama 3 uses these besides <|eot_id|>
+    *("<|eom_id|>", "<|end_of_text|>"),  # Llama 3 uses these in addition to <|eot_id|>
 )
 
-# An additional config key, which no config.json has: tensor name -> quant block type.
+# An additional config key that never occurs in config.json: tensor name -> quant block type.
 BLOCK_TYPES_KEY = "gguf_block_types"
 
 FLOAT_TYPES = ("F32", "F16", "BF16")

@@ -119,7 +119,7 @@ def _gemma3_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma2_scale(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attention scale, which GGUF does not store; only the largest model has its own."""
+    """Return the attention scale, which GGUF does not store; the 27B model has a different one."""
     scalar = config["head_dim"]
     if config["num_hidden_layers"] == 46:
         scalar = config["hidden_size"] // (config["num_attention_heads"] or 1)
@@ -157,7 +157,7 @@ def _olmo3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if not config["sliding_window"]:
         return {}
     scaling = config["rope_scaling"]
-    if scaling is not None:  # files of older converters have the factor under another key
+    if scaling is not None:  # older converters store the factor under another key
         scaling = {"attention_factor": config["attention_factor"], **scaling}
     return {
         "architectures": ["Olmo3ForCausalLM"],

@@ -34,7 +34,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
 }
 FLOATS = tuple(_DTYPES.values())
-# Further dtypes, which only quantized checkpoints may have.
+# Additional dtypes, accepted only in quantized checkpoints.
 _QUANTIZED_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "I64": torch.int64,
@@ -70,7 +70,7 @@ class StoredTensor:
 
 
 def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
-    """List the tensors in the files; FP8 and integers only occur in quantized checkpoints."""
+    """List the tensors in the files; FP8 and integers need a quantized checkpoint."""
     dtypes = _DTYPES | (_QUANTIZED_DTYPES if checkpoint.is_quantized else {})
     list_file: Callable[[Path], Iterator[StoredTensor]] = partial(_list_safetensors, dtypes=dtypes)
     if checkpoint.weight_format == "bin":
@@ -96,7 +96,7 @@ def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
 
 
 def _text_tensors(tensors: list[StoredTensor]) -> list[StoredTensor]:
-    """Return the tensors of the text model in a model that also reads images, by their own names.
+    """Return the tensors of the text model in a multimodal model, without the text model's prefix.
 
     The text model is `language_model` or, as transformers 5 saves it, `model.language_model`.
     """

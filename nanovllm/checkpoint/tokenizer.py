@@ -16,7 +16,7 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # This text is encoded and decoded as a test: some defects show only in use. The last character is
 # in no vocabulary.
 PROBE = "Hello, 1 \U0010fffd"
-# Fields of tokenizer.json, besides the vocabulary: PARTS of the tokenizer, FLAGS of its model.
+# Fields of tokenizer.json other than the vocabulary: PARTS of the tokenizer, FLAGS of its model.
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 FLAGS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
 

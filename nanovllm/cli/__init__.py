@@ -7,6 +7,7 @@ examples:
   nanovllm batch questions.jsonl -o answers.jsonl    process a file of any size
   nanovllm bench latency                             measure this machine
   nanovllm models                                    list the supported models
+  nanovllm models pull qwen3                         download a model
 
 `nanovllm COMMAND --help` explains every option.
 """

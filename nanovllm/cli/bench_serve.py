@@ -168,7 +168,7 @@ async def measure(
 
 
 def has_text(choice: dict[str, Any]) -> bool:
-    """Return whether a choice of a stream chunk has anything besides the message's role."""
+    """Return whether a choice of a stream chunk has anything other than the message's role."""
     delta = choice.get("delta") or {"text": choice.get("text")}
     return any(value for name, value in delta.items() if name != "role")
 

@@ -170,7 +170,7 @@ def run_command(line: str, conversation: Conversation) -> None:
 
 def _system(conversation: Conversation, text: str) -> str | None:
     if not text:
-        return conversation.system or "No system prompt besides the chat template's own."
+        return conversation.system or "No system prompt except the chat template's own."
     conversation.instruct(text)
     return None
 

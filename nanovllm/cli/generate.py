@@ -51,7 +51,7 @@ def add_parser(commands: options.Commands) -> None:
     add("--system", "--system-prompt", metavar="TEXT", help=text)
     text = "continue the text without the chat template (default: only if the model has none)"
     add("--raw", action="store_true", help=text)
-    text = "if a prompt is refused, run the others (default: run none)"
+    text = "if a prompt is rejected, run the others (default: run none)"
     add("--keep-going", action="store_true", help=text)
     text = "write a JSON object per line: prompt, text, token_ids, finish_reason; or prompt, error"
     add("--json", action="store_true", help=text)

@@ -1,25 +1,41 @@
-"""List the supported architectures, each with example models on the Hugging Face Hub and their
-short names, if any. Other models of these architectures load as well; the "architectures" field of
-a model's config.json names its architecture. Most other decoders run through transformers' model
-code, which is slower.
+"""List the supported architectures, each with example models on the Hugging Face hub and their
+short names and licenses, if any. Other models of these architectures load as well; the
+"architectures" field of a model's config.json names its architecture. Most other decoders run
+through transformers' model code, which is slower.
+
+commands:
+  pull MODEL     download a model into Hugging Face's cache, and print its path
+  list           list the models in the cache, with their sizes
+  rm MODEL ...   remove models from the cache
 
 examples:
   nanovllm models
-  nanovllm models --json
+  nanovllm models pull qwen3
+  nanovllm models pull Qwen/Qwen3-8B-GGUF:Q4_K_M
+  nanovllm models list --json
+  nanovllm models rm Qwen/Qwen3-8B-GGUF:Q4_K_M
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
-from nanovllm.checkpoint.hub import ALIASES
-from nanovllm.cli.options import Commands, add_command
+from nanovllm.checkpoint.hub import ALIASES, format_size
+from nanovllm.checkpoint.hub_cache import list_models, remove_model
+from nanovllm.cli.options import MODEL_NAMES, Commands, add_command
 
 # Architecture -> hub ids of example models.
 EXAMPLES = {
     "Gemma2ForCausalLM": ("google/gemma-2-2b-it", "google/gemma-2-9b-it"),
-    "Gemma3ForCausalLM": ("google/gemma-3-270m-it", "google/gemma-3-1b-it"),
+    "Gemma3ForCausalLM": (
+        "google/gemma-3-270m-it",
+        "google/gemma-3-1b-it",
+        "google/embeddinggemma-300m",
+    ),
     "Glm4ForCausalLM": ("zai-org/GLM-4-9B-0414", "zai-org/GLM-4-32B-0414"),
     "GlmForCausalLM": ("zai-org/glm-4-9b-chat-hf",),
     "GraniteForCausalLM": (
@@ -50,6 +66,8 @@ EXAMPLES = {
         "Qwen/Qwen3-4B-Instruct-2507",
         "Qwen/Qwen3-8B",
         "Qwen/Qwen3-32B",
+        "Qwen/Qwen3-Embedding-0.6B",
+        "Qwen/Qwen3-Reranker-0.6B",
     ),
     "Qwen3NextForCausalLM": ("Qwen/Qwen3-Next-80B-A3B-Instruct",),
     "Qwen3_5ForCausalLM": ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.6-27B"),
@@ -60,22 +78,87 @@ EXAMPLES = {
 
 
 def add_parser(commands: Commands) -> None:
-    about, usage = "list the supported models", "nanovllm models [options]"
-    parser = add_command(commands, "models", about, usage, __doc__ or "")
-    text = "write one JSON object per line: architecture, examples, short_names"
-    parser.add_argument("--json", action="store_true", help=text)
+    about = "list the supported models; pull, list and rm downloaded ones"
+    usage = "nanovllm models [pull | list | rm] [options]"
+    parser = add_command(commands, "models", about, usage, __doc__)
+    fields = "architecture, examples, short_names, licenses"
+    _add_json(parser, fields, False)
     parser.set_defaults(run=run, parser=parser, verbose=False)
+    names = parser.add_subparsers(prog="nanovllm models", help=argparse.SUPPRESS)
+
+    doc = "Download a model into Hugging Face's cache if it is not there, and print its path."
+    pull = add_command(names, "pull", "", "nanovllm models pull MODEL [options]", doc)
+    pull.add_argument("model", metavar="MODEL", help=MODEL_NAMES)
+    text = "branch, tag or commit of a hub model (default: main)"
+    pull.add_argument("--revision", metavar="TEXT", help=text)
+    pull.set_defaults(run=run_pull, parser=pull)
+
+    doc = "List the models in Hugging Face's cache, with their sizes."
+    listing = add_command(names, "list", "", "nanovllm models list [options]", doc)
+    _add_json(listing, "model, num_bytes, last_used", argparse.SUPPRESS)
+    listing.set_defaults(run=run_list, parser=listing)
+
+    doc = "Remove models from Hugging Face's cache, in all their revisions."
+    rm = add_command(names, "rm", "", "nanovllm models rm MODEL [MODEL ...]", doc)
+    text = "a model as `nanovllm models list` shows it, or a short name"
+    rm.add_argument("models", metavar="MODEL", nargs="+", help=text)
+    rm.set_defaults(run=run_rm, parser=rm)
+
+
+def _add_json(parser: argparse.ArgumentParser, fields: str, default: Any) -> None:
+    text = f"write one JSON object per line: {fields}"
+    parser.add_argument("--json", action="store_true", default=default, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     for architecture, examples in EXAMPLES.items():
-        names = {alias: hub_id for alias, (hub_id, _) in ALIASES.items() if hub_id in examples}
+        names = {name: each for name, each in ALIASES.items() if each.hub_id in examples}
         if args.json:
             fields = {"architecture": architecture, "examples": examples}
-            print(json.dumps({**fields, "short_names": names}))
+            fields["short_names"] = {name: each.hub_id for name, each in names.items()}
+            fields["licenses"] = {name: each.license for name, each in names.items()}
+            print(json.dumps(fields))
             continue
         print(architecture)
-        shown = {hub_id: f", short: {alias}" for alias, hub_id in names.items()}
+        shown = {each.hub_id: f", short: {name} ({each.license})" for name, each in names.items()}
         for hub_id in examples:
             print(f"  {hub_id}{shown.get(hub_id, '')}")
+    return 0
+
+
+def run_pull(args: argparse.Namespace) -> int:
+    from nanovllm.checkpoint.find import find_checkpoint
+
+    print(find_checkpoint(args.model, revision=args.revision, check=_check).path)
+    return 0
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    """Raise an error for a model that could not run, before its weights are downloaded."""
+    from nanovllm.checkpoint.quantization import choose_quantization
+    from nanovllm.models.registry import read_config_for
+
+    read_config_for(config, "auto")
+    if (stored := config.get("quantization_config")) is not None:
+        choose_quantization(None, stored)
+
+
+def run_list(args: argparse.Namespace) -> int:
+    models = list_models()
+    if args.json:
+        for model in models:
+            print(json.dumps(asdict(model)))
+        return 0
+    rows = [(each.model, format_size(each.num_bytes), each.last_used) for each in models]
+    rows.insert(0, ("MODEL", "SIZE", "LAST USED"))
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    for name, size, last_used in rows:
+        print(f"{name:{widths[0]}}  {size:>{widths[1]}}  {last_used}")
+    return 0
+
+
+def run_rm(args: argparse.Namespace) -> int:
+    for model in args.models:
+        name, num_bytes = remove_model(model)
+        print(f"removed {name}, {format_size(num_bytes)}")
     return 0

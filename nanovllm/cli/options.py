@@ -23,8 +23,12 @@ from nanovllm.validation import choices_of
 Commands: TypeAlias = "argparse._SubParsersAction[ArgumentParser]"
 Names: TypeAlias = Iterable[str] | None
 
-# Preserve the line breaks of examples, and make room for the longest option beside its help.
+# Preserve the line breaks of examples, and make room for the longest option next to its help.
 HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=31)
+MODEL_NAMES = (
+    "a folder, a .gguf file, a hub id (org/name, org/name:Q4_K_M, org/name/file.gguf) or a short "
+    "name, which `nanovllm models` lists"
+)
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 NO_FLAGS = ("skip_tokenizer_init", "depth")
 SEVERAL_REQUESTS = ("seed", "data_parallel_size")  # flags of serve and batch only
@@ -122,8 +126,7 @@ def add_engine_options(
     add = parser.add_argument
     text = "log engine activity and server requests (default: on at a terminal)"
     add("-v", "--verbose", action=BooleanOptionalAction, help=text)
-    text = "a folder, a .gguf file, a hub id (org/name or org/name/file.gguf), smollm2 or qwen3"
-    add("--model", help=f"{text} (default: {default_model})")
+    add("--model", help=f"{MODEL_NAMES} (default: {default_model})")
     text = "CPU threads for computation (default: torch's choice, one per core)"
     add("--threads", type=at_least(1), metavar="N", help=text)
     names = {field.name for field in fields(EngineConfig)}.difference(NO_FLAGS, SEVERAL_REQUESTS)
@@ -195,7 +198,7 @@ def fields_in(args: Namespace, record: type) -> dict[str, Any]:
 
 
 def _check_foreign_flags(args: argparse.Namespace) -> None:
-    """Print a line for each vLLM flag that has no effect here; refuse unsupported ones."""
+    """Print a line for each vLLM flag that has no effect here; reject unsupported ones."""
     for note in ignored_notes({name: getattr(args, _flag(name)) for name in VLLM_OPTIONS}, _flag):
         print(note, file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""Serve a model over HTTP to many clients at once.
+"""Serve a model over HTTP to many concurrent clients.
 
 The server implements OpenAI's API (chat completions, completions, responses, embeddings) and
 Anthropic's messages. Flags have the same names as in vLLM.

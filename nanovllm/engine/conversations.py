@@ -19,12 +19,12 @@ _CALL_KEYS = ("tool_calls", "function_call")  # a message with one of these may 
 
 
 class ChatOptions(TypedDict, total=False):
-    """Options that control how a conversation is formatted; None: as the template does."""
+    """Options that control how a conversation is formatted; None uses the template's default."""
 
     tools: Sequence[Any] | None  # schemas, or functions with docstrings
     add_generation_prompt: bool | None  # False: do not start an assistant message
     continue_final_message: bool | None  # the model continues the last message
-    chat_template_kwargs: dict[str, Any] | None  # further variables for the template
+    chat_template_kwargs: dict[str, Any] | None  # additional variables for the template
 
 
 def template_options(options: ChatOptions) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class EngineCore:
         submitted = self._clock()
         result = pending.result()
         result_time = self._clock()
-        # The device runs one step at a time.
+        # The device runs one step at a time, so this step began after the previous one ended.
         device_begin = max(submit_time, self._last_result_time)
         device = result_time - device_begin
         num_accepted = self.scheduler.draft_counts.num_accepted_tokens

@@ -58,7 +58,8 @@ class Detokenizer:
         self._num_taken = 0
         self.found_stop: str | None = None
         self._search_from = 0
-        self._min_end = 0  # a stop string must end after the text of the first min_tokens tokens
+        # Length of the text of the first min_tokens - 1 tokens; a stop string must end beyond it.
+        self._min_end = 0
 
     def push(self, token_id: int) -> bool:
         """Add a token; return True if it completed a stop string, at which the text is cut off."""
@@ -100,7 +101,8 @@ class Detokenizer:
             visible = [
                 each for each in self._window if decode(self._tokenizer, [each], self._params)
             ]
-            # Each of up to 3 replacement characters may stand for 3 bytes.
+            # Keep 9 tokens: up to three trailing U+FFFD are held back, each may stand for up to
+            # three bytes, and every visible token has at least one byte.
             self._keep(visible[-9:], num_incomplete)
         elif is_full:  # the new tokens have no text, like special tokens
             self._keep(self._window[: self._num_context], 0)

@@ -92,8 +92,8 @@ class Drafter:
         """Begin to plan a step for `num_rows` sequences; `num_unused` more would fit."""
         self._num_rows, self._num_tokens = num_rows, float(num_rows)
         self._room = num_unused + self._most
-        size = num_rows.bit_length()
-        self._is_on = self._costs.is_known(size) and (num_rows <= 1 or self._trials[size].is_on)
+        trial = self._trials[num_rows.bit_length()]
+        self._is_on = self._costs.is_known(num_rows) and (num_rows <= 1 or trial.is_on)
 
     def is_promising(self, seq: Sequence) -> bool:
         """Whether to wait for a sequence's pending token, because drafts may follow it."""
@@ -185,16 +185,16 @@ class Drafter:
 class StepCosts:
     """The measured seconds of decode steps by their number of rows.
 
-    Steps whose numbers of rows have the same bit length are averaged, and the cost of other
-    numbers is interpolated. A step larger than any measured one counts as cheap, so it is tried.
+    Steps with similar numbers of rows are averaged, and the cost of other numbers is interpolated.
+    A step larger than any measured one counts as cheap, so it is tried.
     """
 
     def __init__(self) -> None:
-        self._points: dict[int, tuple[float, float]] = {}  # bit length -> (rows, seconds)
-        self._seen: set[int] = set()  # bit lengths
+        self._points: dict[int, tuple[float, float]] = {}  # size -> (rows, seconds)
+        self._seen: set[int] = set()  # sizes
 
     def add(self, num_rows: int, seconds: float) -> None:
-        size = num_rows.bit_length()
+        size = (num_rows**2).bit_length()  # half an octave: 8 to 11 rows, 12 to 15, 16 to 22
         if size not in self._seen:  # the first step of a size may capture a graph
             self._seen.add(size)
             return
@@ -204,9 +204,9 @@ class StepCosts:
         seconds = min(seconds, 2 * old)
         self._points[size] = rows + RATE * (num_rows - rows), old + rate * (seconds - old)
 
-    def is_known(self, size: int) -> bool:
-        """Whether steps with rows of this bit length have been measured."""
-        return size in self._points
+    def is_known(self, num_rows: int) -> bool:
+        """Whether steps with about as many rows have been measured."""
+        return (num_rows**2).bit_length() in self._points
 
     def of(self, num_rows: int) -> float:
         below = above = None

@@ -33,7 +33,7 @@ class Matcher(Protocol):
         """Accept a token that is not a stop token; return True if no more tokens are allowed."""
 
     def num_allowed(self, drafts: list[int]) -> int:
-        """Return how many of the drafts, from the first on, the grammar allows."""
+        """Return how many leading drafts the grammar allows."""
 
 
 class GrammarEngine(Protocol):

@@ -19,6 +19,7 @@ from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.grammar import GrammarEngine
 from nanovllm.engine.output_processor import CompletionState, RequestState
 from nanovllm.engine.request import Request
+from nanovllm.engine.scoring import check_pooling
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
@@ -44,14 +45,17 @@ class InputProcessor:
         seed: int,
         has_workers: bool = False,
         create_grammars: Callable[[], GrammarEngine] | None = None,
+        default_pooling: Pooling | None = None,
     ) -> None:
         self.tokenizer = vocabulary.tokenizer
         self._create_grammars = create_grammars
-        self._has_workers = has_workers  # in other processes, which cannot receive functions
+        self._has_workers = has_workers  # workers in other processes cannot receive functions
         self._vocab_size = vocab_size
         self._eos_token_ids = vocabulary.eos_token_ids
         self.grammars: GrammarEngine | None = None  # created by the first request with a grammar
         self._engine_seed = seed
+        # The pooling of a model that only embeds; None for a model that generates.
+        self.default_pooling = default_pooling
         self._seq_ids = itertools.count()
         self._lock = threading.Lock()
         self._tokenizing = threading.Lock()  # tokenizer.encode may change the tokenizer's settings
@@ -79,6 +83,10 @@ class InputProcessor:
     ) -> RequestState:
         """Validate and tokenize a prompt; return one request for each of its `n` completions."""
         self._check_params(params)
+        if pooling is not None:
+            check_pooling(pooling, self._vocab_size)
+        if self.default_pooling is not None and not isinstance(pooling, str):
+            raise RequestError("this is an embedding model: use embed, or /v1/embeddings")
         for name, text in (("cache_salt", cache_salt), ("request_id", request_id)):
             if text is not None:
                 require_text(name, text)

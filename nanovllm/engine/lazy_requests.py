@@ -1,4 +1,4 @@
-"""Complete any number of prompts; further prompts are read as earlier ones finish."""
+"""Complete any number of prompts; more prompts are read as earlier ones finish."""
 
 from __future__ import annotations
 

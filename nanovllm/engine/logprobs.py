@@ -41,7 +41,7 @@ def entry_bytes(num_top: int | None) -> int:
 
 
 def add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
-    """Set the logprobs of all sampled positions on each sequence that asks for them."""
+    """Store the logprobs of the sampled positions in each sequence that requested them."""
     asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
     entries = pack_logprobs(result.logprob_ids, result.logprobs, result.logprob_ranks)
     for seq in asking:
@@ -80,7 +80,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 def text_within(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    """Return a token's text as inside a sentence; alone, it would lose a leading space."""
+    """Return a token's text as it appears mid-sentence; alone, it may lose a leading space."""
     alone, twice = (str(tokenizer.decode([token_id] * count)) for count in (1, 2))
     return f" {alone}" if twice == f"{alone} {alone}" else alone
 

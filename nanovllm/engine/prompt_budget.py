@@ -1,4 +1,4 @@
-"""Limit the prompt tokens that a step runs beside decode rows, to bound inter-token latency."""
+"""Limit the prompt tokens that a step runs alongside decode rows, to bound inter-token latency."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PromptBudget:
         self._is_measured = False
 
     def num_prompt_tokens(self, num_decode_rows: int) -> int:
-        """Return how many prompt tokens may run beside `num_decode_rows` decode rows."""
+        """Return how many prompt tokens may run alongside `num_decode_rows` decode rows."""
         num_tokens = int(self._seconds / self._seconds_per_token)
         return max(MIN_PROMPT_TOKENS, _round_down(num_tokens) - num_decode_rows)
 
@@ -37,7 +37,7 @@ class PromptBudget:
 
 
 def _round_down(num_tokens: int) -> int:
-    """Round down to 2**k or 1.5 * 2**k: prefill graphs are padded to these sizes."""
+    """Round down to 2**k or 1.5 * 2**k: prefill graphs have these sizes, and steps are padded."""
     power = 1 << (max(num_tokens, 1).bit_length() - 1)
     return power + power // 2 if num_tokens >= power + power // 2 else power
 

@@ -44,7 +44,9 @@ class Scheduler:
         max_num_batched_tokens: int,
         prompt_budget: PromptBudget | None = None,
         drafter: Drafter | None = None,
+        allow_chunks: bool = True,
     ) -> None:
+        self.allow_chunks = allow_chunks  # False: a prompt runs in one step
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
@@ -138,9 +140,8 @@ class Scheduler:
                 updated.append(seq)
         token_ids, end = result.tokens.tolist(), 0
         for seq, count in zip(rows, num_logits, strict=True):
-            num_before, end = end, end + count
-            new = token_ids[num_before:end]
-            if not new or seq.finish_reason is not None:  # it ended while the step was in flight
+            first, end = end, end + count
+            if not count or seq.finish_reason is not None:  # it ended while the step was in flight
                 continue
             if seq.is_dropped:
                 seq.is_dropped = False
@@ -148,10 +149,10 @@ class Scheduler:
             num_known = len(seq.token_ids)
             if seq.drafts:
                 if result.draft_tokens is not None:
-                    seq.drafts = result.draft_tokens[num_before : num_before + count - 1].tolist()
-                self._verify(seq, new)
+                    seq.drafts = result.draft_tokens[first : end - 1].tolist()
+                self._verify(seq, token_ids[first:end])
             else:
-                self._append(seq, new[0])
+                self._append(seq, token_ids[first])
             seq.num_new = len(seq.token_ids) - num_known
             if seq.new_logprobs:
                 del seq.new_logprobs[seq.num_new :]
@@ -235,20 +236,22 @@ class Scheduler:
         self._schedule_rows(prompts, builder)
 
     def _schedule_rows(self, rows: list[Sequence], builder: _PlanBuilder) -> None:
-        num_left = len(rows)
-        for seq in rows:
-            num_left -= 1
+        drafter = self.drafter
+        for index, seq in enumerate(rows, 1):
             if builder.budget == 0:
                 return
             num_tokens = seq.num_tokens
             if seq.slot == NO_SLOT or num_tokens >= seq.max_len:
                 continue  # preempted by an earlier row of this plan, or its last token is in flight
-            if seq.num_pending and (seq.is_serial or (self.drafter and self._must_wait(seq))):
+            if (seq.is_serial or drafter is not None) and self._must_wait(seq):
                 continue
-            end = self._row_end(seq, builder)
-            most = builder.budget - 1 - num_left  # each of the other rows needs a token
-            drafts = [] if self.drafter is None else self._propose(seq, most)
-            if end + len(drafts) > seq.capacity and not self._grow(seq, end + len(drafts), builder):
+            last = end = self._row_end(seq, builder)
+            drafts: list[int] | None = None
+            if drafter is not None:
+                num_left = len(rows) - index  # each of the other rows needs a token
+                drafts = self._propose(seq, builder.budget - 1 - num_left)
+                last += len(drafts)
+            if last > seq.capacity and not self._grow(seq, last, builder):
                 continue
             self._add_row(builder, seq, end, drafts)
 
@@ -302,6 +305,8 @@ class Scheduler:
             if self.blocks.num_free < self._num_free_to_admit:
                 return
             seq = self.waiting.first()
+            if not self.allow_chunks and len(seq.token_ids) > builder.budget:
+                return
             if seq.num_pending:  # preempted while the host does not know its newest token yet
                 return
             num_needed = self.blocks.admit(seq)
@@ -385,11 +390,13 @@ class Scheduler:
             self._prefilled_leaders.append(seq)
 
     def _must_wait(self, seq: Sequence) -> bool:
-        """Whether drafts let a sequence wait until the host knows its pending token."""
-        assert self.drafter is not None
-        if seq.drafts or self._has_many_drafted:
+        """Whether a sequence waits until the host knows its pending token."""
+        if not seq.num_pending:
+            return False
+        if seq.is_serial or seq.drafts or self._has_many_drafted:
             return True
-        return seq.num_computed == seq.num_tokens - 1 and self.drafter.is_promising(seq)
+        is_decode = seq.num_computed == seq.num_tokens - 1
+        return is_decode and self.drafter is not None and self.drafter.is_promising(seq)
 
     def _propose(self, seq: Sequence, most: int) -> list[int]:
         """Return up to `most` drafts for a decode row: tokens that may follow its newest one."""

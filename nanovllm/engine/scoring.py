@@ -6,7 +6,7 @@ from array import array
 from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +21,11 @@ from nanovllm.validation import require
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
-def check_pooling(pooling: object) -> None:
-    require(pooling in get_args(Pooling), "pooling", '"last" or "mean"', pooling)
+def check_pooling(pooling: Pooling, vocab_size: int) -> None:
+    is_valid = pooling in ("last", "mean")
+    if isinstance(pooling, tuple):
+        is_valid = len(pooling) == 2 and all(0 <= token_id < vocab_size for token_id in pooling)
+    require(is_valid, "pooling", '"last" or "mean"', pooling)
 
 
 def add_pooled(rows: list[Sequence], plan: StepPlan, pooled: Vector) -> list[Sequence]:

@@ -13,7 +13,9 @@ from nanovllm.sampling_params import SamplingParams
 
 IntColumn = npt.NDArray[np.int32]
 Vector = npt.NDArray[np.float32]
-Pooling = Literal["last", "mean"]  # how the hidden states of a prompt become one vector
+# How a prompt becomes one vector: the hidden state of its last token, the mean of all of them, or
+# the logits of two tokens as the next one.
+Pooling = Literal["last", "mean"] | tuple[int, int]
 T = TypeVar("T")
 
 
@@ -143,7 +145,7 @@ class StepResult:
     prompt_logprob_ranks: IntColumn | None = None
     # [positions]: the draft after each position, if the worker's draft model drafted them.
     draft_tokens: IntColumn | None = None
-    # Vectors of the rows that complete a pooled prompt: [rows, hidden_size].
+    # Vectors of the rows that complete a pooled prompt: [rows, dim]; logits are the first values.
     pooled: Vector | None = None
     # Errors of logits processors, keyed by position; these sampled NO_TOKEN.
     failures: dict[int, str] | None = None

@@ -57,7 +57,7 @@ class QKNorm(Layer):
         self.offset = config.norm_offset
 
     def prepare(self, qkv: Tensor) -> QKNormWeights | None:
-        """Return the weights for `Ops.rope_write`; None: q and k are normalized already."""
+        """Return the weights for `Ops.rope_write`, or None if q and k are already normalized."""
         return self.weights
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
@@ -72,7 +72,7 @@ class QKNorm(Layer):
 
 
 class AllHeadsNorm(Layer):
-    """RMSNorm over all heads of q, and over all heads of k, of which a rank has only some."""
+    """RMSNorm over all heads of q, and over all heads of k; each rank holds only some heads."""
 
     order = None  # the order of the dimensions is that of the checkpoint
 

@@ -24,7 +24,7 @@ from nanovllm.ops.quantized_weight import Weight
 
 
 class MergedLinear(Layer):
-    """A projection to several outputs at once, such as q, k and v, or gate and up.
+    """A merged projection to several outputs, such as q, k and v, or gate and up.
 
     With an activation it returns activation(gate) * up. `row_order` lists the outputs in an order
     that differs from the checkpoint's.
@@ -147,7 +147,7 @@ class LMHead(MergedLinear):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the logits are more than the projection."""
+        """Whether the logits are scaled or capped after the projection."""
         return self.scale != 1 or self.softcap is not None
 
     def logits(self, hidden: ResidualStream, norm: RMSNorm) -> Tensor:

@@ -103,7 +103,10 @@ class WordTensors(nn.Module):
 
 
 class BlockTensors(nn.Module):
-    """A weight in GGUF quant blocks: one tensor [outputs, bytes] per run of equal block types."""
+    """A weight in GGUF quant blocks: a tensor [outputs, bytes] for each run of equal block types.
+
+    After loading, the rows are interleaved into panels of 16 rows, which CPU kernels read.
+    """
 
     def __init__(
         self, layouts: list[QuantLayout], outputs: Outputs, inputs: Shard, build: BuildContext
@@ -152,11 +155,11 @@ class BlockTensors(nn.Module):
 
 
 def has_whole_blocks(layout: QuantLayout, inputs: Shard) -> bool:
-    """Return whether the tensor, and this rank's shard of its columns, have whole quant blocks."""
+    """Return whether the tensor and this rank's shard of its columns consist of whole blocks."""
     return not any(size % layout.group for size in (inputs.size, inputs.first, inputs.count))
 
 
 def byte_columns(layout: QuantLayout, inputs: Shard) -> Shard:
-    """Convert a shard of inputs to the bytes that it occupies in a row of quant blocks."""
+    """Convert a shard of inputs to the range of bytes that it occupies in a row of quant blocks."""
     sizes = inputs.size, inputs.first, inputs.count
     return Shard(*(size // layout.group * layout.block_bytes for size in sizes))

@@ -12,7 +12,8 @@ from nanovllm.layers.scaled_rope import scaled_frequencies
 def rope_table(head_dim: int, max_position: int, rope: RopeConfig, device: torch.device) -> Tensor:
     """Return the cosines and sines of pairs (i, i + head_dim / 2): [positions, 2, head_dim / 2].
 
-    If queries are scaled by their position, those of q follow: [positions, 4, head_dim / 2].
+    If queries are scaled by their position, the scaled cosines and sines for q follow:
+    [positions, 4, head_dim / 2].
     """
     positions = torch.arange(max_position).float()[:, None]
     rotary_dim = rope.rotary_dim or head_dim
@@ -28,7 +29,7 @@ def rope_table(head_dim: int, max_position: int, rope: RopeConfig, device: torch
 
 
 def rope_order(head_dim: int, rope: RopeConfig) -> list[int] | None:
-    """Return the dimensions of a head in the order of `rope_table`; None: as in the checkpoint.
+    """Return the dimensions of a head in the order of `rope_table`, or None if it is unchanged.
 
     q and k may be reordered, because their products do not depend on the order.
     """

@@ -35,7 +35,8 @@ class SelfAttention(Layer):
         self.layer_index, self.is_last = layer_index, layer_index + 1 == config.num_layers
         self.attention, self.ops = build.attention, build.ops
         window = config.layers[layer_index].window
-        self.spec = AttentionSpec(config.attention_scale, window, config.attention_softcap)
+        scale, softcap = config.attention_scale, config.attention_softcap
+        self.spec = AttentionSpec(scale, window, softcap, is_causal=config.is_causal)
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
         self.num_gates = q.count if config.has_output_gate else 0
         outputs = {"q_proj": [q.times(2 if self.num_gates else 1)], "k_proj": [kv], "v_proj": [kv]}

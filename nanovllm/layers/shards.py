@@ -14,9 +14,9 @@ from nanovllm.ops.tp_group import TPGroup
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a dimension: `count` elements from `first` on.
+    """A rank's part of a dimension: `count` elements, starting at `first`.
 
-    A dimension that does not divide evenly is padded: elements from `size` on are not in the
+    A dimension that does not divide evenly is padded: elements beyond `size` are not in the
     checkpoint.
     """
 
@@ -45,7 +45,7 @@ def sharded(size: int, group: TPGroup) -> Shard:
 
 
 def split_kv_heads(num_heads: int, group: TPGroup) -> Shard:
-    """Return this rank's kv heads; if there are more ranks than heads, several share a head."""
+    """Return this rank's kv heads; with more ranks than heads, several ranks share a head."""
     first = group.rank * num_heads // group.size
     return Shard(num_heads, first, max(num_heads // group.size, 1))
 

@@ -92,6 +92,7 @@ class DecoderModel(Layer):
             config.logits_scale,
             config.logits_softcap,
         )
+        self.dense = nn.Sequential()  # linear layers of an embedding model, for pooled vectors
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         return self.logits(self.model(batch))

@@ -17,6 +17,7 @@ from nanovllm.models.sliding_window import sliding_layers, with_window
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    gemma3.refuse(config, "use_bidirectional_attention")
     model = gemma3.read_shared_config(config)
     sliding = sliding_layers(config)
     model = replace(

@@ -35,18 +35,23 @@ NORMS = NormNames(
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     refuse(config, "attn_logit_softcapping", "final_logit_softcapping")
     given = {**DEFAULTS, **_without_null(config)}
+    if given.get("use_bidirectional_attention"):  # the window is centered on its token
+        given["sliding_window"] = given["sliding_window"] // 2 + 1
     layers = mixed_layers(
         given,
         given["sliding_window_pattern"],
         local_theta=given["rope_local_base_freq"],
         theta=given.get("rope_theta", 1e6),
     )
-    return replace(read_shared_config(config), layers=layers)
+    return replace(
+        read_shared_config(config),
+        layers=layers,
+        is_causal=not given.get("use_bidirectional_attention"),
+    )
 
 
 def read_shared_config(config: Mapping[str, Any]) -> ModelConfig:
     """Read what Gemma 2 and 3 have in common: all but the attention of the layers."""
-    refuse(config, "use_bidirectional_attention")
     config = {**DEFAULTS, **_without_null(config)}
     shared = {"hidden_act": config["hidden_activation"], "rope_parameters": None}
     model = read_model_config({**config, **shared, "rope_scaling": None})

@@ -29,6 +29,7 @@ class TransformersModel(Layer):
         self.config, self.dtype = config, build.dtype
         self.model = Body(config, causal_lm, build)
         self.lm_head = Head(config, causal_lm, build)
+        self.dense = nn.Sequential()  # linear layers of an embedding model, for pooled vectors
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         return self.logits(self.model(batch))

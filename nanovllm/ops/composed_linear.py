@@ -57,7 +57,7 @@ def compose_linear(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """Compute F.linear in `dtype` (None: the dtype of x), then round the result to x's dtype.
+    """Compute F.linear in `dtype`, by default that of x, and round the result to x's dtype.
 
     This is for CPUs that only emulate the dtype of x. No upcast copy of the weight is kept.
     """

@@ -22,7 +22,7 @@ from nanovllm.ops.fp8 import FP8
 BLOCK = 128
 INT4_WORDS, FP8_WORDS = 16, 32  # number of words per block
 INT4_GROUPS = (32, 64, BLOCK)
-PANEL_ROWS = 16  # number of rows whose quant blocks are interleaved in a panel
+PANEL_ROWS = 16  # number of rows per panel, in which their GGUF quant blocks are interleaved
 MIDDLE = 8  # default zero point of int4
 
 Fill = Callable[[Tensor, Tensor], object]  # fill(target, rows), such as the device's `fill`
@@ -81,7 +81,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """Rows of one GGUF quant block type, in the layout that CPU kernels read."""
+    """Rows of one GGUF quant block type, interleaved into panels of 16 rows for CPU kernels."""
 
     kind: str
     data: Tensor  # [panels, bytes], expert by expert
@@ -162,7 +162,7 @@ class QuantizedRows:
     def put(
         self, first: int, values: Tensor, scales: Tensor, zeros: Tensor | int, fill: Fill
     ) -> None:
-        """Fill rows from `first` on; scales and zero points are per checkpoint group."""
+        """Fill rows, starting at `first`; scales and zero points are per checkpoint group."""
         rows = slice(self.first + first, self.first + first + len(values))
         fill(self.weight.scales[rows], self._by_group(scales))
         staged = torch.empty(values.shape, dtype=values.dtype, device=self.weight.qweight.device)

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def connect(address: str | None = None) -> None:
-    """Connect to a Ray cluster at `address` or $RAY_ADDRESS, a local one, or else a new one."""
+    """Connect to the Ray cluster at `address` or $RAY_ADDRESS, or to a local one, or start one."""
     if ray.is_initialized():
         return
     try:
@@ -83,7 +83,7 @@ class ActorLink(QueueLink):
     def send(self, kind: Kind, record: object) -> None:
         super().send(kind, record)
         if kind is Kind.ERROR:  # the process exits after this
-            time.sleep(STOP_SECONDS)  # let Ray fetch the message first
+            time.sleep(STOP_SECONDS)  # give Ray time to fetch the message first
 
 
 class RankActor:

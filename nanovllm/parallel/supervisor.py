@@ -52,7 +52,7 @@ POLL_SECONDS = 0.25  # maximum duration of one wait for messages
 HEARTBEAT_TIMEOUT = 4.5  # seconds without a message; a child sends a heartbeat every second
 GRACE_SECONDS = 0.2  # time to wait for the exit of a child that caused another child's error
 STOP_SECONDS = 2.0  # time between SIGTERM and SIGKILL
-CLOSE_SECONDS = 5.0  # time for a thread to finish its step; a thread paused for longer is leaked
+CLOSE_SECONDS = 5.0  # time for a thread to finish its step; a slower thread is leaked
 
 
 CLOSED = Failure("the engine is closed; create a new one", "EngineError")
@@ -191,7 +191,7 @@ def reported_failure(name: str, failure: Failure) -> Failure:
 
 
 def merge_failures(failures: list[Failure]) -> Failure:
-    """Return the earliest failure; a crash gets the first reported error added to its message."""
+    """Return the earliest failure; for a crash, add the first reported error to its message."""
     first, *_ = sorted(failures, key=lambda failure: failure.time)
     reported = [failure.traceback for failure in failures if failure.traceback]
     if first.traceback or not reported:

@@ -59,7 +59,7 @@ def serve(rank: int, link: Link, timer: StepTimer) -> None:
 
     launched: SimpleQueue[Pending[StepResult]] = SimpleQueue()
     if rank == 0:
-        # A separate thread waits for results, so that the next step can be launched meanwhile.
+        # A separate thread waits for results, so that the next step can be launched in time.
         threading.Thread(target=_send_results, args=(launched, link, timer), daemon=True).start()
     while (plan := link.receive()) is not None:
         with timer:

@@ -26,6 +26,7 @@ from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.cli import parse
 from nanovllm.cli.serve import engine_config, server_options
 from nanovllm.config import EngineConfig
+from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError
 from nanovllm.llm import ResolvedModel
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
@@ -72,7 +73,7 @@ def build_app(options: str | Mapping[str, Any]) -> serve.Application:
             "num_gpus": _num_gpus(config),
             "runtime_env": ONE_LOOP,
         },
-        # Twice the number of running requests keeps an engine busy. Further requests wait in the
+        # Twice the number of running requests keeps an engine busy. Additional requests wait in the
         # ingress, so that a new engine can take them.
         max_ongoing_requests=2 * config.max_num_seqs,
         request_router_config=_routing(config),
@@ -91,7 +92,7 @@ class Engine:
     """Deployment of an engine: an AsyncLLM that is called from other processes."""
 
     async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]
-        """Load the model in a thread, so that Serve can stop the engine meanwhile."""
+        """Load the model in a thread, so that Serve can stop the engine while it loads."""
         self._llm = await asyncio.to_thread(AsyncLLM, **asdict(config))
 
     async def info(self) -> EngineInfo:
@@ -109,9 +110,11 @@ class Engine:
             async for piece in pieces:
                 yield piece
 
-    async def embed(self, call: Call, normalize: bool) -> AsyncGenerator[EmbeddingOutput, None]:
+    async def embed(
+        self, call: Call, pooling: Pooling | None, normalize: bool
+    ) -> AsyncGenerator[EmbeddingOutput, None]:
         self._end_if_failed()
-        yield await self._llm.embed(call.token_ids, normalize=normalize)
+        yield await self._llm.embed(call.token_ids, pooling=pooling, normalize=normalize)
 
     async def watch(self, call: Call) -> AsyncGenerator[EngineState, None]:
         async with contextlib.aclosing(self._llm.watch()) as states:

@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from nanovllm.async_llm import GUESSED_TOKENS
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.engine.step import Pooling
 from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.llm import ResolvedModel, create_input_processor
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
@@ -101,9 +102,11 @@ class RemoteLLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         return self._call("generate", Call(prompt, params, cache_salt, is_streaming))
 
-    async def embed(self, prompt: list[int], *, normalize: bool = True) -> EmbeddingOutput:
+    async def embed(
+        self, prompt: list[int], *, pooling: Pooling | None = None, normalize: bool = True
+    ) -> EmbeddingOutput:
         call = Call(prompt, SamplingParams(max_tokens=1))
-        async with contextlib.aclosing(self._call("embed", call, normalize)) as outputs:
+        async with contextlib.aclosing(self._call("embed", call, pooling, normalize)) as outputs:
             return await anext(outputs)
 
     async def watch(self, engine: int = 0) -> AsyncGenerator[EngineState, None]:

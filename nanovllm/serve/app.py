@@ -31,6 +31,7 @@ from nanovllm.serve.model_interface import OwnedModel
 from nanovllm.serve.openai.chat_completions import create_chat_completion
 from nanovllm.serve.openai.completions import create_completion
 from nanovllm.serve.openai.embeddings import create_embedding
+from nanovllm.serve.openai.rerank import create_rerank
 from nanovllm.serve.openai.responses import ResponsesRequest, create_response
 from nanovllm.serve.prepare_chat import detokenize, tokenize
 from nanovllm.serve.protocol import (
@@ -39,6 +40,7 @@ from nanovllm.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    RerankRequest,
     TokenizeRequest,
 )
 from nanovllm.serve.server_options import SAMPLING_NAMES
@@ -57,6 +59,7 @@ ROUTES: dict[str, tuple[type[ApiModel], CreateResponse]] = {
     "/v1/chat/completions": (ChatRequest, create_chat_completion),
     "/v1/completions": (CompletionRequest, create_completion),
     "/v1/embeddings": (EmbeddingRequest, create_embedding),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (RerankRequest, create_rerank)),
     "/v1/responses": (ResponsesRequest, create_response),
     "/v1/messages": (MessagesRequest, create_message),
 }

@@ -218,7 +218,7 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
     """Return the sampling fields to send; most fields with default values are omitted."""
     default = SamplingParams()
     values = {field.name: getattr(params, field.name) for field in fields(params)}
-    schema = values.pop("structured_outputs")  # from --json-schema
+    schema = values.pop("structured_outputs")  # set by --json-schema
     sent = {
         name: value
         for name, value in values.items()

@@ -106,7 +106,7 @@ def invalid(problems: Sequence[Any]) -> RequestError:
     param, cause = _place(first), first.get("ctx", {}).get("error")
     if first["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {cause}")
-    if isinstance(cause, RequestError):  # from a validator; the message names the field first
+    if isinstance(cause, RequestError):  # raised by a validator; its message begins with the field
         place = f"{param}." if param else ""
         return RequestError(f"{place}{cause}", param=f"{place}{cause.param}", code=cause.code)
     if not param:
@@ -118,12 +118,14 @@ def invalid(problems: Sequence[Any]) -> RequestError:
 
 def _place(problem: Any) -> str:
     """Return the field's path in the request, without the type names that pydantic adds to it."""
-    place = ""
-    for part in problem["loc"]:
+    place, parts = "", problem["loc"]
+    if parts[:1] == ("body",) or (len(parts) > 1 and parts[0] in ("query", "path")):
+        parts = parts[1:]
+    for part in parts:
         if isinstance(part, int):
             place += f"[{part}]"
         elif not _FIELD.fullmatch(part) or part in TYPE_NAMES:
             break
-        elif place or part not in ("body", "query", "path"):
+        else:
             place += f".{part}" if place else part
     return place

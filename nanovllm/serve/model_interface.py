@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.step import Pooling
 from nanovllm.errors import NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
@@ -55,7 +56,9 @@ class Model(Protocol):
     ) -> AsyncGenerator[StreamPiece, None]:
         """Yield pieces of the completions as they are generated."""
 
-    async def embed(self, prompt: Any, *, normalize: bool = True) -> EmbeddingOutput:
+    async def embed(
+        self, prompt: Any, *, pooling: Pooling | None = None, normalize: bool = True
+    ) -> EmbeddingOutput:
         """Return the embedding of a prompt."""
 
     def watch(self, engine: int = 0) -> AsyncGenerator[EngineState, None]:

@@ -200,7 +200,7 @@ class ChoiceParser:
 class VisibleText:
     """Removes the text of hidden tokens; a token's id may arrive before its text.
 
-    If other tokens produce the same text, theirs may be removed instead.
+    If other tokens produce the same text, the text of these tokens may be removed instead.
     """
 
     def __init__(self, hidden: Mapping[int, str]) -> None:

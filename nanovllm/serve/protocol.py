@@ -276,6 +276,19 @@ class EmbeddingRequest(IgnoredFields):
     normalize: bool | None = None
 
 
+class RerankDocument(ApiModel):
+    text: str
+
+
+class RerankRequest(IgnoredFields):
+    query: str
+    documents: Listed[str | RerankDocument]
+    model: str | None = None
+    top_n: int | None = Field(None, ge=0)  # 0: all documents, as in vLLM
+    return_documents: bool | None = None
+    instruction: str | None = None
+
+
 class TokenizeRequest(ChatFields):
     """Tokenize either `prompt` or `messages`."""
 

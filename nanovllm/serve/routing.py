@@ -1,4 +1,4 @@
-"""Prefix-aware routing: prefer the replica that caches a prompt's prefix, else the least loaded."""
+"""Prefix-aware routing: prefer replicas that cache a prompt's prefix, then the least loaded one."""
 
 from __future__ import annotations
 

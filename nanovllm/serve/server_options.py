@@ -1,4 +1,4 @@
-"""Options of the HTTP server and the files they name; EngineConfig has the engine's options."""
+"""Options of the HTTP server and the files they name; EngineConfig defines the engine's options."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from nanovllm.validation import require
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_PROMPTS = 2048  # per request
+MAX_PROMPTS = 2048  # maximum number of prompts per request
 # Clients match OpenAI's wording of this error and, for Anthropic's API, "prompt is too long".
 TOO_LONG = "the prompt is too long: this model's maximum context length is {} tokens"
 
@@ -39,7 +39,8 @@ class Service:
         tokens = self.tokenizer.added_tokens_decoder
         self.special_ids = {each.content: i for i, each in tokens.items() if each.special}
         ids, reasoning = {each.content: i for i, each in tokens.items()}, self.formats.reasoning
-        # Token id of the marker that ends reasoning; None if it is not a single token.
+        # Token id of the reasoning end marker; None without such a marker, or if it is not a single
+        # token.
         self.reasoning_end_id = None if reasoning is None else ids.get(reasoning.end)
         markup = self.formats.markup()
         self.hidden_tokens = {i: text for text, i in self.special_ids.items() if text not in markup}
@@ -73,7 +74,7 @@ class Service:
             raise RequestError(message, code="queue_full", status=429)
 
     def check_num_sequences(self, num_prompts: int, n: int = 1) -> None:
-        """Reject a request with more sequences than can run and wait at once."""
+        """Reject a request with more sequences than can run and wait at the same time."""
         most = self._max_sequences
         if num_prompts * n > most:
             raise RequestError(
@@ -93,7 +94,7 @@ class Service:
 
     @property
     def _max_sequences(self) -> int:
-        """Maximum number of sequences that run and wait at once."""
+        """Maximum number of sequences that run and wait at the same time."""
         max_running = self.llm.config.max_num_seqs * len(self.llm.replicas)
         return max_running + self.options.max_queued_requests
 

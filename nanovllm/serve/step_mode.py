@@ -51,7 +51,7 @@ class StepMode:
         """Return a snapshot with the changes since the previous one, and the tokens of blocks."""
         plans, self._recorder.plans = self._recorder.plans, []
         changes: list[Change] = []
-        if self._before is not None and len(plans) <= 1:  # two: steps ran without a client
+        if self._before is not None and len(plans) <= 1:  # two plans: steps ran without a client
             changes = compare(self._before, state, plans[0] if plans else [])
         self._before = state
         scheduler = self._core.scheduler

@@ -34,7 +34,7 @@ NUM_TRIED = 4  # number of tokens matched as a test when a grammar is compiled
 SLOW_MASK = 0.005  # CPU seconds per bitmask above which other threads compute a grammar's bitmasks
 MAX_STEP = 0.01  # CPU seconds that a step may spend on bitmasks; other threads compute the rest
 # Limits of llguidance, with their approximate cost. A grammar that exceeds them at compile time is
-# refused; one that exceeds them later ends its sequence with an error.
+# rejected; one that exceeds them later ends its sequence with an error.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # 20 ms to compile
     "max_grammar_size": 100_000,
@@ -332,7 +332,7 @@ def refusal(reason: str) -> GrammarError:
     if "coerce_one_of" in reason:  # the reason names an option that requests cannot set
         reason = "the options of 'oneOf' are not provably disjoint"
     if reason.startswith("circular references"):
-        reason = "a '$ref' in 'oneOf' or beside other keywords leads back to itself; try 'anyOf'"
+        reason = "a '$ref' in 'oneOf' or next to other keywords leads back to itself; try 'anyOf'"
     if reason.startswith("regex parse error"):
         reason = f"a 'pattern' is not a regular expression: {reason}"
     return GrammarError(f"cannot be enforced: {reason.strip()}")

@@ -113,7 +113,7 @@ class _Preparation:
         return out
 
     def _check(self, key: str, value: Any, path: str) -> None:
-        """Refuse keywords that are not enforced, and malformed values."""
+        """Reject keywords that are not enforced, and malformed values."""
         if (
             value not in REFUSED.get(key, (value,))
             or not isinstance(value, SHAPES.get(key, object))

@@ -22,7 +22,7 @@ MAX_RULES = 1_000
 MAX_REFERENCES = 1_000
 MAX_DEPTH = 100  # levels of nested JSON; llguidance limits grammars and regular expressions itself
 MAX_SECONDS = 5.0
-START_SECONDS = 5.0  # extra time, besides MAX_SECONDS, for a process to start
+START_SECONDS = 5.0  # additional time for a process to start, on top of MAX_SECONDS
 MAX_THREADS = 8  # maximum number of compiling threads, including those that timed out but still run
 STACK_SIZE = 256 * 2**20  # virtual memory; llguidance uses 10 kB or more per level of recursion
 TOO_SLOW = "cannot be enforced: it takes too long to compile; simplify the grammar or schema"
@@ -114,8 +114,8 @@ def run_bounded(function: Callable[..., T], *args: Any) -> T:
     try:
         return outcome.result(MAX_SECONDS)
     except FutureTimeoutError as error:
-        # Stop the thread: Python code ends at its next line, but a call into llguidance runs on and
-        # keeps its slot until it returns.
+        # Stop the thread: Python code ends at its next line, but a call into llguidance continues,
+        # and the thread counts toward MAX_THREADS until it returns.
         ident = ctypes.c_ulong(thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
         raise GrammarError(TOO_SLOW) from error

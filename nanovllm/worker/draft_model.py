@@ -42,7 +42,7 @@ class DraftModel:
             self.runner.sampler(self.runner.forward(step), step)
             is_row = num_drafts > index
             step = decode_plan(plan.slots[is_row], ends[is_row] + index)
-        self.runner.forward(step)  # the last draft: only its keys and values are needed
+        self.runner.forward(step)  # stores keys and values of the last draft
         if not most:
             return plan
         # Sampling also advanced the slots: set them back.

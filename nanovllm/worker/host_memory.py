@@ -89,7 +89,7 @@ def _meminfo(name: str) -> int:
 
 
 def _physical_memory() -> int:
-    """Return the total memory of a machine without /proc/meminfo; how much is free is unknown."""
+    """Return the total memory of a machine without /proc/meminfo, where free memory is unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError):  # Windows

@@ -22,7 +22,7 @@ ALIGNMENT = 4  # in words: kernels read a column faster if it begins at a multip
 
 @dataclass(frozen=True, slots=True)
 class SlotField:
-    """A column of InputBatch: `width` numbers per slot (None: one), set when a sequence enters."""
+    """A column of InputBatch, set when a sequence enters; a slot has `width` numbers, or one."""
 
     dtype: type[np.number[Any]]
     value: Callable[[NewRow], Any]

@@ -30,7 +30,7 @@ MAX_TOKENS = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class SlotExtras:
-    """The features beyond plain sampling that a slot's sequence requested, and their state."""
+    """State of the features beyond plain sampling that a slot's sequence requested."""
 
     row: NewRow
     has_edits: bool

@@ -52,8 +52,8 @@ def check_model(
         check_transformers_options(config, model)
     if model.recurrent is not None and config.speculative_config is not None:
         raise ConfigError(
-            f"speculative_config is not supported for {model.architecture}: its recurrent state "
-            "cannot return to before a rejected draft; leave it out",
+            f"speculative_config is not supported for {model.architecture}: a recurrent "
+            "state cannot be rolled back to before a rejected draft; leave it out",
             param="speculative_config",
         )
     if config.quantization is not None:
@@ -130,7 +130,7 @@ def estimate_memory(
 
 
 def _elements_per_token(model: ModelConfig, num_ranks: int) -> int:
-    """Count the elements per token that exist at once: residual, x, gate, up and gate * up."""
+    """Count the elements per token that coexist in memory: residual, x, gate, up and gate * up."""
     size = model.intermediate_size
     if (experts := model.experts) is not None:
         size = experts.top_k * experts.size + experts.shared_size

@@ -141,7 +141,7 @@ def with_drafts_as_rows(plan: StepPlan) -> StepPlan:
 
     Keys and values are written before attention reads them, so each row sees those before it.
     """
-    if plan.num_logits.max(initial=0) <= 1:
+    if not has_drafts(plan):
         return plan
     rows: list[tuple[int, int, int, int]] = []  # plain lists: drafts are for small batches
     firsts = []  # first new row of each row, and the end

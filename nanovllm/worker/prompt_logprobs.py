@@ -81,7 +81,7 @@ def pooled_spans(plan: StepPlan, by_slot: Mapping[int, SlotExtras]) -> list[Span
     for span in _spans(plan, by_slot):
         if span.extras.row.pooling == "mean":
             spans.append(span)
-        elif span.extras.row.pooling == "last" and span.is_end:
+        elif span.extras.row.pooling is not None and span.is_end:
             last = span.count - 1
             start, first_token = span.start + last, span.first_token + last
             spans.append(replace(span, start=start, count=1, first_token=first_token))
@@ -89,7 +89,7 @@ def pooled_spans(plan: StepPlan, by_slot: Mapping[int, SlotExtras]) -> list[Span
 
 
 def pool(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Tensor | None:
-    """Return the vectors of the prompts that end in this step, [prompts, hidden_size], if any.
+    """Return the vectors of the prompts that end in this step, [prompts, dim], if any.
 
     The partial sums of the other prompts stay on the device.
     """
@@ -105,7 +105,15 @@ def pool(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Tens
     rows = [spans[index].extras.row for index in ending]
     counts = [row.num_prompt_tokens if row.pooling == "mean" else 1 for row in rows]
     upload = eager.input_batch.device.upload
-    return totals[upload(np.array(ending))] / upload(np.array(counts, np.float32))[:, None]
+    means = totals[upload(np.array(ending))] / upload(np.array(counts, np.float32))[:, None]
+    vectors: Tensor = eager.model.dense(means)
+    labeled = [i for i, row in enumerate(rows) if isinstance(row.pooling, tuple)]
+    if labeled:
+        last_tokens = np.array([spans[ending[i]].first_token for i in labeled])
+        logits = eager.model.logits(hidden.select(upload(last_tokens))).float()
+        label_ids = upload(np.array([rows[i].pooling for i in labeled]))
+        vectors[upload(np.array(labeled)), :2] = logits.gather(1, label_ids)
+    return vectors
 
 
 def _add_up(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Tensor:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepExtras:
-    """The results of one step besides its tokens."""
+    """The results of one step other than its tokens."""
 
     results: dict[str, Tensor]  # keyed by field of StepResult
     by_row: dict[int, SlotExtras]  # keyed by row of the logits

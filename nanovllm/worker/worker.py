@@ -33,7 +33,7 @@ from nanovllm.worker.draft_model import DraftModel
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec, choose_num_blocks, kv_cache_spec
-from nanovllm.worker.loader import load_weights
+from nanovllm.worker.loader import load_dense, load_weights
 from nanovllm.worker.memory_check import check_memory
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.profile_run import profile_run
@@ -161,6 +161,9 @@ class Worker:
         check_memory(config, model_config, device, build)
         self._agree(0)  # a barrier: no rank loads before all have measured the free memory
         model = self._load_weights(config, model_config, checkpoint, device, build)
+        if checkpoint.embedding is not None and config.load_format != "dummy":
+            folders = checkpoint.embedding.dense
+            model.dense.extend(load_dense(folders, model_config.hidden_size, build.device))
         spec = kv_cache_spec(config, model_config, dtype, self.group)
         states = self._create_states(config, model_config, spec, dtype, device)
         num_slots = config.max_num_rows if states is None else states.counts.num_slots

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from urllib.parse import unquote, urlsplit
+
+from tests.cli.terminal_process import ROOT
 
 TOKEN = "hf_secret"
 Files = dict[str, bytes]
@@ -58,6 +65,24 @@ def serve(hub: Hub) -> Iterator[Hub]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def run_python(
+    hub: Hub, cache: Path, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with this hub and cache, whatever the environment says about others."""
+    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "OMP_NUM_THREADS": "1"}
+    is_odd = re.compile("HF_.*|.*_proxy", re.IGNORECASE).fullmatch
+    inherited = {key: value for key, value in os.environ.items() if not is_odd(key)}
+    environment = {**inherited, **own, **variables}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -132,7 +132,7 @@ def test_broken_json_is_named(tmp_path: Path, name: str, text: str) -> None:
     "name", ["./missing", "/x/y/z", "a/b/c", "missing", "~/missing", "a b/c", "x" * 5000, "a\0b"]
 )
 def test_neither_a_path_nor_a_hub_id(name: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"{re.escape(repr(name))}.*smollm2, qwen3"):
+    with pytest.raises(CheckpointError, match=rf"{re.escape(repr(name))}.*smollm2, smollm3"):
         find_checkpoint(name)
 
 

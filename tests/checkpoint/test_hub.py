@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +17,9 @@ from benchmarks.models import model_path
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.errors import ConfigError
-from tests.checkpoint.hub_server import TOKEN, Files, Hub, serve
+from tests.checkpoint.hub_server import TOKEN, Files, Hub, run_python, serve
 from tests.checkpoint.tiny_gguf import HIDDEN, write_gguf
 from tests.checkpoints import TinyCheckpoint
-from tests.cli.terminal_process import ROOT
 
 WANTED = {
     "config.json",
@@ -110,14 +106,7 @@ def run(hub: Hub, tmp_path: Path) -> Callable[..., list[str]]:
     """Run a script; the cache is empty at first and kept between the runs of one test."""
 
     def in_process(script: str, *arguments: str, **variables: str) -> list[str]:
-        own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
-        is_odd = re.compile("HF_.*|.*_proxy", re.IGNORECASE).fullmatch
-        inherited = {key: value for key, value in os.environ.items() if not is_odd(key)}
-        environment = {**inherited, "OMP_NUM_THREADS": "1", **own, **variables}
-        command = [sys.executable, "-c", script, *arguments]
-        result = subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-        )
+        result = run_python(hub, tmp_path / "cache", "-c", script, *arguments, **variables)
         assert result.returncode == 0, result.stderr
         return result.stdout.splitlines()
 
@@ -154,6 +143,22 @@ def test_only_needed_files_are_fetched(hub: Hub, find: Callable[..., list[Any]])
     assert hub.fetched() == ["config.json", "generation_config.json"]
     assert find({"model": "org/name"}) == [[commit, "safetensors", 1]]
     assert hub.fetched() == sorted(WANTED)  # the two files from before are not sent again
+
+
+def test_embedding_models_are_fetched_with_their_modules(
+    hub: Hub, find: Callable[..., list[Any]]
+) -> None:
+    layers = {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"}
+    other = {"2_Dense/pytorch_model.bin", "README.md", "sentence_bert_config.json"}
+    files = model(1, {*WANTED, *layers, *other})
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"}
+    modules = [{"path": path, "type": f"models.{kind}"} for path, kind in kinds.items()]
+    files["modules.json"] = json.dumps(modules).encode()
+    files["1_Pooling/config.json"] = b'{"pooling_mode": "mean"}'
+    files["2_Dense/config.json"] = b'{"activation_function": "torch.nn.modules.linear.Identity"}'
+    hub.models["org/embedding"] = {"main": files}
+    assert find({"model": "org/embedding"})[0][1] == "safetensors"
+    assert hub.fetched() == sorted({*WANTED, *layers, "modules.json"})
 
 
 @pytest.mark.slow
@@ -204,7 +209,7 @@ def test_weights_may_be_bin_or_one_gguf_file(hub: Hub, find: Callable[..., list[
     assert of_gguf == ["a.gguf", "gguf", HIDDEN]
     assert re.search("'org/gguf' on the Hugging Face hub.* has no b.gguf", missing)
     assert "has no config.json" in no_config
-    assert '"org/gguf/file.gguf"' in no_config
+    assert 'it has GGUF files: q8/a.gguf; pass one as "org/gguf/q8/a.gguf"' in no_config
     assert "'org/name' on the Hugging Face hub has no revision 'v3'" in revision
     assert "'org/absent' is neither a folder here nor a model" in absent
     assert "set HF_TOKEN or run `hf auth login`" in absent

@@ -111,7 +111,7 @@ def test_farewells(farewell: str) -> None:
 def test_system_changes_the_instructions(capsys: pytest.CaptureFixture[str]) -> None:
     conversation = new_conversation(FakeLLM("yes"))
     run_command("/system", conversation)
-    assert capsys.readouterr().err == "No system prompt besides the chat template's own.\n"
+    assert capsys.readouterr().err == "No system prompt except the chat template's own.\n"
     ask(conversation, "Well?")
     run_command("/system Be brief.", conversation)
     run_command("/system Be very brief.", conversation)

@@ -177,12 +177,13 @@ def test_models_lists_every_architecture_and_short_name(
     for record in records:
         assert record["examples"]
         short_names |= record["short_names"]
+        assert record["licenses"] == {name: ALIASES[name].license for name in record["short_names"]}
         expected += [record["architecture"], *(f"  {example}" for example in record["examples"])]
-    assert short_names == {alias: hub_id for alias, (hub_id, _) in ALIASES.items()}
+    assert short_names == {alias: each.hub_id for alias, each in ALIASES.items()}
     lines = shown.out.splitlines()
     assert [line.partition(", short: ")[0] for line in lines] == expected
     for alias, hub_id in short_names.items():
-        assert f"  {hub_id}, short: {alias}" in lines
+        assert f"  {hub_id}, short: {alias} ({ALIASES[alias].license})" in lines
 
 
 @pytest.mark.slow

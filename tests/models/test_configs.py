@@ -166,7 +166,7 @@ def test_which_layers_have_experts() -> None:
     [
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50"),
-        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"hidden_activation": "relu"}, "'relu'"),
         ("qwen2-window", {"layer_types": ["linear_attention"] * 2}, "linear_attention"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),

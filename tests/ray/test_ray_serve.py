@@ -150,6 +150,7 @@ REQUESTS = {
     "/v1/messages/count_tokens": [{"messages": CHAT["messages"]}],
     "/v1/responses": [{"input": "Why?", "max_output_tokens": 8, "temperature": 0}],
     "/v1/embeddings": [{"input": ["a", "b"]}],
+    "/v1/rerank": [{"query": "x", "documents": ["y"]}, {"query": "x"}],
     "/tokenize": [{"prompt": "Why?"}],
     "/nowhere": [{}],
 }

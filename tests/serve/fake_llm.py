@@ -82,7 +82,7 @@ class FakeLLM:
             self.num_requests -= 1
             self.num_aborted += not is_over
 
-    async def embed(self, prompt: list[int], *, normalize: bool = True) -> EmbeddingOutput:
+    async def embed(self, prompt: list[int], **options: Any) -> EmbeddingOutput:
         self.num_requests += 1
         try:
             while self.is_silent:

@@ -82,6 +82,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "thinking": {"type": "enabled", "budget_tokens": 5},
     },
     "/v1/embeddings": {"input": ["x", "y"], "encoding_format": "base64"},
+    "/v1/rerank": {"query": "x", "documents": ["x", {"text": "y"}], "top_n": 1},
     "/tokenize": {"prompt": "x", "return_token_strs": True},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
@@ -117,6 +118,7 @@ def make_request(chance: random.Random) -> tuple[str, bytes]:
     path = chance.choice(list(BODIES))
     whole = BODIES[path]
     required = {"prompt", "messages", "input", "tokens", "max_tokens", "max_output_tokens"}
+    required |= {"query", "documents"}
     body: Any = {
         name: value for name, value in whole.items() if name in required or chance.random() < 0.3
     }

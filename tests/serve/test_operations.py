@@ -46,6 +46,7 @@ PATHS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/embeddings"),
+    ("POST", "/rerank"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
 ]
@@ -139,6 +140,7 @@ LONG = "x" * 50_000  # too long for 1024 tokens, since the longest token has 12 
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": LONG}]}),
         ("/v1/responses", {"input": LONG}),
         ("/v1/embeddings", {"input": LONG}),
+        ("/v1/rerank", {"query": "x", "documents": [LONG]}),
         ("/tokenize", {"prompt": LONG}),
         ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}),
     ],

@@ -98,7 +98,7 @@ def _gptq_zeros(words: Tensor, offset: int, quantization: Quantization) -> Tenso
 def _holds_middles(qzeros: StoredTensor, num_outputs: int, quantization: Quantization) -> bool:
     """Return whether symmetric weights store their zero points without the format's offset.
 
-    Some tools omit the offset although they declare version 1 of the format, which has it.
+    Some tools omit the offset although they declare version 1 of the format, which requires it.
     """
     if not quantization.is_symmetric or quantization.zero_offset == 0:
         return False

@@ -26,7 +26,7 @@ from nanovllm.errors import CheckpointError
 from nanovllm.ops.fp8 import FP8, quantize_rows
 
 PER_CHANNEL = QuantLayout("fp8", -1)
-# Matches the projections of layers, but not routers, whose choices depend on small differences, nor
+# Matches the projections of layers, but not routers (rounding could change the chosen experts) nor
 # other gates, which are small.
 PROJECTION = re.compile(
     r"model\.layers\.(\d+)\.(?!linear_attn\.in_proj_(?:a|b|ba)\.).*(?<![._]gate)\.weight"
@@ -124,7 +124,7 @@ def _open(
 
 
 def _is_empty_bias(tensor: StoredTensor, expected: Collection[str]) -> bool:
-    """Return whether this is a zero bias that the model lacks; early GPTQ tools wrote them."""
+    """Return whether this is an unexpected bias of zeros, as early GPTQ tools wrote."""
     is_extra = tensor.name.endswith(".bias") and tensor.name not in expected
     return is_extra and (0 in tensor.shape or not bool(read_part(tensor).any()))
 

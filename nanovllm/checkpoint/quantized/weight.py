@@ -96,8 +96,8 @@ def dequantize(piece: QuantizedPiece) -> Tensor:
 def in_groups(inputs: slice, size: int, g_idx: Tensor | None = None) -> tuple[slice, Tensor | None]:
     """Return the groups that a slice of inputs spans, and the group of each of these inputs.
 
-    The latter is None if the slice spans whole consecutive groups, or lies in one. `g_idx` holds
-    the group of every input of the weight if groups are not consecutive.
+    The second result is None if the slice consists of whole consecutive groups, or lies within one
+    group. `g_idx` holds the group of every input of the weight if groups are not consecutive.
     """
     if g_idx is not None:
         return slice(None), g_idx[inputs]
@@ -108,7 +108,7 @@ def in_groups(inputs: slice, size: int, g_idx: Tensor | None = None) -> tuple[sl
 
 
 def read_part(tensor: StoredTensor, *index: slice) -> Tensor:
-    """Read a slice of a tensor at once; unlike the pieces of `read`, the result stays valid."""
+    """Read a whole slice of a tensor; unlike the pieces that `read` yields, it stays valid."""
     pieces = [piece.clone() for piece in tensor.read(index)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

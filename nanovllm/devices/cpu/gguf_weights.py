@@ -1,4 +1,7 @@
-"""Weights in GGUF quant blocks: read directly for few rows, dequantized for many rows."""
+"""Weights in GGUF quant blocks: read directly for few rows, dequantized for many rows.
+
+They are stored in panels of 16 rows, whose quant blocks are interleaved (kernels/block_types.py).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class Pairs:
 
 
 def to_panels(kind: str, rows: Tensor) -> Panels:
-    """Lay out rows of quant blocks, [rows, bytes] or [experts, rows, bytes], as panels."""
+    """Interleave rows of quant blocks, [rows, bytes] or [experts, rows, bytes], into panels."""
     *_, num_rows, num_bytes = rows.shape
     num_in = num_bytes // TYPES[kind].num_bytes * TYPES[kind].size
     experts = rows.view(-1, num_rows, num_bytes).numpy()

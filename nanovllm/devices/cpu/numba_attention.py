@@ -30,7 +30,7 @@ class NumbaAttention:
     ) -> None:
         self.block_size = block_size
         self.launcher = launcher
-        self.matmul_dtype = matmul_dtype  # for SDPA; None: the dtype of the cache
+        self.matmul_dtype = matmul_dtype  # dtype for SDPA; None: that of the cache
 
     def plan(self, rows: BatchRows) -> NumbaPlan:
         offsets = np.cumsum(rows.counts) - rows.counts

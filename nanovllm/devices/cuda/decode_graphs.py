@@ -36,10 +36,10 @@ GraphKey = tuple[int, int]  # (batch size, maximum context length)
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Return the batch sizes of the graphs: every size up to 16, then with gaps, and max_rows.
+    """Return the batch sizes of the graphs: all sizes up to 16, then some sizes, and max_rows.
 
-    A gap is 1/8 of the largest power of two up to the size. Sizes between 208 and 256 are left out,
-    because cuBLAS is as fast with 256 rows.
+    Above 16, the distance from a size to the next is 1/8 of the largest power of two that is not
+    greater than the size. Sizes between 208 and 256 are left out: 256 rows are as fast in cuBLAS.
     """
     sizes, size = [], 1
     while size < max_rows:
@@ -69,8 +69,8 @@ class DecodeGraphs:
         num_slots, max_blocks = input_batch.num_slots, input_batch.block_table.shape[1]
         self.max_context = max_blocks * input_batch.block_size
         self.sizes = graph_sizes(num_slots)
-        # The number of rows varies from step to step with drafts: pad to fewer sizes, so that fewer
-        # graphs are captured.
+        # With drafts, the number of rows varies from step to step. Pad to fewer sizes, so that
+        # fewer graphs are captured.
         some = {size << shift for size in (2, 3) for shift in range(20)}
         self.draft_sizes = [size for size in self.sizes if size in some or size in (1, num_slots)]
         self.padding = num_slots  # slot of padding rows: the last row of the InputBatch

@@ -62,7 +62,7 @@ KERNEL_OPTIONS = (  # options that determine which kernels are compiled
     "kv_cache_dtype",
 )
 MIN_PROCESSES, MAX_PROCESSES = 4, 12  # compiler processes; with fewer than 4 cores, none
-DRIVER_BYTES = 1 << 29  # memory that graphs use besides logits and activations
+DRIVER_BYTES = 1 << 29  # memory that graphs use in addition to logits and activations
 
 
 class CudaDevice:
@@ -73,7 +73,7 @@ class CudaDevice:
     token_logprobs = staticmethod(logprobs.token_logprobs)
     apply_token_bitmask = staticmethod(masks.apply_token_bitmask)
     persistent: PersistentStep | None = None  # None if the kernel does not support the model
-    _other: CudaDevice | None = None  # for the draft model
+    _other: CudaDevice | None = None  # the object for the draft model
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
         self.config, self.group = config, group
@@ -207,7 +207,7 @@ class CudaDevice:
             if target is not tensor:
                 target.copy_(tensor, non_blocking=True)
         arrived = torch.cuda.Event()
-        arrived.record(self._stream)  # as `in_order` does; looking up the current one takes longer
+        arrived.record(self._stream)  # the current stream; looking it up would take longer
 
         def wait() -> list[np.ndarray]:
             arrived.synchronize()

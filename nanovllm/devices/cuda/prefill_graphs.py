@@ -1,4 +1,4 @@
-"""CUDA graphs of steps with prefill rows; a step is padded to the first bucket that it fits.
+"""CUDA graphs of steps with prefill rows; a step is padded to the first bucket into which it fits.
 
 Up to a few thousand tokens, launching a layer's kernels one by one takes the host longer than the
 device needs to run them. That would delay the first token of short prompts, and all decode rows of
@@ -30,7 +30,7 @@ from nanovllm.worker.forward import EagerForward, StepLogits
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
 
-MAX_TOKENS = 4096  # maximum tokens: with more, the device takes longer than the launches
+MAX_TOKENS = 4096  # maximum tokens: with more, the kernels take longer than their launches
 MAX_ROWS = 256  # maximum rows: a graph computes the logits of all rows, including padding
 MAX_PROMPTS = 16  # maximum prefill rows (of more than one token) of a bucket
 # Many short prompts have their own buckets, with a small maximum length: the attention grid is
@@ -191,7 +191,7 @@ class PrefillGraphs:
 
 
 def chunk_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.int32]:
-    """Lay out a plan as `Bucket.lengths` describes; `padding` is a slot that no sequence has.
+    """Lay out a plan as `Bucket.lengths` describes; no sequence has the slot `padding`.
 
     Attention writes zeros to the output of a padding decode row. That row is assigned the first
     token of the first prompt, whose output prefill overwrites later. Without prompts, it is

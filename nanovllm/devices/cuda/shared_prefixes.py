@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NUM_GROUPS = 4  # maximum number of groups: the largest ones are used
 MIN_ROWS = 32  # smaller batches have no graph for shared prefixes
-MIN_SAVED = 1 << 15  # minimum key reads to save: fewer do not pay for an extra kernel per layer
+MIN_SAVED = 1 << 15  # minimum key reads to save: fewer are not worth an extra kernel per layer
 NO_BLOCK = -1
 
 

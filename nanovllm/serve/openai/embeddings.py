@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from nanovllm.engine.step import Pooling
 from nanovllm.outputs import EmbeddingOutput
 from nanovllm.serve.http_responses import Event, EventStream
 from nanovllm.serve.protocol import EmbeddingRequest
@@ -17,44 +18,64 @@ from nanovllm.serve.service import Service
 
 async def create_embedding(service: Service, request: EmbeddingRequest) -> EmbeddingResponse:
     service.check_model(request.model)
-    prompts = await service.all_token_ids(request.input, "input")
-    service.check_num_sequences(len(prompts))
-    for prompt in prompts:
-        service.check_length(len(prompt), 0, "input")
+    prompts = await tokenize_prompts(service, request.input, "input")
     return EmbeddingResponse(service, request, prompts)
 
 
-class EmbeddingResponse(EventStream):
-    def __init__(
-        self, service: Service, request: EmbeddingRequest, prompts: Sequence[list[int]]
-    ) -> None:
-        self._service, self._request, self._prompts = service, request, prompts
+async def tokenize_prompts(service: Service, prompts: object, param: str) -> Sequence[list[int]]:
+    """Tokenize prompts that are not continued; raise if they are too many or too long."""
+    token_ids = await service.all_token_ids(prompts, param)
+    service.check_num_sequences(len(token_ids))
+    for each in token_ids:
+        service.check_length(len(each), 0, param)
+    return token_ids
+
+
+class PooledResponse(EventStream):
+    """A response made from one vector for each prompt."""
+
+    normalize = True
+    pooling: Pooling | None = None  # None: the model's default
+
+    def __init__(self, service: Service, prompts: Sequence[list[int]]) -> None:
+        self.service, self._prompts = service, prompts
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Yield the response body as a single event."""
-        llm, metrics = self._service.llm, self._service.metrics
-        normalize = self._request.normalize is not False
-        tasks = [
-            asyncio.create_task(llm.embed(prompt, normalize=normalize)) for prompt in self._prompts
-        ]
+        embed = partial(self.service.llm.embed, pooling=self.pooling, normalize=self.normalize)
+        metrics = self.service.metrics
+        tasks = [asyncio.create_task(embed(prompt)) for prompt in self._prompts]
         try:
-            with self._service.counted(len(tasks)), metrics.failures(len(tasks)):
+            with self.service.counted(len(tasks)), metrics.failures(len(tasks)):
                 outputs = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
         num_tokens = sum(map(len, self._prompts))
         metrics.embedded(num_tokens, len(outputs))
-        encode = partial(_encoded, is_base64=self._request.encoding_format == "base64")
-        yield {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": index, "embedding": partial(encode, output)}
-                for index, output in enumerate(outputs)
-            ],
-            "model": self._service.model_name,
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        }
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        yield {**self.body(outputs), "model": self.service.model_name, "usage": usage}
+
+    def body(self, outputs: Sequence[EmbeddingOutput]) -> Event:
+        """Return the fields of the body besides `model` and `usage`."""
+        raise NotImplementedError
+
+
+class EmbeddingResponse(PooledResponse):
+    def __init__(
+        self, service: Service, request: EmbeddingRequest, prompts: Sequence[list[int]]
+    ) -> None:
+        super().__init__(service, prompts)
+        self.normalize = request.normalize is not False
+        self._is_base64 = request.encoding_format == "base64"
+
+    def body(self, outputs: Sequence[EmbeddingOutput]) -> Event:
+        encode = partial(_encoded, is_base64=self._is_base64)
+        data = [
+            {"object": "embedding", "index": index, "embedding": partial(encode, output)}
+            for index, output in enumerate(outputs)
+        ]
+        return {"object": "list", "data": data}
 
 
 def _encoded(output: EmbeddingOutput, is_base64: bool) -> list[float] | str:

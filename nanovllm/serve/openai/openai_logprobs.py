@@ -17,7 +17,7 @@ TokenLogprobs = tuple[int, dict[int, Logprob]]  # sampled token id, and logprobs
 Entry = Callable[[], dict[str, Any]]
 
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's byte fallback
-# GPT-2's byte-level BPE maps these bytes to themselves, and the others to characters from 256 on.
+# GPT-2's byte-level BPE maps these bytes to themselves, and the others to characters 256 and up.
 _PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTED)
 _BYTE_LEVEL = {

@@ -18,14 +18,15 @@ from triton.backends.compiler import GPUTarget
 from nanovllm.devices.cuda import compile_ahead
 from nanovllm.devices.cuda.kernels import sampling
 
-POINTERS, NUMBERS = ("out", "slots", "tokens", "lengths"), ("stride", "num_rows", "num_slots")
+POINTERS = "out", "slots", "context_lens", "tokens", "lengths"
+NUMBERS = "stride", "num_rows", "num_slots"
 ADVANCE = {  # what Triton passes to its hook when _advance_kernel is launched
     "signature": {
         **dict.fromkeys(POINTERS, "*i32"),
         **dict.fromkeys((*NUMBERS, "width"), "i32"),
         "BLOCK": "constexpr",
     },
-    "constant_keys": [[8]],
+    "constant_keys": [[9]],
     "constant_vals": [256],
     "attrs_keys": [[0], [1]],
     "attrs_vals": [[["tt.divisibility", 16]]] * 2,

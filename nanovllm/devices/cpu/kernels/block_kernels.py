@@ -1,7 +1,7 @@
 """Kernels that read GGUF quant blocks: a skinny GEMM (few rows of x), and dequantization.
 
-Each is compiled for one quant block type when a model first needs it; programs call them by
-address.
+Weights are in panels of 16 rows, whose quant blocks are interleaved (block_types.py). A kernel is
+compiled for one quant block type when a model first needs it; programs call it by address.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _add_group(
 def _to_multiply(builder: Any, group: Group) -> tuple[Callable[[int], Any], Any, float]:
     """Return a function that emits a column, and the scale and offset to apply to it.
 
-    The weights, less the group's minimum, are scale * (column - offset).
+    The weights minus the group's minimum are scale * (column - offset).
     """
     if group.fraction is None:
         return lambda i: builder.sitofp(group.integer(i), FLOATS), group.scale, group.offset
@@ -285,7 +285,7 @@ def add_groups(scratch: Any, xs: int, x_sums: int, num_groups: int, size: int) -
 def write_sums(
     args: Any, first: int, num_rows: int, out: int, sums: Any, base: int, like: Any
 ) -> None:
-    """Add the bias, and store sums in y: columns from `out` on, rows or pairs from `first` on."""
+    """Add the bias, and store sums in y, starting at column `out` and row or pair `first`."""
     y, bias = pointer_to(args[0], like), pointer_to(args[3], like)
     order, count = pointer_to(args[9], int32(0)), min(int64(PANEL_ROWS), args[6] - out)
     for j in range(num_rows):

@@ -1,7 +1,8 @@
 """The quant block types of GGUF: how 16 rows are interleaved, and how kernels read them.
 
-A quant block consists of units of 2 or 4 bytes: scales and packed integers. A panel interleaves the
-quant blocks of 16 rows unit by unit, so that a vector register has one lane per row.
+A quant block consists of units of 2 or 4 bytes: scales and packed integers. A panel holds 16 rows
+whose quant blocks are interleaved: unit 0 of all 16 rows, then unit 1 of all 16 rows, and so on.
+So a vector register has one lane per row.
 """
 
 from __future__ import annotations
@@ -192,8 +193,8 @@ def _of_nibbles(has_low: bool, has_fifth: bool) -> Callable[[Block, Any], list[G
 def _of_superblocks(has_fifth: bool) -> Callable[[Block, Any], list[Group]]:
     """Q4_K and Q5_K: eight groups of 32, whose scales and minimums have 6 bits each.
 
-    Groups 2 * i and 2 * i + 1 share bytes: each has one nibble of a byte. The fifth bits of all
-    eight groups share bytes, too.
+    Groups 2 * i and 2 * i + 1 share bytes: each uses one nibble of every byte. The fifth bits of
+    all eight groups share bytes, too.
     """
 
     def groups(block: Block, step: Any) -> list[Group]:

@@ -32,7 +32,9 @@ from nanovllm.ops.fp8 import (
 
 LARGEST_BITS = int(np.float32(LARGEST_FP8).view(np.uint32))
 NORMAL_BITS = 0x3C800000  # bits of 2**-6, the smallest normal FP8 value
-SHIFTED = 16384.0  # its last mantissa bit is 2**-9, the smallest subnormal FP8 value
+# The last mantissa bit of this float32 is 2**-9, the smallest subnormal FP8 value. Adding it to a
+# smaller number therefore rounds to a multiple of 2**-9.
+SHIFTED = 16384.0
 SHIFTED_BITS = 0x46800000
 
 

@@ -2,7 +2,8 @@
 
 `ops/quantized_weight.py` describes the layout. A word packs 4 FP8 or 8 int4 values. In a block of
 128 inputs, the values at position 0 of all words are neighboring inputs, then come those at
-position 1, and so on. So threads can convert words to MMA operands without exchanging data.
+position 1, and so on. So threads can convert words to MMA operands without exchanging data. Kernels
+call the number of words per block LANES (16 for int4, 32 for FP8; 0 for dense weights).
 """
 
 from __future__ import annotations
@@ -168,7 +169,10 @@ def as_operands(tile, POSITIONS: tl.constexpr, dtype: tl.constexpr):  # type: ig
 
 @triton.jit
 def join_positions(values, FIRST: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Concatenate COUNT positions from FIRST on; no data moves, as a thread holds all positions."""
+    """Concatenate COUNT positions, starting at FIRST.
+
+    No data moves, because each thread holds all positions of its words.
+    """
     if COUNT == 8:
         return _beside(_four_beside(values, 0), _four_beside(values, 4))
     elif COUNT == 4:

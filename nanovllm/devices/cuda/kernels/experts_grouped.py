@@ -130,8 +130,8 @@ def _multiply(
 ) -> None:
     """Multiply the input of every pair by the weight of its expert.
 
-    The gated GEMM (gate_up) reads the rows of tokens, and writes pairs sorted by expert. The other
-    one (down) reads sorted pairs, and writes them in their original order.
+    The gated GEMM (gate_up) reads the rows of tokens, and writes the pairs sorted by expert. The
+    `down` GEMM reads the sorted pairs, and writes them in their original order.
     """
     num_out, num_in = y.shape[-1], x.shape[-1]
     num_rows = 2 * num_out if is_gated else num_out

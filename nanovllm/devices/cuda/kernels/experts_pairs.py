@@ -48,7 +48,7 @@ def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Te
     """Return the weighted sum of each token's experts; all tensors are contiguous.
 
     The weights of the experts are [experts, outputs, inputs]. The down kernel sums over all experts
-    of a token at once, which is faster than adding them up one by one.
+    of a token in one CTA, which is faster than adding them up one by one.
     """
     num_tokens, top_k = ids.shape
     _, hidden, size = down.shape
@@ -228,7 +228,7 @@ def _down(  # type: ignore[no-untyped-def]
     pairs = token * TOP_K + choices
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = (is_choice[:, None] & (outs < num_out)[None, :])[:, :, None]
-    # The expert ids can be read before the wait: the previous kernel has already waited for them.
+    # The expert ids may be read before this kernel's wait: the previous kernel waited for them.
     expert = tl.load(ids + pairs, mask=is_choice, other=0, cache_modifier=".cg").to(tl.int64)
     w_start = weight + ((expert[:, None] * num_out + outs[None, :]) * NUM_IN)[:, :, None]
     lanes = tl.arange(0, BLOCK_IN)

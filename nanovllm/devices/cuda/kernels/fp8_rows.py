@@ -25,8 +25,8 @@ ROUND_UP = tl.constexpr(fp8.ROUND_UP)
 FP8_EXPONENT = tl.constexpr(fp8.FP8_EXPONENT)
 LOG2_E = tl.constexpr(1.4426950408889634)
 MIN_DOT_SIZE = tl.constexpr(16)  # minimum M, N and K of tl.dot
-# Probabilities are scaled so that the largest is 2**14: it stays below float16's maximum, and much
-# smaller ones remain normal numbers.
+# Probabilities are scaled so that the largest is 2**14. It stays below float16's maximum, and
+# probabilities that are much smaller remain normal numbers.
 WEIGHT_EXPONENT = tl.constexpr(14)
 
 

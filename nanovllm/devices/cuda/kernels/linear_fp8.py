@@ -31,7 +31,7 @@ from nanovllm.ops.quantized_weight import FP8_WORDS, QuantizedWeight, num_blocks
 LARGEST = tl.constexpr(LARGEST_FP8)
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
 WORDS = tl.constexpr(FP8_WORDS)  # words per block of 128 inputs
-# Up to this many rows, scales are applied after the GEMM; from 512 rows on, that gains nothing.
+# Up to this many rows, scales are applied after the GEMM; with 512 or more, that gains nothing.
 MAX_SUM_ROWS = 256
 # torch._scaled_mm requires multiples of this for inputs, outputs and, with block scales, rows.
 MULTIPLE = 16
@@ -41,7 +41,7 @@ MULTIPLE = 16
 class ScaledMMWeight:
     """A weight in the format of torch._scaled_mm."""
 
-    stored: QuantizedWeight  # with per-channel scales, or block-wise ones [outputs / 128, blocks]
+    stored: QuantizedWeight  # its scales are per-channel, or block-wise [outputs / 128, blocks]
     one: Tensor  # float32 1.0, passed as the scale if scales are applied after the GEMM
 
 

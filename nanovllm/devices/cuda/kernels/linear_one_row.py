@@ -3,8 +3,9 @@
 The RMSNorm before and the gated activation after the projection are fused into the kernel: a CTA
 scales its outputs by 1 / RMS once it has read the whole row. Each tile of the weight is loaded
 while the previous one is used. A quantized weight is dequantized in registers, and scales are
-applied to the sums over quant groups. Each CTA has to prepare the row for that, which takes long,
-so there are just enough CTAs to fill the device, and each computes several tiles.
+applied to the sums over quant groups. For a quantized weight, each CTA first has to prepare the row
+of inputs, which takes long. So there are just enough CTAs to fill the device, and each computes
+several tiles. dequantize.py defines words, positions and LANES.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.ops.interface import Activation, NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import QuantizedWeight
 
-# Value n of the five int4 values in the lowest 20 bits of a word, with the other bits masked, reads
-# as a subnormal float32: the integer times 2**(4 * n - 149). Inputs are scaled up to compensate.
+# Int4 values 0 to 4 occupy the low 20 bits of a word, which are mantissa bits of a float32. With
+# all other bits cleared, value n reinterpreted as float32 is the subnormal number
+# value * 2**(4 * n - 149). Inputs are scaled up to compensate.
 RAISE = tl.constexpr(100)  # inputs are scaled by up to 2**100: inputs up to 2**27 stay finite
 LOWER = tl.constexpr(2.0**49)  # the remaining factor, applied to the sums: 100 + 49 = 149
 
@@ -132,7 +134,11 @@ def _one_row(  # type: ignore[no-untyped-def]
     HAS_ONE_TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute this CTA's tiles of outputs; `source` is (output of the sum, residual, update)."""
+    """Compute this CTA's tiles of outputs.
+
+    `source` holds three pointers: where to store residual + update, the residual, and the update
+    (or None).
+    """
     CHUNKS: tl.constexpr = (NUM_WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
     # A gated tile has gate rows, then up rows. With a dense weight, gate and up are separate tiles.
     HAS_UP: tl.constexpr = HAS_ONE_TILE and ACTIVATION is not None
@@ -300,7 +306,7 @@ def add_products(  # type: ignore[no-untyped-def]
 ):
     """Multiply a tile of weight rows by the prepared inputs, and return the sum of each row.
 
-    The tile holds the words from `first_word` on.
+    The first word of the tile is `first_word`.
     """
     BLOCKS: tl.constexpr = tile.shape[1] // LANES if LANES > 0 else 0
     if LANES == 0:

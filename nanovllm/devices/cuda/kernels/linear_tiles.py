@@ -1,7 +1,8 @@
 """Tiles of a GEMM: select the weight rows of a tile, multiply them by x, and store the outputs.
 
 The weight is the left operand (M) of the MMA: its many rows fill M, however few rows x has. A gated
-tile has rows of gate, then the same rows of up.
+tile consists of some rows of gate, followed by the same rows of up. dequantize.py defines words,
+positions and LANES.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from nanovllm.devices.cuda.kernels.elementwise import activate
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Return how many bytes of shared memory one CTA may use, less a reserve of 8 KiB."""
+    """Return the shared memory available to one CTA in bytes, minus a reserve of 8 KiB."""
     if device.type != "cuda":
         return 1 << 16
     properties: Any = torch.cuda.get_device_properties(device)
@@ -25,7 +26,7 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def fit_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
-    """Return the wanted number of pipeline stages, or as many as fit into shared memory."""
+    """Return `num_stages`, or the number of pipeline stages that fit into shared memory if less."""
     return max(1, min(num_stages, shared_bytes(device) // stage_bytes))
 
 
@@ -135,8 +136,9 @@ def _multiply_quantized(  # type: ignore[no-untyped-def]
     """
     POSITIONS: tl.constexpr = 128 // LANES
     PARTS: tl.constexpr = 128 // GROUP if GROUP > 0 else 1  # quant groups per block of inputs
-    # Positions per `tl.dot`. With groups, all positions of a group are concatenated: its sums are
-    # scaled when the MMAs have finished, and the loop waits for one `tl.dot` instead of several.
+    # Packed-value positions per `tl.dot`. With group-wise scales, all positions of a quant group go
+    # into a single `tl.dot`: a group's sums cannot be scaled until its MMAs finish, and this way
+    # the loop waits once per group.
     JOINED: tl.constexpr = POSITIONS // PARTS if GROUP > 0 else 1
     NUM_GROUPS: tl.constexpr = NUM_WORDS // LANES * PARTS if GROUP > 0 else 1
     dtype: tl.constexpr = x_start.dtype.element_ty
@@ -189,7 +191,7 @@ def _load_groups(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Return the scales of the quant groups of a block of 128 inputs, from `group` on.
+    """Return the scales of the quant groups of a block of 128 inputs, the first being `group`.
 
     Also return -(offset + zero point) of each group, which is used for int4 values only.
     """

@@ -270,7 +270,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     if shared is None:
         row_max = tl.full((Q_ROWS,), float("-inf"), tl.float32)
         row_sum = tl.zeros((Q_ROWS,), tl.float32)
-        if sinks is not None:  # the first split begins with a key whose value is zero
+        if sinks is not None:  # a sink acts as an extra key in the first split, whose value is zero
             is_first = is_row & (tl.program_id(2) == 0) & (length > 0)
             row_max = tl.load(sinks + heads, mask=is_first, other=float("-inf")).to(tl.float32)
             row_max *= SCORE_FACTOR

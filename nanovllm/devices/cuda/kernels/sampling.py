@@ -99,7 +99,7 @@ def sample_tokens(
     """Sample a token for each row into `out` [rows]: the argmax of the kept logits plus noise.
 
     `columns` holds the sampling parameters, indexed by slot; `context_lens` gives the positions.
-    `asked` may include features that no row uses, which does not change the tokens. With `tokens`
+    `asked` may include features that no row uses; this does not change the tokens. With `tokens`
     and `lengths`, each token is also written to its slot, as `advance` does. `host` [rows], if
     given, is pinned memory that receives a copy of `out`.
     """
@@ -138,7 +138,7 @@ def sample_tokens(
 
 
 def split_vocabulary(num_rows: int, vocab_size: int) -> Split:
-    """Split a single row over the whole device; with many rows, split each over fewer CTAs."""
+    """Split a single row over the whole device, and each of many rows over fewer CTAs."""
     block = MIN_BLOCK if num_rows <= 16 else 2 * MIN_BLOCK
     num_tiles = triton.cdiv(vocab_size, block)
     tiles_each = triton.cdiv(num_tiles, max(1, 2048 // num_rows))
@@ -324,7 +324,7 @@ def _noise(ids, key):  # type: ignore[no-untyped-def]
 def _log_exponential(bits, IS_NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return log2(-log2(1 - u)), where u in (0, 1) is uniform and made from random bits."""
     uniform = tl.minimum(bits.to(tl.float32) * (2.0**-32) + 2.0**-33, LARGEST_UNIFORM)
-    # Winning tokens have a small u, of which 1 - u would drop most bits; for these, use a series.
+    # Tokens with the best scores have a small u, for which 1 - u loses most bits: use a series.
     series = LOG2_E / 2 + uniform * (LOG2_E / 3 + uniform * (LOG2_E / 4))
     series = uniform * (LOG2_E + uniform * series)
     exponential = tl.where(uniform < 0.0625, series, -_log2(1 - uniform, IS_NATIVE))

@@ -148,9 +148,9 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
     MAX_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Choose a pivot that the maxima of at least num_wanted groups, and so as many tokens, reach.
+    """Choose a pivot that at least num_wanted group maxima reach, hence at least as many tokens.
 
-    It is never below `_lowest`, even if fewer tokens reach that.
+    The pivot is never below `_lowest`, even if fewer tokens than that reach it.
     """
     row = tl.program_id(0)
     tl.store(num_candidates + row, 0)
@@ -311,7 +311,7 @@ def _load_logits(logits, ids, vocab_size):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _lowest(row_max, temperature):  # type: ignore[no-untyped-def]
-    """Return the logit below which probabilities underflow float32; masked tokens are below it."""
+    """Return a logit below which probabilities underflow float32; masked tokens are below it."""
     return row_max - 87.3 * temperature
 
 

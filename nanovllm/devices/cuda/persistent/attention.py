@@ -1,6 +1,7 @@
 """Attention of the persistent step: split-KV over all CTAs, followed by a merge of the splits.
 
-See docs/persistent-step.md.
+A segment is a CTA's range of keys of one row and KV head; sizes.py explains the other terms. See
+docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
@@ -77,7 +78,7 @@ def eight_words(t, SEGMENTS: gl.constexpr):
 
 @gluon.jit
 def finite(x):
-    """Replace NaN and infinity by 0: times a masked key's probability, 0, they would give NaN."""
+    """Replace NaN and infinity by 0, since a masked key's probability 0 times these is NaN."""
     return gl.where(x * 0.0 == 0.0, x, 0.0)
 
 
@@ -374,7 +375,7 @@ class Attention:
 
     @gluon.jit
     def load_keys(self, cache, offset, num_keys):
-        """Load up to 32 keys at an offset of the cache; those from `num_keys` on are 0."""
+        """Load 32 keys at an offset of the cache; those with an index >= `num_keys` are 0."""
         STRIDE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
         KW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, key_layout()))
         segment = gl.expand_dims(gl.arange(0, self.dim // 64, gl.SliceLayout(1, KW)) * 32, 1)
@@ -385,7 +386,7 @@ class Attention:
 
     @gluon.jit
     def load_values(self, cache, offset, num_keys):
-        """Load up to 32 value vectors at an offset of the cache; those from `num_keys` on are 0.
+        """Load 32 value vectors at an offset of the cache; those with an index >= `num_keys` are 0.
 
         A thread gets a word of each of 8 value vectors, and a warp 16 dimensions of all of them.
         """
@@ -498,8 +499,8 @@ class Attention:
         """Attend to the keys of a segment, and store the partial result of each split.
 
         k and v are those of the first unit. The next unit is loaded into the same registers while
-        the current one is processed. Its keys and values in the next layer, `skip` words further
-        on, are prefetched into L2.
+        the current one is processed. The same unit of the next layer, `skip` words later in the
+        cache, is prefetched into L2.
         """
         SEGMENTS: gl.constexpr = self.dim // 64
         KL: gl.constexpr = key_layout()
@@ -534,7 +535,7 @@ class Attention:
 
     @gluon.jit
     def with_new(self, segment, heads, k, v, begin):
-        """Insert new keys and values into the unit at `begin`: the cache may not have them yet."""
+        """Insert new keys and values into the unit at `begin`: the cache may not hold them yet."""
         N: gl.constexpr = num_head_vectors(self.group, self.new)
         COPIES: gl.constexpr = 128 // self.dim  # number of warps that hold the same values
         VALUES: gl.constexpr = gl.BlockedLayout(

@@ -1,7 +1,8 @@
 """How the CTAs of the persistent step exchange vectors through L2, without barriers.
 
 A value is its own flag: a buffer holds EMPTY (0xFFFF, a NaN that arithmetic never produces) until a
-value is stored, and readers poll the values themselves. See docs/persistent-step.md.
+value is stored, and readers poll the values themselves. sizes.py has a glossary. See
+docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
@@ -186,7 +187,7 @@ class Exchange:
     columns: gl.constexpr  # padded columns of all parts
     size: gl.constexpr  # columns, padded as in `num_chunks`
     rows: gl.constexpr
-    blocks: gl.constexpr  # maximum number of blocks published at once
+    blocks: gl.constexpr  # maximum number of blocks per call of `publish`
 
     @gluon.constexpr_function
     def __init__(
@@ -237,7 +238,7 @@ class Exchange:
 
     @gluon.jit
     def poll(self, buffer, first, N: gl.constexpr):
-        """Poll N chunks of all rows, from chunk `first` on; a thread gets two words of each."""
+        """Poll N chunks of all rows, starting at chunk `first`; a thread gets two words of each."""
         return self.poll_from(first * CHUNK + thread_index() * 4, buffer, N, CHUNK)
 
     @gluon.jit

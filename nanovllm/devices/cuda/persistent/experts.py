@@ -26,7 +26,10 @@ LOWEST = gl.constexpr(-(1 << 31))
 
 @gluon.constexpr_function
 def overlaps(rank, capacity, chunk):
-    """Whether a chunk has columns of the expert of this rank; experts have `capacity` columns."""
+    """Whether a chunk contains columns of the expert with this rank.
+
+    Each expert has `capacity` columns.
+    """
     return rank * capacity < (chunk + 1) * 1024 and (rank + 1) * capacity > chunk * 1024
 
 
@@ -160,7 +163,8 @@ class Experts:
         """
         S: gl.constexpr = expert_segments(self.size, FORMAT.bits)
         N: gl.constexpr = piece_segments(self.size, FORMAT.bits)
-        G: gl.constexpr = 8 * segment_groups(FORMAT.bits)  # scales per segment of 8 weight rows
+        # Scales of one segment in each of 8 weight rows.
+        G: gl.constexpr = 8 * segment_groups(FORMAT.bits)
         for target in gl.static_range(0, 8 * FORMAT.halves, N):
             is_ours = is_in_bounds & ((first + target) // S < self.top_k)
             row = pick(rows, (first + target) // S)

@@ -1,7 +1,7 @@
 """The persistent kernel: the phases of a layer, and the order in which weights are loaded.
 
 Each of the 128 CTAs stays on its SM for the whole step. One warp of a CTA starts the TMA copies of
-its weights, the other eight do everything else. docs/persistent-step.md has a picture.
+its weights, the other eight do everything else. See the picture in docs/persistent-step.md.
 """
 
 from triton.experimental import gluon

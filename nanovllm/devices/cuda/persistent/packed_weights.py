@@ -104,7 +104,7 @@ def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpe
     if not model.lm_head.group.is_alone:
         return "it is sharded over several ranks"
     if not layers or not isinstance(head, Tensor) or _embedding(model) is None:
-        return "its weights are neither 16-bit nor quantized beside a 16-bit LM head"
+        return "its weights are neither 16-bit nor quantized with a 16-bit LM head"
     if head.dtype != torch.bfloat16:
         return "its weights are not bfloat16"
     if cache.has_exponents or cache.block_size % KEY_TILE:
@@ -113,7 +113,7 @@ def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpe
     if len({_bits(matrix) for matrix in matrices}) > 1:
         return "its weights differ in bits"
     if any(map(_is_unsupported, matrices)):
-        return "its quant groups are not of 128 values, or its scales are not exact in bfloat16"
+        return "its quant groups do not have 128 values, or its scales are not exact in bfloat16"
     if len({layer.routing for layer in layers}) > 1:
         return "some layers have experts, and some have none"
     return (

@@ -79,7 +79,7 @@ def device_problem(device: torch.device) -> str | None:
     if (properties.major, properties.minor) != (9, 0):
         return f"compute capability {properties.major}.{properties.minor}, not 9.0"
     if properties.multi_processor_count < NUM_CTAS.value:
-        return f"{properties.multi_processor_count} SMs: too few for all its CTAs at once"
+        return f"{properties.multi_processor_count} SMs: too few to hold all of its CTAs"
     return None
 
 
@@ -117,9 +117,9 @@ class PersistentStep:
         self._gave_up = self._flag.numpy()
 
     def max_tokens(self, rows: int) -> int:
-        """Return the total context length from which running layer by layer is faster.
+        """Return the total context length above which running layer by layer is faster.
 
-        The kernel has too few keys in flight for longer contexts: see benchmarks/RESULTS.md.
+        For longer contexts, the kernel has too few keys in flight: see benchmarks/RESULTS.md.
         """
         return (6144 if rows == MAX_ROWS else 8192) * (2 if self.shape.hidden >= 4096 else 1)
 
@@ -178,7 +178,7 @@ class PersistentStep:
         """Return whether a finished step timed out, and reset the flag.
 
         CTAs poll for each other's values. A poll times out if some CTA makes no progress, for
-        example while another process has the GPU. After a timeout, no further steps may run.
+        example while another process uses the GPU. After a timeout, no more steps may run.
         """
         gave_up = bool(self._gave_up[0])
         self._gave_up[0] = 0

@@ -2,6 +2,10 @@
 
 Glossary (see docs/persistent-step.md):
 
+- word: 32 bits, which hold two bfloat16, four FP8 or eight 4-bit values.
+- exchange: a vector that CTAs pass to each other through buffers in L2. CTAs publish their columns,
+  and poll those of other CTAs.
+- staged: stored in shared memory, in the order in which weights are multiplied by it.
 - chunk: 1,024 columns of a vector such as x.
 - segment: 128 bytes of a weight row. In attention.py only, a `Segment` is a CTA's range of keys of
   one row and KV head.
@@ -333,7 +337,7 @@ def slot_scales(shape):
 
 @gluon.constexpr_function
 def output_chunks(shape, rows):
-    """Numbers of chunks of x staged at once, for `o` and for `down`; with experts, all chunks."""
+    """Numbers of chunks of x staged together, for `o` and for `down`; with experts, all chunks."""
     blocks, found = num_blocks(shape.hidden), []
     for width in (q_width(shape), gated_width(shape)):
         row_format = format_of(width, shape.bits, rows)
@@ -346,7 +350,7 @@ def output_chunks(shape, rows):
 
 @gluon.constexpr_function
 def num_slots(shape, rows):
-    """Number of ring slots, at most 12, that fit into shared memory beside the scratch memory."""
+    """Number of ring slots, at most 12, that fit into shared memory with the scratch memory."""
     num_staged = max(num_chunks(shape.hidden, shape.bits), *output_chunks(shape, rows))
     heads = num_head_vectors(shape.num_heads // shape.num_kv_heads, rows) * shape.head_dim * 2
     sums = 2 * 256 * num_sum_blocks(shape, rows) * rows
@@ -392,7 +396,7 @@ def sums_layout(blocks, rows):
 
 @gluon.constexpr_function
 def num_in_flight(hidden):
-    """Number of tiles in flight at once; more would slow down the exchanges."""
+    """Maximum number of tiles in flight; more would slow down the exchanges."""
     return 3 if hidden >= 2048 else 2
 
 

@@ -36,7 +36,7 @@ from nanovllm.devices.cuda.persistent.tile_mma import (
     sums_of,
 )
 
-HEAD_IN_FLIGHT = gl.constexpr(4)  # tiles of the LM head in flight at once
+HEAD_IN_FLIGHT = gl.constexpr(4)  # maximum tiles of the LM head in flight
 OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # row index beyond any weight: TMA writes zeros instead
 NUM_USED = gl.constexpr(16)  # number of mbarriers for consumed groups; exceeds the number of slots
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -50,7 +50,7 @@ def store_sums(
 ):
     """Store each warp's sums of N blocks in shared memory, where `reduce_sums` adds them up.
 
-    The blocks are every `step`-th element of `sums`, from `first` on.
+    The blocks are every `step`-th element of `sums`, starting at `first`.
     """
     # The four threads of a weight row hold the sums of up to four batch rows. With fewer rows,
     # several threads hold the same sums, and each of them stores some of the blocks.
@@ -116,10 +116,10 @@ class Stream:
     sums: gl.shared_memory_descriptor  # the warps' sums: [8 warps, blocks, rows, 8 weight rows]
     more_sums: gl.shared_memory_descriptor  # like `sums`, for `up` while `sums` has `gate`
     cta: gl.tensor  # index of this CTA
-    blocks: gl.constexpr  # maximum number of blocks whose sums are reduced at once
+    blocks: gl.constexpr  # maximum number of blocks whose sums are reduced together
     rows: gl.constexpr
     slots: gl.constexpr
-    in_flight: gl.constexpr  # tiles in flight at once: more would slow down the exchanges
+    in_flight: gl.constexpr  # maximum tiles in flight: more would slow down the exchanges
     bits: gl.constexpr  # bits per weight, except in the LM head and the router
 
     @gluon.constexpr_function
@@ -190,7 +190,7 @@ class Stream:
     ):  # fmt: skip
         """Start the TMA copies of N segments of each of 8 weight rows, and of their scales.
 
-        They are written to the slot of tile t, from segment `target` of that tile on.
+        They are written to the slot of tile t, starting at segment `target` of that tile.
         """
         weight, scales = weights
         slot = t % self.slots
@@ -226,7 +226,7 @@ class Stream:
 
     @gluon.jit
     def wait(self, t, N: gl.constexpr, IN_FLIGHT: gl.constexpr):
-        """Wait until N tiles, from t on, have arrived.
+        """Wait until tiles t to t + N - 1 have arrived.
 
         Only the last IN_FLIGHT tiles can still be in flight: the loading warp has waited for the
         earlier ones before it started to copy the last.
@@ -298,8 +298,8 @@ class Stream:
     ):  # fmt: skip
         """Multiply COUNT blocks by x; return this warp's sums, a weight row per thread.
 
-        `resident` has the tiles that are already in registers, if any. The scales of PIECE segments
-        are contiguous in a slot.
+        `resident` holds the tiles that are already in registers, if any. The scales of PIECE
+        segments are contiguous in a slot.
         """
         sums = ()
         if len(resident) == 0 and is_wide(FORMAT):
@@ -337,7 +337,7 @@ class Stream:
         self, t, g, x, x_registers, first: gl.constexpr, N: gl.constexpr, totals,
         FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr, PIECE: gl.constexpr,
     ):  # fmt: skip
-        """Multiply a group of N tiles, from tile `first` of a weight row on; add to `totals`."""
+        """Multiply N tiles of a weight row, starting at tile `first`; add the sums to `totals`."""
         self.wait(t, N, tiles_in_flight(FORMAT, IN_FLIGHT, self.slots))
         for c in gl.static_range(N):
             w = self.tile_at(t + c, FORMAT, PIECE)

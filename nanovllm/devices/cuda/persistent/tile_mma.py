@@ -1,9 +1,9 @@
 """Multiply weight tiles by x on tensor cores, for weights in bfloat16, FP8 or 4 bits.
 
-For each half of a tile, a thread holds 8 words of one weight row i; if they are quantized, they
-share a scale. Converted to bfloat16, half of the values go to row i of the MMA operand A, and half
-to row i + 8. The even columns of operand B hold the x for rows 0 to 7 of A, the odd columns the x
-for rows 8 to 15. Scales are applied to the sums. See docs/persistent-step.md.
+sizes.py has a glossary. For each half of a tile, a thread holds 8 words of one weight row i; if
+they are quantized, they share a scale. Converted to bfloat16, half of the values go to row i of the
+MMA operand A, and half to row i + 8. The even columns of operand B hold the x for rows 0 to 7 of A,
+the odd columns the x for rows 8 to 15. Scales are applied to the sums. See docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
@@ -74,14 +74,15 @@ def with_last(shape, size):
 def stage(staged, k: gl.constexpr, rows, BITS: gl.constexpr):
     """Store chunk k of x, [8, 128] for each row, in shared memory, and append it to `staged`.
 
-    `staged` is a tuple of pieces of x: a chunk is two pieces for 16-bit weights, one for 8-bit
-    weights, and half a piece for 4-bit weights. A piece is [8 segments, rows, vectors, 2 columns of
-    B, 4 threads, 8]: the threads of a segment load contiguous memory.
+    `staged` is a tuple of pieces of x. A chunk is two pieces for 16-bit weights, one piece for
+    8-bit weights, and half a piece for 4-bit weights. The shape of a piece is [8 segments, rows,
+    vectors, 2 columns of B, 4 threads, 8], so that the threads of a segment load contiguous memory.
     """
     R: gl.constexpr = len(rows)
     x = stacked(rows)
     if BITS == 16:
-        # A thread's weights are consecutive words: the first and the third go to one row of A.
+        # A thread holds consecutive words of a weight row. Even words go to row i of operand A, odd
+        # words to row i + 8. So x is stored with even words for even columns of B, odd for odd.
         both = gl.allocate_shared_memory(gl.bfloat16, [2, 8, R, 2, 4, 4, 2], S7)
         values = gl.reshape(x.to(gl.bfloat16), [2, 8, 4, 4, 2, 2, R])
         both.store(gl.permute(values, [0, 1, 6, 4, 2, 3, 5]))
@@ -220,7 +221,7 @@ def mma_asm(name, low, high):
 def mmas_asm(sets, j, first, words):
     """Return PTX that multiplies A (p0 to p3) by two words of x for each set.
 
-    The first set's words are operands `first` and `first + 1`; those of each further set are
+    The first set's words are operands `first` and `first + 1`; those of each following set are
     `words` operands later. The parity of `j` selects the accumulator.
     """
     operands = [first + s * words for s in range(sets)]
@@ -378,8 +379,9 @@ def upper_half(word):
 def by_row(totals, BITS: gl.constexpr):
     """Arrange the sums so that the four threads of a weight row hold one batch row each.
 
-    The first result has batch rows 0 to 3, the second rows 4 to 7. With 4-bit weights, a thread has
-    the sum over one of two quant groups, for one of two rows; the other group's sum is added to it.
+    The first result holds batch rows 0 to 3, the second rows 4 to 7. With 4-bit weights, a thread
+    holds the sum over one of two quant groups, for one of two rows; the sum over the other quant
+    group is added.
     """
     if BITS == 4:
         whole = ()

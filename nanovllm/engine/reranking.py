@@ -1,0 +1,60 @@
+"""Reranking: the relevance of documents to a query, as a reranker's next token says it.
+
+The prompt and the score are those of Qwen3-Reranker, in transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.errors import RequestError
+from nanovllm.outputs import EmbeddingOutput, RerankOutput
+from nanovllm.validation import require, require_text
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+PREFIX = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def rerank_prompts(query: str, documents: Sequence[str], instruction: str | None) -> list[str]:
+    """Return the prompt of each document; all begin alike, so the prefix cache holds the query."""
+    require(not isinstance(documents, str), "documents", "a list of texts", documents)
+    instruction = INSTRUCTION if instruction is None else instruction
+    for name, text in (("instruction", instruction), ("query", query)):
+        require_text(name, text)
+    for document in documents:
+        require_text("documents", document)
+    head = f"{PREFIX}<Instruct>: {instruction}\n<Query>: {query}\n<Document>: "
+    return [head + document + SUFFIX for document in documents]
+
+
+def label_ids(input_processor: InputProcessor) -> tuple[int, int]:
+    """Return the token ids of "yes" and "no"."""
+    input_processor.get_tokenizer()  # raises if there is none
+    yes, no = (input_processor.encode(text, add_special_tokens=False) for text in ("yes", "no"))
+    if len(yes) != 1 or len(no) != 1:
+        raise RequestError('this model cannot rerank: its tokenizer has no tokens "yes" and "no"')
+    return yes[0], no[0]
+
+
+def relevance_of(output: EmbeddingOutput) -> float:
+    """Return the probability of "yes", given that the next token is "yes" or "no"."""
+    yes, no = output.embedding[:2]
+    return 1 / (1 + math.exp(min(no - yes, 700.0)))  # exp of more would overflow
+
+
+def ranked(
+    documents: Sequence[str], outputs: Sequence[EmbeddingOutput], top_n: int | None
+) -> list[RerankOutput]:
+    """Return the most relevant documents, sorted; equal ones stay in their order."""
+    pairs = enumerate(zip(documents, outputs, strict=True))
+    results = [
+        RerankOutput(index, relevance_of(output), document) for index, (document, output) in pairs
+    ]
+    return sorted(results, key=lambda result: -result.relevance_score)[:top_n]
