@@ -25,6 +25,14 @@ DEFAULTS = {
     "sliding_window_pattern": 6,
     "rope_local_base_freq": 10000.0,
 }
+# The config.json of multimodal models omits these too.
+TEXT_DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 262_208,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131_072,
+}
 NORMS = NormNames(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
@@ -34,14 +42,14 @@ NORMS = NormNames(
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     refuse(config, "attn_logit_softcapping", "final_logit_softcapping")
-    given = {**DEFAULTS, **_without_null(config)}
+    given = {**DEFAULTS, **TEXT_DEFAULTS, **_without_null(config)}
     layers = mixed_layers(
         given,
         given["sliding_window_pattern"],
         local_theta=given["rope_local_base_freq"],
         theta=given.get("rope_theta", 1e6),
     )
-    return replace(read_shared_config(config), layers=layers)
+    return replace(read_shared_config(given), layers=layers)
 
 
 def read_shared_config(config: Mapping[str, Any]) -> ModelConfig:
