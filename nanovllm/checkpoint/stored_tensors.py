@@ -42,7 +42,10 @@ _QUANTIZED_DTYPES = {
     "I8": torch.int8,
 }
 
-_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+# Of models that read more than text.
+NOT_TEXT = re.compile(
+    r"(model\.)?((audio|vision)_tower|multi_modal_projector|embed_(audio|vision))\."
+)
 _TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.")
 
 
@@ -99,7 +102,7 @@ def _text_tensors(tensors: list[StoredTensor]) -> list[StoredTensor]:
 
     The text model is `language_model` or, as transformers 5 saves it, `model.language_model`.
     """
-    text = [tensor for tensor in tensors if not _VISION.match(tensor.name)]
+    text = [tensor for tensor in tensors if not NOT_TEXT.match(tensor.name)]
     return [replace(tensor, name=_TEXT_PREFIX.sub(r"\1", tensor.name, count=1)) for tensor in text]
 
 
