@@ -43,7 +43,7 @@ from nanovllm.devices.cpu.kernels.simd import LANES, LINE_BYTES, zero_variable
 NAMES = list(TYPES)
 # Numbers of rows of x that may share one read of the weight. Their sums have to fit in registers,
 # and only those of AVX-512 hold the sums of eight rows.
-TILES = (8, 4, 1) if LANES == PANEL_ROWS else (4, 2, 1)
+TILES = (8 if LANES == PANEL_ROWS else 4), 4, 2, 1
 AHEAD_BYTES = 4096
 
 
@@ -225,7 +225,7 @@ def compile_linear(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
     kind, block_type = NAMES.index(name), TYPES[name]
     size, num_bytes, group_size = block_type.size, block_type.num_bytes, block_type.group_size
     version, like = hash_sources(), ZERO_OF[dtype]
-    (large, small, one), lanes = TILES, PANEL_ROWS
+    (large, small, pair, one), lanes = TILES, PANEL_ROWS
 
     def linear(args, thread, num_threads):  # type: ignore[no-untyped-def]
         weight, scratch, max_rows = args[2], pointer_to(args[4], float32(0)), args[5] + 0 * version
@@ -255,6 +255,9 @@ def compile_linear(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
                     elif row + small <= num_rows:
                         num_done = small
                         multiply_panel(kind, small, panel, num_blocks, scratch, at, at_sums, sums)
+                    elif row + pair <= num_rows:
+                        num_done = pair
+                        multiply_panel(kind, pair, panel, num_blocks, scratch, at, at_sums, sums)
                     else:
                         num_done = one
                         multiply_panel(kind, one, panel, num_blocks, scratch, at, at_sums, sums)
