@@ -32,13 +32,15 @@ _WEIGHTS = (
 )
 _FORMATS: dict[str, WeightFormat] = {".safetensors": "safetensors", ".bin": "bin", ".gguf": "gguf"}
 
-# Models that read images and text, and the text models in them by their `model_type`.
-_MULTIMODAL = (
-    ["Mistral3ForConditionalGeneration"],
-    ["Qwen3_5ForConditionalGeneration"],
-    ["Qwen3_5MoeForConditionalGeneration"],
-)
+# Models that read more than text, and the text models in them by their `model_type`.
+_MULTIMODAL = [
+    [f"{name}ForConditionalGeneration"]
+    for name in ("Gemma3", "Gemma3n", "Gemma4", "Mistral3", "Qwen3_5", "Qwen3_5Moe")
+]
 _TEXT_MODELS = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
@@ -66,7 +68,19 @@ class Checkpoint:
 
 def stores_quantized(config: Mapping[str, Any]) -> bool:
     """Return whether some weights are stored quantized, according to the config."""
-    return bool(config.get("quantization_config") or config.get(gguf.BLOCK_TYPES_KEY))
+    return bool(stored_quantization(config) or config.get(gguf.BLOCK_TYPES_KEY))
+
+
+def stored_quantization(config: Mapping[str, Any]) -> Any:
+    """Return the `quantization_config`, except that of weights which transformers dequantizes."""
+    return None if is_mxfp4(config) else config.get("quantization_config")
+
+
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Return whether this is GPT-OSS with its experts in MXFP4."""
+    stored = config.get("quantization_config")
+    is_gpt_oss = config.get("architectures") == ["GptOssForCausalLM"]
+    return is_gpt_oss and isinstance(stored, dict) and stored.get("quant_method") == "mxfp4"
 
 
 def find_checkpoint(
@@ -97,7 +111,7 @@ def find_checkpoint(
             f"quantization={quantization!r} is not for GGUF files, whose tensors define their "
             "own quantization; leave the option out"
         )
-    stored = checkpoint.config.get("quantization_config")
+    stored = stored_quantization(checkpoint.config)
     if quantization is None and stored is None:
         return checkpoint
     return replace(checkpoint, quantization=choose_quantization(quantization, stored))
@@ -191,7 +205,9 @@ def _read_config(file: Path) -> dict[str, Any]:
         return config
     if (model_type := text["model_type"]) not in _TEXT_MODELS:
         return config  # its architecture is not supported
-    return {**config, **text, "architectures": [_TEXT_MODELS[model_type]]}
+    is_part = re.compile("(audio|text|vision)_config").fullmatch
+    shared = {name: value for name, value in config.items() if not is_part(name)}
+    return {**shared, **text, "architectures": [_TEXT_MODELS[model_type]]}
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:

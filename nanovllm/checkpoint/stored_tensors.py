@@ -42,7 +42,10 @@ _QUANTIZED_DTYPES = {
     "I8": torch.int8,
 }
 
-_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
+# Of models that read more than text.
+NOT_TEXT = re.compile(
+    r"(model\.)?((audio|vision)_tower|multi_modal_projector|embed_(audio|vision)|visual)\."
+)
 _STACKED_EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)")
 _TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.")
 
@@ -100,7 +103,7 @@ def _text_tensors(tensors: list[StoredTensor]) -> list[StoredTensor]:
 
     The text model is `language_model` or, as transformers 5 saves it, `model.language_model`.
     """
-    text = [tensor for tensor in tensors if not _VISION.match(tensor.name)]
+    text = [tensor for tensor in tensors if not NOT_TEXT.match(tensor.name)]
     return [replace(tensor, name=_TEXT_PREFIX.sub(r"\1", tensor.name, count=1)) for tensor in text]
 
 

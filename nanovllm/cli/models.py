@@ -135,12 +135,12 @@ def run_pull(args: argparse.Namespace) -> int:
 
 def _check(config: Mapping[str, Any]) -> None:
     """Raise an error for a model that could not run, before its weights are downloaded."""
+    from nanovllm.checkpoint.find import stored_quantization
     from nanovllm.checkpoint.quantization import choose_quantization
     from nanovllm.models.registry import read_config_for
 
     read_config_for(config, "auto")
-    if (stored := config.get("quantization_config")) is not None:
-        choose_quantization(None, stored)
+    choose_quantization(None, stored_quantization(config))
 
 
 def run_list(args: argparse.Namespace) -> int:

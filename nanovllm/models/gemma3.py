@@ -25,6 +25,14 @@ DEFAULTS = {
     "sliding_window_pattern": 6,
     "rope_local_base_freq": 10000.0,
 }
+# The config.json of multimodal models omits these too.
+TEXT_DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 262_208,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131_072,
+}
 NORMS = NormNames(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
@@ -34,7 +42,7 @@ NORMS = NormNames(
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     refuse(config, "attn_logit_softcapping", "final_logit_softcapping")
-    given = {**DEFAULTS, **_without_null(config)}
+    given = {**DEFAULTS, **TEXT_DEFAULTS, **_without_null(config)}
     if given.get("use_bidirectional_attention"):  # the window is centered on its token
         given["sliding_window"] = given["sliding_window"] // 2 + 1
     layers = mixed_layers(
@@ -44,7 +52,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         theta=given.get("rope_theta", 1e6),
     )
     return replace(
-        read_shared_config(config),
+        read_shared_config(given),
         layers=layers,
         is_causal=not given.get("use_bidirectional_attention"),
     )

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.attention.backend import AttentionSpec
-from nanovllm.checkpoint.find import Checkpoint, stores_quantized
+from nanovllm.checkpoint.find import Checkpoint, is_mxfp4, stores_quantized
+from nanovllm.checkpoint.stored_tensors import NOT_TEXT
 from nanovllm.config import DTYPES, LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
@@ -32,6 +33,7 @@ from nanovllm.models.transformers_model import (
 )
 
 ATTENTION = "nanovllm"  # the name of our attention in transformers' AttentionInterface
+NO_INTERFACE = "its attention does not use transformers' AttentionInterface"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 MAX_NAMED = 5  # maximum number of tensors listed in an error
 # RoPE types whose frequencies depend on the longest sequence of the batch.
@@ -55,7 +57,10 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         hidden = run_body(causal_lm, tokens, tokens)
         vocab_size = run_head(without_body(causal_lm), hidden).shape[-1]
     except Exception as error:  # its code may need values, or not know our attention
-        raise refusal(config, f"its code does not run without data ({error!r:.200})") from error
+        problem = f"its code does not run without data ({error!r:.200})"
+        if error.args == (ATTENTION,):  # looked up in a table of its own
+            problem = NO_INTERFACE
+        raise refusal(config, problem) from error
     if problem := find_problem(causal_lm, calls):
         raise refusal(config, problem)
     head_dim, hidden_size = max(call.head_dim for call in calls), hidden.shape[-1]
@@ -125,7 +130,8 @@ def find_config_problem(causal_lm_class: Any, hf_config: Any) -> str | None:
         return "it has multi-head latent attention (MLA)"
     if hf_config is not hf_config.get_text_config():
         return "it is a multimodal model"
-    is_bidirectional = getattr(hf_config, "use_bidirectional_attention", False)
+    # Only the tokens of images attend to later ones if it is "vision".
+    is_bidirectional = getattr(hf_config, "use_bidirectional_attention", None) in (True, "all")
     if is_bidirectional or getattr(hf_config, "is_causal", True) is False:
         return "its attention is not causal"
     rope = getattr(hf_config, "rope_parameters", None) or {}
@@ -139,7 +145,7 @@ def find_problem(causal_lm: Any, calls: list[AttentionCall]) -> str | None:
     """Return why our attention cannot replace the recorded calls of a forward pass, or None."""
     hf_config = causal_lm.config
     if not calls:
-        return "its attention does not use transformers' AttentionInterface"
+        return NO_INTERFACE
     if "position_ids" not in inspect.signature(causal_lm.base_model.forward).parameters:
         return "it computes positions itself, instead of taking position_ids"
     if [call.layer_index for call in calls] != list(range(hf_config.num_hidden_layers)):
@@ -230,11 +236,22 @@ def load_model(
 
 def load_pretrained(causal_lm_class: Any, checkpoint: Checkpoint, **options: Any) -> Any:
     """Load weights with transformers, which knows how every family stores them, but strictly."""
+    from transformers import Mxfp4Config
+
+    if is_mxfp4(checkpoint.config):
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
     causal_lm, found = causal_lm_class.from_pretrained(
-        checkpoint.path, local_files_only=True, output_loading_info=True, **options
+        checkpoint.path,
+        local_files_only=True,
+        output_loading_info=True,
+        key_mapping={r"^model\.language_model\.": "model."},  # of a multimodal model
+        **options,
     )
+    found["unexpected_keys"] = {key for key in found["unexpected_keys"] if not NOT_TEXT.match(key)}
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if names := sorted(map(str, found[kind])):
             which = ", ".join(names[:MAX_NAMED])
             raise CheckpointError(f"{checkpoint.path}: {kind.replace('_', ' ')}: {which}")
+    if is_mxfp4(checkpoint.config):  # dequantized to bfloat16
+        causal_lm.to(options["dtype"])
     return causal_lm

@@ -14,6 +14,7 @@ import gguf
 
 from nanovllm.checkpoint import gguf_tensors
 from nanovllm.checkpoint.gguf import read_generation_config
+from nanovllm.checkpoint.gguf_architectures import ARCHITECTURES as ALL
 from nanovllm.checkpoint.gguf_file import field, open_gguf
 from nanovllm.checkpoint.gguf_tensors import list_gguf
 from nanovllm.errors import CheckpointError, UnsupportedModelError
@@ -52,6 +53,19 @@ def test_float32_round_trip_is_exact(tmp_path: Path, arch: str, tied: bool) -> N
         assert array.dtype == np.float32
         assert array.flags.writeable
     assert read_config(path)["tie_word_embeddings"] is tied
+
+
+@pytest.mark.parametrize("arch", list(ALL))
+def test_names_are_those_of_the_converter(arch: str) -> None:
+    """llama.cpp's converter maps the same tensors to the same names, and knows all our keys."""
+    [number] = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.TensorNameMap(number, 2)
+    for name, hf_name in ALL[arch].layer_tensors.items():
+        hf_name = f"model.layers.1.{hf_name}".replace(".*.", ".")
+        assert names.get_name(hf_name) == f"blk.1.{name}"
+    groups = [group for group in vars(gguf.Keys).values() if isinstance(group, type)]
+    keys = {value for group in groups for value in vars(group).values() if type(value) is str}
+    assert {f"{{arch}}.{key}" for key in ALL[arch].numbers} <= keys
 
 
 def test_config_layout(tmp_path: Path) -> None:

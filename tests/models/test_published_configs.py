@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanovllm.checkpoint.find import eos_token_ids, find_checkpoint, stores_quantized
 from nanovllm.config import (
     ExpertsConfig,
     LayerAttention,
@@ -15,7 +18,7 @@ from nanovllm.config import (
 )
 from nanovllm.errors import CheckpointError
 from nanovllm.models.config_json import NO_ROPE
-from nanovllm.models.registry import read_config
+from nanovllm.models.registry import read_config, read_config_for
 
 Facts = dict[str, Any]
 
@@ -178,6 +181,58 @@ MINISTRAL3_8B: Facts = {  # the text_config of Mistral3ForConditionalGeneration
     "vocab_size": 131072,
 }
 
+GEMMA3_4B: Facts = {  # everything else has the default of transformers' Gemma3TextConfig
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
+}
+
+GPT_OSS_20B: Facts = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
 
 QWEN3_5_35B_A3B: Facts = {  # the text_config of Qwen3_5MoeForConditionalGeneration
     "architectures": ["Qwen3_5MoeForCausalLM"],
@@ -290,6 +345,25 @@ def test_ministral3() -> None:
     assert model.max_position_embeddings == 262144
     rope = RopeConfig(1e6, "yarn", 16.0, original_max_position=16384, q_scaling=0.1)
     assert set(model.layers) == {LayerAttention(rope)}
+
+
+def test_gemma3_with_images(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3_4B))
+    found = find_checkpoint(str(tmp_path), need_weights=False, need_tokenizer=False)
+    assert eos_token_ids(found) == (1, 106)
+    model = read_config(found.config)
+    assert sizes(model) == (34, 2560, 8, 4, 256)
+    assert (model.vocab_size, model.dtype) == (262208, "bfloat16")
+    assert model.max_position_embeddings == 131072
+    local = LayerAttention(RopeConfig(1e4), window=1024)
+    assert model.layers[:6] == (*[local] * 5, LayerAttention(RopeConfig(1e6, "linear", 8.0)))
+
+
+def test_gpt_oss() -> None:
+    assert not stores_quantized(GPT_OSS_20B)
+    model = read_config_for(GPT_OSS_20B, "auto")
+    assert sizes(model) == (24, 2880, 64, 8, 64)
+    assert [layer.window for layer in model.layers] == [128, None] * 12
 
 
 def sizes(model: ModelConfig) -> tuple[int, int, int, int, int]:

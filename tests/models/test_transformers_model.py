@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
@@ -52,8 +55,8 @@ def test_equals_generate(tmp_path: Path, model_type: str) -> None:
     """In a small engine that chunks prompts, preempts sequences and reuses prefixes."""
     checkpoint, prompts = make_tiny(tmp_path, model_type), make_prompts()
     want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]
-    with LLM(str(tmp_path), **SMALL) as llm:
-        assert llm.engine.model_config.transformers_config is not None
+    # Families of this list may become ours: compare transformers' model code also then.
+    with LLM(str(tmp_path), model_impl="transformers", **SMALL) as llm:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [output.token_ids for output in outputs] == want
         assert llm.engine.core.scheduler.num_preemptions > 0
@@ -121,6 +124,51 @@ def test_a_family_of_ours_runs_both_ways(tiny: Any, caplog: pytest.LogCaptureFix
     assert texts == [0, 0, 1]
 
 
+def test_the_text_model_of_gemma_4(tmp_path: Path) -> None:
+    """Published models of this family also read images and sound, and share keys and values."""
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    text = make_config("gemma4_text", **layers, num_kv_shared_layers=2, pad_token_id=0)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = CONFIG_MAPPING["gemma4"](
+        text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=False
+    )
+    checkpoint = make_checkpoint(tmp_path, config)
+    assert any("vision_tower" in name for name, _ in checkpoint.model.named_parameters())
+    want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in make_prompts()]
+    with LLM(str(tmp_path), **SMALL) as llm:
+        assert llm.engine.model_config.architecture == "Gemma4ForCausalLM"
+        outputs = llm.generate(make_prompts(), GREEDY, use_tqdm=False)
+    assert [output.token_ids for output in outputs] == want
+
+
+def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    """Its experts, as published: 32 values of 4 bits in 16 bytes, and one exponent."""
+    checkpoint = make_tiny(tmp_path, "gpt_oss", intermediate_size=64)
+    tensors, generator = {}, torch.Generator().manual_seed(0)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        shape = experts, outputs, inputs // 32
+        random = partial(torch.randint, dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_blocks"] = random(256, (*shape, 16))
+        tensors[f"{name}_scales"] = random(122, 125, shape)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    options = {"quantization_config": Mxfp4Config(dequantize=True), "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **options)
+    checkpoint = replace(checkpoint, model=model.float().eval())
+    want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in make_prompts()]
+    with LLM(str(tmp_path), **SMALL) as llm:
+        outputs = llm.generate(make_prompts(), GREEDY, use_tqdm=False)
+    assert [output.token_ids for output in outputs] == want
+
+
 @pytest.mark.slow
 def test_structured_output_in_a_process_of_its_own(tmp_path: Path) -> None:
     make_tiny(tmp_path / "plain", "gpt_neox")
@@ -165,6 +213,7 @@ REFUSED = {
     "bert": (FEW, "is not causal: it is an encoder"),
     "bart": ({"decoder_layers": 2, "encoder_layers": 2}, "instead of taking position_ids"),
     "bloom": ({"n_layer": 2}, "does not use transformers' AttentionInterface"),
+    "falcon": (FEW, "does not use transformers' AttentionInterface"),
     "diffllama": (FEW, "several attentions"),
     "doge": (FEW, "a mask or a bias of its own"),
     "jetmoe": (FEW, "does not run without data"),

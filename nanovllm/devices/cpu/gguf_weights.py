@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.devices.cpu.kernels.block_kernels import (
-    TILE_ROWS,
+    TILES,
     compile_dequantizer,
     compile_linear,
 )
@@ -117,7 +117,7 @@ class BlockKernels:
             per_row = len(pairs.order) // max(len(x), 1)
             num_rows, grouping = pairs.max_rows, (*addresses, len(pairs.starts) - 1, per_row)
         num_groups = part.num_in // TYPES[part.kind].group_size
-        per_thread = num_rows * (part.num_in + num_groups) + TILE_ROWS * PANEL_ROWS
+        per_thread = num_rows * (part.num_in + num_groups) + TILES[0] * PANEL_ROWS
         scratch = launcher.scratch(launcher.num_threads * per_thread)
         offset = first * y.itemsize
         launcher.call(

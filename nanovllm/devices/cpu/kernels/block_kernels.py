@@ -38,10 +38,12 @@ from nanovllm.devices.cpu.kernels.intrinsics import (
     store,
     to_bf16_bits,
 )
-from nanovllm.devices.cpu.kernels.simd import LINE_BYTES, zero_variable
+from nanovllm.devices.cpu.kernels.simd import LANES, LINE_BYTES, zero_variable
 
 NAMES = list(TYPES)
-TILE_ROWS = 4  # rows of x that share one read of the weight
+# Numbers of rows of x that may share one read of the weight. Their sums have to fit in registers,
+# and only those of AVX-512 hold the sums of eight rows.
+TILES = (8 if LANES == PANEL_ROWS else 4), 4, 2, 1
 AHEAD_BYTES = 4096
 
 
@@ -223,14 +225,14 @@ def compile_linear(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
     kind, block_type = NAMES.index(name), TYPES[name]
     size, num_bytes, group_size = block_type.size, block_type.num_bytes, block_type.group_size
     version, like = hash_sources(), ZERO_OF[dtype]
-    one, tile, lanes = 1, TILE_ROWS, PANEL_ROWS
+    (large, small, pair, one), lanes = TILES, PANEL_ROWS
 
     def linear(args, thread, num_threads):  # type: ignore[no-untyped-def]
         weight, scratch, max_rows = args[2], pointer_to(args[4], float32(0)), args[5] + 0 * version
         num_out, num_in, starts = args[6], args[7], pointer_to(args[10], int32(0))
         num_blocks, num_groups = num_in // size, num_in // group_size
-        sums = thread * (max_rows * (num_in + num_groups) + tile * lanes)
-        xs = sums + tile * lanes
+        sums = thread * (max_rows * (num_in + num_groups) + large * lanes)
+        xs = sums + large * lanes
         x_sums = xs + max_rows * num_in
         num_panels = (num_out + lanes - 1) // lanes
         panel_bytes = num_blocks * num_bytes * lanes
@@ -247,9 +249,15 @@ def compile_linear(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
                 row = 0
                 while row < num_rows:
                     at, at_sums = xs + row * num_in, x_sums + row * num_groups
-                    if row + tile <= num_rows:
-                        num_done = tile
-                        multiply_panel(kind, tile, panel, num_blocks, scratch, at, at_sums, sums)
+                    if row + large <= num_rows:
+                        num_done = large
+                        multiply_panel(kind, large, panel, num_blocks, scratch, at, at_sums, sums)
+                    elif row + small <= num_rows:
+                        num_done = small
+                        multiply_panel(kind, small, panel, num_blocks, scratch, at, at_sums, sums)
+                    elif row + pair <= num_rows:
+                        num_done = pair
+                        multiply_panel(kind, pair, panel, num_blocks, scratch, at, at_sums, sums)
                     else:
                         num_done = one
                         multiply_panel(kind, one, panel, num_blocks, scratch, at, at_sums, sums)
