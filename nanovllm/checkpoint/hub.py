@@ -189,7 +189,7 @@ def _download(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
     from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
     from tqdm import tqdm
 
-    class NoBar(tqdm):
+    class NoBar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
 

@@ -114,10 +114,10 @@ def run(args: argparse.Namespace) -> int:
     for architecture, examples in EXAMPLES.items():
         names = {name: each for name, each in ALIASES.items() if each.hub_id in examples}
         if args.json:
+            short_names = {name: each.hub_id for name, each in names.items()}
+            licenses = {name: each.license for name, each in names.items()}
             fields = {"architecture": architecture, "examples": examples}
-            fields["short_names"] = {name: each.hub_id for name, each in names.items()}
-            fields["licenses"] = {name: each.license for name, each in names.items()}
-            print(json.dumps(fields))
+            print(json.dumps({**fields, "short_names": short_names, "licenses": licenses}))
             continue
         print(architecture)
         shown = {each.hub_id: f", short: {name} ({each.license})" for name, each in names.items()}

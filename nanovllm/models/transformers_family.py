@@ -57,10 +57,10 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         hidden = run_body(causal_lm, tokens, tokens)
         vocab_size = run_head(without_body(causal_lm), hidden).shape[-1]
     except Exception as error:  # its code may need values, or not know our attention
-        problem = f"its code does not run without data ({error!r:.200})"
+        reason = f"its code does not run without data ({error!r:.200})"
         if error.args == (ATTENTION,):  # looked up in a table of its own
-            problem = NO_INTERFACE
-        raise refusal(config, problem) from error
+            reason = NO_INTERFACE
+        raise refusal(config, reason) from error
     if problem := find_problem(causal_lm, calls):
         raise refusal(config, problem)
     head_dim, hidden_size = max(call.head_dim for call in calls), hidden.shape[-1]

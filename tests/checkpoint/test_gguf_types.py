@@ -128,6 +128,7 @@ def test_dequantized_values_follow_the_format(tmp_path: Path, quant: str) -> Non
     data = random_blocks(kind, 8, 512)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_head_count(4)
+    writer.add_block_count(2)
     writer.add_tensor("blk.1.ffn_up.weight", data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -205,7 +205,6 @@ def config_of(model_type: str, **fields: Any) -> dict[str, Any]:
 FEW = {"num_hidden_layers": 2}
 REFUSED = {
     "mamba": (FEW, "recurrent state"),
-    "qwen3_next": ({**FEW, "num_experts": 4}, "recurrent state"),
     "falcon_h1": (FEW, "recurrent state"),
     "lfm2": ({**FEW, "layer_types": ["conv", "full_attention"]}, "layers of the type conv"),
     "deepseek_v3": ({**FEW, "n_routed_experts": 8}, r"latent attention \(MLA\)"),
