@@ -189,7 +189,7 @@ def _set(conversation: Conversation, text: str) -> str | None:
 
 
 def _value(name: str, text: str) -> Any:
-    """Parse a typed value; SamplingParams checks its type."""
+    """Parse a value that the user entered; SamplingParams checks its type."""
     if name in ("stop", "bad_words"):
         return text or None
     if name.endswith("ids") and text.lower() != "none":
@@ -300,7 +300,7 @@ class Conversation:
         return output
 
     def _has_room(self, prompt: Sequence[Any]) -> bool:
-        """Return whether a reply of useful length fits in the context; assume so for a server."""
+        """Return whether a reply of useful length fits in the context; True for a server."""
         if isinstance(self._llm, HttpLLM):
             return True
         max_len = self._llm.engine.core.max_len

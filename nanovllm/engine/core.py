@@ -56,7 +56,7 @@ class EngineCore:
         self._in_flight: deque[tuple[StepPlan, Pending[StepResult], float]] = deque()
         self._clock = clock
         self._last_result_time = 0.0
-        # The newest steps and ended sequences, until a snapshot takes them.
+        # Recent steps and ended sequences, kept until a snapshot takes them.
         self.timings: deque[StepTiming] = deque(maxlen=MAX_RECORDED)
         self.ended: deque[SequenceEnd] = deque(maxlen=MAX_RECORDED)
         self._failure: str | None = None

@@ -29,7 +29,7 @@ def rope_table(head_dim: int, max_position: int, rope: RopeConfig, device: torch
 
 
 def rope_order(head_dim: int, rope: RopeConfig) -> list[int] | None:
-    """Return the dimensions of a head in the order of `rope_table`, or None if it is unchanged.
+    """Return a head's dimensions in the order of `rope_table`; None if the order is unchanged.
 
     q and k may be reordered, because their products do not depend on the order.
     """

@@ -120,7 +120,7 @@ def read_chat_template(given: str | None) -> str | None:
 
 
 def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling defaults that --generation-config selects with the value `where`."""
+    """Return the sampling defaults for --generation-config=where: `of_model`, if it is "auto"."""
     if where == "vllm":
         return {}
     if where != "auto":

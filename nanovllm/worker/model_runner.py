@@ -137,7 +137,7 @@ class ModelRunner:
 def with_drafts_as_rows(plan: StepPlan) -> StepPlan:
     """Split each row with drafts into decode rows, one for each position, that share its slot.
 
-    Keys and values are written before attention reads them, so each row sees those before it.
+    Keys and values are written before attention reads them, so each row sees those of earlier rows.
     """
     if not has_drafts(plan):
         return plan

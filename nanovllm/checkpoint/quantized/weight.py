@@ -108,7 +108,7 @@ def in_groups(inputs: slice, size: int, g_idx: Tensor | None = None) -> tuple[sl
 
 
 def read_part(tensor: StoredTensor, *index: slice) -> Tensor:
-    """Read a whole slice of a tensor; unlike the pieces that `read` yields, it stays valid."""
+    """Read a slice as one tensor; a piece from `read` is valid only until the next one is read."""
     pieces = [piece.clone() for piece in tensor.read(index)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

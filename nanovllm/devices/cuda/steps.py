@@ -234,7 +234,7 @@ class CudaSteps:
 
 @contextmanager
 def one_of_each_layer(body: DecoderBody, config: ModelConfig) -> Iterator[None]:
-    """Reduce a model to its last layer and one layer of each kind inside the context.
+    """Reduce a model to its last layer and one layer of each kind inside the `with` block.
 
     The other layers use the same kernels.
     """

@@ -165,7 +165,7 @@ def upcast_pairs(pairs, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 def load_exponents(  # type: ignore[no-untyped-def]
     exponents, rows, tile_start, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Load the scale exponents of a tile of keys and values; beyond the keys they are arbitrary.
+    """Load the scale exponents of a tile of keys and values; those past the end are arbitrary.
 
     `exponents` holds two pointers, for keys and values, to int32 words of four exponents: the words
     of this head in block 0. `rows` is each key's block id times KV_HEADS. Loads narrower than a

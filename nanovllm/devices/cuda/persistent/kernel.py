@@ -196,7 +196,7 @@ def add_columns(
 
 @gluon.jit
 def select(condition, ours, others):
-    """Elementwise `where` on two tuples of tensors."""
+    """Apply `where` to each pair of tensors of two tuples."""
     found = ()
     for k in gl.static_range(len(ours)):
         found = found + (gl.where(condition, ours[k], others[k]),)
@@ -418,7 +418,8 @@ def make_stream(cta, SHAPE: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def make_experts(stream, SHAPE: gl.constexpr):
-    ids, weights, chosen = stream.full, stream.full, stream.full  # placeholders without experts
+    # unused placeholders if the model has no experts
+    ids, weights, chosen = stream.full, stream.full, stream.full
     if SHAPE.experts.num_experts > 0:
         ids = gl.allocate_shared_memory(gl.int32, [8, 32], S1)
         weights = gl.allocate_shared_memory(gl.float32, [32, 8], S1)

@@ -206,7 +206,10 @@ class Stream:
 
     @gluon.jit
     def claim(self, t, g, owners, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr):
-        """Wait for a free slot, and until few enough tiles are in flight; then expect its bytes."""
+        """Wait until tile t has a free slot and few enough are in flight; then expect its bytes.
+
+        `owners` holds the group of the tile in each slot; return it with group g for this slot.
+        """
         owners = self.take_slot(t, g, owners)
         before = t - tiles_in_flight(FORMAT, IN_FLIGHT, self.slots)
         if before >= 0:
@@ -216,7 +219,7 @@ class Stream:
 
     @gluon.jit
     def take_slot(self, t, g, owners):
-        """Wait until the slot's previous tile is consumed; make group g the owner of the slot."""
+        """Wait until the previous tile in tile t's slot is consumed; return the new `owners`."""
         slot = t % self.slots
         lane = gl.arange(0, 32, LANES)
         if t >= self.slots:
