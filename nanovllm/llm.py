@@ -220,7 +220,7 @@ class LLM:
         return prompts_of(self.engine.input_processor, messages, **options)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the model's tokenizer; raise RequestError with `skip_tokenizer_init`."""
+        """Return the model's tokenizer; raise RequestError if `skip_tokenizer_init` is set."""
         return self.engine.input_processor.get_tokenizer()
 
     def add_request(
@@ -426,7 +426,7 @@ def _clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineC
 
 
 def create_input_processor(resolved: ResolvedModel, is_remote: bool = False) -> InputProcessor:
-    """Load the tokenizer; `is_remote` means that the engine core is in another process."""
+    """Create the input processor; `is_remote` means that the engine core is in another process."""
     config, vocab_size = resolved.config, resolved.model_config.vocab_size
     if config.data_parallel_size > 1 and not is_remote:
         raise ConfigError(

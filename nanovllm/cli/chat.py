@@ -308,7 +308,7 @@ class Conversation:
 
 
 def _without_oldest_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Drop the first user message and its replies; return None if there is no other."""
+    """Drop the first user message and its replies; return None if it is the only user message."""
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     return None if len(users) < 2 else messages[: users[0]] + messages[users[1] :]
 

@@ -38,7 +38,7 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ign
 def add_options(
     parser: ArgumentParser, title: str, record: type, names: Names = None, **defaults: Any
 ) -> None:
-    """Add a flag for each field of `record`, or only for `names`; `defaults` override theirs."""
+    """Add a flag for each field of `record`, or for `names`; `defaults` replace the fields' own."""
     add, hints = parser.add_argument_group(title).add_argument, get_type_hints(record)
     for field in fields(record):
         if "help" in field.metadata and (names is None or field.name in names):

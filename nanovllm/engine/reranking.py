@@ -23,7 +23,7 @@ SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def rerank_prompts(query: str, documents: Sequence[str], instruction: str | None) -> list[str]:
-    """Return the prompt of each document; all share a prefix with the query, which is cached."""
+    """Return the prompt of each document; all share a prefix, so the query is computed once."""
     require(not isinstance(documents, str), "documents", "a list of texts", documents)
     instruction = INSTRUCTION if instruction is None else instruction
     for name, text in (("instruction", instruction), ("query", query)):

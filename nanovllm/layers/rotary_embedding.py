@@ -54,7 +54,7 @@ def rope_frequencies(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tens
 def reorder_heads(order: list[int], num_reordered: int, num_fixed: int) -> list[int]:
     """Return a row permutation for a projection: `order` within each of the first heads.
 
-    The rows of the last `num_fixed` heads stay in place.
+    There are `num_reordered` of these. The rows of the last `num_fixed` heads stay in place.
     """
     head_dim = len(order)
     rows = [head * head_dim + dim for head in range(num_reordered) for dim in order]

@@ -36,7 +36,7 @@ class GenerationJob:
         return len(self.prompts) * self.params[0].n
 
 
-@dataclass(slots=True)  # not frozen: one is made for every token, and chats set `events`
+@dataclass(slots=True)  # not frozen, for speed (one per token), and because chats set `events`
 class Update:
     """New output of a choice. Only the last update sets `finish_reason` and the fields after it."""
 

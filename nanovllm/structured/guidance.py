@@ -90,7 +90,7 @@ class GuidanceMatcher:
         return self.inner.is_stopped() and not self.inner.is_error()
 
     def num_allowed(self, drafts: list[int]) -> int:
-        """Return how many leading drafts the grammar allows; 0 if its bitmasks are slow or late."""
+        """Return how many leading drafts the grammar allows; 0 if bitmasks are slow or pending."""
         if self.job is not None or self.compiled.is_slow:
             return 0
         stop = next((i for i, each in enumerate(drafts) if each in self.stop_token_ids), None)

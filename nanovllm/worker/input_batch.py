@@ -103,7 +103,7 @@ class InputBatch:
         changes = self.changes(plan)
         if len(changes):
             offsets, values = self.device.upload(np.array(changes.T, np.int64, order="C"))
-            self.words.scatter_(0, offsets, values.view(torch.int32)[::2])  # the low halves
+            self.words.scatter_(0, offsets, values.view(torch.int32)[::2])  # low halves of int64
 
     def changes(self, plan: StepPlan) -> np.ndarray:
         """Return the changes of a plan: offsets of words and their new values, [changes, 2]."""

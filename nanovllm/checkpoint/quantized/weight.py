@@ -54,7 +54,7 @@ class StoredWeight:
         return StoredTensor(name, self.shape, file, read, read_quantized, layout=self.layout)
 
     def _read_pieces(self, index: Index) -> Iterator[tuple[QuantizedPiece, tuple[slice, slice]]]:
-        """Yield aligned pieces that cover `index`, each with the slices that `index` requests."""
+        """Yield aligned pieces that cover `index`, each with slices that cut it to `index`."""
         rows, columns = index or (slice(None), slice(None))
         (first, last, _), (left, right, _) = (
             part.indices(size) for part, size in zip((rows, columns), self.shape, strict=True)

@@ -170,7 +170,7 @@ def as_operands(tile, POSITIONS: tl.constexpr, dtype: tl.constexpr):  # type: ig
 
 @triton.jit
 def join_positions(values, FIRST: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Concatenate COUNT positions, starting at FIRST.
+    """Concatenate the tensors of COUNT positions, starting at position FIRST.
 
     No data moves, because each thread holds all positions of its words.
     """

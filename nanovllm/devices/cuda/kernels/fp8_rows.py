@@ -25,8 +25,8 @@ ROUND_UP = tl.constexpr(fp8.ROUND_UP)
 FP8_EXPONENT = tl.constexpr(fp8.FP8_EXPONENT)
 LOG2_E = tl.constexpr(1.4426950408889634)
 MIN_DOT_SIZE = tl.constexpr(16)  # minimum M, N and K of tl.dot
-# Probabilities are scaled so that the largest is 2**14. It stays below float16's maximum, and
-# probabilities that are much smaller remain normal numbers.
+# Probabilities are scaled so that the largest is 2**14. This is below float16's maximum, and even
+# much smaller probabilities remain normal numbers.
 WEIGHT_EXPONENT = tl.constexpr(14)
 
 
@@ -108,7 +108,7 @@ def prepare_queries(q_tile, scale):  # type: ignore[no-untyped-def]
     """Prepare queries to be multiplied by FP8 keys: return even and odd columns, and a new scale.
 
     16-bit queries become float16, which is more precise than bfloat16. They are multiplied by a
-    power of two to fit its range, and `scale`, the factor of the scores, is adjusted.
+    power of two to fit float16's range, and `scale`, the factor of the scores, is adjusted.
     """
     if q_tile.dtype != tl.float32:
         wide = q_tile.to(tl.float32)

@@ -361,7 +361,7 @@ def _int4_values(tile, n: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _fp8_to_floats(tile):  # type: ignore[no-untyped-def]
-    """Return the FP8 values of words by position, in float32."""
+    """Return the FP8 values of words in float32, one tensor per position."""
     if IS_INTERPRETED:
         values = ()
         for position in tl.static_range(4):

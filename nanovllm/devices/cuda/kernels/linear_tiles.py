@@ -26,7 +26,7 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def fit_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
-    """Return `num_stages`, or the number of pipeline stages that fit into shared memory if less."""
+    """Return `num_stages`, or fewer pipeline stages if shared memory has no room for so many."""
     return max(1, min(num_stages, shared_bytes(device) // stage_bytes))
 
 

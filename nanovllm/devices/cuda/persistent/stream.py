@@ -206,7 +206,7 @@ class Stream:
 
     @gluon.jit
     def claim(self, t, g, owners, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr):
-        """Wait until tile t has a free slot and few enough are in flight; then expect its bytes.
+        """Wait for a free slot, and for few enough tiles in flight; then expect tile t's bytes.
 
         `owners` holds the group of the tile in each slot; return it with group g for this slot.
         """
