@@ -250,7 +250,7 @@ class Conversation:
         self.messages = self.messages[: self.system is not None]
 
     def ask(self, question: str, show: Callable[[str], None]) -> RequestOutput:
-        """Stream the reply to a question to `show`.
+        """Stream the reply to a question to `show`, and return the output.
 
         The oldest turns are dropped when the context has no room for them. The partial text of an
         interrupted reply is kept; a question without any reply is forgotten.

@@ -141,7 +141,10 @@ class Launcher:
         return self._scratch
 
     def capture(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
-        """Capture a function that only launches kernels; each run overwrites the output tensor."""
+        """Capture a function that only launches kernels; return the program and its output tensor.
+
+        Each run of the program overwrites the output.
+        """
         capture = self._capture = Capture([], [])
         try:
             with OnlyViews():

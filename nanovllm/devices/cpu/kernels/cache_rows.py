@@ -42,7 +42,7 @@ SHIFTED_BITS = 0x46800000
 def store_row(
     cache: Any, base: int, exponents: Any, place: int, x: Any, first: int, dim: int, cached: Any
 ) -> None:
-    """Store x[first : first + dim] at cache[base:]; in FP8, also its exponent, in exponents[place]."""
+    """Store x[first : first + dim] at cache[base:]; in FP8, also set exponents[place]."""
     if is_fp8(cached):
         quantize_row(cache, base, exponents, place, x, first, dim)
     else:

@@ -224,7 +224,7 @@ def multiply_keys(queries, pairs):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_values(acc, weights, pairs, alpha, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add a tile's P V to the accumulators, one for even columns and one for odd columns."""
+    """Rescale both accumulators (of even and odd columns) by alpha, and add a tile's P V."""
     weights = weights.to(dtype)
     even, odd = upcast_pairs(pairs, dtype)
     even_sum = tl.dot(weights, even, acc[0] * alpha[:, None], input_precision="ieee")

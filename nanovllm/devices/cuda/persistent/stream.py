@@ -163,7 +163,8 @@ class Stream:
         """Start the TMA copies of this CTA's tiles of a projection in one layer.
 
         With two PARTS, blocks of gate and of up alternate. With COLUMNS, the first COLUMNS tiles of
-        all blocks come before the next COLUMNS tiles of all blocks.
+        all blocks come before the next COLUMNS tiles of all blocks. Return the next position (t, g)
+        and the new `owners` (see `claim`).
         """
         TILES: gl.constexpr = COLUMNS if COLUMNS > 0 else FORMAT.tiles
         N: gl.constexpr = PARTS * TILES
