@@ -127,7 +127,7 @@ def route(stream, t, g, exchanges, norm, parameters, experts, buffer):
 def project_output(
     stream, t, g, source, target, residual, experts, buffer, target_buffer, GATED: gl.constexpr
 ):
-    """Add a projection of `source`, `o` or (if GATED) `down`, to the residual; also publish that."""
+    """Add a projection of `source`, `o` or (if GATED) `down`, to the residual; also publish it."""
     bits: gl.constexpr = stream.bits
     B: gl.constexpr = num_blocks(target.width)
     FORMAT: gl.constexpr = format_of(source.columns, bits, stream.rows)
