@@ -122,7 +122,7 @@ class StepTiming(NamedTuple):
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_rows: int = 0  # 0 if no result was collected
-    num_accepted_tokens: int = 0  # drafts among the decode tokens
+    num_accepted_tokens: int = 0  # accepted drafts, which num_decode_tokens includes
 
 
 class SequenceEnd(NamedTuple):
