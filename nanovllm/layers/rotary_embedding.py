@@ -29,7 +29,7 @@ def rope_table(head_dim: int, max_position: int, rope: RopeConfig, device: torch
 
 
 def rope_order(head_dim: int, rope: RopeConfig) -> list[int] | None:
-    """Return the dimensions of a head in the order of `rope_table`, or None if it is unchanged.
+    """Return a head's dimensions in the order of `rope_table`; None if the order is unchanged.
 
     q and k may be reordered, because their products do not depend on the order.
     """
@@ -54,7 +54,7 @@ def rope_frequencies(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tens
 def reorder_heads(order: list[int], num_reordered: int, num_fixed: int) -> list[int]:
     """Return a row permutation for a projection: `order` within each of the first heads.
 
-    The rows of the last `num_fixed` heads stay in place.
+    There are `num_reordered` of these. The rows of the last `num_fixed` heads stay in place.
     """
     head_dim = len(order)
     rows = [head * head_dim + dim for head in range(num_reordered) for dim in order]

@@ -26,7 +26,7 @@ def profile_run(
     spec: KVCacheSpec,
     attention: AttentionBackend,
 ) -> EagerForward:
-    """Run a step with the maximum number of tokens and rows, which all share a few blocks."""
+    """Run a step of maximum size, whose rows share a few blocks; return the EagerForward used."""
     num_rows = min(config.max_num_rows, config.max_num_batched_tokens)
     row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
     num_blocks = -(-row_len // spec.block_size)
