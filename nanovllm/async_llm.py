@@ -166,7 +166,7 @@ class AsyncLLM:
                 yield piece
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the model's tokenizer; raise RequestError with `skip_tokenizer_init`."""
+        """Return the model's tokenizer; raise RequestError if `skip_tokenizer_init` is set."""
         return self.input_processor.get_tokenizer()
 
     async def embed(
@@ -279,8 +279,8 @@ class AsyncLLM:
     ) -> RequestState:
         """Validate and tokenize a prompt, in another thread if that may take long.
 
-        Short work stays in the event loop's thread. Another thread could start only after that one
-        releases the GIL, so the first of many callers would wait for all of them.
+        Short work stays in the event loop's thread. Another thread could start only once this
+        thread releases the GIL, so the first of many callers would wait for all of them.
         """
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
         if asked is not None:

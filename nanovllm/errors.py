@@ -79,7 +79,7 @@ class WorkerError(EngineError):
 
 @contextlib.contextmanager
 def errors_about(param: str, kind: type[RequestError] = RequestError) -> Iterator[None]:
-    """Set `param` on errors of type `kind` that are raised in this context."""
+    """Set `param` on errors of type `kind` that are raised inside the `with` block."""
     try:
         yield
     except kind as error:

@@ -188,7 +188,8 @@ class LLM:
         """Return the documents (at most `top_n`), the most relevant to the query first.
 
         The model is asked, with the prompt of Qwen3-Reranker, whether a document meets the
-        `instruction`. Its relevance is the probability of "yes", given "yes" or "no".
+        `instruction`. The document's relevance is the probability of "yes", given that the reply is
+        "yes" or "no".
         """
         require(top_n is None or top_n >= 1, "top_n", "at least 1", top_n)
         labels = label_ids(self.engine.input_processor)
@@ -220,7 +221,7 @@ class LLM:
         return prompts_of(self.engine.input_processor, messages, **options)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the model's tokenizer; raise RequestError with `skip_tokenizer_init`."""
+        """Return the model's tokenizer; raise RequestError if `skip_tokenizer_init` is set."""
         return self.engine.input_processor.get_tokenizer()
 
     def add_request(
@@ -280,7 +281,7 @@ class LLM:
         on_refusal: Callable[[int, RequestError], None] | None = None,
         **options: Any,
     ) -> dict[int, RequestState]:
-        """Validate and tokenize the prompts of one call, keyed by index, without queueing them."""
+        """Validate and tokenize the prompts of one call; return unqueued requests by index."""
         self.engine.raise_if_closed()
         items = split_prompts(prompts)
         requests: dict[int, RequestState] = {}
@@ -398,7 +399,7 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
 
 
 def _without_chunks(config: EngineConfig) -> EngineConfig:
-    """Return options with which a prompt runs in one step, as bidirectional attention needs it."""
+    """Return options with which a prompt runs in one step: bidirectional attention needs that."""
     if config.attention_backend not in ("auto", "sdpa"):
         name = config.attention_backend
         raise ConfigError(
@@ -426,7 +427,7 @@ def _clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineC
 
 
 def create_input_processor(resolved: ResolvedModel, is_remote: bool = False) -> InputProcessor:
-    """Load the tokenizer; `is_remote` means that the engine core is in another process."""
+    """Create the input processor; `is_remote` means that the engine core is in another process."""
     config, vocab_size = resolved.config, resolved.model_config.vocab_size
     if config.data_parallel_size > 1 and not is_remote:
         raise ConfigError(

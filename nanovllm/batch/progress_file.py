@@ -144,7 +144,7 @@ def _row_index(line: bytes) -> int:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name the file in errors that occur while it is written, for example if the disk is full."""
+    """Add the file's name to errors raised while it is written, for example if the disk is full."""
     try:
         yield
     except OSError as error:

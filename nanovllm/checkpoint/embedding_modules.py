@@ -1,4 +1,4 @@
-"""Read how an embedding model's folder, as sentence-transformers writes it, makes vectors."""
+"""Read an embedding model's modules in the format of sentence-transformers: pooling and layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanovllm.engine.step import Pooling
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
 POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
-# The names of the same modes in older files, each with a boolean.
+# Older files have a boolean field per mode instead: field -> mode.
 FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
 KINDS = {"Transformer", "Pooling", "Dense", "Normalize"}
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -27,7 +27,7 @@ class EmbeddingModules:
 
 
 def read_embedding_modules(folder: Path) -> EmbeddingModules | None:
-    """Read modules.json; return None if it lists no pooling, as that of a reranker."""
+    """Read modules.json; return None if it lists no pooling, as in a reranker's folder."""
     try:
         modules = [
             (str(each["type"]).rpartition(".")[2], folder / each["path"])

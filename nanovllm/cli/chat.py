@@ -189,7 +189,7 @@ def _set(conversation: Conversation, text: str) -> str | None:
 
 
 def _value(name: str, text: str) -> Any:
-    """Parse a typed value; SamplingParams checks its type."""
+    """Parse a value that the user entered; SamplingParams checks its type."""
     if name in ("stop", "bad_words"):
         return text or None
     if name.endswith("ids") and text.lower() != "none":
@@ -250,7 +250,7 @@ class Conversation:
         self.messages = self.messages[: self.system is not None]
 
     def ask(self, question: str, show: Callable[[str], None]) -> RequestOutput:
-        """Stream the reply to a question to `show`.
+        """Stream the reply to a question to `show`, and return the output.
 
         The oldest turns are dropped when the context has no room for them. The partial text of an
         interrupted reply is kept; a question without any reply is forgotten.
@@ -300,7 +300,7 @@ class Conversation:
         return output
 
     def _has_room(self, prompt: Sequence[Any]) -> bool:
-        """Return whether a reply of useful length fits in the context; assume so for a server."""
+        """Return whether a reply of useful length fits in the context; True for a server."""
         if isinstance(self._llm, HttpLLM):
             return True
         max_len = self._llm.engine.core.max_len
@@ -308,7 +308,7 @@ class Conversation:
 
 
 def _without_oldest_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Drop the first user message and its replies; return None if there is no other."""
+    """Drop the first user message and its replies; return None if it is the only user message."""
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     return None if len(users) < 2 else messages[: users[0]] + messages[users[1] :]
 

@@ -38,7 +38,7 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ign
 def add_options(
     parser: ArgumentParser, title: str, record: type, names: Names = None, **defaults: Any
 ) -> None:
-    """Add a flag for each field of a dataclass or for `names`; `defaults` override its defaults."""
+    """Add a flag for each field of `record`, or for `names`; `defaults` replace the fields' own."""
     add, hints = parser.add_argument_group(title).add_argument, get_type_hints(record)
     for field in fields(record):
         if "help" in field.metadata and (names is None or field.name in names):
@@ -107,7 +107,7 @@ def positive(text: str) -> float:
 def add_command(
     commands: Commands, name: str, about: str, usage: str, doc: str | None
 ) -> ArgumentParser:
-    """Add the parser of a command; its help is a docstring, with the examples last."""
+    """Add the parser of a command; its help is the docstring `doc`, with the examples last."""
     description, mark, examples = (doc or "").partition("examples:")
     texts: Any = {"help": about, "usage": usage, "epilog": mark + examples}
     texts |= {"description": description, "formatter_class": HELP_FORMAT}

@@ -65,8 +65,8 @@ class RunStats:
 class TextView:
     """Prints text as it is generated.
 
-    On a terminal, lines wrap at words: complete lines scroll, and the last line is redrawn, with a
-    progress bar below it if `stats` are given.
+    On a terminal, text is word-wrapped. Complete lines are printed once and scroll up; only the
+    last, incomplete line is redrawn, with a progress bar below it if `stats` is given.
     """
 
     def __init__(self, stats: RunStats | None = None, num_prompts: int = 0) -> None:

@@ -56,7 +56,7 @@ class EngineCore:
         self._in_flight: deque[tuple[StepPlan, Pending[StepResult], float]] = deque()
         self._clock = clock
         self._last_result_time = 0.0
-        # The newest steps and ended sequences, until a snapshot takes them.
+        # Recent steps and ended sequences, kept until a snapshot takes them.
         self.timings: deque[StepTiming] = deque(maxlen=MAX_RECORDED)
         self.ended: deque[SequenceEnd] = deque(maxlen=MAX_RECORDED)
         self._failure: str | None = None
@@ -142,7 +142,7 @@ class EngineCore:
         step = self._drop_in_flight() if result.is_lost else self._commit(plan, result, device)
         drafter = self.scheduler.drafter
         if drafter is not None and not plan.num_prefill_tokens and not result.is_lost:
-            # Include the time in which the device waited for this plan: drafts delay it.
+            # Include the time in which the device waited for this plan: drafting delays the plan.
             seconds = result_time - self._last_result_time
             counts = len(plan.counts), plan.num_decode_tokens, step.num_decode_tokens
             drafter.measured(*counts, seconds)

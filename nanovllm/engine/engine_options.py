@@ -88,7 +88,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 def drop_vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options under their names here; ignore, with a warning, those without effect."""
+    """Return the options under nanovllm's names; drop those without effect, with a warning."""
     for note in ignored_notes(options):
         logger.warning("%s", note)
     own = {name: value for name, value in options.items() if name not in VLLM_OPTIONS}

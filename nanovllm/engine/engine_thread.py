@@ -83,7 +83,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; callers register `close` before this, as an interrupt may follow."""
+        """Start the thread; register `close` first, because an interrupt may follow at once."""
         self._thread.start()
 
     def prepare(

@@ -50,10 +50,11 @@ class GrammarEngine(Protocol):
     def masks(
         self, rows: Sequence[tuple[Any, list[int]]], allocate: Allocate
     ) -> tuple[Bitmasks, list[int]]:
-        """Return the bitmasks of each matcher, and the indices of those that are not ready.
+        """Return the bitmasks of each row, and the indices of the rows that are not ready.
 
-        A matcher has a bitmask for the next token and one after each of its drafts. None, for a
-        sequence that has ended, allows every token. The next call may reuse the memory.
+        A row is a matcher and its drafts. It has a bitmask for the next token and one after each
+        draft. A matcher of None, for a sequence that has ended, allows every token. The next call
+        may reuse the memory.
         """
 
     def wait(self, matchers: list[Any]) -> None:

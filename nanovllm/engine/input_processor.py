@@ -81,7 +81,7 @@ class InputProcessor:
         pooling: Pooling | None = None,
         request_id: str | None = None,
     ) -> RequestState:
-        """Validate and tokenize a prompt; return one request for each of its `n` completions."""
+        """Validate and tokenize a prompt; return its state, with one request per completion."""
         self._check_params(params)
         if pooling is not None:
             check_pooling(pooling, self._vocab_size)

@@ -36,7 +36,7 @@ def pack_logprobs(
 
 
 def entry_bytes(num_top: int | None) -> int:
-    """Return the size of a request's entry; other requests may make a step's entries larger."""
+    """Return the bytes of an entry with `num_top` top tokens; a step's entries may have more."""
     return RANK_BYTES + PAIR_BYTES * (1 + (num_top or 0))
 
 

@@ -104,8 +104,8 @@ class OutputProcessor:
     ) -> StepOutput:
         """Turn the outputs of a step into text; `finish` ends a sequence at a stop string.
 
-        If `finish` returns None, a later step brings the finished sequence. Until then, more tokens
-        may arrive for a sequence that was stopped or dropped here.
+        If `finish` returns None, a later step delivers the finished sequence. Until then, more
+        tokens may arrive for a sequence that was stopped or dropped here.
         """
         known = self._completions
         by_id = {each.seq_id: each for each in step.finished if each.seq_id in known}

@@ -28,7 +28,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None  # constrains the output
     cache_salt: str | None = None
-    is_streaming: bool = False  # receives each token as soon as it is sampled
+    is_streaming: bool = False  # each token is returned as soon as it is sampled, not at the end
     leader_id: int | None = None  # seq_id of the prompt's first sample, which must be added first
     pooling: Pooling | None = None  # pool the prompt's hidden states instead of generating
     arrival_time: float = field(default_factory=time.perf_counter)
@@ -122,7 +122,7 @@ class StepTiming(NamedTuple):
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_rows: int = 0  # 0 if no result was collected
-    num_accepted_tokens: int = 0  # drafts among the decode tokens
+    num_accepted_tokens: int = 0  # accepted drafts, which num_decode_tokens includes
 
 
 class SequenceEnd(NamedTuple):

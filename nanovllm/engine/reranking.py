@@ -1,6 +1,6 @@
-"""Reranking: the relevance of documents to a query, as a reranker's next token says it.
+"""Reranking: the relevance of documents to a query, from a reranker's next-token probabilities.
 
-The prompt and the score are those of Qwen3-Reranker, in transformers.
+The prompt and the score are those with which Qwen3-Reranker is used in transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def rerank_prompts(query: str, documents: Sequence[str], instruction: str | None) -> list[str]:
-    """Return the prompt of each document; all begin alike, so the prefix cache holds the query."""
+    """Return the prompt of each document; all share a prefix, so the query is computed once."""
     require(not isinstance(documents, str), "documents", "a list of texts", documents)
     instruction = INSTRUCTION if instruction is None else instruction
     for name, text in (("instruction", instruction), ("query", query)):
@@ -52,7 +52,7 @@ def relevance_of(output: EmbeddingOutput) -> float:
 def ranked(
     documents: Sequence[str], outputs: Sequence[EmbeddingOutput], top_n: int | None
 ) -> list[RerankOutput]:
-    """Return the most relevant documents, sorted; equal ones stay in their order."""
+    """Return the `top_n` most relevant documents, best first; ties keep their order."""
     pairs = enumerate(zip(documents, outputs, strict=True))
     results = [
         RerankOutput(index, relevance_of(output), document) for index, (document, output) in pairs

@@ -29,7 +29,7 @@ def check_pooling(pooling: Pooling, vocab_size: int) -> None:
 
 
 def add_pooled(rows: list[Sequence], plan: StepPlan, pooled: Vector) -> list[Sequence]:
-    """Store the vectors of the prompts that a step pooled completely; return their sequences."""
+    """Store the vectors of prompts fully pooled by a step; return their unfinished sequences."""
     ends = (plan.starts + plan.counts).tolist()
     complete = [
         seq

@@ -75,7 +75,7 @@ class LayerWeight(nn.Module):
         self.tensors.reorder(rows)
 
     def for_ops(self, num_experts: int | None = None) -> Weight:
-        """Return the loaded weight for `Ops`; `num_experts` is given if it stacks experts."""
+        """Return the loaded weight for `Ops`; give `num_experts` if the weight stacks experts."""
         assert self.tensors is not None
         return self.tensors.for_ops(num_experts)
 

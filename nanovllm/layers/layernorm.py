@@ -90,7 +90,7 @@ class AllHeadsNorm(Layer):
         self.weights = QKNormWeights(self.q, self.k, config.rms_norm_eps)
 
     def prepare(self, qkv: Tensor) -> QKNormWeights | None:
-        """Return the weights for `Ops.rope_write`; with several ranks, normalize q and k here."""
+        """Return the weights for `Ops.rope_write`; with several ranks, normalize, return None."""
         if self.group.is_alone:
             return self.weights
         parts = qkv[:, : len(self.q)], qkv[:, len(self.q) : len(self.q) + len(self.k)]

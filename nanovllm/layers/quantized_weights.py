@@ -47,7 +47,10 @@ def create_quantized(
 
 
 def common_layout(layouts: Sequence[QuantLayout], inputs: Shard) -> QuantLayout | None:
-    """Return the common layout of all tensors; None if no kernel reads it or a group is split."""
+    """Return the common layout of all tensors, if there is one.
+
+    None if the tensors differ, no kernel reads their layout, or this rank's shard cuts a group.
+    """
     if len({(layout.kind, layout.group) for layout in layouts}) > 1:
         return None
     kind, group = layouts[0].kind, layouts[0].group

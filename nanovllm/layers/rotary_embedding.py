@@ -29,7 +29,7 @@ def rope_table(head_dim: int, max_position: int, rope: RopeConfig, device: torch
 
 
 def rope_order(head_dim: int, rope: RopeConfig) -> list[int] | None:
-    """Return the dimensions of a head in the order of `rope_table`, or None if it is unchanged.
+    """Return a head's dimensions in the order of `rope_table`; None if the order is unchanged.
 
     q and k may be reordered, because their products do not depend on the order.
     """
@@ -56,7 +56,8 @@ def order_heads(
 ) -> list[int]:
     """Return the order of the rows of q_proj, k_proj and v_proj for q and k heads in this order.
 
-    If q_proj stores a gate after the q of each head, the gates of all heads come first.
+    The rows of v stay as they are. If q_proj stores a gate after the q of each head, the gates of all
+    heads come first.
     """
     head_dim, q_size = len(dims), len(dims) * (1 + has_gates)
     q = [head * q_size + dim for head in range(num_heads) for dim in dims]

@@ -25,7 +25,7 @@ def scaled_frequencies(exponents: Tensor, rope: RopeConfig, positions: Tensor) -
 def _dynamic_base(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tensor:
     """Return the rope base of each position; it grows beyond the trained context length.
 
-    The base depends on the sequence length up to that token, so a cached key never changes.
+    It depends only on the position, not on the final length, so a cached key never changes.
     """
     lengths = (positions + 1).clamp(min=rope.original_max_position)
     growth = rope.factor * lengths / rope.original_max_position - (rope.factor - 1)

@@ -32,7 +32,7 @@ Fill = Callable[[Tensor, Tensor], object]  # fill(target, rows), such as the dev
 class QuantizedWeight:
     bits: int  # 8: FP8; 4: integers
     qweight: Tensor  # int32 [outputs, words]
-    # [outputs, groups]; FP8: float32 [outputs, 1] or [outputs, blocks]
+    # int4: [outputs, groups]; FP8: float32 [outputs, 1] or [outputs, blocks]
     scales: Tensor
     zero_points: Tensor | None  # uint8 [outputs, groups], int4 only; None: all are MIDDLE
     num_in: int

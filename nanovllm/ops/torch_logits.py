@@ -9,10 +9,10 @@ ROWS_AT_A_TIME = 64
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logprobs of one token per row of logits and of the row's top tokens, with ranks.
+    """Return ids and logprobs of each row's given token and top tokens, and the given token's rank.
 
-    Ids and logprobs are [rows, 1 + num_top], the given token first; ranks count from 1. Only a few
-    rows are upcast at a time, which bounds the memory.
+    Ids and logprobs are [rows, 1 + num_top], the given token first. Ranks [rows] count from 1. Only
+    a few rows are upcast at a time, which bounds the memory.
     """
     num_top = min(num_top, logits.shape[1])
     parts = []

@@ -99,7 +99,7 @@ class Failure:
     time: float = 0.0  # time of a reported error; 0 for a crash, to sort it before its effects
 
     def error(self) -> NanovllmError:
-        """Return the exception to raise: the original type if it is ours, else a WorkerError."""
+        """Return the exception to raise: of the same type if in `errors.py`, else a WorkerError."""
         kind: type[NanovllmError] | None = getattr(errors, self.type_name, None)
         if kind is None:
             return WorkerError(f"{self.message}\n{self.traceback}")

@@ -73,7 +73,10 @@ class Children(Protocol):
         """Stop all children."""
 
     def close(self) -> None:
-        """Close the connections after the children ended and no thread receives. Idempotent."""
+        """Close the connections; call this when all children have ended and no thread receives.
+
+        A second call has no effect.
+        """
 
 
 class Supervisor:
@@ -182,7 +185,7 @@ class Supervisor:
 
 
 def reported_failure(name: str, failure: Failure) -> Failure:
-    """Complete a reported failure's message; errors that are not ours get the child's name."""
+    """Complete a failure's message: unless its type is in `errors.py`, prefix the child's name."""
     if hasattr(errors, failure.type_name):
         return replace(failure, message=failure.message.strip() or failure.type_name)
     # Keep the first line: the whole message is in the traceback.

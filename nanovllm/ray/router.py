@@ -62,6 +62,6 @@ class PrefixRequestRouter(RequestRouter):
 
 
 def _call_of(pending_request: PendingRequest) -> Call:
-    """Return the `Call` that a request carries; an empty one goes to the least loaded replica."""
+    """Return the `Call` that a request carries, else an empty one for the least loaded replica."""
     first = next(iter(pending_request.args), None)
     return first if isinstance(first, Call) else Call()

@@ -118,7 +118,10 @@ class CoreLoop:
         return self.core.has_unfinished and (self._paused is None or self._paused.num_steps > 0)
 
     def _handle_commands(self) -> list[FinishedSequence]:
-        """Handle all queued commands; wait for one if there is nothing else to do."""
+        """Handle all queued commands; wait for one if there is nothing else to do.
+
+        Return the sequences that were finished early or rejected.
+        """
         finished: list[FinishedSequence] = []  # aborted or rejected; sent with the next update
         while not self._is_over:
             is_idle = not self._may_step and not finished

@@ -36,9 +36,9 @@ class GenerationJob:
         return len(self.prompts) * self.params[0].n
 
 
-@dataclass(slots=True)  # not frozen: one is made for every token, and chats set `events`
+@dataclass(slots=True)  # not frozen, for speed (one per token), and because chats set `events`
 class Update:
-    """New output of one choice. Only its last update sets `finish_reason` and the fields below."""
+    """New output of a choice. Only the last update sets `finish_reason` and the fields after it."""
 
     choice: int
     text: str = ""
@@ -50,7 +50,8 @@ class Update:
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0  # cached prompt tokens; set only for the prompt's first sample
     num_reasoning_tokens: int = 0
-    num_accepted_tokens: int = 0  # drafts, of all samples; counted once, as are rejected ones
+    # Drafts of all samples of the prompt; set only for its first sample.
+    num_accepted_tokens: int = 0
     num_rejected_tokens: int = 0
 
 

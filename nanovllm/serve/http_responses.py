@@ -1,4 +1,4 @@
-"""HTTP responses: one JSON body or server-sent events; both are canceled on a disconnect."""
+"""HTTP responses: a JSON body or server-sent events, canceled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EventStream:
 
     end = b""  # last bytes of every stream
     has_names = False  # send each event's type as the SSE event name
-    is_large = False  # encode events in a thread: they would block the event loop
+    is_large = False  # encode events in a thread, because encoding would block the event loop
 
     def events(self) -> AsyncGenerator[Event, None]:
         raise NotImplementedError

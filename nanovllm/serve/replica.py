@@ -107,7 +107,7 @@ class Replica:
         self._send(Control(action))
 
     def fail(self, error: NanovllmError) -> None:
-        """Record the core's error; reset the statistics to no sequences and only free blocks."""
+        """Record the core's error, and set the statistics to those of an idle engine."""
         self.error = error
         self.stats = replace(
             self.stats, num_running=0, num_waiting=0, num_free_blocks=self.stats.num_blocks

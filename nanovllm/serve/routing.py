@@ -35,7 +35,10 @@ class PrefixRouter(Generic[R]):
         return {replica: each.load for replica, each in self._replicas.items()}
 
     def choose(self, token_ids: Sequence[int], salt: str | None = None) -> R:
-        """Return the replica with the longest cached prefix, unless its load is far higher."""
+        """Return the replica with the longest cached prefix among those that are not overloaded.
+
+        From now on, it counts as caching the whole prompt.
+        """
         if not self._replicas:
             raise EngineError("no replica is available")
         hashes = self._hashes(token_ids, salt)

@@ -120,7 +120,10 @@ def read_chat_template(given: str | None) -> str | None:
 
 
 def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling defaults that --generation-config selects with the value `where`."""
+    """Return the sampling defaults that --generation-config selects.
+
+    `where` is "vllm" (no defaults), "auto" (those in `of_model`), or a folder.
+    """
     if where == "vllm":
         return {}
     if where != "auto":

@@ -95,7 +95,8 @@ class PlanRecorder:
 
     def __init__(self, core: EngineCore) -> None:
         self.executor: Executor = core.executor
-        self.plans: list[list[PlannedRow]] = []  # the last two plans since the last snapshot
+        # Plans since the last snapshot, at most the newest two.
+        self.plans: list[list[PlannedRow]] = []
         self._scheduler = core.scheduler
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:

@@ -90,7 +90,7 @@ class GuidanceMatcher:
         return self.inner.is_stopped() and not self.inner.is_error()
 
     def num_allowed(self, drafts: list[int]) -> int:
-        """Return how many drafts the grammar allows; none if its bitmasks take long."""
+        """Return how many leading drafts the grammar allows; 0 if bitmasks are slow or pending."""
         if self.job is not None or self.compiled.is_slow:
             return 0
         stop = next((i for i, each in enumerate(drafts) if each in self.stop_token_ids), None)
@@ -146,15 +146,16 @@ class GuidanceEngine:
     def masks(
         self, rows: Sequence[tuple[GuidanceMatcher | None, list[int]]], allocate: Allocate
     ) -> tuple[Bitmasks, list[int]]:
-        """Return the bitmasks of each matcher, and the indices of those that are not ready.
+        """Return the bitmasks of each row, and the indices of the rows that are not ready.
 
-        A matcher has a bitmask for the next token and one after each of its drafts. None stands for
-        a sequence that has finished: it allows every token. The next call overwrites the memory.
+        A row is a matcher and its drafts. It has a bitmask for the next token and one after each
+        draft. A matcher of None, for a sequence that has finished, allows every token. The next
+        call overwrites the bitmasks.
         """
         num_masks = sum(1 + len(drafts) for _, drafts in rows)
         masks, late, row = self._memory_for(num_masks, allocate), [], 0
         eos, address = self._get_context().eos_token_ids, masks.ctypes.data
-        now = time.thread_time()  # CPU time: by the clock, all grammars look slow on a busy machine
+        now = time.thread_time()  # CPU time: in wall time, any grammar is slow on a busy machine
         end = now + MAX_STEP
         for index, (matcher, drafts) in enumerate(rows):
             if matcher is None:
@@ -167,7 +168,7 @@ class GuidanceEngine:
                 late.append(index)
             else:
                 inner = matcher.inner
-                if drafts:  # a copy advances through them: an error in it has no effect
+                if drafts:  # advance a copy, whose errors have no effect
                     matcher.inner = inner.deep_copy()
                 for place, draft in enumerate([*drafts, None], row):
                     compute_mask(matcher, masks[place], address + place * masks.strides[0])
@@ -280,7 +281,7 @@ class GuidanceEngine:
 
 
 def _key(asked: Mapping[str, Any]) -> str:
-    """Return `structured_outputs` as JSON; empty if nested too deeply, which fails to compile."""
+    """Return `structured_outputs` as JSON, or "" if nested too deeply: it then fails to compile."""
     try:
         return json.dumps(asked)
     except RecursionError:
@@ -288,7 +289,7 @@ def _key(asked: Mapping[str, Any]) -> str:
 
 
 def compute_mask(matcher: GuidanceMatcher, mask: Bitmasks, address: int) -> None:
-    """Write the next bitmask to `mask`, whose `address` is passed because numpy is slow to get it.
+    """Write the next bitmask to `mask`; `address` is that of its data, which numpy returns slowly.
 
     A bitmask that allows no token ends the sequence with an error.
     """

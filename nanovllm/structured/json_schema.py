@@ -48,7 +48,8 @@ FORMATS = {
     "regex": {"pattern": "^[A-Za-z0-9_ -]*$"},
 }
 # REGEX_TOKEN matches any token of a regular expression: an escape, set, special group or character.
-# REFUSED_TOKEN matches tokens that llguidance lacks or that validators interpret differently.
+# REFUSED_TOKEN matches tokens that llguidance does not support, or that validators interpret
+# differently.
 REGEX_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(\?(?:P?<?[=!]|P<|.)|.", re.DOTALL)
 REFUSED_TOKEN = re.compile(
     r"(?s)\\[DWbBAZzGpPXRkhHQEcNKC1-9]|\[\^.*\\[dw]|\[.*(\\[DWbpP]|(?<!\\)\[|&&|--|~~)|\(\?(?!:|P<)"
@@ -91,7 +92,12 @@ class _Preparation:
         self.root_id = str(head.get(self.id_key, "")).rstrip("#")
 
     def schema(self, schema: Any, path: str, part: str | None) -> Schema:
-        """Prepare a schema; `part` names the subschema in $defs that requires it, if any does."""
+        """Prepare a schema.
+
+        `part` names the `$defs` entry whose every value must contain a value of this schema (at the
+        top, the entry itself), or is None. `_reference` records it, to find cycles that no finite
+        value satisfies.
+        """
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
@@ -145,7 +151,7 @@ class _Preparation:
             where = f"{path}/{key}/{str(name).replace('~', '~0').replace('/', '~1')}"
             out = self.schema(schema, where, part if name in needed or key == "allOf" else None)
             if key == "oneOf" and isinstance(out, dict) and "$ref" in out:
-                out = {"minLength": 0, **out}  # llguidance resolves a $ref that has a sibling
+                out = {"minLength": 0, **out}  # llguidance resolves a $ref only with a sibling key
             return out
 
         if key in MAPS:

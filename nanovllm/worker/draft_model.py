@@ -45,7 +45,8 @@ class DraftModel:
         self.runner.forward(step)  # stores keys and values of the last draft
         if not most:
             return plan
-        # Sampling also advanced the slots: set them back.
+        # The sampler has also advanced `lengths` of these slots. Reset each to its known tokens
+        # plus its drafts, as the target model expects.
         is_sampled = plan.num_logits > 0
         columns = plan.slots[is_sampled], ends[is_sampled], num_drafts[is_sampled]
         rows = zip(*(column.tolist() for column in columns), strict=True)

@@ -35,13 +35,13 @@ def trim_malloc() -> None:
 
 
 def total_memory() -> int:
-    """Return the memory of this machine in bytes, or the limit of its cgroup if lower."""
+    """Return the machine's memory in bytes, or the limit of this process's cgroups if lower."""
     limits = (_read_int(limit_file) for limit_file, _ in _cgroup_files())
     return min([_meminfo("MemTotal"), *(limit for limit in limits if limit is not None)])
 
 
 def available_memory() -> int:
-    """Return the bytes that this process may still allocate, within the limits of its cgroup."""
+    """Return the bytes that this process may still allocate, within the limits of its cgroups."""
     available = _meminfo("MemAvailable")
     for limit_file, usage_file in _cgroup_files():
         limit, usage = _read_int(limit_file), _read_int(usage_file)

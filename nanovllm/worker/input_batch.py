@@ -22,7 +22,7 @@ ALIGNMENT = 4  # in words: kernels read a column faster if it begins at a multip
 
 @dataclass(frozen=True, slots=True)
 class SlotField:
-    """A column of InputBatch, set when a sequence enters; a slot has `width` numbers, or one."""
+    """A column of InputBatch with `width` numbers per slot, or one; set when a sequence enters."""
 
     dtype: type[np.number[Any]]
     value: Callable[[NewRow], Any]
@@ -84,7 +84,8 @@ class InputBatch:
         self.sampling_columns = SamplingColumns(*map(self._view, SamplingColumns.__slots__))
         single = {name: column for name, column in self._columns.items() if column.width is None}
         self._record = np.dtype([(name, column.dtype) for name, column in single.items()])
-        # For each word of a record: its offset for slot 0, and the stride from slot to slot.
+        # A record holds a slot's values in all columns of one number per slot. For each word of a
+        # record: its offset for slot 0, and the stride from slot to slot.
         self._first_words, self._slot_words = np.array(
             [
                 (self._offsets[name] + word, column.num_words)
@@ -95,11 +96,14 @@ class InputBatch:
         self._sampling = np.zeros(num_slots, np.int32)  # Sampling flags of each slot, on the host
 
     def update(self, plan: StepPlan) -> None:
-        """Apply the changes of a plan; call this after the previous step, before the plan's own."""
+        """Apply a plan's changes.
+
+        Call this after the previous step has been launched, and before the plan's step is.
+        """
         changes = self.changes(plan)
         if len(changes):
             offsets, values = self.device.upload(np.array(changes.T, np.int64, order="C"))
-            self.words.scatter_(0, offsets, values.view(torch.int32)[::2])  # the low halves
+            self.words.scatter_(0, offsets, values.view(torch.int32)[::2])  # low halves of int64
 
     def changes(self, plan: StepPlan) -> np.ndarray:
         """Return the changes of a plan: offsets of words and their new values, [changes, 2]."""

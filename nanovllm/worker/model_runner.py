@@ -139,12 +139,12 @@ class ModelRunner:
 def with_drafts_as_rows(plan: StepPlan) -> StepPlan:
     """Split each row with drafts into decode rows, one for each position, that share its slot.
 
-    Keys and values are written before attention reads them, so each row sees those before it.
+    Keys and values are written before attention reads them, so each row sees those of earlier rows.
     """
     if not has_drafts(plan):
         return plan
     rows: list[tuple[int, int, int, int]] = []  # plain lists: drafts are for small batches
-    firsts = []  # first new row of each row, and the end
+    firsts = []  # index of each old row's first new row, and the end
     columns = plan.slots, plan.starts, plan.counts, plan.num_logits
     for slot, start, count, num_logits in zip(*(c.tolist() for c in columns), strict=True):
         firsts.append(len(rows))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def profile_run(config: EngineConfig, loaded: LoadedModel) -> EagerForward:
-    """Run a step with the maximum number of tokens and rows, which all share a few blocks."""
+    """Run a step of maximum size, whose rows share a few blocks; return the EagerForward used."""
     device, spec, num_slots = loaded.device, loaded.spec, loaded.num_slots
     num_rows = min(num_slots, config.max_num_batched_tokens)
     row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)

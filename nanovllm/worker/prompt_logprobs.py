@@ -53,7 +53,7 @@ def scored_spans(plan: StepPlan, by_slot: Mapping[int, SlotExtras]) -> list[Span
 
 
 def score_prompts(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Scores:
-    """Return the logprobs of prompt tokens, given the hidden states of a step's tokens."""
+    """Return the scores of prompt tokens, given the hidden states of a step's tokens."""
     device = eager.input_batch.device
     upload = device.upload
 

@@ -183,7 +183,7 @@ def _group_size(quantization: Quantization, num_inputs: int) -> int:
 
 
 def _input_alignment(quantization: Quantization) -> int:
-    """Return the alignment of input slices: whole words, and whole groups if consecutive."""
+    """Return the alignment of input slices: whole words and, if consecutive, whole groups."""
     has_groups = quantization.group_size != -1 and not quantization.desc_act
     count = 32 // quantization.bits
     return math.lcm(quantization.group_size, count) if has_groups else count

@@ -54,7 +54,7 @@ class StoredWeight:
         return StoredTensor(name, self.shape, file, read, read_quantized, layout=self.layout)
 
     def _read_pieces(self, index: Index) -> Iterator[tuple[QuantizedPiece, tuple[slice, slice]]]:
-        """Yield aligned pieces that cover `index`, each with the slices that `index` requests."""
+        """Yield aligned pieces that cover `index`, each with slices that cut it to `index`."""
         rows, columns = index or (slice(None), slice(None))
         (first, last, _), (left, right, _) = (
             part.indices(size) for part, size in zip((rows, columns), self.shape, strict=True)
@@ -108,7 +108,7 @@ def in_groups(inputs: slice, size: int, g_idx: Tensor | None = None) -> tuple[sl
 
 
 def read_part(tensor: StoredTensor, *index: slice) -> Tensor:
-    """Read a whole slice of a tensor; unlike the pieces that `read` yields, it stays valid."""
+    """Read a slice as one tensor; a piece from `read` is valid only until the next one is read."""
     pieces = [piece.clone() for piece in tensor.read(index)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

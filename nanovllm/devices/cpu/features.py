@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class CpuFeatures:
-    """The dtypes that this CPU and torch process fast; others may be upcast to float32."""
+    """The dtypes that are fast on this CPU with this torch; others may be upcast to float32."""
 
     packs: frozenset[torch.dtype]  # dtypes whose weights oneDNN can repack into its own layout
     multiplies: frozenset[torch.dtype]  # dtypes with native GEMMs, as fast as float32

@@ -59,7 +59,7 @@ class Program:
         self._address = self._header.ctypes.data
 
     def run(self) -> None:
-        """Run the kernels on the fastest number of threads, which does not affect the results."""
+        """Run the kernels with whichever thread count is fastest; it does not affect results."""
         self._pool.chooser.run(self.run_on)
 
     def run_on(self, num_threads: int) -> None:
@@ -141,7 +141,10 @@ class Launcher:
         return self._scratch
 
     def capture(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
-        """Capture a function that only launches kernels; each run overwrites the output tensor."""
+        """Capture a function that only launches kernels; return the program and its output tensor.
+
+        Each run of the program overwrites the output.
+        """
         capture = self._capture = Capture([], [])
         try:
             with OnlyViews():

@@ -52,7 +52,7 @@ def is_first_use() -> bool:
 
 
 def marker_path(*facts: object) -> Path:
-    """Return the file in Triton's cache whose existence means that all kernels are compiled."""
+    """Return the file in Triton's cache that exists once all kernels for `facts` are compiled."""
     sources = sorted(_PACKAGES.glob("nanovllm/*/cuda/**/*.py"))
     times = [path.stat().st_mtime_ns for path in sources]
     digest = hashlib.sha256(repr((triton.__version__, times, facts)).encode()).hexdigest()

@@ -187,7 +187,7 @@ class DecodeGraphs:
 
     @contextmanager
     def padded(self) -> Iterator[None]:
-        """Turn all rows into padding inside the context."""
+        """Turn all rows into padding inside the `with` block."""
         slots = self._host_slots
         self.send_slots(slots[:0])
         yield

@@ -66,7 +66,7 @@ DRIVER_BYTES = 1 << 29  # memory that graphs use in addition to logits and activ
 
 
 class CudaDevice:
-    """A GPU that queues all work on one stream, so that KV-cache blocks can be reused safely."""
+    """A GPU whose work is queued on a single stream, so that KV-cache blocks are reused safely."""
 
     depth = 1
     name = "cuda"

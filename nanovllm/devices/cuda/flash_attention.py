@@ -19,7 +19,7 @@ BLOCK_SIZE = 256  # flash-attn 2 reads paged caches whose block size is a multip
 
 
 def load_flash_attention(device: Device, block_size: int, dtype: torch.dtype) -> FlashAttention:
-    """Return the backend after checking that the package supports this engine."""
+    """Check that the flash-attn package supports this engine, and return the backend."""
     if dtype == torch.float32:
         raise ConfigError(
             "attention_backend='flash_attn' computes in float16 and bfloat16 only, but the model "
@@ -61,7 +61,7 @@ class FlashMixed:
 
 
 class FlashAttention:
-    """Attention by flash-attn: `attend_cached` for decode rows, `attend_varlen` for mixed rows."""
+    """Attention by flash-attn: `attend_cached` for decode steps, `attend_varlen` for all others."""
 
     def __init__(
         self,
@@ -135,6 +135,6 @@ class FlashAttention:
         )
 
     def _row_tables(self, block_table: Tensor, slots: Tensor, max_context: int) -> Tensor:
-        """Gather the rows' block tables, no wider than needed: flash-attn splits keys by width."""
+        """Gather the rows' block tables, cut to `max_context`: flash-attn splits keys by width."""
         width = -(-max_context // self.block_size)
         return block_table[:, :width].index_select(0, slots)

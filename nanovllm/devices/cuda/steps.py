@@ -53,7 +53,7 @@ SamplerKey = tuple[GraphKey, Sampling, bool]
 
 
 class CudaSteps:
-    """Captures and replays CUDA graphs: at startup if there is a latency target, else on first use.
+    """Replays CUDA graphs, captured at startup if there is a latency target, else on first use.
 
     Each sampler is captured twice. The two graphs alternate and write to separate host buffers,
     because a step starts before the host has read the tokens of the previous step.
@@ -234,7 +234,7 @@ class CudaSteps:
 
 @contextmanager
 def one_of_each_layer(body: DecoderBody, config: ModelConfig) -> Iterator[None]:
-    """Reduce a model to its last layer and one layer of each kind inside the context.
+    """Reduce a model to its last layer and one layer of each kind inside the `with` block.
 
     The other layers use the same kernels.
     """

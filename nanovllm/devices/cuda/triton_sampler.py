@@ -30,7 +30,7 @@ class TritonSampler:
         out: Tensor | None = None,
         host: Tensor | None = None,
     ) -> Tensor:
-        """Return the sampled tokens; a single rank also writes them to `host` (pinned memory)."""
+        """Return the sampled tokens; without other ranks, also write them to `host` (pinned)."""
         if out is None:
             out = torch.empty(len(logits.values), dtype=torch.int32, device=logits.values.device)
         state = self.input_batch.tokens, self.input_batch.lengths

@@ -135,7 +135,7 @@ class CompletionResponse(OpenAIResponse):
         return choice
 
     def _echo(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
-        """Return the prompt's text, plus a space if decoding the first output token drops it."""
+        """Return the prompt's text, plus any space that decoding the first output token drops."""
         tokenizer = self.service.tokenizer
         echo = str(tokenizer.decode(prompt, skip_special_tokens=False))
         if not token_ids:

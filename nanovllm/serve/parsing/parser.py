@@ -2,7 +2,7 @@
 
 Text outside tool calls becomes content, unchanged. A call starts when the tool's name and the
 start of its arguments are known; until then its text is held back, and becomes content if they
-are invalid. Whitespace next to a call is dropped if it is the whole content there.
+are invalid. Content next to a call is dropped if it is only whitespace.
 """
 
 from __future__ import annotations

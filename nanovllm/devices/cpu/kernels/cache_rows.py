@@ -42,7 +42,7 @@ SHIFTED_BITS = 0x46800000
 def store_row(
     cache: Any, base: int, exponents: Any, place: int, x: Any, first: int, dim: int, cached: Any
 ) -> None:
-    """Store x[first : first + dim] at cache[base:]; in FP8, also its exponent at `place`."""
+    """Store x[first : first + dim] at cache[base:]; in FP8, also set exponents[place]."""
     if is_fp8(cached):
         quantize_row(cache, base, exponents, place, x, first, dim)
     else:
@@ -82,7 +82,7 @@ def quantize_row(
 def hadamard_transform(
     x: Any, base: int, b: Any, at: int, half: int, size: int, scale: float
 ) -> None:
-    """Store the Hadamard transform of x[base:] in b[at:], bitwise as `fp8.hadamard_transform`."""
+    """Store the Hadamard transform of x[base:] in b[at:], bitwise equal to fp8.py's result."""
     for i in range(half):
         first, second = load(x, base + i) * scale, load(x, base + half + i) * scale
         b[at + i] = first + second

@@ -131,7 +131,7 @@ def grouped_linear(args: Any, thread: int, num_threads: int, like: Any) -> None:
 def _dot_tile(
     a: Any, a_base: int, stride: int, b: Any, b_base: int, dim: int, sums: int, count: int
 ) -> None:
-    """Compute the dot products of four rows of a with `count` rows of b, at most MAX_TILE_ROWS."""
+    """Compute the dot products of four rows of `a` with `count` (<= MAX_TILE_ROWS) rows of `b`."""
     if count == 1:
         dot_row(a, a_base, stride, b, b_base, dim, dim, sums)
     elif count == 2:

@@ -32,9 +32,9 @@ AHEAD_BYTES = 2048
 
 
 def make_tile(num_rows: int) -> Any:
-    """Return a function that computes dot products of NUM_STREAMS rows of a with num_rows of b.
+    """Return a function that computes dot products of NUM_STREAMS rows of `a` with num_rows of `b`.
 
-    It stores them in b[sums + row * NUM_STREAMS + stream]. Rows of a are `stride` apart; plain
+    It stores them in b[sums + row * NUM_STREAMS + stream]. Rows of `a` are `stride` apart; plain
     loops handle the tail that does not fill a cache line.
     """
 

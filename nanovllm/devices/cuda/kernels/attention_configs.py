@@ -76,7 +76,7 @@ def prefill_config(
 
 
 def with_more_stages(config: AttentionConfig) -> AttentionConfig:
-    """Return a small-tile config (64 x 64, four warps) with four stages, others unchanged.
+    """Return a small-tile config (64 x 64, four warps) with four stages, any other unchanged.
 
     Used on Hopper for prefill without key splits: too few CTAs share an SM to hide the latency of
     loading keys.
@@ -111,7 +111,11 @@ def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: i
 
 
 def suits_large_tiles(num_rows: int, num_kv_heads: int, num_splits: int) -> bool:
-    """Whether large tiles are faster on Hopper: with two splits, in the range LARGE_TILE_PAIRS."""
+    """Whether large tiles are faster on Hopper.
+
+    They are if there are two splits and LARGE_TILE_PAIRS contains the number of (row, KV head)
+    pairs.
+    """
     return num_splits == 2 and num_rows * num_kv_heads in LARGE_TILE_PAIRS
 
 

@@ -45,7 +45,7 @@ class PagedCache:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """Keys and values as kernel arguments; FP8 as int16 pairs, followed by int32 exponents."""
+        """Keys and values as kernel arguments; FP8: int16 pairs, then int32 words of exponents."""
         if not self.is_fp8:
             return self.k, self.v
         words = (part.flatten().view(torch.int32) for part in self.exponents)

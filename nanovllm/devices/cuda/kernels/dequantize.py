@@ -96,9 +96,10 @@ def _dequantize(  # type: ignore[no-untyped-def]
         tl.store(pointers, values.to(y.dtype.element_ty), mask=mask)
 
 
-# Two words, $4 and $5, give a pair of bfloat16 values per position. `prmt` moves the two bytes to
-# the upper bytes of the halves. Shifts and masks then move sign, exponent and mantissa to their
-# bfloat16 positions, and the multiplication by 2**120 corrects the exponent bias.
+# Words $4 and $5 give one bfloat16x2 per position. For position n, `prmt` puts byte n of each word
+# into the upper byte of one 16-bit half of `a`. (The lower bytes are garbage and are masked off.)
+# Shifts and masks then move exponent and mantissa to their bfloat16 positions (the sign is already
+# there), and the multiplication by 2**120 corrects the exponent bias.
 _FP8_POSITION = """
 prmt.b32 a, $4, $5, {bytes};
 and.b32 b, a, 0x7F007F00;
@@ -169,7 +170,7 @@ def as_operands(tile, POSITIONS: tl.constexpr, dtype: tl.constexpr):  # type: ig
 
 @triton.jit
 def join_positions(values, FIRST: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Concatenate COUNT positions, starting at FIRST.
+    """Concatenate the tensors of COUNT positions, starting at position FIRST.
 
     No data moves, because each thread holds all positions of its words.
     """

@@ -24,9 +24,9 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids and weights [tokens, top_k] of each token's experts, and the ranks of the pairs.
 
-    A rank is a pair's index among the pairs of the same expert, in any order. `counts` [experts],
-    if given, is incremented by the number of pairs of each expert. Without `counts`, the ranks are
-    uninitialized.
+    A pair is a token with one of its experts. Its rank is its index among the pairs of the same
+    expert, in any order. `counts` [experts], if given, is incremented by the number of pairs of
+    each expert. Without `counts`, the ranks are uninitialized.
     """
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, routing.top_k, device=logits.device, dtype=torch.int32)
@@ -122,7 +122,7 @@ def _choose(logits, num_experts, choices, TOP_K: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _load_keys(logits, num_experts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Map logits to distinct integers in the same order; of equal logits, the first is larger.
+    """Map logits to distinct integers in the same order; of equal logits, the first ranks higher.
 
     A NaN sorts beyond the infinity of its sign.
     """

@@ -25,8 +25,8 @@ ROUND_UP = tl.constexpr(fp8.ROUND_UP)
 FP8_EXPONENT = tl.constexpr(fp8.FP8_EXPONENT)
 LOG2_E = tl.constexpr(1.4426950408889634)
 MIN_DOT_SIZE = tl.constexpr(16)  # minimum M, N and K of tl.dot
-# Probabilities are scaled so that the largest is 2**14. It stays below float16's maximum, and
-# probabilities that are much smaller remain normal numbers.
+# Probabilities are scaled so that the largest is 2**14. This is below float16's maximum, and even
+# much smaller probabilities remain normal numbers.
 WEIGHT_EXPONENT = tl.constexpr(14)
 
 
@@ -108,7 +108,7 @@ def prepare_queries(q_tile, scale):  # type: ignore[no-untyped-def]
     """Prepare queries to be multiplied by FP8 keys: return even and odd columns, and a new scale.
 
     16-bit queries become float16, which is more precise than bfloat16. They are multiplied by a
-    power of two to fit its range, and `scale`, the factor of the scores, is adjusted.
+    power of two to fit float16's range, and `scale`, the factor of the scores, is adjusted.
     """
     if q_tile.dtype != tl.float32:
         wide = q_tile.to(tl.float32)
@@ -165,7 +165,7 @@ def upcast_pairs(pairs, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 def load_exponents(  # type: ignore[no-untyped-def]
     exponents, rows, tile_start, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Load the scale exponents of a tile of keys and values; beyond the keys they are arbitrary.
+    """Load the scale exponents of a tile of keys and values; those past the end are arbitrary.
 
     `exponents` holds two pointers, for keys and values, to int32 words of four exponents: the words
     of this head in block 0. `rows` is each key's block id times KV_HEADS. Loads narrower than a
@@ -224,7 +224,7 @@ def multiply_keys(queries, pairs):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_values(acc, weights, pairs, alpha, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add a tile's P V to the accumulators, one for even columns and one for odd columns."""
+    """Rescale both accumulators (of even and odd columns) by alpha, and add a tile's P V."""
     weights = weights.to(dtype)
     even, odd = upcast_pairs(pairs, dtype)
     even_sum = tl.dot(weights, even, acc[0] * alpha[:, None], input_precision="ieee")

@@ -118,8 +118,9 @@ def few_rows_linear(
 ) -> Tensor:
     """Return the projection of x, [rows, out], or its partial sums, float32 [splits, rows, out].
 
-    With the counters `arrived` (from make_counters), the last CTA of each tile adds up the tile's
-    partial sums. The counters are zero before and after the call.
+    Partial sums are returned if K is split and `arrived` is None. With the counters `arrived` (from
+    make_counters), the last CTA of each tile adds up the tile's partial sums. The counters are zero
+    before and after the call.
     """
     num_rows, num_in = x.shape
     config = config or few_rows_config(weight, num_rows)

@@ -2,10 +2,11 @@
 
 The RMSNorm before and the gated activation after the projection are fused into the kernel: a CTA
 scales its outputs by 1 / RMS once it has read the whole row. Each tile of the weight is loaded
-while the previous one is used. A quantized weight is dequantized in registers, and scales are
-applied to the sums over quant groups. For a quantized weight, each CTA first has to prepare the row
-of inputs, which takes long. So there are just enough CTAs to fill the device, and each computes
-several tiles. dequantize.py defines words, positions and LANES.
+while the previous one is used. dequantize.py defines words, positions and LANES.
+
+A quantized weight is dequantized in registers, and scales are applied to the sums over quant
+groups. Each CTA first has to prepare the row of inputs, which is slow. So there are just enough
+CTAs to fill the device, and each computes several tiles.
 """
 
 from __future__ import annotations
@@ -360,7 +361,7 @@ def _int4_values(tile, n: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _fp8_to_floats(tile):  # type: ignore[no-untyped-def]
-    """Return the FP8 values of words by position, in float32."""
+    """Return the FP8 values of words in float32, one tensor per position."""
     if IS_INTERPRETED:
         values = ()
         for position in tl.static_range(4):

@@ -26,7 +26,7 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def fit_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
-    """Return `num_stages`, or the number of pipeline stages that fit into shared memory if less."""
+    """Return `num_stages`, or fewer pipeline stages if shared memory has no room for so many."""
     return max(1, min(num_stages, shared_bytes(device) // stage_bytes))
 
 
@@ -160,7 +160,7 @@ def _multiply_quantized(  # type: ignore[no-untyped-def]
                 stored, s_start, is_out, after, NUM_GROUPS, PARTS, dtype
             )
         values = as_operands(tile, POSITIONS, dtype)
-        if POSITIONS == 8:  # int4 values: subtract the offset and the zero point
+        if POSITIONS == 8:  # int4 values: `less` is -(offset + zero point)
             lowered = ()
             for n in tl.static_range(POSITIONS):
                 lowered += (values[n] + less[n * PARTS // POSITIONS],)  # type: ignore[assignment]
@@ -213,7 +213,7 @@ def _load_groups(  # type: ignore[no-untyped-def]
 def add_bias(sums, bias, rows, is_row, is_added):  # type: ignore[no-untyped-def]
     """Add the bias of some weight rows to sums [weight rows, rows of x], if `is_added`."""
     if bias is not None:
-        mask = is_row & (is_added | (rows < 0))  # `rows < 0`, all false, broadcasts `is_added`
+        mask = is_row & (is_added | (rows < 0))  # `rows < 0` is false; it broadcasts `is_added`
         sums += tl.load(bias + rows, mask=mask, other=0.0).to(tl.float32)[:, None]
     return sums
 

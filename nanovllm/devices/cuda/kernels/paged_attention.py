@@ -28,7 +28,7 @@ from nanovllm.devices.cuda.kernels.attention_tiles import (
 from nanovllm.devices.cuda.kernels.fp8_rows import WEIGHT_EXPONENT
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 
-FP8_WEIGHT = tl.constexpr(2.0**WEIGHT_EXPONENT.value)  # scale of weights of an FP8 cache
+FP8_WEIGHT = tl.constexpr(2.0**WEIGHT_EXPONENT.value)  # scale of probabilities with an FP8 cache
 LOG2_E = 1.4426950408889634  # the softmax uses base 2, for which the hardware has an instruction
 SCORE_FACTOR = tl.constexpr(LOG2_E)
 # These arguments are slices of an upload: each alignment would compile another kernel.

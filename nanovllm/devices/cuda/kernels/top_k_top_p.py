@@ -148,9 +148,9 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
     MAX_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Choose a pivot that at least num_wanted group maxima reach, hence at least as many tokens.
+    """Choose a pivot such that at least `num_wanted` group maxima, and so tokens, are >= pivot.
 
-    The pivot is never below `_lowest`, even if fewer tokens than that reach it.
+    The pivot is clamped to `_lowest` from below, in which case fewer tokens may be >= pivot.
     """
     row = tl.program_id(0)
     tl.store(num_candidates + row, 0)
@@ -276,7 +276,8 @@ def _search(  # type: ignore[no-untyped-def]
 ):
     """Return the threshold of a row, searched among `keys` or, without keys, in the whole row.
 
-    `weights` holds the counts (1 for each key) and the masses of the keys.
+    `weights` holds the counts (1 for each key) and the masses of the keys. `whole` is (logits,
+    vocab_size, largest logit, temperature) of the row.
     """
     key = tl.zeros((), tl.uint32)
     if k > 0:

@@ -78,7 +78,7 @@ def eight_words(t, SEGMENTS: gl.constexpr):
 
 @gluon.jit
 def finite(x):
-    """Replace NaN and infinity by 0, since a masked key's probability 0 times these is NaN."""
+    """Replace NaN and infinity by 0: the probability of a masked key, 0, times either is NaN."""
     return gl.where(x * 0.0 == 0.0, x, 0.0)
 
 
@@ -359,7 +359,8 @@ class Attention:
     def find(self, segment, key):
         """Return the offset of a key in a layer's cache, in words.
 
-        It is also valid for the rest of an aligned run of 32 keys: they lie in one KV-cache block.
+        An aligned run of 32 keys lies in one KV-cache block, so the offset of its first key also
+        locates the others.
         """
         table = self.tables + segment.slot * self.table_width
         block = gl.load(table + key // self.block_size, mask=key < segment.end, other=0)

@@ -205,7 +205,7 @@ class Exchange:
     def publish(self, y, block, buffer, COUNT: gl.constexpr):
         """Store COUNT blocks of y in both copies of `buffer`; clear those of the previous buffer.
 
-        If several threads hold the same y, they share these four stores.
+        Each value takes four stores. If several threads hold the same y, they divide these stores.
         """
         COPIES: gl.constexpr = num_copies(self.rows)
         L: gl.constexpr = gl.SliceLayout(0, sums_layout(self.blocks, self.rows))
@@ -326,7 +326,7 @@ class Exchanges:
     attended: Exchange
     y: Exchange  # residual stream before the MLP
     gated: Exchange
-    router_logits: Exchange  # unused without experts
+    router_logits: Exchange  # unused if the model has no experts
 
     @gluon.constexpr_function
     def __init__(self, x, qkv, attended, y, gated, router_logits):

@@ -136,7 +136,7 @@ class Experts:
     ):  # fmt: skip
         """Start the TMA copies of `down` tiles, in which the experts' columns are concatenated.
 
-        The `down` of an expert has HIDDEN weight rows.
+        The `down` of an expert has HIDDEN weight rows. The result is that of `Stream.fetch`.
         """
         TILES: gl.constexpr = FORMAT.tiles
         rows = experts * HIDDEN + stream.cta * 8

@@ -1,7 +1,8 @@
 """The persistent kernel: the phases of a layer, and the order in which weights are loaded.
 
 Each of the 128 CTAs stays on its SM for the whole step. One warp of a CTA starts the TMA copies of
-its weights, the other eight do everything else. See the picture in docs/persistent-step.md.
+its weights, the other eight do everything else. See the picture in docs/persistent-step.md. Phases
+take the position (t, g) in the weight stream, and return the next position (see `Stream`).
 """
 
 from triton.experimental import gluon
@@ -108,7 +109,7 @@ def project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buff
 
 @gluon.jit
 def route(stream, t, g, exchanges, norm, parameters, experts, buffer):
-    """Compute the router logits of y, and choose its experts.
+    """Compute the router logits of y, choose its experts, and return y as staged, and its 1 / RMS.
 
     If weights are quantized, y is staged for them while the logits are exchanged.
     """
@@ -126,7 +127,7 @@ def route(stream, t, g, exchanges, norm, parameters, experts, buffer):
 def project_output(
     stream, t, g, source, target, residual, experts, buffer, target_buffer, GATED: gl.constexpr
 ):
-    """Add a projection of `source` to the residual stream: `o`, or `down` if GATED."""
+    """Add a projection of `source`, `o` or (if GATED) `down`, to the residual; also publish it."""
     bits: gl.constexpr = stream.bits
     B: gl.constexpr = num_blocks(target.width)
     FORMAT: gl.constexpr = format_of(source.columns, bits, stream.rows)
@@ -196,7 +197,7 @@ def add_columns(
 
 @gluon.jit
 def select(condition, ours, others):
-    """Elementwise `where` on two tuples of tensors."""
+    """Apply `where` to each pair of tensors of two tuples."""
     found = ()
     for k in gl.static_range(len(ours)):
         found = found + (gl.where(condition, ours[k], others[k]),)
@@ -418,7 +419,8 @@ def make_stream(cta, SHAPE: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def make_experts(stream, SHAPE: gl.constexpr):
-    ids, weights, chosen = stream.full, stream.full, stream.full  # placeholders without experts
+    # unused placeholders if the model has no experts
+    ids, weights, chosen = stream.full, stream.full, stream.full
     if SHAPE.experts.num_experts > 0:
         ids = gl.allocate_shared_memory(gl.int32, [8, 32], S1)
         weights = gl.allocate_shared_memory(gl.float32, [32, 8], S1)

@@ -1,4 +1,4 @@
-"""Collect a loaded model's weights for the persistent step, or find out why it is unsupported."""
+"""Collect a model's weights for the persistent step, or find out why the model is unsupported."""
 
 from __future__ import annotations
 

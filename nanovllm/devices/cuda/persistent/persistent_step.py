@@ -233,7 +233,7 @@ def pack_norms(norms: Tensor, bits: int = 16) -> Tensor:
 
 
 def allocate_exchanges(shape: StepShape, rows: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Allocate the buffers of all exchanges, in the order of `make_exchanges`."""
+    """Allocate the buffers of all exchanges and the partials, in the order of `make_exchanges`."""
     widths = num_stored(shape.hidden), shape.q, num_stored(shape.hidden)
     x, attended, y = (allocate_exchange(width, rows, device, shape.bits) for width in widths)
     parts, capacity = gated_parts(shape), gated_capacity(shape)

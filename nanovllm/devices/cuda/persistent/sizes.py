@@ -360,7 +360,7 @@ def num_slots(shape, rows):
 
 @gluon.constexpr_function
 def num_sum_blocks(shape, rows):
-    """Number of blocks for whose sums shared memory is allocated: enough for every phase."""
+    """Number of blocks whose sums the shared memory has room for: enough for every phase."""
     row_format, head = format_of(shape.hidden, shape.bits, rows), format_of(shape.hidden, 16, rows)
     return power_of_two(
         max(
@@ -483,7 +483,7 @@ def segments(width, bits):
 
 @gluon.constexpr_function
 def expert_segments(size, bits):
-    """Number of segments per weight row of an expert's `down`, padded to need few TMA copies."""
+    """Number of segments per weight row of an expert's `down`, padded to need fewer TMA copies."""
     count = segments(size, bits)
     return power_of_two(count) if count < 4 else -(-count // 4) * 4
 

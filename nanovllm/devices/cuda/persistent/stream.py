@@ -163,7 +163,8 @@ class Stream:
         """Start the TMA copies of this CTA's tiles of a projection in one layer.
 
         With two PARTS, blocks of gate and of up alternate. With COLUMNS, the first COLUMNS tiles of
-        all blocks come before the next COLUMNS tiles of all blocks.
+        all blocks come before the next COLUMNS tiles of all blocks. Return the next position (t, g)
+        and the new `owners` (see `claim`).
         """
         TILES: gl.constexpr = COLUMNS if COLUMNS > 0 else FORMAT.tiles
         N: gl.constexpr = PARTS * TILES
@@ -206,7 +207,10 @@ class Stream:
 
     @gluon.jit
     def claim(self, t, g, owners, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr):
-        """Wait for a free slot, and until few enough tiles are in flight; then expect its bytes."""
+        """Wait for a free slot, and for few enough tiles in flight; then expect tile t's bytes.
+
+        `owners` holds the group of the tile in each slot; return it with group g for this slot.
+        """
         owners = self.take_slot(t, g, owners)
         before = t - tiles_in_flight(FORMAT, IN_FLIGHT, self.slots)
         if before >= 0:
@@ -216,7 +220,7 @@ class Stream:
 
     @gluon.jit
     def take_slot(self, t, g, owners):
-        """Wait until the slot's previous tile is consumed; make group g the owner of the slot."""
+        """Wait until the previous tile in tile t's slot is consumed; return the new `owners`."""
         slot = t % self.slots
         lane = gl.arange(0, 32, LANES)
         if t >= self.slots:
