@@ -56,8 +56,8 @@ def order_heads(
 ) -> list[int]:
     """Return the order of the rows of q_proj, k_proj and v_proj for q and k heads in this order.
 
-    The rows of v stay as they are. If q_proj stores a gate after the q of each head, the gates of all
-    heads come first.
+    The rows of v stay in place. If q_proj stores a gate after the q of each head, all gates come
+    first.
     """
     head_dim, q_size = len(dims), len(dims) * (1 + has_gates)
     q = [head * q_size + dim for head in range(num_heads) for dim in dims]

@@ -167,6 +167,8 @@ def write_gguf(
         values["qwen3moe.expert_feed_forward_length"] = EXPERT_INTERMEDIATE
     if arch == "glm4":
         values["glm4.rope.dimension_count"] = HEAD_DIM // 2
+    if arch == "granite":  # without a scale, attention is one-hot
+        values["granite.attention.scale"] = HEAD_DIM**-0.5
     if arch in ("gemma2", "gemma3", "phi3"):
         values[f"{arch}.attention.sliding_window"] = WINDOW
     values |= metadata or {}
