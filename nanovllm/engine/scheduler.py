@@ -346,7 +346,7 @@ class Scheduler:
                 seq.request.pooling,
             )
         )
-        # A prompt that does not fit takes the rest of the budget, so none is admitted after it.
+        # A prompt that does not fit takes the rest of the budget, unless a snapshot is due before.
         self._add_row(builder, seq, self._row_end(seq, builder))
         seq.row_start = 0
 

@@ -7,11 +7,15 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_manager import BlockKey, Prefix
 from nanovllm.engine.grammar import Matcher
 from nanovllm.engine.request import DraftCounts, FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Vector
+
+if TYPE_CHECKING:
+    from nanovllm.engine.state_pool import Snapshot
 
 NO_SLOT = -1
 
@@ -69,7 +73,7 @@ class Sequence:
     # With recurrent layers only:
     shared_len: int = 0  # number of tokens in cached blocks when it was admitted
     snapshot_len: int = 0  # length of the longest prefix with a snapshot, before its newest one
-    last_snapshot: int | None = None  # block of the newest snapshot of its output
+    last_snapshot: Snapshot | None = None  # the newest one of its output
 
     def __post_init__(self) -> None:
         request = self.request

@@ -21,6 +21,7 @@ INTERVAL = 1024  # tokens between two snapshots of a long prompt or output
 
 @dataclass(slots=True)
 class Snapshot:
+    block_id: int
     state_id: int
     cost: int  # tokens to compute again without it
     priority: int  # the lowest is evicted first
@@ -80,7 +81,7 @@ class StatePool:
             # It may have ended or been preempted in the meantime.
             if seq.block_ids and seq.num_computed == length:
                 block_id = blocks.newest_cached_block(seq)
-                if block_id is not None and block_id not in self.snapshots:
+                if block_id is not None:
                     self._save(seq, length, block_id)
         self._due = []
 
@@ -103,17 +104,21 @@ class StatePool:
 
     def _save(self, seq: Sequence, length: int, block_id: int) -> None:
         cost = length - seq.snapshot_len
-        if length > seq.num_prompt_tokens and length % self.interval:
-            # An output needs only its newest snapshot: the next turn of a chat continues there.
-            if seq.last_snapshot is not None:
-                self.drop(seq.last_snapshot)
-            seq.last_snapshot = block_id
-        else:
+        is_last = length > seq.num_prompt_tokens and length % self.interval > 0
+        if not is_last:
             seq.snapshot_len = length
+        if block_id in self.snapshots:
+            return
+        last = seq.last_snapshot
+        if is_last and last is not None and self.snapshots.get(last.block_id) is last:
+            # An output needs only its newest snapshot: the next turn of a chat continues there.
+            self.drop(last.block_id)
         if not self._free:
             # The cheapest to recompute goes first. The clock makes unused ones cheaper over time.
             victim = min(self.snapshots, key=lambda block: self.snapshots[block].priority)
             self._clock = self.snapshots[victim].priority
             self.drop(victim)
-        self.snapshots[block_id] = Snapshot(self._free.pop(), cost, self._clock + cost)
-        self._copies.append(StateCopy(seq.slot, self.snapshots[block_id].state_id))
+        snapshot = Snapshot(block_id, self._free.pop(), cost, self._clock + cost)
+        self.snapshots[block_id] = snapshot
+        seq.last_snapshot = snapshot if is_last else seq.last_snapshot
+        self._copies.append(StateCopy(seq.slot, snapshot.state_id))

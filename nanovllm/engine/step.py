@@ -85,10 +85,10 @@ class StateCopy:
 
 @dataclass(frozen=True, slots=True)
 class StateCounts:
-    """The number of recurrent states by purpose, in the order of their ids."""
+    """The number of recurrent states. Ids: slots, padding, initial (always zero), snapshots."""
 
-    num_slots: int  # one per slot
-    num_snapshots: int  # after one for padding and the initial state, which stays zero
+    num_slots: int
+    num_snapshots: int
 
     @property
     def initial_id(self) -> int:

@@ -78,13 +78,15 @@ def _read_recurrent_layers(config: Mapping[str, Any], num_layers: int) -> frozen
         )
     if len(kinds) != num_layers:
         raise CheckpointError(f"layer_types has {len(kinds)} entries for {num_layers} layers")
+    if set(kinds) != set(LAYER_TYPES):
+        raise UnsupportedModelError(f"layer_types must include both of {LAYER_TYPES}")
     return frozenset(i for i, kind in enumerate(kinds) if kind == "linear_attention")
 
 
 def build_layer(
     config: ModelConfig, layer_index: int, build: BuildContext, is_grouped: bool = False
 ) -> DecoderLayer:
-    """Build a layer; `is_grouped` is explained in `GatedDeltaNet`."""
+    """Build a layer; with `is_grouped`, the inputs of DeltaNet are stored by key head."""
     assert config.recurrent is not None
     mlp: GatedMLP | SharedExpertMoeBlock
     if config.experts is None or layer_index in config.experts.dense_layers:

@@ -18,6 +18,7 @@ from torch import Tensor
 from nanovllm.ops.interface import DeltaNetInputs, DeltaNetWeights, LayerState, RecurrentRows
 
 CHUNK_SIZE = 64  # number of tokens whose updates are computed at once
+MAX_TOKENS = 1024  # of rows in the chunked form that run together
 EPS = 1e-6  # of the L2 norms of q and k
 
 
@@ -58,15 +59,15 @@ def gated_delta_net(
     run_tokens: RunRows | None = None,
     run_longer: RunRows | None = None,
 ) -> Tensor:
-    """Implement Ops.gated_delta_net; the outputs of padding tokens after the last row are zero.
+    """Implement Ops.gated_delta_net.
 
     A device may have its own functions that run rows of one token, and longer ones.
     """
     run_tokens, run_longer = run_tokens or run_rows, run_longer or run_rows
     if rows.counts is None:
         return run_tokens(inputs, weights, state, rows.slots)
-    output = inputs.z.new_zeros(inputs.z.shape)
-    for row_slice, token_slice in split_rows(rows):
+    output = torch.empty_like(inputs.z)
+    for row_slice, token_slice in split_rows(rows.counts):
         slots = rows.slots[row_slice]
         parts = (part[token_slice] for part in (inputs.qkv, inputs.z, inputs.b, inputs.a))
         is_longer = token_slice.stop - token_slice.start > len(slots)
@@ -75,15 +76,23 @@ def gated_delta_net(
     return output
 
 
-def split_rows(rows: RecurrentRows) -> Iterator[tuple[slice, slice]]:
-    """Yield the (rows, tokens) that run at once: several rows of one token, or one longer row."""
-    counts = [1] * len(rows.slots) if rows.counts is None else rows.counts
+def split_rows(counts: list[int]) -> Iterator[tuple[slice, slice]]:
+    """Yield the (rows, tokens) that run together: rows of equal length, or a part of a long row.
+
+    Only rows of one token may be more than MAX_TOKENS in all: longer ones need more memory.
+    """
     first_row = first_token = 0
-    for _, group in groupby(enumerate(counts), key=lambda row: -1 if row[1] == 1 else row[0]):
-        lengths = [count for _, count in group]
-        last_row, last_token = first_row + len(lengths), first_token + sum(lengths)
-        yield slice(first_row, last_row), slice(first_token, last_token)
-        first_row, first_token = last_row, last_token
+    for count, group in groupby(counts):
+        last_row = first_row + len(list(group))
+        num_rows = last_row - first_row if count == 1 else max(MAX_TOKENS // count, 1)
+        for row in range(first_row, last_row, num_rows):
+            rows = slice(row, min(row + num_rows, last_row))
+            last_token = first_token + count * (rows.stop - rows.start)
+            step = last_token - first_token if count <= MAX_TOKENS else MAX_TOKENS
+            for first in range(first_token, last_token, step):
+                yield rows, slice(first, min(first + step, last_token))
+            first_token = last_token
+        first_row = last_row
 
 
 def run_rows(
@@ -160,10 +169,9 @@ def run_chunks(tokens: HeadTokens, state: Tensor, scan: Scan) -> tuple[Tensor, T
     state before the chunk, so all chunks are solved at once, and their states follow one by one.
     """
     num_tokens = tokens.q.shape[2]
-    size = min(CHUNK_SIZE, num_tokens)
-    q, k, v = (in_chunks(x, size) for x in (tokens.q, tokens.k, tokens.v))
-    decay, beta = (in_chunks(x[..., None], size) for x in (tokens.decay, tokens.beta))
-    total = decay.cumsum(3)  # [rows, heads, chunks, size, 1]: from the start of the chunk
+    q, k, v = map(in_chunks, (tokens.q, tokens.k, tokens.v))
+    decay, beta = (in_chunks(x[..., None]) for x in (tokens.decay, tokens.beta))
+    total = decay.cumsum(3)  # [rows, heads, chunks, tokens, 1]: from the start of the chunk
     between = (total - total.transpose(-1, -2)).tril().exp().tril()  # decay between two tokens
     weighted = k * beta
     system = weighted @ k.transpose(-1, -2) * between
@@ -188,7 +196,7 @@ def scan_chunks(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
     return output, state
 
 
-def in_chunks(x: Tensor, size: int) -> Tensor:
+def in_chunks(x: Tensor) -> Tensor:
     """Split the tokens of x into chunks; padding tokens have no effect, as all inputs are zero."""
-    x = F.pad(x, (0, 0, 0, -x.shape[2] % size))
-    return x.unflatten(2, (-1, size))
+    x = F.pad(x, (0, 0, 0, -x.shape[2] % CHUNK_SIZE))
+    return x.unflatten(2, (-1, CHUNK_SIZE))

@@ -75,8 +75,11 @@ class Device(Protocol):
     def has_room_for_copy(self, num_bytes: int) -> bool:
         """Return whether there is room to keep weights of `num_bytes` in two layouts."""
 
-    def cache_budget(self) -> int:
-        """Return how many bytes KV cache and recurrent states may take, before `prepare`."""
+    def cache_budget(self, step_bytes: int) -> int:
+        """Estimate how many bytes KV cache and recurrent states may take, before `prepare`.
+
+        The largest step takes about `step_bytes`.
+        """
 
     def cache_bytes(self, wanted: int) -> int:
         """Return how many of the `wanted` bytes the KV cache may use; log how that was computed."""

@@ -51,7 +51,7 @@ class EagerForward:
     input_batch: InputBatch
     attention: AttentionBackend
     caches: list[LayerCache | LayerState]
-    states: StateCache | None = None  # set if the model has recurrent layers
+    state_cache: StateCache | None = None  # set if the model has recurrent layers
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         return self.step_logits(self.model(self.batch(plan)), plan)
@@ -85,7 +85,7 @@ class EagerForward:
             last = BatchRows(slots_of, ends - 1, np.ones_like(ends), input_batch.block_table)
             sampled = SampledTokens(upload(last_tokens), self.attention.plan(last))
         planned = self.attention.plan(rows)
-        recurrent = None if self.states is None else recurrent_rows(plan, upload)
+        recurrent = None if self.state_cache is None else recurrent_rows(plan, upload)
         inputs = input_ids, positions, slot_mapping
         return ForwardBatch(*inputs, sampled, planned, self.caches, recurrent)
 

@@ -80,8 +80,8 @@ class ModelRunner:
             self.extras = Extras(self.eager, self.steps)
         if plan.block_copies:
             self.eager.copy_blocks(plan)
-        if self.eager.states is not None:
-            self.eager.states.copy(plan.state_copies)
+        if self.eager.state_cache is not None:
+            self.eager.state_cache.copy(plan.state_copies)
         if self.extras is None:
             logits, extras = self.forward(plan), None
         else:

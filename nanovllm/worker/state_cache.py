@@ -74,26 +74,27 @@ def state_spec(recurrent: RecurrentConfig, dtype: torch.dtype, group: TPGroup) -
 
 
 def choose_state_counts(
-    config: EngineConfig, spec: StateSpec, cache: KVCacheSpec, device: Device
+    config: EngineConfig, spec: StateSpec, cache: KVCacheSpec, budget: int
 ) -> StateCounts:
-    """Give a quarter of the cache memory to states of sequences, and a quarter to snapshots.
+    """Give at most a quarter of the budget, in bytes, to slots, and a quarter to snapshots.
 
-    An explicit number of blocks leaves as many slots as `max_num_seqs`.
+    The snapshots also take at most a quarter of what KV cache and states take together.
     """
-    num_slots, num_blocks = config.max_num_seqs, config.num_kvcache_blocks
+    quarter = budget // 4
+    num_slots = min(config.max_num_seqs, quarter // spec.num_bytes)
+    if num_slots < 1:
+        raise ConfigError(
+            f"no room for recurrent states: one takes {spec.num_bytes:,} bytes, and a quarter of "
+            f"the memory for caches is {quarter:,}; free memory or, on a GPU, lower "
+            "max_num_batched_tokens"
+        )
+    num_blocks = config.num_kvcache_blocks
     if num_blocks == -1:
-        blocks_per_seq = -(-config.max_model_len // config.kvcache_block_size)
-        wanted = 2 * num_slots * (blocks_per_seq * cache.block_bytes + spec.num_bytes)
-        quarter = min(wanted, device.cache_budget()) // 4
-        num_slots = min(num_slots, quarter // spec.num_bytes)
-        if num_slots < 1:
-            raise ConfigError(
-                f"no room for recurrent states: one takes {spec.num_bytes:,} bytes, and a quarter "
-                f"of the memory for caches is {quarter:,}; free memory"
-            )
-    else:
-        quarter = (num_blocks * cache.block_bytes + num_slots * spec.num_bytes) // 3
-    num_snapshots = quarter // spec.num_bytes if config.enable_prefix_caching else 0
+        num_blocks = num_slots * -(-config.max_model_len // config.kvcache_block_size)
+    third = (num_blocks * cache.block_bytes + num_slots * spec.num_bytes) // 3
+    num_snapshots = min(min(quarter, third) // spec.num_bytes, num_blocks)
+    if not config.enable_prefix_caching:
+        num_snapshots = 0
     if num_slots < config.max_num_seqs:
         text = "Running sequences are limited to %d: the recurrent state of each takes %.1f MiB"
         logger.warning(text, num_slots, spec.num_bytes / (1 << 20))

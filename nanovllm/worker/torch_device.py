@@ -95,7 +95,7 @@ class TorchDevice:
         # The choice depends on total, not free, memory, so that outputs do not vary between runs.
         return num_bytes * self.num_ranks <= total_memory() // 8
 
-    def cache_budget(self) -> int:
+    def cache_budget(self, step_bytes: int = 0) -> int:
         return available_memory() // 4 // self.num_ranks - self._allocated_bytes
 
     def cache_bytes(self, wanted: int) -> int:

@@ -34,11 +34,16 @@ from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec, choose_num_blocks, kv_cache_spec
 from nanovllm.worker.loader import load_dense, load_weights
-from nanovllm.worker.memory_check import check_memory
+from nanovllm.worker.memory_check import check_memory, estimate_memory
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.profile_run import profile_run
 from nanovllm.worker.quantized_layouts import choose_layouts
-from nanovllm.worker.state_cache import StateCache, choose_state_counts, state_spec
+from nanovllm.worker.state_cache import (
+    StateCache,
+    StateSpec,
+    choose_state_counts,
+    state_spec,
+)
 
 if TYPE_CHECKING:
     from nanovllm.models.registry import Model
@@ -52,7 +57,7 @@ class LoadedModel:
     spec: KVCacheSpec
     attention: AttentionBackend
     device: Device
-    states: StateCache | None
+    state_cache: StateCache | None  # set if the model has recurrent layers
     num_slots: int  # of the InputBatch
 
     def runner(self, num_blocks: int, input_batch: InputBatch) -> ModelRunner:
@@ -62,9 +67,10 @@ class LoadedModel:
 
     def eager(self, cache: Tensor, num_blocks: int, input_batch: InputBatch) -> EagerForward:
         caches: list[LayerCache | LayerState] = [*self.spec.views(cache, num_blocks)]
-        for index, state in {} if self.states is None else self.states.layers.items():
-            caches.insert(index, state)
-        return EagerForward(self.model, input_batch, self.attention, caches, self.states)
+        if self.state_cache is not None:
+            for index, state in self.state_cache.layers.items():
+                caches.insert(index, state)
+        return EagerForward(self.model, input_batch, self.attention, caches, self.state_cache)
 
 
 class Worker:
@@ -129,7 +135,7 @@ class Worker:
         config, device = self.config, self.device
         draft = self._load_draft_model()
         target = self._load(config, self.model_config, self.checkpoint, device)
-        counts = None if target.states is None else target.states.counts
+        counts = None if target.state_cache is None else target.state_cache.counts
         models = [target] if draft is None else [target, draft]
         block_bytes = sum(model.spec.block_bytes for model in models)
         num_blocks = self._agree(choose_num_blocks(config, block_bytes, device))
@@ -165,28 +171,25 @@ class Worker:
             folders = checkpoint.embedding.dense
             model.dense.extend(load_dense(folders, model_config.hidden_size, build.device))
         spec = kv_cache_spec(config, model_config, dtype, self.group)
-        states = self._create_states(config, model_config, spec, dtype, device)
-        num_slots = config.max_num_rows if states is None else states.counts.num_slots
-        loaded = LoadedModel(model, spec, attention, device, states, num_slots)
+        state_cache, num_slots = None, config.max_num_rows
+        if model_config.recurrent is not None:  # before `prepare`, whose largest step needs it
+            step_bytes = estimate_memory(config, model_config, build).step
+            state_cache = self._create_state_cache(
+                state_spec(model_config.recurrent, dtype, self.group),
+                spec,
+                device.cache_budget(step_bytes),
+            )
+            num_slots = state_cache.counts.num_slots
+        loaded = LoadedModel(model, spec, attention, device, state_cache, num_slots)
         device.prepare(model, spec, partial(profile_run, config, loaded))
         return loaded
 
-    def _create_states(
-        self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        cache: KVCacheSpec,
-        dtype: torch.dtype,
-        device: Device,
-    ) -> StateCache | None:
-        """Allocate the recurrent states, if the model has any; KV cache gets the other memory."""
-        if model_config.recurrent is None:
-            return None
-        spec = state_spec(model_config.recurrent, dtype, self.group)
-        counts = choose_state_counts(config, spec, cache, device)
+    def _create_state_cache(self, spec: StateSpec, cache: KVCacheSpec, budget: int) -> StateCache:
+        """Allocate the recurrent states; the KV cache gets the rest of the budget."""
+        counts = choose_state_counts(self.config, spec, cache, budget)
         sizes = counts.num_slots, counts.num_snapshots
         counts = StateCounts(*(self._agree(size) for size in sizes))
-        return StateCache(spec, counts, device)
+        return StateCache(spec, counts, self.device)
 
     def _load_weights(
         self,

@@ -74,6 +74,17 @@ def test_the_cheapest_snapshot_is_evicted_first_but_ages() -> None:
     assert run(core, 90, long).num_cached == 0
 
 
+def test_the_cost_of_a_snapshot_counts_from_one_of_another_sequence() -> None:
+    core, prompt = make_core(num_snapshots=20), random_tokens(random.Random(5), 900)
+    for i in range(2):  # both enter before the first snapshot exists
+        add(core, Watched(i, prompt, SamplingParams(max_tokens=100, ignore_eos=True)))
+    while core.has_unfinished:
+        core.step()
+        core.scheduler.check()
+    costs = [snapshot.cost for snapshot in core.scheduler.states.snapshots.values()]
+    assert sorted(costs) == [64, 896]
+
+
 def test_snapshots_leave_with_their_blocks() -> None:
     rng = random.Random(3)
     core = make_core(num_snapshots=50, num_blocks=40)

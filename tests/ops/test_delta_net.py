@@ -16,7 +16,14 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from nanovllm.ops.interface import RecurrentRows
-from nanovllm.ops.torch_delta_net import HeadTokens, normalize, run_chunks, run_token, scan_chunks
+from nanovllm.ops.torch_delta_net import (
+    HeadTokens,
+    normalize,
+    run_chunks,
+    run_token,
+    scan_chunks,
+    split_rows,
+)
 from nanovllm.ops.torch_ops import TorchOps
 from tests.ops.delta_nets import DeltaNetCase, random_state
 
@@ -105,11 +112,9 @@ def test_a_layer_equals_transformers(layer: Any) -> None:
                 min(n, len(sequences[i]) - done[i]) for i, n in zip(rows, counts, strict=True)
             ]
             x = [sequences[i][done[i] :][:n] for i, n in zip(rows, counts, strict=True)]
-            x.append(torch.full((3, CONFIG.hidden_size), 9.0))  # padding
             recurrent_rows = RecurrentRows(torch.tensor([slots[i] for i in rows]), counts)
             y = case.run(TorchOps(), torch.cat(x), state, recurrent_rows)
-            assert not y[sum(counts) :].any()
-            for i, n, part in zip(rows, counts, y.split([*counts, 3]), strict=False):
+            for i, n, part in zip(rows, counts, y.split(counts), strict=True):
                 got[i].append(layer.out_proj(part))
                 done[i] += n
     for a, b in zip(got, want, strict=True):
@@ -136,3 +141,19 @@ def test_multiply_sigmoid() -> None:
     torch.testing.assert_close(TorchOps().multiply_sigmoid(x, gate), x * gate.sigmoid())
     got = TorchOps().multiply_sigmoid(x, gate, base)
     torch.testing.assert_close(got, base + x * gate.sigmoid())
+
+
+def test_rows_of_equal_length_run_together_and_long_ones_in_parts() -> None:
+    counts = [1, 1, 500, 500, 500, 2500, 1]
+    parts = [
+        (rows.start, rows.stop, tokens.start, tokens.stop) for rows, tokens in split_rows(counts)
+    ]
+    assert parts == [
+        (0, 2, 0, 2),
+        (2, 4, 2, 1002),
+        (4, 5, 1002, 1502),
+        (5, 6, 1502, 2526),
+        (5, 6, 2526, 3550),
+        (5, 6, 3550, 4002),
+        (6, 7, 4002, 4003),
+    ]

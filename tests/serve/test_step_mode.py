@@ -43,6 +43,7 @@ def stepped(rng: random.Random, caching: bool) -> Iterator[tuple[EngineCore, Eng
         caching=caching,
         depth=0,
         is_paced=rng.random() < 0.5,
+        num_snapshots=rng.choice([None, 3]) if caching else None,
     )
     mode = StepMode(core)
     sequences = sequences_of(requests, make_samples(rng, requests))
@@ -53,7 +54,10 @@ def stepped(rng: random.Random, caching: bool) -> Iterator[tuple[EngineCore, Eng
         if rng.random() < 0.05 and core.has_unfinished:
             core.finish(rng.choice(list(core._sequences)), "abort")
         core.step()
-        yield core, mode.explain(take_snapshot(core, stats_of(core), 0.0))
+        state = take_snapshot(core, stats_of(core), 0.0)
+        pool = core.scheduler.states
+        assert state.snapshots == (None if pool is None else list(pool.snapshots))
+        yield core, mode.explain(state)
     mode.end()
     assert type(core.executor).__name__ == "FakeExecutor"
 

@@ -94,7 +94,7 @@ class DecodeGraphs:
         self.graphs: dict[GraphKey, DecodeGraph] = {}
         self.shared_graphs: dict[int, DecodeGraph] = {}  # keyed by batch size
         # A capture may run the step twice, which changes recurrent states.
-        self.can_share = isinstance(attention, TritonAttention) and eager.states is None
+        self.can_share = isinstance(attention, TritonAttention) and eager.state_cache is None
         self.prefixes = SharedPrefixes(device, num_slots, max_blocks, input_batch.block_size)
 
     # Ways to run a step; the first two return None if they do not support the plan.
@@ -174,7 +174,8 @@ class DecodeGraphs:
     def shared_graph(self, size: int) -> DecodeGraph:
         """Return the shared-prefix graph of a bucket; capture it on first use.
 
-        Capturing in the middle of a step may run it twice. That is safe: steps are idempotent.
+        Capturing in the middle of a step may run it twice. That is safe: without recurrent layers,
+        steps are idempotent.
         """
         if size not in self.shared_graphs:
             shared = self.prefixes.rows(size)
@@ -240,7 +241,7 @@ class DecodeGraphs:
             input_batch.block_table, slots, context_lens, order, max_context, shared
         )
         plan = self.attention.decode_plan(decode)
-        recurrent = None if eager.states is None else RecurrentRows(slots.long())
+        recurrent = None if eager.state_cache is None else RecurrentRows(slots.long())
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches, recurrent))
 
     def _run_persistent(self, step: PersistentStep, logits: Tensor) -> Tensor:

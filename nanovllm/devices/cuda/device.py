@@ -143,10 +143,10 @@ class CudaDevice:
     def has_room_for_copy(self, num_bytes: int) -> bool:
         return False
 
-    def cache_budget(self) -> int:
+    def cache_budget(self, step_bytes: int) -> int:
         memory = self.memory()
-        held = memory.total - memory.free
-        return max(int(memory.total * self.config.gpu_memory_utilization) - held, 0)
+        taken = memory.total - memory.free + step_bytes + DRIVER_BYTES
+        return max(int(memory.total * self.config.gpu_memory_utilization) - taken, 0)
 
     def cache_bytes(self, wanted: int) -> int:
         account = self._account()
@@ -332,7 +332,7 @@ class CudaDevice:
 
     def steps(self, eager: EagerForward) -> CudaSteps:
         attention, prefill = eager.attention, None
-        if isinstance(attention, TritonAttention) and eager.states is None:
+        if isinstance(attention, TritonAttention) and eager.state_cache is None:
             sizes = self.prefill_sizes(eager.model.config)
             prefill = PrefillGraphs(eager, attention, self, sizes)
         return CudaSteps(eager, self, prefill)
@@ -355,8 +355,8 @@ class CudaDevice:
         """
         num_rows = self.config.max_num_rows * (1 if self.group.is_alone else 3)
         num_bytes = num_rows * model.config.vocab_size * model.dtype.itemsize + DRIVER_BYTES
-        if self.config.attention_backend == "flash_attn":
-            return num_bytes
+        if self.config.attention_backend == "flash_attn" or model.config.recurrent is not None:
+            return num_bytes  # without prefill graphs
         share = self.prefill_sizes(model.config)[-1].num_tokens / self._max_tokens
         return num_bytes + int(share * self._step_bytes)
 

@@ -63,7 +63,7 @@ export function describeBlock(state, block, held = holders(state)) {
   const content = snapshot + (text ? ` ${shownText(text)}` : "");
   if (owners.length === 0) {
     return state.cached[block]
-      ? `Block ${block}: cached. No sequence holds it; a prompt with the same prefix will reuse it.${content}`
+      ? `Block ${block}: cached. No sequence holds it; a prompt with the same prefix can reuse it.${content}`
       : `Block ${block}: free.`;
   }
   const names = owners.map(([sequence]) => `#${sequence.id}`);

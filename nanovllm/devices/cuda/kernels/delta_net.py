@@ -57,7 +57,7 @@ def run_tokens(
 def scan_chunks(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
     """Run one chunk after another, with a CTA for some columns of each head's state."""
     num_rows, num_heads, num_chunks, size, value_dim = chunks.changes.shape
-    key_dim, block_v = state.shape[2], MIN_DOT_SIZE.value  # wider tiles spill more registers
+    key_dim, block_v = state.shape[2], MIN_DOT_SIZE.value
     output, after = state.new_empty(chunks.changes.shape), torch.empty_like(state)
     _scan_chunks[(num_rows * num_heads, triton.cdiv(value_dim, block_v))](
         *(output, after, state, *(part.contiguous() for part in chunks), num_chunks),
