@@ -72,7 +72,7 @@ class BothWays:
         self.num_rows: list[int] = []  # rows of each replayed step
 
     def __call__(self, plan: StepPlan) -> StepLogits:
-        cache = self.captured.eager.states  # unlike the KV cache, recurrent states are updated
+        cache = self.captured.eager.state_cache  # unlike the KV cache, recurrent states are updated
         states = None if cache is None else cache.states.clone()
         want = self.captured.eager(plan)
         if cache is not None and states is not None:
