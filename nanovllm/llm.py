@@ -174,9 +174,9 @@ class LLM:
         """
         is_valid = pooling in (None, "last", "mean")
         require(is_valid, "pooling", '"last" or "mean"', pooling)
-        pooling = pooling or self.engine.input_processor.default_pooling or "last"
+        chosen: Pooling = pooling or self.engine.input_processor.default_pooling or "last"
         params = SamplingParams(max_tokens=1)
-        requests = self._prepare(prompts, params, cache_salt, pooling=pooling)
+        requests = self._prepare(prompts, params, cache_salt, pooling=chosen)
         return [embedding_of(output, normalize) for output in self._run(requests, use_tqdm)]
 
     def rerank(
