@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
@@ -160,7 +160,7 @@ class LLM:
     def embed(
         self,
         prompts: Prompts,
-        pooling: Pooling | None = None,
+        pooling: Literal["last", "mean"] | None = None,
         normalize: bool = True,
         use_tqdm: bool = True,
         *,
@@ -169,18 +169,20 @@ class LLM:
         """Return an embedding for each prompt: a list of floats with float32 precision.
 
         It is the hidden state of the last token ("last"), or the mean over all tokens ("mean"),
-        after the model's final norm. The default is what the checkpoint's modules.json says, or
-        "last". `normalize` scales it to length one.
+        after the model's final norm. The default is what the checkpoint says, or else "last", or
+        "mean" for a bidirectional model. `normalize` scales it to length one.
         """
-        pooling = pooling or self.engine.input_processor.default_pooling or "last"
+        is_valid = pooling in (None, "last", "mean")
+        require(is_valid, "pooling", '"last" or "mean"', pooling)
+        chosen: Pooling = pooling or self.engine.input_processor.default_pooling or "last"
         params = SamplingParams(max_tokens=1)
-        requests = self._prepare(prompts, params, cache_salt, pooling=pooling)
+        requests = self._prepare(prompts, params, cache_salt, pooling=chosen)
         return [embedding_of(output, normalize) for output in self._run(requests, use_tqdm)]
 
     def rerank(
         self,
         query: str,
-        documents: Sequence[str],
+        documents: Iterable[str],
         *,
         instruction: str | None = None,
         top_n: int | None = None,
@@ -191,10 +193,16 @@ class LLM:
         `instruction`. The document's relevance is the probability of "yes", given that the reply is
         "yes" or "no".
         """
-        require(top_n is None or top_n >= 1, "top_n", "at least 1", top_n)
+        is_valid = top_n is None or (type(top_n) is int and top_n >= 1)
+        require(is_valid, "top_n", "an integer of at least 1", top_n)
+        is_list = isinstance(documents, Iterable) and not isinstance(documents, str)
+        require(is_list, "documents", "a list of texts", documents)
+        documents = list(documents)
         labels = label_ids(self.engine.input_processor)
         prompts = rerank_prompts(query, documents, instruction)
-        outputs = self.embed(prompts, labels, normalize=False, use_tqdm=False)
+        params = SamplingParams(max_tokens=1)
+        requests = self._prepare(prompts, params, None, name="documents", pooling=labels)
+        outputs = [embedding_of(output, False) for output in self._run(requests, False)]
         return ranked(documents, outputs, top_n)
 
     def score(
@@ -279,6 +287,7 @@ class LLM:
         params: Params,
         cache_salt: str | None,
         on_refusal: Callable[[int, RequestError], None] | None = None,
+        name: str = "prompts",
         **options: Any,
     ) -> dict[int, RequestState]:
         """Validate and tokenize the prompts of one call; return unqueued requests by index."""
@@ -291,7 +300,7 @@ class LLM:
                 requests[index] = self._request_state(item, param, cache_salt, **options)
             except RequestError as error:
                 if on_refusal is None:
-                    raise at_index(error, "prompts", index, len(items)) from error
+                    raise at_index(error, name, index, len(items)) from error
                 on_refusal(index, error)
         return requests
 
@@ -437,7 +446,12 @@ def create_input_processor(resolved: ResolvedModel, is_remote: bool = False) -> 
     vocabulary = resolved.load_vocabulary()
     create = partial(create_grammars, vocab_size, lambda: vocabulary)
     return InputProcessor(
-        *(vocabulary, vocab_size, config.seed, has_workers, create, resolved.default_pooling)
+        vocabulary,
+        vocab_size,
+        config.seed,
+        has_workers=has_workers,
+        create_grammars=create,
+        default_pooling=resolved.default_pooling,
     )
 
 

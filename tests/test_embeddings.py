@@ -176,6 +176,8 @@ def test_bad_prompts_are_named(tiny: Any) -> None:
             llm.embed([10**6], use_tqdm=False)
         with pytest.raises(RequestError, match='pooling must be "last" or "mean", got \'max\''):
             llm.embed([1], "max", use_tqdm=False)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match=r'pooling must be "last" or "mean", got \(1, 2\)'):
+            llm.embed([1], (1, 2), use_tqdm=False)  # type: ignore[arg-type]
         assert llm.embed([], use_tqdm=False) == []
         assert llm.is_finished()
 

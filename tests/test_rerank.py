@@ -138,15 +138,19 @@ def test_invalid_calls(tiny: Any, tmp_path: Path) -> None:
     reranker = make_reranker(tiny("qwen3"), tmp_path / "model")
     with LLM(reranker.path, device="cpu", **OPTIONS) as llm:
         assert llm.rerank(QUERY, []) == []
+        assert llm.rerank(QUERY, iter(DOCUMENTS)) == llm.rerank(QUERY, DOCUMENTS)
         with pytest.raises(RequestError, match="documents must be a list of texts, got 'one'"):
             llm.rerank(QUERY, "one")
         with pytest.raises(RequestError, match="documents must be a string, got 3"):
             llm.rerank(QUERY, [3])  # type: ignore[list-item]
         with pytest.raises(RequestError, match="query must be a string"):
             llm.rerank(None, ["one"])  # type: ignore[arg-type]
-        with pytest.raises(RequestError, match="top_n must be at least 1, got 0"):
-            llm.rerank(QUERY, DOCUMENTS, top_n=0)
-        with pytest.raises(RequestError, match=r"prompts\[1\]: the prompt has .* only 512 fit"):
+        with pytest.raises(RequestError, match="documents must be a list of texts, got 3"):
+            llm.rerank(QUERY, 3)  # type: ignore[arg-type]
+        for top_n in (0, 2.5, "3", True):
+            with pytest.raises(RequestError, match=f"top_n must be .* at least 1, got {top_n!r}"):
+                llm.rerank(QUERY, DOCUMENTS, top_n=top_n)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match=r"documents\[1\]: the prompt has .* only 512 fit"):
             llm.rerank(QUERY, ["one", "x" * 500])
         assert llm.is_finished()
 

@@ -58,7 +58,7 @@ class Checkpoint:
     weight_files: tuple[Path, ...]
     weight_format: WeightFormat
     quantization: Quantization | None = None  # None: the weights are floats, or GGUF
-    embedding: EmbeddingModules | None = None  # of an embedding model
+    embedding: EmbeddingModules | None = None  # set if the model only embeds
 
     @property
     def is_quantized(self) -> bool:
@@ -96,11 +96,14 @@ def find_checkpoint(
 
     `check` receives the configuration before anything else is downloaded, and may raise.
     """
+
+    def check_configs(file: Path) -> None:
+        check(_read_config(file))
+        _read_embedding(file.parent)
+
     path = _local_path(model, revision)
     if path is None:
-        path = fetch(
-            model, revision, need_weights, need_tokenizer, lambda file: check(_read_config(file))
-        )
+        path = fetch(model, revision, need_weights, need_tokenizer, check_configs)
     checkpoint = _read(path, need_weights)
     if model.lower() == BUILT_IN:
         generation_config = {"temperature": BUILT_IN_TEMPERATURE, **checkpoint.generation_config}
@@ -173,9 +176,14 @@ def _from_gguf(path: Path, need_weights: bool) -> Checkpoint:
     reader = open_gguf(path)  # opened once: parsing the vocabulary takes 0.1 s
     config = gguf.read_config(path, reader)
     generation_config = gguf.read_generation_config(reader)
+    embedding = None
+    if (pooling := gguf.read_pooling(path, reader)) is not None:
+        from nanovllm.checkpoint.embedding_modules import EmbeddingModules
+
+        embedding = EmbeddingModules(pooling, ())
     if not need_weights:
-        return Checkpoint(path, config, generation_config, (), "none")
-    return Checkpoint(path, config, generation_config, (path,), "gguf")
+        return Checkpoint(path, config, generation_config, (), "none", embedding=embedding)
+    return Checkpoint(path, config, generation_config, (path,), "gguf", embedding=embedding)
 
 
 def _from_folder(folder: Path, need_weights: bool) -> Checkpoint:
@@ -189,12 +197,16 @@ def _from_folder(folder: Path, need_weights: bool) -> Checkpoint:
     config = _read_config(folder / "config.json")
     files = _weight_files(folder) if need_weights else ()
     weight_format = _FORMATS[files[0].suffix] if files else "none"
-    generation_config, embedding = _read_generation_config(folder), None
-    if (folder / "modules.json").is_file():
-        from nanovllm.checkpoint.embedding_modules import read_embedding_modules
-
-        embedding = read_embedding_modules(folder)
+    generation_config, embedding = _read_generation_config(folder), _read_embedding(folder)
     return Checkpoint(folder, config, generation_config, files, weight_format, embedding=embedding)
+
+
+def _read_embedding(folder: Path) -> EmbeddingModules | None:
+    if not (folder / "modules.json").is_file():
+        return None
+    from nanovllm.checkpoint.embedding_modules import read_embedding_modules
+
+    return read_embedding_modules(folder)
 
 
 def _read_config(file: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from nanovllm.checkpoint.gguf_file import (
     special_token_id,
     to_float,
 )
+from nanovllm.engine.step import Pooling
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ _END_TEXTS = (
     *("<|eom_id|>", "<|end_of_text|>"),  # Llama 3 uses these in addition to <|eot_id|>
 )
 
+# Keyed by llama.cpp's numbers for pooling types.
+_POOLINGS: dict[int, Pooling | None] = {0: None, 1: "mean", 3: "last"}
+
 # An additional config key that never occurs in config.json: tensor name -> quant block type.
 BLOCK_TYPES_KEY = "gguf_block_types"
 
@@ -47,7 +51,7 @@ TENSOR_TYPES = (*FLOAT_TYPES, *BLOCK_TYPES)
 # may change the output, so it raises an error.
 _KNOWN_KEYS = re.compile(
     r"block_count|context_length|embedding_length|feed_forward_length|vocab_size|expert_count"
-    r"|pooling_type"  # set by embedding models; each request chooses its own pooling
+    r"|pooling_type"  # set by embedding models; `read_pooling` reads it
     r"|attention\.(head_count|head_count_kv|key_length|value_length|layer_norm_rms_epsilon)"
     r"|rope\.(freq_base|dimension_count|dimension_sections)"  # sections are for images
     r"|rope\.scaling\.(type|factor|original_context_length|finetuned)"
@@ -95,6 +99,16 @@ def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:
     if types := _block_types(reader, architecture):
         config[BLOCK_TYPES_KEY] = types
     return config | architecture.derive(config)
+
+
+def read_pooling(path: Path, reader: GGUFReader) -> Pooling | None:
+    """Return the pooling of an embedding model; None for a model that generates."""
+    kind = Metadata.of(path, reader).number("pooling_type", 0)
+    if kind not in _POOLINGS:
+        raise UnsupportedModelError(
+            f"{path}: pooling_type {kind} is not supported; 0 (none), 1 (mean) and 3 (last) are"
+        )
+    return _POOLINGS[kind]
 
 
 def read_generation_config(reader: GGUFReader) -> dict[str, Any]:

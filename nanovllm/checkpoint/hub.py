@@ -46,13 +46,15 @@ _QUANTIZATION = re.compile(
     r"(?:-\d{5}-of-\d{5})?\.gguf",
     re.IGNORECASE,
 )
+_SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 _CONFIGS = (
     *("config.json", "generation_config.json"),
-    *("modules.json", "*_Pooling/config.json", "*_Dense/config.json"),  # of embedding models
+    # Embedding models also have these.
+    *("modules.json", "*_Pooling/config.json", "*_Dense/config.json"),
 )
 _TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template*")
 _SAFETENSORS, _BIN = "model*.safetensors", "pytorch_model*.bin"
-_DENSE = "*_Dense/model.safetensors"  # of embedding models
+_DENSE = "*_Dense/model.safetensors"  # the linear layers of an embedding model
 
 
 def is_model_name(text: str) -> bool:
@@ -143,7 +145,7 @@ def _find_quantization(repo_id: str, folder: Path, quantization: str) -> str:
     name, others = f"{repo_id}:{quantization}", ", ".join(names) or "none"
     if not files:
         raise CheckpointError(f"{repo_id!r} has no GGUF file for {quantization!r}; it has {others}")
-    if re.search(r"-of-\d{5}\.gguf$", files[0]):
+    if _SHARD.search(files[0]):
         raise CheckpointError(
             f"{name!r} is split into {len(files)} files; choose another quantization ({others}), "
             "or download them and join them with `llama-gguf-split --merge`"
@@ -166,6 +168,17 @@ def _gguf_names(repo_id: str, folder: Path) -> dict[str, list[str]]:
         # A "mmproj" file is the vision encoder of a multimodal model.
         if file.endswith(".gguf") and not Path(file).name.startswith("mmproj"):
             names.setdefault(quantization_of(file) or file, []).append(file)
+    return names
+
+
+def names_of_gguf(repo_id: str, folder: Path) -> dict[str, str]:
+    """Return the name of each GGUF file of a snapshot: org/name:Q4_K_M if no other file has it."""
+    names = {}
+    for quantization, files in _gguf_names(repo_id, folder).items():
+        is_one_model = len({_SHARD.sub("", file) for file in files}) == 1
+        for file in files:
+            has_tag = is_one_model and quantization != file
+            names[file] = f"{repo_id}:{quantization}" if has_tag else f"{repo_id}/{file}"
     return names
 
 
@@ -219,9 +232,11 @@ def _download(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
 
 def _log_download(repo_id: str, revision: str | None, patterns: Sequence[str]) -> None:
     """Log the size of a download; the files of a commit are known once one was requested."""
-    from huggingface_hub import get_cached_repo_tree, try_to_load_from_cache
+    from huggingface_hub import constants, get_cached_repo_tree, try_to_load_from_cache
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
+    if constants.HF_HUB_OFFLINE:
+        return
     try:
         files = get_cached_repo_tree(repo_id, revision=revision)
     except CachedRepoTreeNotFoundError:

@@ -4,53 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm.checkpoint.hub import parse_name, quantization_of
+from nanovllm.checkpoint.hub import ALIASES, names_of_gguf
 from nanovllm.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from huggingface_hub import CachedFileInfo, HFCacheInfo
+    from huggingface_hub import CachedFileInfo, DeleteCacheStrategy, HFCacheInfo
 
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
     model: str  # a repository, or one of its GGUF files: org/name:Q4_K_M or org/name/file.gguf
     num_bytes: int
-    last_used: str
+    last_used: float  # seconds since 1970
 
 
 def list_models() -> list[CachedModel]:
     models = []
     for cache in _scan():
-        for name, files in _files_by_name(cache).items():
-            sizes = {file.blob_path: file.size_on_disk for file in files}  # revisions share them
-            [repo] = cache.repos
-            models.append(CachedModel(name, sum(sizes.values()), repo.last_accessed_str))
+        [repo] = cache.repos
+        sizes: dict[str, dict[Path, int]] = {}
+        for (name, *_), file in _named_files(cache):
+            # Revisions share the content of files.
+            sizes.setdefault(name, {})[file.blob_path] = file.size_on_disk
+        for name, size_of in sizes.items():
+            models.append(CachedModel(name, sum(size_of.values()), repo.last_accessed))
     return sorted(models, key=lambda each: each.model)
 
 
 def remove_model(model: str) -> tuple[str, int]:
     """Remove a model, in all its revisions; return its name and the number of bytes freed."""
-    repo_id, quantization, file = parse_name(model)
-    name = f"{repo_id}:{quantization.upper()}" if quantization else repo_id
-    name = f"{repo_id}/{file}" if file else name
-    for cache in _scan(repo_id):
-        [repo] = cache.repos
-        if name == repo_id:
-            deletion = cache.delete_revisions(*(each.commit_hash for each in repo.revisions))
-        elif files := _files_by_name(cache).get(name):
-            deletion = cache.delete_files(*files)
-        else:
-            break
-        deletion.execute()
-        return name, deletion.expected_freed_size
+    short_name = ALIASES.get(model.lower())
+    repo_id, colon, quantization = (short_name.hub_id if short_name else model).partition(":")
+    for name in (model, repo_id + colon + quantization.upper()):
+        if deletion := _deletion_of(name):
+            deletion.execute()
+            return name, deletion.expected_freed_size
     raise CheckpointError(
         f"{name!r} is not in the hub cache; `nanovllm models list` shows the models that are"
     )
 
 
-def _scan(repo_id: str | None = None) -> Iterator[HFCacheInfo]:
+def _deletion_of(name: str) -> DeleteCacheStrategy | None:
+    for cache in _scan():
+        [repo] = cache.repos
+        if name == repo.repo_id:
+            return cache.delete_revisions(*(each.commit_hash for each in repo.revisions))
+        if files := [file for names, file in _named_files(cache) if name in names]:
+            return cache.delete_files(*files)
+    return None
+
+
+def _scan() -> Iterator[HFCacheInfo]:
     """Yield the cache of each model alone: copies of a repository have the same revisions."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
@@ -60,18 +67,16 @@ def _scan(repo_id: str | None = None) -> Iterator[HFCacheInfo]:
     except CacheNotFound:
         return
     for repo in cache.repos:
-        if repo.repo_type == "model" and repo_id in (None, repo.repo_id):
+        if repo.repo_type == "model":
             yield replace(cache, repos=frozenset({repo}))
 
 
-def _files_by_name(cache: HFCacheInfo) -> dict[str, list[CachedFileInfo]]:
-    """Return the files of a repository by the name of the model to which they belong."""
+def _named_files(cache: HFCacheInfo) -> Iterator[tuple[list[str], CachedFileInfo]]:
+    """Yield each file with the names that load its model, first the one that is listed."""
     [repo] = cache.repos
-    names: dict[str, list[CachedFileInfo]] = {}
     for revision in repo.revisions:
+        names = names_of_gguf(repo.repo_id, revision.snapshot_path)
         for file in revision.files:
-            name, path = repo.repo_id, file.file_path.relative_to(revision.snapshot_path).as_posix()
-            if path.endswith(".gguf"):
-                name += f":{kind}" if (kind := quantization_of(path)) else f"/{path}"
-            names.setdefault(name, []).append(file)
-    return names
+            path = file.file_path.relative_to(revision.snapshot_path).as_posix()
+            own_name = [f"{repo.repo_id}/{path}"] if path.endswith(".gguf") else []
+            yield [names.get(path, repo.repo_id), *own_name], file

@@ -22,6 +22,7 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
 from nanovllm.checkpoint.hub import ALIASES, format_size
@@ -95,7 +96,7 @@ def add_parser(commands: Commands) -> None:
 
     doc = "List the models in Hugging Face's cache, with their sizes."
     listing = add_command(names, "list", "", "nanovllm models list [options]", doc)
-    _add_json(listing, "model, num_bytes, last_used", argparse.SUPPRESS)
+    _add_json(listing, "model, num_bytes, last_used (Unix time)", argparse.SUPPRESS)
     listing.set_defaults(run=run_list, parser=listing)
 
     doc = "Remove models from Hugging Face's cache, in all their revisions."
@@ -108,6 +109,11 @@ def add_parser(commands: Commands) -> None:
 def _add_json(parser: argparse.ArgumentParser, fields: str, default: Any) -> None:
     text = f"write one JSON object per line: {fields}"
     parser.add_argument("--json", action="store_true", default=default, help=text)
+
+
+def _refuse_json(args: argparse.Namespace) -> None:
+    if args.json:
+        args.parser.error("--json is only for `nanovllm models` and `nanovllm models list`")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -129,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
 def run_pull(args: argparse.Namespace) -> int:
     from nanovllm.checkpoint.find import find_checkpoint
 
+    _refuse_json(args)
     print(find_checkpoint(args.model, revision=args.revision, check=_check).path)
     return 0
 
@@ -149,8 +156,10 @@ def run_list(args: argparse.Namespace) -> int:
         for model in models:
             print(json.dumps(asdict(model)))
         return 0
-    rows = [(each.model, format_size(each.num_bytes), each.last_used) for each in models]
-    rows.insert(0, ("MODEL", "SIZE", "LAST USED"))
+    rows = [("MODEL", "SIZE", "LAST USED")]
+    for each in models:
+        last_used = datetime.fromtimestamp(each.last_used).strftime("%Y-%m-%d %H:%M")
+        rows.append((each.model, format_size(each.num_bytes), last_used))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for name, size, last_used in rows:
         print(f"{name:{widths[0]}}  {size:>{widths[1]}}  {last_used}")
@@ -158,6 +167,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_rm(args: argparse.Namespace) -> int:
+    _refuse_json(args)
     for model in args.models:
         name, num_bytes = remove_model(model)
         print(f"removed {name}, {format_size(num_bytes)}")

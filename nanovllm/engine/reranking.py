@@ -1,6 +1,6 @@
 """Reranking: the relevance of documents to a query, from a reranker's next-token probabilities.
 
-The prompt and the score are those with which Qwen3-Reranker is used in transformers.
+Prompt and score follow Qwen3-Reranker's transformers example.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import RequestError
 from nanovllm.outputs import EmbeddingOutput, RerankOutput
-from nanovllm.validation import require, require_text
+from nanovllm.validation import require_text
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 PREFIX = (
@@ -23,8 +23,7 @@ SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def rerank_prompts(query: str, documents: Sequence[str], instruction: str | None) -> list[str]:
-    """Return the prompt of each document; all share a prefix, so the query is computed once."""
-    require(not isinstance(documents, str), "documents", "a list of texts", documents)
+    """Return the prompts; the full blocks of their common prefix are cached."""
     instruction = INSTRUCTION if instruction is None else instruction
     for name, text in (("instruction", instruction), ("query", query)):
         require_text(name, text)
@@ -45,7 +44,7 @@ def label_ids(input_processor: InputProcessor) -> tuple[int, int]:
 
 def relevance_of(output: EmbeddingOutput) -> float:
     """Return the probability of "yes", given that the next token is "yes" or "no"."""
-    yes, no = output.embedding[:2]
+    yes, no = output.embedding
     return 1 / (1 + math.exp(min(no - yes, 700.0)))  # exp of more would overflow
 
 

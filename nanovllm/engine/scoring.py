@@ -37,7 +37,7 @@ def add_pooled(rows: list[Sequence], plan: StepPlan, pooled: Vector) -> list[Seq
         if seq.request.pooling is not None and end == seq.num_prompt_tokens
     ]
     for seq, vector in zip(complete, pooled, strict=True):
-        seq.pooled = vector
+        seq.pooled = vector[:2] if isinstance(seq.request.pooling, tuple) else vector
     return [seq for seq in complete if seq.finish_reason is None]
 
 

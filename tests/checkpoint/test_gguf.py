@@ -12,12 +12,14 @@ pytest.importorskip("gguf")
 
 import gguf
 
+from nanovllm import LLM
 from nanovllm.checkpoint import gguf_tensors
+from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.gguf import read_generation_config
 from nanovllm.checkpoint.gguf_architectures import ARCHITECTURES as ALL
 from nanovllm.checkpoint.gguf_file import field, open_gguf
 from nanovllm.checkpoint.gguf_tensors import list_gguf
-from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.errors import CheckpointError, RequestError, UnsupportedModelError
 from nanovllm.models import registry
 from tests.checkpoint.tiny_gguf import (
     ARCHITECTURES,
@@ -322,9 +324,24 @@ def test_zero_experts_is_a_dense_model(tmp_path: Path) -> None:
     assert read_config(path)["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_embedding_models_are_served(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", metadata={"llama.pooling_type": 3})
-    assert read_config(path)["architectures"] == ["LlamaForCausalLM"]
+@pytest.mark.parametrize(("kind", "pooling"), [(0, None), (1, "mean"), (3, "last")])
+def test_the_file_chooses_the_pooling(tmp_path: Path, kind: int, pooling: Any) -> None:
+    path = write_gguf(tmp_path / "m.gguf", metadata={"llama.pooling_type": kind})
+    options: Any = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
+    with LLM(path, **options) as llm:
+        assert llm.engine.input_processor.default_pooling == pooling
+        found, right = llm.embed([[1, 2, 3]]), llm.embed([[1, 2, 3]], pooling or "last")
+        assert found == right
+        if pooling is not None:
+            with pytest.raises(RequestError, match="embedding model"):
+                llm.generate([[1]])
+
+
+@pytest.mark.parametrize("kind", [2, 4])
+def test_other_poolings_are_refused(tmp_path: Path, kind: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf", metadata={"llama.pooling_type": kind})
+    with pytest.raises(UnsupportedModelError, match=f"pooling_type {kind} is not supported"):
+        find_checkpoint(str(path))
 
 
 def test_missing_size_is_named(tmp_path: Path) -> None:

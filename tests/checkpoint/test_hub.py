@@ -161,6 +161,15 @@ def test_embedding_models_are_fetched_with_their_modules(
     assert hub.fetched() == sorted({*WANTED, *layers, "modules.json"})
 
 
+def test_unsupported_modules_are_not_fetched(hub: Hub, find: Callable[..., list[Any]]) -> None:
+    files = {**model(1, WANTED), "1_Pooling/config.json": b'{"pooling_mode": "cls"}'}
+    files["modules.json"] = b'[{"path": "1_Pooling", "type": "x.Pooling"}]'
+    hub.models["org/embedding"] = {"main": files}
+    assert "pooling is not supported" in find({"model": "org/embedding"})[0]
+    configs = {"config.json", "generation_config.json", "modules.json", "1_Pooling/config.json"}
+    assert hub.fetched() == sorted(configs)
+
+
 @pytest.mark.slow
 def test_what_cannot_run_is_not_fetched(hub: Hub, run: Callable[..., list[str]]) -> None:
     """Unsupported models, and models that this device cannot shard or hold, are not downloaded."""

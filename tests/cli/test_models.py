@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 pytest.importorskip("gguf")
 
 from nanovllm.checkpoint.hub import ALIASES, format_size, quantization_of
+from nanovllm.cli import main
 from tests.checkpoint.hub_server import Hub, run_python, serve
 from tests.checkpoint.tiny_gguf import write_gguf
 from tests.checkpoints import TinyCheckpoint
@@ -88,6 +91,7 @@ def test_a_model_from_pull_to_rm(hub: Hub, cli: Cli) -> None:
     assert table[1].splitlines()[1].split()[:3] == ["org/name", *size.split()]
     record = json.loads(records[1])
     assert (record["model"], record["num_bytes"]) == ("org/name", total)
+    assert record["last_used"] == pytest.approx(time.time(), abs=600)
     assert removed == (0, f"removed org/name, {size}\n", "")
     assert absent[0] == 1
     assert "'org/name' is not in the hub cache; `nanovllm models list`" in absent[2]
@@ -124,6 +128,58 @@ def test_quantizations_of_a_repository(hub: Hub, cli: Cli) -> None:
     assert [result[1] for result in offline] == [result[1] for result in done[:3]]
     assert models_in(listing) == ["org/GGUF:Q8_0"]
     assert "'org/GGUF:Q4_K_M' is not in the hub cache" in absent[2]
+
+
+def test_names_of_files_with_one_quantization(hub: Hub, cli: Cli) -> None:
+    """The listed names load, each removes only its own file, and a path selects a file as well."""
+    files = ["a-Q4_K_M.gguf", "a-Q8_0.gguf", "b-Q4_K_M.gguf", "c-F16.gguf", "mmproj-F16.gguf"]
+    paths = [f"org/many/{file}" for file in files]
+    gguf = hub.models["org/GGUF"]["main"]["other.gguf"]
+    hub.models["org/many"] = {"main": {file: gguf + file.encode() for file in files}}
+    *pulled, listing = cli(*(f"models pull {path}" for path in paths[:4]), "models list --json")
+    assert [code for code, *_ in pulled] == [0] * 4
+    by_path = [paths[0], paths[2]]
+    assert models_in(listing) == [*by_path, "org/many:F16", "org/many:Q8_0"]
+
+    [snapshot] = {Path(result[1].rstrip("\n")).parent for result in pulled}
+    (snapshot / files[4]).write_bytes(b"x" * 7)  # downloaded by another program
+    results = cli(
+        "models rm org/many:Q4_K_M",
+        *(f"models rm {name}" for name in ("org/many:F16", paths[1], paths[0])),
+        "models list --json",
+        HF_HUB_OFFLINE="1",
+    )
+    assert "'org/many:Q4_K_M' is not in the hub cache" in results[0][2]
+    assert [code for code, *_ in results] == [1, 0, 0, 0, 0]
+    assert models_in(results[-1]) == ["org/many", paths[2]]
+    assert (snapshot / files[4]).exists()
+
+
+def test_models_without_an_organization_are_removed(hub: Hub, cli: Cli, tmp_path: Path) -> None:
+    """A listed name comes before a short name, and a folder is not a model in the cache."""
+    cli("models pull Qwen/Qwen3-0.6B")
+    copies = tmp_path / "cache" / "hub"
+    for name in ("gpt2", "qwen3"):
+        shutil.copytree(copies / "models--Qwen--Qwen3-0.6B", copies / f"models--{name}")
+    names = ["gpt2", "qwen3", "qwen3", str(tmp_path)]
+    results = cli(*(f"models rm {name}" for name in names))
+    removed = [text.split(",")[0] for _, text, _ in results]
+    assert removed == ["removed gpt2", "removed qwen3", "removed Qwen/Qwen3-0.6B", ""]
+    assert f"'{tmp_path}' is not in the hub cache" in results[-1][2]
+
+
+def test_offline_no_download_is_announced(hub: Hub, cli: Cli) -> None:
+    cli("models pull org/GGUF:Q8_0")
+    [(code, _, error)] = cli("models pull org/GGUF:Q4_K_M", HF_HUB_OFFLINE="1")
+    assert code == 1
+    assert "Downloading" not in error
+
+
+@pytest.mark.parametrize("command", ["pull", "rm"])
+def test_json_is_only_for_lists(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["models", "--json", command, "org/absent"])
+    assert "--json is only for `nanovllm models`" in capsys.readouterr().err
 
 
 def test_short_names_and_what_cannot_run(hub: Hub, cli: Cli) -> None:

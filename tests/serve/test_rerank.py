@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,13 +31,16 @@ def reranker(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Reranker:
 
 
 @pytest.fixture(scope="module")
-def server(reranker: Reranker) -> Iterator[Running]:
+def llm(reranker: Reranker) -> Iterator[AsyncLLM]:
     llm = AsyncLLM(reranker.path, **OPTIONS)
-    try:
-        with running(llm) as server:
-            yield server
-    finally:
-        llm.close()
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def server(llm: AsyncLLM) -> Iterator[Running]:
+    with running(llm) as server:
+        yield server
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
@@ -65,6 +69,35 @@ def test_options_of_rerank(server: Running, reranker: Reranker) -> None:
     [result] = server.post("/v1/rerank", **body).json()["results"]
     right = reranker.relevance(DOCUMENTS[0], "Judge.")
     assert result["relevance_score"] == pytest.approx(right, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/rerank", {"query": QUERY, "documents": []}), ("/v1/embeddings", {"input": []})],
+)
+def test_errors_name_the_long_text(server: Running, path: str, body: dict[str, Any]) -> None:
+    [name] = [key for key, value in body.items() if value == []]
+    response = server.post(path, **{**body, name: ["short", "x" * 520]})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, name)
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith(f"{name}[1]: ")
+
+
+def test_nothing_is_tokenized_on_the_event_loop(
+    server: Running, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer's lock may be held for long."""
+    encode, threads = llm.input_processor.encode, []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        threads.append(asyncio._get_running_loop())
+        return encode(*args, **options)
+
+    monkeypatch.setattr(llm.input_processor, "encode", watched)
+    assert server.post("/v1/rerank", query=QUERY, documents=["x"]).status_code == 200
+    assert threads
+    assert set(threads) == {None}
 
 
 def test_a_tokenizer_without_labels_is_an_error(tiny: Any, tmp_path: Any) -> None:

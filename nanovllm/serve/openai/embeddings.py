@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 
 from nanovllm.engine.step import Pooling
+from nanovllm.errors import RequestError, at_index
 from nanovllm.outputs import EmbeddingOutput
 from nanovllm.serve.http_responses import Event, EventStream
 from nanovllm.serve.protocol import EmbeddingRequest
@@ -26,8 +27,11 @@ async def tokenize_prompts(service: Service, prompts: object, param: str) -> Seq
     """Tokenize prompts that are pooled, not continued; raise if they are too many or too long."""
     token_ids = await service.all_token_ids(prompts, param)
     service.check_num_sequences(len(token_ids))
-    for each in token_ids:
-        service.check_length(len(each), 0, param)
+    for index, each in enumerate(token_ids):
+        try:
+            service.check_length(len(each), 0, param)
+        except RequestError as error:
+            raise at_index(error, param, index, len(token_ids)) from error
     return token_ids
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -19,8 +20,9 @@ async def create_rerank(service: Service, request: RerankRequest) -> RerankRespo
     service.check_model(request.model)
     documents = [each if isinstance(each, str) else each.text for each in request.documents]
     texts = rerank_prompts(request.query, documents, request.instruction)
+    labels = await asyncio.to_thread(label_ids, service.llm.input_processor)
     prompts = await tokenize_prompts(service, texts, "documents")
-    return RerankResponse(service, request, documents, prompts)
+    return RerankResponse(service, request, documents, prompts, labels)
 
 
 class RerankResponse(PooledResponse):
@@ -32,9 +34,10 @@ class RerankResponse(PooledResponse):
         request: RerankRequest,
         documents: list[str],
         prompts: Sequence[list[int]],
+        labels: tuple[int, int],
     ) -> None:
         super().__init__(service, prompts)
-        self.pooling = label_ids(service.llm.input_processor)
+        self.pooling = labels
         self._request, self._documents = request, documents
 
     def body(self, outputs: Sequence[EmbeddingOutput]) -> Event:
