@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from transformers import ArceeConfig, Exaone4Config
 
 from nanovllm.errors import UnsupportedModelError
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def configs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run the code blocks of the page, and return the tiny configs from the last one."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    """Run the code blocks of the families, and return the tiny configs from the last block."""
+    blocks = blocks_of_page()
     monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
     names = {"FAMILIES": registry.FAMILIES, "Family": registry.Family}
     for name, module, line in zip(("exaone4", "arcee"), blocks[0:4:2], blocks[1:4:2], strict=True):
@@ -31,8 +32,23 @@ def configs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         exec(module, family.__dict__)
         exec(line, {**names, name: family})
     classes = {"Exaone4Config": Exaone4Config, "ArceeConfig": ArceeConfig, "SIZES": SIZES}
-    made: dict[str, Any] = eval(f"{{{blocks[4]}}}", classes)
+    made: dict[str, Any] = eval(f"{{{blocks[-1]}}}", classes)
     return made
+
+
+def blocks_of_page() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.usefixtures("configs")
+def test_both_kinds_of_model_code_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    exec(blocks_of_page()[4], {})
+    ours, theirs = capsys.readouterr().out.splitlines()
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("name", ["exaone4", "arcee"])

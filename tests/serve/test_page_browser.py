@@ -533,12 +533,13 @@ def test_no_window_is_too_narrow(tabs: Tabs) -> None:
 @pytest.mark.parametrize("width", [390, 1440])
 def test_tips_do_not_cover_what_they_explain(tabs: Tabs, width: int) -> None:
     sequences = [SequenceState(i, "running", 9, 99, 0, 9, 9, 0, [i]) for i in range(3)]
-    llm = FakeLLM(idle=replace(IDLE, sequences=sequences))
+    llm = FakeLLM(idle=replace(IDLE, sequences=sequences, snapshots=[5, 6]))
     with served(tabs, llm, allow_pause=True) as server:
         page = tabs.open(server.url, viewport={"width": width, "height": 780})
         if width < 820:
             page.click("#show-engine")
         page.wait_for_selector("#running li >> nth=2")
+        assert page.locator("#num-snapshots").inner_text() == "2"
         wait_for(page, "document.getElementById('speed-line').style.height !== ''")
         page.mouse.move(0, 0)
         found = page.evaluate(COVERED)
