@@ -20,8 +20,8 @@ async def create_rerank(service: Service, request: RerankRequest) -> RerankRespo
     service.check_model(request.model)
     documents = [each if isinstance(each, str) else each.text for each in request.documents]
     texts = rerank_prompts(request.query, documents, request.instruction)
-    labels = await asyncio.to_thread(label_ids, service.llm.input_processor)
     prompts = await tokenize_prompts(service, texts, "documents")
+    labels = await asyncio.to_thread(label_ids, service.llm.input_processor)
     return RerankResponse(service, request, documents, prompts, labels)
 
 
