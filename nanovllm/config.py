@@ -267,11 +267,6 @@ class RecurrentConfig:
     # Whether value head i shares key head i % num_key_heads, as in GGUF files, and not neighbors.
     is_tiled: bool = False
 
-    @property
-    def num_channels(self) -> int:
-        """Number of inputs of the convolution: those of q, k and v."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
-
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:

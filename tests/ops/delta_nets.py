@@ -26,6 +26,11 @@ from nanovllm.ops.interface import (
 from nanovllm.ops.torch_delta_net import HeadTokens, normalize, run_token
 
 
+def num_channels(sizes: RecurrentConfig) -> int:
+    """Return the number of inputs of the convolution: those of q, k and v."""
+    return 2 * sizes.num_key_heads * sizes.key_dim + sizes.num_value_heads * sizes.value_dim
+
+
 def random_inputs(
     sizes: RecurrentConfig, num_tokens: int, dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[DeltaNetInputs, DeltaNetWeights]:
@@ -34,7 +39,7 @@ def random_inputs(
     def make(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
-    channels, heads = sizes.num_channels, sizes.num_value_heads
+    channels, heads = num_channels(sizes), sizes.num_value_heads
     qkvz = make(num_tokens, channels + heads * sizes.value_dim).to(dtype)
     ba = (3 * make(num_tokens, 2 * heads)).to(dtype)
     weights = DeltaNetWeights(
@@ -47,10 +52,10 @@ def random_inputs(
     return split_inputs(qkvz, ba, channels), weights
 
 
-def split_inputs(qkvz: Tensor, ba: Tensor, num_channels: int) -> DeltaNetInputs:
+def split_inputs(qkvz: Tensor, ba: Tensor, channels: int) -> DeltaNetInputs:
     """As in the model, qkv and z are parts of one tensor, and so are b and a."""
     b, a = ba.chunk(2, dim=1)
-    return DeltaNetInputs(qkvz[:, :num_channels], qkvz[:, num_channels:], b, a)
+    return DeltaNetInputs(qkvz[:, :channels], qkvz[:, channels:], b, a)
 
 
 def random_state(
@@ -59,7 +64,7 @@ def random_state(
     """Return states that are apart, as the states of a layer are in those of a whole model."""
     generator = torch.Generator().manual_seed(num_states)
     shape = sizes.num_value_heads, sizes.key_dim, sizes.value_dim
-    conv_shape = sizes.num_channels, sizes.conv_size - 1
+    conv_shape = num_channels(sizes), sizes.conv_size - 1
     recurrent, conv = (
         torch.randn(num_states, 2, *each, generator=generator)[:, 1] for each in (shape, conv_shape)
     )
