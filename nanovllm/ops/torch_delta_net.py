@@ -171,7 +171,7 @@ def run_chunks(tokens: HeadTokens, state: Tensor, scan: Scan) -> tuple[Tensor, T
     num_tokens = tokens.q.shape[2]
     q, k, v = map(in_chunks, (tokens.q, tokens.k, tokens.v))
     decay, beta = (in_chunks(x[..., None]) for x in (tokens.decay, tokens.beta))
-    total = decay.cumsum(3)  # [rows, heads, chunks, tokens, 1]: from the start of the chunk
+    total = decay.cumsum(3)  # [rows, heads, chunks, tokens, 1], since the start of the chunk
     between = (total - total.transpose(-1, -2)).tril().exp().tril()  # decay between two tokens
     weighted = k * beta
     system = weighted @ k.transpose(-1, -2) * between

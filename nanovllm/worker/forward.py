@@ -120,7 +120,7 @@ def sampled_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def has_drafts(plan: StepPlan) -> bool:
-    """Return whether some rows have the same slot, to verify drafts."""
+    """Return whether the plan verifies drafts, so that several rows share a slot."""
     return any(update.token_ids for update in plan.draft_updates)
 
 

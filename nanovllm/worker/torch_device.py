@@ -56,7 +56,7 @@ class TorchDevice:
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
         self.config, self.group = config, group
         self.num_ranks = group.size * config.data_parallel_size  # ranks that share this memory
-        self._allocated_bytes = 0  # of caches, most of it not used yet
+        self._allocated_bytes = 0  # size of all caches; most of their pages are not in use yet
 
     def for_draft_model(self, config: EngineConfig) -> TorchDevice:
         return type(self)(config, self.group)
