@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks.workloads import Workload
-from nanovllm.config import ExpertsConfig, ModelConfig
+from nanovllm.config import ExpertsConfig, ModelConfig, RecurrentConfig
 from nanovllm.errors import ConfigError
 
 
@@ -67,6 +67,7 @@ class ModelCost:
     expert_weights: int = 0  # elements of one expert in all layers; a token uses top_k experts
     num_experts: int = 1
     top_k: int = 0
+    state_bytes: int = 0  # recurrent states of a sequence: a step reads and writes them
 
     def weight_bytes(self, num_tokens: int) -> float:
         """Return the bytes read in a step; the few rows of an untied input embedding are ignored.
@@ -82,19 +83,35 @@ def model_cost(config: ModelConfig, itemsize: int, kv_cache_dtype: str = "auto")
     row_bytes = config.head_dim * itemsize if kv_cache_dtype == "auto" else config.head_dim + 1
     q_size = config.num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
-    attention = config.hidden_size * (2 * q_size + 2 * kv_size)
+    num_q = 3 if config.has_output_gate else 2  # q, the gate, and the output projection
+    attention = config.hidden_size * (num_q * q_size + 2 * kv_size)
     mlp = 3 * config.hidden_size * config.intermediate_size
-    num_whole = sum(
-        layer.window is None for layer in config.layers
-    )  # sliding windows are not counted
+    recurrent = config.recurrent
+    num_recurrent = 0 if recurrent is None else len(recurrent.layers)
+    num_attention = config.num_layers - num_recurrent
+    # Sliding windows are not counted.
+    num_whole = sum(layer.window is None for layer in config.layers) - num_recurrent
     cost = ModelCost(
-        layer_weights=config.num_layers * (attention + mlp),
+        layer_weights=num_attention * attention + config.num_layers * mlp,
         head_weights=config.vocab_size * config.hidden_size,
         kv_bytes=num_whole * 2 * config.num_kv_heads * row_bytes,
         attention_flops=num_whole * 4 * q_size,
         itemsize=itemsize,
     )
+    if recurrent is not None:
+        cost = _with_recurrent(cost, config.hidden_size, recurrent)
     return cost if config.experts is None else _with_experts(cost, config, config.experts, mlp)
+
+
+def _with_recurrent(cost: ModelCost, hidden_size: int, config: RecurrentConfig) -> ModelCost:
+    k, v = config.num_key_heads * config.key_dim, config.num_value_heads * config.value_dim
+    projections = hidden_size * (2 * k + 3 * v + 2 * config.num_value_heads)
+    state_bytes = 4 * config.key_dim * v  # float32
+    return replace(
+        cost,
+        layer_weights=cost.layer_weights + len(config.layers) * projections,
+        state_bytes=2 * len(config.layers) * state_bytes,
+    )
 
 
 def _with_experts(
@@ -102,9 +119,10 @@ def _with_experts(
 ) -> ModelCost:
     num_sparse = config.num_layers - len(experts.dense_layers)
     router = config.hidden_size * experts.num_experts
+    shared = 3 * config.hidden_size * experts.shared_size
     return replace(
         cost,
-        layer_weights=cost.layer_weights + num_sparse * (router - mlp),
+        layer_weights=cost.layer_weights + num_sparse * (router + shared - mlp),
         expert_weights=num_sparse * 3 * config.hidden_size * experts.size,
         num_experts=experts.num_experts,
         top_k=experts.top_k,
@@ -121,7 +139,7 @@ def step_floor(
         cost.weight_bytes(num_tokens) / rates.bytes_per_second,
         product_flops / rates.flops_per_second,
     ) + max(
-        cost.kv_bytes * num_kv / rates.bytes_per_second,
+        (cost.kv_bytes * num_kv + cost.state_bytes * num_sampled) / rates.bytes_per_second,
         cost.attention_flops * num_pairs / rates.flops_per_second,
     )
 
