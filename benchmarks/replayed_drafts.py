@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from nanovllm.engine.drafter import Proposal
 from nanovllm.engine.sequence import Sequence
 
+NUM_COMPARED = 4  # newest tokens that tell whether a sequence follows a recorded one
+
 
 @dataclass
 class Replay:
@@ -20,13 +22,14 @@ class Replay:
     _candidates: dict[int, list[list[int]]] = field(default_factory=dict)  # keyed by seq_id
 
     def propose(self, seq: Sequence, most: int) -> Proposal | None:
-        prompt, known = seq.token_ids[: seq.num_prompt_tokens].tolist(), seq.token_ids.tolist()
+        known = seq.token_ids
         if seq.seq_id not in self._candidates:
+            prompt = known[: seq.num_prompt_tokens].tolist()
             self._candidates[seq.seq_id] = [
                 each for each in self.recorded if each[: len(prompt)] == prompt
             ]
-        candidates = self._candidates[seq.seq_id]
-        exact = [each for each in candidates if each[: len(known)] == known]
+        candidates, newest = self._candidates[seq.seq_id], known[-NUM_COMPARED:].tolist()
+        exact = [each for each in candidates if each[: len(known)][-NUM_COMPARED:] == newest]
         # On a GPU, rounding may change a token: then the others still follow the recorded ones.
         [tokens] = (exact or candidates)[:1] or [[]]
         drafts = tokens[len(known) : len(known) + most]

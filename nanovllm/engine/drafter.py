@@ -19,6 +19,7 @@ NUM_CLASSES = 4  # of proposals, by how certain they are
 MAX_PAUSE = 63  # maximum steps between two attempts, while drafts are not worthwhile
 FIRST_ACCEPTANCE = 0.7
 TRIAL, MIN_PHASE, MAX_PHASE = 12, 32, 512  # steps of the phases of a Trial
+MIN_SPEEDUP = 1.05  # that drafts must have in a Trial; smaller differences may be noise
 NUM_CHOICES = 64  # after so many choices, the maximum number of drafts is tried
 RATE = 0.15  # weight of the newest measurement in a moving average
 
@@ -229,7 +230,8 @@ class Trial:
 
     def __init__(self) -> None:
         self.is_on = True
-        self._rates: dict[bool, float] = {}  # tokens per second
+        # Tokens per second. The rate with drafts is divided by MIN_SPEEDUP.
+        self._rates: dict[bool, float] = {}
         self._long = MIN_PHASE  # steps of the next long phase
         self._begin(TRIAL)
 
@@ -242,7 +244,8 @@ class Trial:
         longest = 3 * min(steps)[0]  # longer steps are exceptions: they captured a graph
         steps = [step for step in steps if step[0] <= longest]
         total = sum(step[0] for step in steps)
-        self._rates[self.is_on] = sum(step[1] for step in steps) / max(total, 1e-9)
+        rate = sum(step[1] for step in steps) / max(total, 1e-9)
+        self._rates[self.is_on] = rate / MIN_SPEEDUP if self.is_on else rate
         other = self._rates.get(not self.is_on)
         if other is None or self._length != TRIAL:
             self.is_on = not self.is_on
