@@ -88,6 +88,7 @@ class RecurrentRows:
 
     slots: Tensor  # int64 [rows], on the device
     counts: list[int] | None = None  # number of tokens of each row; None: one each
+    chunks: Tensor | None = None  # int32 [chunks, 4], see `split_chunks`; set if counts are
 
 
 @dataclass(frozen=True, slots=True)

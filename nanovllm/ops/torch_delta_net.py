@@ -6,11 +6,12 @@ beta * k * (v - k @ S), which moves the value that S returns for k toward v, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,10 +21,6 @@ from nanovllm.ops.interface import DeltaNetInputs, DeltaNetWeights, LayerState, 
 CHUNK_SIZE = 64  # number of tokens whose updates are computed at once
 MAX_TOKENS = 1024  # of rows in the chunked form that run together
 EPS = 1e-6  # of the L2 norms of q and k
-
-
-# Runs rows of equal length, given their slots.
-RunRows = Callable[[DeltaNetInputs, DeltaNetWeights, LayerState, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +45,17 @@ class Chunks(NamedTuple):
     decay: Tensor  # [rows, heads, chunks, 1, 1]: factor of the state
 
 
-Scan = Callable[[Chunks, Tensor], tuple[Tensor, Tensor]]
-
-
 def gated_delta_net(
-    inputs: DeltaNetInputs,
-    weights: DeltaNetWeights,
-    state: LayerState,
-    rows: RecurrentRows,
-    run_tokens: RunRows | None = None,
-    run_longer: RunRows | None = None,
+    inputs: DeltaNetInputs, weights: DeltaNetWeights, state: LayerState, rows: RecurrentRows
 ) -> Tensor:
-    """Implement Ops.gated_delta_net.
-
-    A device may have its own functions that run rows of one token, and longer ones.
-    """
-    run_tokens, run_longer = run_tokens or run_rows, run_longer or run_rows
+    """Implement Ops.gated_delta_net."""
     if rows.counts is None:
-        return run_tokens(inputs, weights, state, rows.slots)
+        return run_rows(inputs, weights, state, rows.slots)
     output = torch.empty_like(inputs.z)
     for row_slice, token_slice in split_rows(rows.counts):
-        slots = rows.slots[row_slice]
         parts = (part[token_slice] for part in (inputs.qkv, inputs.z, inputs.b, inputs.a))
-        is_longer = token_slice.stop - token_slice.start > len(slots)
-        run = run_longer if is_longer else run_tokens
-        output[token_slice] = run(DeltaNetInputs(*parts), weights, state, slots)
+        slots = rows.slots[row_slice]
+        output[token_slice] = run_rows(DeltaNetInputs(*parts), weights, state, slots)
     return output
 
 
@@ -95,14 +78,24 @@ def split_rows(counts: list[int]) -> Iterator[tuple[slice, slice]]:
         first_row = last_row
 
 
+def split_chunks(counts: np.ndarray) -> np.ndarray:
+    """Split rows with these numbers of tokens into chunks of up to CHUNK_SIZE tokens.
+
+    Return int32 [chunks, 4]: the row of each chunk, its first token in the step, and the number of
+    tokens of the row before this token and from it on.
+    """
+    num_chunks = -(-counts // CHUNK_SIZE)
+    rows = np.repeat(np.arange(len(counts)), num_chunks)
+    indices = np.arange(len(rows)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+    before = indices * CHUNK_SIZE
+    first = (np.cumsum(counts) - counts)[rows] + before
+    return np.stack((rows, first, before, counts[rows] - before), axis=1).astype(np.int32)
+
+
 def run_rows(
-    inputs: DeltaNetInputs,
-    weights: DeltaNetWeights,
-    state: LayerState,
-    slots: Tensor,
-    scan: Scan | None = None,
+    inputs: DeltaNetInputs, weights: DeltaNetWeights, state: LayerState, slots: Tensor
 ) -> Tensor:
-    """Run rows of equal length, row after row; a device may have its own `scan_chunks`."""
+    """Run rows of equal length, row after row."""
     num_rows, (_, num_heads, _, value_dim) = len(slots), state.recurrent.shape
     qkv = convolve(inputs.qkv.view(num_rows, -1, inputs.qkv.shape[1]), weights, state, slots)
     tokens = split_heads(qkv, inputs, weights, state)
@@ -110,7 +103,7 @@ def run_rows(
     if qkv.shape[1] == 1:
         y, after = run_token(tokens, before)  # y: [rows, heads, tokens, value_dim]
     else:
-        y, after = run_chunks(tokens, before, scan or scan_chunks)
+        y, after = run_chunks(tokens, before)
     state.recurrent.index_copy_(0, slots, after)
     y = y.transpose(1, 2).reshape(-1, num_heads, value_dim)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + weights.norm.eps) * weights.norm.weight
@@ -162,7 +155,7 @@ def run_token(tokens: HeadTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.q @ state, state
 
 
-def run_chunks(tokens: HeadTokens, state: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
+def run_chunks(tokens: HeadTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """Run any number of tokens in the chunked form; return their outputs and the new states.
 
     Within a chunk, each change depends on those before it: a triangular system. It is linear in the
@@ -181,7 +174,7 @@ def run_chunks(tokens: HeadTokens, state: Tensor, scan: Scan) -> tuple[Tensor, T
     scores = q @ k.transpose(-1, -2) * between
     last = total[..., -1:, :]
     q, k = q * total.exp(), k * (last - total).exp()
-    output, state = scan(Chunks(changes, reads, q, k, scores, last.exp()), state)
+    output, state = scan_chunks(Chunks(changes, reads, q, k, scores, last.exp()), state)
     return output.flatten(2, 3)[:, :, :num_tokens], state
 
 

@@ -14,6 +14,7 @@ from nanovllm.attention.backend import AttentionBackend, BatchRows
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch, SampledTokens
 from nanovllm.ops.interface import LayerCache, LayerState, RecurrentRows, ResidualStream
+from nanovllm.ops.torch_delta_net import split_chunks
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.state_cache import StateCache
 
@@ -102,8 +103,10 @@ def look_up(input_batch: InputBatch, slots: Tensor, positions: Tensor) -> tuple[
 
 
 def recurrent_rows(plan: StepPlan, upload: Callable[[np.ndarray], Tensor]) -> RecurrentRows:
-    counts = None if (plan.counts == 1).all() else plan.counts.tolist()
-    return RecurrentRows(upload(plan.slots.astype(np.int64)), counts)
+    slots = upload(plan.slots.astype(np.int64))
+    if (plan.counts == 1).all():
+        return RecurrentRows(slots)
+    return RecurrentRows(slots, plan.counts.tolist(), upload(split_chunks(plan.counts)))
 
 
 def tokens_of(plan: StepPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

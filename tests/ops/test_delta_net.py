@@ -21,7 +21,6 @@ from nanovllm.ops.torch_delta_net import (
     normalize,
     run_chunks,
     run_token,
-    scan_chunks,
     split_rows,
 )
 from nanovllm.ops.torch_ops import TorchOps
@@ -61,7 +60,7 @@ def rule_of_transformers(rule: Any, tokens: HeadTokens, state: Tensor) -> tuple[
 @pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 200])
 def test_both_forms_of_the_rule_equal_transformers(num_tokens: int) -> None:
     tokens, state = random_tokens(1, num_tokens)
-    got = run_chunks(tokens, state, scan_chunks)
+    got = run_chunks(tokens, state)
     for rule in (torch_recurrent_gated_delta_rule, torch_chunk_gated_delta_rule):
         for a, b in zip(got, rule_of_transformers(rule, tokens, state), strict=True):
             torch.testing.assert_close(a, b, **TOLERANCE)
@@ -78,7 +77,7 @@ def test_strong_decay_does_not_overflow() -> None:
     tokens, state = random_tokens(1, 200)
     tokens = HeadTokens(tokens.q, tokens.k, tokens.v, 60 * tokens.decay, tokens.beta)
     want = rule_of_transformers(torch_recurrent_gated_delta_rule, tokens, state)
-    for a, b in zip(run_chunks(tokens, state, scan_chunks), want, strict=True):
+    for a, b in zip(run_chunks(tokens, state), want, strict=True):
         torch.testing.assert_close(a, b, **TOLERANCE)
 
 

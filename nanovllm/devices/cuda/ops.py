@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.devices.cuda.kernels import elementwise
-from nanovllm.devices.cuda.kernels.delta_net import run_tokens, scan_chunks
+from nanovllm.devices.cuda.kernels import delta_net, elementwise
 from nanovllm.devices.cuda.kernels.dequantize import CudaWeight, dequantize
 from nanovllm.devices.cuda.kernels.experts_grouped import run_grouped
 from nanovllm.devices.cuda.kernels.experts_pairs import route, run_pairs
@@ -39,7 +37,6 @@ from nanovllm.ops.interface import (
     Routing,
 )
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
-from nanovllm.ops.torch_delta_net import gated_delta_net, run_rows
 from nanovllm.ops.torch_ops import ComposedLinear, TorchOps
 
 # Minimum rows to fuse the residual add into the GEMM (addmm); the norm then reads one tensor less.
@@ -59,11 +56,7 @@ class TritonOps:
     embed = staticmethod(TorchOps.embed)
     scale_logits = staticmethod(TorchOps.scale_logits)
     rope_write = staticmethod(elementwise.rope_write)
-    gated_delta_net = staticmethod(
-        partial(
-            gated_delta_net, run_tokens=run_tokens, run_longer=partial(run_rows, scan=scan_chunks)
-        )
-    )
+    gated_delta_net = staticmethod(delta_net.gated_delta_net)
     multiply_sigmoid = staticmethod(elementwise.multiply_sigmoid)
     act_and_mul = staticmethod(elementwise.act_and_mul)
 

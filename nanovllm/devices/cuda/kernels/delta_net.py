@@ -1,4 +1,4 @@
-"""Gated DeltaNet on CUDA; torch_delta_net.py defines what is computed."""
+"""Gated DeltaNet for rows of one token; torch_delta_net.py defines what is computed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.devices.cuda.kernels.fp8_rows import MIN_DOT_SIZE
+from nanovllm.devices.cuda.kernels.delta_net_chunks import (
+    NORM_EPS,
+    key_head_of,
+    run_chunks,
+    softplus,
+)
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
-from nanovllm.ops.interface import DeltaNetInputs, DeltaNetWeights, LayerState
-from nanovllm.ops.torch_delta_net import EPS, Chunks
+from nanovllm.ops.interface import DeltaNetInputs, DeltaNetWeights, LayerState, RecurrentRows
 
-NORM_EPS = tl.constexpr(EPS)
+
+def gated_delta_net(
+    inputs: DeltaNetInputs, weights: DeltaNetWeights, state: LayerState, rows: RecurrentRows
+) -> Tensor:
+    """Implement Ops.gated_delta_net: in the chunked form if any row has several tokens."""
+    if rows.counts is None:
+        return run_tokens(inputs, weights, state, rows.slots)
+    assert rows.chunks is not None
+    return run_chunks(inputs, weights, state, rows.slots, rows.chunks)
 
 
 def run_tokens(
@@ -52,25 +64,6 @@ def run_tokens(
         **options,
     )
     return output
-
-
-def scan_chunks(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Run one chunk after another, with a CTA for some columns of each head's state."""
-    num_rows, num_heads, num_chunks, size, value_dim = chunks.changes.shape
-    key_dim, block_v = state.shape[2], MIN_DOT_SIZE.value
-    output, after = state.new_empty(chunks.changes.shape), torch.empty_like(state)
-    _scan_chunks[(num_rows * num_heads, triton.cdiv(value_dim, block_v))](
-        *(output, after, state, *(part.contiguous() for part in chunks), num_chunks),
-        SIZE=size,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        BLOCK_T=max(triton.next_power_of_2(size), MIN_DOT_SIZE),
-        BLOCK_K=max(triton.next_power_of_2(key_dim), MIN_DOT_SIZE),
-        BLOCK_V=block_v,
-        num_warps=4,
-        num_stages=1,
-    )
-    return output, after
 
 
 @triton.jit
@@ -145,7 +138,7 @@ def _delta_rule(  # type: ignore[no-untyped-def]
     rate, bias = tl.load(log_decay + head), tl.load(dt_bias + head)
     scale = tl.load(norm + j, mask=is_value, other=0.0)
     wait_for_inputs(OVERLAP)
-    key_head = head % KEY_HEADS if IS_TILED else head // (HEADS // KEY_HEADS)
+    key_head = key_head_of(head, KEY_HEADS, HEADS, IS_TILED)
     key = qkv + row * num_channels + key_head * KEY_DIM + i
     q = tl.load(key, mask=is_key, other=0.0)
     k = tl.load(key + KEY_HEADS * KEY_DIM, mask=is_key, other=0.0)
@@ -154,11 +147,7 @@ def _delta_rule(  # type: ignore[no-untyped-def]
     q *= tl.rsqrt((tl.sum(q * q) + NORM_EPS) * KEY_DIM)
     k *= tl.rsqrt(tl.sum(k * k) + NORM_EPS)
     dt = tl.load(a + row * a_stride + head).to(tl.float32) + bias
-    # This is softplus: log(1 + exp(dt)). Near 0, log(1 + x) is computed as x times a quotient.
-    exponential = tl.exp(-tl.abs(dt))
-    rounded = 1.0 + exponential
-    slope = tl.where(rounded == 1.0, 1.0, tl.log(rounded) / (rounded - 1.0))
-    state *= tl.exp(rate * (tl.maximum(dt, 0.0) + exponential * slope))
+    state *= tl.exp(rate * softplus(dt))
     beta = tl.sigmoid(tl.load(b + row * b_stride + head).to(tl.float32))
     change = beta * (v - tl.sum(state * k[:, None], 0))
     state += k[:, None] * change
@@ -170,52 +159,3 @@ def _delta_rule(  # type: ignore[no-untyped-def]
     y *= gate * tl.sigmoid(gate)
     target = output + (row * HEADS + head) * VALUE_DIM + j
     tl.store(target, y.to(output.dtype.element_ty), mask=is_value)
-
-
-@triton.jit
-def _scan_chunks(  # type: ignore[no-untyped-def]
-    output,
-    after,
-    before,
-    changes,
-    reads,
-    q,
-    k,
-    scores,
-    decay,
-    num_chunks,
-    SIZE: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Run all chunks of a head for some columns of its state, which stay in registers.
-
-    A product of three TF32 multiplications each has nearly the precision of float32.
-    """
-    head = tl.program_id(0).to(tl.int64)
-    t, i = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
-    j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_cell = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)
-    is_key = (t < SIZE)[:, None] & (i < KEY_DIM)
-    is_value = (t < SIZE)[:, None] & (j < VALUE_DIM)
-    is_score = (t < SIZE)[:, None] & (t < SIZE)
-    cells = (head * KEY_DIM + i[:, None]) * VALUE_DIM + j
-    state = tl.load(before + cells, mask=is_cell, other=0.0)
-    for chunk in range(num_chunks):
-        tokens = (head * num_chunks + chunk) * SIZE + t[:, None]
-        keys, values = tokens * KEY_DIM + i, tokens * VALUE_DIM + j
-        change = tl.load(changes + values, mask=is_value, other=0.0)
-        read = tl.load(reads + keys, mask=is_key, other=0.0)
-        change -= tl.dot(read, state, input_precision="tf32x3")
-        query = tl.load(q + keys, mask=is_key, other=0.0)
-        score = tl.load(scores + tokens * SIZE + t, mask=is_score, other=0.0)
-        y = tl.dot(query, state, input_precision="tf32x3")
-        y = tl.dot(score, change, y, input_precision="tf32x3")
-        tl.store(output + values, y, mask=is_value)
-        key = tl.load(k + keys, mask=is_key, other=0.0)
-        state *= tl.load(decay + head * num_chunks + chunk)
-        state = tl.dot(tl.trans(key), change, state, input_precision="tf32x3")
-    tl.store(after + cells, state, mask=is_cell)

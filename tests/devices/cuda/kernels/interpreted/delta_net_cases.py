@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import sys
 
+import numpy as np
 import torch
 
 from nanovllm.config import RecurrentConfig
 from nanovllm.devices.cuda.ops import TritonOps
 from nanovllm.ops.interface import RecurrentRows
+from nanovllm.ops.torch_delta_net import split_chunks
 from nanovllm.ops.torch_ops import TorchOps
 from tests.devices.cuda.kernels.interpreted.fused_cases import TOLERANCE
 from tests.ops.delta_nets import random_inputs, random_state
@@ -23,9 +25,12 @@ def check_gated_delta_net(
     dtype: torch.dtype, device: str, sizes: tuple[tuple[int, ...], ...]
 ) -> None:
     """Outputs and states equal the reference's, for rows of one token and beside longer rows."""
-    for numbers, counts in itertools.product(sizes, (None, [1, 5, 1, 1, 70])):
+    for numbers, counts in itertools.product(sizes, (None, [1, 5, 2, 1, 150])):
         config = RecurrentConfig(frozenset(), *numbers)
-        rows = RecurrentRows(torch.tensor([4, 0, 6, 2, 1], device=device), counts)
+        slots, chunks = torch.tensor([4, 0, 6, 2, 1], device=device), None
+        if counts is not None:
+            chunks = torch.from_numpy(split_chunks(np.array(counts))).to(device)
+        rows = RecurrentRows(slots, counts, chunks)
         inputs, weights = random_inputs(config, sum(counts or [1] * 5), dtype, device)
         results = []
         for ops in (TritonOps(), TorchOps()):
@@ -33,7 +38,8 @@ def check_gated_delta_net(
             y = ops.gated_delta_net(inputs, weights, state, rows)
             results.append((y, state.recurrent, state.conv))
         for got, want in zip(*results, strict=True):
-            tolerance = 4 * TOLERANCE[want.dtype]  # sums are as exact as their largest term
+            # Sums are as exact as their largest term. Chunks use the dtype of the inputs.
+            tolerance = 4 * TOLERANCE[want.dtype if counts is None else dtype]
             largest = want.abs().max().item()
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * largest)
 
