@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
+from nanovllm.layers.layer_weight import Outputs
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
 from nanovllm.layers.shards import (
@@ -49,19 +50,26 @@ class GatedDeltaNet(Layer):
         k, v = key_heads.times(sizes.key_dim), heads.times(sizes.value_dim)
         self.heads, self.channels = heads, [k, k, v]
         self.num_channels = 2 * k.count + v.count
-        # The small projections are apart, because FP8 checkpoints do not quantize them.
-        qkvz = {"in_proj_qkv": [k, k, v], "in_proj_z": [v]}
-        ba = {"in_proj_b": [heads], "in_proj_a": [heads]}
-        orders: list[list[int] | None] = [None, None]
+        self.widths = [self.num_channels, v.count, heads.count, heads.count]
+        inputs: Outputs = {"in_proj_qkv": [k, k, v], "in_proj_z": [v]}
+        gates: Outputs = {"in_proj_b": [heads], "in_proj_a": [heads]}
+        input_order = gate_order = None
         if is_grouped:
             group = sizes.num_value_heads // sizes.num_key_heads
             dims = [sizes.key_dim, sizes.key_dim, *[group * sizes.value_dim] * 2]
-            qkvz = {"in_proj_qkvz": [key_heads.times(sum(dims))]}
-            ba = {"in_proj_ba": [key_heads.times(2 * group)]}
-            orders = [ungroup(key_heads.count, parts) for parts in (dims, [group, group])]
+            inputs = {"in_proj_qkvz": [key_heads.times(sum(dims))]}
+            gates = {"in_proj_ba": [key_heads.times(2 * group)]}
+            input_order = ungroup(key_heads.count, dims)
+            gate_order = ungroup(key_heads.count, [group, group])
         hidden = replicated(config.hidden_size)
-        self.in_proj_qkvz = MergedLinear(hidden, qkvz, False, build, row_order=orders[0])
-        self.in_proj_ba = MergedLinear(hidden, ba, False, build, row_order=orders[1])
+        self.gate_proj: MergedLinear | None = None
+        if build.layouts is not None:  # FP8 checkpoints do not quantize the gates
+            self.gate_proj = MergedLinear(hidden, gates, False, build, row_order=gate_order)
+        else:
+            inputs |= gates
+            if input_order is not None and gate_order is not None:
+                input_order += [len(input_order) + i for i in gate_order]
+        self.in_proj = MergedLinear(hidden, inputs, False, build, row_order=input_order)
         self.o_proj = RowParallelLinear(v, config.hidden_size, False, build, "out_proj")
         self.conv = build.parameter(self.num_channels, 1, sizes.conv_size)
         self.log_decay, self.dt_bias = (
@@ -73,10 +81,14 @@ class GatedDeltaNet(Layer):
         self, hidden: ResidualStream, norm: RMSNorm, rope: Tensor, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs of the heads, before `o_proj`, and the residual."""
-        x, residual = self.ops.norm(hidden, norm.weights)
-        qkvz, ba = self.in_proj_qkvz(x), self.in_proj_ba(x)
-        qkv, z = qkvz[:, : self.num_channels], qkvz[:, self.num_channels :]
-        inputs = DeltaNetInputs(qkv, z, ba[:, : self.heads.count], ba[:, self.heads.count :])
+        if self.gate_proj is None:
+            y, residual = self.in_proj.after_norm(hidden, norm)
+            parts = y.split(self.widths, dim=1)
+        else:
+            x, residual = self.ops.norm(hidden, norm.weights)
+            qkvz, gates = self.in_proj(x), self.gate_proj(x)
+            parts = *qkvz.split(self.widths[:2], dim=1), *gates.split(self.widths[2:], dim=1)
+        inputs = DeltaNetInputs(*parts)
         state, rows = batch.caches[self.layer_index], batch.recurrent
         assert isinstance(state, LayerState)
         assert rows is not None
