@@ -11,7 +11,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.shards import ExpectedTensor, replicated, sharded
-from nanovllm.ops.interface import PackedExperts, ResidualStream, Routing
+from nanovllm.ops.interface import PackedExperts, ResidualStream, Routing, SharedExpert
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,11 @@ class SharedExpertMoeBlock(SparseMoeBlock):
 
     def forward(self, hidden: ResidualStream, norm: RMSNorm) -> ResidualStream:
         x, residual = self.ops.norm(hidden, norm.weights)
-        y = self.packed(x, self.gate(x))
         # Unlike down_proj itself, its GEMM does not add up the ranks' outputs.
-        shared = self.shared_expert.down_proj.packed(self.shared_expert.gate_up_proj(x))
-        y = self.ops.multiply_sigmoid(shared, self.shared_expert_gate(x), y)
+        shared = SharedExpert(
+            self.shared_expert.gate_up_proj.packed,
+            self.shared_expert.down_proj.packed,
+            self.shared_expert_gate.packed,
+        )
+        y = self.packed(x, self.gate(x), shared)
         return ResidualStream(residual, self.group.all_reduce(y))

@@ -172,11 +172,24 @@ class Routing:
     is_normalized: bool  # whether the chosen experts' weights are scaled to sum to one
 
 
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An expert that every token runs through, weighted by the sigmoid of a gate."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
+    gate: PackedLinear  # one output
+
+    def add(self, ops: Ops, x: Tensor, y: Tensor) -> Tensor:
+        """Add the expert's output for x to that of the other experts, y."""
+        return ops.multiply_sigmoid(self.down(self.gate_up(x)), self.gate(x), y)
+
+
 class PackedExperts(Protocol):
     """The experts of a layer and their routing, in the layout that the device's kernels read."""
 
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts.
+    def __call__(self, x: Tensor, logits: Tensor, shared: SharedExpert | None = None) -> Tensor:
+        """Return the weighted sum of each token's experts, plus the shared expert's output.
 
         x is [tokens, hidden]; logits are [tokens, experts], of the same dtype.
         """

@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.ops.composed_linear import linear, upcast
-from nanovllm.ops.interface import NormWeights, Ops, PackedLinear, ResidualStream, Routing
+from nanovllm.ops.interface import (
+    NormWeights,
+    Ops,
+    PackedLinear,
+    ResidualStream,
+    Routing,
+    SharedExpert,
+)
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
 
 
@@ -21,8 +28,9 @@ class ComposedExperts:
     ops: Ops
     run: Callable[[Tensor, Tensor], Tensor]
 
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        return self.run(x, logits)
+    def __call__(self, x: Tensor, logits: Tensor, shared: SharedExpert | None = None) -> Tensor:
+        y = self.run(x, logits)
+        return y if shared is None else shared.add(self.ops, x, y)
 
     def after_norm(
         self, hidden: ResidualStream, norm: NormWeights, router: PackedLinear

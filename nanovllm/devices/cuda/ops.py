@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.devices.cuda.kernels import delta_net, elementwise
 from nanovllm.devices.cuda.kernels.dequantize import CudaWeight, dequantize
 from nanovllm.devices.cuda.kernels.experts_grouped import run_grouped
-from nanovllm.devices.cuda.kernels.experts_pairs import route, run_pairs
+from nanovllm.devices.cuda.kernels.experts_pairs import SharedWeights, route, run_pairs
 from nanovllm.devices.cuda.kernels.linear_few_rows import (
     FewRowsConfig,
     choose_splits,
@@ -35,6 +35,7 @@ from nanovllm.ops.interface import (
     PackedLinear,
     ResidualStream,
     Routing,
+    SharedExpert,
 )
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
 from nanovllm.ops.torch_ops import ComposedLinear, TorchOps
@@ -172,18 +173,33 @@ class CudaExperts:
     down: CudaWeight
     routing: Routing
 
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, logits: Tensor, shared: SharedExpert | None = None) -> Tensor:
         x, logits = x.contiguous(), logits.contiguous()
         if len(x) == 0:
             return x
         gate_up, down = self.gate_up, self.down
         if len(x) <= MAX_PAIR_TOKENS and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
             ids, weights, _ = route(logits, self.routing)
-            return run_pairs(x, ids, weights, gate_up, down)
-        return run_grouped(x, logits, gate_up, down, self.routing)
+            joined = None if shared is None else shared_weights(shared, down.shape[2])
+            y = run_pairs(x, ids, weights, gate_up, down, joined)
+            if joined is not None:
+                return y
+        else:
+            y = run_grouped(x, logits, gate_up, down, self.routing)
+        return y if shared is None else shared.add(self.ops, x, y)
 
     def after_norm(
         self, hidden: ResidualStream, norm: NormWeights, router: PackedLinear
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self.ops.norm(hidden, norm)
         return self(normed, router(normed)), residual
+
+
+def shared_weights(shared: SharedExpert, size: int) -> SharedWeights | None:
+    """Return the weights of a shared expert if it can run like the others, which have `size`."""
+    linears = shared.gate_up, shared.down, shared.gate
+    weights = [each.weight for each in linears if isinstance(each, CudaLinear)]
+    dense = [weight for weight in weights if isinstance(weight, Tensor)]
+    if len(dense) < len(linears) or dense[1].shape[1] != size:
+        return None
+    return SharedWeights(*dense)

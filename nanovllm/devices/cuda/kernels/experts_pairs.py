@@ -6,6 +6,8 @@ know which experts are chosen, so the grids do not depend on the choice.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,14 @@ from nanovllm.ops.interface import Routing
 
 GATE_UP_BLOCK = 2  # outputs per CTA
 DOWN_ELEMENTS = 4096  # elements of the weight that a CTA loads at a time
+
+
+class SharedWeights(NamedTuple):
+    """The weights of a shared expert as large as the others; all tensors are contiguous."""
+
+    gate_up: Tensor  # [2 * size, hidden]
+    down: Tensor  # [hidden, size]
+    gate: Tensor  # [1, hidden]
 
 
 def route(
@@ -44,19 +54,30 @@ def route(
     return ids, weights, ranks
 
 
-def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def run_pairs(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    shared: SharedWeights | None = None,
+) -> Tensor:
     """Return the weighted sum of each token's experts; all tensors are contiguous.
 
     The weights of the experts are [experts, outputs, inputs]. The down kernel sums over all experts
-    of a token in one CTA, which is faster than adding them up one by one.
+    of a token in one CTA, which is faster than adding them up one by one. The shared expert forms
+    one more pair with each token, after all others.
     """
     num_tokens, top_k = ids.shape
     _, hidden, size = down.shape
-    y = torch.empty(num_tokens * top_k, size, device=x.device, dtype=x.dtype)
+    num_pairs = num_tokens * (top_k if shared is None else top_k + 1)
+    y = torch.empty(num_pairs, size, device=x.device, dtype=x.dtype)
     out = torch.empty_like(x)
+    own_gate_up, own_down, gate = shared or (None, None, None)
+    factors = None if shared is None else torch.empty(num_tokens, device=x.device)
     options = {"TOP_K": top_k, **launch_options(x, num_tokens)}
-    _gate_up[(triton.cdiv(size, GATE_UP_BLOCK), len(y))](
-        *(y, x, gate_up, ids, size),
+    _gate_up[(triton.cdiv(size, GATE_UP_BLOCK), num_pairs)](
+        *(y, x, gate_up, ids, own_gate_up, gate, factors, size),
         NUM_IN=hidden,
         BLOCK_OUT=GATE_UP_BLOCK,
         BLOCK_IN=min(triton.next_power_of_2(hidden), 2048),
@@ -67,11 +88,12 @@ def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Te
     block_in = min(max(size & -size, 64), 128)  # divides `size` if possible
     block_out = max(DOWN_ELEMENTS // (top_k_block * block_in), 1)
     _down[(triton.cdiv(hidden, block_out), num_tokens)](
-        *(out, y, down, ids, weights, hidden),
+        *(out, y, down, ids, weights, own_down, factors, hidden),
         NUM_IN=size,
         TOP_K_BLOCK=top_k_block,
         BLOCK_OUT=block_out,
         BLOCK_IN=block_in,
+        BLOCK_SHARED=triton.next_power_of_2(size),
         num_warps=8,
         **options,
     )
@@ -98,8 +120,8 @@ def _route(  # type: ignore[no-untyped-def]
     is_choice = choices < TOP_K
     pairs = token * TOP_K + choices
     logits += token * num_experts
-    experts = _choose(logits, num_experts, choices, TOP_K, BLOCK)
-    shares = _weigh(logits, experts, is_choice, num_experts, IS_NORMALIZED, BLOCK)
+    experts, values = _choose(logits, num_experts, choices, TOP_K, BLOCK)
+    shares = _weigh(logits, values, is_choice, num_experts, IS_NORMALIZED, BLOCK)
     tl.store(ids + pairs, experts, mask=is_choice)
     tl.store(weights + pairs, shares, mask=is_choice)
     if counts is not None:
@@ -109,15 +131,26 @@ def _route(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _choose(logits, num_experts, choices, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the top-k experts of a token by logit; ties go to the lower index."""
+    """Return the top-k experts of a token and their logits; ties go to the lower index."""
     keys = _load_keys(logits, num_experts, BLOCK)
-    experts = choices * 0
+    experts, values = choices * 0, choices * 0.0
     for choice in tl.static_range(TOP_K):
         best = tl.max(keys, 0)
         expert = (BLOCK - 1 - (best & (BLOCK - 1))).to(tl.int32)
         experts = tl.where(choices == choice, expert, experts)
+        values = tl.where(choices == choice, _logit_of(best, BLOCK), values)
         keys = _drop(keys, keys == best)
-    return experts
+    return experts, values
+
+
+@triton.jit
+def _logit_of(key, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the logit of a key of `_load_keys`."""
+    if key.dtype == tl.int64:
+        bits = (key >> 32).to(tl.int32)
+    else:
+        bits = tl.where(key < 0, key | (BLOCK - 1), key & -BLOCK)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -147,7 +180,7 @@ def _drop(keys, is_dropped):  # type: ignore[no-untyped-def]
 @triton.jit
 def _weigh(  # type: ignore[no-untyped-def]
     logits,
-    experts,
+    values,
     is_choice,
     num_experts,
     IS_NORMALIZED: tl.constexpr,
@@ -155,14 +188,18 @@ def _weigh(  # type: ignore[no-untyped-def]
 ):
     """Return the routing weights of the chosen experts, rounded to the logits' dtype.
 
-    They are softmax probabilities over all experts or, if IS_NORMALIZED, over the chosen ones.
+    They are softmax probabilities over all experts or, if IS_NORMALIZED, over the chosen ones,
+    whose logits are `values`.
     """
-    i = tl.arange(0, BLOCK)
-    every = tl.load(logits + i, mask=i < num_experts, other=-float("inf"), cache_modifier=".cg")
-    chosen = tl.load(logits + experts, mask=is_choice, other=-float("inf"), cache_modifier=".cg")
-    highest = tl.max(every, 0).to(tl.float32)
-    shares = tl.exp(chosen.to(tl.float32) - highest)
-    total = tl.sum(shares if IS_NORMALIZED else tl.exp(every.to(tl.float32) - highest), 0)
+    values = tl.where(is_choice, values, -float("inf"))
+    highest = tl.max(values, 0)
+    shares = tl.exp(values - highest)
+    if IS_NORMALIZED:
+        total = tl.sum(shares, 0)
+    else:
+        i = tl.arange(0, BLOCK)
+        every = tl.load(logits + i, mask=i < num_experts, other=-float("inf"), cache_modifier=".cg")
+        total = tl.sum(tl.exp(every.to(tl.float32) - highest), 0)
     return (shares / total).to(logits.dtype.element_ty).to(tl.float32)
 
 
@@ -172,6 +209,9 @@ def _gate_up(  # type: ignore[no-untyped-def]
     x,
     weight,
     ids,
+    shared_weight,
+    shared_gate,
+    factors,
     num_out,
     NUM_IN: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -182,10 +222,22 @@ def _gate_up(  # type: ignore[no-untyped-def]
     """Compute y[pair] = silu(gate) * up for BLOCK_OUT outputs of one pair."""
     wait_for_inputs(OVERLAP)
     pair = tl.program_id(1)
-    expert = tl.load(ids + pair).to(tl.int64)
+    token, own = pair // TOP_K, weight
+    if shared_weight is None:
+        own += tl.load(ids + pair).to(tl.int64) * 2 * num_out * NUM_IN
+    else:
+        num_tokens = tl.num_programs(1) // (TOP_K + 1)
+        if pair < num_tokens * TOP_K:
+            own = weight + tl.load(ids + pair).to(tl.int64) * 2 * num_out * NUM_IN
+        else:
+            token, own = pair - num_tokens * TOP_K, shared_weight
+            if tl.program_id(0) == 0:
+                factor = _dot_row(x + token.to(tl.int64) * NUM_IN, shared_gate, NUM_IN, BLOCK_IN)
+                tl.store(factors + token, tl.sigmoid(factor))
+    x += token.to(tl.int64) * NUM_IN
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = (out < num_out)[:, None]
-    gates = weight + expert * 2 * num_out * NUM_IN + out[:, None] * NUM_IN
+    gates = own + out[:, None] * NUM_IN
     ups = gates + num_out * NUM_IN
     gate_sums = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
     up_sums = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
@@ -195,12 +247,22 @@ def _gate_up(  # type: ignore[no-untyped-def]
         mask = is_out & is_in[None, :]
         gate = tl.load(gates + i[None, :], mask=mask, other=0.0)
         up = tl.load(ups + i[None, :], mask=mask, other=0.0)
-        values = tl.load(x + pair // TOP_K * NUM_IN + i, mask=is_in, other=0.0)
+        values = tl.load(x + i, mask=is_in, other=0.0)
         values = values.to(tl.float32)[None, :]
         gate_sums += gate.to(tl.float32) * values
         up_sums += up.to(tl.float32) * values
     value = activate(tl.sum(gate_sums, 1), "silu") * tl.sum(up_sums, 1)
     tl.store(y + pair * num_out + out, value.to(y.dtype.element_ty), mask=out < num_out)
+
+
+@triton.jit
+def _dot_row(x, weight, NUM_IN: tl.constexpr, BLOCK_IN: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = tl.zeros((BLOCK_IN,), tl.float32)
+    for begin in tl.range(0, NUM_IN, BLOCK_IN):
+        i = begin + tl.arange(0, BLOCK_IN)
+        values = tl.load(x + i, mask=i < NUM_IN, other=0.0).to(tl.float32)
+        total += values * tl.load(weight + i, mask=i < NUM_IN, other=0.0).to(tl.float32)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -210,17 +272,20 @@ def _down(  # type: ignore[no-untyped-def]
     weight,
     ids,
     pair_weights,
+    shared_weight,
+    factors,
     num_out,
     NUM_IN: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_K_BLOCK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    BLOCK_SHARED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Compute BLOCK_OUT outputs of the down projection for one token.
 
-    They are weighted sums over the token's top-k experts.
+    They are weighted sums over the token's top-k experts and, if given, the shared expert.
     """
     token = tl.program_id(1)
     choices = tl.arange(0, TOP_K_BLOCK)
@@ -233,6 +298,10 @@ def _down(  # type: ignore[no-untyped-def]
     w_start = weight + ((expert[:, None] * num_out + outs[None, :]) * NUM_IN)[:, :, None]
     lanes = tl.arange(0, BLOCK_IN)
     w_tile = tl.load(w_start + lanes, mask=is_out & (lanes < NUM_IN), other=0.0)
+    if shared_weight is not None:
+        j = tl.arange(0, BLOCK_SHARED)
+        is_shared = (outs < num_out)[:, None] & (j < NUM_IN)
+        shared = tl.load(shared_weight + outs[:, None] * NUM_IN + j, mask=is_shared, other=0.0)
     wait_for_inputs(OVERLAP)
     sums = tl.zeros((TOP_K_BLOCK, BLOCK_OUT, BLOCK_IN), tl.float32)
     for begin in tl.range(0, NUM_IN, BLOCK_IN):
@@ -243,6 +312,10 @@ def _down(  # type: ignore[no-untyped-def]
         values = tl.load(y + pairs[:, None] * NUM_IN + i, mask=mask, other=0.0)
         sums += w_tile.to(tl.float32) * values.to(tl.float32)[:, None, :]
         w_tile = next_tile
-    factors = tl.load(pair_weights + pairs, mask=is_choice, other=0.0)
-    totals = tl.sum(tl.sum(sums, 2) * factors[:, None], 0)
+    shares = tl.load(pair_weights + pairs, mask=is_choice, other=0.0)
+    totals = tl.sum(tl.sum(sums, 2) * shares[:, None], 0)
+    if shared_weight is not None:
+        last = y + (tl.num_programs(1) * TOP_K + token) * NUM_IN
+        inputs = tl.load(last + j, mask=j < NUM_IN, other=0.0).to(tl.float32)
+        totals += tl.sum(shared.to(tl.float32) * inputs, 1) * tl.load(factors + token)
     tl.store(out + token * num_out + outs, totals.to(out.dtype.element_ty), mask=outs < num_out)

@@ -39,6 +39,10 @@ class TestCompiled:
         cases.check_a_broken_token_changes_no_other(dtype, "cuda")
 
     @DTYPES
+    def test_shared_expert(self, dtype: torch.dtype) -> None:
+        cases.check_shared_expert(dtype, "cuda")
+
+    @DTYPES
     @pytest.mark.parametrize("num_tokens", [1, 4, 5, 64, 700])
     def test_a_layer_of_a_model(self, num_tokens: int, dtype: torch.dtype) -> None:
         cases.check_layer(Layer(num_tokens, 60, 8, 1024, 768), dtype, "cuda")

@@ -14,7 +14,7 @@ from nanovllm.devices.cuda.kernels import experts_grouped
 from nanovllm.devices.cuda.kernels.experts_grouped import grouped_config
 from nanovllm.devices.cuda.kernels.experts_pairs import route
 from nanovllm.devices.cuda.ops import TritonOps
-from nanovllm.ops.interface import NormWeights, ResidualStream, Routing
+from nanovllm.ops.interface import Activation, NormWeights, ResidualStream, Routing, SharedExpert
 from nanovllm.ops.torch_experts import route as reference_route
 from nanovllm.ops.torch_ops import TorchOps
 from tests.ops.expert_layers import LAYERS, Layer
@@ -125,6 +125,32 @@ def check_after_norm(device: str) -> None:
             torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+def check_shared_expert(dtype: torch.dtype, device: str) -> None:
+    """A shared expert as large as the others, which runs with them, or of another size."""
+    for size, max_pair_tokens in ((24, 3), (24, 0), (16, 3)):
+        layer = Layer(3, 6, 2, 40, 24)
+        experts = TritonOps().pack_experts(*layer.weights(dtype, device), layer.routing)
+        x, logits = layer.inputs(dtype, device)
+        generator = torch.Generator().manual_seed(size)
+        shapes: tuple[tuple[int, int], ...] = (2 * size, 40), (40, size), (1, 40)
+        weights = [0.3 * torch.randn(*each, generator=generator) for each in shapes]
+        gate_up, down, gate = (each.to(device, dtype) for each in weights)
+        ops = TritonOps()
+        linears: tuple[tuple[torch.Tensor, Activation | None], ...]
+        linears = (gate_up, "silu"), (down, None), (gate, None)
+        shared = SharedExpert(*(cuda_ops.CudaLinear(ops, w, None, act) for w, act in linears))
+        reference = SharedExpert(
+            *(TorchOps().pack_linear(w, None, act, allow_copy=False) for w, act in linears)
+        )
+        want = TorchOps().pack_experts(*layer.weights(dtype, device), layer.routing)
+        with patch.object(cuda_ops, "MAX_PAIR_TOKENS", max_pair_tokens):
+            got = experts(x, logits, shared)
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(
+            got, want(x, logits, reference), rtol=tolerance, atol=2 * tolerance
+        )
+
+
 def check_graph(layer: Layer) -> None:
     """A replay reads new inputs, which are routed to other experts."""
     dtype = torch.bfloat16
@@ -152,6 +178,7 @@ def main(which: str) -> None:
     check_routing(torch.float16, "cpu")
     check_routing_of_strange_logits("cpu")
     check_after_norm("cpu")
+    check_shared_expert(torch.float32, "cpu")
 
 
 if __name__ == "__main__":
