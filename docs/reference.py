@@ -16,7 +16,8 @@ from nanovllm.serve.server_options import ServerOptions
 
 PATH = Path(__file__).parent / "reference.md"
 INTRODUCTION = """\
-`make reference` generates this page from the fields of the option dataclasses. Every switch has a negative form, as in `--no-enforce-eager`."""
+`make reference` generates this page from the fields of the option dataclasses. Every flag that switches something on has
+a negative form, such as `--no-enforce-eager`."""
 SECTIONS: dict[str, tuple[type[Any], str]] = {
     "Engine": (
         EngineConfig,
@@ -25,35 +26,40 @@ Keyword arguments of `LLM` and `AsyncLLM`, and flags of every command that runs 
 model: a folder, a `.gguf` file, a hub id (`org/name`, `org/name:Q4_K_M` or `org/name/file.gguf`),
 or a [short name](models.md#short-names).
 
-- `max_model_len` is limited by the checkpoint, whose limit is the default of `serve` and `batch`. Numbers of tokens
-  may be written as 32k (32,000) or 32K (32,768).
-- `num_kvcache_blocks`, if given, overrides `gpu_memory_utilization`, which has no effect on a CPU. A sequence that outgrows the whole cache
-  finishes with `finish_reason="length"` and `stop_reason="num_kvcache_blocks"`. Prefixes are shared in whole blocks.
-- `target_inter_token_ms` also captures CUDA graphs before the engine is ready.
-- `dtype` may be a torch dtype such as `torch.bfloat16`; `half` is float16. `auto` is the checkpoint's dtype. On a CPU it is bfloat16 for
-  weights of 16 bits or fewer, or float32 if neither our kernels nor the CPU benefit from bfloat16.
-- `attention_backend="flash_attn"` needs the flash-attn 2 package, CUDA, bfloat16 or float16, and KV-cache blocks of a multiple of
-  256 tokens. `sdpa` is slow and always eager.
-- `quantization`: [quantization.md](quantization.md); `kv_cache_dtype`: [fp8-kv-cache.md](fp8-kv-cache.md); parallel sizes and
-  `distributed_executor_backend`: [scaling.md](scaling.md). `data_parallel_size` and the flag `--seed` apply to `serve` and `batch`;
-  `AsyncLLM` accepts `data_parallel_size` too.""",
+- `max_model_len` may be at most the context length of the checkpoint, which is the default of `serve` and `batch`.
+  Numbers of tokens may be written as 32k (32,000) or 32K (32,768).
+- `num_kvcache_blocks` overrides `gpu_memory_utilization`. If a sequence needs more blocks than there are, it ends with
+  `finish_reason="length"` and `stop_reason="num_kvcache_blocks"`.
+- `gpu_memory_utilization` has no effect on a CPU.
+- `target_inter_token_ms` also makes the engine capture CUDA graphs before it is ready.
+- `dtype` may be a torch dtype such as `torch.bfloat16`; `half` is float16. `auto` uses the checkpoint's dtype on a GPU.
+  On a CPU, `auto` chooses float32 if the checkpoint is in float32, or if bfloat16 would be slower on this CPU, else
+  bfloat16.
+- `attention_backend="flash_attn"` needs the flash-attn 2 package, CUDA, bfloat16 or float16, and a
+  `kvcache_block_size` that is a multiple of 256. `sdpa` is slow and does not use CUDA graphs.
+- `data_parallel_size` and the flag `--seed` apply only to `serve` and `batch`. `AsyncLLM` accepts
+  `data_parallel_size` too.
+- Other pages explain `quantization` ([quantization.md](quantization.md)), `kv_cache_dtype`
+  ([fp8-kv-cache.md](fp8-kv-cache.md)), `speculative_config` ([speculative-decoding.md](speculative-decoding.md)), the
+  parallel sizes and `distributed_executor_backend` ([scaling.md](scaling.md)).""",
     ),
     "Sampling": (
         SamplingParams,
         """\
 Keyword arguments of `SamplingParams`, and fields of requests to a server; some are flags of `generate` and `chat`.
 
-- `top_k`, `top_p` and `min_p` truncate the distribution, in this order.
-- `seed` makes a request reproducible whatever else is in the batch: in float32, except for draws within 6e-6 of the boundary between two
-  tokens; in bfloat16, rounding depends on the batch.
+- `top_k`, `top_p` and `min_p` exclude tokens, in this order.
+- `seed` makes a request reproducible, whatever else is in the batch. (In float32, the only exceptions are random
+  numbers within 6e-6 of the boundary between two tokens. In bfloat16, rounding depends on the batch.)
 - `max_tokens=None` generates as many tokens as the context can hold.
-- `structured_outputs`: [structured-output.md](structured-output.md); `logits_processors`: [offline.md](offline.md#logits-processors).""",
+- Other pages explain `structured_outputs` ([structured-output.md](structured-output.md)) and `logits_processors`
+  ([offline.md](offline.md#logits-processors)).""",
     ),
     "Server": (
         ServerOptions,
         """\
-Flags of `nanovllm serve`, and keys of its `--config` file (YAML), which may also contain engine options. The first six
-are also flags of `nanovllm batch`. [operations.md](operations.md) explains them.""",
+Flags of `nanovllm serve`, and keys of its `--config` file (YAML), which may also contain engine options.
+`nanovllm batch` has the first six of these flags, too. [operations.md](operations.md) explains them.""",
     ),
 }
 

@@ -109,7 +109,7 @@ class EngineConfig:
     depth: int | None = option(None, "steps planned ahead: 0 or 1", unset="the device's default")
     target_inter_token_ms: float | None = option(
         None,
-        "prefill in chunks, so that streams wait at most about this long between tokens",
+        "limit prefill chunks so that running requests get a token about this often",
         unset="none, for throughput; AsyncLLM and serve: 25",
     )
     step_timeout: float = option(
@@ -117,13 +117,14 @@ class EngineConfig:
     )
     revision: str | None = option(None, "branch, tag or commit of a hub model", unset="main")
     distributed_executor_backend: Literal["mp", "uni", "ray"] = option(
-        "mp", "how to run several ranks: mp, local processes; ray, a cluster; uni, one process only"
+        "mp",
+        "mp: ranks are local processes; ray: actors on a cluster; uni: one rank in this process",
     )
     data_parallel_size: int = option(1, "number of replicas that share the requests", alias="-dp")
     kv_cache_dtype: str = option("auto", "fp8 fits nearly twice the tokens; auto: same as dtype")
     quantization: str | None = option(
         None,
-        "fp8 quantizes while loading; for a quantized checkpoint, its method",
+        "fp8: quantize weights while loading; a quantized checkpoint accepts only its method",
         alias="-q",
         unset="the checkpoint's own",
     )
@@ -136,8 +137,7 @@ class EngineConfig:
     )
     model_impl: Literal["auto", "nanovllm", "transformers"] = option(
         "auto",
-        "whose model code runs: our own, or transformers' with our attention, which is slower; "
-        "auto prefers our own",
+        "model code: nanovllm, or transformers, which is slower; auto prefers nanovllm",
     )
 
     @property

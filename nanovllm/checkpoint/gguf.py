@@ -174,7 +174,8 @@ def _head_dim(metadata: Metadata) -> int:
     number = metadata.number
     head_dim = number("attention.key_length", 0)
     head_dim = head_dim or number("embedding_length") // (number("attention.head_count") or 1)
-    known = ARCHITECTURES[metadata.architecture].numbers  # some rotate only a part of a head
+    # Architectures that rotate only a part of each head have these keys.
+    known = ARCHITECTURES[metadata.architecture].numbers
     for key in ("attention.value_length", "rope.dimension_count"):
         if key not in known and number(key, head_dim) != head_dim:
             raise UnsupportedModelError(

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# An additional config key, which no config.json has: whether value head i shares the key head i
-# modulo their number, instead of the value heads that share one being neighbors.
+# An additional config key that never occurs in config.json. If it is set, value head i uses key
+# head i % num_key_heads; otherwise, the value heads that share a key head are neighbors.
 TILED_HEADS_KEY = "gguf_tiled_value_heads"
 _SILU = {"hidden_act": "silu"}
 _BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
@@ -22,12 +22,12 @@ class Architecture:
     # GGUF name -> Hugging Face name; "*" stands for the index in a tensor that stacks all experts.
     layer_tensors: Mapping[str, str]
     permuted: tuple[str, ...] = ()  # projections whose rows are stored in interleaved rope order
-    norm_offset: float = 0.0  # converters add this to the weights of all norms but ssm_norm
+    norm_offset: float = 0.0  # converters add this to all norm weights but ssm_norm
     # Metadata key -> config field and default value (None: the key is required).
     numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=lambda: _SILU)
     biases: Mapping[str, str] = field(default_factory=lambda: _BIASES)  # config field -> tensor
-    default_size: int | None = None  # of the MLP, in files that lack it; 0: no layer has one
+    default_size: int | None = None  # intermediate size if the file lacks it; 0: no MLP
     lists_windows: bool = False  # whether files may list the layers with a sliding window
     derive: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
 

@@ -49,7 +49,7 @@ _QUANTIZATION = re.compile(
 _SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 _CONFIGS = (
     *("config.json", "generation_config.json"),
-    # Embedding models also have these.
+    # Files that only embedding models have.
     *("modules.json", "*_Pooling/config.json", "*_Dense/config.json"),
 )
 _TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template*")
@@ -155,7 +155,7 @@ def _find_quantization(repo_id: str, folder: Path, quantization: str) -> str:
 
 
 def _gguf_names(repo_id: str, folder: Path) -> dict[str, list[str]]:
-    """Return the GGUF models of a snapshot: quantization, or else file name -> files."""
+    """Return the GGUF files of a snapshot, keyed by quantization or, without one, by file name."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 

@@ -27,7 +27,7 @@ def list_models() -> list[CachedModel]:
         [repo] = cache.repos
         sizes: dict[str, dict[Path, int]] = {}
         for (name, *_), file in _named_files(cache):
-            # Revisions share the content of files.
+            # Several revisions may contain the same file, which is stored only once.
             sizes.setdefault(name, {})[file.blob_path] = file.size_on_disk
         for name, size_of in sizes.items():
             models.append(CachedModel(name, sum(size_of.values()), repo.last_accessed))
@@ -58,7 +58,7 @@ def _deletion_of(name: str) -> DeleteCacheStrategy | None:
 
 
 def _scan() -> Iterator[HFCacheInfo]:
-    """Yield the cache of each model alone: copies of a repository have the same revisions."""
+    """Yield the cached files of each model separately: different models may share a revision."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -72,7 +72,7 @@ def _scan() -> Iterator[HFCacheInfo]:
 
 
 def _named_files(cache: HFCacheInfo) -> Iterator[tuple[list[str], CachedFileInfo]]:
-    """Yield each file with the names that load its model, first the one that is listed."""
+    """Yield each file with the names that load its model; the first one is shown to users."""
     [repo] = cache.repos
     for revision in repo.revisions:
         names = names_of_gguf(repo.repo_id, revision.snapshot_path)

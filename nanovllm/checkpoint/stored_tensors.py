@@ -42,7 +42,7 @@ _QUANTIZED_DTYPES = {
     "I8": torch.int8,
 }
 
-# Of models that read more than text.
+# Tensors of the vision and audio parts of multimodal models, which are not loaded.
 NOT_TEXT = re.compile(
     r"(model\.)?((audio|vision)_tower|multi_modal_projector|embed_(audio|vision)|visual)\."
 )

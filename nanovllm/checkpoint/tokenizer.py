@@ -16,7 +16,8 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # This text is encoded and decoded as a test: some defects show only in use. The last character is
 # in no vocabulary.
 PROBE = "Hello, 1 \U0010fffd"
-# Fields of tokenizer.json other than the vocabulary: PARTS of the tokenizer, FLAGS of its model.
+# Fields of tokenizer.json other than the vocabulary: PARTS are at the top level, FLAGS are
+# options of the field `model`.
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 FLAGS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
 
@@ -29,7 +30,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         return tokenizer
     except (NanovllmError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # broken files raise no narrower type, or panic in Rust
+    except BaseException as error:  # broken files raise any type of error, or panic in Rust
         raise CheckpointError(
             f"the tokenizer in {checkpoint.path} cannot be loaded ({error}). Fetch it again "
             "(tokenizer.model alone needs `pip install sentencepiece`; code from a repository is "

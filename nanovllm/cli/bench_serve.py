@@ -89,7 +89,8 @@ def add_parser(names: options.Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     load = Load(**options.fields_in(args, Load))
     options.append_json(load.json)
-    client = OpenAIClient(args.url, args.api_key, max_connections=None)  # limited by `load`
+    # `load` limits the concurrency, so the client does not.
+    client = OpenAIClient(args.url, args.api_key, max_connections=None)
     model = load.model or asyncio.run(client.model())
     done: list[Measured] = []
     try:

@@ -25,7 +25,7 @@ from nanovllm.serve.server_options import ServerOptions
 from nanovllm.serve.service import Service
 
 LISTEN_BACKLOG = 2048
-LAST_SECONDS = 5  # time for sending errors to clients whose requests the shutdown ends
+LAST_SECONDS = 5  # time to send errors to clients whose requests are ended by the shutdown
 CANCEL_SECONDS = 2  # time for canceling handlers after their connections are closed
 RECEIVE_SECONDS = 60  # time limit for receiving the headers and the body of a request
 LOG_SECONDS = 10.0  # time between log lines with the throughput

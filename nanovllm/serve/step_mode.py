@@ -51,7 +51,8 @@ class StepMode:
         """Return a snapshot with the changes since the previous one, and the tokens of blocks."""
         plans, self._recorder.plans = self._recorder.plans, []
         changes: list[Change] = []
-        if self._before is not None and len(plans) <= 1:  # two plans: steps ran without a client
+        # More than one plan ran if no client was subscribed for a while.
+        if self._before is not None and len(plans) <= 1:
             changes = compare(self._before, state, plans[0] if plans else [])
         self._before = state
         scheduler = self._core.scheduler
@@ -197,7 +198,7 @@ def _block_changes(
     for row in rows:
         known = tables.get(row.seq_id, [])
         if row.is_new:
-            left[row.seq_id] = known  # its old blocks, if the same plan preempted it
+            left[row.seq_id] = known  # if the same plan preempted the sequence: its old blocks
             known = row.block_ids[: row.start // after.block_size]
             if known:
                 is_filled = all(before.cached[i] and i not in taken for i in known)

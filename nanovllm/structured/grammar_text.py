@@ -54,7 +54,7 @@ def _before_rule(after: str, tokenizer: LLTokenizer) -> str:
 
 
 def _opening_rule(opened_by: str, tokenizer: LLTokenizer) -> str:
-    """Return the rule for `opened_by`; it wins over constrained output that begins the same way."""
+    """Return the rule for `opened_by`; it has priority over output that starts the same."""
     literal = _literal(opened_by, tokenizer)
     return f"opening{'' if literal.startswith('<') else '[lazy]'}: {literal}"
 

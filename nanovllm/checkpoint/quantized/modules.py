@@ -26,8 +26,8 @@ from nanovllm.errors import CheckpointError
 from nanovllm.ops.fp8 import FP8, quantize_rows
 
 PER_CHANNEL = QuantLayout("fp8", -1)
-# Matches the projections of layers, but not routers (rounding could change the chosen experts) nor
-# other gates, which are small.
+# Matches the projections of layers, but neither routers (rounding could change the chosen experts)
+# nor other gates, which are too small to matter.
 PROJECTION = re.compile(
     r"model\.layers\.(\d+)\.(?!linear_attn\.in_proj_(?:a|b|ba)\.).*(?<![._]gate)\.weight"
 )

@@ -22,7 +22,7 @@ class ThreadChooser:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._most = num_threads
-        # While a single thread is tried: duration of the last run on all threads. Otherwise None.
+        # Duration of the last run on all threads while a single thread is tried; otherwise None.
         self._seconds: float | None = None
         self._num_left = 0  # runs until the next check
         self._pause = MIN_PAUSE

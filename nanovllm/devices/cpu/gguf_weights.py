@@ -138,7 +138,7 @@ class BlockKernels:
         """Multiply many rows by a weight, dequantizing PIECE_SIZE elements at a time."""
         upcast_x, num_out = x.to(self._ops.matmul_dtype), weight.num_out
         upcast_bias = None if bias is None else bias.to(upcast_x.dtype)
-        if num_out * x.shape[1] <= PIECE_SIZE:  # a single GEMM, whose result needs no copy
+        if num_out * x.shape[1] <= PIECE_SIZE:  # one piece: the result of its GEMM needs no copy
             return F.linear(upcast_x, self._dequantize(weight.parts), upcast_bias).to(x.dtype)
         y, column = x.new_empty(len(x), num_out), 0
         for part in weight.parts:

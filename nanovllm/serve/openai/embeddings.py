@@ -24,7 +24,7 @@ async def create_embedding(service: Service, request: EmbeddingRequest) -> Embed
 
 
 async def tokenize_prompts(service: Service, prompts: object, param: str) -> Sequence[list[int]]:
-    """Tokenize prompts that are pooled, not continued; raise if they are too many or too long."""
+    """Tokenize the inputs of an embedding or rerank request; raise if there are too many."""
     token_ids = await service.all_token_ids(prompts, param)
     service.check_num_sequences(len(token_ids))
     for index, each in enumerate(token_ids):

@@ -20,10 +20,11 @@ from nanovllm.devices.cpu.kernels.intrinsics import (
 
 @kernel
 def gated_delta_net(args: Any, thread: int, num_threads: int, like: Any) -> None:
-    """Implement Ops.gated_delta_net, for rows of one token or of those between two `offsets`.
+    """Implement Ops.gated_delta_net; row i has one token or, given `offsets`, several.
 
-    NumbaOps lists the arguments. A thread runs a key head of a row, with its value heads. `scratch`
-    holds, per thread, the q, k and v of a head, and a change of its state or an output.
+    NumbaOps lists the arguments. Each thread takes one key head of one row at a time, with the
+    value heads that share it. `scratch` has space per thread for the q, k and v of a head, and for
+    a change of its state or an output.
     """
     out, qkv, z = pointer_to(args[0], like), pointer_to(args[1], like), pointer_to(args[2], like)
     b, a = pointer_to(args[3], like), pointer_to(args[4], like)

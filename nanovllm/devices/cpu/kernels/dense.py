@@ -150,7 +150,7 @@ def act_and_mul(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 @kernel
 def multiply_sigmoid(args: Any, thread: int, num_threads: int, like: Any) -> None:
-    """x = base + x * sigmoid(gate); a base of 0 means none, and a gate may be one per row."""
+    """x = base + x * sigmoid(gate); base address 0 means no base, and a row may have one gate."""
     x, gate, base = (
         pointer_to(args[0], like),
         pointer_to(args[1], like),
@@ -365,7 +365,7 @@ def _exp(x: Any) -> Any:
 
 @inlined
 def _dot(a: Any, a_base: int, b: Any, b_base: int, count: int) -> Any:
-    """Return the sum of a[i] * b[i]; b is float32, here and below."""
+    """Return the sum of a[i] * b[i]; b is float32, also in the following functions."""
     total = float32(0)
     for i in range(count):
         total += load(a, a_base + i) * b[b_base + i]
