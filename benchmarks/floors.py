@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks.workloads import Workload
-from nanovllm.config import ExpertsConfig, ModelConfig, RecurrentConfig
 from nanovllm.errors import ConfigError
+from nanovllm.model_config import ExpertsConfig, ModelConfig, RecurrentConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,11 @@ def model_cost(config: ModelConfig, itemsize: int, kv_cache_dtype: str = "auto")
     mlp = 3 * config.hidden_size * config.intermediate_size
     recurrent = config.recurrent
     num_recurrent = 0 if recurrent is None else len(recurrent.layers)
-    num_attention = config.num_layers - num_recurrent
+    num_attention = len(config.layers) - num_recurrent
     # Sliding windows are not counted.
     num_whole = sum(layer.window is None for layer in config.layers) - num_recurrent
     cost = ModelCost(
-        layer_weights=num_attention * attention + config.num_layers * mlp,
+        layer_weights=num_attention * attention + len(config.layers) * mlp,
         head_weights=config.vocab_size * config.hidden_size,
         kv_bytes=num_whole * 2 * config.num_kv_heads * row_bytes,
         attention_flops=num_whole * 4 * q_size,
@@ -117,7 +117,7 @@ def _with_recurrent(cost: ModelCost, hidden_size: int, config: RecurrentConfig) 
 def _with_experts(
     cost: ModelCost, config: ModelConfig, experts: ExpertsConfig, mlp: int
 ) -> ModelCost:
-    num_sparse = config.num_layers - len(experts.dense_layers)
+    num_sparse = len(config.layers) - len(experts.dense_layers)
     router = config.hidden_size * experts.num_experts
     shared = 3 * config.hidden_size * experts.shared_size
     return replace(

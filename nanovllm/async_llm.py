@@ -19,8 +19,9 @@ from nanovllm.config import SERVING_TARGET_MS
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.output_processor import OutputProcessor, RequestState
 from nanovllm.engine.prompts import as_prompt
-from nanovllm.engine.request import EngineCoreOutputs, FinishReason, check_length
+from nanovllm.engine.request import EngineCoreOutputs, FinishReason
 from nanovllm.engine.scoring import embedding_of
+from nanovllm.engine.sequence import check_length
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.llm import create_input_processor, engine_config

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig, SpeculativeConfig
+from nanovllm.config import WHOLE_CONTEXT, EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.core import EngineCore
@@ -33,12 +33,13 @@ from nanovllm.engine.lazy_requests import run_lazily
 from nanovllm.engine.output_processor import RequestState
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.prompts import Params, Prompts, as_params, as_prompt, split_prompts
-from nanovllm.engine.reranking import label_ids, ranked, rerank_prompts
+from nanovllm.engine.reranking import check_documents, label_ids, ranked, rerank_prompts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scoring import SCORED, continue_prompt, embedding_of, score_of
 from nanovllm.engine.state_pool import StatePool
 from nanovllm.engine.step import Executor, ExecutorInfo, Pooling
 from nanovllm.errors import ConfigError, RequestError, at_index
+from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import (
     EmbeddingOutput,
     RequestOutput,
@@ -193,11 +194,7 @@ class LLM:
         `instruction`. The document's relevance is the probability of "yes", given that the reply is
         "yes" or "no".
         """
-        is_valid = top_n is None or (type(top_n) is int and top_n >= 1)
-        require(is_valid, "top_n", "an integer of at least 1", top_n)
-        is_list = isinstance(documents, Iterable) and not isinstance(documents, str)
-        require(is_list, "documents", "a list of texts", documents)
-        documents = list(documents)
+        documents = check_documents(documents, top_n)
         labels = label_ids(self.engine.input_processor)
         prompts = rerank_prompts(query, documents, instruction)
         params = SamplingParams(max_tokens=1)
@@ -206,11 +203,7 @@ class LLM:
         return ranked(documents, outputs, top_n)
 
     def score(
-        self,
-        prompt: Prompts,
-        continuations: Sequence[Any],
-        *,
-        cache_salt: str | None = None,
+        self, prompt: Prompts, continuations: Sequence[Any], *, cache_salt: str | None = None
     ) -> list[Score]:
         """Return the logprobs of each continuation (text or token ids) of a prompt.
 
@@ -401,7 +394,8 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
         )
     if checkpoint.embedding is not None:  # the LM head is not used, and may be missing
         model_config = replace(model_config, tie_word_embeddings=True)
-    config = _clamp_model_len(config, model_config)
+    limit = model_config.max_position_embeddings
+    config = _clamp_model_len(config, limit, f"the model's {limit}")
     if not model_config.is_causal:
         config = _without_chunks(config)
     return ResolvedModel(config, model_config, checkpoint)
@@ -416,22 +410,15 @@ def _without_chunks(config: EngineConfig) -> EngineConfig:
             param="attention_backend",
         )
     most = config.max_num_batched_tokens
-    if config.max_model_len > most:
-        logger.warning("max_model_len is clamped to max_num_batched_tokens=%d", most)
-    return replace(
-        config,
-        max_model_len=min(config.max_model_len, most),
-        attention_backend="sdpa",
-        enable_prefix_caching=False,
-    )
+    config = _clamp_model_len(config, most, f"max_num_batched_tokens={most}")
+    return replace(config, attention_backend="sdpa", enable_prefix_caching=False)
 
 
-def _clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
-    limit = model_config.max_position_embeddings
+def _clamp_model_len(config: EngineConfig, limit: int, reason: str) -> EngineConfig:
     if config.max_model_len <= limit:
         return config
     if config.max_model_len != WHOLE_CONTEXT:
-        logger.warning("max_model_len=%d is clamped to the model's %d", config.max_model_len, limit)
+        logger.warning("max_model_len=%d is clamped to %s", config.max_model_len, reason)
     return replace(config, max_model_len=limit)
 
 
@@ -470,13 +457,9 @@ def start_core(
     executor = create_executor(config, resolved.model_config, resolved.checkpoint)
     info = executor.start()
     try:
-        states, num_slots = None, config.max_num_seqs
-        if info.states is not None:
-            states, num_slots = (
-                StatePool(info.states, config.kvcache_block_size),
-                info.states.num_slots,
-            )
-        sizes = info.num_blocks, config.kvcache_block_size
+        counts, sizes = info.states, (info.num_blocks, config.kvcache_block_size)
+        states = None if counts is None else StatePool(counts, config.kvcache_block_size)
+        num_slots = config.max_num_seqs if counts is None else counts.num_slots
         blocks = BlockManager(*sizes, config.enable_prefix_caching, states)
         target = config.target_inter_token_ms
         prompt_budget = None if target is None else PromptBudget(target / 1000)
@@ -504,12 +487,12 @@ def start_core(
 
 def create_drafter(config: EngineConfig) -> Drafter | None:
     """Create the drafter of speculative decoding, if it is on."""
-    if config.speculative_config is None:
+    speculative = config.speculative
+    if speculative is None:
         return None
     from nanovllm.engine.drafter import Drafter, ModelProposer, Proposer
     from nanovllm.engine.ngram_proposer import NgramProposer
 
-    speculative = SpeculativeConfig.read(config.speculative_config)
     proposer: Proposer = ModelProposer()
     if speculative.method != "draft_model":
         proposer = NgramProposer(has_store=speculative.method == "suffix")

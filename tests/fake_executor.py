@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanovllm.engine.step import ExecutorInfo, StateCounts, StepPlan, StepResult
+from nanovllm.engine.state_pool import StateCounts
+from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
 
 VOCAB_SIZE = 23
 EOS = 0

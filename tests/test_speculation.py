@@ -75,8 +75,8 @@ class EagerDrafter(Drafter):
         super().__init__(proposer, num_speculative_tokens)
         self._rng = random.Random(seed)
 
-    def begin_step(self, num_rows: int, num_unused: int) -> None:
-        super().begin_step(num_rows, num_unused)
+    def begin_step(self, num_rows: int, num_unused: int, newest: list[Any]) -> None:
+        super().begin_step(num_rows, num_unused, newest)
         self._is_on = True
 
     def _best_count(self, state: object, most: int) -> int:
@@ -173,7 +173,7 @@ def test_drafts_change_no_output(
             llm = small if rng.random() < 0.5 else large
             scheduler = llm.engine.core.scheduler
             scheduler.drafter = EagerDrafter(Replay(recorded, VOCAB_SIZE, rng=rng), 7, seed)
-            scheduler.draft_counts = draft_counts = DraftCounts()
+            draft_counts = scheduler.draft_counts
             if rng.random() < 0.2:
                 outputs = run_with_aborts(llm, prompts, params, rng)
                 num_aborted += sum(output.finish_reason == "abort" for output in outputs)
@@ -215,7 +215,7 @@ def test_modes(path: str, mode: str, count: Callable[..., int]) -> None:
             stack.enter_context(engines_of(2))
         plain = stack.enter_context(LLM(path, **options))
         llm = stack.enter_context(LLM(path, **options, speculative_config=config))
-        scheduler = llm.engine.core.scheduler
+        scheduler, counts = llm.engine.core.scheduler, DraftCounts()
         for seed in range(count(40, 5)):
             rng = random.Random(seed)
             prompts, params = make_requests(rng, find_spec("llguidance") is not None)
@@ -225,11 +225,11 @@ def test_modes(path: str, mode: str, count: Callable[..., int]) -> None:
             ]
             proposer = ModelProposer() if is_model else Replay(recorded, VOCAB_SIZE, rng=rng)
             scheduler.drafter = EagerDrafter(proposer, 7, seed)
+            scheduler.drafter.counts = counts
             outputs = llm.generate(prompts, params, use_tqdm=False)
             for output, want in zip(outputs, wanted, strict=True):
                 assert_equal(output, want, seed)
         scheduler.check()
-    counts = scheduler.draft_counts
     assert counts.num_draft_tokens > counts.num_accepted_tokens > 5 * count(40, 5)
 
 
@@ -257,16 +257,17 @@ def test_a_draft_model_changes_no_output(
             max_num_batched_tokens=24,
         ) as small,
     ):
+        counts = DraftCounts()
         for seed in range(count(100)):
             rng = random.Random(seed)
             prompts, params = make_requests(rng, has_grammars)
             wanted = plain.generate(prompts, params, use_tqdm=False)
             llm = small if rng.random() < 0.5 else large
-            llm.engine.core.scheduler.drafter = EagerDrafter(ModelProposer(), 3, seed)
+            llm.engine.core.scheduler.drafter = drafter = EagerDrafter(ModelProposer(), 3, seed)
+            drafter.counts = counts
             outputs = llm.generate(prompts, params, use_tqdm=False)
             for output, want in zip(outputs, wanted, strict=True):
                 assert_equal(output, want, seed)
-        counts = large.engine.core.scheduler.draft_counts
     assert counts.num_draft_tokens > 3 * count(100)
     rate = counts.num_accepted_tokens / counts.num_draft_tokens
     assert rate > 0.8 if draft == "same" else rate < 0.5
@@ -298,7 +299,7 @@ def test_repeated_text_is_drafted(path: str) -> None:
         assert len(llm.engine.core.timings) < 0.6 * num_steps
     assert output.token_ids == want.token_ids
     assert output.num_accepted_tokens == draft_counts.num_accepted_tokens > 20
-    assert output.num_rejected_tokens == draft_counts.num_rejected
+    assert output.num_rejected_tokens == draft_counts.num_rejected_tokens
 
 
 @pytest.mark.parametrize(

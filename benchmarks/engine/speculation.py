@@ -28,9 +28,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import add_engine_options, at_least, dashed
 from nanovllm.cli.start import configure_logging
-from nanovllm.config import SpeculativeConfig
 from nanovllm.engine.drafter import Drafter, ModelProposer
 from nanovllm.engine.ngram_proposer import NgramProposer
+from nanovllm.speculative_config import SpeculativeConfig
 
 TEXT = """\
 The lighthouse of Sandvik stands on a low cape north of the harbour. It was built in 1874, after a
@@ -105,14 +105,12 @@ def compare(
     scheduler = llm.engine.core.scheduler
     drafter = Drafter(make(), config.num_speculative_tokens)
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    before = scheduler.draft_counts.num_draft_tokens, scheduler.draft_counts.num_accepted_tokens
     for index in range(args.repeats + 2):
         for has_drafts in (False, True) if index % 2 else (True, False):
             scheduler.drafter = drafter if has_drafts else None
             drafter.proposer = make()  # without the outputs of the last round
             seconds[has_drafts].append(run(llm, prompts, params))
-    after = scheduler.draft_counts.num_draft_tokens, scheduler.draft_counts.num_accepted_tokens
-    num_drafts, num_accepted = after[0] - before[0], after[1] - before[1]
+    num_drafts, num_accepted = drafter.counts.num_draft_tokens, drafter.counts.num_accepted_tokens
     pairs = zip(seconds[False][2:], seconds[True][2:], strict=True)
     return [round(plain / own, 3) for plain, own in pairs], f"{num_accepted} of {num_drafts} drafts"
 

@@ -120,9 +120,9 @@ def measure(args: argparse.Namespace) -> Start:
 def time_phases(spans: Spans) -> None:
     """Record how long the engine takes for each phase of its start."""
     from nanovllm.devices.cuda.memory import has_cuda
-    from nanovllm.worker import worker
+    from nanovllm.worker import load_model
 
-    wrap(worker, "load_weights", "weights", spans)
+    wrap(load_model, "load_weights", "weights", spans)
     if has_cuda():
         from nanovllm.devices.cuda.device import CudaDevice  # needs triton
         from nanovllm.devices.cuda.steps import CudaSteps

@@ -43,7 +43,7 @@ def main() -> int:
     sizes = config.hidden_size, *heads, mlp, config.vocab_size
     shape = StepShape(*sizes, args.bits, experts)
     has_norm = config.architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-    layers = args.layers or config.num_layers
+    layers = args.layers or len(config.layers)
     variant = Variant(layers, has_norm, config.qkv_bias, block_size=256)
     step = RandomStep(shape, variant, max(args.contexts) + 9, max(args.rows))
 

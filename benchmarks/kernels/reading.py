@@ -29,10 +29,11 @@ from benchmarks.models import model_names, model_path
 from nanovllm.attention.backend import AttentionSpec, DecodeRows
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
-from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.config import EngineConfig
 from nanovllm.devices.cuda.device import CudaDevice
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.devices.cuda.triton_attention import TritonAttention
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_json import read_model_config
 from nanovllm.ops.interface import LayerCache
 
@@ -59,9 +60,9 @@ def main() -> int:
 def times_of(timer: GpuTimer, config: ModelConfig, num_rows: int, context: int) -> dict[str, float]:
     """Return microseconds, keyed by what was timed."""
     layer, head = layer_bytes(config, num_rows, context), shapes_of(config)["head"].num_bytes
-    size = config.num_layers * sum(layer.values()) + head
+    size = len(config.layers) * sum(layer.values()) + head
     memory = torch.zeros(size // 4 + PROGRAM_WORDS, device="cuda", dtype=torch.int32)
-    sizes = [*list(layer.items()) * config.num_layers, ("head", head)]
+    sizes = [*list(layer.items()) * len(config.layers), ("head", head)]
     reads = chain(memory, sizes, num_rows, frozenset())
     ahead = chain(memory, sizes, num_rows, WEIGHTS)
     times = {}
@@ -154,7 +155,7 @@ def attention(config: ModelConfig, num_rows: int, context: int) -> list[Run]:
     spec = AttentionSpec(config.attention_scale)
     heads, dim = config.num_kv_heads, config.head_dim
     q = torch.randn(num_rows, config.num_heads, dim, device=device, dtype=DTYPE)
-    shape = config.num_layers, 2, num_rows * width, BLOCK_SIZE, heads, dim
+    shape = len(config.layers), 2, num_rows * width, BLOCK_SIZE, heads, dim
     caches = torch.zeros(shape, device=device, dtype=DTYPE)
     return [partial(backend.attend, q, LayerCache(k, v), plan, spec) for k, v in caches]
 

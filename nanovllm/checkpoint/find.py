@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from nanovllm.checkpoint import gguf
 from nanovllm.checkpoint.gguf_file import open_gguf
 from nanovllm.checkpoint.hub import fetch, packaged_gguf
+from nanovllm.checkpoint.multimodal import text_config
 from nanovllm.checkpoint.quantization import Quantization, choose_quantization
 from nanovllm.errors import CheckpointError, ConfigError
 
@@ -31,21 +32,6 @@ _WEIGHTS = (
     *("pytorch_model.bin", "pytorch_model-*.bin", "*.gguf"),
 )
 _FORMATS: dict[str, WeightFormat] = {".safetensors": "safetensors", ".bin": "bin", ".gguf": "gguf"}
-
-# Models that read more than text, and the text models in them by their `model_type`.
-_MULTIMODAL = [
-    [f"{name}ForConditionalGeneration"]
-    for name in ("Gemma3", "Gemma3n", "Gemma4", "Mistral3", "Qwen3_5", "Qwen3_5Moe")
-]
-_TEXT_MODELS = {
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma3n_text": "Gemma3nForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,17 +195,10 @@ def _read_embedding(folder: Path) -> EmbeddingModules | None:
     return read_embedding_modules(folder)
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def _read_config(file: Path) -> Mapping[str, Any]:
     """Read config.json; of a model that also reads images, only the text model is used."""
     config: dict[str, Any] = read_json(file)
-    text, kind = config.get("text_config"), config.get("architectures")
-    if kind not in _MULTIMODAL or not isinstance(text, dict) or "model_type" not in text:
-        return config
-    if (model_type := text["model_type"]) not in _TEXT_MODELS:
-        return config  # its architecture is not supported
-    is_part = re.compile("(audio|text|vision)_config").fullmatch
-    shared = {name: value for name, value in config.items() if not is_part(name)}
-    return {**shared, **text, "architectures": [_TEXT_MODELS[model_type]]}
+    return config if config.get("text_config") is None else text_config(config)
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:

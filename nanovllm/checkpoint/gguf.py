@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.gguf_architectures import ARCHITECTURES, Architecture
-from nanovllm.checkpoint.gguf_file import (
-    field,
-    list_field,
-    special_token_id,
-    to_float,
-)
+from nanovllm.checkpoint.gguf_file import field, list_field, special_token_id, to_float
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 

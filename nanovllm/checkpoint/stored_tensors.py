@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.checkpoint.multimodal import text_tensors
 from nanovllm.checkpoint.quantization import QuantLayout
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
@@ -27,12 +28,7 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 32 << 20  # bytes read at a time: enough to keep every thread busy
 Index = tuple[slice, ...]  # the part of a tensor to read; (): all of it
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FLOATS = tuple(_DTYPES.values())
 # Additional dtypes, accepted only in quantized checkpoints.
 _QUANTIZED_DTYPES = {
@@ -42,12 +38,7 @@ _QUANTIZED_DTYPES = {
     "I8": torch.int8,
 }
 
-# Tensors of the vision and audio parts of multimodal models, which are not loaded.
-NOT_TEXT = re.compile(
-    r"(model\.)?((audio|vision)_tower|multi_modal_projector|embed_(audio|vision)|visual)\."
-)
 _STACKED_EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)")
-_TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.")
 
 
 class Read(Protocol):
@@ -86,7 +77,7 @@ def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
         list_file = list_gguf
     tensors = [tensor for file in checkpoint.weight_files for tensor in list_file(file)]
     if any("language_model." in tensor.name for tensor in tensors):
-        tensors = _text_tensors(tensors)
+        tensors = text_tensors(tensors)
     if all(tensor.name != "embed_tokens.weight" for tensor in tensors):
         return tensors
     # In a model saved without its LM head, such as an embedding model, names lack `model.`.
@@ -96,15 +87,6 @@ def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
         else replace(tensor, name=f"model.{tensor.name}")
         for tensor in tensors
     ]
-
-
-def _text_tensors(tensors: list[StoredTensor]) -> list[StoredTensor]:
-    """Return the tensors of the text model in a multimodal model, without the text model's prefix.
-
-    The text model is `language_model` or, as transformers 5 saves it, `model.language_model`.
-    """
-    text = [tensor for tensor in tensors if not NOT_TEXT.match(tensor.name)]
-    return [replace(tensor, name=_TEXT_PREFIX.sub(r"\1", tensor.name, count=1)) for tensor in text]
 
 
 def _list_safetensors(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTensor]:
@@ -147,11 +129,7 @@ def _map_safetensors(path: Path) -> mmap.mmap:
 
 
 def _read_mapped(
-    mapped: mmap.mmap,
-    offset: int,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    index: Index = (),
+    mapped: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: torch.dtype, index: Index = ()
 ) -> Iterator[Tensor]:
     whole = torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=offset)
     yield from read_and_release(whole.view(shape), index)

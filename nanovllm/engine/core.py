@@ -13,15 +13,12 @@ from nanovllm.engine.request import (
     FinishedSequence,
     FinishReason,
     Request,
-    SequenceEnd,
-    StepTiming,
     TokenLogprobs,
-    check_length,
-    microseconds,
 )
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, check_length
 from nanovllm.engine.step import Executor, Pending, StepPlan, StepResult
+from nanovllm.engine.timing import SequenceEnd, StepTiming
 from nanovllm.errors import EngineError
 
 MAX_RECORDED = 1024  # maximum length of `timings` and of `ended`
@@ -165,9 +162,9 @@ class EngineCore:
         return step
 
     def _commit(self, plan: StepPlan, result: StepResult, seconds: float) -> EngineCoreOutputs:
-        num_before = self.scheduler.draft_counts.num_rejected
+        num_before = self.scheduler.draft_counts.num_rejected_tokens
         updated = self.scheduler.commit(plan, result, seconds)
-        num_rejected = self.scheduler.draft_counts.num_rejected - num_before
+        num_rejected = self.scheduler.draft_counts.num_rejected_tokens - num_before
         if self._in_flight:
             self._send_masks()
         streaming = [
@@ -221,10 +218,10 @@ class EngineCore:
                 seq.seq_id,
                 seq.finish_reason,
                 len(token_ids),
-                microseconds(seq.start_time),
-                microseconds(seq.first_token_time),
-                microseconds(end_time),
-                microseconds(seq.request.arrival_time),
+                seq.start_time,
+                seq.first_token_time,
+                end_time,
+                seq.request.arrival_time,
             )
         )
         return FinishedSequence(

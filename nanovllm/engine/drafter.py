@@ -7,13 +7,16 @@ the sampled tokens up to the first one that differs from its draft.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from nanovllm.engine.request import DraftCounts
+from nanovllm.engine.sequence import NO_SLOT, Sequence
 from nanovllm.sampling_params import NO_TOKEN
 
 if TYPE_CHECKING:
-    from nanovllm.engine.sequence import Sequence
+    from nanovllm.engine.block_manager import BlockManager
 
 NUM_CLASSES = 4  # of proposals, by how certain they are
 MAX_PAUSE = 63  # maximum steps between two attempts, while drafts are not worthwhile
@@ -76,6 +79,7 @@ class Drafter:
 
     def __init__(self, proposer: Proposer, num_speculative_tokens: int) -> None:
         self.proposer = proposer
+        self.counts = DraftCounts()
         self._most = num_speculative_tokens
         self._states: dict[int, DraftState] = {}  # keyed by seq_id
         self._acceptance = [FIRST_ACCEPTANCE] * NUM_CLASSES  # by certainty
@@ -85,16 +89,29 @@ class Drafter:
         # Whether drafts pay off at all, by the bit length of the number of sequences.
         self._trials: defaultdict[int, Trial] = defaultdict(Trial)
         self._is_on = True
+        # Whether many rows of the newest plan in flight have drafts. Then the others wait, too: a
+        # step without the drafted rows would take about as long as one with all rows.
+        self._has_many_drafted = False
         self._num_rows = 0  # of the step that is being planned, with the drafts so far
         self._num_tokens = 0.0  # that this step is expected to add to outputs
         self._room = 0  # rows for further drafts
 
-    def begin_step(self, num_rows: int, num_unused: int) -> None:
-        """Begin to plan a step for `num_rows` sequences; `num_unused` more would fit."""
+    def begin_step(self, num_rows: int, num_unused: int, newest: list[Sequence]) -> None:
+        """Begin to plan a step for `num_rows` sequences; `num_unused` more would fit.
+
+        `newest` are the rows of the newest plan in flight.
+        """
+        self._has_many_drafted = 8 * sum(bool(seq.drafts) for seq in newest) > len(newest)
         self._num_rows, self._num_tokens = num_rows, float(num_rows)
         self._room = num_unused + self._most
         trial = self._trials[num_rows.bit_length()]
         self._is_on = self._costs.is_known(num_rows) and (num_rows <= 1 or trial.is_on)
+
+    def must_wait(self, seq: Sequence) -> bool:
+        """Whether a sequence waits until the host knows its pending token."""
+        if seq.drafts or self._has_many_drafted:
+            return True
+        return seq.num_computed == seq.num_tokens - 1 and self.is_promising(seq)
 
     def is_promising(self, seq: Sequence) -> bool:
         """Whether to wait for a sequence's pending token, because drafts may follow it."""
@@ -106,8 +123,19 @@ class Drafter:
             return False
         return self.proposer.propose(seq, 1) is not None
 
-    def draft(self, seq: Sequence, most: int) -> list[int]:
-        """Return up to `most` drafts for a row of the step that is being planned."""
+    def draft(self, seq: Sequence, most: int, blocks: BlockManager) -> list[int]:
+        """Return up to `most` drafts for a row of the step that is being planned.
+
+        Only decode rows get drafts: tokens that may follow the newest one.
+        """
+        num_free = seq.capacity - seq.num_tokens + blocks.num_free * blocks.block_size
+        most = min(most, seq.max_len - seq.num_tokens - 1, num_free)
+        if seq.num_pending or seq.is_serial or seq.num_computed < seq.num_tokens - 1 or most < 1:
+            return []
+        return self.choose(seq, most)
+
+    def choose(self, seq: Sequence, most: int) -> list[int]:
+        """Return the drafts that are worthwhile, at most `most`."""
         if not self._is_on:
             return []
         state = self._state(seq)
@@ -127,6 +155,26 @@ class Drafter:
         count = self._best_count(state, len(token_ids))
         self._room -= count
         return token_ids[:count]
+
+    def verify(
+        self, seq: Sequence, token_ids: list[int], append: Callable[[Sequence, int], None]
+    ) -> None:
+        """Append the sampled tokens up to the first that differs from its draft."""
+        drafts, seq.drafts = seq.drafts, []
+        count = num_accepted(drafts, token_ids)
+        self.verified(seq, len(drafts), count)
+        seq.num_tokens += count
+        if seq.slot != NO_SLOT:  # not preempted in the meantime
+            seq.num_computed += count
+            seq.has_rejected = True
+        num_new = 0
+        for token_id in token_ids[: count + 1]:
+            append(seq, token_id)
+            num_new += 1
+            if seq.finish_reason is not None:
+                break
+        for counts in (self.counts, seq.draft_counts):
+            counts.add(len(drafts), num_new - 1)
 
     def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Learn how many drafts of a sequence were accepted."""
@@ -181,6 +229,12 @@ class Drafter:
         self._pause = state.pause = 0
         self._num_rows, self._num_tokens = self._num_rows + best, best_tokens
         return best
+
+
+def num_accepted(drafts: list[int], token_ids: list[int]) -> int:
+    """Return how many drafts equal the tokens sampled in their place, up to the first mismatch."""
+    pairs = zip(drafts, token_ids, strict=False)
+    return next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
 
 
 class StepCosts:

@@ -40,8 +40,14 @@ def entry_bytes(num_top: int | None) -> int:
     return RANK_BYTES + PAIR_BYTES * (1 + (num_top or 0))
 
 
-def add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
-    """Store the logprobs of the sampled positions in each sequence that requested them."""
+def add_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult) -> None:
+    """Store the logprobs of a step in the sequences that requested them."""
+    if result.prompt_logprobs is not None:
+        _add_prompt_logprobs(rows, plan, result)
+    if result.logprobs is None:
+        return
+    counts = zip(rows, plan.num_logits.tolist(), strict=True)
+    sampled = [seq for seq, count in counts for _ in range(count)]
     asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
     entries = pack_logprobs(result.logprob_ids, result.logprobs, result.logprob_ranks)
     for seq in asking:
@@ -51,7 +57,7 @@ def add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
             seq.new_logprobs.append(entry[: entry_bytes(seq.request.params.logprobs)])
 
 
-def add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult) -> None:
+def _add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult) -> None:
     """Append the prompt logprobs that a step computed to the sequences that requested them."""
     columns = result.prompt_logprob_ids, result.prompt_logprobs, result.prompt_logprob_ranks
     entries = pack_logprobs(*columns)

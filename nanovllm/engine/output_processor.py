@@ -180,7 +180,7 @@ class OutputProcessor:
             pooled=None if own.pooled is None else own.pooled.tolist(),
             request_id=state.request_id,
             num_accepted_tokens=sum(each.drafts.num_accepted_tokens for each in results),
-            num_rejected_tokens=sum(each.drafts.num_rejected for each in results),
+            num_rejected_tokens=sum(each.drafts.num_rejected_tokens for each in results),
         )
 
     def _completion(self, completion: CompletionState) -> CompletionOutput:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from nanovllm.engine.grammar import Grammar
 from nanovllm.engine.step import Pooling, Vector
-from nanovllm.errors import PromptTooLongError
 from nanovllm.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -34,18 +33,6 @@ class Request:
     arrival_time: float = field(default_factory=time.perf_counter)
 
 
-def check_length(request: Request, max_len: int) -> None:
-    """Raise PromptTooLongError if the prompt does not fit into a sequence of `max_len` tokens."""
-    num_tokens, most, why = len(request.token_ids), max_len, ""
-    if request.pooling is None:
-        most, why = max_len - 1, " (one must be left for the output)"
-    if num_tokens > most:
-        raise PromptTooLongError(
-            f"the prompt has {num_tokens} tokens, but only {most} fit{why}; shorten it, or "
-            "raise max_model_len or num_kvcache_blocks"
-        )
-
-
 TokenLogprobs = bytes  # an entry for one position; `engine/logprobs.py` defines the layout
 
 
@@ -54,17 +41,17 @@ class DraftCounts:
     """Drafts since the engine started, or of one sequence."""
 
     num_drafts: int = 0  # rows with drafts
-    num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_rejected_tokens: int = 0
 
     @property
-    def num_rejected(self) -> int:
-        return self.num_draft_tokens - self.num_accepted_tokens
+    def num_draft_tokens(self) -> int:
+        return self.num_accepted_tokens + self.num_rejected_tokens
 
     def add(self, num_draft_tokens: int, num_accepted: int) -> None:
         self.num_drafts += 1
-        self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
+        self.num_rejected_tokens += num_draft_tokens - num_accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,39 +90,3 @@ class EngineCoreOutputs:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # one per new token
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
-
-
-class StepTiming(NamedTuple):
-    """Timing of one call of `EngineCore.step`, and of the step whose result it collected, if any.
-
-    Times are seconds of `time.perf_counter`; snapshots convert them to microseconds.
-    """
-
-    begin: float
-    # Durations of the four phases of the call.
-    schedule: float
-    submit: float  # includes computing the bitmasks
-    wait: float
-    commit: float
-    device_begin: float  # earliest time at which the device could start the step
-    device: float  # duration from `device_begin` to the arrival of the result
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_rows: int = 0  # 0 if no result was collected
-    num_accepted_tokens: int = 0  # accepted drafts, which num_decode_tokens includes
-
-
-class SequenceEnd(NamedTuple):
-    """Timestamps of a finished sequence, in microseconds of `time.perf_counter`."""
-
-    seq_id: int
-    reason: FinishReason
-    num_new_tokens: int
-    start: int  # when its first step was scheduled; 0 if none was
-    first_token: int  # 0 if there was no token
-    end: int
-    arrival: int
-
-
-def microseconds(seconds: float) -> int:
-    return round(seconds * 1e6)

@@ -6,12 +6,12 @@ Prompt and score follow Qwen3-Reranker's transformers example.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import RequestError
 from nanovllm.outputs import EmbeddingOutput, RerankOutput
-from nanovllm.validation import require_text
+from nanovllm.validation import require, require_text
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 PREFIX = (
@@ -20,6 +20,14 @@ PREFIX = (
     "<|im_start|>user\n"
 )
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def check_documents(documents: Iterable[str], top_n: int | None) -> list[str]:
+    is_valid = top_n is None or (type(top_n) is int and top_n >= 1)
+    require(is_valid, "top_n", "an integer of at least 1", top_n)
+    is_list = isinstance(documents, Iterable) and not isinstance(documents, str)
+    require(is_list, "documents", "a list of texts", documents)
+    return list(documents)
 
 
 def rerank_prompts(query: str, documents: Sequence[str], instruction: str | None) -> list[str]:

@@ -15,19 +15,12 @@ from nanovllm.engine.grammar import Matcher
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.request import DraftCounts, FinishReason
 from nanovllm.engine.sequence import NO_SLOT, Sequence, WaitingQueue
-from nanovllm.engine.step import (
-    BlockCopy,
-    BlockUpdate,
-    DraftUpdate,
-    NewRow,
-    StateCopy,
-    StepPlan,
-    StepResult,
-)
+from nanovllm.engine.step import BlockCopy, BlockUpdate, DraftUpdate, NewRow, StepPlan, StepResult
 from nanovllm.sampling_params import NO_TOKEN
 
 if TYPE_CHECKING:
     from nanovllm.engine.drafter import Drafter
+    from nanovllm.engine.state_pool import StateCopy
 
 
 class Scheduler:
@@ -55,7 +48,6 @@ class Scheduler:
         self.blocks, self.states = blocks, blocks.states
         self.prompt_budget = prompt_budget  # None: only max_num_batched_tokens limits prompts
         self.drafter = drafter  # None: no speculative decoding
-        self.draft_counts = DraftCounts()
         self.waiting = WaitingQueue()
         # Sequences whose grammar is not compiled, or whose next bitmask is not computed yet.
         self.waiting_for_grammar: dict[int, Sequence] = {}
@@ -68,9 +60,10 @@ class Scheduler:
         # Leaders (sequences with followers) whose prefill the last plan completed.
         self._prefilled_leaders: list[Sequence] = []
         self._in_flight: deque[list[Sequence]] = deque()  # rows of each uncommitted plan
-        # Whether many rows of the newest plan in flight have drafts. Then the others wait, too: a
-        # step without the drafted rows would take about as long as one with all rows.
-        self._has_many_drafted = False
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        return DraftCounts() if self.drafter is None else self.drafter.counts
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; a further sample of a prompt waits for its leader's prefill."""
@@ -94,9 +87,9 @@ class Scheduler:
             self._enqueue_ready()
         if self.drafter is not None:
             num_possible = min(len(self.running) + len(self.waiting), self.max_num_seqs)
-            self.drafter.begin_step(len(self.running), self.max_num_seqs - num_possible)
+            num_unused = self.max_num_seqs - num_possible
             newest = self._in_flight[-1] if self._in_flight else []
-            self._has_many_drafted = 8 * sum(bool(seq.drafts) for seq in newest) > len(newest)
+            self.drafter.begin_step(len(self.running), num_unused, newest)
         self._schedule_running(builder)
         self._admit_waiting(builder)
         if not builder.rows:
@@ -116,27 +109,16 @@ class Scheduler:
         if self.prompt_budget is not None:
             self.prompt_budget.measured(plan.num_prefill_tokens, plan.num_decode_tokens, seconds)
         rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
-        sampled = []
-        if result.logprobs is not None or result.failures:
-            pairs = zip(rows, num_logits, strict=True)
-            sampled = [seq for seq, count in pairs for _ in range(count)]
-        if result.prompt_logprobs is not None:
-            from nanovllm.engine.logprobs import add_prompt_logprobs
-
-            add_prompt_logprobs(rows, plan, result)
-        if result.logprobs is not None:
+        if result.logprobs is not None or result.prompt_logprobs is not None:
             from nanovllm.engine.logprobs import add_logprobs
 
-            add_logprobs(sampled, result)
-        for index, error in (result.failures or {}).items():
-            sampled[index].error = error
+            add_logprobs(rows, plan, result)
         updated = []
         if result.pooled is not None:
             from nanovllm.engine.scoring import add_pooled
 
-            for seq in add_pooled(rows, plan, result.pooled):
-                is_finite = seq.pooled is not None and bool(np.isfinite(seq.pooled).all())
-                self._end(seq, "length" if is_finite else "error")
+            for seq, reason in add_pooled(rows, plan, result.pooled):
+                self._end(seq, reason)
                 updated.append(seq)
         token_ids, end = result.tokens.tolist(), 0
         for seq, count in zip(rows, num_logits, strict=True):
@@ -147,10 +129,13 @@ class Scheduler:
                 seq.is_dropped = False
                 continue
             num_known = len(seq.token_ids)
+            if result.failures:
+                seq.error = result.failures.get(first)
             if seq.drafts:
                 if result.draft_tokens is not None:
                     seq.drafts = result.draft_tokens[first : end - 1].tolist()
-                self._verify(seq, token_ids[first:end])
+                assert self.drafter is not None
+                self.drafter.verify(seq, token_ids[first:end], self._append)
             else:
                 self._append(seq, token_ids[first])
             seq.num_new = len(seq.token_ids) - num_known
@@ -243,13 +228,13 @@ class Scheduler:
             num_tokens = seq.num_tokens
             if seq.slot == NO_SLOT or num_tokens >= seq.max_len:
                 continue  # preempted by an earlier row of this plan, or its last token is in flight
-            if (seq.is_serial or drafter is not None) and self._must_wait(seq):
-                continue
+            if seq.num_pending and (seq.is_serial or (drafter and drafter.must_wait(seq))):
+                continue  # the host must know its pending token first
             last = end = self._row_end(seq, builder)
             drafts: list[int] | None = None
             if drafter is not None:
                 num_left = len(rows) - index  # each of the other rows needs a token
-                drafts = self._propose(seq, builder.budget - 1 - num_left)
+                drafts = drafter.draft(seq, builder.budget - 1 - num_left, self.blocks)
                 last += len(drafts)
             if last > seq.capacity and not self._grow(seq, last, builder):
                 continue
@@ -389,43 +374,6 @@ class Scheduler:
         if seq.followers and end >= seq.num_prompt_tokens:
             self._prefilled_leaders.append(seq)
 
-    def _must_wait(self, seq: Sequence) -> bool:
-        """Whether a sequence waits until the host knows its pending token."""
-        if not seq.num_pending:
-            return False
-        if seq.is_serial or seq.drafts or self._has_many_drafted:
-            return True
-        is_decode = seq.num_computed == seq.num_tokens - 1
-        return is_decode and self.drafter is not None and self.drafter.is_promising(seq)
-
-    def _propose(self, seq: Sequence, most: int) -> list[int]:
-        """Return up to `most` drafts for a decode row: tokens that may follow its newest one."""
-        assert self.drafter is not None
-        num_free = seq.capacity - seq.num_tokens + self.blocks.num_free * self.blocks.block_size
-        most = min(most, seq.max_len - seq.num_tokens - 1, num_free)
-        if seq.num_pending or seq.is_serial or seq.num_computed < seq.num_tokens - 1 or most < 1:
-            return []
-        return self.drafter.draft(seq, most)
-
-    def _verify(self, seq: Sequence, token_ids: list[int]) -> None:
-        """Append the sampled tokens up to the first that differs from its draft."""
-        assert self.drafter is not None
-        drafts, seq.drafts = seq.drafts, []
-        count = num_accepted(drafts, token_ids)
-        self.drafter.verified(seq, len(drafts), count)
-        seq.num_tokens += count
-        if seq.slot != NO_SLOT:  # not preempted in the meantime
-            seq.num_computed += count
-            seq.has_rejected = True
-        num_new = 0
-        for token_id in token_ids[: count + 1]:
-            self._append(seq, token_id)
-            num_new += 1
-            if seq.finish_reason is not None:
-                break
-        for counts in (self.draft_counts, seq.draft_counts):
-            counts.add(len(drafts), num_new - 1)
-
     def _append(self, seq: Sequence, token_id: int) -> None:
         """Append a sampled token, and end the sequence if the token completes it."""
         if token_id == NO_TOKEN:
@@ -465,12 +413,6 @@ class Scheduler:
         self._free_slots.append(seq.slot)
         self._released.append(seq.slot)
         seq.slot, seq.has_rejected = NO_SLOT, False
-
-
-def num_accepted(drafts: list[int], token_ids: list[int]) -> int:
-    """Return how many drafts equal the tokens sampled in their place, up to the first mismatch."""
-    pairs = zip(drafts, token_ids, strict=False)
-    return next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.engine.prompts import as_prompt
+from nanovllm.engine.request import FinishReason
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Pooling, StepPlan, Vector
 from nanovllm.errors import EngineError
@@ -28,17 +29,25 @@ def check_pooling(pooling: Pooling, vocab_size: int) -> None:
     require(is_valid, "pooling", '"last" or "mean"', pooling)
 
 
-def add_pooled(rows: list[Sequence], plan: StepPlan, pooled: Vector) -> list[Sequence]:
-    """Store the vectors of prompts fully pooled by a step; return their unfinished sequences."""
+def add_pooled(
+    rows: list[Sequence], plan: StepPlan, pooled: Vector
+) -> list[tuple[Sequence, FinishReason]]:
+    """Store the vectors of prompts fully pooled by a step.
+
+    Returns their unfinished sequences, each with the reason for which it now ends.
+    """
     ends = (plan.starts + plan.counts).tolist()
     complete = [
         seq
         for seq, end in zip(rows, ends, strict=True)
         if seq.request.pooling is not None and end == seq.num_prompt_tokens
     ]
+    ended: list[tuple[Sequence, FinishReason]] = []
     for seq, vector in zip(complete, pooled, strict=True):
         seq.pooled = vector[:2] if isinstance(seq.request.pooling, tuple) else vector
-    return [seq for seq in complete if seq.finish_reason is None]
+        if seq.finish_reason is None:
+            ended.append((seq, "length" if np.isfinite(seq.pooled).all() else "error"))
+    return ended
 
 
 def embedding_of(output: RequestOutput, normalize: bool) -> EmbeddingOutput:
@@ -59,9 +68,7 @@ class Continued:
 
 
 def continue_prompt(
-    prompt: str | list[int],
-    continuations: abc.Sequence[Any],
-    encode: Callable[..., array[int]],
+    prompt: str | list[int], continuations: abc.Sequence[Any], encode: Callable[..., array[int]]
 ) -> list[Continued]:
     """Tokenize a prompt together with each continuation.
 

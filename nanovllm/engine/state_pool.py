@@ -10,13 +10,39 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.step import StateCopy, StateCounts
-
 if TYPE_CHECKING:
     from nanovllm.engine.block_manager import BlockManager
     from nanovllm.engine.sequence import Sequence
 
 INTERVAL = 1024  # tokens between two snapshots of a long prompt or output
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """A copy of the recurrent state `source` to `target`."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateCounts:
+    """The number of recurrent states. Ids: slots, padding, initial (always zero), snapshots."""
+
+    num_slots: int
+    num_snapshots: int
+
+    @property
+    def initial_id(self) -> int:
+        return self.num_slots + 1
+
+    @property
+    def snapshot_ids(self) -> range:
+        return range(self.num_slots + 2, self.total)
+
+    @property
+    def total(self) -> int:
+        return self.num_slots + 2 + self.num_snapshots
 
 
 @dataclass(slots=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.state_pool import StateCopy, StateCounts
 
 IntColumn = npt.NDArray[np.int32]
 Vector = npt.NDArray[np.float32]
@@ -73,34 +76,6 @@ class BlockCopy:
 
     source: int
     target: int
-
-
-@dataclass(frozen=True, slots=True)
-class StateCopy:
-    """A copy of the recurrent state `source` to `target`."""
-
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class StateCounts:
-    """The number of recurrent states. Ids: slots, padding, initial (always zero), snapshots."""
-
-    num_slots: int
-    num_snapshots: int
-
-    @property
-    def initial_id(self) -> int:
-        return self.num_slots + 1
-
-    @property
-    def snapshot_ids(self) -> range:
-        return range(self.num_slots + 2, self.total)
-
-    @property
-    def total(self) -> int:
-        return self.num_slots + 2 + self.num_snapshots
 
 
 @dataclass(frozen=True, slots=True)

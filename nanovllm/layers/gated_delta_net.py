@@ -7,7 +7,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
 from nanovllm.layers.layer_weight import Outputs
 from nanovllm.layers.layernorm import RMSNorm
@@ -19,6 +18,7 @@ from nanovllm.layers.shards import (
     replicated,
     sharded,
 )
+from nanovllm.model_config import ModelConfig
 from nanovllm.ops.interface import (
     DeltaNetInputs,
     DeltaNetWeights,
@@ -42,7 +42,7 @@ class GatedDeltaNet(Layer):
         super().__init__()
         assert config.recurrent is not None
         sizes = config.recurrent
-        self.layer_index, self.is_last = layer_index, layer_index + 1 == config.num_layers
+        self.layer_index, self.is_last = layer_index, layer_index + 1 == len(config.layers)
         self.ops, self.eps, self.is_tiled = build.ops, config.rms_norm_eps, sizes.is_tiled
         key_heads, heads = (
             sharded(number, build.group) for number in (sizes.num_key_heads, sizes.num_value_heads)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanovllm.attention.backend import AttentionSpec
-from nanovllm.config import ModelConfig
+from nanovllm.layers.all_heads_norm import AllHeadsNorm
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
-from nanovllm.layers.layernorm import AllHeadsNorm, QKNorm, RMSNorm
+from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import order_heads, rope_order
 from nanovllm.layers.shards import replicated, sharded, split_kv_heads
+from nanovllm.model_config import ModelConfig
 from nanovllm.ops.interface import LayerCache, ResidualStream
 
 
@@ -32,7 +33,7 @@ class SelfAttention(Layer):
         heads = sharded(config.num_heads, build.group)
         kv_heads = split_kv_heads(config.num_kv_heads, build.group)
         self.num_heads, self.head_dim = heads.count, config.head_dim
-        self.layer_index, self.is_last = layer_index, layer_index + 1 == config.num_layers
+        self.layer_index, self.is_last = layer_index, layer_index + 1 == len(config.layers)
         self.attention, self.ops = build.attention, build.ops
         window = config.layers[layer_index].window
         scale, softcap = config.attention_scale, config.attention_softcap

@@ -6,37 +6,33 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 from nanovllm.checkpoint.quantization import read_quantization
-from nanovllm.config import DTYPES, LayerAttention, ModelConfig, RopeConfig
+from nanovllm.config import DTYPES
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.model_config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.validation import check_types
 
 INT32_MAX = 2**31 - 1
 MAX_SIZE, MAX_LAYERS = 1 << 24, 1 << 10
 # The sizes that the memory estimate uses, each with its valid range.
+POSITIVE = (
+    *("vocab_size", "hidden_size", "intermediate_size", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
+)
+MAYBE_ZERO = (  # 0: a dense model, or no shared expert
+    *("num_experts", "num_local_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+)
 SIZES = {
-    "vocab_size": (1, MAX_SIZE),
-    "hidden_size": (1, MAX_SIZE),
-    "intermediate_size": (1, MAX_SIZE),
-    "num_hidden_layers": (1, MAX_LAYERS),
-    "num_attention_heads": (1, MAX_SIZE),
-    "num_key_value_heads": (1, MAX_SIZE),
-    "head_dim": (1, MAX_SIZE),
+    **dict.fromkeys(POSITIVE, (1, MAX_SIZE)),
+    **dict.fromkeys(MAYBE_ZERO, (0, MAX_SIZE)),
+    **dict.fromkeys(("num_hidden_layers", "full_attention_interval"), (1, MAX_LAYERS)),
     "max_position_embeddings": (1, INT32_MAX),
     "sliding_window": (0, INT32_MAX),  # 0: no window
-    "num_experts": (0, MAX_SIZE),  # 0: a dense model
-    "num_local_experts": (0, MAX_SIZE),
-    "num_experts_per_tok": (0, MAX_SIZE),
-    "moe_intermediate_size": (0, MAX_SIZE),
-    "shared_expert_intermediate_size": (0, MAX_SIZE),
-    "full_attention_interval": (1, MAX_LAYERS),
-    "linear_num_key_heads": (1, MAX_SIZE),
-    "linear_num_value_heads": (1, MAX_SIZE),
-    "linear_key_head_dim": (1, MAX_SIZE),
-    "linear_value_head_dim": (1, MAX_SIZE),
     "linear_conv_kernel_dim": (2, MAX_SIZE),
 }
 # Class without an LM head -> class with one, where replacing "Model" by "ForCausalLM" would be
@@ -119,24 +115,6 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
         output_bias=bias,
         mlp_bias=config.get("mlp_bias", False),
     )
-
-
-def read_with_partial_rotary(config: Mapping[str, Any], default_factor: float) -> ModelConfig:
-    """Read a model that rotates the first dimensions of each head: `partial_rotary_factor`."""
-    layouts = ("rope_parameters", "rope_scaling")
-    ropes = {name: dict(config[name]) for name in layouts if config.get(name)}
-    factors = [rope.pop("partial_rotary_factor", None) for rope in ropes.values()]
-    factors += [config.get("partial_rotary_factor"), default_factor]
-    factor = next(factor for factor in factors if factor is not None)
-    model = read_model_config({**config, **ropes, "partial_rotary_factor": None})
-    rotary_dim = int(model.head_dim * factor)
-    if rotary_dim % 2 or not 0 < rotary_dim <= model.head_dim:
-        raise CheckpointError(
-            f"config.json: partial_rotary_factor={factor} rotates {rotary_dim} of "
-            f"{model.head_dim} dimensions; an even number is needed"
-        )
-    rope = replace(model.layers[0].rope, rotary_dim=rotary_dim)
-    return replace(model, layers=(LayerAttention(rope),) * model.num_layers)
 
 
 def _stretched(max_position: int, rope: RopeConfig) -> int:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
 from nanovllm.layers.gated_delta_net import GatedDeltaNet
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Embedding, LMHead
 from nanovllm.layers.rotary_embedding import rope_table
 from nanovllm.layers.self_attention import SelfAttention
+from nanovllm.model_config import ModelConfig
 from nanovllm.ops.interface import ResidualStream
 
 BuildLayer = Callable[[ModelConfig, int, BuildContext], nn.Module]
@@ -58,7 +58,9 @@ class DecoderBody(Layer):
         scale = torch.tensor(config.embedding_scale).to(build.dtype).item()
         scale /= config.embedding_divisor
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale, build)
-        self.layers = nn.ModuleList(build_layer(config, i, build) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            build_layer(config, i, build) for i in range(len(config.layers))
+        )
         self.norm = RMSNorm(config, build)
         tables = {
             rope: rope_table(config.head_dim, max_model_len, rope, build.device)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.config import LayerAttention, ModelConfig
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
+from nanovllm.model_config import LayerAttention, ModelConfig
 from nanovllm.models import gemma3
 from nanovllm.models.config_json import read_rope_config
 from nanovllm.models.post_norm import SandwichLayer
@@ -22,12 +22,12 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     sliding = sliding_layers(config)
     model = replace(
         model,
-        layers=(LayerAttention(read_rope_config(config)),) * model.num_layers,
+        layers=(LayerAttention(read_rope_config(config)),) * len(model.layers),
         # A cap that is null in config.json is off.
         attention_softcap=config.get("attn_logit_softcapping", 50.0) or None,
         logits_softcap=config.get("final_logit_softcapping", 30.0) or None,
     )
-    windowed = range(0, model.num_layers, 2) if sliding is None else sliding
+    windowed = range(0, len(model.layers), 2) if sliding is None else sliding
     return with_window(model, config.get("sliding_window", 4096), windowed)
 
 

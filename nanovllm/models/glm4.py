@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.config import LayerAttention, ModelConfig
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.models.config_json import read_with_partial_rotary
+from nanovllm.model_config import LayerAttention, ModelConfig
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.post_norm import NormNames, SandwichLayer
+from nanovllm.models.rope_scaling import read_with_partial_rotary
 
 DEFAULTS = {"head_dim": 128, "attention_bias": True, "rms_norm_eps": 1.5625e-07}
 NORMS = NormNames(
@@ -25,7 +25,7 @@ NORMS = NormNames(
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     model = read_with_partial_rotary({**DEFAULTS, **config}, 0.5)
     rope = replace(model.layers[0].rope, is_interleaved=True)
-    layers = (LayerAttention(rope),) * model.num_layers
+    layers = (LayerAttention(rope),) * len(model.layers)
     return replace(model, layers=layers, output_bias=False, mlp_bias=False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.config import ModelConfig
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_json import read_model_config
 from nanovllm.models.sliding_window import sliding_layers, with_window
 
@@ -20,4 +20,4 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 def read_window(config: Mapping[str, Any]) -> ModelConfig:
     model = read_model_config(config)
-    return with_window(model, config.get("sliding_window"), range(model.num_layers))
+    return with_window(model, config.get("sliding_window"), range(len(model.layers)))

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from nanovllm.checkpoint.gguf_architectures import TILED_HEADS_KEY
-from nanovllm.config import ModelConfig, RecurrentConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.gated_delta_net import GatedDeltaNet
@@ -21,9 +20,11 @@ from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import SharedExpertMoeBlock
 from nanovllm.layers.rotary_embedding import rope_order
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.models.config_json import field, read_with_partial_rotary
+from nanovllm.model_config import ModelConfig, RecurrentConfig
+from nanovllm.models.config_json import field
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.qwen3_moe import NAMES, read_experts
+from nanovllm.models.rope_scaling import read_with_partial_rotary
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 DEFAULTS = {
@@ -41,7 +42,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     config = {**DEFAULTS, **config}
     model = read_with_partial_rotary(config, 0.25)
     recurrent = RecurrentConfig(
-        layers=_read_recurrent_layers(config, model.num_layers),
+        layers=_read_recurrent_layers(config, len(model.layers)),
         num_key_heads=config["linear_num_key_heads"],
         num_value_heads=config["linear_num_value_heads"],
         key_dim=config["linear_key_head_dim"],

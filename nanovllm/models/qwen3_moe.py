@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import ExpertNames, SparseMoeBlock
+from nanovllm.model_config import ExpertsConfig, ModelConfig
 from nanovllm.models.config_json import field, read_model_config
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.mixtral import with_experts
@@ -22,14 +22,14 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     model = read_model_config(config)
     if config.get("use_sliding_window"):
         window = config.get("sliding_window", 4096)
-        model = with_window(model, window, range(model.num_layers))
+        model = with_window(model, window, range(len(model.layers)))
     return read_experts(model, config)
 
 
 def read_experts(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
     """Return the model with the experts of its config."""
     step = config.get("decoder_sparse_step", 1)
-    is_dense = {i for i in range(model.num_layers) if (i + 1) % step} | set(
+    is_dense = {i for i in range(len(model.layers)) if (i + 1) % step} | set(
         config.get("mlp_only_layers") or ()
     )
     experts = ExpertsConfig(

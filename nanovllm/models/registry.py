@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import ModelConfig
 from nanovllm.errors import (
     CheckpointError,
     NanovllmError,
@@ -14,6 +13,7 @@ from nanovllm.errors import (
     UnsupportedQuantisationError,
 )
 from nanovllm.layers.build import BuildContext
+from nanovllm.model_config import ModelConfig
 from nanovllm.models import (
     gemma2,
     gemma3,

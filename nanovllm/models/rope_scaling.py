@@ -1,16 +1,35 @@
-"""Read the parameters of rope scaling from config.json."""
+"""Read the variants of RoPE from config.json: scaled frequencies, and partial rotation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from nanovllm.config import RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.models.config_json import field
+from nanovllm.model_config import LayerAttention, ModelConfig, RopeConfig
+from nanovllm.models.config_json import field, read_model_config
 
 KINDS = ("linear", "dynamic", "llama3", "yarn", "factors")  # the last one occurs in GGUF files
+
+
+def read_with_partial_rotary(config: Mapping[str, Any], default_factor: float) -> ModelConfig:
+    """Read a model that rotates the first dimensions of each head: `partial_rotary_factor`."""
+    layouts = ("rope_parameters", "rope_scaling")
+    ropes = {name: dict(config[name]) for name in layouts if config.get(name)}
+    factors = [rope.pop("partial_rotary_factor", None) for rope in ropes.values()]
+    factors += [config.get("partial_rotary_factor"), default_factor]
+    factor = next(factor for factor in factors if factor is not None)
+    model = read_model_config({**config, **ropes, "partial_rotary_factor": None})
+    rotary_dim = int(model.head_dim * factor)
+    if rotary_dim % 2 or not 0 < rotary_dim <= model.head_dim:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor={factor} rotates {rotary_dim} of "
+            f"{model.head_dim} dimensions; an even number is needed"
+        )
+    rope = replace(model.layers[0].rope, rotary_dim=rotary_dim)
+    return replace(model, layers=(LayerAttention(rope),) * len(model.layers))
 
 
 def read_scaled_rope(

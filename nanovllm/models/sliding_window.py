@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.model_config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.models.config_json import field, read_rope_config
 
 
@@ -25,7 +25,7 @@ def with_upper_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelCo
     """Add a window to the layers that `layer_types` or, without it, `max_window_layers` selects."""
     layers: Iterable[int] | None = sliding_layers(config)
     if layers is None:
-        layers = range(config.get("max_window_layers", 28), model.num_layers)
+        layers = range(config.get("max_window_layers", 28), len(model.layers))
     return with_window(model, config.get("sliding_window", 4096), layers)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.config import ModelConfig
 from nanovllm.errors import UnsupportedModelError
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_json import NO_ROPE, read_model_config
 
 
@@ -18,7 +18,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     interval = config.get("no_rope_layer_interval", 4)
     # Despite its name, this list marks the layers that rotate q and k.
     is_rotated = config.get("no_rope_layers") or [
-        (i + 1) % interval for i in range(model.num_layers)
+        (i + 1) % interval for i in range(len(model.layers))
     ]
     layers = (
         layer if rotates else replace(layer, rope=NO_ROPE)

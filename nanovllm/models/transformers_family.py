@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.checkpoint.find import Checkpoint, is_mxfp4, stores_quantized
-from nanovllm.checkpoint.stored_tensors import NOT_TEXT
-from nanovllm.config import DTYPES, LayerAttention, ModelConfig, RopeConfig
-from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.checkpoint.multimodal import NOT_TEXT
+from nanovllm.config import DTYPES, EngineConfig
+from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
+from nanovllm.model_config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.models.config_json import INT32_MAX, MAX_LAYERS, read_architecture
 from nanovllm.models.transformers_model import (
     TransformersModel,
@@ -81,6 +82,18 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         transformers_config=config,
         **UNUSED,
     )
+
+
+def check_options(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError for options that only our own families support."""
+    size, quantization = config.tensor_parallel_size, config.quantization
+    for name, is_set in {"tensor_parallel_size": size > 1, "quantization": quantization}.items():
+        if is_set:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} is not supported for {model.architecture}, "
+                "which runs through transformers' model code; leave it out",
+                param=name,
+            )
 
 
 def create_on_meta(causal_lm_class: Any, hf_config: Any, dtype: torch.dtype) -> Any:

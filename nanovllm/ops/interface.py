@@ -48,10 +48,7 @@ class QKNormWeights:
     q: Tensor  # [head_dim]; over all heads: [heads, head_dim]
     k: Tensor
     eps: float
-
-    @property
-    def is_over_all_heads(self) -> bool:
-        return self.q.dim() == 2
+    is_over_all_heads: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,14 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig
 from nanovllm.devices.replica_share import take_share
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.request import (
-    EngineCoreOutputs,
-    FinishedSequence,
-    Request,
-    StepTiming,
-    microseconds,
-)
+from nanovllm.engine.request import EngineCoreOutputs, FinishedSequence, Request
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.timing import SequenceEnd, StepTiming
 from nanovllm.errors import RequestError
 from nanovllm.llm import create_grammars, resolve_model, start_core
 from nanovllm.parallel.child import Kind, Link, StepTimer, run_child
@@ -46,6 +42,7 @@ MAX_QUEUE = 64  # maximum number of waiting sequences in a snapshot
 
 Command = AddRequests | FinishSequences | SendSnapshots | Control
 Send = Callable[[CoreUpdate], None]
+T = TypeVar("T", StepTiming, SequenceEnd)
 
 
 def main(fd: int, parent_pid: int, log_level: int, replica: int) -> None:
@@ -251,9 +248,9 @@ def take_snapshot(core: EngineCore, stats: CoreStats, now: float) -> EngineState
         [seq.seq_id for seq in (*waiting, *postponed)],
         bytes(scheduler.blocks.is_cached),
         [_in_microseconds(timing) for timing in core.timings],
-        list(core.ended),
+        [_in_microseconds(end) for end in core.ended],
         stats,
-        microseconds(now),
+        _microseconds(now),
         snapshots=None if scheduler.states is None else list(scheduler.states.snapshots),
     )
     core.timings.clear()
@@ -270,11 +267,18 @@ def _sequence(seq: Sequence, status: SequenceStatus) -> SequenceState:
         seq.num_cached,
         seq.num_computed,
         len(seq.token_ids),
-        microseconds(seq.request.arrival_time),
+        _microseconds(seq.request.arrival_time),
         list(seq.block_ids),
     )
 
 
-def _in_microseconds(timing: StepTiming) -> StepTiming:
-    times = map(microseconds, timing[: -len(StepTiming._field_defaults)])
-    return timing._replace(**dict(zip(StepTiming._fields, times, strict=False)))
+def _in_microseconds(timing: T) -> T:
+    values = timing._asdict().items()
+    times: dict[str, Any] = {
+        name: _microseconds(value) for name, value in values if isinstance(value, float)
+    }
+    return timing._replace(**times)
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

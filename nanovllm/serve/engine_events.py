@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from nanovllm.engine.request import SequenceEnd, StepTiming
+from nanovllm.engine.timing import SequenceEnd, StepTiming
 from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.serve.core_messages import CoreStats, EngineState, PausedState
 from nanovllm.serve.http_responses import Event, EventStream

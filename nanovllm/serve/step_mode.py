@@ -11,7 +11,8 @@ import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.scheduler import Scheduler, num_accepted
+from nanovllm.engine.drafter import num_accepted
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.serve.core_messages import Change, EngineState, PausedState

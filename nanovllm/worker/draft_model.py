@@ -6,8 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.config import EngineConfig
 from nanovllm.engine.step import DraftUpdate, IntColumn, StepPlan
+from nanovllm.errors import ConfigError
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.registry import read_config
 from nanovllm.sampling_params import NO_TOKEN
+from nanovllm.worker.device_interface import Device
+from nanovllm.worker.load_model import LoadedModel, load_model
 from nanovllm.worker.model_runner import ModelRunner
 
 
@@ -52,6 +59,24 @@ class DraftModel:
         rows = zip(*(column.tolist() for column in columns), strict=True)
         updates = [DraftUpdate(slot, end, [NO_TOKEN] * count) for slot, end, count in rows]
         return replace(plan, draft_updates=updates)
+
+
+def load_draft_model(
+    path: str, config: EngineConfig, target: ModelConfig, device: Device
+) -> LoadedModel:
+    """Load a draft model, with the options of its target."""
+    config = replace(config, model=path, revision=None, quantization=None, speculative_config=None)
+    has_weights = config.load_format != "dummy"
+    checkpoint = find_checkpoint(path, need_weights=has_weights, need_tokenizer=False)
+    model_config = read_config(checkpoint.config)
+    if model_config.recurrent is not None:
+        raise ConfigError(f"the draft model {path} has recurrent layers; use another one")
+    if model_config.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"the draft model {path} has {model_config.vocab_size} token ids, but the target "
+            f"has {target.vocab_size}; use a draft model with the same vocabulary"
+        )
+    return load_model(config, model_config, checkpoint, device.for_draft_model(config))
 
 
 def decode_plan(slots: IntColumn, positions: IntColumn) -> StepPlan:

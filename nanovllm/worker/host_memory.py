@@ -55,11 +55,7 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 # Keyed by the name of the controller; cgroup version 2 has no such name.
 _CGROUPS = {
     "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
-    "memory": (
-        Path("/sys/fs/cgroup/memory"),
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-    ),
+    "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
 }
 
 

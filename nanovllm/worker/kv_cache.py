@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.layers.shards import split_kv_heads
+from nanovllm.model_config import ModelConfig
 from nanovllm.ops.fp8 import FP8
 from nanovllm.ops.interface import LayerCache
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker.device_interface import Device
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ def kv_cache_spec(
     num_recurrent = 0 if model.recurrent is None else len(model.recurrent.layers)
     return KVCacheSpec(
         *(
-            model.num_layers - num_recurrent,
+            len(model.layers) - num_recurrent,
             config.kvcache_block_size,
             num_kv_heads,
             model.head_dim,
@@ -81,3 +85,12 @@ def choose_num_blocks(config: EngineConfig, block_bytes: int, device: Device) ->
             f"{block_bytes:,} bytes; free memory, or use a smaller kvcache_block_size"
         )
     return num_blocks
+
+
+def agree(number: int, device: Device) -> int:
+    """Return the smallest number of blocks or states over all ranks."""
+    smallest = device.group.smallest(number, device.torch_device)
+    if smallest < number:
+        text = "%d instead of %d, because another rank has no room for more"
+        logger.info(f"KV cache and states: {text}", smallest, number)
+    return smallest

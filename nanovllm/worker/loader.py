@@ -6,7 +6,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanovllm.checkpoint.find import Checkpoint, find_checkpoint, stores_quantized
+from nanovllm.checkpoint.find import Checkpoint, stores_quantized
 from nanovllm.checkpoint.stored_tensors import StoredTensor, list_tensors
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.build import Layer
@@ -61,29 +61,6 @@ def load_weights(
     seconds = time.perf_counter() - start
     speed = num_bytes / 1e9 / seconds
     logger.info("Loaded %.2f GB of weights in %.1f s, %.1f GB/s", num_bytes / 1e9, seconds, speed)
-
-
-def load_dense(
-    folders: Sequence[Path], hidden_size: int, device: torch.device
-) -> Iterator[nn.Linear]:
-    """Load linear layers from folders of sentence-transformers; like pooling, they are float32."""
-    width = hidden_size
-    for folder in folders:
-        stored = list_tensors(find_checkpoint(str(folder)))
-        weights = {
-            tensor.name.removeprefix("linear."): torch.cat([*tensor.read()]).to(device).float()
-            for tensor in stored
-        }
-        if not {"weight"} <= weights.keys() <= {"weight", "bias"}:
-            names = ", ".join(tensor.name for tensor in stored)
-            raise CheckpointError(f"{folder} must hold linear.weight and linear.bias, not {names}")
-        num_outputs, num_inputs = weights["weight"].shape
-        if num_inputs != width:
-            raise CheckpointError(f"{folder}: linear.weight has {num_inputs} inputs, not {width}")
-        layer = nn.Linear(num_inputs, num_outputs, bias="bias" in weights, device=device)
-        layer.load_state_dict(weights)
-        yield layer
-        width = num_outputs
 
 
 class LoadingLayers:

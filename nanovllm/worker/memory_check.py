@@ -10,20 +10,22 @@ import torch
 
 from nanovllm.checkpoint.find import stores_quantized
 from nanovllm.checkpoint.quantization import choose_quantization
-from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.shards import check_splits
+from nanovllm.model_config import ModelConfig
+from nanovllm.models import transformers_family
 from nanovllm.models.registry import build_model, read_config_for
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.worker.device_interface import Device
+from nanovllm.worker.host_memory import GIB
 from nanovllm.worker.input_batch import slot_fields
 from nanovllm.worker.kv_cache import kv_cache_spec
 from nanovllm.worker.loader import named_layers
 from nanovllm.worker.quantized_layouts import choose_layouts
 from nanovllm.worker.state_cache import state_spec
 
-GIB = 1 << 30
 HOST_BYTES = 200  # estimated size of the scheduler's state per block or slot
 REMEDIES = {
     "weights": "use a smaller model, a 16-bit dtype or, on GPUs, a larger tensor_parallel_size",
@@ -49,7 +51,7 @@ def check_model(
     """Raise an error for a model that is not supported, cannot be sharded or does not fit."""
     model = read_config_for(checkpoint_config, config.model_impl)
     if model.transformers_config is not None:
-        check_transformers_options(config, model)
+        transformers_family.check_options(config, model)
     if model.recurrent is not None and config.speculative_config is not None:
         raise ConfigError(
             f"speculative_config is not supported for {model.architecture}: a recurrent "
@@ -70,18 +72,6 @@ def check_model(
         layouts = choose_layouts(config, checkpoint_config, device, dtype)
     build = BuildContext(device.torch_device, dtype, attention, ops, device.group, layouts)
     check_memory(config, model, device, build)
-
-
-def check_transformers_options(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError for options that only our own families support."""
-    size, quantization = config.tensor_parallel_size, config.quantization
-    for name, is_set in {"tensor_parallel_size": size > 1, "quantization": quantization}.items():
-        if is_set:
-            raise ConfigError(
-                f"{name}={getattr(config, name)!r} is not supported for {model.architecture}, "
-                "which runs through transformers' model code; leave it out",
-                param=name,
-            )
 
 
 def check_memory(

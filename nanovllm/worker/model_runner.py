@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
 from nanovllm.worker.device_interface import Device
+from nanovllm.worker.draft_rows import drafts_as_rows
 from nanovllm.worker.forward import (
     EagerForward,
     Forward,
@@ -73,7 +74,8 @@ class ModelRunner:
         """Queue a step on the device; the next one may be queued before it ends."""
         if self.draft_model is not None:
             plan = self.draft_model.run(plan)
-        plan = with_drafts_as_rows(plan)
+        if has_drafts(plan):
+            plan = drafts_as_rows(plan)
         if self.extras is None and not all(row.is_plain for row in plan.new_rows):
             from nanovllm.worker.request_extras import Extras
 
@@ -134,37 +136,6 @@ class ModelRunner:
             if slot_extras.processors:
                 slot_extras.output_ids.append(int(tokens[row]))
         return StepResult(tokens, **arrays, failures=extras.failures)
-
-
-def with_drafts_as_rows(plan: StepPlan) -> StepPlan:
-    """Split each row with drafts into decode rows, one for each position, that share its slot.
-
-    Keys and values are written before attention reads them, so each row sees those of earlier rows.
-    """
-    if not has_drafts(plan):
-        return plan
-    rows: list[tuple[int, int, int, int]] = []  # plain lists: drafts are for small batches
-    firsts = []  # index of each old row's first new row, and the end
-    columns = plan.slots, plan.starts, plan.counts, plan.num_logits
-    for slot, start, count, num_logits in zip(*(c.tolist() for c in columns), strict=True):
-        firsts.append(len(rows))
-        if num_logits > 1:
-            rows += [(slot, start + offset, 1, 1) for offset in range(num_logits)]
-        else:
-            rows.append((slot, start, count, num_logits))
-    firsts.append(len(rows))
-    masked = [
-        new for row in plan.masked_rows.tolist() for new in range(firsts[row], firsts[row + 1])
-    ]
-    slots, starts, counts, num_logits = np.array(rows, np.int32).T
-    return replace(
-        plan,
-        slots=slots,
-        starts=starts,
-        counts=counts,
-        num_logits=num_logits,
-        masked_rows=np.array(masked, np.int32),
-    )
 
 
 def apply_token_bitmask(device: Device, logits: Tensor, plan: StepPlan, masks: IntColumn) -> None:

@@ -13,7 +13,7 @@ from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
 
 if TYPE_CHECKING:
-    from nanovllm.worker.worker import LoadedModel
+    from nanovllm.worker.load_model import LoadedModel
 
 
 def profile_run(config: EngineConfig, loaded: LoadedModel) -> EagerForward:

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.config import EngineConfig, RecurrentConfig
-from nanovllm.engine.step import StateCopy, StateCounts
+from nanovllm.config import EngineConfig
+from nanovllm.engine.state_pool import StateCopy, StateCounts
 from nanovllm.errors import ConfigError
 from nanovllm.layers.shards import sharded
+from nanovllm.model_config import RecurrentConfig
 from nanovllm.ops.interface import LayerState
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker.device_interface import Device
-from nanovllm.worker.kv_cache import KVCacheSpec
+from nanovllm.worker.kv_cache import KVCacheSpec, agree
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,21 @@ class StateCache:
         recurrent = self.states[:, first : first + size].view(torch.float32)
         conv = self.states[:, first + size :][:, :conv_size].view(spec.dtype)
         return LayerState(recurrent.unflatten(1, spec.recurrent), conv.unflatten(1, spec.conv))
+
+
+def create_state_cache(
+    config: EngineConfig,
+    recurrent: RecurrentConfig,
+    dtype: torch.dtype,
+    cache: KVCacheSpec,
+    device: Device,
+    budget: int,
+) -> StateCache:
+    """Allocate the recurrent states; the KV cache gets the rest of the budget."""
+    spec = state_spec(recurrent, dtype, device.group)
+    counts = choose_state_counts(config, spec, cache, budget)
+    sizes = counts.num_slots, counts.num_snapshots
+    return StateCache(spec, StateCounts(*(agree(size, device) for size in sizes)), device)
 
 
 def state_spec(recurrent: RecurrentConfig, dtype: torch.dtype, group: TPGroup) -> StateSpec:

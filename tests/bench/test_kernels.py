@@ -47,8 +47,8 @@ def test_a_step_of_reads_reads_what_a_step_does() -> None:
     layer = layer_bytes(config, num_rows=64, context=256)
     cost = model_cost(config, itemsize=2)
     weights = sum(layer[name] for name in ("qkv", "o", "gate_up", "down"))
-    assert config.num_layers * weights == 2 * cost.layer_weights
-    assert config.num_layers * layer["attention"] == 64 * 256 * cost.kv_bytes
+    assert len(config.layers) * weights == 2 * cost.layer_weights
+    assert len(config.layers) * layer["attention"] == 64 * 256 * cost.kv_bytes
 
 
 def test_wrong_results_are_not_timed() -> None:

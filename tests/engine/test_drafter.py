@@ -122,8 +122,8 @@ def simulate(
     rng, seqs = random.Random(0), [make_sequence(i, [1]) for i in range(num_seqs)]
     total_seconds = num_tokens = total_drafts = 0.0
     for _ in range(num_steps):
-        drafter.begin_step(num_seqs, num_unused=0 if num_seqs > 1 else 100)
-        counts = [len(drafter.draft(seq, 100)) for seq in seqs]
+        drafter.begin_step(num_seqs, 0 if num_seqs > 1 else 100, [])
+        counts = [len(drafter.choose(seq, 100)) for seq in seqs]
         new = num_seqs
         for seq, count in zip(seqs, counts, strict=True):
             num_right = 0

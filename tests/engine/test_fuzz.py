@@ -15,8 +15,8 @@ from nanovllm.engine.ngram_proposer import NgramProposer
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.state_pool import StatePool
-from nanovllm.engine.step import StateCounts, StepPlan
+from nanovllm.engine.state_pool import StateCounts, StatePool
+from nanovllm.engine.step import StepPlan
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.watched import Watched, add
 from tests.fake_executor import EOS, VOCAB_SIZE, Done, FakeExecutor, predict, reference
@@ -34,8 +34,8 @@ class RandomDrafter(Drafter):
     def is_promising(self, seq: Sequence) -> bool:
         return self.rng.random() < 0.5
 
-    def draft(self, seq: Sequence, most: int) -> list[int]:
-        super().draft(seq, most)
+    def choose(self, seq: Sequence, most: int) -> list[int]:
+        super().choose(seq, most)
         tokens = seq.token_ids.tolist()
         for _ in range(min(most, self.rng.randrange(6))):
             tokens.append(predict(tokens))

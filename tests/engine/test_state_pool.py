@@ -9,8 +9,7 @@ import pytest
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.state_pool import StatePool
-from nanovllm.engine.step import StateCounts
+from nanovllm.engine.state_pool import StateCounts, StatePool
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.watched import Watched, add
 from tests.fake_executor import VOCAB_SIZE, FakeExecutor, reference

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from nanovllm.checkpoint.find import eos_token_ids, find_checkpoint, stores_quantized
-from nanovllm.config import (
+from nanovllm.errors import CheckpointError
+from nanovllm.model_config import (
     ExpertsConfig,
     LayerAttention,
     ModelConfig,
     RecurrentConfig,
     RopeConfig,
 )
-from nanovllm.errors import CheckpointError
 from nanovllm.models.config_json import NO_ROPE
 from nanovllm.models.registry import read_config, read_config_for
 
@@ -369,4 +369,4 @@ def test_gpt_oss() -> None:
 def sizes(model: ModelConfig) -> tuple[int, int, int, int, int]:
     """Return the sizes that most published configs differ in."""
     heads = model.num_heads, model.num_kv_heads
-    return model.num_layers, model.hidden_size, *heads, model.head_dim
+    return len(model.layers), model.hidden_size, *heads, model.head_dim

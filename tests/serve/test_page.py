@@ -17,7 +17,7 @@ import anyio
 import httpx
 import pytest
 
-from nanovllm.engine.request import SequenceEnd
+from nanovllm.engine.timing import SequenceEnd
 from nanovllm.errors import EngineError
 from nanovllm.serve import engine_events
 from nanovllm.serve.app import PAGE_FOLDER

@@ -21,8 +21,8 @@ from nanovllm.devices.cpu.kernels import interpreter
 from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import read_config
 from nanovllm.ops.tp_group import ALONE
+from nanovllm.worker import load_model
 from nanovllm.worker import memory_check as memory
-from nanovllm.worker import worker
 from nanovllm.worker.loader import LoadingLayers
 from nanovllm.worker.quantized_layouts import choose_layouts
 from tests.checkpoint import tiny_gguf
@@ -61,7 +61,7 @@ def run(path: Path, **options: Any) -> tuple[list[list[int]], Logprobs]:
 def run_dequantized(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Any]:
     def dequantized(path: Path, **options: Any) -> Any:
         with monkeypatch.context() as patch:
-            for module in (worker, memory):
+            for module in (load_model, memory):
                 patch.setattr(module, "choose_layouts", lambda *_: None)
             return run(path, **options)
 

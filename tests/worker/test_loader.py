@@ -43,7 +43,7 @@ from nanovllm.layers.linear import MergedLinear
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import TPGroup
-from nanovllm.worker import loader, worker
+from nanovllm.worker import load_model, loader
 from tests.checkpoint.tiny_gguf import PERMUTED, add_value, permute_rows, stack_experts
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import DEVICES, cpu_device
@@ -784,7 +784,7 @@ def test_only_the_first_rank_draws_a_bar(
         shown.append((threading.current_thread().name, show_progress))
         loader.load_weights(model, checkpoint, device, show_progress)
 
-    monkeypatch.setattr(worker, "load_weights", load)
+    monkeypatch.setattr(load_model, "load_weights", load)
     with engines_of(2):
         run(llama.path)
     assert sorted(shown) == [("rank 0_0", True), ("rank 1_0", False)]

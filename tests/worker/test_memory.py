@@ -22,7 +22,7 @@ from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker import host_memory as cpu
-from nanovllm.worker import worker
+from nanovllm.worker import load_model
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.memory_check import estimate_memory
 from tests.checkpoints import TinyCheckpoint
@@ -113,7 +113,7 @@ def test_absurd_options_are_refused_at_once(
 def test_a_model_of_eight_billion_on_a_small_machine(
     dtype: str, num_ranks: int, match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "build_model", None)  # nothing is built
+    monkeypatch.setattr(load_model, "build_model", None)  # nothing is built
     options: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True}
     with pytest.raises(ConfigError, match=match):
         LLM(model_path("llama-3.1-8b"), dtype=dtype, tensor_parallel_size=num_ranks, **options)
@@ -121,7 +121,7 @@ def test_a_model_of_eight_billion_on_a_small_machine(
 
 def test_every_rank_looks_at_its_own_memory(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Free memory may have changed since the engine's check, and differs between devices."""
-    monkeypatch.setattr(worker, "check_memory", refuse)
+    monkeypatch.setattr(load_model, "check_memory", refuse)
     with engines_of(2), pytest.raises(ConfigError, match=r"rank . of 2"):
         LLM(tiny("llama").path, skip_tokenizer_init=True, device="cpu", dtype="float32")
 
@@ -151,7 +151,7 @@ def test_memory_that_runs_out_all_the_same_is_explained(
     def load(*args: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(worker, "load_weights", load)
+    monkeypatch.setattr(load_model, "load_weights", load)
     with pytest.raises(ConfigError, match=r"not enough memory for .*lower max_num_.*of 9 GiB"):
         LLM(tiny("llama").path, skip_tokenizer_init=True, device="cpu", dtype="float32")
 
@@ -160,7 +160,7 @@ def test_other_errors_stay_what_they_are(tiny: Tiny, monkeypatch: pytest.MonkeyP
     def load(*args: object, **options: object) -> None:
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(worker, "load_weights", load)
+    monkeypatch.setattr(load_model, "load_weights", load)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         LLM(tiny("llama").path, skip_tokenizer_init=True, device="cpu", dtype="float32")
 

@@ -13,11 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.devices.cpu.kernels.block_kernels import (
-    TILES,
-    compile_dequantizer,
-    compile_linear,
-)
+from nanovllm.devices.cpu.kernels.block_kernels import TILES, compile_dequantizer, compile_linear
 from nanovllm.devices.cpu.kernels.block_types import TYPES, pack_panels
 from nanovllm.devices.cpu.program import float_bits
 from nanovllm.ops.composed_linear import PIECE_SIZE

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nanovllm.devices.cpu.features import CpuFeatures
-from nanovllm.devices.cpu.kernels import delta_net, dense
+from nanovllm.devices.cpu.kernels import dense
+from nanovllm.devices.cpu.numba_delta_net import gated_delta_net
 from nanovllm.devices.cpu.program import Launcher, float_bits
 from nanovllm.ops.composed_linear import ComposedLinear, compose_linear, linear
 from nanovllm.ops.fp8 import hadamard_exponents, hadamard_size
 from nanovllm.ops.interface import (
     ACTIVATIONS,
     Activation,
-    DeltaNetInputs,
-    DeltaNetWeights,
     LayerCache,
-    LayerState,
     LinearFn,
     NormWeights,
     PackedExperts,
     PackedLinear,
     QKNormWeights,
-    RecurrentRows,
     ResidualStream,
     Routing,
 )
@@ -50,6 +47,7 @@ class NumbaOps:
         self.max_linear_rows = MAX_LINEAR_ROWS[self.matmul_dtype]
         self.max_expert_rows = MAX_EXPERT_ROWS[self.matmul_dtype]
         self._launch, self._empty = launcher.launch, launcher.empty
+        self.gated_delta_net = partial(gated_delta_net, launcher)
         self._blocks: BlockKernels | None = None
 
     @property
@@ -147,42 +145,6 @@ class NumbaOps:
         out = self._empty(num_rows, size)
         curve = [float_bits(factor) for factor in ACTIVATIONS[activation]]
         self._launch(dense.act_and_mul, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
-        return out
-
-    def gated_delta_net(
-        self,
-        inputs: DeltaNetInputs,
-        weights: DeltaNetWeights,
-        state: LayerState,
-        rows: RecurrentRows,
-    ) -> Tensor:
-        _, num_heads, key_dim, value_dim = state.recurrent.shape
-        num_channels, conv_size = weights.conv.shape
-        key_heads = (num_channels - num_heads * value_dim) // (2 * key_dim)
-        group = num_heads // key_heads
-        parts = inputs.qkv, inputs.z, inputs.b, inputs.a
-        offsets = None
-        if rows.counts is not None:
-            offsets = torch.tensor([0, *accumulate(rows.counts)])
-        out = self._empty(*inputs.z.shape)
-        num_threads = self.launcher.num_threads
-        scratch = self.launcher.scratch(num_threads * 2 * (key_dim + value_dim))
-        self._launch(
-            delta_net.gated_delta_net,
-            out.data_ptr(),
-            *(part.data_ptr() for part in parts),
-            *(part.stride(0) for part in parts),
-            *(part.data_ptr() for part in (weights.conv, weights.decay, weights.dt_bias)),
-            weights.norm.weight.data_ptr(),
-            float_bits(weights.norm.eps),
-            *(state.recurrent.data_ptr(), state.recurrent.stride(0)),
-            *(state.conv.data_ptr(), state.conv.stride(0)),
-            rows.slots.data_ptr(),
-            0 if offsets is None else offsets.data_ptr(),
-            scratch.data_ptr(),
-            *(len(rows.slots), key_heads, group, key_dim, value_dim, conv_size),
-            weights.is_tiled,
-        )
         return out
 
     def multiply_sigmoid(self, x: Tensor, gate: Tensor, base: Tensor | None = None) -> Tensor:

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.backend import DecodeRows
-from nanovllm.config import ModelConfig
 from nanovllm.devices.cuda.kernels.pdl import MAX_ROWS as OVERLAP_ROWS
 from nanovllm.devices.cuda.kernels.step_inputs import gather_tokens, write_words
 from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch, SampledTokens
+from nanovllm.model_config import ModelConfig
 from nanovllm.worker.forward import EagerForward, StepLogits
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def count_many_tokens(config: ModelConfig) -> int:
 
     Weights outside the layers, such as the LM head's, are counted as if spread over the layers.
     """
-    num_weights = config.num_weights_per_token // config.num_layers
+    num_weights = config.num_weights_per_token // len(config.layers)
     return min(LAYER_MACS // num_weights, MAX_MANY_TOKENS)
 
 

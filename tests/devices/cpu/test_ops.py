@@ -13,11 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
-from nanovllm.config import RecurrentConfig, RopeConfig
 from nanovllm.devices.cpu.features import find_cpu_features
 from nanovllm.devices.cpu.ops import MAX_LINEAR_ROWS, NumbaOps
 from nanovllm.devices.cpu.program import Launcher
 from nanovllm.layers.rotary_embedding import rope_table
+from nanovllm.model_config import RecurrentConfig, RopeConfig
 from nanovllm.ops.fp8 import FP8
 from nanovllm.ops.interface import (
     Activation,
@@ -305,7 +305,9 @@ def test_rope_write(
     if normed == "all heads":
         q_weight = make(num_heads, head_dim, dtype=torch.float32, seed=2)
         k_weight = make(num_kv_heads, head_dim, dtype=torch.float32, seed=3)
-    norm = None if normed == "nothing" else QKNormWeights(q_weight, k_weight, EPS)
+    norm = None
+    if normed != "nothing":
+        norm = QKNormWeights(q_weight, k_weight, EPS, is_over_all_heads=normed == "all heads")
     # In one of the cases, q has its own cosines and sines.
     config = RopeConfig(10000.0, q_scaling=float(num_tokens == 5), original_max_position=8)
     rope = rope_table(head_dim, 100, config, torch.device("cpu"))

@@ -95,7 +95,7 @@ def check_rope_write(dtype: torch.dtype, device: str) -> None:
             make(*shape, dtype=torch.float32, device=device, seed=i)
             for i, shape in enumerate(shapes)
         ]
-        norm = None if normed == "nothing" else QKNormWeights(*weights, 1e-6)
+        norm = None if normed == "nothing" else QKNormWeights(*weights, 1e-6, normed == "all heads")
         positions = torch.tensor([0, 99, 7, 7, 50], device=device)
         slot_mapping = torch.tensor([3, 63, 0, 17, 40], device=device)
         results = []

@@ -1,0 +1,49 @@
+"""Gated DeltaNet on the CPU: one kernel runs the recurrence of all rows of a step."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from nanovllm.devices.cpu.kernels import delta_net
+from nanovllm.devices.cpu.program import Launcher, float_bits
+from nanovllm.ops.interface import DeltaNetInputs, DeltaNetWeights, LayerState, RecurrentRows
+
+
+def gated_delta_net(
+    launcher: Launcher,
+    inputs: DeltaNetInputs,
+    weights: DeltaNetWeights,
+    state: LayerState,
+    rows: RecurrentRows,
+) -> Tensor:
+    _, num_heads, key_dim, value_dim = state.recurrent.shape
+    num_channels, conv_size = weights.conv.shape
+    key_heads = (num_channels - num_heads * value_dim) // (2 * key_dim)
+    group = num_heads // key_heads
+    parts = inputs.qkv, inputs.z, inputs.b, inputs.a
+    offsets = None
+    if rows.counts is not None:
+        offsets = torch.tensor([0, *accumulate(rows.counts)])
+    out = launcher.empty(*inputs.z.shape)
+    num_threads = launcher.num_threads
+    scratch = launcher.scratch(num_threads * 2 * (key_dim + value_dim))
+    launcher.launch(
+        delta_net.gated_delta_net,
+        out.data_ptr(),
+        *(part.data_ptr() for part in parts),
+        *(part.stride(0) for part in parts),
+        *(part.data_ptr() for part in (weights.conv, weights.decay, weights.dt_bias)),
+        weights.norm.weight.data_ptr(),
+        float_bits(weights.norm.eps),
+        *(state.recurrent.data_ptr(), state.recurrent.stride(0)),
+        *(state.conv.data_ptr(), state.conv.stride(0)),
+        rows.slots.data_ptr(),
+        0 if offsets is None else offsets.data_ptr(),
+        scratch.data_ptr(),
+        *(len(rows.slots), key_heads, group, key_dim, value_dim, conv_size),
+        weights.is_tiled,
+    )
+    return out
