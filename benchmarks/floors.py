@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks.workloads import Workload
+from nanovllm.config import ExpertsConfig, ModelConfig, RecurrentConfig
 from nanovllm.errors import ConfigError
-from nanovllm.model_config import ExpertsConfig, ModelConfig, RecurrentConfig
 
 
 @dataclass(frozen=True, slots=True)

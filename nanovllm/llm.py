@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.config import WHOLE_CONTEXT, EngineConfig
+from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.core import EngineCore
@@ -39,7 +39,6 @@ from nanovllm.engine.scoring import SCORED, continue_prompt, embedding_of, score
 from nanovllm.engine.state_pool import StatePool
 from nanovllm.engine.step import Executor, ExecutorInfo, Pooling
 from nanovllm.errors import ConfigError, RequestError, at_index
-from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import (
     EmbeddingOutput,
     RequestOutput,

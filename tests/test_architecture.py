@@ -18,8 +18,7 @@ PACKAGE = "nanovllm"
 
 # These run in processes without torch, and where neither torch nor transformers is installed.
 TORCH_FREE = (
-    *("config.py", "model_config.py", "speculative_config.py", "sampling_params.py"),
-    *("outputs.py", "llm.py", "async_llm.py", "engine/"),
+    *("config/", "sampling_params.py", "outputs.py", "llm.py", "async_llm.py", "engine/"),
     *("structured/", "serve/replica.py", "serve/core_messages.py", "serve/subscribers.py"),
     *("serve/routing.py", "serve/parsing/", "serve/openai/", "serve/anthropic/"),
 )

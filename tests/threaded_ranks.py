@@ -18,10 +18,9 @@ from tqdm import tqdm
 
 from nanovllm import llm as llm_module
 from nanovllm.checkpoint.find import Checkpoint
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.devices.choose import create_device
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
-from nanovllm.model_config import ModelConfig
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.parallel.rendezvous import connect
 from nanovllm.worker.device_interface import Device

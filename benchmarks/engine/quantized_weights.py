@@ -25,7 +25,7 @@ from benchmarks.workloads import Workload, mixed, uniform
 from nanovllm import LLM
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
-from nanovllm.model_config import ModelConfig
+from nanovllm.config import ModelConfig
 
 _FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}

@@ -28,9 +28,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import add_engine_options, at_least, dashed
 from nanovllm.cli.start import configure_logging
+from nanovllm.config import SpeculativeConfig
 from nanovllm.engine.drafter import Drafter, ModelProposer
 from nanovllm.engine.ngram_proposer import NgramProposer
-from nanovllm.speculative_config import SpeculativeConfig
 
 TEXT = """\
 The lighthouse of Sandvik stands on a low cape north of the harbour. It was built in 1874, after a

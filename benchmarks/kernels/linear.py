@@ -23,9 +23,9 @@ from benchmarks.kernels.timing import GpuTimer, floor, line
 from benchmarks.models import model_names, model_path
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
+from nanovllm.config import ModelConfig
 from nanovllm.devices.cuda.kernels import elementwise
 from nanovllm.devices.cuda.ops import TritonOps
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_json import read_model_config
 
 ROWS = [1, 8, 32, 64, 128, 256]

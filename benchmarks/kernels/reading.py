@@ -29,11 +29,10 @@ from benchmarks.models import model_names, model_path
 from nanovllm.attention.backend import AttentionSpec, DecodeRows
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.devices.cuda.device import CudaDevice
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.devices.cuda.triton_attention import TritonAttention
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_json import read_model_config
 from nanovllm.ops.interface import LayerCache
 

@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
 from nanovllm.layers.layer_weight import Outputs
 from nanovllm.layers.layernorm import RMSNorm
@@ -18,7 +19,6 @@ from nanovllm.layers.shards import (
     replicated,
     sharded,
 )
-from nanovllm.model_config import ModelConfig
 from nanovllm.ops.interface import (
     DeltaNetInputs,
     DeltaNetWeights,

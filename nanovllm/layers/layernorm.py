@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, Layer
 from nanovllm.layers.shards import ExpectedTensor, expect_replicated
-from nanovllm.model_config import ModelConfig
 from nanovllm.ops.interface import NormWeights, QKNormWeights, ResidualStream
 
 

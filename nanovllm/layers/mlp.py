@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
 from nanovllm.layers.shards import replicated, sharded
-from nanovllm.model_config import ModelConfig
 from nanovllm.ops.interface import ResidualStream
 
 

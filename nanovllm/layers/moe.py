@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.layers.build import BuildContext, Layer
 from nanovllm.layers.layer_weight import LayerWeight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.shards import ExpectedTensor, replicated, sharded
-from nanovllm.model_config import ExpertsConfig, ModelConfig
 from nanovllm.ops.interface import PackedExperts, ResidualStream, Routing, SharedExpert
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanovllm.config import RopeConfig
 from nanovllm.layers.scaled_rope import scaled_frequencies
-from nanovllm.model_config import RopeConfig
 
 
 def rope_table(head_dim: int, max_position: int, rope: RopeConfig, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanovllm.model_config import RopeConfig
+from nanovllm.config import RopeConfig
 
 
 def scaled_frequencies(exponents: Tensor, rope: RopeConfig, positions: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from nanovllm.config import ModelConfig
 from nanovllm.errors import ConfigError
-from nanovllm.model_config import ModelConfig
 from nanovllm.ops.quantized_weight import QuantizedRows
 from nanovllm.ops.tp_group import TPGroup
 

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from nanovllm.checkpoint.quantization import read_quantization
-from nanovllm.config import DTYPES
+from nanovllm.config import DTYPES, LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
-from nanovllm.model_config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.validation import check_types
 
 INT32_MAX = 2**31 - 1

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
 from nanovllm.layers.gated_delta_net import GatedDeltaNet
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Embedding, LMHead
 from nanovllm.layers.rotary_embedding import rope_table
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.model_config import ModelConfig
 from nanovllm.ops.interface import ResidualStream
 
 BuildLayer = Callable[[ModelConfig, int, BuildContext], nn.Module]

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.config import ModelConfig
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.layernorm import QKNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_json import read_model_config
 from nanovllm.models.post_norm import NormNames, SandwichLayer
 from nanovllm.models.sliding_window import mixed_layers

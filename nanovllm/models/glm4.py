@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.config import LayerAttention, ModelConfig
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.model_config import LayerAttention, ModelConfig
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.post_norm import NormNames, SandwichLayer
 from nanovllm.models.rope_scaling import read_with_partial_rotary

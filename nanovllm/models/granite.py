@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.config import ModelConfig
 from nanovllm.errors import CheckpointError
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_json import read_model_config
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderLayer
 
 

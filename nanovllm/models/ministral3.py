@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.config import ModelConfig
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.model_config import ModelConfig
 from nanovllm.models import mistral
 
 DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-5}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.model_config import ModelConfig
+from nanovllm.config import ModelConfig
 from nanovllm.models.config_json import read_model_config
 from nanovllm.models.sliding_window import sliding_layers, with_window
 

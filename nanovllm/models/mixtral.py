@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.moe import ExpertNames, SparseMoeBlock
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.model_config import ExpertsConfig, ModelConfig
 from nanovllm.models import mistral
 from nanovllm.models.config_json import field
 from nanovllm.models.decoder import DecoderLayer

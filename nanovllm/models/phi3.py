@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.config import ModelConfig
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.model_config import ModelConfig
 from nanovllm.models import mistral
 from nanovllm.models.decoder import DecoderLayer
 

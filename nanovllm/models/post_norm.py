@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.model_config import ModelConfig
 from nanovllm.ops.interface import ResidualStream
 
 

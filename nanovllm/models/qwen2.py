@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.model_config import ModelConfig
+from nanovllm.config import ModelConfig
 from nanovllm.models.config_json import read_model_config
 from nanovllm.models.sliding_window import with_upper_windows
 

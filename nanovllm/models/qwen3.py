@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.layernorm import QKNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_json import read_model_config
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.sliding_window import with_upper_windows

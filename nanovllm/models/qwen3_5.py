@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from nanovllm.checkpoint.gguf_architectures import TILED_HEADS_KEY
+from nanovllm.config import ModelConfig, RecurrentConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.gated_delta_net import GatedDeltaNet
@@ -20,7 +21,6 @@ from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import SharedExpertMoeBlock
 from nanovllm.layers.rotary_embedding import rope_order
 from nanovllm.layers.self_attention import SelfAttention
-from nanovllm.model_config import ModelConfig, RecurrentConfig
 from nanovllm.models.config_json import field
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.qwen3_moe import NAMES, read_experts

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import ExpertNames, SparseMoeBlock
-from nanovllm.model_config import ExpertsConfig, ModelConfig
 from nanovllm.models.config_json import field, read_model_config
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.mixtral import with_experts

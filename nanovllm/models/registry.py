@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.config import ModelConfig
 from nanovllm.errors import (
     CheckpointError,
     NanovllmError,
@@ -13,7 +14,6 @@ from nanovllm.errors import (
     UnsupportedQuantisationError,
 )
 from nanovllm.layers.build import BuildContext
-from nanovllm.model_config import ModelConfig
 from nanovllm.models import (
     gemma2,
     gemma3,

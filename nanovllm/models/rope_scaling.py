@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.model_config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.models.config_json import field, read_model_config
 
 KINDS = ("linear", "dynamic", "llama3", "yarn", "factors")  # the last one occurs in GGUF files

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.model_config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.models.config_json import field, read_rope_config
 
 

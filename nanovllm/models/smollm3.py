@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.config import ModelConfig
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_json import NO_ROPE, read_model_config
 
 

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from nanovllm.attention.backend import AttentionSpec
 from nanovllm.checkpoint.find import Checkpoint, is_mxfp4, stores_quantized
 from nanovllm.checkpoint.multimodal import NOT_TEXT
-from nanovllm.config import DTYPES, EngineConfig
+from nanovllm.config import DTYPES, EngineConfig, LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
-from nanovllm.model_config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.models.config_json import INT32_MAX, MAX_LAYERS, read_architecture
 from nanovllm.models.transformers_model import (
     TransformersModel,

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.attention.backend import AttentionSpec
+from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
-from nanovllm.model_config import ModelConfig
 from nanovllm.ops.interface import PackedLinear, ResidualStream
 
 # Called by every layer with its module, q, k and v, its mask, and further options.

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from nanovllm.checkpoint.find import Checkpoint
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
-from nanovllm.model_config import ModelConfig
 from nanovllm.parallel.child import Failure
 from nanovllm.parallel.supervisor import ChildProcesses, Children, Supervisor
 from nanovllm.parallel.worker_main import RendezvousInfo, WorkerTask, build_worker

@@ -13,9 +13,8 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.find import Checkpoint
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import Executor, IntColumn, Pending, StepResult
-from nanovllm.model_config import ModelConfig
 from nanovllm.parallel.child import Kind, Link, StepTimer, reporting, run_child
 
 if TYPE_CHECKING:

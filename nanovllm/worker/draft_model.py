@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import DraftUpdate, IntColumn, StepPlan
 from nanovllm.errors import ConfigError
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import read_config
 from nanovllm.sampling_params import NO_TOKEN
 from nanovllm.worker.device_interface import Device

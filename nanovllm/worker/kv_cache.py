@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import ConfigError
 from nanovllm.layers.shards import split_kv_heads
-from nanovllm.model_config import ModelConfig
 from nanovllm.ops.fp8 import FP8
 from nanovllm.ops.interface import LayerCache
 from nanovllm.ops.tp_group import TPGroup

@@ -11,9 +11,8 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.checkpoint.dense_layers import load_dense
 from nanovllm.checkpoint.find import Checkpoint, stores_quantized
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.layers.build import BuildContext
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import build_model
 from nanovllm.ops.interface import LayerCache, LayerState
 from nanovllm.worker.device_interface import Device

@@ -10,11 +10,10 @@ import torch
 
 from nanovllm.checkpoint.find import stores_quantized
 from nanovllm.checkpoint.quantization import choose_quantization
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.shards import check_splits
-from nanovllm.model_config import ModelConfig
 from nanovllm.models import transformers_family
 from nanovllm.models.registry import build_model, read_config_for
 from nanovllm.ops.torch_ops import TorchOps

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, RecurrentConfig
 from nanovllm.engine.state_pool import StateCopy, StateCounts
 from nanovllm.errors import ConfigError
 from nanovllm.layers.shards import sharded
-from nanovllm.model_config import RecurrentConfig
 from nanovllm.ops.interface import LayerState
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker.device_interface import Device

@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 
 from nanovllm.checkpoint.find import Checkpoint
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.errors import ConfigError
-from nanovllm.model_config import ModelConfig
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.draft_model import DraftModel, load_draft_model
 from nanovllm.worker.input_batch import InputBatch

@@ -14,7 +14,8 @@ from benchmarks.floors import model_cost
 from benchmarks.models import model_names, model_path
 from nanovllm.models.registry import read_config
 
-# Parameters of the published checkpoints; a tied embedding counts once.
+# Parameters of the published checkpoints; a tied embedding counts once. Those of Qwen3.5 are its
+# text model's, without the vision encoder and the MTP layer.
 SIZES = {
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
@@ -24,6 +25,8 @@ SIZES = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3.5-9b": 8_953_803_264,
 }
 
 
@@ -45,7 +48,12 @@ def test_sizes_are_the_published_ones(name: str) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == SIZES[name]
     config = read_config(read(name))
     cost = model_cost(config, itemsize=2)
-    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
+    matrices = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        # These have one row per layer, or four elements per channel, and are not counted.
+        if parameter.dim() > 1 and not name.endswith(("conv1d.weight", "shared_expert_gate.weight"))
+    )
     embedding = 0 if config.tie_word_embeddings else cost.head_weights
     experts = cost.num_experts * cost.expert_weights
     assert cost.layer_weights + experts + cost.head_weights + embedding == matrices
@@ -63,8 +71,14 @@ def test_constants(name: str) -> None:
         config.rms_norm_eps,
         rope.factor,
     )
-    if name.startswith("qwen3"):
+    if name.startswith("qwen3.5"):
+        assert found == (262144, "default", 1e7, 1e-6, 1.0)
+        assert rope.rotary_dim == 64
+        assert config.recurrent is not None
+        assert len(config.recurrent.layers) == len(config.layers) * 3 // 4
+    elif name.startswith("qwen3-"):
         assert found == (40960, "default", 1e6, 1e-6, 1.0)
     else:
         assert found == (131072, "llama3", 5e5, 1e-5, 32.0 if name == "llama-3.2-1b" else 8.0)
-    assert (config.head_dim, config.dtype) == (64 if name == "llama-3.2-1b" else 128, "bfloat16")
+    head_dims = {"llama-3.2-1b": 64, "qwen3.5-9b": 256, "qwen3.5-35b-a3b": 256}
+    assert (config.head_dim, config.dtype) == (head_dims.get(name, 128), "bfloat16")

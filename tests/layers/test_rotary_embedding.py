@@ -10,9 +10,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from nanovllm.config import RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.rotary_embedding import rope_frequencies, rope_table
-from nanovllm.model_config import RopeConfig
 from nanovllm.models.config_json import read_model_config, read_rope_config
 from nanovllm.ops.torch_ops import rotate
 

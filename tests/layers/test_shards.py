@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanovllm.config import ExpertsConfig, ModelConfig, RecurrentConfig
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.gated_delta_net import GatedDeltaNet
@@ -20,7 +21,6 @@ from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import ExpertNames, SharedExpertMoeBlock, SparseMoeBlock
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.layers.shards import Shard, check_splits, replicated, sharded, split_kv_heads
-from nanovllm.model_config import ExpertsConfig, ModelConfig, RecurrentConfig
 from nanovllm.models.registry import read_config
 from nanovllm.ops.interface import LayerState, Ops, RecurrentRows, ResidualStream
 from nanovllm.ops.torch_ops import TorchOps

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from nanovllm.config import ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
-from nanovllm.model_config import ModelConfig, RopeConfig
 from nanovllm.models.registry import FAMILIES, read_config
 from tests import checkpoints
 from tests.checkpoints import LLAMA3_ROPE

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from nanovllm.checkpoint.find import eos_token_ids, find_checkpoint, stores_quantized
-from nanovllm.errors import CheckpointError
-from nanovllm.model_config import (
+from nanovllm.config import (
     ExpertsConfig,
     LayerAttention,
     ModelConfig,
     RecurrentConfig,
     RopeConfig,
 )
+from nanovllm.errors import CheckpointError
 from nanovllm.models.config_json import NO_ROPE
 from nanovllm.models.registry import read_config, read_config_for
 

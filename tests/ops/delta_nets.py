@@ -14,7 +14,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from nanovllm.model_config import RecurrentConfig
+from nanovllm.config import RecurrentConfig
 from nanovllm.ops.interface import (
     DeltaNetInputs,
     DeltaNetWeights,

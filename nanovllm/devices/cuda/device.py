@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.devices.cuda.compile_ahead import compile_ahead, is_first_use, marker_path
 from nanovllm.devices.cuda.kernels import masks
 from nanovllm.devices.cuda.kernels import token_logprobs as logprobs
@@ -34,7 +34,6 @@ from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.devices.cuda.triton_sampler import TritonSampler
 from nanovllm.engine.step import Pending
 from nanovllm.errors import ConfigError
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.ops.interface import Ops
 from nanovllm.ops.tp_group import ALONE, TPGroup

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.backend import DecodeRows
+from nanovllm.config import ModelConfig
 from nanovllm.devices.cuda.kernels.pdl import MAX_ROWS as OVERLAP_ROWS
 from nanovllm.devices.cuda.kernels.step_inputs import gather_tokens, write_words
 from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch, SampledTokens
-from nanovllm.model_config import ModelConfig
 from nanovllm.worker.forward import EagerForward, StepLogits
 
 if TYPE_CHECKING:

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from nanovllm.config import ModelConfig
 from nanovllm.devices.cuda.decode_graphs import DecodeGraphs, GraphKey, Replay
 from nanovllm.devices.cuda.kernels.masks import apply_token_bitmask
 from nanovllm.devices.cuda.kernels.token_logprobs import token_logprobs
 from nanovllm.devices.cuda.prefill_graphs import PrefillGraphs
 from nanovllm.engine.step import IntColumn, StepPlan
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderBody, DecoderModel
 from nanovllm.ops.interface import Sampling
 from nanovllm.worker.forward import EagerForward, Sampled, StepLogits, is_decode

@@ -13,11 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
+from nanovllm.config import RecurrentConfig, RopeConfig
 from nanovllm.devices.cpu.features import find_cpu_features
 from nanovllm.devices.cpu.ops import MAX_LINEAR_ROWS, NumbaOps
 from nanovllm.devices.cpu.program import Launcher
 from nanovllm.layers.rotary_embedding import rope_table
-from nanovllm.model_config import RecurrentConfig, RopeConfig
 from nanovllm.ops.fp8 import FP8
 from nanovllm.ops.interface import (
     Activation,

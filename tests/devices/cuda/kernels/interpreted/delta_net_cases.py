@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import torch
 
+from nanovllm.config import RecurrentConfig
 from nanovllm.devices.cuda.ops import TritonOps
-from nanovllm.model_config import RecurrentConfig
 from nanovllm.ops.interface import RecurrentRows
 from nanovllm.ops.torch_delta_net import split_chunks
 from nanovllm.ops.torch_ops import TorchOps

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nanovllm.config.speculative_config import SpeculativeConfig
 from nanovllm.errors import ConfigError
-from nanovllm.speculative_config import SpeculativeConfig
 from nanovllm.validation import check_choices, check_types, option, require, suggest_fields
 
 WHOLE_CONTEXT = 2**31 - 1  # a max_model_len that stands for the model's own limit
