@@ -51,6 +51,13 @@ def test_bytes_of_a_step_with_experts() -> None:
     assert cost.weight_bytes(10_000) == pytest.approx(2 * (rest + 128 * expert))
 
 
+def test_bytes_of_recurrent_states() -> None:
+    """24 of 32 layers read and write a state of 32 heads in float32; the others have KV."""
+    cost = cost_of("qwen3.5-9b")
+    assert cost.state_bytes == 2 * 24 * 32 * 128 * 128 * 4
+    assert cost.kv_bytes == 8 * 2 * 4 * 256 * 2
+
+
 def test_prefill_by_hand() -> None:
     # Products: 3 + 2 tokens, 2 of them sampled: 2 x (100 x 5 + 20 x 2) operations take 1.08 s, and
     # 240 bytes of weights 24 s. Attention: 6 + 3 pairs take 0.144 s, and 5 tokens of KV 4 s.
