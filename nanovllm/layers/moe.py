@@ -47,8 +47,13 @@ class SparseMoeBlock(Layer):
         self.ops, self.group = build.ops, build.group
 
     def forward(self, hidden: ResidualStream, norm: RMSNorm) -> ResidualStream:
-        y, residual = self.packed.after_norm(hidden, norm.weights, self.gate.packed)
+        router = self.gate.packed
+        y, residual = self.packed.after_norm(hidden, norm.weights, router, self.shared())
         return ResidualStream(residual, self.group.all_reduce(y))
+
+    def shared(self) -> SharedExpert | None:
+        """Return the expert that every token runs through, if the layer has one."""
+        return None
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         weights = self.gate_up, self.down
@@ -80,13 +85,10 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         hidden, outputs = replicated(config.hidden_size), {"shared_expert_gate": [replicated(1)]}
         self.shared_expert_gate = MergedLinear(hidden, outputs, False, build)
 
-    def forward(self, hidden: ResidualStream, norm: RMSNorm) -> ResidualStream:
-        x, residual = self.ops.norm(hidden, norm.weights)
+    def shared(self) -> SharedExpert:
         # Unlike down_proj itself, its GEMM does not add up the ranks' outputs.
-        shared = SharedExpert(
+        return SharedExpert(
             self.shared_expert.gate_up_proj.packed,
             self.shared_expert.down_proj.packed,
             self.shared_expert_gate.packed,
         )
-        y = self.packed(x, self.gate(x), shared)
-        return ResidualStream(residual, self.group.all_reduce(y))

@@ -192,7 +192,11 @@ class PackedExperts(Protocol):
         """
 
     def after_norm(
-        self, hidden: ResidualStream, norm: NormWeights, router: PackedLinear
+        self,
+        hidden: ResidualStream,
+        norm: NormWeights,
+        router: PackedLinear,
+        shared: SharedExpert | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the experts' output for the RMSNorm of residual + update, and the new residual."""
 

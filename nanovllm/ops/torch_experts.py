@@ -33,10 +33,14 @@ class ComposedExperts:
         return y if shared is None else shared.add(self.ops, x, y)
 
     def after_norm(
-        self, hidden: ResidualStream, norm: NormWeights, router: PackedLinear
+        self,
+        hidden: ResidualStream,
+        norm: NormWeights,
+        router: PackedLinear,
+        shared: SharedExpert | None = None,
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self.ops.norm(hidden, norm)
-        return self.run(normed, router(normed)), residual
+        return self(normed, router(normed), shared), residual
 
 
 def compose_experts(

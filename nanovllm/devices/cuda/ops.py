@@ -189,10 +189,20 @@ class CudaExperts:
         return y if shared is None else shared.add(self.ops, x, y)
 
     def after_norm(
-        self, hidden: ResidualStream, norm: NormWeights, router: PackedLinear
+        self,
+        hidden: ResidualStream,
+        norm: NormWeights,
+        router: PackedLinear,
+        shared: SharedExpert | None = None,
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = self.ops.norm(hidden, norm)
-        return self(normed, router(normed)), residual
+        is_one = len(hidden.residual) == 1
+        if is_one and isinstance(router, CudaLinear) and isinstance(router.weight, Tensor):
+            normed, parts = torch.empty_like(hidden.residual), (router.weight, router.bias)
+            logits, residual = one_row_linear(hidden, norm, *parts, None, normed=normed)
+        else:
+            normed, residual = self.ops.norm(hidden, norm)
+            logits = router(normed)
+        return self(normed, logits, shared), residual
 
 
 def shared_weights(shared: SharedExpert, size: int) -> SharedWeights | None:

@@ -54,8 +54,12 @@ def one_row_linear(
     bias: Tensor | None,
     activation: Activation | None,
     config: OneRowConfig | None = None,
+    normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Project residual + update [1, in], normalized if `norm` is given; also return the sum."""
+    """Project residual + update [1, in], normalized if `norm` is given; also return the sum.
+
+    The normalized row is stored in `normed` if that is given; this requires a dense weight.
+    """
     residual, update = hidden.residual, hidden.update
     num_rows, num_in = weight.shape
     assert residual.shape == (1, num_in), residual.shape
@@ -72,7 +76,7 @@ def one_row_linear(
         grid = min(grid, config.ctas_per_sm * num_processors(residual.device))
     sizes = weight_sizes(weight)
     _one_row[(grid,)](
-        *(y, (total, residual, update), None if norm is None else (norm.weight, norm.eps)),
+        *(y, (total, residual, update, normed), None if norm is None else (norm.weight, norm.eps)),
         *(*weight_arguments(weight), bias, num_out),
         **sizes,
         BLOCK_WORDS=config.block_in * (sizes["LANES"] or 128) // 128,
@@ -137,8 +141,8 @@ def _one_row(  # type: ignore[no-untyped-def]
 ):
     """Compute this CTA's tiles of outputs.
 
-    `source` holds three pointers: where to store residual + update, the residual, and the update
-    (or None).
+    `source` holds four pointers: where to store residual + update, the residual, the update (or
+    None), and where to store the normalized row (or None).
     """
     CHUNKS: tl.constexpr = (NUM_WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
     # A gated tile has gate rows, then up rows. With a dense weight, gate and up are separate tiles.
@@ -206,6 +210,12 @@ def _one_row(  # type: ignore[no-untyped-def]
             up_tile = next_up
     if HAS_ONE_TILE:
         scale = _norm_scale(norms, total_squares, NUM_IN)
+        if source[3] is not None:
+            for chunk in tl.static_range(CHUNKS):
+                word = chunk * BLOCK_WORDS + lanes
+                if CHUNKS > 1:
+                    inputs, _ = load_inputs(source, norms, word, NUM_IN, LANES)
+                tl.store(source[3] + word, inputs[0] * scale, mask=(word < NUM_IN) & (first == 0))
         sums *= scale
         up_sums *= scale
         if bias is not None:

@@ -150,7 +150,7 @@ def check_padding_is_not_written(device: str) -> None:
 
 def check_one_row_linear(dtype: torch.dtype, device: str) -> None:
     """Every combination of bias, gate, norm and update equals the separate operations."""
-    sizes = [(34, 70), (8, 2048)]
+    sizes = [(34, 70), (8, 2048), (6, 3000)]
     if device != "cpu":  # the interpreter takes milliseconds per CTA
         sizes += [(40, 2048), (64, 300), (4100, 96)]
     flags = (False, True)
@@ -169,10 +169,14 @@ def check_one_row_linear(dtype: torch.dtype, device: str) -> None:
             assert_close(got, composed(x))
             continue
         norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
-        got, residual = one_row_linear(ResidualStream(x, update), norm, weight, bias, activation)
+        normed = torch.empty_like(x)
+        got, residual = one_row_linear(
+            ResidualStream(x, update), norm, weight, bias, activation, normed=normed
+        )
         want, want_residual = composed.after_norm(ResidualStream(x.clone(), update), norm)
         assert_close(got, want)
         assert_close(residual, want_residual)
+        assert_close(normed, TorchOps().norm(ResidualStream(want_residual), norm)[0])
 
 
 def check_few_rows_linear(dtype: torch.dtype, device: str) -> None:
