@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from nanovllm import LLM
 from tests.devices import NEEDS_GPU
 from tests.devices.cuda.kernels.interpreted import (
+    delta_net_cases,
     experts_cases,
     fused_cases,
     paged_attention_cases,
@@ -51,6 +52,12 @@ def test_experts(dtype: torch.dtype) -> None:
     experts_cases.check_experts(dtype, "cuda")
     experts_cases.check_every_tile(dtype, "cuda")
     experts_cases.check_after_norm("cuda")
+    experts_cases.check_shared_expert(dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_delta_net(dtype: torch.dtype) -> None:
+    delta_net_cases.check_gated_delta_net(dtype, "cuda", delta_net_cases.SIZES)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
