@@ -146,7 +146,7 @@ def _operating_routes(app: FastAPI, service: Service) -> None:
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> Response:
-        """Succeed while at least one engine is alive; the body lists the engines that failed."""
+        """Succeed while at least one engine is healthy; the body lists the failed ones."""
         error = service.llm.error
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""A client for OpenAI-compatible servers, and a model served by one."""
+"""A client for OpenAI-compatible servers, and a stand-in for LLM that uses it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class OpenAIClient:
             raise EngineError(f"{self.url} does not list its models") from error
 
     async def stream(self, prompt: Any, **fields: Any) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a completion; the prompt is a list of messages, a text or token ids.
+        """Yield the events of a completion; the prompt is text, token ids or a list of messages.
 
         Raise EngineError if the stream ends before the completion does.
         """
@@ -115,9 +115,9 @@ class OpenAIClient:
 
 
 class HttpLLM:
-    """A model served at a URL, with the methods of LLM that the commands use.
+    """A model on a server, with those methods of LLM that the command line uses.
 
-    A call sends all prompts concurrently and yields the stream pieces as they arrive.
+    `stream` sends all prompts concurrently and yields the stream pieces as they arrive.
     """
 
     def __init__(self, client: OpenAIClient, model: str) -> None:
@@ -134,7 +134,7 @@ class HttpLLM:
         *,
         on_refusal: Callable[[int, RequestError], None] | None = None,
     ) -> Generator[StreamPiece, None, None]:
-        """Stream completions as `LLM.stream` does; a prompt is a text or a list of messages."""
+        """Stream completions as `LLM.stream` does; a prompt is text or a list of messages."""
         queue: asyncio.Queue[StreamPiece | asyncio.Task[None]] = asyncio.Queue()
         loop = asyncio.new_event_loop()
         tasks = [
@@ -177,7 +177,7 @@ class HttpLLM:
                         first_token_time = first_token_time or time.perf_counter() - start
                         queue.put_nowait(StreamPiece(index, new, [], None, index=index))
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        # Servers report the number of tokens but not their ids.
+        # Servers report the number of tokens but not their ids, so these ids are placeholders.
         prompt_ids = [0] * (usage.get("prompt_tokens") or 0)
         ids = [0] * (usage.get("completion_tokens") or 0)
         times = first_token_time, time.perf_counter() - start
@@ -215,7 +215,7 @@ async def _cancel_tasks() -> None:
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the sampling fields to send; most fields with default values are omitted."""
+    """Return the sampling fields to send: those in ALWAYS_SENT, and those that are not defaults."""
     default = SamplingParams()
     values = {field.name: getattr(params, field.name) for field in fields(params)}
     schema = values.pop("structured_outputs")  # set by --json-schema

@@ -10,7 +10,7 @@ from nanovllm.engine.request import EngineCoreOutputs, FinishReason, Request
 from nanovllm.engine.step import ExecutorInfo
 from nanovllm.engine.timing import SequenceEnd, StepTiming
 
-# "preempted": waiting, but has run before. "postponed": waiting for its grammar's bitmask.
+# "preempted": waiting, but has run before. "postponed": waiting for its grammar or bitmask.
 SequenceStatus = Literal["running", "waiting", "preempted", "postponed"]
 ControlAction = Literal["pause", "step", "resume"]
 
@@ -24,7 +24,7 @@ class AddRequests:
 
 @dataclass(frozen=True, slots=True)
 class FinishSequences:
-    """Finish sequences early; a later update reports them as finished."""
+    """Finish sequences early; the next update reports them as finished."""
 
     seq_ids: list[int]
     reason: FinishReason
@@ -52,7 +52,7 @@ class CoreReady:
 
 @dataclass(frozen=True, slots=True)
 class CoreStats:
-    """Statistics of the scheduler after a step; the counters start at zero with the core."""
+    """Statistics of an engine core after a step; counters are zero when the core starts."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -63,9 +63,9 @@ class CoreStats:
     num_cache_hits: int = 0  # prompt tokens found in the prefix cache
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
-    num_drafts: int = 0  # rows with drafts
+    num_drafts: int = 0  # rows with draft tokens
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  # drafts that equal the sampled tokens
+    num_accepted_tokens: int = 0  # accepted draft tokens
 
 
 def total(stats: list[CoreStats]) -> CoreStats:
@@ -98,11 +98,11 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PausedState:
-    """The additional contents of a snapshot while the engine is paused."""
+    """Additional contents of a snapshot while the engine is paused."""
 
     changes: list[Change]  # changes since the previous snapshot
     block_tokens: dict[int, list[int]]  # token ids of all blocks in use or in the prefix cache
-    prompts: dict[int, list[int]]  # first token ids of each sequence
+    prompts: dict[int, list[int]]  # first token ids of each running or waiting sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +121,13 @@ class EngineState:
     stats: CoreStats
     time: int
     paused: PausedState | None = None  # set while the engine is paused
-    # Blocks with a snapshot of the recurrent state; None if the model has no recurrent layers.
+    # Ids of blocks with a snapshot of the recurrent state; None without recurrent layers.
     snapshots: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CoreUpdate:
-    """Update sent after every step and, without outputs, about once per second while idle."""
+    """Update sent after every step; while idle, once per second, or more often to a subscriber."""
 
     step: EngineCoreOutputs
     stats: CoreStats

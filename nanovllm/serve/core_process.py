@@ -36,8 +36,8 @@ from nanovllm.serve.core_messages import (
 from nanovllm.serve.step_mode import StepMode
 from nanovllm.worker.host_memory import trim_malloc
 
-IDLE_SECONDS = 1.0  # time between updates while the core is idle
-SNAPSHOT_SECONDS = 0.1  # minimum time between snapshots
+IDLE_SECONDS = 1.0  # time between updates while the core is idle and no client is subscribed
+SNAPSHOT_SECONDS = 0.1  # minimum time between snapshots of a core that is not paused
 MAX_QUEUE = 64  # maximum number of waiting sequences in a snapshot
 
 Command = AddRequests | FinishSequences | SendSnapshots | Control
@@ -78,7 +78,7 @@ def _receive_all(link: Link, inbox: SimpleQueue[Command | None]) -> None:
 
 
 class CoreLoop:
-    """The main loop: handles commands, and runs a step while requests are unfinished."""
+    """The main loop: handles commands, and runs steps while requests are unfinished."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class CoreLoop:
 
         Return the sequences that were finished early or rejected.
         """
-        finished: list[FinishedSequence] = []  # aborted or rejected; sent with the next update
+        finished: list[FinishedSequence] = []  # sent with the next update
         while not self._is_over:
             is_idle = not self._may_step and not finished
             try:
@@ -145,7 +145,7 @@ class CoreLoop:
         return finished
 
     def _add(self, requests: list[Request]) -> list[FinishedSequence]:
-        """Queue requests; one that can never run is returned as finished with an error."""
+        """Queue requests; return those that can never run as finished with an error."""
         rejected = []
         for request in requests:
             try:
@@ -203,7 +203,7 @@ class CoreLoop:
 
 
 class SnapshotThrottle:
-    """Decides when a snapshot is due; exists only while a client is subscribed."""
+    """Limits the rate of snapshots; exists only while a client is subscribed."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -231,7 +231,7 @@ class SnapshotThrottle:
 
 
 def take_snapshot(core: EngineCore, stats: CoreStats, now: float) -> EngineState:
-    """Return the state of a core, and clear its lists of recorded steps and ended sequences."""
+    """Return a snapshot of a core, and clear its lists of recorded steps and ended sequences."""
     scheduler = core.scheduler
     waiting = list(islice(scheduler.waiting, MAX_QUEUE))
     postponed = list(islice(scheduler.waiting_for_grammar.values(), MAX_QUEUE))

@@ -26,7 +26,7 @@ NAMES = {HOST: "host", DEVICE: "device", REQUESTS: "requests"}
 
 
 class EngineEvents(EventStream):
-    """Snapshots of one engine, by default the first healthy one, until the client disconnects."""
+    """Streams snapshots of one engine until the client disconnects."""
 
     def __init__(self, llm: Model, engine: int | None, allow_pause: bool) -> None:
         self._llm, self._engine = llm, choose_engine(llm, engine)
@@ -42,7 +42,7 @@ class EngineEvents(EventStream):
 
 
 def choose_engine(llm: Model, engine: int | None) -> int:
-    """Validate the number of an engine; None chooses the first healthy one."""
+    """Validate an engine's number and return it; None selects the first healthy engine, if any."""
     numbers = [replica.number for replica in llm.replicas]
     if not numbers:  # a Ray cluster may have no engine for a while
         raise EngineError("no engine is running")
@@ -68,7 +68,10 @@ def as_event(state: EngineState, decode: Decode) -> Event:
 
 
 def _as_texts(paused: PausedState, decode: Decode) -> Event:
-    """Decode all tokens; slow, so it is called in the thread that encodes the event."""
+    """Return the fields of a paused engine's snapshot, with token ids decoded to text.
+
+    This is slow, so `to_json` calls it in the thread that encodes the event.
+    """
 
     def texts(tokens: Mapping[int, list[int]]) -> dict[int, str]:
         return {key: decode(ids) for key, ids in tokens.items()}
@@ -107,21 +110,22 @@ async def record_trace(llm: Model, seconds: float) -> Event:
     with anyio.move_on_after(seconds):
         await asyncio.gather(*map(record, traces))
     events = [event for trace in traces for event in trace.events(is_alone=len(traces) == 1)]
-    # A request may have arrived before the trace began, and Perfetto drops negative timestamps.
+    # Let the earliest event have timestamp 0. It may be the arrival of a request before the trace
+    # began, and Perfetto drops negative timestamps.
     begin = min((event["ts"] for event in events if "ts" in event), default=0)
     shifted = [event | {"ts": event["ts"] - begin} if "ts" in event else event for event in events]
     return {"displayTimeUnit": "ms", "traceEvents": shifted}
 
 
 class Trace:
-    """Collects snapshots; `events` returns them in the Trace Event format of Perfetto."""
+    """Collects snapshots; `events` returns them in the Trace Event Format, which Perfetto reads."""
 
     def __init__(self, engine: int = 0) -> None:
         self.engine = engine
         self._end = 0
         self._steps: list[StepTiming] = []
         self._ended: list[SequenceEnd] = []
-        # Unfinished seq_id -> time of the first snapshot in which the sequence was running.
+        # seq_id of an unfinished sequence -> time of the first snapshot in which it was running.
         self._running: dict[int, int] = {}
 
     def add(self, state: EngineState) -> None:
@@ -135,7 +139,10 @@ class Trace:
             self._running.pop(end.seq_id, None)
 
     def events(self, is_alone: bool = True) -> Iterator[Event]:
-        """Yield all trace events, with timestamps of the engine's clock."""
+        """Yield all trace events, timestamped by the engine's clock.
+
+        `is_alone`: the trace covers only this engine, so its number is omitted from the names.
+        """
         for part, name in NAMES.items():
             args = {"name": name if is_alone else f"engine {self.engine}: {name}"}
             yield {"ph": "M", "pid": self._pid(part), "name": "process_name", "args": args}

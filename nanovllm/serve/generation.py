@@ -16,7 +16,7 @@ from nanovllm.serve.parsing.events import BlockEvent
 from nanovllm.serve.service import Service
 
 Logprobs = Sequence[dict[int, Logprob]]
-MAX_AHEAD = 16  # maximum number of stream pieces queued per request
+MAX_AHEAD = 16  # maximum number of queued stream pieces of a request with several prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class GenerationJob:
 
 @dataclass(slots=True)  # not frozen, for speed (one per token), and because chats set `events`
 class Update:
-    """New output of a choice. Only the last update sets `finish_reason` and the fields after it."""
+    """New output of a choice; only its last update sets `finish_reason` and the fields below."""
 
     choice: int
     text: str = ""
@@ -50,7 +50,7 @@ class Update:
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0  # cached prompt tokens; set only for the prompt's first sample
     num_reasoning_tokens: int = 0
-    # Drafts of all samples of the prompt; set only for its first sample.
+    # Draft tokens of all samples of the prompt; set only for its first sample.
     num_accepted_tokens: int = 0
     num_rejected_tokens: int = 0
 
@@ -117,7 +117,7 @@ class ApiResponse(EventStream):
 
 
 async def generate(service: Service, job: GenerationJob) -> AsyncGenerator[Update, None]:
-    """Run all prompts of a job concurrently; closing the iterator aborts unfinished ones."""
+    """Run all prompts of a job concurrently; closing the generator aborts unfinished ones."""
     num_samples = job.params[0].n
     with service.counted(job.num_choices), errors_about(job.grammar_param, GrammarError):
         async with contextlib.aclosing(_pieces(service, job)) as pieces:

@@ -1,4 +1,4 @@
-"""Errors as HTTP responses: a status code, and a body in the format of the called API."""
+"""Errors as HTTP responses: a status code, and a body in the format of the requested API."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def anthropic_body(error: NanovllmError) -> dict[str, Any]:
 
 
 def message_of(error: NanovllmError) -> str:
-    """Return the message of an error without the traceback that engine errors carry."""
+    """Return an error's message, without the traceback that follows it in engine errors."""
     return str(error).partition("\n")[0] if error.status >= 500 else str(error)
 
 
@@ -60,8 +60,8 @@ def timeout_error() -> RequestError:
 def to_json(body: Any) -> bytes:
     """Encode a body as JSON in UTF-8.
 
-    The body may contain functions in place of large values: they are called only here, and replaced
-    by their results. Unpaired surrogates, which a request may contain, become question marks.
+    The body may contain functions in place of large values; each is called only here, and replaced
+    by its result. Unpaired surrogates, which a request may contain, become question marks.
     """
     text = json.dumps(
         body, ensure_ascii=False, separators=(",", ":"), default=lambda value: value()

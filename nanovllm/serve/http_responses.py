@@ -46,7 +46,7 @@ async def whole_body(stream: EventStream) -> Event:
 
 
 class WholeResponse(Response):
-    """A non-streaming JSON response; errors are raised before anything is sent."""
+    """A non-streaming JSON response; raises errors before anything is sent."""
 
     def __init__(self, body: Awaitable[Event], timeout: float | None) -> None:
         super().__init__(media_type="application/json")
@@ -62,7 +62,7 @@ class WholeResponse(Response):
 
 
 class StreamResponse(Response):
-    """A streaming response; errors before the first event are raised."""
+    """A streaming response; raises errors before the first event, sends later ones as events."""
 
     def __init__(self, stream: EventStream, timeout: float | None) -> None:
         super().__init__(media_type="text/event-stream")
@@ -100,7 +100,7 @@ class StreamResponse(Response):
 
 @contextlib.asynccontextmanager
 async def _while_connected(receive: Receive) -> AsyncGenerator[None, None]:
-    """Cancel the body of the `with` statement if the client disconnects."""
+    """Cancel the `with` block if the client disconnects."""
 
     async def watch(scope: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -25,8 +25,8 @@ from nanovllm.serve.server_options import ServerOptions
 from nanovllm.serve.service import Service
 
 LISTEN_BACKLOG = 2048
-LAST_SECONDS = 5  # time to send errors to clients whose requests are ended by the shutdown
-CANCEL_SECONDS = 2  # time for canceling handlers after their connections are closed
+LAST_SECONDS = 5  # time to send errors for the requests that the shutdown ends
+CANCEL_SECONDS = 2  # time for handlers to be canceled once their connections are closed
 RECEIVE_SECONDS = 60  # time limit for receiving the headers and the body of a request
 LOG_SECONDS = 10.0  # time between log lines with the throughput
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -53,7 +53,7 @@ class Connection(H11Protocol):
             self._deadline.cancel()
 
     def _watch(self) -> None:
-        """Run the timer while a request is incomplete; uvicorn closes idle connections."""
+        """Run the timer only while a request is incomplete; uvicorn closes idle connections."""
         is_incomplete = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if is_incomplete and self._deadline is None:
             self._deadline = self.loop.call_later(RECEIVE_SECONDS, self.transport.abort)
@@ -117,7 +117,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     def _log_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log accept errors at most once per second: they repeat until a descriptor is free."""
+        """Log failed accepts at most once per second: they repeat until resources are free."""
         error, now = context.get("exception"), time.monotonic()
         if not isinstance(error, OSError) or error.errno not in OUT_OF_RESOURCES:
             loop.default_exception_handler(context)
@@ -150,15 +150,15 @@ class Server(uvicorn.Server):
         await asyncio.to_thread(self._llm.close, EngineError("the server is shutting down"))
         await asyncio.sleep(LAST_SECONDS)
         for connection in list(self.server_state.connections):
-            # The client neither reads the response nor completes its request.
+            # These clients neither read their response nor complete their request.
             connection.transport.abort()
 
 
 def make_server(llm: OwnedModel, options: ServerOptions) -> Server:
     config = uvicorn.Config(
         make_app(Service(llm, options)),
-        # Use h11: httptools loses the body of a request that offers an upgrade to HTTP/2, as
-        # Java's clients do, and sends chunked responses to HTTP/1.0 clients.
+        # httptools would lose the body of a request that offers an upgrade to HTTP/2 (Java's client
+        # sends such requests), and would send chunked responses to HTTP/1.0 clients.
         http=Connection,
         lifespan="off",
         log_config=None,
@@ -174,7 +174,7 @@ def make_server(llm: OwnedModel, options: ServerOptions) -> Server:
 
 
 def check_certificate(keyfile: str | None, certfile: str | None) -> None:
-    """Raise ConfigError for unusable TLS files, before the model is loaded."""
+    """Raise ConfigError if the TLS files are unusable; call this before the model is loaded."""
     if certfile is None:
         if keyfile is not None:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")
@@ -191,7 +191,7 @@ def is_loopback(listener: socket.socket) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind the port; call this before the model is loaded, so that errors appear early."""
+    """Return a listening socket; call this before the model is loaded, to report errors early."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server(
@@ -201,4 +201,4 @@ def listen(host: str, port: int) -> socket.socket:
             dualstack_ipv6=family == socket.AF_INET6,
         )
     except (OSError, OverflowError, ValueError) as error:
-        raise ConfigError(f"cannot listen at {host}:{port}: {error}") from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error

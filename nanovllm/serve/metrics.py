@@ -55,7 +55,7 @@ ENGINE_METRICS = {
 
 
 class Metrics:
-    """Observes requests; the engines' own counters are read at every scrape."""
+    """Observes requests, and reads the engines' own counters at every scrape."""
 
     def __init__(self, llm: Model, prefix: str, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -69,7 +69,7 @@ class Metrics:
         labels = (*LABELS, "finished_reason")
         text = "Number of finished sequences by finish reason"
         self._ended = Counter(prefix + "request_success", text, labels, registry=self._registry)
-        for reason in get_args(FinishReason):  # rate() in PromQL needs a zero first
+        for reason in get_args(FinishReason):  # PromQL's rate() needs an initial sample of zero
             self._ended.labels(model_name, reason)
         self._tokens = {
             name: Counter(prefix + name, text, LABELS, registry=self._registry).labels(model_name)
@@ -93,7 +93,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def failures(self, num_sequences: int) -> Iterator[None]:
-        """Count sequences that are aborted or fail inside the `with` statement."""
+        """Count sequences that are aborted or fail inside the `with` block."""
         try:
             yield
         except (GeneratorExit, asyncio.CancelledError):

@@ -17,7 +17,8 @@ from nanovllm.errors import RequestError
 from nanovllm.serve.http_errors import error_response
 from nanovllm.serve.server_options import ServerOptions
 
-MAX_VALUES = 500_000  # per body, counted as commas: parsing a million numbers takes a second
+# Per body, estimated by counting commas: parsing a million numbers takes a second.
+MAX_VALUES = 500_000
 OPEN_PATHS = ("/health", "/ping")
 PAGE_PREFIX = "/page/"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -93,7 +94,7 @@ class Middleware:
         return None
 
     def _has_key(self, headers: Headers) -> bool:
-        """Return whether a valid key was sent, or none is needed; compare in constant time."""
+        """Return whether the request has a valid key or needs none; compare in constant time."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         given = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]

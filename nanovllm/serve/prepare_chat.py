@@ -47,7 +47,7 @@ class ChatPrompt:
 
 
 async def prompt_of(service: Service, request: ChatRequest, param: str = "messages") -> ChatPrompt:
-    """Validate a conversation, render it with the chat template, and tokenize it."""
+    """Validate a conversation, render it with the chat template, tokenize and truncate it."""
     service.check_model(request.model)
     tools = callable_tools(service, request)
     text = await render(service, request, tools and request.tools, param)
@@ -198,9 +198,9 @@ class ChoiceParser:
 
 
 class VisibleText:
-    """Removes the text of hidden tokens; a token's id may arrive before its text.
+    """Removes the text of hidden special tokens; a token's id may arrive before its text.
 
-    If other tokens produce the same text, the text of these tokens may be removed instead.
+    If ordinary tokens produce the same text, it may be removed from them instead.
     """
 
     def __init__(self, hidden: Mapping[int, str]) -> None:
@@ -250,9 +250,9 @@ def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
 def output_constraint(
     service: Service, request: ChatRequest, tools: list[Tool], prompt: str, is_open: bool
 ) -> Mapping[str, Any] | None:
-    """Return the `structured_outputs` that enforce the tool calls or the requested format.
+    """Return the `structured_outputs` that enforce tool calls or the requested format.
 
-    `is_open` means that the output begins inside reasoning. Slow: run this in a thread.
+    `is_open` means that the output begins inside reasoning. Slow: call this in a thread.
     """
     reasoning = service.formats.reasoning
     if reasoning is not None and prompt.rstrip().endswith(reasoning.end):
@@ -260,7 +260,7 @@ def output_constraint(
     constraint = request.constraint()
     must_call = request.must_call
     is_parallel = request.parallel_tool_calls is not False
-    if isinstance(request.tool_choice, NamedTool):  # one call by default, as in other servers
+    if isinstance(request.tool_choice, NamedTool):  # called once by default, as in other servers
         is_parallel = request.parallel_tool_calls is True
     is_held = must_call or isinstance(request.tool_choice, AllowedTools) or not is_parallel
     if tools and (is_held or any(tool.is_strict for tool in tools)):

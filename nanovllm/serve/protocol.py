@@ -1,4 +1,4 @@
-"""Request schemas of OpenAI's API with vLLM's extensions; the other APIs share some of them."""
+"""Request schemas of OpenAI's API with vLLM's extensions; the other APIs reuse some of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ApiModel(BaseModel):
 
 
 class IgnoredFields(ApiModel):
-    """Fields that are accepted and ignored because they do not affect the output."""
+    """Fields that do not affect the generated text; only the Responses API reads some of them."""
 
     store: Any = None
     metadata: Any = None
@@ -83,7 +83,7 @@ class ResponseFormat(ApiModel):
         require(
             is_valid,
             "json_schema",
-            "given with a schema if, and only if, type is json_schema",
+            "given with a schema if and only if type is json_schema",
             self.type,
         )
         return self
@@ -142,13 +142,16 @@ class SamplingFields(IgnoredFields):
         return self
 
     def sampling_params(self, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
-        """Return the sampling parameters; `defaults` apply to fields the request omits."""
+        """Return the sampling parameters.
+
+        `defaults` apply to fields that the request omits; `given` overrides the request.
+        """
         own = self.model_dump(include=_SAMPLING_NAMES, exclude_none=True)
         return SamplingParams(**{**defaults, **own, **given})
 
     @property
     def grammar_param(self) -> str:
-        """Name of the request field from which `constraint` is taken."""
+        """Name of the request field that `constraint` comes from."""
         return "structured_outputs" if self.response_format is None else "response_format"
 
     def constraint(self) -> dict[str, Any] | None:
@@ -290,7 +293,7 @@ class RerankRequest(IgnoredFields):
 
 
 class TokenizeRequest(ChatFields):
-    """Tokenize either `prompt` or `messages`."""
+    """A request to tokenize either `prompt` or `messages`."""
 
     model: str | None = None
     messages: Listed[Message] = Field(default_factory=list)
@@ -301,7 +304,7 @@ class TokenizeRequest(ChatFields):
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeRequest:
         is_valid = (self.prompt is None) == bool(self.messages)
-        require(is_valid, "prompt", "given if, and only if, messages is not", self.prompt)
+        require(is_valid, "prompt", "given if and only if messages is not", self.prompt)
         return self
 
 
@@ -311,7 +314,7 @@ class DetokenizeRequest(ApiModel):
 
 
 def as_api_model(kind: type[R], fields: Mapping[str, Any]) -> R:
-    """Build a request model that FastAPI does not validate; raise RequestError if it is invalid."""
+    """Build a request of type `kind` outside FastAPI; raise RequestError for invalid fields."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -319,7 +322,7 @@ def as_api_model(kind: type[R], fields: Mapping[str, Any]) -> R:
 
 
 def nested(fields: Any, name: str) -> Any:
-    """Move all fields except `type` into an object under the key `name`, as in the chat API."""
+    """Nest all fields except `type` in an object under the key `name`, as in the chat API."""
     if not isinstance(fields, dict):
         return fields
     inner = {key: value for key, value in fields.items() if key != "type" and value is not None}

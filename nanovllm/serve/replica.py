@@ -28,12 +28,12 @@ from nanovllm.serve.core_messages import (
 )
 from nanovllm.serve.subscribers import Subscribers
 
-SOON_SECONDS = 10.0  # a core that runs longer than this resets the count of failures
-MAX_FAILURES = 6  # consecutive early failures after which no new core is started
+SOON_SECONDS = 10.0  # a core that runs for longer before it fails resets the failure count
+MAX_FAILURES = 6  # consecutive failures after which no new core is started
 
 
 class Replica:
-    """One data-parallel replica of the engine, as seen by its client.
+    """Client side of one data-parallel replica of the engine.
 
     `on_step` and `on_failure` run in the supervisor's thread; `on_failure` is called once.
     """
@@ -55,11 +55,11 @@ class Replica:
         self.found: Future[ResolvedModel] = Future()
         self._ready: Future[CoreReady] = Future()
         self._ready_time: float | None = None
-        self._num_failures = 0  # consecutive early failures of previous cores
+        self._num_failures = 0  # consecutive failures of previous cores
         self._on_step, self._on_failure = on_step, on_failure
         self._added: list[Request] = []  # requests that have not been sent yet
         self._num_added_tokens = 0
-        # Enough tokens for two steps: the second is scheduled while the first one runs.
+        # Enough tokens for two steps: the second is scheduled while the first runs.
         self._enough_tokens = 2 * config.max_num_batched_tokens
         self._adding = threading.Lock()
         is_alone = config.data_parallel_size == 1
@@ -70,7 +70,7 @@ class Replica:
         else:
             level = logging.getLogger("nanovllm").getEffectiveLevel()
             children = ChildProcesses("nanovllm.serve.core_process", [self.name], [[level, number]])
-            # With tensor parallelism the workers' own watchdog fires first and names the rank.
+            # Longer than the timeout of tensor-parallel workers: their watchdog names the rank.
             timeout = config.step_timeout and config.step_timeout + 5.0
         self.pid = children.pids[0]
         self._supervisor = Supervisor(children, self._receive, self._fail, timeout)
@@ -86,7 +86,7 @@ class Replica:
         return ready
 
     def add(self, requests: list[Request]) -> None:
-        """Queue requests until `flush`; send them now if they are enough to keep the core busy."""
+        """Queue requests until `flush`; send them at once if they suffice to keep the core busy."""
         with self._adding:
             self._added += requests
             self._num_added_tokens += sum(len(each.token_ids) for each in requests)
@@ -102,7 +102,7 @@ class Replica:
         self._send(finish)
 
     def control(self, action: ControlAction) -> None:
-        """Pause, step or resume the core, which must run at depth 0."""
+        """Pause, step or resume the core. Stepping requires depth 0: no step is planned ahead."""
         self.flush()
         self._send(Control(action))
 
@@ -119,7 +119,7 @@ class Replica:
         self.num_restarts, self._num_failures = lost.num_restarts, lost._num_failures
 
     def restart_delay(self) -> float | None:
-        """Return the delay in seconds before a restart; None after too many early failures."""
+        """Count a failure, and return the seconds to wait before a restart; None after too many."""
         lasted = 0.0 if self._ready_time is None else time.monotonic() - self._ready_time
         self._num_failures = 1 if lasted > SOON_SECONDS else self._num_failures + 1
         if self._num_failures >= MAX_FAILURES:

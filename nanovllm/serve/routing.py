@@ -1,4 +1,4 @@
-"""Prefix-aware routing: prefer replicas that cache a prompt's prefix, then the least loaded one."""
+"""Prefix-aware routing: prefer the longest cached prefix of the prompt, then the lowest load."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from typing import Generic, TypeVar
 from nanovllm.engine.block_manager import BlockKey, add_keys
 from nanovllm.errors import EngineError
 
-# A replica is chosen for its cached prefix only if its load is at most MAX_RATIO times the lowest
-# load, plus MAX_EXTRA times the length of the new prompt.
+# A replica is overloaded if its load exceeds MAX_RATIO times the lowest load plus MAX_EXTRA times
+# the length of the new prompt; then its cached prefix does not count.
 MAX_RATIO, MAX_EXTRA = 1.5, 6
-SIMILAR = 2  # loads count as equal if they differ by at most this many lengths of the new prompt
+# A load counts as the lowest if it exceeds the lowest by at most SIMILAR times that length.
+SIMILAR = 2
 
 
 R = TypeVar("R", bound=Hashable)  # identifies a replica
 
 
 class PrefixRouter(Generic[R]):
-    """Chooses replicas by their load and the prompts they received before. Not thread-safe."""
+    """Chooses replicas by their load and by the prompts sent to them before. Not thread-safe."""
 
     def __init__(self, replicas: Iterable[R], block_size: int, max_blocks: int = 2**16) -> None:
         self.block_size = block_size
         self.max_blocks = max_blocks  # blocks remembered per replica: its KV-cache capacity
         self._replicas = {replica: ReplicaLoad() for replica in replicas}
-        self._requests: dict[Hashable, tuple[R, int]] = {}  # request id -> (replica, tokens)
+        self._requests: dict[Hashable, tuple[R, int]] = {}  # request id -> (replica, num_tokens)
 
     @property
     def loads(self) -> dict[R, int]:
@@ -37,7 +38,7 @@ class PrefixRouter(Generic[R]):
     def choose(self, token_ids: Sequence[int], salt: str | None = None) -> R:
         """Return the replica with the longest cached prefix among those that are not overloaded.
 
-        From now on, it counts as caching the whole prompt.
+        That replica is assumed to cache the whole prompt from now on.
         """
         if not self._replicas:
             raise EngineError("no replica is available")
@@ -48,8 +49,8 @@ class PrefixRouter(Generic[R]):
         def rank(replica: R) -> tuple[bool, int, int, int]:
             load = self._replicas[replica].load
             num_known = self._replicas[replica].num_known(hashes)
-            # Among similar loads, prefer the replica with the fewest known blocks: this spreads
-            # the prefixes.
+            # Among replicas whose loads count as the lowest, prefer the one with the fewest known
+            # blocks: this spreads the prefixes.
             extra = max(load - least - SIMILAR * len(token_ids), 0)
             return load > most, -num_known, extra, len(self._replicas[replica].blocks)
 
@@ -58,7 +59,7 @@ class PrefixRouter(Generic[R]):
         return chosen
 
     def started(self, request_id: Hashable, replica: R, num_tokens: int) -> None:
-        """Add a request to a replica's load: its prompt and the estimated output tokens."""
+        """Add a request to a replica's load; `num_tokens` includes the expected output tokens."""
         self.finished(request_id)
         if replica in self._replicas:
             self._requests[request_id] = replica, num_tokens
@@ -71,7 +72,7 @@ class PrefixRouter(Generic[R]):
             self._replicas[replica].load -= num_tokens
 
     def lost(self, replica: R) -> None:
-        """Remove a replica with its load and its known prefixes."""
+        """Remove a replica, its load and its known prefixes."""
         self._replicas.pop(replica, None)
         self._requests = {i: each for i, each in self._requests.items() if each[0] != replica}
 
@@ -96,7 +97,7 @@ class ReplicaLoad:
         return next((i for i, each in enumerate(hashes) if each not in self.blocks), len(hashes))
 
     def remember(self, hashes: list[int], max_blocks: int) -> None:
-        # Reverse order, as in the cache: the tail of a prefix is forgotten before its head.
+        # Reverse order, as in the prefix cache: the tail of a prefix is forgotten before its head.
         for each in reversed(hashes):
             self.blocks[each] = None
             self.blocks.move_to_end(each)

@@ -1,4 +1,4 @@
-"""Options of the HTTP server and the files they name; EngineConfig defines the engine's options."""
+"""Options of the HTTP server, and the files they name; EngineConfig has the engine's options."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Options of the HTTP server; batch jobs use the first six, too."""
+    """Options of the HTTP server; batch jobs also use the first six."""
 
     served_model_name: tuple[str, ...] = option((), "model names in the API", unset="MODEL")
-    chat_template: str | None = option(None, "Jinja template or its file", unset="the model's")
+    chat_template: str | None = option(None, "Jinja template, or its file", unset="the model's")
     generation_config: str = option(
         "auto",
         "source of sampling defaults: auto (the model), vllm (none), or a folder with a "
         "generation_config.json",
     )
     override_generation_config: Mapping[str, Any] | None = option(
-        None, "JSON object of sampling defaults that take precedence", parse=json.loads
+        None, "JSON object of sampling defaults; overrides generation_config", parse=json.loads
     )
     tool_call_parser: str | None = option(None, "format of tool calls", unset="the template's")
     reasoning_parser: str | None = option(None, "format of reasoning", unset="the template's")
@@ -40,13 +40,17 @@ class ServerOptions:
     )
     allowed_origins: tuple[str, ...] = option((), "origins allowed by CORS; * for all")
     root_path: str = option("", "path prefix of this server behind a proxy", unset="/")
-    ssl_keyfile: str | None = option(None, "private key of the certificate")
-    ssl_certfile: str | None = option(None, "certificate for HTTPS", unset="none: HTTP")
+    ssl_keyfile: str | None = option(None, "private key file of the certificate")
+    ssl_certfile: str | None = option(None, "certificate file for HTTPS", unset="none: HTTP")
     max_body_bytes: int = option(
-        32 * 2**20, "maximum size of a request body; larger ones get a 413"
+        32 * 2**20, "maximum size of a request body; larger requests get a 413"
     )
-    max_queued_requests: int = option(2048, "maximum number of waiting requests; more get a 429")
-    limit_concurrency: int | None = option(None, "maximum number of open requests; more get a 503")
+    max_queued_requests: int = option(
+        2048, "maximum number of waiting requests; excess ones get a 429"
+    )
+    limit_concurrency: int | None = option(
+        None, "maximum number of open requests; excess ones get a 503"
+    )
     request_timeout: float | None = option(None, "maximum duration of a request in seconds")
     shutdown_timeout: float = option(10.0, "seconds that requests have to finish after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] | None = option(
@@ -60,9 +64,9 @@ class ServerOptions:
         "use a small KV cache that is easy to watch: 192 blocks of 32 tokens; 256 tokens per step",
     )
     allow_pause: bool = option(
-        False, "let clients pause and step the engine, and read the prompts of others"
+        False, "let clients pause and step the engine, and read other clients' prompts"
     )
-    # The next two are set when the server starts.
+    # The next two are not command-line options: they are set when the server starts.
     is_local: bool = False  # reject requests whose Host header does not name this machine
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -91,7 +95,7 @@ class ServerOptions:
 def resolve(
     options: ServerOptions, model: str, generation_config: Mapping[str, Any]
 ) -> ServerOptions:
-    """Read the files named by the options, and fill in defaults that depend on the model."""
+    """Read the files that the options name, and fill in defaults that depend on the model."""
     defaults = read_sampling_defaults(options.generation_config, generation_config)
     root_path = options.root_path.strip("/")
     return replace(
@@ -106,7 +110,7 @@ def resolve(
 
 
 def read_chat_template(given: str | None) -> str | None:
-    """Return the text of a chat template that is given as text or as a file name."""
+    """Return the text of a chat template, given as text or as a file name."""
     if given is None:
         return None
     from nanovllm.engine.chat_template import ChatTemplate

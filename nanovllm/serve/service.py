@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_PROMPTS = 2048  # maximum number of prompts per request
-# Clients match OpenAI's wording of this error and, for Anthropic's API, "prompt is too long".
+# Clients match the words of this error: OpenAI's and, for Anthropic's API, "prompt is too long".
 TOO_LONG = "the prompt is too long: this model's maximum context length is {} tokens"
 
 
@@ -65,7 +65,7 @@ class Service:
             raise RequestError(message, param="model", code="model_not_found", status=404)
 
     def check_queue(self) -> None:
-        """Reject a request with status 429 if too many are already waiting."""
+        """Reject a request with status 429 if too many requests are already waiting."""
         most = self.options.max_queued_requests
         num_sequences = max(self.num_sequences, self.llm.num_requests)
         num_waiting = sum(replica.stats.num_waiting for replica in self.llm.replicas)
@@ -74,18 +74,18 @@ class Service:
             raise RequestError(message, code="queue_full", status=429)
 
     def check_num_sequences(self, num_prompts: int, n: int = 1) -> None:
-        """Reject a request with more sequences than can run and wait at the same time."""
+        """Reject a request with more sequences than the server can run and queue."""
         most = self._max_sequences
         if num_prompts * n > most:
             raise RequestError(
                 f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences, but this "
-                f"server runs and queues at most {most}; send several requests",
+                f"server runs and queues at most {most}; split the request",
                 param="n" if n > 1 else None,
             )
 
     @contextlib.contextmanager
     def counted(self, num_sequences: int) -> Iterator[None]:
-        """Count sequences as in progress inside the `with` statement."""
+        """Count sequences as in progress inside the `with` block."""
         self.num_sequences += num_sequences
         try:
             yield
@@ -94,7 +94,7 @@ class Service:
 
     @property
     def _max_sequences(self) -> int:
-        """Maximum number of sequences that run and wait at the same time."""
+        """Maximum number of sequences that may be running or waiting."""
         max_running = self.llm.config.max_num_seqs * len(self.llm.replicas)
         return max_running + self.options.max_queued_requests
 
@@ -114,7 +114,7 @@ class Service:
             return (await asyncio.to_thread(token_ids_of, prompt, **options)).tolist()
 
     async def all_token_ids(self, prompts: Any, param: str, **options: Any) -> Sequence[list[int]]:
-        """Tokenize one or several prompts, each a text or a list of token ids."""
+        """Return the token ids of one or several prompts, each a string or a list of token ids."""
         items = prompts if isinstance(prompts, list) else [prompts]
         if items and isinstance(items[0], int):
             items = [items]
@@ -133,8 +133,8 @@ class Service:
         max_len = self.llm.max_len
         if num_prompt + num_completion > max_len:
             raise PromptTooLongError(
-                f"{TOO_LONG.format(max_len)}, but the prompt has {num_prompt} tokens and requests "
-                f"{num_completion} more; shorten the prompt or request fewer tokens",
+                f"{TOO_LONG.format(max_len)}, but the prompt has {num_prompt} tokens and "
+                f"{num_completion} more are requested; shorten the prompt or request fewer tokens",
                 param=param,
             )
 

@@ -17,8 +17,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.serve.core_messages import Change, EngineState, PausedState
 
-NUM_PROMPT_TOKENS = 24  # number of tokens shown of each prompt
-# Kind of change -> function that makes it, in the order in which a step calls these functions.
+NUM_PROMPT_TOKENS = 24  # number of leading tokens shown for each prompt
+# Kind of change -> function that makes it, in the order in which a step makes the changes.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "queued": Scheduler._enqueue,
     "preempted": Scheduler._preempt,
@@ -37,7 +37,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class StepMode:
-    """State of a paused engine: the number of steps to run, and the snapshot before them."""
+    """State of a paused engine: the number of steps left to run, and the previous snapshot."""
 
     def __init__(self, core: EngineCore) -> None:
         self.num_steps = 0  # number of steps to run before the engine pauses again
@@ -49,10 +49,10 @@ class StepMode:
         self._core.executor = self._recorder.executor
 
     def explain(self, state: EngineState) -> EngineState:
-        """Return a snapshot with the changes since the previous one, and the tokens of blocks."""
+        """Return the snapshot with the changes since the previous one and the tokens to show."""
         plans, self._recorder.plans = self._recorder.plans, []
         changes: list[Change] = []
-        # More than one plan ran if no client was subscribed for a while.
+        # While no client was subscribed, several plans may have run; `compare` handles only one.
         if self._before is not None and len(plans) <= 1:
             changes = compare(self._before, state, plans[0] if plans else [])
         self._before = state
@@ -83,21 +83,21 @@ class PlannedRow:
 
     seq_id: int
     slot: int
-    start: int
-    count: int
+    start: int  # position of the first token
+    count: int  # number of tokens
     is_new: bool  # whether the plan admits the sequence
     kind: str  # "prefill", "decode", or "recompute" after a preemption
     block_ids: list[int]
-    source: int | None  # block that is copied to the last of `block_ids`
+    source: int | None  # block copied to the last one of `block_ids`, if any
     token_ids: list[int] = field(default_factory=list)  # sampled tokens, once the step has run
 
 
 class PlanRecorder:
-    """An executor that passes plans on to another executor, and keeps the rows of recent plans."""
+    """Wraps an executor, and records the rows of the last plans."""
 
     def __init__(self, core: EngineCore) -> None:
         self.executor: Executor = core.executor
-        # Plans since the last snapshot, at most the newest two.
+        # Rows of the plans since the last snapshot; only the last two plans are kept.
         self.plans: list[list[PlannedRow]] = []
         self._scheduler = core.scheduler
 
@@ -169,7 +169,7 @@ def _sequence_changes(
 ) -> Iterator[Change]:
     statuses = {seq.seq_id: seq.status for seq in after.sequences}
     for seq_id in set(after.queue).difference(seq.seq_id for seq in before.sequences):
-        # A snapshot shows only the head of a long queue.
+        # A snapshot shows only the head of a long queue, so the sequence may not be new.
         if len(before.queue) == before.stats.num_waiting:
             yield _change("queued", seq_id)
     admitted = {row.seq_id for row in rows if row.is_new}
@@ -199,7 +199,7 @@ def _block_changes(
     for row in rows:
         known = tables.get(row.seq_id, [])
         if row.is_new:
-            left[row.seq_id] = known  # if the same plan preempted the sequence: its old blocks
+            left[row.seq_id] = known  # its old blocks, if the same plan preempted it
             known = row.block_ids[: row.start // after.block_size]
             if known:
                 is_filled = all(before.cached[i] and i not in taken for i in known)

@@ -26,7 +26,7 @@ class AsyncOutputQueue(Generic[T]):
         self._has_items = asyncio.Event()
 
     async def take(self) -> list[T]:
-        """Wait for items and return all; an empty list means the end. Raise the stream's error."""
+        """Wait for items and return all; [] means the end. Raise the error given to `end`."""
         await self._has_items.wait()
         if self._error is not None:
             raise copy_error(self._error)
@@ -60,7 +60,7 @@ def copy_error(error: NanovllmError) -> NanovllmError:
 
 
 class Subscribers:
-    """Subscribers to the state of an engine; any thread may push.
+    """The subscribers to an engine's state; any thread may call `push` and `end`.
 
     `watch(True)` asks the core to start sending snapshots, `watch(False)` to stop.
     """
@@ -100,7 +100,7 @@ class Subscribers:
 
 
 def _push_state(queue: AsyncOutputQueue[EngineState], state: EngineState) -> None:
-    """Replace an unread snapshot, but keep its steps and ended sequences, up to MAX_UNREAD."""
+    """Replace an unread snapshot, but keep up to MAX_UNREAD of its steps and ended sequences."""
     for before in queue.items:
         steps = [*before.steps, *state.steps][-MAX_UNREAD:]
         ended = [*before.ended, *state.ended][-MAX_UNREAD:]

@@ -166,7 +166,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> N
         (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
         (["--config", "/no/such/file"], "cannot read /no/such/file"),
         (["a", "--model", "b"], "give the model once"),
-        (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1:8000"),
+        (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1:8000"),
         (["no-model", "--generation-config", "/no/such"], "cannot read /no/such/generation_config"),
         (["no-model", "--chat-template", "/no/such"], "cannot read /no/such"),
         (["no-model", "--chat-template", "{% if"], "--chat-template: the chat template cannot be"),

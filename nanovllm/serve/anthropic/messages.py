@@ -27,7 +27,7 @@ DELTAS = {
     "reasoning": ("thinking", "thinking_delta"),
     "tool_call": ("partial_json", "input_json_delta"),
 }
-SIGNATURE = "unsigned"  # required by clients; ignored when they send reasoning back
+SIGNATURE = "unsigned"  # clients require one; it is ignored when they send reasoning back
 
 
 async def create_message(service: Service, request: MessagesRequest) -> MessageResponse:
@@ -215,14 +215,14 @@ class MessagesRequest(CountRequest):
     thread: Any = None
 
     def _sampling(self) -> dict[str, Any]:
-        if self.thread is not None:  # clients that receive this code retry without a thread
+        if self.thread is not None:  # this error code makes clients retry without a thread
             message = "thread is not supported by this server; send all messages"
             raise RequestError(message, param="thread", code="thread_unsupported_request")
         return {"stop": self.stop_sequences, **self.model_dump(include=SAMPLING)}
 
 
 def _is_begun(last: Turn) -> bool:
-    """Return whether the model must continue the last turn instead of starting a new one."""
+    """Return whether the completion continues the last turn instead of starting a new one."""
     blocks = _blocks(last.content)
     return last.role == "assistant" and bool(blocks) and blocks[-1].get("type") == "text"
 

@@ -106,7 +106,7 @@ def _is_cut(update: Update) -> bool:
 
 
 def _whole(choice: dict[str, Any]) -> dict[str, Any]:
-    """Convert a choice whose delta is complete to one with a message."""
+    """Convert a streamed choice, whose delta is complete, to one with a message."""
     message = {"refusal": None, **choice.pop("delta")}
     for call in message.get("tool_calls", ()):
         del call["index"]

@@ -1,4 +1,4 @@
-"""OpenAI's completions API: /v1/completions continues texts or token ids."""
+"""OpenAI's completions API: /v1/completions, for prompts given as text or token ids."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class CompletionResponse(OpenAIResponse):
 
 
 def _logprobs_by_text(entry: dict[int, Logprob]) -> dict[str, float]:
-    """Return logprobs keyed by text; among tokens with the same text, the most likely one wins."""
+    """Return logprobs keyed by text; of tokens with the same text, the most likely is kept."""
     logprobs: dict[str, float] = {}
     for logprob in sorted(entry.values(), key=lambda each: each.rank):
         logprobs.setdefault(logprob.decoded_token or "", logprob.logprob)

@@ -24,7 +24,7 @@ async def create_embedding(service: Service, request: EmbeddingRequest) -> Embed
 
 
 async def tokenize_prompts(service: Service, prompts: object, param: str) -> Sequence[list[int]]:
-    """Tokenize the inputs of an embedding or rerank request; raise if there are too many."""
+    """Tokenize the inputs of an embedding or rerank request; raise if too many or too long."""
     token_ids = await service.all_token_ids(prompts, param)
     service.check_num_sequences(len(token_ids))
     for index, each in enumerate(token_ids):
@@ -36,7 +36,7 @@ async def tokenize_prompts(service: Service, prompts: object, param: str) -> Seq
 
 
 class PooledResponse(EventStream):
-    """A response made from one vector for each prompt."""
+    """A response computed from one pooled vector per prompt."""
 
     normalize = True
     pooling: Pooling | None = None  # None: the model's default

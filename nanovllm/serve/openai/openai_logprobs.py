@@ -17,7 +17,7 @@ TokenLogprobs = tuple[int, dict[int, Logprob]]  # sampled token id, and logprobs
 Entry = Callable[[], dict[str, Any]]
 
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's byte fallback
-# GPT-2's byte-level BPE maps these bytes to themselves, and the others to characters 256 and up.
+# GPT-2's byte-level BPE maps these bytes to the same code points, and the others to 256 and up.
 _PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTED)
 _BYTE_LEVEL = {
@@ -67,7 +67,7 @@ def prompt_logprobs_by_id(
 def covering(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[TokenLogprobs], text: str
 ) -> Sequence[TokenLogprobs]:
-    """Return the trailing tokens that make up `text`, without those of a marker before it."""
+    """Return the trailing tokens that make up `text`; omit those of a marker before it."""
     num_bytes, start = len(text.encode("utf-8", "replace")), len(tokens)
     while start > 0 and num_bytes > 0:
         start -= 1

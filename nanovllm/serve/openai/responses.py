@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: /v1/responses, stateless: the request contains the whole input."""
+"""OpenAI's Responses API: /v1/responses. Stateless: each request contains the whole input."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CONTENT = {
 
 async def create_response(service: Service, request: ResponsesRequest) -> ResponsesResponse:
     job = await prepare_chat(service, request.chat(), "input")
-    if request.has_logprobs:  # only streamed updates tell which content block a token belongs to
+    if request.has_logprobs:  # only streamed updates relate tokens to content blocks
         job = replace(job, is_streaming=True)
     return ResponsesResponse(service, job, request)
 
@@ -123,7 +123,7 @@ class ResponsesResponse(ApiResponse):
     def _render(self, update: Update) -> Iterator[Event]:
         if update.logprobs:
             self._tokens += zip(update.token_ids, update.logprobs, strict=True)
-        # The newest tokens belong to the last start or delta of this update.
+        # Attribute all collected tokens to the last start or delta of this update.
         pieces = [each for each in update.events if not isinstance(each, BlockStop)]
         for event in update.events:
             tokens: Sequence[TokenLogprobs] = self._tokens if event in pieces[-1:] else ()
@@ -186,7 +186,7 @@ class ResponsesResponse(ApiResponse):
 
     def _finish(self, reason: str) -> Event:
         usage = self.usage
-        # OpenAI reports tokens written to its prompt cache here; this server does not count them.
+        # OpenAI counts tokens written to its prompt cache in cache_write_tokens; here it is 0.
         cached = {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0}
         status = "completed" if reason == "stop" else "incomplete"
         self._response |= {
@@ -205,7 +205,7 @@ class ResponsesResponse(ApiResponse):
 
 
 class ResponsesRequest(IgnoredFields):
-    """A request of the Responses API; `chat` validates the fields it shares with chats."""
+    """A request of the Responses API; `chat` validates the fields it shares with chat requests."""
 
     input: str | Listed[dict[str, Any]]
     model: str | None = None
@@ -258,7 +258,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
 
 
 def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert input items to chat messages; consecutive items of the assistant are merged."""
+    """Convert input items to chat messages; consecutive assistant items are merged."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []

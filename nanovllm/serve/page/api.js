@@ -1,4 +1,4 @@
-// Requests to the server of this page, with the API key if one is set.
+// Requests to this page's server, with the API key if one is set.
 
 const KEY = "nanovllm.key";
 
@@ -32,7 +32,7 @@ export async function request(path, { body, signal } = {}) {
   return response;
 }
 
-/** Yield the events of a stream as objects; throw error events. */
+/** Yield a stream's events as objects; throw if an event is an error. */
 export async function* events(path, options) {
   const response = await request(path, options);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

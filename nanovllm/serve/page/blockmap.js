@@ -5,7 +5,7 @@ import { setText } from "./elements.js";
 import { describeBlock, filled, holders, hue } from "./state.js";
 
 const MAX_HEIGHT = 240;
-const ZOOM_SIZES = [12, 8, 5, 3]; // cell sizes to try if those of the whole pool would be below 8
+const ZOOM_SIZES = [12, 8, 5, 3]; // cell sizes in pixels, tried in this order if showing all blocks needs cells below 8
 const HINT = "Point at a block, or select one with the arrow keys.";
 
 export class BlockMap {
@@ -13,8 +13,8 @@ export class BlockMap {
     this.drawing = new Drawing(canvas);
     this.detail = detail;
     this.pointed = null;
-    this.chosen = null; // the sequence whose blocks are highlighted
-    this.marked = null; // or a list of blocks
+    this.chosen = null; // id of the sequence whose blocks are highlighted
+    this.marked = null; // list of highlighted blocks; takes precedence over `chosen`
     pointable(
       canvas,
       (x, y) => this.blockAt(x, y),
@@ -23,7 +23,7 @@ export class BlockMap {
     );
   }
 
-  /** Choose a cell size and the rows of the pool to show: all, or those with blocks in use first. */
+  /** Choose a cell size and the rows to show: all rows or, if they do not fit, those with held, then cached blocks. */
   layout({ numBlocks, cached }, held) {
     const width = this.drawing.canvas.clientWidth;
     const wholeSize = Math.min(18, Math.floor(Math.sqrt((width * MAX_HEIGHT) / numBlocks)));
@@ -96,7 +96,7 @@ export class BlockMap {
     this.drawSnapshot(context, block, colors.mark);
   }
 
-  /** Mark the right edge of a block with a snapshot of the recurrent state after its last token. */
+  /** Mark the right edge of a block if there is a snapshot of the recurrent state after its last token. */
   drawSnapshot(context, block, color) {
     if (!this.state.snapshots?.has(block)) return;
     const [x, y, wide] = this.box(block);
@@ -104,7 +104,7 @@ export class BlockMap {
     context.fillRect(x + wide - Math.max(1, wide / 6), y, Math.max(1, wide / 6), this.grid.size - this.grid.gap);
   }
 
-  /** Return whether a sequence is highlighted that does not hold the block. */
+  /** Return whether a sequence is highlighted and does not hold the block. */
   isOther(owners) {
     return this.chosen !== null && !owners?.some(([sequence]) => sequence.id === this.chosen);
   }
@@ -125,7 +125,7 @@ export class BlockMap {
     context.strokeRect(x, y, wide, size - gap);
   }
 
-  /** Return left, top and width in whole pixels; together the columns fill the map. */
+  /** Return a cell's left, top and width; columns start at whole pixels, and together fill the map. */
   box(block) {
     const { columns, tops, width, gap } = this.grid;
     const left = Math.round((block % columns) * width);

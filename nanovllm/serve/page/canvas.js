@@ -7,7 +7,7 @@ export class Drawing {
     this.style = getComputedStyle(canvas);
   }
 
-  /** Clear the canvas at the element's width and the given height; return the context. */
+  /** Resize the canvas to the element's width and the given height, clear it, and return the context. */
   begin(height) {
     const { canvas, context } = this;
     const ratio = window.devicePixelRatio || 1;
@@ -29,7 +29,10 @@ export class Drawing {
   }
 }
 
-/** Report the place selected by the pointer or the arrow keys; null if there is none. */
+/**
+ * Call `show` with the place that the pointer or the arrow keys select, or with null if none is selected.
+ * `placeAt(x, y)` returns the place at a point, `move(place, right, down)` the next place in a direction.
+ */
 export function pointable(canvas, placeAt, move, show) {
   let place = null;
   const set = (next) => show((place = next));

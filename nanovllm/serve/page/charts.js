@@ -1,4 +1,4 @@
-// Sparklines of the last minute, and the last steps as columns.
+// Sparklines of the last minute, and a timeline with one column per step.
 
 import { Drawing, pointable } from "./canvas.js";
 import { setText } from "./elements.js";
@@ -9,7 +9,7 @@ const SAMPLES = 120; // two per second
 export class Sparkline {
   constructor(canvas, most) {
     this.drawing = new Drawing(canvas);
-    this.most = most; // the top of the scale, if fixed
+    this.most = most; // top of the scale; undefined: the largest value
     this.values = [];
   }
 
@@ -81,7 +81,7 @@ export class Timeline {
     setText(this.detail, this.pointed ? describeStep(this.pointed) : HINT);
   }
 
-  /** The height is the logarithm of the token count, divided in proportion to the kinds. */
+  /** The height is the logarithm of the token count, divided in proportion to the kinds of tokens. */
   drawTokens(context, step, x, most) {
     const total = step.prompt + step.answer;
     const height = Math.max(3, (TOP * Math.log2(1 + total)) / most);
@@ -111,5 +111,5 @@ export class Timeline {
   }
 }
 
-/** On a CPU the step runs inside `submit`, which then does not count as host time. */
+/** On a CPU the step runs inside `submit`, so that time does not count as host time. */
 const hostTime = (step) => step.schedule + step.commit + (step.submit < 0.5 * step.device ? step.submit : 0);

@@ -54,7 +54,7 @@ export class Chat {
     this.answers.get(id)?.controller.abort();
   }
 
-  /** Show a chat; the responses of others continue. */
+  /** Show a chat; responses in other chats continue. */
   open(chat) {
     document.body.classList.remove("history-open");
     find("menu").setAttribute("aria-expanded", "false");
@@ -63,7 +63,7 @@ export class Chat {
     this.show();
   }
 
-  /** Continue from a message, and delete those after it. */
+  /** Replace the messages from `index` on with the given ones, and request a response. */
   goOn(index, ...messages) {
     this.stop();
     this.chat.messages.splice(index, Infinity, ...messages);
@@ -157,7 +157,7 @@ export class Chat {
     this.views.set(message, view);
   }
 
-  /** Continue the response once every call has its result. */
+  /** Add a tool's result; request a response once every call has its result. */
   addResult(result) {
     this.chat.messages.push(result);
     const calls = this.chat.messages.findLast((each) => each.tool_calls).tool_calls;

@@ -8,7 +8,7 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
-/** Set an element's text only if it differs: setting the same text would cause a new layout. */
+/** Set an element's text only if it differs: setting the same text would trigger a new layout. */
 export function setText(element, text) {
   if (element.textContent !== String(text)) element.textContent = text;
 }
@@ -40,7 +40,7 @@ export function copyButton(text) {
 
 async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  const area = make("textarea", { value: text });  // the clipboard API needs TLS
+  const area = make("textarea", { value: text });  // navigator.clipboard needs HTTPS or localhost
   document.body.append(area);
   area.select();
   document.execCommand("copy");

@@ -28,7 +28,7 @@ export class Engine {
     this.totals = []; // output tokens, one entry per sample
     this.pace = new Pace(() => this.draw());
     this.isSampled = false; // whether there are samples that are not drawn yet
-    this.query = ""; // empty for any live engine, until one is selected
+    this.query = ""; // empty until an engine is selected: the server chooses a healthy one
     find("engines").onchange = () => ((this.query = `?engine=${find("engines").value}`), this.watch());
     setInterval(() => this.sample(), SAMPLE_MS);
     document.addEventListener("visibilitychange", () => this.watch());
@@ -60,7 +60,7 @@ export class Engine {
   /** Update the list of engines, and reset the view if the engine changed. */
   setEngine({ engine, engines }) {
     const place = JSON.stringify([engine, engines]);
-    if (place === this.place) return; // the list may be open
+    if (place === this.place) return; // the list may be open: do not replace it
     this.place = place;
     if (engine !== this.number) {
       this.number = engine;
@@ -169,7 +169,7 @@ export class Engine {
     return { item, bars, amounts, words };
   }
 
-  /** Return the first words of a prompt; only a paused engine sends them. */
+  /** Return the beginning of a prompt; only a paused engine sends it. */
   words(id) {
     const text = this.state.paused?.prompts[id];
     return text ? shownText(text) : "";
@@ -203,7 +203,7 @@ export class Engine {
     this.lines.hits.add(stats.num_cache_hits / Math.max(stats.num_cache_queries, 1));
     this.lines.usage.add(1 - stats.num_free_blocks / stats.num_blocks);
     this.isSampled = true;
-    if (stats.num_running === 0) this.drawSamples(); // otherwise with the next step: every frame is expensive
+    if (stats.num_running === 0) this.drawSamples(); // else wait for the next step: every frame is expensive
   }
 
   drawSamples() {

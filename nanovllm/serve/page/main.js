@@ -9,7 +9,7 @@ import { startTips } from "./tips.js";
 
 const THEME = "nanovllm.theme";
 
-/** Ask for a key if the failure is a missing or wrong key; return whether it is. */
+/** Ask for an API key if the server rejected the request for lack of a valid one; return whether it did. */
 function onFailure(error) {
   if (error.status !== 401) return false;
   const dialog = find("key-dialog");
@@ -107,13 +107,13 @@ async function attempt(action) {
   }
 }
 
-/** Send prompts in one request, so that they run together: a browser opens at most six connections. */
+/** Send all prompts in one request, so that they run together: a browser opens at most six connections. */
 const send = (prompt, maxTokens) =>
   attempt(() => request("v1/completions", { body: { prompt, max_tokens: maxTokens, ignore_eos: true } }));
 
 const control = (action) => attempt(() => request(`engine/${action}?engine=${engine.number}`, { body: {} }));
 find("pause").onclick = () => control(engine.state.paused ? "resume" : "pause");
-find("step").onclick = () => ((find("step").disabled = true), control("step")); // until the next snapshot
+find("step").onclick = () => ((find("step").disabled = true), control("step")); // disabled until the next snapshot
 
 const WORDS = "block token cache step prompt answer batch queue engine page share read write wait run".split(" ");
 const words = (number, salt) => Array.from({ length: number }, (_, i) => WORDS[(i * (salt + 7) + ((i * i) % 11)) % WORDS.length]).join(" ");

@@ -1,4 +1,4 @@
-// Parses Markdown to a tree of plain objects, and renders it as DOM nodes: text is never parsed as HTML.
+// Parses Markdown into a tree of plain objects, and renders it as DOM nodes: text is never parsed as HTML.
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^`]*)$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+(.*))?$/;
@@ -11,7 +11,7 @@ const SAFE_LINK = /^(https?:\/\/|mailto:)/i;
 
 const node = (tag, children = [], attributes = {}) => ({ tag, children, attributes });
 
-/** Return a list of nodes; a node is a string, or has a tag, attributes and children. */
+/** Parse Markdown into a list of nodes; a node is a string, or has a tag, attributes and children. */
 export function parse(text) {
   return parseLines(text.replace(/\r\n?/g, "\n").split("\n"));
 }
@@ -152,7 +152,7 @@ function inline(text) {
   return nodes;
 }
 
-/** Convert nodes to DOM elements; `codeBlock` creates those of fenced code. */
+/** Convert nodes to DOM nodes; `codeBlock(code, language)` creates the element of a fenced code block. */
 export function render(nodes, codeBlock) {
   return nodes.map((each) => {
     if (typeof each === "string") return document.createTextNode(each);

@@ -3,7 +3,7 @@
 import { copyButton, iconButton, make } from "./elements.js";
 import { parse, render } from "./markdown.js";
 
-/** Create the element of a message; `actions` are its callbacks, keyed by name. */
+/** Create the element of a message; `actions` are the callbacks of its buttons and forms, keyed by name. */
 export function messageView(message, actions) {
   const body = make("div", { className: "body" });
   const view = make("article", { className: `message ${message.role}` }, body);

@@ -20,7 +20,7 @@ export class Pace {
     this.timer = setTimeout(() => this.frame(), this.earliest - performance.now());
   }
 
-  /** Draw at the next frame, without the pause: the user pointed at something. */
+  /** Draw in the next animation frame, without the pause, as when the user points at something. */
   askNow() {
     clearTimeout(this.timer);
     cancelAnimationFrame(this.request);
@@ -28,7 +28,7 @@ export class Pace {
     this.frame();
   }
 
-  /** The browser does layout and paint after `draw`; the task that follows marks their end. */
+  /** The browser does layout and paint after `draw`; the message arrives when they are done. */
   frame() {
     this.request = requestAnimationFrame(() => {
       this.begin = performance.now();

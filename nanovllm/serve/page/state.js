@@ -7,7 +7,7 @@ export const MAX_STEPS = 400;
 
 const named = (names, row) => Object.fromEntries(names.map((name, i) => [name, row[i]]));
 
-/** Return the state after an event, which is a full snapshot; steps and the last changes are kept. */
+/** Return the state after an event. An event is a full snapshot; only steps and changes are kept from the old state. */
 export function apply(state, event) {
   const steps = event.steps.map((row) => named(STEP, row));
   const changes = event.paused?.changes.map((row) => named(CHANGE, row)) ?? null;
@@ -19,7 +19,7 @@ export function apply(state, event) {
     sequences: new Map(event.sequences.map((row) => [row[0], named(SEQUENCE, row)])),
     queue: event.queue,
     cached: Uint8Array.from(atob(event.cached), (flag) => flag.charCodeAt(0)), // 1 for a cached block
-    snapshots: event.snapshots && new Set(event.snapshots), // blocks; null without recurrent layers
+    snapshots: event.snapshots && new Set(event.snapshots), // block ids; null without recurrent layers
     steps: [...(state?.steps ?? []), ...steps].slice(-MAX_STEPS),
     stats: event.stats,
     allowPause: event.allow_pause,
@@ -31,7 +31,7 @@ export function apply(state, event) {
 
 export const running = (state) => [...state.sequences.values()].filter((each) => each.status === "running");
 
-/** Return the holders of each block: a list of [sequence, index of the block in it]. */
+/** Map each held block to its holders: a list of [sequence, index of the block in the sequence]. */
 export function holders(state) {
   const held = new Map();
   for (const sequence of state.sequences.values()) {
@@ -76,7 +76,7 @@ export function describeBlock(state, block, held = holders(state)) {
 
 export function describeStep(step) {
   const host = step.schedule + step.submit + step.commit;
-  const accepted = step.accepted ? ` (${step.accepted} of them accepted drafts)` : "";
+  const accepted = step.accepted ? ` (${step.accepted} accepted draft tokens)` : "";
   const tokens = `${step.prompt} prompt and ${step.answer} output tokens${accepted} in ${step.rows} rows`;
   return `${tokens}; device ${ms(step.device)}, host ${ms(host)} (schedule ${ms(step.schedule)}, submit ${ms(step.submit)}, commit ${ms(step.commit)}).`;
 }
@@ -91,7 +91,7 @@ function joined(names) {
 /** Quote text on one line. */
 export const shownText = (text) => `“${text.replaceAll("\n", "⏎")}”`;
 
-/** Return numbers as ranges: 3 to 5, 9. */
+/** Format sorted numbers as ranges, such as "3 to 5, 9". */
 export function asRanges(numbers) {
   const ranges = [];
   for (const number of numbers) {
@@ -101,5 +101,5 @@ export function asRanges(numbers) {
   return ranges.map(([first, last]) => (first === last ? `${first}` : `${first} to ${last}`)).join(", ");
 }
 
-/** Return a hue; consecutive ids get distant hues. */
+/** Return the hue of a sequence; consecutive ids get distant hues. */
 export const hue = (id) => (id * 137.508) % 360;

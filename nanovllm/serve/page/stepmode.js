@@ -1,4 +1,4 @@
-// Step mode: what the last step of a paused engine changed, and which functions did it.
+// Step mode: what the last step of a paused engine changed, and which functions made the changes.
 
 import { find, make, setText } from "./elements.js";
 import { asRanges, hue, shownText } from "./state.js";
@@ -7,7 +7,7 @@ const RUNNING = "Pause the engine to run it step by step.";
 const PAUSED = "The engine is paused between two steps. Send a prompt, then click Step.";
 
 export class StepMode {
-  /** `mark` highlights a list of blocks on the map; null ends that. */
+  /** `mark` highlights a list of blocks on the map, or none if it is null. */
   constructor(mark) {
     this.mark = mark;
     this.changes = undefined; // not drawn yet

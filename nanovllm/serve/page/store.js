@@ -12,7 +12,7 @@ export function chats() {
 
 export const newChat = () => ({ id: crypto.randomUUID?.() ?? String(Math.random()).slice(2), time: Date.now(), messages: [] });
 
-/** Delete the oldest conversations when the browser's storage is full. */
+/** Store a conversation; delete the oldest ones if the browser's storage is full. */
 export function save(chat) {
   for (;;) {
     try {
@@ -37,7 +37,7 @@ export const settings = {
   set: (values) => localStorage.setItem(SETTINGS, JSON.stringify(values)),
 };
 
-/** Return the request fields of the settings. */
+/** Convert settings to request fields. */
 export function asFields(values) {
   const fields = {};
   for (const [name, value] of Object.entries(values)) {

@@ -1,4 +1,4 @@
-// Tooltips that explain the element under the pointer, with the focus, or under a tap.
+// Tooltips that explain the element that is under the pointer, has the focus or was tapped.
 
 import { find } from "./elements.js";
 
@@ -21,7 +21,7 @@ export function startTips() {
     owner = element;
     timer = setTimeout(() => {
       if (!element.isConnected) return;
-      tip.textContent = element.tip?.() ?? element.dataset.tip; // `tip()` computes a text that changes
+      tip.textContent = element.tip?.() ?? element.dataset.tip; // `tip()` computes text that changes
       tip.hidden = false;
       element.setAttribute("aria-describedby", "tip");
       place(tip, element);
@@ -33,12 +33,12 @@ export function startTips() {
   document.addEventListener("pointerdown", follow);
   document.addEventListener("focusin", follow);
   document.addEventListener("focusout", hide);
-  // The focus may itself scroll; the tip is placed later than that.
+  // Focusing an element may also scroll, but before its tip is shown.
   document.addEventListener("scroll", (event) => !tip.hidden && event.target.contains(owner) && hide(), true);
   document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
 }
 
-/** Place a tip beside the engine's panel, or above or below its element; a heading explains its section. */
+/** Place a tip beside the engine's panel, or else above or below its element; for a heading, its whole section. */
 function place(tip, element) {
   const box = (element.closest("h2")?.parentElement ?? element).getBoundingClientRect();
   const [width, height] = [tip.offsetWidth, tip.offsetHeight];

@@ -1,4 +1,4 @@
-"""Content-block events: emitted by the parser in text order, and rendered by every API."""
+"""Content-block events: the parser emits them in text order, and each chat API renders them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BlockDelta:
 
 @dataclass(frozen=True, slots=True)
 class BlockStop:
-    """The end of a content block, which is incomplete if it was cut off or its JSON is invalid."""
+    """The end of a content block; incomplete if it was cut off or its JSON is invalid."""
 
     index: int
     kind: Kind

@@ -14,7 +14,7 @@ class ToolCallSyntax:
 
     A call is either a JSON object with a name and arguments, or `call_begin name after_name
     arguments call_end`. The markers are written as in the chat template. The parser accepts any
-    whitespace, or none, between their words; the word `*` matches any letters and digits.
+    whitespace, or none, before each of their words; the word `*` matches letters and digits.
     """
 
     begin: str = ""
@@ -29,7 +29,7 @@ class ToolCallSyntax:
 
     @property
     def opening(self) -> str:
-        """First word of every call or, if begin and end are shared, of the whole group of calls."""
+        """First word of each call or, if `is_shared`, of the whole group of calls."""
         return [*self.begin.split(), *self.call_begin.split(), "{"][0]
 
     @property
@@ -53,7 +53,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat(Format):
-    syntaxes: tuple[ToolCallSyntax, ...]  # the parser accepts all; a grammar enforces the first
+    syntaxes: tuple[ToolCallSyntax, ...]  # the parser accepts all; forced calls use the first
 
     def prefer_template_order(self, chat_template: str) -> ToolFormat:
         """Return the format with the syntaxes that the chat template uses moved to the front."""
@@ -72,9 +72,9 @@ class ReasoningFormat(Format):
     end: str = "</think>"
 
     def is_open(self, prompt: str, continued: str = "") -> bool:
-        """Return whether a completion begins inside reasoning.
+        """Return whether the completion of `prompt` begins inside reasoning.
 
-        `continued` is the text of the final message if the completion continues it.
+        `continued` is the text of the final message if the completion continues that message.
         """
         if continued.lstrip().startswith(self.begin):
             return self.end not in continued

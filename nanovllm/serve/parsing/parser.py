@@ -1,8 +1,8 @@
-"""Incremental parser from model text to content-block events, independent of chunk boundaries.
+"""Incremental parser of model text; the events do not depend on how the text is split into pieces.
 
-Text outside tool calls becomes content, unchanged. A call starts when the tool's name and the
-start of its arguments are known; until then its text is held back, and becomes content if they
-are invalid. Content next to a call is dropped if it is only whitespace.
+Text outside tool calls becomes content, unchanged. A call starts once the tool's name and the start
+of its arguments are known. Until then its text is held back; if it is invalid, it becomes content.
+Content next to a call is dropped if it is only whitespace.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def new_call_id() -> str:
 
 
 class OutputParser:
-    """Parses one completion: `feed` each piece of its text, then `finish`."""
+    """Parses one completion: call `feed` with each piece of its text, then `finish`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class OutputParser:
         reasoning_format: ReasoningFormat | None = None,
         starts_in_reasoning: bool = False,
         new_id: Callable[[], str] = new_call_id,
-        has_content: bool = True,  # False: drop all text that is not part of a call
+        has_content: bool = True,  # False: drop text other than reasoning and calls
     ) -> None:
         # Longer names come first because a shorter one may be their prefix.
         self._tools = {tool.name: tool for tool in sorted(tools, key=lambda each: -len(each.name))}
@@ -53,9 +53,9 @@ class OutputParser:
         self._starts_in_reasoning = starts_in_reasoning
         self._has_content = has_content
         self._new_id = new_id
-        self.has_reasoning = False  # may still change until the text has ended
+        self.has_reasoning = False  # final only once the text has ended
         self._has_calls = False
-        self._blank: str | None = ""  # leading whitespace held back; None after other content
+        self._blank: str | None = ""  # leading whitespace held back; None after other text
         self._newlines = ""  # newlines held back because they may be the end of the reasoning
         self._num_blocks = 0
         self._open: Kind | None = None  # kind of the content block that has not stopped yet
@@ -71,7 +71,7 @@ class OutputParser:
         return self._take()
 
     def finish(self, is_complete: bool = True) -> list[BlockEvent]:
-        """Return the last events; the last block is incomplete if the completion was cut off."""
+        """Return the last events; `is_complete` is False if the completion was cut off."""
         self._reader.close()
         for _ in self._coroutine:
             raise AssertionError("the coroutine waits for text after its end")
@@ -218,7 +218,10 @@ class OutputParser:
         return (yield from self._read_json(pieces.append)) and self._emit_object("".join(pieces))
 
     def _emit_object(self, text: str) -> bool:
-        """Emit a complete call; its arguments may be missing, or a string that contains JSON."""
+        """Emit a complete call; return False if it is invalid.
+
+        Its arguments may be missing, or may be a string that contains JSON.
+        """
         call = json.loads(text)
         name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
         if not isinstance(arguments, str):
@@ -232,7 +235,7 @@ class OutputParser:
         return True
 
     def _read_rest_of_object(self) -> Waits[None]:
-        """Read the fields after the arguments, such as an id, as far as they are valid."""
+        """Read the fields after the arguments, such as an id; if invalid, only the final brace."""
         reader = self._reader
         end = reader.pos
         has_more = yield from reader.accept_all(",")
@@ -250,7 +253,10 @@ class OutputParser:
         return True
 
     def _read_json(self, sink: Callable[[str], None], before: str = "") -> Waits[bool]:
-        """Read a JSON object, or the rest of one after `before`; return False if it is invalid."""
+        """Pass a JSON object to the sink; return False if it is invalid.
+
+        `before` is the part of the object that has been read already.
+        """
         reader = self._reader
         pieces = [before]
         depth, in_string, is_escaped = len(before[:1]), False, False
@@ -260,7 +266,7 @@ class OutputParser:
                 if not in_string and char not in '"{}[]':
                     break
                 reader.pos += 1
-                # Models write raw newlines in strings, which JSON requires to be escaped.
+                # Models write raw newlines in strings, but JSON requires them to be escaped.
                 piece = json.dumps(char)[1:-1] if char < " " else char
                 if is_escaped:
                     is_escaped = False
@@ -277,7 +283,7 @@ class OutputParser:
         return False
 
     def _read_tags(self, tool: Tool, call_end: str) -> Waits[None]:
-        """Read all `<parameter=key>value</parameter>` tags, and emit them as a JSON object."""
+        """Read all `<parameter=name>value</parameter>` tags, and emit them as a JSON object."""
         self._begin_call(tool.name)
         emit = partial(self._delta, "tool_call")
         emit("{")
@@ -306,7 +312,7 @@ class OutputParser:
         return ""
 
     def _read_value(self, types: frozenset[str], emit: Callable[[str], None]) -> Waits[bool]:
-        """Read a value up to its closing tag or the next tag; return False if there is neither."""
+        """Emit a value up to its closing tag or the next tag; return False if there is neither."""
         reader = self._reader
         yield from reader.accept("\n")
         if types <= {"string"}:

@@ -1,6 +1,6 @@
 """A reader of text that arrives in pieces; its coroutines yield when they need more text.
 
-Their results depend only on the text, never on how it was split into pieces.
+The coroutines' results depend only on the text, never on how it was split into pieces.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class Reader:
         return self._text[pos - self._start : self.pos - self._start]
 
     def more(self) -> Waits[bool]:
-        """Wait for more text; return False at the end."""
+        """Wait for more text; return False at the end of the text."""
         if self._is_over:
             return False
         yield
         return True
 
     def peek(self) -> Waits[str]:
-        """Return the next character; an empty string at the end."""
+        """Return the next character, or an empty string at the end of the text."""
         while self.pos - self._start == len(self._text):
             if not (yield from self.more()):
                 return ""
         return self._text[self.pos - self._start]
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """Consume the available part of a match, which may continue in the next piece."""
+        """Consume and return the part of a match that has arrived; more may follow."""
         found = pattern.match(self._text, self.pos - self._start)
         if found is None:
             return ""
@@ -64,7 +64,7 @@ class Reader:
             self.pos += 1
 
     def accept(self, word: str, or_cut: bool = False) -> Waits[bool]:
-        """Consume a word if it is next; with `or_cut` the end of the text may cut it short."""
+        """Consume a word if it is next; with `or_cut`, the text may end in the middle of it."""
         while True:
             start = self.pos - self._start
             rest = self._text[start : start + len(word)]
@@ -84,7 +84,7 @@ class Reader:
         return ""
 
     def accept_all(self, words: str, or_cut: bool = False) -> Waits[bool]:
-        """Consume all words, or none; each may follow whitespace, and `*` is letters and digits."""
+        """Consume all words or none; whitespace may precede each. `*` is letters and digits."""
         start = self.pos
         for word in words.split():
             yield from self.skip(str.isspace)
@@ -96,7 +96,7 @@ class Reader:
         return True
 
     def until(self, stops: Sequence[str], sink: Callable[[str], None]) -> Waits[str]:
-        """Pass the text before the next stop to the sink; return the stop, or "" at the end."""
+        """Pass the text before the next stop to the sink; return the stop, or "" if none comes."""
         pattern = re.compile("|".join(map(re.escape, stops)) or "(?!)")
         while True:
             start = self.pos - self._start

@@ -13,8 +13,8 @@ from nanovllm.serve.parsing.formats import ToolCallSyntax, ToolFormat
 from nanovllm.serve.parsing.tools import Schema, Tool, listed
 
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema"}
-# OBJECT_KEYS and STRING_KEYS are the schema keywords that can be enforced when arguments are
-# written in tags: for the object of all arguments, and for a string argument.
+# If arguments are written in tags, only these schema keywords can be enforced: OBJECT_KEYS in the
+# schema of all arguments, and STRING_KEYS in that of a string argument.
 DEFINITIONS = {"$defs", "definitions"}
 OBJECT_KEYS = ANNOTATIONS | DEFINITIONS | {"type", "properties", "required", "additionalProperties"}
 STRING_KEYS = ANNOTATIONS | {"type", "enum", "const", "anyOf"}
@@ -30,7 +30,9 @@ any_parameter: "<parameter=" /[^>\n]+/ ">\n" untagged "\n"
 class CallRules:
     """The constraints that a grammar enforces."""
 
-    must_call: bool  # True: calls only, all schemas enforced; False: text too, strict schemas only
+    # True: only calls are allowed, and all schemas are enforced. False: text is allowed too, and
+    # only strict schemas are enforced.
+    must_call: bool
     is_parallel: bool = True  # allow several calls instead of one
     has_reasoning: bool = False  # the output follows reasoning, so newlines may precede it
     special_ids: Mapping[str, int] = field(default_factory=dict)  # ids of all special tokens
@@ -38,7 +40,7 @@ class CallRules:
 
 
 def tool_grammar(tool_format: ToolFormat, tools: Sequence[Tool], rules: CallRules) -> str:
-    """Return a grammar for completions that call these tools."""
+    """Return a grammar for completions that may (or must) call these tools."""
     writer = _Writer(tools, rules)
     gap = r"/\n{0,2}/ " if rules.has_reasoning else ""
     lines = [f"start: {gap}output", *writer.output(tool_format.syntaxes)]
@@ -59,7 +61,7 @@ class _Writer:
     rules: CallRules
 
     def literal(self, text: str) -> str:
-        """Return text as grammar literals; special tokens in it are referenced by their ids."""
+        """Return text as grammar literals; special tokens are referenced by their ids."""
         ids = self.rules.special_ids
         parts = re.split("|".join(f"({re.escape(marker)})" for marker in ids) or "(?!)", text)
         return " ".join(
@@ -109,7 +111,7 @@ class _Writer:
         yield f"call{number}: {' | '.join(calls)}"
 
     def tags(self, tool: Tool, schema: Mapping[str, Any]) -> str:
-        """Return the body of a rule for the tool's parameters, in order and each in its tags."""
+        """Return the body of a rule for the tool's parameters, in order, each in its own tags."""
         _allow_only(OBJECT_KEYS, schema, tool)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         is_readable = (
@@ -118,7 +120,7 @@ class _Writer:
             and all(isinstance(each, Mapping) for each in properties.values())
             and all(name in properties for name in required)
         )
-        message = f"tool {tool.name!r}: properties must be schemas and include all of required"
+        message = f"tool {tool.name!r}: properties must be schemas, and include all required names"
         if not is_readable:
             raise RequestError(message, param="tools")
         definitions = {key: schema[key] for key in DEFINITIONS & set(schema)}
@@ -147,7 +149,7 @@ def _allow_only(keys: set[str], schema: Any, tool: Tool) -> None:
     options = [schema, *(each for each in listed(schema, "anyOf") if isinstance(each, Mapping))]
     for key in (key for each in options for key in each if key not in keys):
         message = (
-            f"tool {tool.name!r}: {key!r} in the schema cannot be enforced for this model, which "
+            f"tool {tool.name!r}: {key!r} in the schema cannot be enforced, because this model "
             "writes arguments in tags"
         )
         raise RequestError(message, param="tools")

@@ -1,4 +1,4 @@
-"""The tools of a request, and conversion of their arguments to JSON according to the schema."""
+"""The tools of a request, and conversion of arguments to JSON according to a tool's schema."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_tools(entries: Sequence[Any]) -> list[Tool]:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Return an argument as JSON: a non-string value if `types` allows it, else a string."""
+    """Return an argument as JSON: as a non-string value if `types` allows it, else as a string."""
     stripped = text.strip()
     value = PYTHON_CONSTANTS.get(stripped, stripped)
     parsed = json.loads(value) if is_json(value) else ""
@@ -85,7 +85,7 @@ def _read_tool(entry: Any, param: str) -> Tool:
 
 
 def _types(schema: Any, root: Schema, followed: set[str], depth: int = 0) -> Iterator[str]:
-    """Yield a schema's types; each reference is followed once because schemas can be recursive."""
+    """Yield a schema's types; follow each reference only once, because schemas can be recursive."""
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return
     yield from [schema["type"]] if isinstance(schema.get("type"), str) else listed(schema, "type")
