@@ -96,7 +96,7 @@ def compile_kernel(
 ) -> CompiledKernel:
     """Compile a kernel from the data queued by `_collect`; the target GPU may be absent.
 
-    `JITFunction.preload` does the same, but needs the device. Triton's cache key depends on the keys
+    `JITFunction.preload` does the same but needs the device. Triton's cache key depends on the keys
     computed earlier in the process, so the key comes from the process that will launch the kernel.
     """
     kernel, asked = getattr(importlib.import_module(module), name), json.loads(specialization)

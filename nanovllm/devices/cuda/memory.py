@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 def has_cuda() -> bool:
-    """Whether there is an NVIDIA GPU, and Triton is installed to compile kernels for it."""
+    """Whether there is an NVIDIA GPU and Triton is installed."""
     is_nvidia = torch.cuda.is_available() and torch.version.hip is None
     return is_nvidia and importlib.util.find_spec("triton") is not None
 

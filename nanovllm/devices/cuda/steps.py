@@ -53,7 +53,7 @@ SamplerKey = tuple[GraphKey, Sampling, bool]
 
 
 class CudaSteps:
-    """Replays CUDA graphs, captured at startup if there is a latency target, else on first use.
+    """Replays CUDA graphs. With a latency target, most are captured at startup, else on first use.
 
     Each sampler is captured twice. The two graphs alternate and write to separate host buffers,
     because a step starts before the host has read the tokens of the previous step.
