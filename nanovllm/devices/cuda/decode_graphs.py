@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
 
 FIRST_SIZES = 8, 4, 2, 1  # batch sizes captured at startup, after the largest
-# These batch sizes have a second graph for short contexts, in which attention splits no keys.
+# These batch sizes have a second graph for short contexts, whose attention does not split keys.
 SHORT_SIZES = range(24, 81)
 
 Replay = Callable[[], None]
@@ -167,7 +167,7 @@ class DecodeGraphs:
 
     def graph(self, key: GraphKey) -> DecodeGraph:
         if key not in self.graphs:
-            # A capture may run the step, and the blocks of the last rows may have been freed.
+            # A capture may run the step. With the last step's rows, it could write to freed blocks.
             with self.padded():
                 self.graphs[key] = self._capture(*key)
         return self.graphs[key]

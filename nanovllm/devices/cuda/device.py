@@ -348,11 +348,11 @@ class CudaDevice:
         return min(config.max_num_batched_tokens, config.max_num_rows * config.max_model_len)
 
     def _count_graph_bytes(self, model: Model) -> int:
-        """Estimate the memory of the graphs: logits, driver memory, and the activations of prefill.
+        """Estimate the memory of the graphs: logits, activations, and driver memory.
 
-        All graphs share the buffers of the largest, whose activations are assumed proportional to
-        its tokens. In a tensor-parallel group, the logits exist three times while the ranks' shards
-        are gathered and concatenated.
+        All graphs share the buffers of the largest. Activations are assumed to be proportional to
+        the number of tokens. In a tensor-parallel group, the logits exist three times while the
+        ranks' shards are gathered and concatenated.
         """
         num_rows = self.config.max_num_rows * (1 if self.group.is_alone else 3)
         num_bytes = num_rows * model.config.vocab_size * model.dtype.itemsize + DRIVER_BYTES

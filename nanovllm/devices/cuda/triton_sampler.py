@@ -30,7 +30,7 @@ class TritonSampler:
         out: Tensor | None = None,
         host: Tensor | None = None,
     ) -> Tensor:
-        """Return a token per row, written to `out` if given, and append each to its slot.
+        """Sample one token per row, into `out` if given, and append it to the row's slot.
 
         `asked` must include all features that the rows use. `host`, if given, is pinned memory that
         receives a copy of the tokens, but only without tensor parallelism.
