@@ -1,4 +1,4 @@
-"""The share of a machine's devices that one of several replicas may use."""
+"""Limit each data-parallel replica to its share of the machine's GPUs or CPU threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def take_share(config: EngineConfig, replica: int) -> None:
     num_replicas = config.data_parallel_size
     if num_replicas == 1:
         return
-    # num_devices() asks NVML, so CUDA stays uninitialized until CUDA_VISIBLE_DEVICES is set.
+    # num_devices() queries NVML, so CUDA stays uninitialized until CUDA_VISIBLE_DEVICES is set.
     is_local = config.distributed_executor_backend != "ray"
     if is_local and config.device != "cpu" and (num_gpus := num_devices()):
         _set_visible_devices(replica, num_replicas, config.tensor_parallel_size, num_gpus)
@@ -44,7 +44,7 @@ def _set_visible_devices(replica: int, num_replicas: int, num_ranks: int, num_gp
     os.environ[VISIBLE] = ",".join(names[replica * num_ranks : (replica + 1) * num_ranks])
     if num_devices() != num_ranks:
         raise ConfigError(
-            "GPUs cannot be hidden from a replica on this machine, because torch initializes CUDA "
-            "to count them (no NVML); run one server per replica instead, each with its own "
+            "GPUs cannot be hidden from a replica on this machine: NVML is unavailable, so torch "
+            "initializes CUDA to count them; run one server per replica instead, each with its own "
             f"{VISIBLE}"
         )

@@ -1,4 +1,4 @@
-"""Compile the kernels that a function launches, in parallel processes, before its first call.
+"""Compile the kernels that a function would launch, in parallel processes.
 
 The function is run once with every launch suppressed. Each kernel it would launch is sent to a
 process that compiles the kernel and its launcher into Triton's cache on disk. The first real launch
@@ -45,14 +45,14 @@ def is_first_use() -> bool:
     """Whether this process has not launched any kernel yet.
 
     `compile_ahead` needs this: launches of kernels that are already loaded cannot be suppressed,
-    and would read inputs that suppressed kernels did not write.
+    and these kernels would read inputs that suppressed kernels did not write.
     """
     norm = elementwise._rms_norm  # used by every model
     return isinstance(norm, JITFunction) and not norm.device_caches
 
 
 def marker_path(*facts: object) -> Path:
-    """Return the file in Triton's cache that exists once all kernels for `facts` are compiled."""
+    """Return the file in Triton's cache that marks all kernels for `facts` as compiled."""
     sources = sorted(_PACKAGES.glob("nanovllm/*/cuda/**/*.py"))
     times = [path.stat().st_mtime_ns for path in sources]
     digest = hashlib.sha256(repr((triton.__version__, times, facts)).encode()).hexdigest()
@@ -94,7 +94,7 @@ def serve() -> None:
 def compile_kernel(
     module: str, name: str, key: str, target: list[Any], specialization: str
 ) -> CompiledKernel:
-    """Compile a kernel from the data that `_collect` sends; the target GPU may be absent.
+    """Compile a kernel from the data queued by `_collect`; the target GPU may be absent.
 
     `JITFunction.preload` does the same but needs the device. Triton's cache key depends on the keys
     computed earlier in the process, so the key comes from the process that will launch the kernel.

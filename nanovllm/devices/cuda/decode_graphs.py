@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
     from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
 
-FIRST_SIZES = 8, 4, 2, 1  # batch sizes captured at startup
-# Batches of these sizes also have a graph for short contexts, in which the keys are not split.
+FIRST_SIZES = 8, 4, 2, 1  # batch sizes captured at startup, after the largest
+# These batch sizes have a second graph for short contexts, whose attention does not split keys.
 SHORT_SIZES = range(24, 81)
 
 Replay = Callable[[], None]
@@ -36,10 +36,10 @@ GraphKey = tuple[int, int]  # (batch size, maximum context length)
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Return the batch sizes of the graphs: all sizes up to 16, then some sizes, and max_rows.
+    """Return the batch sizes to capture: 1 to 16, then increasingly sparse sizes up to max_rows.
 
     Above 16, the distance from a size to the next is 1/8 of the largest power of two that is not
-    greater than the size. Sizes between 208 and 256 are left out: 256 rows are as fast in cuBLAS.
+    greater than the size. Sizes between 208 and 256 are left out: cuBLAS is as fast for 256 rows.
     """
     sizes, size = [], 1
     while size < max_rows:
@@ -69,8 +69,8 @@ class DecodeGraphs:
         num_slots, max_blocks = input_batch.num_slots, input_batch.block_table.shape[1]
         self.max_context = max_blocks * input_batch.block_size
         self.sizes = graph_sizes(num_slots)
-        # With drafts, the number of rows varies from step to step. Pad to fewer sizes, so that
-        # fewer graphs are captured.
+        # With draft tokens, the number of rows varies from step to step. Padding to fewer sizes
+        # means that fewer graphs are captured.
         some = {size << shift for size in (2, 3) for shift in range(20)}
         self.draft_sizes = [size for size in self.sizes if size in some or size in (1, num_slots)]
         self.padding = num_slots  # slot of padding rows: the last row of the InputBatch
@@ -93,7 +93,7 @@ class DecodeGraphs:
         }
         self.graphs: dict[GraphKey, DecodeGraph] = {}
         self.shared_graphs: dict[int, DecodeGraph] = {}  # keyed by batch size
-        # A capture may run the step twice, which changes recurrent states.
+        # A capture may run the step twice, which would update recurrent states twice.
         self.can_share = isinstance(attention, TritonAttention) and eager.state_cache is None
         self.prefixes = SharedPrefixes(device, num_slots, max_blocks, input_batch.block_size)
 
@@ -109,7 +109,7 @@ class DecodeGraphs:
         return None if replay is None else self._replay(replay, plan, key)
 
     def run_shared(self, plan: StepPlan) -> StepLogits | None:
-        """Run rows with shared prefixes, whose keys are read once (cascade attention)."""
+        """Run rows with shared prefixes, whose keys are read once per group (cascade attention)."""
         if len(plan.slots) < MIN_ROWS or not self.can_share or has_drafts(plan):
             return None
         size = self.size_of(len(plan.slots))
@@ -147,7 +147,7 @@ class DecodeGraphs:
                 self._run_layers(size, self.max_context, self.prefixes.rows(size))
 
     def first_keys(self) -> list[GraphKey]:
-        """Return the largest bucket, whose memory all others share, then the most used ones."""
+        """Return the key of the largest bucket, whose memory all share, and the most used keys."""
         sizes = self.sizes[-1], *(size for size in FIRST_SIZES if size in self.sizes)
         return [(size, self.max_context) for size in sizes]
 
@@ -167,7 +167,8 @@ class DecodeGraphs:
 
     def graph(self, key: GraphKey) -> DecodeGraph:
         if key not in self.graphs:
-            with self.padded():  # the blocks of the last step's sequences may have been freed
+            # A capture may run the step. With the last step's rows, it could write to freed blocks.
+            with self.padded():
                 self.graphs[key] = self._capture(*key)
         return self.graphs[key]
 
@@ -188,7 +189,7 @@ class DecodeGraphs:
 
     @contextmanager
     def padded(self) -> Iterator[None]:
-        """Turn all rows into padding inside the `with` block."""
+        """Make all rows padding inside the `with` block."""
         slots = self._host_slots
         self.send_slots(slots[:0])
         yield

@@ -1,4 +1,4 @@
-"""One CUDA device: Triton kernels, CUDA graphs, asynchronous copies, sizing of the KV cache."""
+"""One CUDA device: Triton kernels, CUDA graphs, asynchronous copies, and KV-cache sizing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ KERNEL_OPTIONS = (  # options that determine which kernels are compiled
     "kvcache_block_size",
     "attention_backend",
     "enforce_eager",
-    "model",  # quantized weights need other kernels
+    "model",  # its weights may be quantized, which needs other kernels
     "quantization",
     "kv_cache_dtype",
 )
@@ -72,8 +72,8 @@ class CudaDevice:
     name = "cuda"
     token_logprobs = staticmethod(logprobs.token_logprobs)
     apply_token_bitmask = staticmethod(masks.apply_token_bitmask)
-    persistent: PersistentStep | None = None  # None if the kernel does not support the model
-    _other: CudaDevice | None = None  # the object for the draft model
+    persistent: PersistentStep | None = None  # None if it does not support the model
+    _other: CudaDevice | None = None  # the device object of the draft model
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
         self.config, self.group = config, group
@@ -89,7 +89,7 @@ class CudaDevice:
         return self._other
 
     def in_order(self) -> AbstractContextManager[object]:
-        """Make the device and its stream current in the calling thread."""
+        """Return a context that makes the device and its stream current in the calling thread."""
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
 
@@ -168,7 +168,7 @@ class CudaDevice:
     def fill(self, target: Tensor, rows: Tensor) -> None:
         with self.in_order():
             pinned = self.pinned(target)
-            # A direct copy from the memory-mapped file would use a single thread of the driver.
+            # A direct copy from the memory-mapped file would run on a single driver thread.
             pinned.copy_(rows)
             target.copy_(pinned, non_blocking=True)
             copied = torch.cuda.Event()
@@ -191,23 +191,23 @@ class CudaDevice:
         return torch.from_numpy(array).is_pinned()
 
     def readable(self, array: np.ndarray) -> Tensor:
-        """Return a tensor that kernels can read: pinned memory itself, else a copy on the device.
+        """Return a tensor that kernels can read: the array itself if pinned, else a device copy.
 
-        A kernel reads the pinned memory once, which takes no longer than a copy would.
+        Kernels read pinned memory only once, which takes no longer than a copy would.
         """
         return torch.from_numpy(array) if self.is_pinned(array) else self.upload(array)
 
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
         """Copy tensors to the host asynchronously.
 
-        Tensors that are already on the host are pinned outputs of queued kernels.
+        Tensors that are already on the host are pinned buffers that queued kernels write.
         """
         pinned = [self.pinned(t) if t.is_cuda else t for t in tensors]
         for target, tensor in zip(pinned, tensors, strict=True):
             if target is not tensor:
                 target.copy_(tensor, non_blocking=True)
         arrived = torch.cuda.Event()
-        arrived.record(self._stream)  # the current stream; looking it up would take longer
+        arrived.record(self._stream)  # the current stream; passing it saves a lookup
 
         def wait() -> list[np.ndarray]:
             arrived.synchronize()
@@ -299,8 +299,8 @@ class CudaDevice:
     def compile_ahead(self, model: DecoderModel, largest_step: Callable[[], EagerForward]) -> None:
         """Compile the kernels of all steps in parallel, unless they are already compiled.
 
-        This does not pay off with few cores, nor in a tensor-parallel group: its ranks would all
-        compile the same kernels.
+        Skipped with few cores, where it does not pay off, and in a tensor-parallel group, whose
+        ranks would all compile the same kernels.
         """
         num_processes = min(MAX_PROCESSES, os.cpu_count() or 1)
         if num_processes < MIN_PROCESSES or not self.group.is_alone or not is_first_use():
@@ -309,13 +309,13 @@ class CudaDevice:
         marker = marker_path(options, model.config, self.device_name, model.dtype)
         if marker.exists():
             return
-        logger.warning("Compiling the CUDA kernels: 10 to 30 seconds, once on this machine")
+        logger.warning("Compiling the CUDA kernels (10 to 30 seconds, once per configuration)")
         compile_ahead(lambda: self.warm_up(largest_step()), num_processes)
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
 
     def warm_up(self, eager: EagerForward) -> None:
-        """Launch every kernel that a step may use."""
+        """Launch every kernel that a step may use, if steps use graphs."""
         if self.uses_graphs:
             self.steps(eager).warm_up()
 
@@ -348,10 +348,11 @@ class CudaDevice:
         return min(config.max_num_batched_tokens, config.max_num_rows * config.max_model_len)
 
     def _count_graph_bytes(self, model: Model) -> int:
-        """Estimate the memory of the graphs: logits, and a share of the largest step's memory.
+        """Estimate the memory of the graphs: logits, activations, and driver memory.
 
-        All graphs share the logits buffer of the largest. In a tensor-parallel group, the logits
-        exist three times while the ranks' shards are concatenated.
+        All graphs share the buffers of the largest. Activations are assumed to be proportional to
+        the number of tokens. In a tensor-parallel group, the logits exist three times while the
+        ranks' shards are gathered and concatenated.
         """
         num_rows = self.config.max_num_rows * (1 if self.group.is_alone else 3)
         num_bytes = num_rows * model.config.vocab_size * model.dtype.itemsize + DRIVER_BYTES

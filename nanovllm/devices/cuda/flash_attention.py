@@ -15,14 +15,14 @@ from nanovllm.errors import ConfigError
 from nanovllm.ops.interface import LayerCache
 from nanovllm.worker.device_interface import Device
 
-BLOCK_SIZE = 256  # flash-attn 2 reads paged caches whose block size is a multiple of this
+BLOCK_SIZE = 256  # flash-attn 2 requires the block size of a paged cache to be a multiple of this
 
 
 def load_flash_attention(device: Device, block_size: int, dtype: torch.dtype) -> FlashAttention:
     """Check that the flash-attn package supports this engine, and return the backend."""
     if dtype == torch.float32:
         raise ConfigError(
-            "attention_backend='flash_attn' computes in float16 and bfloat16 only, but the model "
+            "attention_backend='flash_attn' supports only float16 and bfloat16, but the model "
             "runs in float32; set dtype='bfloat16', or use attention_backend='auto'"
         )
     if block_size % BLOCK_SIZE:
@@ -34,8 +34,8 @@ def load_flash_attention(device: Device, block_size: int, dtype: torch.dtype) ->
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
     except ImportError as error:
         raise ConfigError(
-            "attention_backend='flash_attn' needs the package flash-attn, version 2, built for "
-            f"this torch, but it cannot be imported ({error}); try `pip install flash-attn "
+            "attention_backend='flash_attn' needs flash-attn 2, built for the installed torch, "
+            f"but it cannot be imported ({error}); try `pip install flash-attn "
             "--no-build-isolation`, or use attention_backend='auto'"
         ) from error
     return FlashAttention(device, block_size, flash_attn_varlen_func, flash_attn_with_kvcache)
@@ -107,7 +107,8 @@ class FlashAttention:
                 "attention_backend='flash_attn' does not support the attention sinks of this "
                 "model; use attention_backend='auto'"
             )
-        before = -1 if spec.window is None else spec.window - 1  # keys before the query; -1: all
+        # Number of keys before the query that it attends to; -1: all.
+        before = -1 if spec.window is None else spec.window - 1
         options: dict[str, Any] = {"softmax_scale": spec.scale, "causal": True}
         options["window_size"] = before, 0
         if spec.softcap is not None:
@@ -135,6 +136,9 @@ class FlashAttention:
         )
 
     def _row_tables(self, block_table: Tensor, slots: Tensor, max_context: int) -> Tensor:
-        """Gather the rows' block tables, cut to `max_context`: flash-attn splits keys by width."""
+        """Gather the rows' block tables, truncated to `max_context`.
+
+        flash-attn chooses the number of key splits from the width of the table.
+        """
         width = -(-max_context // self.block_size)
         return block_table[:, :width].index_select(0, slots)

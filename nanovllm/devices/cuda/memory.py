@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 def has_cuda() -> bool:
-    """Whether there is an NVIDIA device, and Triton to compile kernels for it."""
+    """Whether there is an NVIDIA GPU and Triton is installed."""
     is_nvidia = torch.cuda.is_available() and torch.version.hip is None
     return is_nvidia and importlib.util.find_spec("triton") is not None
 
@@ -41,7 +41,7 @@ def use_device(index: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryAccount:
-    """How a device's memory is used (in bytes), and how much remains for the KV cache."""
+    """How a device's memory is used, in bytes, and how much remains for the KV cache."""
 
     total: int
     utilization: float

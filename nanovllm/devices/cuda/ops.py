@@ -40,11 +40,12 @@ from nanovllm.ops.interface import (
 from nanovllm.ops.quantized_weight import QuantizedWeight, Weight
 from nanovllm.ops.torch_ops import ComposedLinear, TorchOps
 
-# Minimum rows to fuse the residual add into the GEMM (addmm); the norm then reads one tensor less.
+# Minimum rows to fuse the residual add into the GEMM (addmm); the norm then reads one tensor fewer.
 MIN_FUSED_ADD_ROWS = 1024
 # FP8 weights with per-channel scales: up to this many rows, quantizing activations gains little.
 MAX_W8A16_ROWS = 16
-# FP8 weights with block-wise scales: up to this many rows, weights are dequantized in registers.
+# Other FP8 weights (block-wise scales, or not supported by torch._scaled_mm): up to this many rows,
+# they are dequantized in registers.
 MAX_FP8_ROWS = 64
 # Int4 weights: with more rows, they are dequantized to memory, at nine times the memory traffic.
 MAX_INT4_ROWS = 1024
@@ -166,7 +167,7 @@ def pack_quantized(
 
 @dataclass(frozen=True, slots=True)
 class CudaExperts:
-    """An MoE layer: tokens are sorted by expert; few tokens each read their experts separately."""
+    """An MoE layer: `run_pairs` for few tokens, `run_grouped` for many or quantized weights."""
 
     ops: TritonOps
     gate_up: CudaWeight
@@ -206,7 +207,10 @@ class CudaExperts:
 
 
 def shared_weights(shared: SharedExpert, size: int) -> SharedWeights | None:
-    """Return the weights of a shared expert if it can run like the others, which have `size`."""
+    """Return the weights of a shared expert, or None if `run_pairs` does not support it.
+
+    They must be dense, and of the intermediate size of the other experts, `size`.
+    """
     linears = shared.gate_up, shared.down, shared.gate
     weights = [each.weight for each in linears if isinstance(each, CudaLinear)]
     dense = [weight for weight in weights if isinstance(weight, Tensor)]

@@ -1,8 +1,8 @@
 """CUDA graphs of steps with prefill rows; a step is padded to the first bucket into which it fits.
 
 Up to a few thousand tokens, launching a layer's kernels one by one takes the host longer than the
-device needs to run them. That would delay the first token of short prompts, and all decode rows of
-the step.
+device needs to run them. Without graphs, this would delay the first token of short prompts, and all
+decode rows of the step.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 4096  # maximum tokens: with more, the kernels take longer than their launches
 MAX_ROWS = 256  # maximum rows: a graph computes the logits of all rows, including padding
-MAX_PROMPTS = 16  # maximum prefill rows (of more than one token) of a bucket
+MAX_PROMPTS = 16  # maximum prefill rows (rows of more than one token) in a bucket
 # Many short prompts have their own buckets, with a small maximum length: the attention grid is
 # sized as if every prompt had the maximum length, and CTAs without queries take time, too.
-MANY_PROMPTS, MANY_LEN = 64, 512  # maximum prompts of such a bucket, and tokens of each prompt
+MANY_PROMPTS, MANY_LEN = 64, 512  # maximum prompts in such a bucket, maximum tokens per prompt
 MIN_MANY_TOKENS, MAX_MANY_TOKENS = 1024, 8192  # bounds on the total tokens of such a bucket
 LAYER_MACS = 3 << 36  # multiply-adds that take as long as launching the kernels of a layer
 MAX_ALONE = 4  # maximum prompts in the buckets for steps without decode rows
 MAX_ALONE_TOKENS = 1024  # maximum total tokens of these buckets
 MAX_CHANGES = 16384  # maximum words of the InputBatch that a graph updates before its step
-# Warm-up of steps too large for any graph: numbers of decode rows that cover all attention kernels.
+# Numbers of decode rows that cover all attention kernels, to warm up steps too large for a graph.
 FEW_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
 HEIGHTS = 2, 3, 4, 3  # words per token, decode row, prompt and sampled row: see `Bucket.lengths`
 
@@ -81,7 +81,10 @@ def count_many_tokens(config: ModelConfig) -> int:
 
 
 def bucket_sizes(max_tokens: int, max_rows: int, max_many_tokens: int) -> list[Bucket]:
-    """Return the buckets of each kind: token counts are powers of two, or halfway between."""
+    """Return the buckets of all three kinds.
+
+    Token counts are powers of two and the numbers halfway between them, starting at 16.
+    """
     sizes, num_tokens = [], 16
     if max_rows <= MAX_PROMPTS:
         max_many_tokens = 0
@@ -138,8 +141,8 @@ class PrefillGraphs:
     def graph(self, size: Bucket) -> tuple[Callable[[], None], Tensor]:
         """Return the replay function of a bucket and its logits; capture the graph on first use.
 
-        Capturing runs the step that the columns describe. That is safe: a step may run twice, and
-        all columns are zero before the first step.
+        Capturing may run the step that the columns describe. That is safe: steps are idempotent,
+        and all columns are zero before the first step.
         """
         if size not in self._graphs:
             replay, logits = self.device.capture(partial(self._run_model, size))
@@ -170,7 +173,7 @@ class PrefillGraphs:
 
     def _run_model(self, size: Bucket) -> Tensor:
         eager, input_batch, end = self.eager, self.eager.input_batch, sum(size.lengths)
-        # The columns are followed by the changes that `InputBatch.update` would make.
+        # The columns are followed by the number of changes to the InputBatch, and the changes.
         changes = self._columns[end + 1 :][: 2 * MAX_CHANGES].view(-1, 2)
         write_words(input_batch.words, changes, self._columns[end : end + 1])
         parts = self._split(size)
@@ -193,9 +196,9 @@ class PrefillGraphs:
 def chunk_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.int32]:
     """Lay out a plan as `Bucket.lengths` describes; no sequence has the slot `padding`.
 
-    Attention writes zeros to the output of a padding decode row. That row is assigned the first
-    token of the first prompt, whose output prefill overwrites later. Without prompts, it is
-    assigned the last token, which is padding too.
+    Attention writes zeros to the output of padding decode rows. So each is assigned the first
+    token of the first prompt, whose output prefill overwrites later, or, without prompts, the last
+    token, which is padding too.
     """
     laid_out = np.zeros(sum(size.lengths), np.int32)
     tokens, decodes, prompts, sampled = (

@@ -25,7 +25,7 @@ NO_BLOCK = -1
 
 
 class SharedPrefixes:
-    """Tracks the blocks that each sequence was admitted with, and holds the tables for kernels."""
+    """Tracks the blocks that each sequence was admitted with, and holds the kernels' tables."""
 
     def __init__(
         self, device: CudaDevice, num_slots: int, max_blocks: int, block_size: int

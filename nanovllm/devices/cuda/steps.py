@@ -2,7 +2,7 @@
 
 | the step has                | options to run the model, in this order                          |
 |-----------------------------|------------------------------------------------------------------|
-| one new token in every row  | persistent kernel, graph for shared prefixes, decode graph       |
+| only decode rows            | persistent kernel, graph for shared prefixes, decode graph       |
 | prefill rows                | prefill graph, eager                                             |
 
 | the model ran as            | options to sample                                                |
@@ -53,7 +53,7 @@ SamplerKey = tuple[GraphKey, Sampling, bool]
 
 
 class CudaSteps:
-    """Replays CUDA graphs, captured at startup if there is a latency target, else on first use.
+    """Replays CUDA graphs. With a latency target, most are captured at startup, else on first use.
 
     Each sampler is captured twice. The two graphs alternate and write to separate host buffers,
     because a step starts before the host has read the tokens of the previous step.
@@ -138,7 +138,7 @@ class CudaSteps:
             return False
         logger.warning(
             "The persistent decode kernel timed out waiting for its other CTAs: the sequences of "
-            "the step are recomputed, and decode steps run layer by layer from now on"
+            "the step are recomputed, and from now on decode steps run layer by layer"
         )
         self.decode.persistent_tokens.clear()
         return True
@@ -173,7 +173,7 @@ class CudaSteps:
         graphs for bitmasks and shared prefixes while the engine is idle. In a tensor-parallel
         group, all graphs are captured here, because the ranks are not idle at the same moment.
         """
-        logger.info("Capturing CUDA graphs, so that no request waits for one")
+        logger.info("Capturing CUDA graphs at startup, so that no request waits for a capture")
         self.warm_up()
         for key in self.decode.all_keys():
             for sampling in CAPTURED_SAMPLING:
@@ -215,7 +215,7 @@ class CudaSteps:
         hosts = [self.device.pinned(tokens) for _ in range(2)]
         masks = self._masks if is_masked else None
         samples = [partial(self._sample, step, masks, sampling, tokens, host) for host in hosts]
-        with self.decode.padded():  # a capture may run the sampler, which appends to the slots
+        with self.decode.padded():  # a capture may run the sampler, which appends tokens to slots
             replays = [self.device.capture(sample)[0] for sample in samples]
         self._samplers[key] = cycle(zip(replays, hosts, strict=True))
 

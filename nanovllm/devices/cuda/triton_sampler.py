@@ -30,7 +30,11 @@ class TritonSampler:
         out: Tensor | None = None,
         host: Tensor | None = None,
     ) -> Tensor:
-        """Return the sampled tokens; without other ranks, also write them to `host` (pinned)."""
+        """Sample one token per row, into `out` if given, and append it to the row's slot.
+
+        `asked` must include all features that the rows use. `host`, if given, is pinned memory that
+        receives a copy of the tokens, but only without tensor parallelism.
+        """
         if out is None:
             out = torch.empty(len(logits.values), dtype=torch.int32, device=logits.values.device)
         state = self.input_batch.tokens, self.input_batch.lengths

@@ -15,12 +15,12 @@ MIN_Q_ROWS = 16  # minimum M of tl.dot
 MAX_SPLITS = 32
 DECODE_CTAS_PER_SM = 5
 MIN_DECODE_SPLIT = 64  # smallest number of keys that is worth a CTA
-LARGE_TILE_PAIRS = range(192, 385)  # numbers of (row, KV head) pairs for which large tiles are fast
+LARGE_TILE_PAIRS = range(192, 385)  # numbers of (row, KV head) pairs for which large tiles pay off
 SHORT_CONTEXT = 512  # up to this many keys, a second split gains less than the merge costs
 PREFILL_CTAS_PER_SM = 2
 MIN_PREFILL_SPLIT = 256  # smallest number of keys that is worth a CTA
 MIN_PREFILL_SPLITS = 4  # fewer splits gain less than the merge costs
-# Up to this many query rows, small tiles are best, because more CTAs occupy the device.
+# Up to this many query rows, small tiles are faster, because they give more CTAs.
 MAX_SMALL_TILE_ROWS = 2048
 MAX_SMALL_TILE_ROWS_FP8 = 1024  # the same limit for FP8 keys, which every CTA has to upcast
 
@@ -76,7 +76,7 @@ def prefill_config(
 
 
 def with_more_stages(config: AttentionConfig) -> AttentionConfig:
-    """Return a small-tile config (64 x 64, four warps) with four stages, any other unchanged.
+    """Raise a small-tile config (64 x 64, four warps) to four stages; return any other unchanged.
 
     Used on Hopper for prefill without key splits: too few CTAs share an SM to hide the latency of
     loading keys.
@@ -97,9 +97,9 @@ def suits_tma(q: Tensor, cache: PagedCache, max_query_len: int, spec: AttentionS
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: int) -> int:
-    """Return how many splits of each row's keys fill the device with CTAs: a power of two.
+    """Return the number of key splits per row that fills the device with CTAs, a power of two.
 
-    If unsplit rows nearly fill the device, two splits still balance the load better than one.
+    Even if unsplit rows nearly fill the device, two splits balance the load better than one.
     """
     num_pairs = max(1, num_rows * num_kv_heads)
     if num_pairs >= num_sms and max_context <= SHORT_CONTEXT:
@@ -111,10 +111,9 @@ def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: i
 
 
 def suits_large_tiles(num_rows: int, num_kv_heads: int, num_splits: int) -> bool:
-    """Whether large tiles are faster on Hopper.
+    """Whether large tiles are faster than small ones on Hopper.
 
-    They are if there are two splits and LARGE_TILE_PAIRS contains the number of (row, KV head)
-    pairs.
+    They are if the keys are split in two, and LARGE_TILE_PAIRS contains the number of pairs.
     """
     return num_splits == 2 and num_rows * num_kv_heads in LARGE_TILE_PAIRS
 

@@ -37,7 +37,7 @@ class PagedCache:
     k: Tensor  # [num_blocks, block_size, kv_heads, head_dim], with any stride(0)
     v: Tensor  # same layout as k
     block_table: Tensor  # [num_slots, max_blocks]; unused entries may hold anything
-    exponents: tuple[Tensor, Tensor] | tuple[()] = ()  # FP8 scales of k and v, as in LayerCache
+    exponents: tuple[Tensor, Tensor] | tuple[()] = ()  # FP8 scale exponents, as in LayerCache
 
     @property
     def is_fp8(self) -> bool:
@@ -62,7 +62,7 @@ Partials = tuple[Tensor, Tensor, Tensor]
 
 
 def allocate_partials(q: Tensor, num_rows: int, num_splits: int) -> Partials:
-    """Allocate the partial results of `num_rows` rows with the heads of `q`."""
+    """Allocate the partial results of `num_rows` rows, for all heads of `q`."""
     num_heads, head_dim = q.shape[1:]
     num_partials = num_rows * num_heads * num_splits
     values = torch.empty(num_partials, head_dim, device=q.device, dtype=torch.float32)
@@ -103,6 +103,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
     (begin, end, first valid key); the first tile may begin before the first valid key.
     `seen_by_all` is the range [begin, end) of keys that all rows attend to, and `seen` holds each
     row's first and last key (inclusive). Only tiles that reach beyond `seen_by_all` need a mask.
+    HAS_MANY means that a row may have many queries.
     """
     IS_FP8: tl.constexpr = len(caches) > 2
     WIDTH: tl.constexpr = HEAD_DIM // 2 if IS_FP8 else HEAD_DIM  # FP8 is read in pairs
@@ -156,7 +157,8 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
 ):
     """Update the online softmax with tiles of keys; also return the block ids of the next tile.
 
-    Block ids are loaded one iteration ahead: loads that depend on another load are not pipelined.
+    ARE_WHOLE means that the tiles contain only valid keys. Block ids are loaded one iteration
+    ahead: loads that depend on another load are not pipelined.
     """
     lo, hi, first = span
     acc, row_max, row_sum = softmax
@@ -256,7 +258,7 @@ def _hide_later(scores, keys, positions):  # type: ignore[no-untyped-def]
 def _load_tile(  # type: ignore[no-untyped-def]
     heads, offsets, dims, is_key, HEAD_DIM: tl.constexpr, IS_WHOLE: tl.constexpr
 ):
-    """Load keys or values [TILE, dims]; positions outside the context are loaded as zeros."""
+    """Load keys or values [TILE, dims]; unless IS_WHOLE, invalid keys are loaded as zeros."""
     tile = heads + (offsets[:, None] + dims[None, :])
     is_dim = (dims < HEAD_DIM)[None, :]
     if not IS_WHOLE:
@@ -340,7 +342,7 @@ def store_partials(partials, indices, dims, softmax, is_row, HEAD_DIM: tl.conste
 
 @triton.jit
 def load_partials(partials, indices, dims, is_used, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load partial results; where `is_used` is false, return those of a split without keys."""
+    """Load partial results; where `is_used` is false, return those of an empty split."""
     values, maxima, sums = partials
     is_real = is_used[:, None] & (dims < HEAD_DIM)[None, :]
     acc = tl.load(values + indices[:, None] * HEAD_DIM + dims[None, :], mask=is_real, other=0.0)
@@ -364,7 +366,7 @@ def merge_splits(  # type: ignore[no-untyped-def]
     lo = first // TILE * TILE
     size = split_size(end - lo, SPLITS, TILE, MIN_SPLIT)
     splits = tl.arange(0, SPLITS)
-    is_used = lo + splits * size < end  # splits without keys stored nothing
+    is_used = lo + splits * size < end  # empty splits stored nothing
     acc, maxima, sums = load_partials(partials, row * SPLITS + splits, dims, is_used, HEAD_DIM)
     highest = tl.max(maxima, 0)
     weights = tl.exp2(maxima - tl.where(highest == float("-inf"), 0.0, highest))

@@ -1,4 +1,4 @@
-"""Gated DeltaNet for rows of one token; torch_delta_net.py defines what is computed."""
+"""Gated DeltaNet for rows of one token; torch_delta_net.py is the reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nanovllm.ops.interface import DeltaNetInputs, DeltaNetWeights, LayerState, 
 def gated_delta_net(
     inputs: DeltaNetInputs, weights: DeltaNetWeights, state: LayerState, rows: RecurrentRows
 ) -> Tensor:
-    """Implement Ops.gated_delta_net: in the chunked form if any row has several tokens."""
+    """Implement Ops.gated_delta_net, in the chunked form if any row has several tokens."""
     if rows.counts is None:
         return run_tokens(inputs, weights, state, rows.slots)
     assert rows.chunks is not None
@@ -30,12 +30,12 @@ def gated_delta_net(
 def run_tokens(
     inputs: DeltaNetInputs, weights: DeltaNetWeights, state: LayerState, slots: Tensor
 ) -> Tensor:
-    """Run rows of one token: the convolution, then a CTA for each value head of a row."""
+    """Run rows of one token: the convolution, then the delta rule of each value head."""
     _, num_heads, key_dim, value_dim = state.recurrent.shape
     num_rows, num_channels = inputs.qkv.shape
     conv_size = weights.conv.shape[1]
     options = launch_options(inputs.qkv, num_rows)
-    # The outputs of the convolution are float32, because the delta rule does not round them.
+    # float32, because the reference does not round the outputs of the convolution either.
     qkv = torch.empty(num_rows, num_channels, dtype=torch.float32, device=inputs.qkv.device)
     block = 256
     _convolve[(num_rows, triton.cdiv(num_channels, block))](
@@ -80,7 +80,7 @@ def _convolve(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Set y to silu(conv(x)) for one token of each row, and move x into the row's history."""
+    """Compute y = silu(conv(x)) for one token per row, and append x to the row's history."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_channels
@@ -126,14 +126,14 @@ def _delta_rule(  # type: ignore[no-untyped-def]
     IS_TILED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Update the state of a head, and compute its normalized and gated output."""
+    """Update the state of a value head, and compute its normalized and gated output."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     is_key, is_value = i < KEY_DIM, j < VALUE_DIM
     cells = tl.load(slots + row) * state_stride + (head * KEY_DIM + i[:, None]) * VALUE_DIM + j
     cells += states
     is_cell = is_key[:, None] & is_value
-    # Steps are far apart, so the state and the weights can be read before the inputs.
+    # The previous step wrote the state, so it can be read before the wait, like the weights.
     state = tl.load(cells, mask=is_cell, other=0.0)
     rate, bias = tl.load(log_decay + head), tl.load(dt_bias + head)
     scale = tl.load(norm + j, mask=is_value, other=0.0)

@@ -1,8 +1,8 @@
-"""Gated DeltaNet in the chunked form; torch_delta_net.py defines what is computed.
+"""Gated DeltaNet in the chunked form; torch_delta_net.py is the reference.
 
 Five kernels run all chunks of all rows: the convolution, the update of its state, the triangular
 systems of the chunks, the scan from chunk to chunk, and the outputs. Only the scan is sequential.
-Its operands, and the states before each chunk, are stored in the dtype of the inputs.
+Its matrix operands, and the state before each chunk, are stored in the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from nanovllm.ops.torch_delta_net import CHUNK_SIZE, EPS
 NORM_EPS = tl.constexpr(EPS)
 SIZE = tl.constexpr(CHUNK_SIZE)
 NUM_LEVELS = tl.constexpr(CHUNK_SIZE.bit_length() - 1)
-# Minimum size of the blocks of keys and values: Triton's products of smaller ones are wrong.
+# Minimum padded key_dim and value_dim: Triton computes wrong products of smaller blocks.
 MIN_BLOCK = 64
-MAX_COLUMNS = 64  # of a state that a CTA of the scan keeps in registers
+MAX_COLUMNS = 64  # maximum columns of a state that a CTA of the scan keeps in registers
 
 
 def run_chunks(
@@ -32,7 +32,7 @@ def run_chunks(
     slots: Tensor,
     chunks: Tensor,
 ) -> Tensor:
-    """Run rows that are split into `chunks`, as by `split_chunks`."""
+    """Run rows of any length; `chunks` is the result of `split_chunks`."""
     _, num_heads, key_dim, value_dim = state.recurrent.shape
     (num_tokens, num_channels), num_chunks = inputs.qkv.shape, len(chunks)
     num_key_heads = (num_channels - num_heads * value_dim) // (2 * key_dim)
@@ -58,7 +58,7 @@ def run_chunks(
         state.recurrent.stride(0),
         **sizes | {"BLOCK_V": columns},
         num_warps=4,
-        num_stages=1 if qkv.dtype == torch.float32 else 3,  # shared memory
+        num_stages=1 if qkv.dtype == torch.float32 else 3,  # limited by shared memory
     )
     output = torch.empty(inputs.z.shape, dtype=inputs.z.dtype, device=inputs.z.device)
     _read_chunks[(num_chunks, num_heads)](
@@ -106,7 +106,7 @@ def _block(size: int) -> int:
 
 @triton.jit
 def _dot(a, b, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply in the dtype of the model; three TF32 products have nearly float32's precision."""
+    """Multiply in DTYPE; for float32, three TF32 products are nearly as precise."""
     if tl.float32 == DTYPE:
         return tl.dot(a, b, input_precision="tf32x3")
     return tl.dot(a.to(DTYPE), b.to(DTYPE))
@@ -134,7 +134,7 @@ def _convolve_chunks(  # type: ignore[no-untyped-def]
     CONV_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the convolution of a chunk for a head of q, k or v, and normalize q and k."""
+    """Compute the convolution of a chunk for one head of q, k or v; normalize q and k."""
     chunk, head = chunks + 4 * tl.program_id(0), tl.program_id(1)
     row, first = tl.load(chunk), tl.load(chunk + 1).to(tl.int64)
     num_before, num_left = tl.load(chunk + 2), tl.load(chunk + 3)
@@ -182,7 +182,7 @@ def _keep_inputs(  # type: ignore[no-untyped-def]
     CONV_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store the newest inputs of a row as the state of its convolution."""
+    """Store the last inputs of a row as the state of its convolution."""
     chunk = chunks + 4 * tl.program_id(0)
     row, first = tl.load(chunk), tl.load(chunk + 1).to(tl.int64)
     num_before, num_tokens = tl.load(chunk + 2), tl.load(chunk + 3)
@@ -194,7 +194,7 @@ def _keep_inputs(  # type: ignore[no-untyped-def]
     for j in tl.static_range(CONV_SIZE - 1):
         source = num_tokens - (CONV_SIZE - 1) + j
         new = tl.load(x + (first + source) * x_stride + i, mask=mask & (source >= 0), other=0.0)
-        # In a row shorter than the convolution, older inputs move to the front.
+        # If the row is shorter than the state, older inputs move to the front.
         old = tl.load(past + num_tokens + j, mask=mask & (source < 0), other=0.0)
         tl.store(past + j, new + old, mask=mask)
 
@@ -220,7 +220,7 @@ def _solve_chunks(  # type: ignore[no-untyped-def]
     BLOCK_V: tl.constexpr,
     IS_TILED: tl.constexpr,
 ):
-    """Solve the triangular system of a chunk and head, for the changes and for the reads."""
+    """Solve the triangular system of a chunk and head for `changes` and `reads` (see `Chunks`)."""
     chunk, head = chunks + 4 * tl.program_id(0), tl.program_id(1)
     first, num_left = tl.load(chunk + 1).to(tl.int64), tl.load(chunk + 3)
     t, i, j = tl.arange(0, SIZE), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
@@ -243,7 +243,7 @@ def _solve_chunks(  # type: ignore[no-untyped-def]
     is_later = t[:, None] > t
     between = tl.exp(tl.where(is_later, total[:, None] - total, 0.0))
     system = tl.where(is_later, _dot(k, tl.trans(k), DTYPE) * between * beta[:, None], 0.0)
-    # The inverse of the unit triangular matrix: inverse blocks on the diagonal are joined in pairs.
+    # Invert the unit triangular matrix by joining the inverses of its diagonal blocks in pairs.
     inverse = tl.where(t[:, None] == t, 1.0, 0.0) - tl.where(_is_pair(t, 0), system, 0.0)
     for level in tl.static_range(1, NUM_LEVELS):
         if num_left > 1 << level:
@@ -258,14 +258,15 @@ def _solve_chunks(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _is_pair(t, LEVEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Select the lower left block of each pair of blocks of 2**LEVEL rows and columns."""
+    """Return a mask of the lower left block of each pair of diagonal blocks of size 2**LEVEL."""
     i, j = t[:, None] >> LEVEL, t[None, :] >> LEVEL
     return (i == j + 1) & (i % 2 == 1)
 
 
 @triton.jit
 def softplus(x):  # type: ignore[no-untyped-def]
-    # This is log(1 + exp(x)). Near 0, log(1 + y) is computed as y times a quotient.
+    # log(1 + exp(x)) is max(x, 0) + log(1 + y), where y = exp(-|x|). With u = 1 + y, rounded,
+    # y * log(u) / (u - 1) computes log(1 + y) precisely even if y is small.
     exponential = tl.exp(-tl.abs(x))
     rounded = 1.0 + exponential
     slope = tl.where(rounded == 1.0, 1.0, tl.log(rounded) / (rounded - 1.0))
@@ -293,7 +294,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
 ):
     """Run all chunks of a row for some columns of a head's state, which stay in registers.
 
-    Store the state before each chunk, and complete the changes with what was read from it.
+    Store the state before each chunk, and subtract reads @ state from the changes.
     """
     index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunk = chunks + 4 * index

@@ -1,9 +1,9 @@
 """Dequantization in Triton: load tiles of packed words, and convert them to MMA operands.
 
 `ops/quantized_weight.py` describes the layout. A word packs 4 FP8 or 8 int4 values. In a block of
-128 inputs, the values at position 0 of all words are neighboring inputs, then come those at
-position 1, and so on. So threads can convert words to MMA operands without exchanging data. Kernels
-call the number of words per block LANES (16 for int4, 32 for FP8; 0 for dense weights).
+128 inputs, position 0 of the words holds the first inputs, position 1 the next ones, and so on. So
+threads can convert words to MMA operands without exchanging data. Kernels call the number of words
+per block LANES (16 for int4, 32 for FP8; 0 for dense weights).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def weight_sizes(weight: CudaWeight) -> dict[str, int]:
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the weight [out, in] in a 16-bit dtype, as if it were dequantized at load time.
+    """Return the weight [out, in] in a 16-bit dtype, as QuantizedWeight.dequantize does.
 
     Used for GEMMs with many rows, for which there is no quantized kernel.
     """
@@ -128,8 +128,8 @@ cvt.rn.f16x2.e4m3x2 $3, high;
 def _int4_unpacking(bits: str) -> str:
     """Return PTX that unpacks words $8 and $9 to a pair of 16-bit values for each position.
 
-    The low halves of both words hold positions 0 to 3, the high halves positions 4 to 7. `bits` are
-    the bits of a pair of offsets, whose low mantissa bits the values replace.
+    The low halves of both words hold positions 0 to 3, the high halves positions 4 to 7. `bits` is
+    a pair of 16-bit offsets; the values become their low mantissa bits.
     """
     lines = ["prmt.b32 a, $8, $9, 0x5410;", "prmt.b32 b, $8, $9, 0x7632;"]
     for position in range(4):
@@ -157,10 +157,10 @@ IS_INTERPRETED = tl.constexpr(not isinstance(load_tile, JITFunction))
 
 @triton.jit
 def as_operands(tile, POSITIONS: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Unpack words to a 16-bit dtype: return one tensor per position; int4 values have an offset.
+    """Unpack words to a 16-bit dtype, one tensor per position; int4 values include an offset.
 
-    The offset is 128 (bfloat16) or 1024 (float16). The four bits of an int4 value become the low
-    mantissa bits of that number.
+    The offset is 128 (bfloat16) or 1024 (float16), and the four bits of an int4 value become its
+    low mantissa bits.
     """
     if POSITIONS == 4:
         return _fp8_operands(tile, dtype)

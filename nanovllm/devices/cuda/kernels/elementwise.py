@@ -1,4 +1,4 @@
-"""Fused element-wise kernels for CUDA; torch_ops.py defines what each one computes."""
+"""Fused element-wise kernels for CUDA; torch_ops.py is the reference."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_
 def rms_norm(hidden: ResidualStream, norm: NormWeights, target: Tensor | None = None) -> Tensor:
     """Return RMSNorm(residual + update), and store the sum in the residual.
 
-    With a target, the norm is added to it in place.
+    With a `target`, add the norm to it in place, and return the target.
     """
     residual, update = hidden.residual, hidden.update
     num_rows, dim = residual.shape
     out = torch.empty_like(residual) if target is None else target
     block = triton.next_power_of_2(dim)
-    # Few rows are bound by latency, many by bandwidth, which needs 16-byte accesses.
+    # Few rows are latency-bound; many are bandwidth-bound and need 16-byte accesses.
     per_thread = 4 if num_rows <= MAX_ROWS else 8
     _rms_norm[(num_rows,)](
         out,
@@ -282,7 +282,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     i = padded_range(half, least)
     kv_heads = padded_range(NUM_KV_HEADS, least)
     position = tl.load(positions + token).to(tl.int64)
-    if HAS_Q_ROPE:  # cosines and sines of k, then those of q
+    if HAS_Q_ROPE:  # a position has two rows of cosines and sines: for k, then for q
         position = 2 * position + 1 - tl.program_id(1)
     angles = rope + position * HEAD_DIM + i
     cos = tl.load(angles, mask=i < half, other=0.0)[None, :]
@@ -367,7 +367,8 @@ def _rotate(  # type: ignore[no-untyped-def]
 ):
     """Load heads, apply the norm, if any, then RoPE, and return both halves.
 
-    NUM_NORMED is the number of heads that are normalized together: one, or all.
+    INDEX selects the norm's weight: 0 for q, 1 for k. NUM_NORMED is the number of heads that are
+    normalized together: one, or all.
     """
     dtype = x.dtype.element_ty
     first = tl.load(x, mask=mask, other=0.0).to(tl.float32)

@@ -36,8 +36,8 @@ class GroupedConfig:
     num_stages: int
 
 
-# (maximum average number of pairs per expert, config). The pairs of most experts should fit into
-# one tile, so that each expert is read only once.
+# (maximum average number of pairs per expert, config). The pairs of an expert should usually fit
+# into one tile, so that its weights are read only once.
 CONFIGS = (
     (8, GroupedConfig(16, 64, 64, 4, 8)),
     (20, GroupedConfig(32, 64, 64, 4, 8)),
@@ -56,7 +56,7 @@ QUANTIZED_CONFIGS = (
 def grouped_config(
     rows_per_expert: int, x: Tensor, weight: QuantizedWeight | None = None
 ) -> GroupedConfig:
-    """Return the config for dense experts in x's dtype, or for quantized experts like `weight`."""
+    """Return the config for dense experts or, if `weight` is given, for quantized ones."""
     if weight is None and x.dtype == torch.float32:  # tensor cores are not used
         return GroupedConfig(16 if rows_per_expert <= 8 else 64, 64, 32, 4, 2)
     configs = CONFIGS if weight is None else QUANTIZED_CONFIGS
@@ -172,9 +172,10 @@ def _sort(  # type: ignore[no-untyped-def]
     EXPERTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Sort pairs by expert, and write each tile's expert and its range [first, end) of pairs.
+    """Sort pairs by expert; write each tile's expert, first pair, and end of the expert's pairs.
 
-    The range refers to the sorted order. There are at most as many tiles as pairs.
+    The first pair and the end are indices in the sorted order. The thread of pair i also writes
+    tile i: there are at most as many tiles as pairs.
     """
     wait_for_inputs(OVERLAP)
     experts = tl.arange(0, EXPERTS)[None, :]

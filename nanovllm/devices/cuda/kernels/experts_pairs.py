@@ -1,7 +1,7 @@
-"""MoE on CUDA for few tokens: every (token, expert) pair reads the expert's weights by itself.
+"""MoE on CUDA for few tokens: every (token, expert) pair reads the expert's weights separately.
 
-With more tokens, or quantized weights, experts_grouped.py reads each expert once. The host does not
-know which experts are chosen, so the grids do not depend on the choice.
+With more tokens, or quantized weights, experts_grouped.py reads each expert once. Only the device
+knows which experts are chosen, so the grids do not depend on the choice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DOWN_ELEMENTS = 4096  # elements of the weight that a CTA loads at a time
 
 
 class SharedWeights(NamedTuple):
-    """The weights of a shared expert as large as the others; all tensors are contiguous."""
+    """The weights of a shared expert of the same size as the others; all are contiguous."""
 
     gate_up: Tensor  # [2 * size, hidden]
     down: Tensor  # [hidden, size]
@@ -64,9 +64,9 @@ def run_pairs(
 ) -> Tensor:
     """Return the weighted sum of each token's experts; all tensors are contiguous.
 
-    The weights of the experts are [experts, outputs, inputs]. The down kernel sums over all experts
-    of a token in one CTA, which is faster than adding them up one by one. The shared expert forms
-    one more pair with each token, after all others.
+    The weights of the experts are [experts, outputs, inputs]. The down kernel processes all experts
+    of a token at once, which is faster than one by one. The shared expert forms one more pair with
+    each token, after all other pairs.
     """
     num_tokens, top_k = ids.shape
     _, hidden, size = down.shape
@@ -219,7 +219,10 @@ def _gate_up(  # type: ignore[no-untyped-def]
     BLOCK_IN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute y[pair] = silu(gate) * up for BLOCK_OUT outputs of one pair."""
+    """Compute y[pair] = silu(gate) * up for BLOCK_OUT outputs of one pair.
+
+    For a pair with the shared expert, the first CTA also computes its factor: sigmoid(x @ gate).
+    """
     wait_for_inputs(OVERLAP)
     pair = tl.program_id(1)
     token, own = pair // TOP_K, weight

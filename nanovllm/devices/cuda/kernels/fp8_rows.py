@@ -71,7 +71,7 @@ def hadamard_matrix(COLUMNS: tl.constexpr, SIZE: tl.constexpr, dtype: tl.constex
 
 @triton.jit
 def hadamard_transform(first, second, matrix, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Apply the Hadamard transform to rows, given as two halves [rows, columns], in float32."""
+    """Return the Hadamard transform (float32) of rows, given as two halves [rows, columns]."""
     first = tl.dot(first, matrix, input_precision="ieee") * SCALE
     second = tl.dot(second, matrix, input_precision="ieee") * SCALE
     return first + second, first - second
@@ -79,7 +79,7 @@ def hadamard_transform(first, second, matrix, SCALE: tl.constexpr):  # type: ign
 
 @triton.jit
 def quantize(first, second, pointers, is_row):  # type: ignore[no-untyped-def]
-    """Quantize rows given as two halves; store their scale exponents, and return the FP8 bits."""
+    """Quantize rows given as two halves; return the FP8 bits, and store the scale exponents."""
     first, second = first.to(tl.float32), second.to(tl.float32)
     largest = tl.max(tl.maximum(magnitude(first), magnitude(second)), 1)
     exponents = row_exponents(largest)
@@ -168,8 +168,8 @@ def load_exponents(  # type: ignore[no-untyped-def]
     """Load the scale exponents of a tile of keys and values; those past the end are arbitrary.
 
     `exponents` holds two pointers, for keys and values, to int32 words of four exponents: the words
-    of this head in block 0. `rows` is each key's block id times KV_HEADS. Loads narrower than a
-    word would not be pipelined.
+    of this head in block 0. `rows` is the block id times KV_HEADS, for each key or for the
+    whole tile (a scalar). Loads narrower than a word would not be pipelined.
     """
     words = tile_start // 4 + tl.arange(0, TILE // 4)
     offsets = words % (BLOCK_SIZE // 4)

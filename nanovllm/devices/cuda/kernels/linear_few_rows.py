@@ -1,4 +1,4 @@
-"""Skinny GEMMs on CUDA: projections of a few rows, bound by the time to read the weight.
+"""Skinny GEMMs on CUDA: projections of a few rows, dominated by the time to read the weight.
 
 A CTA multiplies a tile of weight rows by a tile of rows of x. If this gives too few CTAs to fill
 the device, K is split over several CTAs (split-K). Their partial sums are added up by the norm that
@@ -229,7 +229,7 @@ def add_partials(sums, partials):  # type: ignore[no-untyped-def]
     if is_last:
         tl.store(partials[1] + tile, 0)
         sums = tl.zeros_like(sums)
-        # The order does not depend on which CTA is last, so the sum is deterministic.
+        # The order of the sum does not depend on which CTA is last, so the result is deterministic.
         for split in tl.range(0, num_splits):
             sums += tl.load(first + split * SIZE + offsets, cache_modifier=".cg")
     return sums, is_last

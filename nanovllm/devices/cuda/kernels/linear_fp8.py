@@ -4,8 +4,8 @@ A row of activations has one scale, or one per 128 inputs if the weight has bloc
 values are stored in the same permuted order as the weight's, which does not change the result.
 
 With one scale per row and up to a few hundred rows, torch._scaled_mm multiplies unscaled values,
-and the kernel that reads the result applies both scales. If torch._scaled_mm applied per-row
-scales, it would not use split-K and would take up to twice as long.
+and the kernel that reads the result applies the scales of both operands. If torch._scaled_mm
+applied per-row scales, it would not use split-K and would take up to twice as long.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def fp8_after_norm(
 def fp8_add_to(
     residual: Tensor, x: Tensor, weight: ScaledMMWeight, bias: Tensor | None
 ) -> ResidualStream:
-    """Return the projection of x as an update of the residual; the next norm may apply scales."""
+    """Return the projection of x as an update of the residual; the next norm may scale it."""
     y, scales = _multiply(fp8_quantize(x, weight.stored.has_blocks), weight, bias, x.dtype)
     return ResidualStream(residual, y[: len(x)], scales)
 
@@ -150,11 +150,11 @@ def scale_sums(sums: Tensor, scales: DequantScales, bias: Tensor | None) -> None
 
 
 def fp8_quantize(x: Tensor, by_block: bool) -> Fp8Tensor:
-    """Quantize rows to FP8, in the order of `pack_words`, scaled by their largest value.
+    """Quantize rows to FP8, in the order of `pack_words`, scaled by their largest absolute value.
 
-    With `by_block`, each block of 128 inputs has its own scale. The number of rows is then padded
-    to a multiple of 16, with arbitrary values, and scales are stored block by block, as cuBLAS
-    requires.
+    With `by_block`, each block of 128 inputs has its own scale. As cuBLAS requires, the number of
+    rows is then padded to a multiple of 16, with arbitrary values, and scales are stored block by
+    block.
     """
     num_rows, num_in = x.shape
     num_scales = num_blocks(num_in) if by_block else 1

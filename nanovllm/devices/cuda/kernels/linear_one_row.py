@@ -1,4 +1,4 @@
-"""GEMV on CUDA: projections of one row, bound by the time to read the weight once.
+"""GEMV on CUDA: projections of one row, dominated by the time to read the weight once.
 
 The RMSNorm before and the gated activation after the projection are fused into the kernel: a CTA
 scales its outputs by 1 / RMS once it has read the whole row. Each tile of the weight is loaded
@@ -32,9 +32,10 @@ from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.ops.interface import Activation, NormWeights, ResidualStream
 from nanovllm.ops.quantized_weight import QuantizedWeight
 
-# Int4 values 0 to 4 occupy the low 20 bits of a word, which are mantissa bits of a float32. With
-# all other bits cleared, value n reinterpreted as float32 is the subnormal number
-# value * 2**(4 * n - 149). Inputs are scaled up to compensate.
+# The int4 values v_n at positions n = 0 to 4 occupy the low 20 bits of a word, all of them mantissa
+# bits of a float32. With all other bits cleared, the word reinterpreted as float32 is the subnormal
+# number v_n * 2**(4 * n - 149). Inputs are scaled up to compensate. Positions 5 to 7 are first
+# shifted down by 12 bits.
 RAISE = tl.constexpr(100)  # inputs are scaled by up to 2**100: inputs up to 2**27 stay finite
 LOWER = tl.constexpr(2.0**49)  # the remaining factor, applied to the sums: 100 + 49 = 149
 
@@ -63,9 +64,9 @@ def one_row_linear(
     residual, update = hidden.residual, hidden.update
     num_rows, num_in = weight.shape
     assert residual.shape == (1, num_in), residual.shape
-    assert update is None or update.shape == residual.shape, "one row has no partial sums"
-    assert hidden.scales is None, "one row has no unscaled update"
-    assert norm is not None or update is None, "an update needs a norm that adds it"
+    assert update is None or update.shape == residual.shape, "partial sums are not supported"
+    assert hidden.scales is None, "an unscaled update is not supported"
+    assert norm is not None or update is None, "an update requires a norm"
     num_out = num_rows if activation is None else num_rows // 2
     y = torch.empty(1, num_out, device=residual.device, dtype=residual.dtype)
     total = residual if update is None else torch.empty_like(residual)
@@ -107,7 +108,7 @@ def one_row_config(weight: CudaWeight, has_norm: bool, is_gated: bool) -> OneRow
 
 
 def _quantized_config(weight: QuantizedWeight, has_norm: bool) -> OneRowConfig:
-    """Return a config tuned for Qwen3-8B on an H200; with a norm, a tile has whole weight rows."""
+    """Return a config tuned for Qwen3-8B on an H200; with a norm, tiles have whole weight rows."""
     num_rows, num_in = weight.shape
     block_in = max(128, triton.next_power_of_2(num_in))
     block_in = block_in if has_norm else min(block_in, 4096)

@@ -26,7 +26,7 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def fit_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
-    """Return `num_stages`, or fewer pipeline stages if shared memory has no room for so many."""
+    """Return how many pipeline stages fit into shared memory, at most `num_stages`."""
     return max(1, min(num_stages, shared_bytes(device) // stage_bytes))
 
 
@@ -66,9 +66,10 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     BLOCK_IN: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):
-    """Multiply a tile of weight rows by a tile of rows of x, over the words `first` to `end` of K.
+    """Multiply a tile of weight rows by a tile of rows of x, over the words [first, end) of K.
 
-    With a dense weight these are COUNT words: the loop is fast only if their number is a constant.
+    For a dense weight, COUNT is their number: the loop is fast only if it is a constant. `stored`
+    holds the scales and zero points of a quantized weight.
     """
     if LANES == 0:
         return _multiply_dense(
@@ -128,7 +129,7 @@ def _multiply_quantized(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):
-    """Multiply a quantized weight; scales are applied to the sums over quant groups.
+    """Multiply a quantized weight by x; scales are applied to the sums over quant groups.
 
     Scaling the weights first would force the MMA operand through shared memory. Scales are loaded
     one block of 128 inputs ahead: loads narrower than a word are not pipelined, so the loop would
@@ -191,7 +192,7 @@ def _load_groups(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Return the scales of the quant groups of a block of 128 inputs, the first being `group`.
+    """Return the scales of the quant groups of a block of 128 inputs; `group` is the first.
 
     Also return -(offset + zero point) of each group, which is used for int4 values only.
     """

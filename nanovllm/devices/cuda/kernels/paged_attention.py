@@ -31,7 +31,7 @@ from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 FP8_WEIGHT = tl.constexpr(2.0**WEIGHT_EXPONENT.value)  # scale of probabilities with an FP8 cache
 LOG2_E = 1.4426950408889634  # the softmax uses base 2, for which the hardware has an instruction
 SCORE_FACTOR = tl.constexpr(LOG2_E)
-# These arguments are slices of an upload: each alignment would compile another kernel.
+# These arguments are slices of an upload: specializing on alignment would compile more kernels.
 COLUMNS = "slots", "context_lens", "query_starts", "query_lens", "order", "members", "shared_lens"
 
 
@@ -42,9 +42,9 @@ class QueryRows:
     slots: Tensor
     context_lens: Tensor  # tokens up to and including the last query; 0: padding
     query_starts: Tensor | None = None  # token index of each row's first query; None: row index
-    query_lens: Tensor | None = None  # number of queries, the last tokens of the context; None: 1
+    query_lens: Tensor | None = None  # queries per row (the last tokens of its context); None: 1
     max_query_len: int = 1
-    order: Tensor | None = None  # start order of decode rows; descending context lengths are best
+    order: Tensor | None = None  # order in which decode rows start; longest context first is best
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def paged_attention(
 def attend_shared(
     q: Tensor,  # [rows, heads, head_dim], with any stride(0)
     cache: PagedCache,
-    groups: Tensor,  # [4, groups]: slot of a member, shared keys, first member, number of members
+    groups: Tensor,  # [4, groups], as in SharedRows
     members: Tensor,  # rows of each group, concatenated
     spec: AttentionSpec,
     config: AttentionConfig,
@@ -270,7 +270,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     if shared is None:
         row_max = tl.full((Q_ROWS,), float("-inf"), tl.float32)
         row_sum = tl.zeros((Q_ROWS,), tl.float32)
-        if sinks is not None:  # a sink acts as an extra key in the first split, whose value is zero
+        if sinks is not None:  # a sink acts as an extra key in the first split, with value zero
             is_first = is_row & (tl.program_id(2) == 0) & (length > 0)
             row_max = tl.load(sinks + heads, mask=is_first, other=float("-inf")).to(tl.float32)
             row_max *= SCORE_FACTOR

@@ -98,10 +98,10 @@ def sample_tokens(
 ) -> None:
     """Sample a token for each row into `out` [rows]: the argmax of the kept logits plus noise.
 
-    `columns` holds the sampling parameters, indexed by slot; `context_lens` gives the positions.
-    `asked` may include features that no row uses; this does not change the tokens. With `tokens`
-    and `lengths`, each token is also written to its slot, as `advance` does. `host` [rows], if
-    given, is pinned memory that receives a copy of `out`.
+    `columns` holds the sampling parameters, indexed by slot; `context_lens` gives the
+    positions of the new tokens. `asked` may include features that no row uses; this does not change
+    the tokens. With `tokens` and `lengths`, each token is also appended to its slot, as by
+    `advance`. `host` [rows], if given, is pinned memory that receives a copy of `out`.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "the logits of a row must be contiguous"
@@ -138,7 +138,7 @@ def sample_tokens(
 
 
 def split_vocabulary(num_rows: int, vocab_size: int) -> Split:
-    """Split a single row over the whole device, and each of many rows over fewer CTAs."""
+    """Choose how rows are split over CTAs: the fewer rows, the more CTAs per row."""
     block = MIN_BLOCK if num_rows <= 16 else 2 * MIN_BLOCK
     num_tiles = triton.cdiv(vocab_size, block)
     tiles_each = triton.cdiv(num_tiles, max(1, 2048 // num_rows))
@@ -148,7 +148,7 @@ def split_vocabulary(num_rows: int, vocab_size: int) -> Split:
 def advance(
     out: Tensor, slots: Tensor, context_lens: Tensor, tokens: Tensor, lengths: Tensor
 ) -> None:
-    """Write each row's token to its slot, after its context; the last slot is padding."""
+    """Append each row's token to its slot, after its context; the last slot is padding."""
     num_rows = len(out)
     if num_rows:
         _advance_kernel[(triton.cdiv(num_rows, 256),)](
@@ -296,7 +296,7 @@ def _min_p_offset(temperature, min_p):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _row_key(seed, position):  # type: ignore[no-untyped-def]
-    """Hash a seed and a position to 64 bits; at a position, different seeds never collide."""
+    """Hash a seed and a position to 64 bits; different seeds never collide at the same position."""
     seed_key = _mix(seed.to(tl.uint64) + STEP)
     return _mix(seed_key + position.to(tl.uint64) * STEP)
 
@@ -322,7 +322,7 @@ def _noise(ids, key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _log_exponential(bits, IS_NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return log2(-log2(1 - u)), where u in (0, 1) is uniform and made from random bits."""
+    """Return log2(-log2(1 - u)), where u is uniform in (0, 1), made from random bits."""
     uniform = tl.minimum(bits.to(tl.float32) * (2.0**-32) + 2.0**-33, LARGEST_UNIFORM)
     # Tokens with the best scores have a small u, for which 1 - u loses most bits: use a series.
     series = LOG2_E / 2 + uniform * (LOG2_E / 3 + uniform * (LOG2_E / 4))

@@ -21,7 +21,7 @@ def gather_decode(
 
     A row runs the last token of its slot. If n rows have the same slot, they run its last n tokens.
     `columns` are the output tensors: tokens, positions, slot_mapping and context lengths of the
-    rows, and the row indices sorted by context length, longest first.
+    rows, and the row indices sorted by sequence length, longest first.
     """
     num_rows = len(slots)
     block = min(triton.next_power_of_2(num_rows), 128)

@@ -150,7 +150,7 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
 ):
     """Choose a pivot such that at least `num_wanted` group maxima, and so tokens, are >= pivot.
 
-    The pivot is clamped to `_lowest` from below, in which case fewer tokens may be >= pivot.
+    The pivot is at least `_lowest`; if this bound applies, fewer tokens may be >= pivot.
     """
     row = tl.program_id(0)
     tl.store(num_candidates + row, 0)
@@ -326,7 +326,7 @@ def _mass(value, row_max, temperature):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _limit(p, total):  # type: ignore[no-untyped-def]
-    """Return the mass that the tokens kept by top_p must reach in total; at least 1."""
+    """Return the minimum total mass of the tokens that top_p keeps; at least 1."""
     exact = p.to(tl.float64) * total.to(tl.float64)
     limit = exact.to(tl.int64)
     limit += (limit.to(tl.float64) < exact).to(tl.int64)
@@ -358,7 +358,7 @@ def _descend(  # type: ignore[no-untyped-def]
     KEY_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the largest key such that all keys >= this key weigh at least `target` in total.
+    """Return the largest key for which the keys >= it weigh at least `target` in total.
 
     It is determined bit by bit. Without `keys`, the logits of the whole row are the keys.
     """
