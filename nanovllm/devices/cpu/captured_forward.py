@@ -1,4 +1,4 @@
-"""Small decode steps on the CPU as one captured program, without Python between the kernels."""
+"""Run small decode steps as captured programs, without Python between the kernels."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class CapturedStep:
 
 
 class CapturedForward:
-    """Replays captured programs for small decode steps, which run only our own kernels.
+    """Replays captured programs for small decode steps, and runs other steps eagerly.
 
-    Other steps run eagerly.
+    Small decode steps call only our own kernels, so they can be captured.
     """
 
     def __init__(self, eager: EagerForward, ops: NumbaOps, max_model_len: int) -> None:
@@ -87,7 +87,7 @@ class CapturedForward:
 
 
 def one_row() -> StepPlan:
-    """Return the plan of a dummy decode step, which launches every kernel that steps use."""
+    """Return the plan of a dummy decode step; it launches every kernel that any step uses."""
     one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
     return StepPlan(none, none, one, one, [], [], [], num_decode_tokens=1)
 

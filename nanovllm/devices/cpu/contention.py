@@ -1,4 +1,4 @@
-"""Choose the number of threads of a program while other processes may compete for the cores."""
+"""Choose how many threads run a program; other processes may compete for the cores."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 
 # Threads spin at the barrier after every kernel. Without contention, CPU time is therefore wall
-# time times the number of threads. Below this fraction of that product, cores are contended.
+# time times the number of threads. If it is below this fraction of that product, processes compete
+# for the cores.
 FAIR_SHARE = 0.8
-MIN_PAUSE, MAX_PAUSE = 8, 64  # runs between two checks; a check may slow down a run
+MIN_PAUSE, MAX_PAUSE = 8, 64  # runs between two checks; a check uses all threads, which may be slow
 
 
 class ThreadChooser:
-    """Chooses between all threads and a single one, by the duration of recent runs.
+    """Chooses between all threads and a single one by comparing the durations of recent runs.
 
     A thread that loses its core for a moment makes all others wait at the next barrier. If this
     happens in every kernel, a single thread is several times faster, as
@@ -22,7 +23,7 @@ class ThreadChooser:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._most = num_threads
-        # Duration of the last run on all threads while a single thread is tried; otherwise None.
+        # While a single thread is tried: duration of the last run on all threads. Otherwise None.
         self._seconds: float | None = None
         self._num_left = 0  # runs until the next check
         self._pause = MIN_PAUSE
@@ -30,7 +31,7 @@ class ThreadChooser:
         self._rest_seconds = self._rest_cpu_seconds = 0.0
 
     def run(self, call: Callable[[int], object]) -> None:
-        """Call `call` with the chosen number of threads; its duration affects the next choice."""
+        """Call `call` with the chosen number of threads, and measure it for the next choice."""
         if self._most == 1:
             call(1)
             return
@@ -49,7 +50,7 @@ class ThreadChooser:
             self._pause = MIN_PAUSE
 
     def _rest(self, seconds: float, cpu_seconds: float) -> None:
-        """Count down to the next check; postpone it if even a single thread lacks a core."""
+        """Count down to the next check; postpone it if even a single thread does not get a core."""
         self._num_left -= 1
         if self._num_left < MIN_PAUSE:
             self._rest_seconds += seconds

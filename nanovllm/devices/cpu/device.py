@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class CpuDevice(TorchDevice):
-    """A CPU with kernels compiled by numba, if it is installed and the dtype is supported."""
+    """A CPU with kernels compiled by numba; without numba or for float16, it uses torch."""
 
     def __init__(
         self, config: EngineConfig, group: TPGroup = ALONE, features: CpuFeatures | None = None
@@ -41,7 +41,7 @@ class CpuDevice(TorchDevice):
     def ops(self, dtype: torch.dtype) -> Ops:
         if not self.features.runs_kernels(dtype):
             if not self.features.has_compiler:
-                logger.info("no compiled CPU kernels (numba is missing): decoding will be slower")
+                logger.info("no compiled CPU kernels (numba fails to load): decoding is slower")
             return TorchOps(self.features.matmul_dtype(dtype))
         from nanovllm.devices.cpu.ops import NumbaOps
         from nanovllm.devices.cpu.program import Launcher
@@ -68,8 +68,8 @@ class CpuDevice(TorchDevice):
         from nanovllm.devices.cpu.ops import NumbaOps  # needs numba
 
         is_eager = config.enforce_eager or config.attention_backend != "auto"
-        is_eager |= not isinstance(eager.model, DecoderModel)  # it calls torch between our kernels
-        # A captured program contains only kernels, but a tensor-parallel group needs all_reduce.
+        is_eager |= not isinstance(eager.model, DecoderModel)  # others also call torch
+        # A captured program contains only our kernels; tensor parallelism also needs all_reduce.
         if is_eager or not self.group.is_alone:
             eager.model(eager.batch(one_row()))  # compile the kernels before the first request
             return ModelRunner(eager, eager, sampler)

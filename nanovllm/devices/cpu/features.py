@@ -13,11 +13,11 @@ class CpuFeatures:
     """The dtypes that are fast on this CPU with this torch; others may be upcast to float32."""
 
     packs: frozenset[torch.dtype]  # dtypes whose weights oneDNN can repack into its own layout
-    multiplies: frozenset[torch.dtype]  # dtypes with native GEMMs, as fast as float32
-    has_compiler: bool  # numba, for our own kernels, which upcast weights as they read them
+    multiplies: frozenset[torch.dtype]  # dtypes with native GEMMs, at least as fast as in float32
+    has_compiler: bool  # whether numba can compile our kernels, which upcast weights on the fly
 
     def matmul_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype for GEMMs; dtypes that torch emulates are up to 300 times slower."""
+        """Return the dtype for GEMMs; those that torch emulates are up to 300 times slower."""
         return dtype if dtype in self.multiplies else torch.float32
 
     def runs_kernels(self, dtype: torch.dtype) -> bool:
@@ -25,12 +25,12 @@ class CpuFeatures:
         return self.has_compiler and dtype in (torch.float32, torch.bfloat16)
 
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
-        """Return bfloat16 if it halves the memory traffic of decode and does not slow prefill.
+        """Return bfloat16 if it makes decode faster, otherwise float32.
 
         Decode is memory-bound, and our kernels upcast bfloat16 at no cost. A GEMM with many rows
-        takes as long as in float32, because its weight is upcast once for all rows. Without our
-        kernels, every step would upcast all weights, which is slower than reading float32.
-        benchmarks/engine/cpu_choices.py measures both.
+        takes about as long as in float32, because its weight is upcast once for all rows. With
+        neither our kernels nor native GEMMs, every step would upcast all weights, which is slower
+        than reading float32 weights. benchmarks/engine/cpu_choices.py compares the two dtypes.
         """
         if checkpoint_dtype == "float32":
             return torch.float32
@@ -54,7 +54,7 @@ def _can_pack(dtype: torch.dtype) -> bool:
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(x, 16)
         torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-    except (AttributeError, RuntimeError):  # no oneDNN, or not for this CPU
+    except (AttributeError, RuntimeError):  # oneDNN is missing or does not support this CPU
         return False
     return True
 

@@ -1,6 +1,6 @@
-"""Weights in GGUF quant blocks: read directly for few rows, dequantized for many rows.
+"""Weights in GGUF quant blocks: read directly for few rows of x, dequantized for many rows.
 
-They are stored in panels of 16 rows, whose quant blocks are interleaved (kernels/block_types.py).
+A panel interleaves the quant blocks of 16 weight rows (kernels/block_types.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Pairs:
     """The (token, expert) pairs of a batch, sorted by expert."""
 
     order: Tensor  # int32 [pairs]: token * top_k + rank of the expert
-    starts: Tensor  # int32 [experts + 1]: index in `order` of each expert's first pair, and the end
+    starts: Tensor  # int32 [experts + 1]: first pair of each expert in `order`, then len(order)
     max_rows: int  # upper bound on the number of pairs of one expert
 
 
@@ -91,7 +91,7 @@ class BlockKernels:
         return out
 
     def multiply_pairs(self, x: Tensor, weight: PanelWeight, pairs: Pairs) -> Tensor:
-        """Multiply the row of each (token, expert) pair by the weight of its expert."""
+        """Multiply each pair's row of x (one row per token or per pair) by its expert's weight."""
         [panels] = weight.parts
         y = self._launcher.empty(len(pairs.order), panels.num_out)
         self._few(x, y, panels, None, 0, pairs)
@@ -106,7 +106,7 @@ class BlockKernels:
         first: int,
         pairs: Pairs | None = None,
     ) -> None:
-        """Multiply few rows by one part of a weight, and store the result in y[:, first:]."""
+        """Multiply few rows of x by one part of a weight; store the result in y[:, first:]."""
         launcher, num_rows, grouping = self._launcher, len(x), (0, 0, 1, 1)
         if pairs is not None:
             addresses = pairs.order.data_ptr(), pairs.starts.data_ptr()
@@ -131,10 +131,10 @@ class BlockKernels:
         )
 
     def multiply_many(self, x: Tensor, weight: PanelWeight, bias: Tensor | None = None) -> Tensor:
-        """Multiply many rows by a weight, dequantizing PIECE_SIZE elements at a time."""
+        """Multiply many rows of x by a weight, dequantizing about PIECE_SIZE elements at a time."""
         upcast_x, num_out = x.to(self._ops.matmul_dtype), weight.num_out
         upcast_bias = None if bias is None else bias.to(upcast_x.dtype)
-        if num_out * x.shape[1] <= PIECE_SIZE:  # one piece: the result of its GEMM needs no copy
+        if num_out * x.shape[1] <= PIECE_SIZE:  # a single GEMM: its result needs no copy
             return F.linear(upcast_x, self._dequantize(weight.parts), upcast_bias).to(x.dtype)
         y, column = x.new_empty(len(x), num_out), 0
         for part in weight.parts:
@@ -148,7 +148,7 @@ class BlockKernels:
         return y
 
     def _dequantize(self, parts: Sequence[Panels]) -> Tensor:
-        """Return the weight rows in the GEMM dtype, in a buffer that the next call overwrites."""
+        """Dequantize to the GEMM dtype, into a buffer that the next call overwrites."""
         num_in, num_rows = parts[0].num_in, sum(part.num_out for part in parts)
         size = (num_rows + PANEL_ROWS) * num_in
         if len(self._piece) < size:

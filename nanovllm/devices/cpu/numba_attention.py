@@ -17,7 +17,7 @@ from nanovllm.ops.interface import LayerCache
 
 @dataclass(frozen=True, slots=True)
 class NumbaPlan:
-    tokens: Tensor  # [decode rows], indices into the batch
+    tokens: Tensor  # [decode rows], index of each row's token in the batch
     lengths: Tensor  # [decode rows], context lengths
     block_tables: Tensor  # [decode rows, max_blocks]
     max_length: int
@@ -30,7 +30,7 @@ class NumbaAttention:
     ) -> None:
         self.block_size = block_size
         self.launcher = launcher
-        self.matmul_dtype = matmul_dtype  # dtype for SDPA; None: that of the cache
+        self.matmul_dtype = matmul_dtype  # dtype for SDPA; None: the dtype of q
 
     def plan(self, rows: BatchRows) -> NumbaPlan:
         offsets = np.cumsum(rows.counts) - rows.counts
@@ -58,7 +58,7 @@ class NumbaAttention:
         _, num_heads, head_dim = q.shape
         num_kv_heads = cache.k.shape[2]
         group = num_heads // num_kv_heads
-        # Per thread and query head of a group: the query, the output, and a score per position.
+        # Scratch per thread and query head of a group: the query, the output, a score per position.
         scratch_size = self.launcher.num_threads * group * (2 * head_dim + plan.max_length)
         scratch = self.launcher.scratch(scratch_size)
         exponents = cache.k_exponents, cache.v_exponents

@@ -35,7 +35,7 @@ def pack_experts(ops: NumbaOps, gate_up: Weight, down: Weight, routing: Routing)
 
 @dataclass(frozen=True, slots=True)
 class NumbaExperts:
-    """An MoE layer: our kernels for up to `max_tokens` tokens, else torch GEMMs per expert."""
+    """An MoE layer: runs our kernels for up to `max_tokens` tokens, otherwise torch GEMMs."""
 
     ops: NumbaOps
     gate_up: Tensor | PanelWeight  # as in Ops.pack_experts
@@ -59,7 +59,7 @@ class NumbaExperts:
         return out
 
     def _route(self, logits: Tensor) -> tuple[Pairs, Tensor]:
-        """Return the (token, expert) pairs sorted by expert, and the routing weights by token."""
+        """Return the pairs sorted by expert, and their routing weights sorted by token."""
         launcher, top_k = self.ops.launcher, self.routing.top_k
         num_tokens, num_experts = logits.shape
         num_pairs = num_tokens * top_k
@@ -74,7 +74,7 @@ class NumbaExperts:
         return Pairs(order, starts, num_tokens), weights
 
     def _multiply(self, x: Tensor, weight: Tensor | PanelWeight, pairs: Pairs) -> Tensor:
-        """Multiply the row of each pair by the weight of its expert."""
+        """Multiply each pair's row of x (one row per token or per pair) by its expert's weight."""
         if isinstance(weight, PanelWeight):
             return self.ops.blocks.multiply_pairs(x, weight, pairs)
         launcher, max_rows = self.ops.launcher, pairs.max_rows

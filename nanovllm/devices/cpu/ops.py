@@ -31,11 +31,11 @@ from nanovllm.ops.quantized_weight import Panels, PanelWeight, QuantizedWeight, 
 if TYPE_CHECKING:
     from nanovllm.devices.cpu.gguf_weights import BlockKernels
 
-# Maximum number of rows for our kernels, by GEMM dtype. With more rows torch's GEMM is faster, even
-# if it first upcasts the weight (measured by benchmarks/kernels/cpu_products.py).
+# Maximum number of rows of x for our linear kernels, by GEMM dtype. For more rows, torch's GEMM is
+# faster, even if it first upcasts the weight (measured by benchmarks/kernels/cpu_products.py).
 MAX_LINEAR_ROWS = {torch.bfloat16: 8, torch.float32: 16}
 
-# The same limit per expert, measured with evenly routed tokens.
+# The same limit for the average number of rows per expert, measured with evenly routed tokens.
 MAX_EXPERT_ROWS = {torch.bfloat16: 12, torch.float32: 32}
 
 
@@ -198,7 +198,7 @@ class NumbaOps:
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:
-    """Copy a weight to oneDNN's blocked layout once, instead of in every call."""
+    """Return a GEMM with a weight packed for oneDNN once, instead of in every call."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
     run = torch.ops.mkldnn._linear_pointwise
     return lambda x: run(x, packed, bias, "none", [], "")

@@ -27,10 +27,10 @@ class NotCapturableError(Exception):
 
 
 class _RefuseCompute:
-    """Raises for operations that compute; views and empty tensors remain valid in a replay.
+    """Rejects operations that compute; views and empty tensors remain valid in a replay.
 
     This is a separate base class because torch wraps the __torch_dispatch__ of a TorchDispatchMode
-    in a function that imports its compiler, which takes seconds.
+    in a function that imports torch's compiler, which takes seconds.
     """
 
     def __torch_dispatch__(
@@ -59,7 +59,7 @@ class Program:
         self._address = self._header.ctypes.data
 
     def run(self) -> None:
-        """Run the kernels with whichever thread count is fastest; it does not affect results."""
+        """Run the kernels on the fastest number of threads; the choice does not affect results."""
         self._pool.chooser.run(self.run_on)
 
     def run_on(self, num_threads: int) -> None:
@@ -67,7 +67,7 @@ class Program:
 
 
 class ThreadPool:
-    """Torch's own OpenMP threads: a second thread pool would compete with them for the cores."""
+    """Runs programs on torch's OpenMP threads; a second pool would compete with them for cores."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._interpreter = compile_interpreter(compiler)
@@ -134,7 +134,7 @@ class Launcher:
         return tensor
 
     def scratch(self, size: int) -> Tensor:
-        """Return float32 scratch memory, which only the next kernel may use."""
+        """Return float32 scratch memory for the next kernel; later kernels may overwrite it."""
         if len(self._scratch) < size:
             self._scratch = torch.empty(2 * size, dtype=torch.float32)
         self._keep(self._scratch)
@@ -171,5 +171,5 @@ def find_openmp() -> ctypes.CDLL | None:
 
 
 def float_bits(value: float) -> int:
-    """Return the bits of a float32; programs pass floats as integers."""
+    """Return the bits of `value` as a float32; programs pass floats as integers."""
     return int(np.float32(value).view(np.uint32))

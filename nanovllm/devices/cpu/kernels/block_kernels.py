@@ -1,7 +1,8 @@
 """Kernels that read GGUF quant blocks: a skinny GEMM (few rows of x), and dequantization.
 
-Weights are in panels of 16 rows, whose quant blocks are interleaved (block_types.py). A kernel is
-compiled for one quant block type when a model first needs it; programs call it by address.
+Weights are stored in panels, which interleave the quant blocks of 16 rows (block_types.py). Each
+kernel is compiled for one quant block type when a model first needs it. Programs call kernels by
+address.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from nanovllm.devices.cpu.kernels.intrinsics import (
 from nanovllm.devices.cpu.kernels.simd import LANES, LINE_BYTES, zero_variable
 
 NAMES = list(TYPES)
-# Numbers of rows of x that may share one read of the weight. Their sums have to fit in registers,
-# and only those of AVX-512 hold the sums of eight rows.
+# Numbers of rows of x that may share one read of the weight. Their sums have to fit in registers;
+# only AVX-512 has enough of them for eight rows.
 TILES = (8 if LANES == PANEL_ROWS else 4), 4, 2, 1
 AHEAD_BYTES = 4096
 
@@ -128,7 +129,7 @@ def _add_group(
 def _to_multiply(builder: Any, group: Group) -> tuple[Callable[[int], Any], Any, float]:
     """Return a function that emits a column, and the scale and offset to apply to it.
 
-    The weights minus the group's minimum are scale * (column - offset).
+    The weights minus `group.low` are scale * (column - offset).
     """
     if group.fraction is None:
         return lambda i: builder.sitofp(group.integer(i), FLOATS), group.scale, group.offset
@@ -212,13 +213,14 @@ def _store(builder: Any, values: Any, address: Any) -> None:
     builder.store(values, builder.bitcast(address, values.type.as_pointer()), align=2)
 
 
-# Closure variables must be equal in every process: they are part of the key of numba's cache.
+# The closure variables of these kernels must be equal in every process: numba's cache key includes
+# them.
 
 
 def compile_linear(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
     """Compile the kernel that computes y = x @ weight.T + bias for few rows of x.
 
-    It may fill only some columns of y. If the argument `order` is not 0, y has a row for each
+    It may fill only some columns of y. If the address of `order` is not 0, y has a row for each
     (token, expert) pair, as in grouped_linear in experts.py. `scratch` holds, per thread, the sums
     of a tile, then x as float32 and its sums over groups.
     """
@@ -271,7 +273,7 @@ def compile_linear(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
 def gather_x(args: Any, first: int, num_rows: int, scratch: Any, xs: int, like: Any) -> None:
     """Upcast rows of x to float32 and write them to `scratch`.
 
-    With experts, row i is the token of the (token, expert) pair `first + i`.
+    With experts, row i is that of the (token, expert) pair order[first + i].
     """
     x, num_in, order = pointer_to(args[1], like), args[7], pointer_to(args[9], int32(0))
     for row in range(num_rows):
@@ -293,7 +295,10 @@ def add_groups(scratch: Any, xs: int, x_sums: int, num_groups: int, size: int) -
 def write_sums(
     args: Any, first: int, num_rows: int, out: int, sums: Any, base: int, like: Any
 ) -> None:
-    """Add the bias, and store sums in y, starting at column `out` and row or pair `first`."""
+    """Add the bias to the sums of a tile, and store them in y.
+
+    The tile starts at column `out` and row `first`, or with experts, pair order[first].
+    """
     y, bias = pointer_to(args[0], like), pointer_to(args[3], like)
     order, count = pointer_to(args[9], int32(0)), min(int64(PANEL_ROWS), args[6] - out)
     for j in range(num_rows):
@@ -310,8 +315,8 @@ def compile_dequantizer(
 ) -> Any:
     """Compile the kernel that dequantizes panels, or looks up rows of an embedding table.
 
-    Panels are stored as rows: out[16 * panel + lane, column]. A lookup scales the table row of
-    token_ids[i] and stores it in rows[i]; `out` is then scratch memory for one panel per thread.
+    Dequantized panels are stored as rows: out[16 * panel + lane, column]. A lookup stores the table
+    row of token_ids[i], scaled, in rows[i]; `out` is then scratch memory for a panel per thread.
     """
     kind, size, num_bytes = NAMES.index(name), TYPES[name].size, TYPES[name].num_bytes
     like, out_like = ZERO_OF[dtype], ZERO_OF[out_dtype]

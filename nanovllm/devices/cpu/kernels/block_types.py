@@ -1,8 +1,8 @@
 """The quant block types of GGUF: how 16 rows are interleaved, and how kernels read them.
 
-A quant block consists of units of 2 or 4 bytes: scales and packed integers. A panel holds 16 rows
-whose quant blocks are interleaved: unit 0 of all 16 rows, then unit 1 of all 16 rows, and so on.
-So a vector register has one lane per row.
+A quant block consists of units of 2 or 4 bytes: scales and packed integers. A panel interleaves the
+quant blocks of 16 rows: unit 0 of all 16 rows, then unit 1 of all 16 rows, and so on. So a vector
+has one lane per row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Group:
     low: Any | None
     offset: int
     integer: Callable[[int], Any]  # emits code for the integers of a column
-    # For 4-bit integers: emits code for 1 + integer / 16, made by setting mantissa bits of 1.0.
+    # For 4-bit integers only: emits code for 1 + integer / 16, by setting mantissa bits of 1.0.
     fraction: Callable[[int], Any] | None = None
 
 
@@ -70,7 +70,7 @@ def pack_panels(
 
 
 def _runs(kind: BlockType) -> list[tuple[int, int, int]]:
-    """Return runs of units of equal size, each as (start, count, unit size)."""
+    """Return runs of units of equal size, each as (first byte, count, unit size)."""
     runs: list[tuple[int, int, int]] = []
     start = 0
     for unit in kind.units:
@@ -83,7 +83,7 @@ def _runs(kind: BlockType) -> list[tuple[int, int, int]]:
 
 
 class Block:
-    """Emits code that reads one quant block of each row of a panel."""
+    """Emits code that reads a quant block of every row of a panel."""
 
     def __init__(self, builder: Any, address: Any, units: tuple[int, ...]) -> None:
         self.builder, self.address, self.units = builder, address, units
@@ -143,7 +143,7 @@ def broadcast(builder: Any, value: Any) -> Any:
 
 
 def _has_halves() -> bool:
-    """Whether the CPU has instructions to convert float16; every 64-bit ARM CPU does."""
+    """Whether the CPU has instructions to convert float16; every 64-bit ARM CPU has them."""
     features = llvm.get_host_cpu_features()
     return features.get("f16c", False) or "x86" not in llvm.get_default_triple()
 
@@ -163,7 +163,10 @@ def _q8_0(block: Block, step: Any) -> list[Group]:
 
 
 def _of_nibbles(has_low: bool, has_fifth: bool) -> Callable[[Block, Any], list[Group]]:
-    """Q4_0, Q4_1, Q5_0, Q5_1: a scale, a minimum (Q*_1), fifth bits (Q5_*), then nibbles."""
+    """Return `BlockType.groups` of Q4_0, Q4_1, Q5_0 or Q5_1.
+
+    A quant block holds a scale, a minimum (Q*_1 only), the fifth bits (Q5_* only) and the nibbles.
+    """
 
     def groups(block: Block, step: Any) -> list[Group]:
         scale, low = block.half(0), block.half(1) if has_low else None
@@ -191,10 +194,11 @@ def _of_nibbles(has_low: bool, has_fifth: bool) -> Callable[[Block, Any], list[G
 
 
 def _of_superblocks(has_fifth: bool) -> Callable[[Block, Any], list[Group]]:
-    """Q4_K and Q5_K: eight groups of 32, whose scales and minimums have 6 bits each.
+    """Return `BlockType.groups` of Q4_K or Q5_K.
 
-    Groups 2 * i and 2 * i + 1 share bytes: each uses one nibble of every byte. The fifth bits of
-    all eight groups share bytes, too.
+    A quant block has eight groups of 32, each with a 6-bit scale and a 6-bit minimum. Groups 2 * i
+    and 2 * i + 1 share bytes: each uses one nibble of every byte. The fifth bits of all eight
+    groups share bytes, too.
     """
 
     def groups(block: Block, step: Any) -> list[Group]:
@@ -219,7 +223,8 @@ def _of_superblocks(has_fifth: bool) -> Callable[[Block, Any], list[Group]]:
 def _six_bits(block: Block, step: Any) -> tuple[Any, Any]:
     """Emit code for the 6-bit scale and minimum of a step's group.
 
-    Groups 0 to 3 use the low 6 bits of a byte; its upper two bits belong to groups 4 to 7.
+    Groups 0 to 3 use the low 6 bits of a byte. The values of groups 4 to 7 consist of the upper
+    two bits of these bytes and a nibble of another byte.
     """
     builder = block.builder
     by = builder.mul(builder.and_(step, I64(3)), I64(8))
@@ -234,10 +239,11 @@ def _six_bits(block: Block, step: Any) -> tuple[Any, Any]:
 
 
 def _q6_k(block: Block, step: Any) -> list[Group]:
-    """Q6_K: 16 groups of 16, two per step, with an 8-bit scale each.
+    """Return the two groups that a step of Q6_K reads.
 
-    Steps are the quarters of the first half, then of the second. Quarters 0 and 2, and 1 and 3,
-    share the bytes of their nibbles; all quarters of a half share the bytes of their upper bits.
+    A quant block has 16 groups of 16, each with an 8-bit scale. It consists of two halves of four
+    quarters each, and a step reads a quarter. The nibbles of quarters 0 and 2 share bytes, as do
+    those of quarters 1 and 3. The upper bits of all four quarters share bytes.
     """
     builder = block.builder
     half, quarter = builder.lshr(step, I64(2)), builder.and_(step, I64(3))

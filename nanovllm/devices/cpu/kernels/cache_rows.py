@@ -1,4 +1,4 @@
-"""Write rows of the KV cache in the element type or in FP8, and apply the scales of FP8 rows.
+"""Write rows of the KV cache in the model's dtype or in FP8, and apply the scales of FP8 rows.
 
 `ops/fp8.py` defines the FP8 format. The type of `cached` selects the format when a kernel is
 compiled.
@@ -32,8 +32,8 @@ from nanovllm.ops.fp8 import (
 
 LARGEST_BITS = int(np.float32(LARGEST_FP8).view(np.uint32))
 NORMAL_BITS = 0x3C800000  # bits of 2**-6, the smallest normal FP8 value
-# The last mantissa bit of this float32 is 2**-9, the smallest subnormal FP8 value. Adding it to a
-# smaller number therefore rounds to a multiple of 2**-9.
+# The last mantissa bit of this float32 is 2**-9, the smallest subnormal FP8 value. Adding a smaller
+# number to it therefore rounds that number to a multiple of 2**-9.
 SHIFTED = 16384.0
 SHIFTED_BITS = 0x46800000
 
@@ -52,7 +52,7 @@ def store_row(
 
 @inlined
 def scale_rows(b: Any, at: int, exponents: Any, place: int, count: int, cached: Any) -> None:
-    """Multiply b[at:] by the scales of FP8 rows, whose exponents begin at `place`."""
+    """For an FP8 cache, multiply b[at + i] by the scale that exponents[place + i] encodes."""
     if is_fp8(cached):
         for i in range(count):
             b[at + i] *= as_float(uint32(exponents[place + i]) << uint32(23))
@@ -99,7 +99,7 @@ def hadamard_transform(
 
 @inlined
 def _round(bits: Any) -> Any:
-    """Return the FP8 bits of a nonnegative float32, given by its bits; ties round to even."""
+    """Return the FP8 bits of a nonnegative float32, given as bits; ties round to even."""
     bits = min(bits, uint32(LARGEST_BITS))
     if bits < uint32(NORMAL_BITS):  # subnormal: round to a multiple of 2**-9
         return as_bits(as_float(bits) + float32(SHIFTED)) - uint32(SHIFTED_BITS)

@@ -22,9 +22,9 @@ from nanovllm.devices.cpu.kernels.intrinsics import (
 def gated_delta_net(args: Any, thread: int, num_threads: int, like: Any) -> None:
     """Implement Ops.gated_delta_net; row i has one token or, given `offsets`, several.
 
-    NumbaOps lists the arguments. Each thread takes one key head of one row at a time, with the
-    value heads that share it. `scratch` has space per thread for the q, k and v of a head, and for
-    a change of its state or an output.
+    numba_delta_net.py lists the arguments. Each thread takes one key head of one row at a time,
+    with the value heads that share it. For each thread, `scratch` holds the q, k and v of a head,
+    and either the update of its state or its output.
     """
     out, qkv, z = pointer_to(args[0], like), pointer_to(args[1], like), pointer_to(args[2], like)
     b, a = pointer_to(args[3], like), pointer_to(args[4], like)
@@ -106,7 +106,7 @@ def _convolve(
     count: int,
     conv_size: int,
 ) -> None:
-    """Set y to silu(conv(x)) for `count` channels, and move x into their history."""
+    """Set y to silu(conv(x)) for `count` channels, and append x to their history."""
     num_past = conv_size - 1
     for i in range(count):
         weights, at = (channel + i) * conv_size, past + (channel + i) * num_past

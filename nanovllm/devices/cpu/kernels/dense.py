@@ -117,7 +117,7 @@ def norm(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 @kernel
 def add_norm(args: Any, thread: int, num_threads: int, like: Any) -> None:
-    """residual += rms_norm(x), which overwrites x."""
+    """residual += rms_norm(x); x is overwritten."""
     residual, x = pointer_to(args[0], like), pointer_to(args[1], like)
     weight, eps = pointer_to(args[2], float32(0)), as_float(uint32(args[3]))
     num_rows, dim = args[4], args[5]
@@ -150,7 +150,10 @@ def act_and_mul(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 @kernel
 def multiply_sigmoid(args: Any, thread: int, num_threads: int, like: Any) -> None:
-    """x = base + x * sigmoid(gate); base address 0 means no base, and a row may have one gate."""
+    """x = base + x * sigmoid(gate), with one gate per element or per row.
+
+    A base address of 0 means no base.
+    """
     x, gate, base = (
         pointer_to(args[0], like),
         pointer_to(args[1], like),
@@ -182,7 +185,10 @@ def scale_logits(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 @kernel
 def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> None:
-    """Implement Ops.rope_write; `cached` has the cache's type; norm addresses of 0 mean no norm."""
+    """Implement Ops.rope_write; `cached` has the type of the KV cache.
+
+    Norm addresses of 0 mean no norm.
+    """
     qkv, rope = pointer_to(args[0], like), pointer_to(args[1], float32(0))
     q_norm, k_norm = pointer_to(args[2], float32(0)), pointer_to(args[3], float32(0))
     has_norm, eps = args[2] != 0, as_float(uint32(args[4]))
@@ -212,7 +218,7 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
                 weight = q_norm if head < num_heads else k_norm
                 _rms_norm(qkv, qkv, base, weight, eps, head_dim, like)
             angle = positions[token] * rope_stride
-            if head < num_heads:  # cosines and sines of q are the last ones, if it has its own
+            if head < num_heads:  # if q has its own angles, they follow those of k
                 angle += rope_stride - head_dim
             _rotate(qkv, base, rope, angle, head_dim // 2)
         transform_at, half = thread * head_dim, head_dim // 2
@@ -239,8 +245,8 @@ def rope_write(args: Any, thread: int, num_threads: int, like: Any, cached: Any)
 def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> None:
     """Compute attention of one query token per row; `cached` has the type of the KV cache.
 
-    NumbaAttention lists the arguments. `scratch` holds, per thread and query head of a group, the
-    query, the output and a score per position.
+    NumbaAttention lists the arguments. For each thread, `scratch` holds the queries and outputs of
+    a group of query heads, and their scores at all positions.
     """
     out, q, q_stride = pointer_to(args[0], like), pointer_to(args[1], like), args[2]
     k_cache, v_cache = pointer_to(args[3], cached), pointer_to(args[4], cached)
@@ -260,7 +266,7 @@ def attend(args: Any, thread: int, num_threads: int, like: Any, cached: Any) -> 
     sums = queries + group * head_dim
     scores = sums + group * head_dim
     stride = num_kv_heads * head_dim
-    # Each thread takes every num_threads-th (row, KV head) pair, which spreads out long rows.
+    # Each thread takes every num_threads-th (row, KV head) pair, so all threads share long rows.
     for item in range(thread, num_rows * num_kv_heads, num_threads):
         row, kv_head = item // num_kv_heads, item % num_kv_heads
         length, table = int64(lengths[row]), row * table_stride
@@ -327,7 +333,7 @@ def _rotate(x: Any, base: int, rope: Any, angle: int, half: int) -> None:
 
 @kernel
 def _softmax(x: Any, base: int, count: int, sink: float, has_sink: bool) -> None:
-    """Compute a softmax in place, with the sink as one more score."""
+    """Compute a softmax in place; if `has_sink`, the sink counts as a score."""
     largest = sink
     for i in range(count):
         largest = max(largest, x[base + i])
@@ -365,7 +371,7 @@ def _exp(x: Any) -> Any:
 
 @inlined
 def _dot(a: Any, a_base: int, b: Any, b_base: int, count: int) -> Any:
-    """Return the sum of a[i] * b[i]; b is float32, also in the following functions."""
+    """Return the sum of a[i] * b[i]; b is float32, here and below."""
     total = float32(0)
     for i in range(count):
         total += load(a, a_base + i) * b[b_base + i]
@@ -376,7 +382,7 @@ def _dot(a: Any, a_base: int, b: Any, b_base: int, count: int) -> Any:
 def _dots(
     a: Any, a_base: int, stride: int, b: Any, b_base: int, dim: int, sums: int, count: int
 ) -> None:
-    """Set b[sums + i] to the dot product of row i of a, rows `stride` apart, and b[b_base:]."""
+    """Set b[sums + i] to the dot product of row i of a and b[b_base:]; rows are `stride` apart."""
     num_whole = count // NUM_STREAMS * NUM_STREAMS
     for i in range(0, num_whole, NUM_STREAMS):
         dot_row(a, a_base + i * stride, stride, b, b_base, 0, dim, sums + i)
@@ -388,7 +394,7 @@ def _dots(
 def add_weighted(
     b: Any, sums: int, a: Any, a_base: int, stride: int, weights: int, count: int, dim: int
 ) -> None:
-    """Add to b[sums:] the rows of a, each times its weight in b[weights:]."""
+    """Add the rows of a to b[sums:], each multiplied by its weight in b[weights:]."""
     num_wide = dim // NUM_WEIGHTED * NUM_WEIGHTED
     for begin in range(0, num_wide, NUM_WEIGHTED):
         add_weighted_lanes(b, sums + begin, a, a_base + begin, stride, weights, count)

@@ -100,7 +100,7 @@ def grouped_linear(args: Any, thread: int, num_threads: int, like: Any) -> None:
     xs = sums + EXPERT_TILE
     begin, end = thread * num_out // num_threads, (thread + 1) * num_out // num_threads
     apart = (end - begin) // NUM_STREAMS
-    last = end - (NUM_STREAMS - 1) * apart  # end of the first row stream; streams may overlap
+    last = end - (NUM_STREAMS - 1) * apart  # end of the first stream's rows; streams may overlap
     for expert in range(num_experts):
         first, num_rows = int64(starts[expert]), int64(starts[expert + 1] - starts[expert])
         for row in range(num_rows):

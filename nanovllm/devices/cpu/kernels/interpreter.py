@@ -1,4 +1,4 @@
-"""Compile and cache the kernels, and the interpreter loop that runs a program of kernel calls."""
+"""Compile and cache the kernels, and the interpreter, which runs a program of kernel calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from nanovllm.ops.fp8 import FP8
 
 logger = logging.getLogger(__name__)
 PROGRAM_WIDTH = 32  # int64 values per instruction: the address of a kernel, then its arguments
-# Parameters: a pointer to the kernel's arguments, the part of the work to do, the number of parts.
+# Parameters: a pointer to the kernel's arguments, the index of the part to compute, and the number
+# of parts.
 KERNEL_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
 SOURCES = (
     *("dense", "delta_net", "experts", "intrinsics", "simd", "cache_rows"),
@@ -30,7 +31,10 @@ ZERO_OF = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), FP8: np.u
 
 
 class Compiler(event.Listener):
-    """Compiles C functions or loads them from the cache, and logs a warning when it compiles."""
+    """Compiles Python functions with numba's cfunc, or loads them from numba's cache.
+
+    It logs a warning before the first compilation.
+    """
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -49,8 +53,8 @@ class Compiler(event.Listener):
                 return compile_function()(function)
 
     def on_start(self, event: Any) -> None:
-        # A warning, because Python shows it even if a script does not configure logging.
-        self._warn_once("Compiling the CPU kernels: 10 to 60 seconds, once on this machine")
+        # Python shows warnings even if a script does not configure logging.
+        self._warn_once("Compiling the CPU kernels; this takes 10 to 60 seconds, once per machine")
 
     def on_end(self, event: Any) -> None:
         pass
@@ -62,7 +66,7 @@ class Compiler(event.Listener):
 
 
 def compile_interpreter(compiler: Compiler) -> Any:
-    """Return a C function that runs a program; every thread of the pool calls it.
+    """Compile the interpreter, a C function that every thread of the pool calls to run a program.
 
     Its argument points to int64 values: the address of the program, its number of instructions, the
     number of parts that each kernel is divided into (which may differ from the number of threads),
@@ -86,15 +90,15 @@ def compile_interpreter(compiler: Compiler) -> Any:
 
 
 def compile_kernel(compiler: Compiler, kernel: Any, *dtypes: torch.dtype) -> Any:
-    """Return a kernel as a C function for these element dtypes."""
+    """Compile a kernel to a C function for these element dtypes."""
     version = hash_sources(kernel.__name__)
     zeros = tuple(ZERO_OF[dtype] for dtype in dtypes)
 
     def run(args, thread, num_threads):  # type: ignore[no-untyped-def]
         # numba's on-disk cache is keyed by this file and the closure variables. Referring to
         # `version` (times 0) changes the key whenever a kernel source changes. The kernel is a
-        # global: as a closure variable, its identity would be a part of the key, and that differs
-        # between processes.
+        # global: a closure variable would add its identity, which differs between processes, to the
+        # key.
         kernel_function(args, thread + 0 * version, num_threads, *zeros)  # type: ignore[name-defined]  # noqa: F821
 
     names = {**globals(), "kernel_function": kernel}

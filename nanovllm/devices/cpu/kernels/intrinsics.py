@@ -9,11 +9,11 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# Sums may be reordered and fused, but NaN and infinity are preserved.
+# Operations may be reordered and fused, but NaN and infinity are preserved.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
-# Division by zero gives infinity (error_model): a check would prevent vectorization.
+# The error model lets division by zero return infinity: a check would prevent vectorization.
 kernel = njit(fastmath=FAST, nogil=True, error_model="numpy")
-# Reassociation is off for kernels in which a reordered division could overflow.
+# For kernels in which reordering could overflow, or that must match a reference bit for bit.
 ordered_kernel = njit(fastmath={"contract"}, nogil=True, error_model="numpy")
 inlined = njit(fastmath=FAST, nogil=True, error_model="numpy", inline="always")
 
@@ -51,7 +51,7 @@ def store(context: Any, pointer: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def round_to(context: Any, value: Any, like: Any) -> Any:
-    """Round a float32 to the element type and back."""
+    """Round a float32 to the type of `like` and back."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if signature.args[1] is types.float32:
@@ -73,7 +73,7 @@ def itemsize(context: Any, pointer: Any) -> Any:
 
 @intrinsic
 def is_fp8(context: Any, like: Any) -> Any:
-    """Whether elements are FP8, which are loaded as uint8."""
+    """Whether `like` is of type uint8, which holds the bits of FP8."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return ir.IntType(1)(int(signature.args[0] is types.uint8))
@@ -88,7 +88,7 @@ def upcast_bf16(builder: Any, half: Any) -> Any:
 
 
 def upcast_fp8(builder: Any, codes: Any, words: Any, floats: Any) -> Any:
-    """Upcast FP8 (e4m3) bits, a scalar or a vector without NaN, to float32.
+    """Upcast the bits of FP8 (e4m3) values, a scalar or a vector, to float32; NaN is not supported.
 
     Shifted to their positions in float32, the bits have an exponent that is 120 too small.
     """

@@ -20,22 +20,22 @@ def _register_lanes() -> int:
 
 
 # Memory serves many requests in parallel, but a sequential reader issues few: hardware prefetchers
-# stop at every page. So each thread reads NUM_STREAMS distant rows in parallel, and prefetches
+# stop at page boundaries. So each thread reads NUM_STREAMS distant rows in parallel, and prefetches
 # AHEAD_BYTES ahead in each.
 NUM_STREAMS = 4
 TILE_ROWS = 4  # rows of x that share one read of the weight
 TILE = NUM_STREAMS * TILE_ROWS  # sums of a tile, which fit in registers
 LANES = _register_lanes()
-NUM_WEIGHTED = 64  # elements of a weighted sum that are kept in registers: a head, or half of one
+NUM_WEIGHTED = 64  # columns of a weighted sum that are kept in registers: a head, or half of one
 LINE_BYTES = 64
 AHEAD_BYTES = 2048
 
 
 def make_tile(num_rows: int) -> Any:
-    """Return a function that computes dot products of NUM_STREAMS rows of `a` with num_rows of `b`.
+    """Return a function that multiplies NUM_STREAMS rows of `a` by `num_rows` rows of `b`.
 
-    It stores them in b[sums + row * NUM_STREAMS + stream]. Rows of `a` are `stride` apart; plain
-    loops handle the tail that does not fill a cache line.
+    It stores the dot products in b[sums + row * NUM_STREAMS + stream]. Rows of `a` are `stride`
+    apart. Plain loops handle the tail that does not fill a cache line.
     """
 
     @inlined
@@ -89,7 +89,7 @@ dot_tile = make_tile(TILE_ROWS)
 def add_weighted_lanes(
     context: Any, b: Any, sums: Any, a: Any, a_base: Any, stride: Any, weights: Any, count: Any
 ) -> Any:
-    """Like `add_weighted` in dense.py, for NUM_WEIGHTED elements whose sums stay in registers."""
+    """Like `add_weighted` in dense.py, for NUM_WEIGHTED columns whose sums stay in registers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         b, sums, a, a_base, stride, weights, count = args

@@ -1,4 +1,4 @@
-"""The persistent kernel: a decode step of up to eight rows as one kernel on Hopper GPUs.
+"""The persistent kernel: runs a decode step of up to eight rows as one kernel on Hopper GPUs.
 
 `build` is the only entry point; docs/persistent-step.md explains the kernel.
 """
@@ -23,7 +23,7 @@ TRITON = "3.6."  # the supported release: gluon's API changes with every release
 
 
 def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
-    """Return the persistent step of a loaded model, or None if the kernel does not support it.
+    """Return the persistent step of a loaded model, or None if the model is not supported.
 
     The weights of each projection (qkv, o, ...) are moved into one tensor for all layers.
     """
@@ -46,7 +46,7 @@ def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
             try:
                 return PersistentStep(shape, step_tensors(model, layers), constants)
             except torch.OutOfMemoryError:
-                # Weights that have already been moved are views of the new tensors: still valid.
-                problem = "there is not enough memory to move its weights together"
-    logger.info("Small batches of this model run layer by layer: %s", problem)
+                # Weights that were already moved stay valid: they are views of the new tensors.
+                problem = "there is not enough memory to stack its weights"
+    logger.info("Small batches of this model do not use the persistent kernel: %s", problem)
     return None

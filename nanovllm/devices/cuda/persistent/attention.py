@@ -78,7 +78,7 @@ def eight_words(t, SEGMENTS: gl.constexpr):
 
 @gluon.jit
 def finite(x):
-    """Replace NaN and infinity by 0: the probability of a masked key, 0, times either is NaN."""
+    """Replace NaN and infinity by 0: either one times 0, a masked key's probability, is NaN."""
     return gl.where(x * 0.0 == 0.0, x, 0.0)
 
 
@@ -126,7 +126,7 @@ def add_values_asm():
 def load_values_asm(stride):
     """Return PTX that loads a word of each of 8 value vectors, `stride` bytes apart.
 
-    The last operand is the number of valid vectors; the words of the others are zero.
+    The last operand is the number of valid vectors; the words of invalid vectors are zero.
     """
     code = "{ .reg .pred p; "
     for j in range(8):
@@ -162,7 +162,7 @@ def store_partial_asm():
 def poll_partials_asm(count):
     """Return PTX that polls `count` partials: 8 sums, maximum score and denominator of each.
 
-    Where the predicate of a partial is 0, its values are those of a split without keys.
+    A partial whose predicate is 0 is not polled, and has the values of a split without keys.
     """
     loads, predicates, begin = [], [], ""
     for i in range(count):
@@ -209,7 +209,7 @@ def broadcast_heads(t):
 
 @gluon.jit
 def empty_softmax():
-    """The initial maximum score, denominator and sums of 8 heads."""
+    """Return the initial maximum score, denominator and sums of 8 heads."""
     zero = gl.zeros([8, 8, 4], gl.float32, ONE)
     max_score = gl.full([8], NO_SCORE, gl.float32, HEADS)
     return max_score, gl.zeros([8], gl.float32, HEADS), (zero, zero, zero, zero)
@@ -242,8 +242,8 @@ class Attention:
     """Attention of all rows, divided evenly among the CTAs.
 
     The splits of a row depend on its own length alone, so that its output does not depend on other
-    rows. The list of all splits, row by row and by KV head, is divided among the CTAs. Rows of one
-    slot are consecutive tokens of its sequence.
+    rows. The list of all splits, ordered by row and then by KV head, is divided among the CTAs.
+    Rows of one slot are consecutive tokens of its sequence.
 
     Caches are [blocks, block size, KV heads, dim / 2] words of two bfloat16.
     """
@@ -281,7 +281,7 @@ class Attention:
 
     @gluon.jit
     def position(self, row):
-        """Positions of rows' tokens in their sequences; negative for padding rows."""
+        """Return the position of each row's token in its sequence; negative for padding rows."""
         slot = gl.load(self.slots + row)
         last = gl.load(self.lengths + slot) - 1
         if self.new > 1:
@@ -291,7 +291,7 @@ class Attention:
 
     @gluon.jit
     def rows_before(self, row):
-        """Number of earlier rows in the batch that belong to the same sequence."""
+        """Return the number of earlier rows in the batch that belong to the same sequence."""
         count = row * 0
         if self.new > 1:
             slot = gl.load(self.slots + row)
@@ -301,7 +301,7 @@ class Attention:
 
     @gluon.jit
     def oldest(self, position):
-        """First key that a token at `position` attends to."""
+        """Return the first key that a token at `position` attends to."""
         first = position * 0
         if self.has_window:
             first = gl.maximum(position + 1 - self.window, 0)
@@ -320,7 +320,7 @@ class Attention:
     def divide_splits(self):
         """Divide the list of all rows' splits among the CTAs.
 
-        Return the end of each row's splits in that list, and the range of this CTA.
+        Return the end of each row's splits in that list, and this CTA's range of splits.
         """
         ends, total = (), gl.to_tensor(0)
         for r in gl.static_range(self.rows):
@@ -334,7 +334,7 @@ class Attention:
     def segment(self, ends, item, last):
         """Return the segment that starts at split `item`, and its number of splits.
 
-        The segment ends with the last split of its row and KV head, or before split `last`.
+        The segment ends before split `last`, or earlier with the last split of its row and KV head.
         """
         row, begin = gl.to_tensor(0), gl.to_tensor(0)
         for r in gl.static_range(self.rows - 1):
@@ -342,7 +342,7 @@ class Attention:
             begin = gl.where(item >= ends[r], ends[r], begin)
         position = self.position(row)
         start, size, count = self.splits(position)
-        count = gl.maximum(count, 1)  # avoids division by 0; rows without keys have no segment
+        count = gl.maximum(count, 1)  # avoids division by 0: rows without keys have no segment
         head = gl.minimum((item - begin) // count, self.num_kv_heads - 1)
         split = (item - begin) % count
         count = gl.minimum(count - split, last - item)
@@ -369,7 +369,7 @@ class Attention:
 
     @gluon.jit
     def key_index(self):
-        """Indices of 32 keys, as a tensor [4, 8] in the layout of the keys."""
+        """Return the indices of 32 keys, as a tensor [4, 8] in the layout of the keys."""
         K: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, key_layout()))
         row = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, K)), 1)
         return row * 8 + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, K)), 0)
@@ -410,13 +410,13 @@ class Attention:
 
     @gluon.jit
     def vector(self):
-        """Indices of a thread's head vectors: queries, new keys, new values."""
+        """Return the indices of a thread's head vectors: queries, new keys, new values."""
         N: gl.constexpr = num_head_vectors(self.group, self.new)
         return gl.expand_dims(gl.arange(0, N, gl.SliceLayout(1, head_vector_layout(N))), 1)
 
     @gluon.jit
     def column(self):
-        """Indices of a thread's words in half a head vector."""
+        """Return the indices of a thread's words in half a head vector."""
         L: gl.constexpr = head_vector_layout(num_head_vectors(self.group, self.new))
         return gl.expand_dims(gl.arange(0, self.dim // 4, gl.SliceLayout(0, L)), 0)
 
@@ -475,7 +475,7 @@ class Attention:
 
     @gluon.jit
     def find_unit(self, segment, begin):
-        """Cache offsets of a unit's first and last 32 keys."""
+        """Return the cache offsets of a unit's first and last 32 keys."""
         return self.find(segment, begin), self.find(segment, begin + 32)
 
     @gluon.jit
@@ -499,9 +499,9 @@ class Attention:
     def attend(self, segment, heads, k_cache, v_cache, skip, k, v, buffer):
         """Attend to the keys of a segment, and store the partial result of each split.
 
-        k and v are those of the first unit. The next unit is loaded into the same registers while
-        the current one is processed. The same unit of the next layer, `skip` words later in the
-        cache, is prefetched into L2.
+        k and v are the keys and values of the first unit. The next unit is loaded into the same
+        registers while the current one is processed. The same unit of the next layer, `skip` words
+        later in the cache, is prefetched into L2.
         """
         SEGMENTS: gl.constexpr = self.dim // 64
         KL: gl.constexpr = key_layout()
@@ -567,7 +567,7 @@ class Attention:
 
     @gluon.jit
     def score(self, scores, q, k):
-        """Compute Q K^T of a unit: each warp has 8 of 32 keys and 64 of the dimensions."""
+        """Compute Q K^T of a unit: each warp handles 8 of every 32 keys, and 64 dimensions."""
         SEGMENTS: gl.constexpr = self.dim // 64
         operands: gl.constexpr = "=f,=f" + ",r" * 16
         found = ()
@@ -577,7 +577,7 @@ class Attention:
                 score_asm(), operands, words, floats_type(2), True, 1
             )
             found = found + (gl.join(even, odd),)
-        # [4, 8 heads, dim / 64, 4, 2 keys, first and last 32 keys]
+        # [4, 8 heads, dim / 64, 4, 2 keys, 2 halves of the unit]
         pairs = gl.permute(stacked(found), [5, 2, 1, 0, 3, 4])
         scores.store(gl.reshape(pairs, [2 * SEGMENTS, 8, 4, 8]))
 
@@ -616,7 +616,7 @@ class Attention:
 
     @gluon.jit
     def add_values(self, sums, p, v):
-        """Add P V for 32 keys to the sums of 8 heads: each warp has 16 of the dimensions."""
+        """Add P V for 32 keys to the sums of 8 heads: each warp handles 16 dimensions."""
         p = unpacked(gl.expand_dims(p, 0) + gl.zeros([8, 8, 4, 8], gl.float32, TILE), 8)
         probabilities = ()
         for n in gl.static_range(4):
@@ -656,7 +656,7 @@ class Attention:
 
     @gluon.jit
     def partial_address(self, buffer, row, group, split):
-        """Address of the partial result of a split for one 8-column group of a row."""
+        """Return the address of the partial result of a split for one 8-column group of a row."""
         WIDTH: gl.constexpr = self.num_heads * self.dim
         S: gl.constexpr = num_splits(self.num_kv_heads)
         index = ((buffer * self.rows + row) * num_output_groups(WIDTH) + group) * S + split
@@ -674,7 +674,7 @@ class Attention:
 
     @gluon.jit
     def active(self):
-        """Return the predicate of the splits that `merge` polls: those that have keys."""
+        """Return the predicate of the splits that `merge` polls: the splits with keys."""
         WIDTH: gl.constexpr = self.num_heads * self.dim
         row, chunk, split = self.merge_indices()
         _, _, count = self.splits(self.position(row))

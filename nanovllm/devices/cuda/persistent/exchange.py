@@ -1,4 +1,4 @@
-"""How the CTAs of the persistent step exchange vectors through L2, without barriers.
+"""Exchange vectors between the CTAs of the persistent step through L2, without barriers.
 
 A value is its own flag: a buffer holds EMPTY (0xFFFF, a NaN that arithmetic never produces) until a
 value is stored, and readers poll the values themselves. sizes.py has a glossary. See
@@ -26,7 +26,7 @@ NUM_CTAS = gl.constexpr(128)
 # Buffers are used in rotation. With three, two fences lie between clearing and reusing a buffer.
 NUM_BUFFERS = gl.constexpr(3)
 CHUNK = gl.constexpr(1024)  # columns of a chunk, and weight rows of a block
-CHECK_SPINS = gl.constexpr(1 << 12)  # polls between two checks of the timeout flag
+CHECK_SPINS = gl.constexpr(1 << 12)  # polls between checks of the timeout flag
 MAX_CHECKS = gl.constexpr(1 << 8)  # checks of the flag before a poll times out: about a second
 # Maximum score of a split without keys, and its bits.
 NO_SCORE, NO_SCORE_BITS = gl.constexpr(-1e30), "0xF149F2CA"
@@ -47,9 +47,9 @@ def poll_asm(loads, flag, has_halves=True, predicates=None):
     """Return PTX that loads words, and reloads those that are EMPTY or have an EMPTY half.
 
     `loads` is a list of (register names, address). `predicates` names an operand for each load:
-    where it is 0, nothing is loaded, and the words keep their values. The first loads come before
-    the loop: words that are written only inside it would occupy registers from the start of the
-    kernel. The warp reconverges at the end.
+    if it is 0, nothing is loaded, and the words keep their values. The first loads come before the
+    loop: words that are written only inside it would occupy registers from the start of the kernel.
+    The warp reconverges at the end.
     """
     begin = f"{{ .reg .b64 k; .reg .pred r; .reg .b32 m<{len(loads)}>; {KEEP.value} "
     tests, again = "", ""
@@ -72,7 +72,7 @@ def poll_asm(loads, flag, has_halves=True, predicates=None):
 def missing_asm(words, target, has_halves):
     """Return PTX that sets bits of `target` if a word, or a half of one, is EMPTY.
 
-    A half h is EMPTY (0xFFFF) exactly if both h and 0xFFFE - h have their sign bit set.
+    A half h is EMPTY (0xFFFF) if and only if both h and 0xFFFE - h have their sign bit set.
     """
     code = f"mov.u32 {target}, 0; "
     if not has_halves:
@@ -93,7 +93,7 @@ def poll_pairs_asm(offsets):
 
 @gluon.constexpr_function
 def pair_offsets(rows, size, count, step):
-    """Byte offsets of `count` pairs of words, `step` columns apart, for each row."""
+    """Return the byte offsets of `count` pairs of words, `step` columns apart, for each row."""
     return tuple(2 * (row * size + k * step) for row in range(rows) for k in range(count))
 
 
@@ -131,7 +131,7 @@ def bits_to_float(bits):
 
 @gluon.jit
 def low(words):
-    """The lower of the two bfloat16 in each word, as float32."""
+    """Return the lower of the two bfloat16 in each word, as float32."""
     return bits_to_float(words << 16)
 
 
@@ -159,7 +159,7 @@ def fence():
 
 @gluon.jit
 def sum_indices(BLOCKS: gl.constexpr, ROWS: gl.constexpr):
-    """Indices of a thread's block, batch row and weight row in sums [blocks, rows, 8]."""
+    """Return a thread's blocks, batch rows and weight rows in sums [blocks, rows, 8]."""
     L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, sums_layout(BLOCKS, ROWS)))
     block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
@@ -169,7 +169,7 @@ def sum_indices(BLOCKS: gl.constexpr, ROWS: gl.constexpr):
 
 @aggregate
 class Exchange:
-    """A bfloat16 vector per row; each CTA stores 8 columns of each block, and reads all columns.
+    """A bfloat16 vector per row; a CTA stores 8 columns of each block, and may read all columns.
 
     Memory is [buffers, 2 copies, rows, size]: half of the CTAs read each copy. A vector may consist
     of one part per expert, each padded to `capacity` columns. Padding is never written and stays
@@ -203,9 +203,9 @@ class Exchange:
 
     @gluon.jit
     def publish(self, y, block, buffer, COUNT: gl.constexpr):
-        """Store COUNT blocks of y in both copies of `buffer`; clear those of the previous buffer.
+        """Store COUNT blocks of y in both copies of `buffer`; clear them in the previous buffer.
 
-        Each value takes four stores. If several threads hold the same y, they divide these stores.
+        This takes four stores per value. Threads that hold the same y share the stores.
         """
         COPIES: gl.constexpr = num_copies(self.rows)
         L: gl.constexpr = gl.SliceLayout(0, sums_layout(self.blocks, self.rows))
@@ -233,7 +233,7 @@ class Exchange:
 
     @gluon.jit
     def address(self, buffer):
-        """Address of the copy that this CTA reads."""
+        """Return the address of the copy that this CTA reads."""
         return self.memory + (buffer * 2 + self.cta % 2) * (self.rows * self.size)
 
     @gluon.jit
@@ -243,7 +243,7 @@ class Exchange:
 
     @gluon.jit
     def poll_from(self, column, buffer, N: gl.constexpr, STEP: gl.constexpr):
-        """Poll N pairs of words for each row, at `column` and then every STEP columns."""
+        """Poll N pairs of words of each row, STEP columns apart, starting at `column`."""
         COUNT: gl.constexpr = 2 * N * self.rows
         addresses = (self.address(buffer) + column).to(gl.int64)
         return gl.inline_asm_elementwise(
@@ -270,7 +270,7 @@ class Exchange:
 
     @gluon.jit
     def load_norm(self, weight):
-        """Load the norm's weight, which is padded to whole chunks, ahead of `stage_normed`."""
+        """Load the norm's weight, which is padded to whole chunks, for `stage_normed`."""
         norm_weights = ()
         for k in gl.static_range(self.size // CHUNK):
             norm_weights = norm_weights + (gl.load(weight + k * 256 + thread_index()),)
@@ -278,7 +278,7 @@ class Exchange:
 
     @gluon.jit
     def stage_normed(self, buffer, norm_weights, eps, BITS: gl.constexpr):
-        """Poll x, and stage it multiplied by the norm's weight; also return each row's 1 / RMS."""
+        """Poll x and stage it times the norm's weight; return the pieces and each row's 1 / RMS."""
         N: gl.constexpr = self.size // CHUNK
         words = self.poll(buffer, 0, N)
         squares, staged = (), ()
@@ -306,7 +306,7 @@ class Exchange:
 
 @gluon.jit
 def square(words):
-    """Sum of the squares of both bfloat16 in each word."""
+    """Return the sum of the squares of the two bfloat16 in each word."""
     return low(words) * low(words) + high(words) * high(words)
 
 

@@ -1,4 +1,4 @@
-"""MoE in the persistent step: how experts are chosen, and how their weights are located.
+"""MoE in the persistent step: choose the experts, and locate their weights.
 
 The chosen experts are treated as one wide MLP: their gate and up rows, and their down columns, are
 concatenated. Only the loading warp needs to know which expert a row or column belongs to. See
@@ -35,7 +35,7 @@ def overlaps(rank, capacity, chunk):
 
 @aggregate
 class Experts:
-    """The experts chosen in a layer, at most 32, ranked from the largest logit down."""
+    """The experts chosen in a layer, at most 32, ranked by decreasing logit."""
 
     ids: gl.shared_memory_descriptor  # [8 warps, 32]: a copy for each warp
     weights: gl.shared_memory_descriptor  # [32, 8 warps]: a copy for each warp
@@ -56,8 +56,8 @@ class Experts:
     def choose(self, router_logits, buffer):
         """Poll the router logits, find the top-k experts, and signal the loading warp.
 
-        Every warp finds the experts independently. It compares int32 keys, which hold a logit in
-        the upper half; of equal logits, the expert with the smaller index has the larger key.
+        Every warp finds the experts independently. It compares int32 keys with the logit in the
+        upper half. If logits are equal, the lower half makes the smaller expert index win.
         """
         N: gl.constexpr = (self.count + 127) // 128
         lane = thread_index() % 32
@@ -104,7 +104,7 @@ class Experts:
     def stage_gated(self, gated, buffer, BITS: gl.constexpr):
         """Poll the gated values, multiply them by their experts' routing weights, and stage them.
 
-        The first half is staged while the second is still being computed.
+        The first half is staged while other CTAs still compute the second.
         """
         N: gl.constexpr = gated.size // CHUNK
         words = gated.poll(buffer, 0, N // 2) if N > 1 else ()
@@ -136,7 +136,7 @@ class Experts:
     ):  # fmt: skip
         """Start the TMA copies of `down` tiles, in which the experts' columns are concatenated.
 
-        The `down` of an expert has HIDDEN weight rows. The result is that of `Stream.fetch`.
+        The `down` of an expert has HIDDEN weight rows. Return the same as `Stream.fetch`.
         """
         TILES: gl.constexpr = FORMAT.tiles
         rows = experts * HIDDEN + stream.cta * 8
@@ -157,13 +157,13 @@ class Experts:
     def fetch_pieces(
         self, stream, weights, t, is_in_bounds, rows, first: gl.constexpr, FORMAT: gl.constexpr
     ):
-        """Start the TMA copies of tile t; it begins at segment `first` of the concatenated columns.
+        """Start the TMA copies of tile t, from segment `first` of the concatenated columns on.
 
-        Each copy loads a piece of the tile, whose segments belong to one expert.
+        Each copy loads a piece of the tile: segments that belong to one expert.
         """
         S: gl.constexpr = expert_segments(self.size, FORMAT.bits)
         N: gl.constexpr = piece_segments(self.size, FORMAT.bits)
-        # Scales of one segment in each of 8 weight rows.
+        # Number of scales of one segment of 8 weight rows.
         G: gl.constexpr = 8 * segment_groups(FORMAT.bits)
         for target in gl.static_range(0, 8 * FORMAT.halves, N):
             is_ours = is_in_bounds & ((first + target) // S < self.top_k)
@@ -179,7 +179,7 @@ class ExpertRows:
     """The gate and up rows of the chosen experts, as the rows of one wide MLP."""
 
     experts: gl.tensor  # indices among the experts of all layers
-    count: gl.constexpr  # gate rows of all chosen experts
+    count: gl.constexpr  # number of gate rows of all chosen experts
     part_stride: gl.constexpr  # weight rows from an expert's gate to its up projection
 
     @gluon.constexpr_function
@@ -200,9 +200,9 @@ class ExpertRows:
 
 @gluon.jit
 def in_order(bits):
-    """Map bfloat16 bits (upper half) to integers in the same order; the lower half is unchanged.
+    """Map bfloat16 bits (upper half) to integers that sort like the values; keep the lower half.
 
-    -0 comes before 0. The mapping is its own inverse.
+    -0 sorts before 0. The mapping is its own inverse.
     """
     return bits ^ ((bits >> 31) & 0x7FFF0000)
 

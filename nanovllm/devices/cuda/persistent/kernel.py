@@ -1,7 +1,7 @@
 """The persistent kernel: the phases of a layer, and the order in which weights are loaded.
 
 Each of the 128 CTAs stays on its SM for the whole step. One warp of a CTA starts the TMA copies of
-its weights, the other eight do everything else. See the picture in docs/persistent-step.md. Phases
+its weights; the other eight do everything else. See the picture in docs/persistent-step.md. Phases
 take the position (t, g) in the weight stream, and return the next position (see `Stream`).
 """
 
@@ -109,9 +109,9 @@ def project_qkv(stream, t, g, exchanges, norm, parameters, layer, buffer, x_buff
 
 @gluon.jit
 def route(stream, t, g, exchanges, norm, parameters, experts, buffer):
-    """Compute the router logits of y, choose its experts, and return y as staged, and its 1 / RMS.
+    """Compute the router logits of y, and choose its experts; return the staged y and its 1 / RMS.
 
-    If weights are quantized, y is staged for them while the logits are exchanged.
+    If the weights are quantized, y is staged for them while the logits are exchanged.
     """
     FORMAT: gl.constexpr = format_of(exchanges.y.width, 16)
     x, inv_rms = exchanges.y.stage_normed(buffer, norm, parameters.eps, 16)
@@ -127,7 +127,10 @@ def route(stream, t, g, exchanges, norm, parameters, experts, buffer):
 def project_output(
     stream, t, g, source, target, residual, experts, buffer, target_buffer, GATED: gl.constexpr
 ):
-    """Add a projection of `source`, `o` or (if GATED) `down`, to the residual; also publish it."""
+    """Add a projection of `source` to the residual, and publish the sum.
+
+    The weight is `down` if GATED, otherwise `o`.
+    """
     bits: gl.constexpr = stream.bits
     B: gl.constexpr = num_blocks(target.width)
     FORMAT: gl.constexpr = format_of(source.columns, bits, stream.rows)
@@ -360,7 +363,7 @@ def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
     GD: gl.constexpr = output_group(B, M)
     GR: gl.constexpr = group_tiles(1, V)
     GV: gl.constexpr = group_tiles(head_blocks_at_once(V.tiles), V)
-    # For `o` and `down`: number of tiles of a block that are loaded before the next block's tiles
+    # For `o` and `down`: number of tiles loaded from a block before those of the next block
     CO: gl.constexpr = tiles_at_once(B, A)
     CD: gl.constexpr = tiles_at_once(B, M)
     F: gl.constexpr = stream.in_flight
@@ -419,7 +422,7 @@ def make_stream(cta, SHAPE: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def make_experts(stream, SHAPE: gl.constexpr):
-    # unused placeholders if the model has no experts
+    # Placeholders, unused if the model has no experts.
     ids, weights, chosen = stream.full, stream.full, stream.full
     if SHAPE.experts.num_experts > 0:
         ids = gl.allocate_shared_memory(gl.int32, [8, 32], S1)
@@ -438,8 +441,8 @@ def persistent_step(
     """Run a decode step; `PersistentStep.run` passes the arguments.
 
     Tensor descriptors are separate arguments, because they cannot be elements of a tuple. NUMBERS
-    is `StepShape.numbers`, BLOCK_SIZE that of the KV cache, and NEW the maximum number of rows that
-    belong to one sequence.
+    is `StepShape.numbers`, BLOCK_SIZE is that of the KV cache, and NEW is the maximum number of
+    rows that belong to one sequence.
     """
     SHAPE: gl.constexpr = shape_of(NUMBERS)
     VOCAB: gl.constexpr = SHAPE.vocab

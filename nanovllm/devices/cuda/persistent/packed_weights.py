@@ -27,7 +27,7 @@ from nanovllm.ops.interface import NormWeights, QKNormWeights, Routing
 from nanovllm.ops.quantized_weight import BLOCK, MIDDLE, QuantizedWeight, num_blocks
 from nanovllm.worker.kv_cache import KVCacheSpec
 
-KEY_TILE = 32  # keys that are loaded together; they must lie in one KV-cache block
+KEY_TILE = 32  # number of keys that are loaded together and must lie in one KV-cache block
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class StepLayer:
     norm: NormWeights
     mlp_norm: NormWeights
     qk_norm: QKNormWeights | None
-    linears: list[CudaLinear]  # qkv and o, then gate_up and down, or the router
+    linears: list[CudaLinear]  # qkv, o, gate_up, down; with experts: qkv, o, router
     experts: CudaExperts | None
 
     @property
@@ -104,14 +104,17 @@ def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpe
     if not model.lm_head.group.is_alone:
         return "it is sharded over several ranks"
     if not layers or not isinstance(head, Tensor) or _embedding(model) is None:
-        return "its weights are neither 16-bit nor quantized with a 16-bit LM head"
+        return (
+            "it has layers that are not supported, weights that are neither 16-bit nor quantized, "
+            "or a quantized embedding or LM head"
+        )
     if head.dtype != torch.bfloat16:
         return "its weights are not bfloat16"
     if cache.has_exponents or cache.block_size % KEY_TILE:
         return f"its KV cache is FP8, or its block size is not a multiple of {KEY_TILE}"
     matrices = [matrix for layer in layers for matrix in layer.matrices]
     if len({_bits(matrix) for matrix in matrices}) > 1:
-        return "its weights differ in bits"
+        return "its weights differ in bit width"
     if any(map(_is_unsupported, matrices)):
         return "its quant groups do not have 128 values, or its scales are not exact in bfloat16"
     if len({layer.routing for layer in layers}) > 1:
@@ -191,7 +194,7 @@ def step_tensors(model: DecoderModel, layers: list[StepLayer]) -> StepTensors:
 
 
 def move_together(weights: list[CudaWeight]) -> Tensor | StackedQuantized:
-    """Move the weights of all layers into one tensor, and make each weight a view of it."""
+    """Move the weights of all layers into one tensor; each weight becomes a view of it."""
     first = _words(weights[0])
     stacked = first.new_empty(len(weights), *first.shape)
     for i, weight in enumerate(weights):

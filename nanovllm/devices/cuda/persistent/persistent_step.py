@@ -31,7 +31,7 @@ from nanovllm.devices.cuda.persistent.tile_mma import SCALES
 from nanovllm.ops.interface import LayerCache, Routing
 
 LOG2_E = 1.4426950408889634
-MAX_CACHE_BYTES = 4 << 31  # limit for a layer's keys: the kernel's word offsets have 32 bits
+MAX_CACHE_BYTES = 4 << 31  # limit for a layer's keys: the kernel has 32-bit word offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def device_problem(device: torch.device) -> str | None:
     if (properties.major, properties.minor) != (9, 0):
         return f"compute capability {properties.major}.{properties.minor}, not 9.0"
     if properties.multi_processor_count < NUM_CTAS.value:
-        return f"{properties.multi_processor_count} SMs: too few to hold all of its CTAs"
+        return f"{properties.multi_processor_count} SMs are too few for the CTAs of the kernel"
     return None
 
 
@@ -140,11 +140,11 @@ class PersistentStep:
     ) -> None:
         """Run a decode step for the sequences in `slots` [rows].
 
-        `lengths`, `tokens` and `block_table` have a row per slot and are int32, like `slots`. A
-        slot of length 0 is padding. By default each of the other rows has its own slot. With
-        `verifies`, n adjacent rows of the same slot are the last n tokens of its sequence. Either
-        way, a row's logits are bitwise independent of other rows. The kernel writes `logits` [rows,
-        vocab] and `context_lens` [rows].
+        `lengths`, `tokens` and `block_table` have a row per slot and are int32, like `slots`. Rows
+        whose slot has length 0 are padding. By default, each of the other rows has its own slot.
+        With `verifies`, n adjacent rows with the same slot are the last n tokens of its sequence.
+        Either way, a row's logits are bitwise independent of other rows. The kernel writes `logits`
+        [rows, vocab] and `context_lens` [rows].
         """
         rows = len(slots)
         shape, constants = self.shape, self.constants
@@ -177,7 +177,7 @@ class PersistentStep:
     def gave_up(self) -> bool:
         """Return whether a finished step timed out, and reset the flag.
 
-        CTAs poll for each other's values. A poll times out if some CTA makes no progress, for
+        CTAs poll for each other's values. A poll times out if a CTA makes no progress, for
         example while another process uses the GPU. After a timeout, no more steps may run.
         """
         gave_up = bool(self._gave_up[0])
@@ -188,7 +188,7 @@ class PersistentStep:
 def make_descriptors(
     weight: Tensor | StackedQuantized, is_of_experts: bool = False
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Make the TMA descriptors of weights and of their scales; without scales both are the same.
+    """Make the TMA descriptors of a weight and of its scales; the same twice if it has no scales.
 
     A TMA copy loads a whole tile or, for the experts' `down`, a piece of a tile.
     """
@@ -214,7 +214,7 @@ def make_descriptor(weight: Tensor, piece: int) -> TensorDescriptor:
 def arrange_scales(scales: Tensor, bits: int, is_of_experts: bool = False) -> Tensor:
     """Transpose scales [..., out, groups] to [..., out / 8, groups, 8], and flatten them.
 
-    Weight rows are padded to whole tiles or, for `down` of experts, to `expert_segments`.
+    The groups are padded to whole tiles or, for the `down` of experts, to `expert_segments`.
     """
     groups = scales.shape[-1]
     width = groups * 128
@@ -233,7 +233,7 @@ def pack_norms(norms: Tensor, bits: int = 16) -> Tensor:
 
 
 def allocate_exchanges(shape: StepShape, rows: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Allocate the buffers of all exchanges and the partials, in the order of `make_exchanges`."""
+    """Allocate the buffers of all exchanges and the partials, as `make_exchanges` unpacks them."""
     widths = num_stored(shape.hidden), shape.q, num_stored(shape.hidden)
     x, attended, y = (allocate_exchange(width, rows, device, shape.bits) for width in widths)
     parts, capacity = gated_parts(shape), gated_capacity(shape)
@@ -254,7 +254,7 @@ def allocate_exchange(
     parts: int = 1,
     capacity: int | None = None,
 ) -> Tensor:
-    """Allocate the buffers of one exchange: values are EMPTY (-1), the padding of parts is 0."""
+    """Allocate the buffers of one exchange; values are initially EMPTY (-1), and padding is 0."""
     capacity = width if capacity is None else capacity
     size = num_chunks(parts * capacity, bits) * 1024
     memory = torch.zeros(NUM_BUFFERS.value, 2, rows, size, dtype=torch.int16, device=device)

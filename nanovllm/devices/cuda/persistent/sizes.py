@@ -5,7 +5,7 @@ Glossary (see docs/persistent-step.md):
 - word: 32 bits, which hold two bfloat16, four FP8 or eight 4-bit values.
 - exchange: a vector that CTAs pass to each other through buffers in L2. CTAs publish their columns,
   and poll those of other CTAs.
-- staged: stored in shared memory, in the order in which weights are multiplied by it.
+- staged: copied to shared memory, in the order in which the multiplication reads it.
 - chunk: 1,024 columns of a vector such as x.
 - segment: 128 bytes of a weight row. In attention.py only, a `Segment` is a CTA's range of keys of
   one row and KV head.
@@ -16,7 +16,7 @@ Glossary (see docs/persistent-step.md):
 - block: 1,024 consecutive weight rows of a projection; each CTA computes 8 of them.
 - group: tiles that are consumed together, so that their slots become free together.
 - quant group: 128 quantized values that share a scale.
-- piece of x: the columns of x that half a tile is multiplied by.
+- piece of x: the columns of x by which half a tile is multiplied.
 - piece of a tile, in the `down` of experts: the segments that one TMA copy loads.
 - part: gate or up in gate_up, or the columns of one expert in the input of `down`.
 - split: keys of one row and KV head whose attention is computed separately, then merged.
@@ -37,7 +37,7 @@ MAX_TOP_K = 32
 MIN_SLOTS = 7  # minimum size of the ring buffer: it must hold the largest group of tiles
 MAX_ROWS = 8
 UNIT = gl.constexpr(64)  # keys per online-softmax update
-PARTIAL_WORDS = gl.constexpr(12)  # 8 sums, then maximum score and denominator, each stored twice
+PARTIAL_WORDS = gl.constexpr(12)  # 8 sums, then two copies of the maximum score and denominator
 # Maximum number of chunks of x in shared memory, over all rows, unless a single tile needs more.
 MAX_STAGED = 32
 
@@ -50,9 +50,9 @@ class ExpertsShape(NamedTuple):
 
     def problem(self, bits: int) -> str | None:
         if self.num_experts > MAX_EXPERTS or self.top_k > MAX_TOP_K:
-            return f"top {self.top_k} of {self.num_experts} experts"
+            return f"routing to the top {self.top_k} of {self.num_experts} experts is not supported"
         if self.num_experts > 0 and (self.size % 8 or self.size * bits % 1024):
-            return f"experts of intermediate size {self.size}"
+            return f"experts of intermediate size {self.size} are not supported"
         return None
 
 
@@ -93,22 +93,24 @@ class StepShape:
         if self.head_dim not in (64, 128):
             return f"head_dim is {self.head_dim}, not 64 or 128"
         if rest or group > 8 or self.num_kv_heads > 32:
-            return f"{self.num_heads} query heads for {self.num_kv_heads} KV heads"
+            return (
+                f"{self.num_heads} query heads for {self.num_kv_heads} KV heads are not supported"
+            )
         if power_of_two(group) * self.head_dim < 256:  # two threads would store the same value
             return f"only {group} query heads of {self.head_dim} per KV head"
         if problem := self.experts.problem(self.bits):
             return problem
         width = {16: 64, 8: 128, 4: 256}[self.bits]  # columns of a segment, which TMA copies whole
         if self.hidden % width or self.mlp % width or self.q % width or self.hidden > 8192:
-            return f"hidden size {self.hidden} and intermediate size {self.mlp}"
+            return f"hidden size {self.hidden} and intermediate size {self.mlp} are not supported"
         return None if self.rows else "too little shared memory"
 
     @property
     def rows(self) -> tuple[int, ...]:
         """Batch sizes for which there is a kernel.
 
-        Models with experts are limited to one row, as several rows would share too few experts.
-        Quantized models are limited to four, as eight rows are slower than running layer by layer.
+        Models with experts are limited to one row, because several rows would share too few
+        experts. Quantized models are limited to four, because eight run faster layer by layer.
         """
         most = MAX_ROWS if self.bits == 16 else MAX_ROWS // 2
         most = 1 if self.experts.num_experts else most
@@ -118,21 +120,22 @@ class StepShape:
 
 @gluon.constexpr_function
 def tile_chunks(bits):
-    """Number of chunks of x that a tile is multiplied by."""
+    """Return the number of chunks of x by which a tile is multiplied."""
     return 16 // bits
 
 
 @gluon.constexpr_function
 def segment_groups(bits):
-    """Number of quant groups, and so of scales, per segment; 0 for 16-bit weights."""
+    """Return the number of quant groups, and so of scales, per segment; 0 for 16-bit weights."""
     return {16: 0, 8: 1, 4: 2}[bits]
 
 
 @gluon.constexpr_function
 def num_chunks(width, bits=16):
-    """Number of chunks of a vector of `width` columns, padded to half a tile or to whole tiles.
+    """Return the number of chunks of a vector, padded to half a tile or to whole tiles.
 
-    The padding lets both chunks and tiles divide into groups of equal size; see `has_remainder`.
+    The padding allows both the chunks and the tiles to be divided into groups of equal size; see
+    `has_remainder`.
     """
     size = tile_chunks(bits)
     if num_halves(width, bits) == 1:
@@ -145,7 +148,7 @@ def num_chunks(width, bits=16):
 
 @gluon.constexpr_function
 def num_stored(width):
-    """Width of a vector, padded to at least 1,024 so that each of 128 CTAs stores 8 columns."""
+    """Return the width of a vector, padded so that each of the 128 CTAs stores some columns."""
     return max(width, 1024)
 
 
@@ -157,19 +160,19 @@ def has_remainder(count):
 
 @gluon.constexpr_function
 def num_halves(width, bits):
-    """Number of halves of a tile in use: one if the weight row is no wider than half a tile."""
+    """Return how many halves of a tile are used: 1 if a weight row fits into half a tile."""
     return 1 if width <= 512 * tile_chunks(bits) else 2
 
 
 @gluon.constexpr_function
 def num_tiles(width, bits):
-    """Number of tiles per weight row."""
+    """Return the number of tiles per weight row."""
     return -(-num_chunks(width, bits) // tile_chunks(bits))
 
 
 @gluon.constexpr_function
 def num_blocks(weight_rows):
-    """Number of blocks of a projection with `weight_rows` weight rows."""
+    """Return the number of blocks of a projection with `weight_rows` weight rows."""
     return -(-weight_rows // 1024)
 
 
@@ -190,13 +193,13 @@ def format_of(width, bits, rows=1):
 
 @gluon.constexpr_function
 def tile_words(row_format):
-    """Number of registers per thread for a tile; quantized tiles have a scale word per half."""
+    """Return the number of registers per thread for a tile, including any scale words."""
     return row_format.halves * (8 if row_format.bits == 16 else 9)
 
 
 @gluon.constexpr_function
 def tile_scales(row_format):
-    """Number of scale words per tile."""
+    """Return the number of scale words per tile."""
     return row_format.halves * 64 * segment_groups(row_format.bits)
 
 
@@ -213,15 +216,15 @@ def is_wide(row_format):
 
 @gluon.constexpr_function
 def max_resident(row_format):
-    """Maximum number of tiles that fit into registers together with x."""
+    """Return the maximum number of tiles that fit into registers together with x."""
     return 4 if (row_format.halves, row_format.bits) == (2, 4) else 6
 
 
 @gluon.constexpr_function
 def is_resident(blocks, row_format):
-    """Whether all tiles of a projection are loaded into registers before x has arrived.
+    """Whether all tiles of a projection are loaded into registers before x arrives.
 
-    That requires registers for all tiles and, with quantized weights, for all of x as well.
+    The registers must hold all tiles and, if the weights are quantized, all of x as well.
     """
     fits = blocks * row_format.tiles <= max_resident(row_format)
     return fits and (row_format.bits == 16 or not is_wide(row_format))
@@ -229,15 +232,15 @@ def is_resident(blocks, row_format):
 
 @gluon.constexpr_function
 def is_streamed(blocks, row_format):
-    """Whether tiles are multiplied one by one, instead of loaded into registers as a group."""
+    """Whether tiles are multiplied one by one, not loaded into registers as a group."""
     return is_wide(row_format) and not is_resident(blocks, row_format)
 
 
 @gluon.constexpr_function
 def blocks_at_once(blocks, row_format):
-    """Number of blocks that are multiplied before their sums are reduced over the warps.
+    """Return the number of blocks that are multiplied before their sums are reduced over the warps.
 
-    It divides `blocks`, so that all iterations are equal.
+    It divides `blocks`, so that all iterations have the same number of blocks.
     """
     if is_streamed(blocks, row_format):
         return 1
@@ -250,10 +253,10 @@ def blocks_at_once(blocks, row_format):
 
 @gluon.constexpr_function
 def tiles_at_once(blocks, row_format):
-    """Number of tiles of each block of `o` or `down` to multiply before more of x is staged.
+    """Return how many tiles of each block of `o` or `down` to multiply before more x is staged.
 
-    If not all tiles are resident, the limits are the shared memory for x, the size of the unrolled
-    code and the slots of the ring. The result divides the number of tiles.
+    If not all tiles are resident, the number is limited by the shared memory for x, the size of the
+    unrolled code and the slots of the ring. It divides the number of tiles.
     """
     if is_resident(blocks, row_format):
         return row_format.tiles
@@ -263,7 +266,7 @@ def tiles_at_once(blocks, row_format):
 
 @gluon.constexpr_function
 def output_group(blocks, row_format):
-    """Number of tiles per group of `o` or `down`."""
+    """Return the number of tiles per group of `o` or `down`."""
     if is_resident(blocks, row_format):
         return blocks * row_format.tiles
     return tiles_at_once(blocks, row_format)
@@ -271,7 +274,7 @@ def output_group(blocks, row_format):
 
 @gluon.constexpr_function
 def gate_blocks_at_once(blocks, row_format, is_of_experts):
-    """Number of gate blocks, and of up blocks, loaded together: a divisor of `blocks`.
+    """Return the number of gate blocks, and of up blocks, loaded together: a divisor of `blocks`.
 
     All are loaded together if they fit into registers. Otherwise, experts are limited to two blocks
     of each, because the copies of their weights start late.
@@ -285,13 +288,13 @@ def gate_blocks_at_once(blocks, row_format, is_of_experts):
 
 @gluon.constexpr_function
 def wide_group_tiles(tiles):
-    """Number of tiles per group of a wide weight row: a divisor of `tiles`."""
+    """Return the number of tiles per group of a wide weight row: a divisor of `tiles`."""
     return next(size for size in (4, 5, 6, 7, 3, 2, 1) if tiles % size == 0)
 
 
 @gluon.constexpr_function
 def group_tiles(blocks, row_format):
-    """Number of tiles per group when `blocks` blocks are multiplied together."""
+    """Return the number of tiles per group when `blocks` blocks are multiplied together."""
     if is_streamed(blocks, row_format):
         return wide_group_tiles(row_format.tiles)
     return blocks * row_format.tiles
@@ -309,13 +312,13 @@ def qkv_width(shape):
 
 @gluon.constexpr_function
 def gated_parts(shape):
-    """Number of parts of the input of `down`: one per chosen expert, or one without experts."""
+    """Return the number of parts of the input of `down`: 1, or one per chosen expert."""
     return shape.experts.top_k if shape.experts.num_experts else 1
 
 
 @gluon.constexpr_function
 def gated_capacity(shape):
-    """Padded width of each part of the input of `down`."""
+    """Return the padded width of each part of the input of `down`."""
     return (
         expert_columns(shape.experts.size, shape.bits) if shape.experts.num_experts else shape.mlp
     )
@@ -323,13 +326,13 @@ def gated_capacity(shape):
 
 @gluon.constexpr_function
 def gated_width(shape):
-    """Padded width of the input of `down`."""
+    """Return the padded width of the input of `down`."""
     return gated_parts(shape) * gated_capacity(shape)
 
 
 @gluon.constexpr_function
 def slot_scales(shape):
-    """Number of scale words in a slot of the ring, enough for any tile; 0 for 16-bit weights."""
+    """Return the number of scale words per slot, enough for any tile; 0 for 16-bit weights."""
     bits = shape.bits
     piece = scale_piece(shape.experts.size, bits) if shape.experts.num_experts else 8
     return 0 if bits == 16 else 16 // piece * scale_words(bits, piece)
@@ -337,7 +340,7 @@ def slot_scales(shape):
 
 @gluon.constexpr_function
 def output_chunks(shape, rows):
-    """Numbers of chunks of x staged together, for `o` and for `down`; with experts, all chunks."""
+    """Return how many chunks of x are staged together, for `o` and `down`; with experts, all."""
     blocks, found = num_blocks(shape.hidden), []
     for width in (q_width(shape), gated_width(shape)):
         row_format = format_of(width, shape.bits, rows)
@@ -350,7 +353,7 @@ def output_chunks(shape, rows):
 
 @gluon.constexpr_function
 def num_slots(shape, rows):
-    """Number of ring slots, at most 12, that fit into shared memory with the scratch memory."""
+    """Return the number of ring slots (at most 12) that fit beside the scratch memory."""
     num_staged = max(num_chunks(shape.hidden, shape.bits), *output_chunks(shape, rows))
     heads = num_head_vectors(shape.num_heads // shape.num_kv_heads, rows) * shape.head_dim * 2
     sums = 2 * 256 * num_sum_blocks(shape, rows) * rows
@@ -360,7 +363,7 @@ def num_slots(shape, rows):
 
 @gluon.constexpr_function
 def num_sum_blocks(shape, rows):
-    """Number of blocks whose sums the shared memory has room for: enough for every phase."""
+    """Return the number of blocks whose sums fit into shared memory: enough for every phase."""
     row_format, head = format_of(shape.hidden, shape.bits, rows), format_of(shape.hidden, 16, rows)
     return power_of_two(
         max(
@@ -375,13 +378,13 @@ def num_sum_blocks(shape, rows):
 
 @gluon.constexpr_function
 def num_copies(rows):
-    """Number of threads that hold the same sum of a weight row."""
+    """Return the number of threads that hold the same sum of a weight row."""
     return max(4 // rows, 1)
 
 
 @gluon.constexpr_function
 def sums_layout(blocks, rows):
-    """Layout of the warps' sums, [8 warps, copies, blocks, rows, 8 weight rows].
+    """Return the layout of the warps' sums, [8 warps, copies, blocks, rows, 8 weight rows].
 
     A thread holds the sums of all warps, so that it can add them up.
     """
@@ -396,15 +399,15 @@ def sums_layout(blocks, rows):
 
 @gluon.constexpr_function
 def num_in_flight(hidden):
-    """Maximum number of tiles in flight; more would slow down the exchanges."""
+    """Return the maximum number of tiles in flight; more would slow down the exchanges."""
     return 3 if hidden >= 2048 else 2
 
 
 @gluon.constexpr_function
 def tiles_in_flight(row_format, in_flight, slots):
-    """Number of tiles to keep in flight, less than the number of slots.
+    """Return the number of tiles to keep in flight, which is less than the number of slots.
 
-    If only half of each tile is used, it is twice `in_flight`.
+    If only half of each tile is used, the number is twice `in_flight`.
     """
     return min(in_flight * 2 // row_format.halves, slots - 1)
 
@@ -422,15 +425,15 @@ def num_head_blocks(vocab, tiles):
 
 @gluon.constexpr_function
 def power_of_two(count):
-    """The smallest power of two that is at least `count`."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
 @gluon.constexpr_function
 def num_splits(num_kv_heads):
-    """Maximum number of splits of a row's keys for one KV head.
+    """Return the maximum number of splits of a row's keys for one KV head.
 
-    It is 32, or less if a row would have more than 128 splits over all KV heads.
+    It is 32, unless a row would then have more than 128 splits over all KV heads.
     """
     splits = 32
     while splits * num_kv_heads > 128:
@@ -440,50 +443,62 @@ def num_splits(num_kv_heads):
 
 @gluon.constexpr_function
 def num_output_groups(q_width):
-    """Number of 8-column groups of a row's attention output, padded to a multiple of 128 CTAs."""
+    """Return the number of 8-column groups in a row's attention output, padded to whole chunks."""
     return -(-q_width // 1024) * 128
 
 
 @gluon.constexpr_function
 def merge_groups(q_width, num_kv_heads, rows):
-    """Number of 8-column groups that a CTA merges, over all rows, padded to occupy all threads."""
+    """Return the number of 8-column groups that a CTA merges, over all rows.
+
+    It is padded to occupy all threads.
+    """
     return max(rows * power_of_two(-(-q_width // 1024)), 256 // num_splits(num_kv_heads))
 
 
 @gluon.constexpr_function
 def merge_layout(num_kv_heads):
-    """Layout [groups, splits] without replication: the thread that reads a partial clears it."""
+    """Return the layout [groups, splits].
+
+    It has no replication, because the thread that reads a partial also clears it.
+    """
     splits = num_splits(num_kv_heads)
     return gl.BlockedLayout([1, 1], [32 // splits, splits], [8, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def key_layout():
-    """Layout of 32 keys as words of two bfloat16: [4, 8, dim / 64, 32]."""
+    """Return the layout of 32 keys as words of two bfloat16: [4, 8, dim / 64, 32]."""
     return gl.BlockedLayout([1, 1, 1, 8], [1, 8, 1, 4], [4, 1, 2, 1], [3, 2, 1, 0])
 
 
 @gluon.constexpr_function
 def num_head_vectors(group, new):
-    """Padded number of head vectors of a segment: queries of a GQA group, `new` keys and values."""
+    """Return the padded number of head vectors of a segment.
+
+    These are the queries of a GQA group, `new` keys and `new` values.
+    """
     return max(8, power_of_two(group + 2 * new))
 
 
 @gluon.constexpr_function
 def head_vector_layout(vectors):
-    """Layout [head vectors, dim / 4]: each warp has an eighth of the vectors."""
+    """Return the layout [head vectors, dim / 4]: each warp has an eighth of the vectors."""
     return gl.BlockedLayout([vectors // 8, 1], [1, 32], [8, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def segments(width, bits):
-    """Number of segments per weight row."""
+    """Return the number of segments per weight row."""
     return width * bits // 1024
 
 
 @gluon.constexpr_function
 def expert_segments(size, bits):
-    """Number of segments per weight row of an expert's `down`, padded to need fewer TMA copies."""
+    """Return the number of segments per weight row of an expert's `down`.
+
+    It is padded so that fewer TMA copies are needed.
+    """
     count = segments(size, bits)
     return power_of_two(count) if count < 4 else -(-count // 4) * 4
 
@@ -495,17 +510,17 @@ def expert_columns(size, bits):
 
 @gluon.constexpr_function
 def piece_segments(size, bits):
-    """Number of segments per weight row of an expert's `down` that one TMA copy loads."""
+    """Return how many segments per weight row of an expert's `down` one TMA copy loads."""
     return next(n for n in (16, 8, 4, 2, 1) if expert_segments(size, bits) % n == 0)
 
 
 @gluon.constexpr_function
 def scale_words(bits, piece):
-    """Stride in words between the scales of two pieces of a tile; TMA needs 128-byte alignment."""
+    """Return the words between the scales of two pieces; TMA needs 128-byte alignment."""
     return max(piece * 8 * segment_groups(bits), 32)
 
 
 @gluon.constexpr_function
 def scale_piece(size, bits):
-    """Number of segments whose scales are contiguous in a slot: at most those of half a tile."""
+    """Return how many segments have contiguous scales in a slot: at most those of half a tile."""
     return min(piece_segments(size, bits), 8)

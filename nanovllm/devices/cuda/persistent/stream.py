@@ -37,7 +37,7 @@ from nanovllm.devices.cuda.persistent.tile_mma import (
 )
 
 HEAD_IN_FLIGHT = gl.constexpr(4)  # maximum tiles of the LM head in flight
-OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # row index beyond any weight: TMA writes zeros instead
+OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # index beyond any weight, for which TMA writes zeros
 NUM_USED = gl.constexpr(16)  # number of mbarriers for consumed groups; exceeds the number of slots
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 RING = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
@@ -191,7 +191,7 @@ class Stream:
     ):  # fmt: skip
         """Start the TMA copies of N segments of each of 8 weight rows, and of their scales.
 
-        They are written to the slot of tile t, starting at segment `target` of that tile.
+        The segments are written to the slot of tile t, starting at segment `target` of that tile.
         """
         weight, scales = weights
         slot = t % self.slots
@@ -207,9 +207,9 @@ class Stream:
 
     @gluon.jit
     def claim(self, t, g, owners, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr):
-        """Wait for a free slot, and for few enough tiles in flight; then expect tile t's bytes.
+        """Wait for tile t's slot, and until few enough tiles are in flight; then expect its bytes.
 
-        `owners` holds the group of the tile in each slot; return it with group g for this slot.
+        `owners` holds, for each slot, the group of its tile. Return it with g for tile t's slot.
         """
         owners = self.take_slot(t, g, owners)
         before = t - tiles_in_flight(FORMAT, IN_FLIGHT, self.slots)
@@ -232,8 +232,8 @@ class Stream:
     def wait(self, t, N: gl.constexpr, IN_FLIGHT: gl.constexpr):
         """Wait until tiles t to t + N - 1 have arrived.
 
-        Only the last IN_FLIGHT tiles can still be in flight: the loading warp has waited for the
-        earlier ones before it started to copy the last.
+        Only the last IN_FLIGHT tiles can still be in flight: the loading warp waits for the earlier
+        ones before it starts to copy the last tile.
         """
         for k in gl.static_range(N):
             if k >= N - IN_FLIGHT:
@@ -247,7 +247,7 @@ class Stream:
 
     @gluon.jit
     def tile_at(self, t, FORMAT: gl.constexpr, PIECE: gl.constexpr):
-        """Load a thread's words of tile t, followed by their scales if they are quantized."""
+        """Load a thread's words of tile t, followed by their scales if weights are quantized."""
         w = load_words(self.words.index(t % self.slots), FORMAT.halves)
         if FORMAT.bits < 16:
             w = w + load_scales(
@@ -273,7 +273,7 @@ class Stream:
         self, t, g, BLOCKS: gl.constexpr, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr,
         PIECE: gl.constexpr = 8,
     ):  # fmt: skip
-        """Load a projection's tiles into registers before x arrives, if they fit."""
+        """Load a projection's tiles into registers before x arrives, or return () if too many."""
         w = ()
         if is_resident(BLOCKS, FORMAT):
             w = self.load_tiles(t, g, BLOCKS * FORMAT.tiles, FORMAT, IN_FLIGHT, PIECE)
@@ -283,7 +283,7 @@ class Stream:
     def load_x_registers(self, x, FORMAT: gl.constexpr):
         """Return x in registers, or () if it does not fit, and its sums over quant groups.
 
-        Only 4-bit weights need the sums; with others they are ().
+        Only 4-bit weights need the sums; for other weights, they are ().
         """
         parts, totals = (), ()
         for k in gl.static_range(len(x)):
@@ -300,7 +300,7 @@ class Stream:
         self, t, g, resident, x, x_registers, COUNT: gl.constexpr, FORMAT: gl.constexpr,
         IN_FLIGHT: gl.constexpr, PIECE: gl.constexpr = 8,
     ):  # fmt: skip
-        """Multiply COUNT blocks by x; return this warp's sums, a weight row per thread.
+        """Multiply COUNT blocks by x; return this warp's sums of each block, as in `by_row`.
 
         `resident` holds the tiles that are already in registers, if any. The scales of PIECE
         segments are contiguous in a slot.

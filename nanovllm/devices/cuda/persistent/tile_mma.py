@@ -1,9 +1,10 @@
 """Multiply weight tiles by x on tensor cores, for weights in bfloat16, FP8 or 4 bits.
 
-sizes.py has a glossary. For each half of a tile, a thread holds 8 words of one weight row i; if
-they are quantized, they share a scale. Converted to bfloat16, half of the values go to row i of the
-MMA operand A, and half to row i + 8. The even columns of operand B hold the x for rows 0 to 7 of A,
-the odd columns the x for rows 8 to 15. Scales are applied to the sums. See docs/persistent-step.md.
+sizes.py has a glossary. For each half of a tile, a thread holds 8 words of one weight row i. If
+they are quantized, they share a scale and are converted to bfloat16. Half of the values go to row i
+of the MMA operand A, and half to row i + 8. The even columns of operand B hold the x for rows 0 to
+7 of A, the odd columns the x for rows 8 to 15. Scales are applied to the sums. See
+docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
@@ -17,36 +18,36 @@ S3, S5, S6, S7, S9 = (
 )
 # Layout of half a tile, as words [8 segments, 8 weight rows, 32], for an operand of `mma`.
 HALF = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
-# Layout with one word per thread: [8 segments, 8 weight rows, 4].
+# Layout with one word per thread: [8 segments, 8 weight rows, 4 threads].
 ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
 SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))  # scales of a tile, not swizzled
 # The bits of an FP8 value, moved to their positions in bfloat16, are that value times 2**-120. To
-# compensate, x is scaled up: |x| < 2**27 stays finite, and sums do not underflow in float32.
+# compensate, x is scaled up. Any |x| < 2**27 stays finite, and float32 sums do not underflow.
 FP8_X_SCALE = gl.constexpr(2.0**100)
 FP8_SCALE_FACTOR = 2.0**20  # FP8 scales are multiplied by the remaining factor
-INT4_OFFSET = 128  # added to 4-bit values, which become the low mantissa bits of a bfloat16
+INT4_OFFSET = 128  # added to 4-bit values, by setting the low mantissa bits of the bfloat16 128
 SIGNS, EXPONENT_AND_MANTISSA = "0x80008000", "0x07f007f0"
 NIBBLES, OFFSETS, ONES = "0x000f000f", "0x43004300", "0x3f803f80"
 
 
 @gluon.constexpr_function
 def x_words(bits):
-    """Number of words of x that a thread needs for its 8 words of weights."""
+    """Return the number of words of x that a thread needs for its 8 words of weights."""
     return 64 // bits
 
 
 @gluon.constexpr_function
 def rows_at_once(bits, rows):
-    """Number of rows of x that one `mma` multiplies: columns 2 r and 2 r + 1 of B are row r.
+    """Return the number of rows of x per `mma`: columns 2 r and 2 r + 1 of B hold row r.
 
-    With 4-bit weights, half of B's columns are the same rows of x for a second quant group.
+    With 4-bit weights, half of the columns of B hold the same rows of x for a second quant group.
     """
     return min(rows, 2 if bits == 4 else 4)
 
 
 @gluon.constexpr_function
 def num_sets(bits, rows):
-    """Number of sets of rows; each set is multiplied by the same weights with its own `mma`."""
+    """Return the number of sets of rows; each set has its own `mma` with the same weights."""
     return rows // rows_at_once(bits, rows)
 
 
@@ -82,14 +83,16 @@ def stage(staged, k: gl.constexpr, rows, BITS: gl.constexpr):
     x = stacked(rows)
     if BITS == 16:
         # A thread holds consecutive words of a weight row. Even words go to row i of operand A, odd
-        # words to row i + 8. So x is stored with even words for even columns of B, odd for odd.
+        # words to row i + 8. So x is stored with its even words in the even columns of B, and its
+        # odd words in the odd columns.
         both = gl.allocate_shared_memory(gl.bfloat16, [2, 8, R, 2, 4, 4, 2], S7)
         values = gl.reshape(x.to(gl.bfloat16), [2, 8, 4, 4, 2, 2, R])
         both.store(gl.permute(values, [0, 1, 6, 4, 2, 3, 5]))
         pieces = both._reinterpret(gl.bfloat16, [2, 8, R, 2, 4, 8], S5)
         staged = staged + (pieces.index(0), pieces.index(1))
     elif BITS == 8:
-        # A word holds four weights, 32 columns apart: the first and the third become a pair.
+        # A word holds four weights, 32 columns apart. The first and the third become a pair, as do
+        # the second and the fourth.
         piece = gl.allocate_shared_memory(gl.bfloat16, [8, R, 2, 2, 4, 4, 2], S7)
         values = gl.reshape((x * FP8_X_SCALE).to(gl.bfloat16), [8, 2, 2, 4, 2, 4, R])
         piece.store(gl.permute(values, [0, 6, 4, 2, 3, 5, 1]))
@@ -97,7 +100,8 @@ def stage(staged, k: gl.constexpr, rows, BITS: gl.constexpr):
     else:
         if k % 2 == 0:
             staged = staged + (gl.allocate_shared_memory(gl.bfloat16, [2, 4, R, 8, 4, 8], S5),)
-        # A word holds eight weights, 16 columns apart: the first and the fifth become a pair.
+        # A word holds eight weights, 16 columns apart. The first and the fifth become a pair, as do
+        # the second and the sixth, and so on.
         values = gl.reshape(x.to(gl.bfloat16), [4, 2, 2, 2, 2, 2, 4, 2, R])
         values = gl.permute(values, [0, 8, 6, 4, 1, 5, 7, 3, 2])
         half = staged[k // 2].index(k % 2)
@@ -131,7 +135,7 @@ def load_x(piece, BITS: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def mask_quant_group(words):
-    """Zero the words of x unless a thread's weights are in the quant group of its column of B."""
+    """Zero a thread's words of x if its weights are not in the quant group of its column of B."""
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, ONE)))[None, :, None]
     is_own = gl.zeros([8, 8, 4], gl.int32, ONE) + column // 4 == quad_lane() // 2
     keep, own = gl.where(is_own, -1, 0), ()
@@ -142,13 +146,13 @@ def mask_quant_group(words):
 
 @gluon.jit
 def quad_lane():
-    """Index of a thread among the four threads of a weight row."""
+    """Return the index of a thread among the four threads of a weight row."""
     return gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, ONE)))[None, None, :]
 
 
 @gluon.jit
 def unpacked(t, N: gl.constexpr):
-    """Split a tensor [8, 8, 4, N], with N words per thread, into N tensors of a word per thread."""
+    """Split a tensor [8, 8, 4, N] with N words per thread into N tensors, one word per thread."""
     words = ()
     if N == 1:
         words = (as_words(t),)
@@ -179,7 +183,7 @@ def load_words(slot, HALVES: gl.constexpr):
 def load_scales(slot, HALVES: gl.constexpr, BITS: gl.constexpr, PIECE: gl.constexpr):
     """Load the scale word of a thread's weight row and quant group, for each half of a tile.
 
-    The scales of PIECE segments are contiguous, and aligned for TMA.
+    The scales of every PIECE segments are contiguous, and aligned for TMA.
     """
     P: gl.constexpr = segment_groups(BITS)
     N: gl.constexpr = 8 * HALVES // PIECE
@@ -241,7 +245,7 @@ def collect_sums_asm(sets, first, second):
 
 @gluon.constexpr_function
 def bf16_asm(halves, sets):
-    """Return PTX that multiplies bfloat16 weights: an `mma` uses four words, two per row of A."""
+    """Return PTX that multiplies bfloat16 weights; an `mma` takes four words, two per row of A."""
     code = accumulators_asm(sets)
     for j in range(2 * halves):
         first = sets * (1 + 4 * halves) + 4 * j
@@ -291,7 +295,7 @@ def int4_asm(sets):
 
 @gluon.constexpr_function
 def x_sum_asm():
-    """Return PTX that sums the x operands of `int4_asm`, over both of a row's columns of B."""
+    """Return PTX that sums the x operands of `int4_asm`, over the two columns of B for a row."""
     code = accumulators_asm() + "".join(f"mov.b32 p{i}, {ONES}; " for i in range(4))
     for j in range(8):
         code += mmas_asm(1, j, 1 + 2 * j, 16)
@@ -321,7 +325,7 @@ def run(ASM: gl.constexpr, words, SETS: gl.constexpr):
 
 @gluon.jit
 def sums_of(x, ROWS: gl.constexpr):
-    """Sum x over a quant group of 4-bit weights, for each set."""
+    """Sum x over a quant group of 4-bit weights, for each set of rows."""
     sums = ()
     for s in gl.static_range(num_sets(4, ROWS)):
         sums = sums + run(x_sum_asm(), x[16 * s : 16 * s + 16], 1)
@@ -380,8 +384,8 @@ def by_row(totals, BITS: gl.constexpr):
     """Arrange the sums so that the four threads of a weight row hold one batch row each.
 
     The first result holds batch rows 0 to 3, the second rows 4 to 7. With 4-bit weights, a thread
-    holds the sum over one of two quant groups, for one of two rows; the sum over the other quant
-    group is added.
+    starts with the sum over one of two quant groups, for one of two rows. The sum over the other
+    quant group is added.
     """
     if BITS == 4:
         whole = ()

@@ -199,7 +199,7 @@ def test_quantized_weights_move_and_are_not_copied(
 def test_mixed_bits_are_not_supported() -> None:
     model = loaded_model("qwen3-0.6b")
     quantize(model.model.layers[0], make_fp8)
-    assert "differ in bits" in str(problem_of(model))
+    assert "differ in bit width" in str(problem_of(model))
 
 
 def test_other_group_sizes_are_not_supported() -> None:
