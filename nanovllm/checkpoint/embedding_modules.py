@@ -20,7 +20,7 @@ IDENTITY = "torch.nn.modules.linear.Identity"
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingModules:
-    """The modules after the language model, except Normalize: the caller may normalize vectors."""
+    """The modules after the language model, except Normalize: `LLM.embed` has an option for it."""
 
     pooling: Pooling
     dense: tuple[Path, ...]  # folders of linear layers, applied to the pooled vector in order

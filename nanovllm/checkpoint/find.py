@@ -107,7 +107,7 @@ def find_checkpoint(
 
 
 def read_json(file: Path, kind: type = dict) -> Any:
-    """Read a JSON object or, if `kind` says so, a list."""
+    """Read a JSON object or, if `kind` is `list`, a list."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

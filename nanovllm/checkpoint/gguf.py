@@ -35,7 +35,7 @@ _END_TEXTS = (
 # Keyed by llama.cpp's numbers for pooling types.
 _POOLINGS: dict[int, Pooling | None] = {0: None, 1: "mean", 3: "last"}
 
-# Key that `read_config` adds, which config.json never has: tensor name -> quant block type.
+# `read_config` adds this key, which config.json never has: tensor name -> quant block type.
 BLOCK_TYPES_KEY = "gguf_block_types"
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -151,7 +151,7 @@ class Metadata:
         return list_field(self.reader, f"{self.architecture}.{_WINDOWS}", bool)
 
     def check_keys(self) -> None:
-        """Raise UnsupportedModelError for keys and tensors that may change the output."""
+        """Raise UnsupportedModelError for unknown keys and tensors that may change the output."""
         architecture, prefix = ARCHITECTURES[self.architecture], f"{self.architecture}."
         known = {*architecture.numbers, *([_WINDOWS] if architecture.lists_windows else [])}
         keys = [key.removeprefix(prefix) for key in self.reader.fields if key.startswith(prefix)]

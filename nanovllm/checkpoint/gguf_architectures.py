@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Key that GGUF configs add, which config.json never has. If it is set, value head i uses key head
-# i % num_key_heads; otherwise, the value heads that share a key head are adjacent.
+# Configs of GGUF files may have this key; config.json never does. If it is set, value head i uses
+# key head i % num_key_heads; otherwise, the value heads that share a key head are adjacent.
 TILED_HEADS_KEY = "gguf_tiled_value_heads"
 _SILU = {"hidden_act": "silu"}
 _BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}

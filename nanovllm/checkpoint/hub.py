@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class ShortName:
     hub_id: str
     license: str
-    package: str | None = None  # contains the model as a GGUF file
+    package: str | None = None  # Python package that contains the model as a GGUF file
 
 
 ALIASES = {
@@ -162,7 +162,7 @@ def _gguf_names(repo_id: str, folder: Path) -> dict[str, list[str]]:
 
     try:
         files = [file.path for file in get_cached_repo_tree(repo_id, revision=folder.name)]
-    except CachedRepoTreeNotFoundError:  # downloaded by another program
+    except CachedRepoTreeNotFoundError:  # another program downloaded the snapshot
         files = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
     names: dict[str, list[str]] = {}
     for file in sorted(files):

@@ -1,4 +1,4 @@
-"""RMSNorm over all heads of q and of k, which needs a sum over all ranks."""
+"""RMSNorm over all heads of q, and over all heads of k, which needs a sum over all ranks."""
 
 from __future__ import annotations
 

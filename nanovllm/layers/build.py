@@ -60,7 +60,7 @@ class Layer(nn.Module):
         return self.forward(*args)
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
-        """Return the checkpoint tensors of this layer's parameters, excluding its submodules."""
+        """Return the checkpoint tensors of this layer's own parameters, not of its submodules."""
         return {}
 
     def process_weights_after_loading(self, allow_copy: bool) -> None:

@@ -118,7 +118,7 @@ class GatedDeltaNet(Layer):
 
 
 def ungroup(num_groups: int, parts: list[int]) -> list[int]:
-    """Return the permutation of rows from group by group to part by part.
+    """Return the row permutation from group-major to part-major order.
 
     Every group consists of the same parts; `parts` holds the number of rows of each.
     """

@@ -62,7 +62,7 @@ class LayerWeight(nn.Module):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the weight is dense; valid after `expected_tensors` was called."""
+        """Whether the weight is dense; valid once `expected_tensors` has been called."""
         return isinstance(self.tensors, DenseTensor)
 
     def use_dense(self) -> None:

@@ -47,10 +47,10 @@ def create_quantized(
 
 
 def common_layout(layouts: Sequence[QuantLayout], inputs: Shard) -> QuantLayout | None:
-    """Return a layout for all tensors together.
+    """Return one layout for all tensors, or None.
 
-    None if their kinds or group sizes differ, no kernel reads them, or this rank's shard splits a
-    group.
+    It is None if their kinds or group sizes differ, no kernel supports them, or this rank's shard
+    splits a group.
     """
     if len({(layout.kind, layout.group) for layout in layouts}) > 1:
         return None

@@ -20,7 +20,7 @@ BuildLayer = Callable[[ModelConfig, int, BuildContext], nn.Module]
 
 
 class DecoderLayer(Layer):
-    """Attention and MLP, each preceded by a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm; their outputs are added to the residual stream."""
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def build_model(config: ModelConfig, max_model_len: int, build: BuildContext) -> Model:
-    """Create a model without its weights; a TransformersModel is created on the meta device."""
+    """Create a model whose weights are not loaded; a TransformersModel is on the meta device."""
     if config.transformers_config is not None:
         from nanovllm.models import transformers_family
 
