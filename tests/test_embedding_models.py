@@ -230,7 +230,7 @@ def test_unsupported_modules_are_named(
         (
             ["weight", "scale"],
             [64, HIDDEN],
-            r"must hold linear\.weight and linear\.bias, not scale, w",
+            r"must hold linear\.weight and optionally linear\.bias, not scale, w",
         ),
         (["linear.bias"], [64], r"must hold linear\.weight"),
         (["linear.weight"], [64, 9], "2_Dense: linear.weight has 9 inputs, not 48"),

@@ -14,12 +14,13 @@ from nanovllm.ops.interface import LayerCache
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """The rows of a step as host arrays; row i runs counts[i] positions, starting at starts[i]."""
+    """The rows of a step as host arrays; row i has counts[i] tokens from position starts[i] on."""
 
     slots: npt.NDArray[np.int32]
     starts: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int32]
-    block_table: Tensor  # int32 [slots, max_blocks] on the device; undefined past a row's blocks
+    # int32 [slots, max_blocks] on the device; entries past a row's blocks are undefined.
+    block_table: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +28,18 @@ class AttentionSpec:
     """The attention parameters of a layer."""
 
     scale: float  # multiplies the scores
-    # A query attends to keys less than this many positions away; None: to all.
+    # A query attends to keys fewer than this many positions away; None: to all keys.
     window: int | None = None
     softcap: float | None = None  # bounds the scaled scores: softcap * tanh(score / softcap)
-    # [heads]: scores of an additional key per query head, whose value is zero
+    # [heads]: each head's attention sink, the score of an additional key whose value is zero
     sinks: Tensor | None = field(default=None, compare=False)
-    is_causal: bool = True  # False: queries attend to later keys, too, which only SDPA supports
+    is_causal: bool = True  # False: queries also attend to later keys; only SDPA supports this
 
 
 class AttentionBackend(Protocol):
     """An attention implementation.
 
-    `plan` runs once per step, `attend` once per layer, after the step's k and v are cached.
+    `plan` runs once per step, `attend` once per layer, after that layer's k and v are cached.
     """
 
     def plan(self, rows: BatchRows) -> Any:
@@ -60,7 +61,7 @@ class SharedRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Decode rows, where row i is token i, as device tensors that every graph replay reads."""
+    """Decode rows as device tensors, which every graph replay reads; row i is token i."""
 
     block_table: Tensor  # as in BatchRows
     slots: Tensor

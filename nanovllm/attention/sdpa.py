@@ -1,8 +1,8 @@
-"""Attention in plain torch, on any device: SDPA, row by row, over each row's own tokens only.
+"""Attention in plain torch, on any device: SDPA over each row's own tokens, one row at a time.
 
-SDPA has no softcapping and no sinks: models that need them are computed in separate operations.
+SDPA supports neither softcapping nor sinks: layers with these use separate matmuls and softmax.
 
-Query heads that share a kv head form a batch, so grouped-query attention needs no copies of k, v.
+Each kv head is broadcast to its query heads, so grouped-query attention does not copy k and v.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SdpaAttention:
 
 
 def plan_row(rows: BatchRows, i: int, offsets: np.ndarray, block_size: int) -> PrefillRow:
-    """Describe row i; `offsets` holds the first token of each row in the batch."""
+    """Describe row i; `offsets` holds the index of each row's first token in the batch."""
     start, count = int(rows.starts[i]), int(rows.counts[i])
     num_blocks = -(-(start + count) // block_size)
     block_ids = rows.block_table[int(rows.slots[i]), :num_blocks].long()
@@ -66,7 +66,7 @@ def attend_prefill(
     output: Tensor,
     matmul_dtype: torch.dtype | None = None,
 ) -> None:
-    """Attend from a row's last `count` positions to all positions of the row, or to the window."""
+    """Write to `output` the attention of a row's last `count` tokens over its context or window."""
     part = slice(row.offset, row.offset + row.count)
     q, output = q[part], output[part]
     length = row.start + row.count
@@ -78,7 +78,7 @@ def attend_prefill(
         output[:] = _grouped_sdpa(q, k, v, None, spec)
         return
     positions = torch.arange(length, device=q.device)
-    num_later = 0 if spec.is_causal else window - 1  # keys after a query's own
+    num_later = 0 if spec.is_causal else window - 1  # visible keys after the query's position
     for first in range(0, row.count, QUERY_TILE):
         tile = q[first : first + QUERY_TILE]
         start = row.start + first
@@ -115,11 +115,11 @@ def _grouped_sdpa(
 ) -> Tensor:
     """Run SDPA of q [queries, heads, dim] over k, v [1, kv_heads, tokens, dim].
 
-    Without a mask, attention is causal if `spec` says so, else over all keys.
+    Without a mask, attention is causal if `spec.is_causal` is set, and over all keys otherwise.
     """
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    # kv heads become the batch, and each is broadcast over its query heads: a view, not a copy.
+    # kv heads become the batch dimension; `expand` broadcasts them without a copy.
     groups = q.view(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     size = groups.shape[1]
     k = k.transpose(0, 1).expand(-1, size, -1, -1)
@@ -141,7 +141,7 @@ def _grouped_sdpa(
 def _composed_attention(
     q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None, spec: AttentionSpec
 ) -> Tensor:
-    """Compute attention with a softcap or sinks, of q [kv_heads, group, queries, dim]."""
+    """Compute attention with a softcap or sinks, for q [kv_heads, group, queries, dim]."""
     assert is_visible is not None
     scores = (q @ k.transpose(-1, -2)).float() * spec.scale
     if (cap := spec.softcap) is not None:

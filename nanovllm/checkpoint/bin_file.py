@@ -1,4 +1,4 @@
-"""Read the tensors of a PyTorch checkpoint, pytorch_model.bin."""
+"""Read the tensors of a PyTorch checkpoint file, such as pytorch_model.bin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nanovllm.errors import CheckpointError
 
 
 def list_bin(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTensor]:
-    is_zip = zipfile.is_zipfile(path)  # the format before torch 1.6 cannot be memory-mapped
+    is_zip = zipfile.is_zipfile(path)  # files older than torch 1.6 cannot be memory-mapped
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # a damaged pickle can raise anything
@@ -31,7 +31,7 @@ def list_bin(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTe
         is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
         is_plain = is_dense and not tensor.is_nested and tensor.device.type == "cpu"
         if not isinstance(name, str) or not is_plain:
-            raise CheckpointError(f"{path} must hold plain tensors by name, not {name!r:.80}")
+            raise CheckpointError(f"{path}: {name!r:.80} is not the name of a dense CPU tensor")
         check_dtype(path, name, tensor.dtype, dtypes)
         read = partial(read_and_release if is_zip else split_rows, tensor)
         yield StoredTensor(name, tuple(tensor.shape), path, read, dtype=tensor.dtype)

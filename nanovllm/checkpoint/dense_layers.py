@@ -16,7 +16,7 @@ from nanovllm.errors import CheckpointError
 def load_dense(
     folders: Sequence[Path], hidden_size: int, device: torch.device
 ) -> Iterator[nn.Linear]:
-    """Load linear layers from folders of sentence-transformers; like pooling, they are float32."""
+    """Load linear layers from sentence-transformers folders; like pooling, they run in float32."""
     width = hidden_size
     for folder in folders:
         stored = list_tensors(find_checkpoint(str(folder)))
@@ -26,7 +26,9 @@ def load_dense(
         }
         if not {"weight"} <= weights.keys() <= {"weight", "bias"}:
             names = ", ".join(tensor.name for tensor in stored)
-            raise CheckpointError(f"{folder} must hold linear.weight and linear.bias, not {names}")
+            raise CheckpointError(
+                f"{folder} must hold linear.weight and optionally linear.bias, not {names}"
+            )
         num_outputs, num_inputs = weights["weight"].shape
         if num_inputs != width:
             raise CheckpointError(f"{folder}: linear.weight has {num_inputs} inputs, not {width}")

@@ -1,4 +1,4 @@
-"""Read an embedding model's modules in the format of sentence-transformers: pooling and layers."""
+"""Read the sentence-transformers modules of an embedding model: pooling and linear layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDENTITY = "torch.nn.modules.linear.Identity"
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingModules:
-    """The modules after the language model; a vector is normalized if the caller asks for it."""
+    """The modules after the language model, except Normalize: `LLM.embed` has an option for it."""
 
     pooling: Pooling
     dense: tuple[Path, ...]  # folders of linear layers, applied to the pooled vector in order

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 WeightFormat = Literal["safetensors", "bin", "gguf", "none"]
 
 BUILT_IN = "smollm2"
-# The built-in model's generation config has no temperature, and so small a model writes gibberish
+# The built-in model's generation config has no temperature, and a model this small writes gibberish
 # at 1.0.
 BUILT_IN_TEMPERATURE = 0.3
 # File patterns, in order of preference.
@@ -43,12 +43,12 @@ class Checkpoint:
     generation_config: Mapping[str, Any]
     weight_files: tuple[Path, ...]
     weight_format: WeightFormat
-    quantization: Quantization | None = None  # None: the weights are floats, or GGUF
+    quantization: Quantization | None = None  # None: float, GGUF or MXFP4 weights
     embedding: EmbeddingModules | None = None  # set if the model only embeds
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the files store quantized weights instead of floats."""
+        """Whether `quantization_config` declares quantized weights; False for GGUF and MXFP4."""
         return self.quantization is not None and self.quantization.scheme != "round_to_fp8"
 
 
@@ -58,7 +58,7 @@ def stores_quantized(config: Mapping[str, Any]) -> bool:
 
 
 def stored_quantization(config: Mapping[str, Any]) -> Any:
-    """Return the `quantization_config`, except that of weights which transformers dequantizes."""
+    """Return `quantization_config`, or None for MXFP4 weights, which transformers dequantizes."""
     return None if is_mxfp4(config) else config.get("quantization_config")
 
 
@@ -80,7 +80,7 @@ def find_checkpoint(
 ) -> Checkpoint:
     """Locate a model, on the hub if it is not on this machine, and read its configuration.
 
-    `check` receives the configuration before anything else is downloaded, and may raise.
+    `check` receives the configuration before weights and tokenizer are downloaded, and may raise.
     """
 
     def check_configs(file: Path) -> None:
@@ -107,7 +107,7 @@ def find_checkpoint(
 
 
 def read_json(file: Path, kind: type = dict) -> Any:
-    """Read a JSON object or, if `kind` says so, a list."""
+    """Read a JSON object or, if `kind` is `list`, a list."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -131,7 +131,7 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def _local_path(model: str, revision: str | None) -> Path | None:
-    """Return a path that exists, or the GGUF file in an installed package; None if neither."""
+    """Return `model` as a path if it exists, or its GGUF file in an installed package, if any."""
     path = Path(os.path.expanduser(model))
     if os.path.exists(path):  # unlike path.exists(), this accepts names of any length
         if revision is not None:
@@ -196,7 +196,7 @@ def _read_embedding(folder: Path) -> EmbeddingModules | None:
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:
-    """Read config.json; of a model that also reads images, only the text model is used."""
+    """Read config.json; for a multimodal model, return the config of its text model."""
     config: dict[str, Any] = read_json(file)
     return config if config.get("text_config") is None else text_config(config)
 

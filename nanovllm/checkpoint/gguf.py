@@ -35,7 +35,7 @@ _END_TEXTS = (
 # Keyed by llama.cpp's numbers for pooling types.
 _POOLINGS: dict[int, Pooling | None] = {0: None, 1: "mean", 3: "last"}
 
-# An additional config key that never occurs in config.json: tensor name -> quant block type.
+# `read_config` adds this key, which config.json never has: tensor name -> quant block type.
 BLOCK_TYPES_KEY = "gguf_block_types"
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -48,7 +48,7 @@ _KNOWN_KEYS = re.compile(
     r"block_count|context_length|embedding_length|feed_forward_length|vocab_size|expert_count"
     r"|pooling_type"  # set by embedding models; `read_pooling` reads it
     r"|attention\.(head_count|head_count_kv|key_length|value_length|layer_norm_rms_epsilon)"
-    r"|rope\.(freq_base|dimension_count|dimension_sections)"  # sections are for images
+    r"|rope\.(freq_base|dimension_count|dimension_sections)"  # only images need dimension_sections
     r"|rope\.scaling\.(type|factor|original_context_length|finetuned)"
     r"|rope\.scaling\.yarn_(attn_factor|beta_fast|beta_slow)"
 )
@@ -87,7 +87,7 @@ def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:
         **{name: tensor in tensors for name, tensor in architecture.biases.items()},
     }
     for key, (name, default) in architecture.numbers.items():
-        config[name] = number(key, default) or None  # a window of 0 means no window
+        config[name] = number(key, default) or None  # 0 means unset, such as no window
     if architecture.lists_windows and (windows := metadata.windows()) is not None:
         kinds = "full_attention", "sliding_attention"
         config["layer_types"] = [kinds[has_window] for has_window in windows]
@@ -116,7 +116,7 @@ def read_generation_config(reader: GGUFReader) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """The header of one file and the keys under its architecture's prefix."""
+    """A file's header, with access to the keys under its architecture's prefix."""
 
     path: Path
     reader: GGUFReader
@@ -143,15 +143,15 @@ class Metadata:
             raise CheckpointError(f"{self.path} has no {self.architecture}.{key}; convert it again")
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             key = f"{self.architecture}.{key}"
-            raise UnsupportedModelError(f"{self.path}: {key} is {value!r}, not a single number")
+            raise UnsupportedModelError(f"{self.path}: {key} is {value!r}, not one number >= 0")
         return value
 
     def windows(self) -> list[bool] | None:
-        """Return which layers have a sliding window; None if the file does not list them."""
+        """Return whether each layer has a sliding window; None if the file does not say."""
         return list_field(self.reader, f"{self.architecture}.{_WINDOWS}", bool)
 
     def check_keys(self) -> None:
-        """Raise UnsupportedModelError for keys and tensors that may change the output."""
+        """Raise UnsupportedModelError for unknown keys and tensors that may change the output."""
         architecture, prefix = ARCHITECTURES[self.architecture], f"{self.architecture}."
         known = {*architecture.numbers, *([_WINDOWS] if architecture.lists_windows else [])}
         keys = [key.removeprefix(prefix) for key in self.reader.fields if key.startswith(prefix)]
@@ -169,7 +169,7 @@ def _head_dim(metadata: Metadata) -> int:
     number = metadata.number
     head_dim = number("attention.key_length", 0)
     head_dim = head_dim or number("embedding_length") // (number("attention.head_count") or 1)
-    # Architectures that rotate only a part of each head have these keys.
+    # An architecture that reads a key itself, such as one with partial rotation, allows any value.
     known = ARCHITECTURES[metadata.architecture].numbers
     for key in ("attention.value_length", "rope.dimension_count"):
         if key not in known and number(key, head_dim) != head_dim:
@@ -181,7 +181,7 @@ def _head_dim(metadata: Metadata) -> int:
 
 
 def _rope_scaling(metadata: Metadata, factors: ReaderTensor | None) -> dict[str, Any] | None:
-    """Return the rope scaling in transformers' format, plus the type "factors" of GGUF files."""
+    """Return the rope scaling in transformers' format; only GGUF files have the type "factors"."""
     number = metadata.number
     implied = "linear" if number("rope.scaling.factor", 0) else "none"
     kind = field(metadata.reader, f"{metadata.architecture}.rope.scaling.type", implied)
@@ -189,7 +189,7 @@ def _rope_scaling(metadata: Metadata, factors: ReaderTensor | None) -> dict[str,
         also = f" with {ROPE_FACTORS}" if factors is not None else ""
         raise UnsupportedModelError(f"{metadata.path}: rope scaling {kind!r}{also}: not supported")
     if factors is not None and factors.tensor_type.name not in FLOAT_TYPES:
-        raise UnsupportedModelError(f"{metadata.path}: {ROPE_FACTORS} must be of {FLOAT_TYPES}")
+        raise UnsupportedModelError(f"{metadata.path}: {ROPE_FACTORS} is not a float tensor")
     if kind == "none":
         if factors is None:
             return None
@@ -206,7 +206,7 @@ def _rope_scaling(metadata: Metadata, factors: ReaderTensor | None) -> dict[str,
 
 
 def _torch_dtype(reader: GGUFReader) -> str:
-    """Return the model's dtype, judged by the matrices: norms are float32 in every GGUF file."""
+    """Infer the model's dtype from its matrices: norms are float32 in every GGUF file."""
     types = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     if types == {"F32"}:
         return "float32"

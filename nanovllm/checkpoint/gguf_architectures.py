@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# An additional config key that never occurs in config.json. If it is set, value head i uses key
-# head i % num_key_heads; otherwise, the value heads that share a key head are neighbors.
+# Configs of GGUF files may have this key; config.json never does. If it is set, value head i uses
+# key head i % num_key_heads; otherwise, the value heads that share a key head are adjacent.
 TILED_HEADS_KEY = "gguf_tiled_value_heads"
 _SILU = {"hidden_act": "silu"}
 _BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
@@ -19,15 +19,16 @@ class Architecture:
 
     hf_class: str
     model_type: str
-    # GGUF name -> Hugging Face name; "*" stands for the index in a tensor that stacks all experts.
+    # GGUF name -> Hugging Face name; "*" is the expert's index if a tensor stacks all experts.
     layer_tensors: Mapping[str, str]
     permuted: tuple[str, ...] = ()  # projections whose rows are stored in interleaved rope order
-    norm_offset: float = 0.0  # converters add this to all norm weights but ssm_norm
+    norm_offset: float = 0.0  # converters add this to all norm weights except ssm_norm
     # Metadata key -> config field and default value (None: the key is required).
     numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=lambda: _SILU)
     biases: Mapping[str, str] = field(default_factory=lambda: _BIASES)  # config field -> tensor
-    default_size: int | None = None  # intermediate size if the file lacks it; 0: no MLP
+    # Intermediate size if the file has none; None: it is required, 0: there is no dense MLP.
+    default_size: int | None = None
     lists_windows: bool = False  # whether files may list the layers with a sliding window
     derive: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
 
@@ -142,7 +143,7 @@ def _rotary_factor(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _delta_net_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that follow from others; layers for multi-token prediction are not read."""
+    """Return derived fields; num_hidden_layers excludes layers for multi-token prediction."""
     num_heads = config["linear_num_value_heads"] or 1
     return {
         **_rotary_factor(config),
@@ -153,7 +154,7 @@ def _delta_net_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _olmo3_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of OLMo 3, whose files have OLMo 2's architecture and a window."""
+    """Return the fields of OLMo 3: its files declare olmo2, but also have a sliding window."""
     if not config["sliding_window"]:
         return {}
     scaling = config["rope_scaling"]

@@ -16,7 +16,7 @@ from nanovllm.errors import CheckpointError, NanovllmError, UnsupportedModelErro
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
 
-DEQUANTIZED_ELEMENTS = 1 << 17  # elements per call: the gguf package makes temporary copies
+DEQUANTIZED_ELEMENTS = 1 << 17  # elements per call; bounds the gguf package's temporary copies
 _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 
 

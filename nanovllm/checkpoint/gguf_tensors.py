@@ -27,7 +27,7 @@ PIECE_ELEMENTS = 4 << 20  # elements read at a time: 16 MB as float32
 
 
 def list_gguf(path: Path) -> Iterator[StoredTensor]:
-    """List the tensors; one that is stored with permuted heads must be read in whole heads."""
+    """List the tensors; those with permuted heads must be read in whole heads."""
     metadata = Metadata.of(path, open_gguf(path, has_lists=False))
     architecture = ARCHITECTURES[metadata.architecture]
     heads = metadata.number("attention.head_count")
@@ -72,10 +72,10 @@ def _read(
 ) -> Iterator[Tensor]:
     """Yield rows piece by piece, in whole heads if heads are stored permuted.
 
-    Rows are dequantized from type `kind`, or copied as stored if `kind` is None. Decays are stored
-    as -exp(A_log).
+    Rows are dequantized from type `kind`, or copied as stored if `kind` is None. `offset` is
+    subtracted. Decays, which are stored as -exp(A_log), are converted to A_log.
     """
-    if len(shape) == 1 and kind is not None:  # a vector cannot be read row by row
+    if len(shape) == 1 and kind is not None:  # a vector is one row: dequantize it as a whole
         data, kind = to_float(data, kind), type(kind).F32
     step = 1 if num_heads is None else shape[0] // num_heads
     num_rows = max(PIECE_ELEMENTS // math.prod(shape[1:]) // step, 1) * step
@@ -96,6 +96,6 @@ def _read(
 
 
 def _unpermute(array: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Reorder the rows of each head from (pair, half), as they are stored, to (half, pair)."""
+    """Reorder each head's rows from the stored order (pair, half) to (half, pair)."""
     pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
     return np.swapaxes(pairs, 1, 2).reshape(array.shape)

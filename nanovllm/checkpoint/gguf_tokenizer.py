@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type
-_KEEPING_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3 tokens that do not strip the next space
+_KEEPING_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3 tokens that keep the space after them
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _WAY_OUT = "token-id prompts with skip_tokenizer_init=True need no tokenizer"
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The split of a text before byte-level BPE, for one value of `tokenizer.ggml.pre`."""
+    """How text is split before byte-level BPE, for one value of `tokenizer.ggml.pre`."""
 
     patterns: tuple[str, ...] = ()  # applied in order; empty: GPT-2's own split
     single_digits: bool = False
     nfc: bool = False
-    whole_words: bool = False  # a word that is a token skips the merges
+    whole_words: bool = False  # a word that is itself a token skips the merges
     add_bos: bool = False  # default if the file does not specify it
 
 
 def _words(digits: str, letters: str = r"\p{L}") -> str:
-    """Return a regex for contractions, words, digits, punctuation, line ends and other space."""
+    """Return a regex for contractions, words, digits, punctuation, line breaks and other spaces."""
     return (
         rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}|"
         rf" ?[^\s{letters}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -102,7 +102,7 @@ def build_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 def _surround(
     tokenizer: Tokenizer, special_tokens: Mapping[str, str], before: list[str], after: list[str]
 ) -> Any:
-    """Return the post-processor that adds tokens, named by role, before and after every text."""
+    """Return a post-processor that adds special tokens, given by role, around every text."""
     from tokenizers import processors
 
     tokens = {name: special_tokens[name] for name in (*before, *after)}
@@ -156,7 +156,7 @@ class _Vocabulary:
 
 
 def _build(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return the tokenizer, and whether its kind adds BOS by default."""
+    """Return the tokenizer, and whether it adds BOS unless the file says otherwise."""
     if not vocabulary.tokens:
         raise CheckpointError(f"{vocabulary.path} has no tokenizer.ggml.tokens ({_WAY_OUT})")
     model, pre = vocabulary.get("model", None, str), vocabulary.get("pre", None, str)
@@ -213,7 +213,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return merges ordered by score: SentencePiece merges the pair of highest score first."""
+    """Return merges ordered by score: SentencePiece merges the highest-scoring pair first."""
     scores = vocabulary.column("scores", float)
     rows = zip(vocabulary.tokens, vocabulary.types(), scores, strict=True)
     pieces = {token: score for token, kind, score in rows if kind == _NORMAL}

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class ShortName:
     hub_id: str
     license: str
-    package: str | None = None  # contains the model as a GGUF file
+    package: str | None = None  # Python package that contains the model as a GGUF file
 
 
 ALIASES = {
@@ -40,7 +40,7 @@ ALIASES = {
 }
 _NAME = r"[A-Za-z0-9][\w.-]*"
 HUB_ID = re.compile(rf"({_NAME}/{_NAME})(?::([\w.-]+)|/([\w./-]+\.gguf))?")
-# The end of a file's name, as llama.cpp and others write it.
+# The end of a GGUF file name, as llama.cpp and others write it.
 _QUANTIZATION = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|BF16|FP?16|F32|MXFP4\w*|TQ\d\w*))"
     r"(?:-\d{5}-of-\d{5})?\.gguf",
@@ -74,7 +74,7 @@ def packaged_gguf(model: str) -> Path | None:
 
 
 def parse_name(model: str) -> tuple[str, str, str]:
-    """Return the repository that a name stands for, and its quantization or file, or ""."""
+    """Return the repository that a name refers to, its quantization or "", and its file or ""."""
     name = ALIASES[model.lower()].hub_id if model.lower() in ALIASES else model
     hub_id = HUB_ID.fullmatch(name)
     if hub_id is None:
@@ -94,7 +94,7 @@ def quantization_of(file: str) -> str | None:
 
 
 def format_size(num_bytes: int) -> str:
-    """Return a size with three digits and a decimal unit, as the hub shows it: 1.52 GB."""
+    """Return a size with three significant digits and a decimal unit, as the hub does: 1.52 GB."""
     size, units = float(num_bytes), ["TB", "GB", "MB", "kB", "bytes"]
     while size >= 999.5 and len(units) > 1:
         size, _ = size / 1000, units.pop()
@@ -110,7 +110,8 @@ def fetch(
 ) -> Path:
     """Return the local copy of a hub model, or of one of its GGUF files; download it if needed.
 
-    `check` receives the config.json before anything else is downloaded, and may raise.
+    `check` receives the path of config.json before weights and tokenizer are downloaded, and may
+    raise.
     """
     repo_id, quantization, file = parse_name(model)
     is_gguf = bool(quantization or file)
@@ -137,7 +138,7 @@ def fetch(
 
 
 def _find_quantization(repo_id: str, folder: Path, quantization: str) -> str:
-    """Return the one GGUF file with a quantization, such as Q4_K_M."""
+    """Return the only GGUF file with the given quantization, such as Q4_K_M."""
     names = _gguf_names(repo_id, folder)
     files = names.get(quantization.upper(), [])
     if len(files) == 1:
@@ -161,7 +162,7 @@ def _gguf_names(repo_id: str, folder: Path) -> dict[str, list[str]]:
 
     try:
         files = [file.path for file in get_cached_repo_tree(repo_id, revision=folder.name)]
-    except CachedRepoTreeNotFoundError:  # downloaded by another program
+    except CachedRepoTreeNotFoundError:  # another program downloaded the snapshot
         files = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
     names: dict[str, list[str]] = {}
     for file in sorted(files):
@@ -172,7 +173,11 @@ def _gguf_names(repo_id: str, folder: Path) -> dict[str, list[str]]:
 
 
 def names_of_gguf(repo_id: str, folder: Path) -> dict[str, str]:
-    """Return the name of each GGUF file of a snapshot: org/name:Q4_K_M if no other file has it."""
+    """Return the model name of each GGUF file of a snapshot.
+
+    It is org/name:Q4_K_M if only one model (of one or more files) has this quantization, and
+    org/name/file.gguf otherwise.
+    """
     names = {}
     for quantization, files in _gguf_names(repo_id, folder).items():
         is_one_model = len({_SHARD.sub("", file) for file in files}) == 1
@@ -207,7 +212,7 @@ def _download(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
             super().__init__(*args, **{**options, "disable": True})
 
     _log_download(repo_id, revision, patterns)
-    bar = {} if patterns else {"tqdm_class": NoBar}  # without patterns, only files are listed
+    bar = {} if patterns else {"tqdm_class": NoBar}  # without patterns, files are only listed
     options: Any = {"revision": revision, "allow_patterns": list(patterns), **bar}
     try:
         return Path(snapshot_download(repo_id, **options))
@@ -219,19 +224,19 @@ def _download(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
     except (OSError, ValueError, httpx.HTTPError) as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
             raise CheckpointError(
-                f"{repo_id!r} is neither a folder here nor a model on the Hugging Face hub that "
-                "you may read; check the name, and for a gated or private model ask for access "
+                f"{repo_id!r} is neither a local folder nor a model on the Hugging Face hub that "
+                "you can access; check the name, and for a gated or private model request access "
                 "on its page, then set HF_TOKEN or run `hf auth login`"
             ) from error
         name = repo_id if revision is None else f"{repo_id} at revision {revision}"
         raise CheckpointError(
-            f"{name!r} is neither a folder here nor (completely) in the hub cache, and it cannot "
+            f"{name!r} is neither a local folder nor (completely) in the hub cache, and it cannot "
             f"be downloaded; connect to the network or pass a local folder: {error}"
         ) from error
 
 
 def _log_download(repo_id: str, revision: str | None, patterns: Sequence[str]) -> None:
-    """Log the size of a download; the files of a commit are known once one was requested."""
+    """Log the size of a download, if the repository's file list is already cached."""
     from huggingface_hub import constants, get_cached_repo_tree, try_to_load_from_cache
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -248,7 +253,7 @@ def _log_download(repo_id: str, revision: str | None, patterns: Sequence[str]) -
         and not isinstance(try_to_load_from_cache(repo_id, file.path, revision=revision), str)
     ]
     if sizes:
-        # A warning is shown by default: a download may be large.
+        # The download may be large, and Python shows warnings by default.
         name = f"{repo_id}/{patterns[0]}" if patterns[0].endswith(".gguf") else repo_id
         logger.warning(
             "Downloading %s from the Hugging Face hub: %d file%s, %s",

@@ -1,4 +1,4 @@
-"""The models in Hugging Face's cache: listed and removed by the names that load them."""
+"""List and remove the models in Hugging Face's cache, by the names that load them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def list_models() -> list[CachedModel]:
 
 
 def remove_model(model: str) -> tuple[str, int]:
-    """Remove a model, in all its revisions; return its name and the number of bytes freed."""
+    """Remove all revisions of a model; return its name and the number of bytes freed."""
     short_name = ALIASES.get(model.lower())
     repo_id, colon, quantization = (short_name.hub_id if short_name else model).partition(":")
     for name in (model, repo_id + colon + quantization.upper()):
@@ -58,7 +58,7 @@ def _deletion_of(name: str) -> DeleteCacheStrategy | None:
 
 
 def _scan() -> Iterator[HFCacheInfo]:
-    """Yield the cached files of each model separately: different models may share a revision."""
+    """Yield a cache info for each model: revisions of two models may have the same hash."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -72,7 +72,7 @@ def _scan() -> Iterator[HFCacheInfo]:
 
 
 def _named_files(cache: HFCacheInfo) -> Iterator[tuple[list[str], CachedFileInfo]]:
-    """Yield each file with the names that load its model; the first one is shown to users."""
+    """Yield each file with the names that load its model; users see the first name."""
     [repo] = cache.repos
     for revision in repo.revisions:
         names = names_of_gguf(repo.repo_id, revision.snapshot_path)

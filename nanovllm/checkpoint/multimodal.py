@@ -1,4 +1,4 @@
-"""The text model in a checkpoint that reads more than text: its configuration and its tensors."""
+"""Extract the text model from a multimodal checkpoint: its config and its tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nanovllm.checkpoint.stored_tensors import StoredTensor
 
-# Models that read more than text, and the text models in them by their `model_type`.
+# The architectures of multimodal models, and those of their text models by `model_type`.
 MULTIMODAL = [
     [f"{name}ForConditionalGeneration"]
     for name in ("Gemma3", "Gemma3n", "Gemma4", "Mistral3", "Qwen3_5", "Qwen3_5Moe")
@@ -32,22 +32,23 @@ TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.")
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text model alone, if it is known."""
+    """Return the config of the text model, or the whole config if either model is unknown."""
     text, kind = config["text_config"], config.get("architectures")
     if kind not in MULTIMODAL or not isinstance(text, dict):
         return config
     architecture = TEXT_MODELS.get(str(text.get("model_type")))
     if architecture is None:
-        return config  # its architecture is not supported
+        return config
     is_part = re.compile("(audio|text|vision)_config").fullmatch
     shared = {name: value for name, value in config.items() if not is_part(name)}
     return {**shared, **text, "architectures": [architecture]}
 
 
 def text_tensors(tensors: list[StoredTensor]) -> list[StoredTensor]:
-    """Return the tensors of the text model in a multimodal model, without the text model's prefix.
+    """Return the text model's tensors, and remove its prefix from their names.
 
-    The text model is `language_model` or, as transformers 5 saves it, `model.language_model`.
+    The prefix is `language_model.` or, if transformers 5 saved the file, `model.language_model.`,
+    which becomes `model.`.
     """
     text = [tensor for tensor in tensors if not NOT_TEXT.match(tensor.name)]
     return [replace(tensor, name=TEXT_PREFIX.sub(r"\1", tensor.name, count=1)) for tensor in text]

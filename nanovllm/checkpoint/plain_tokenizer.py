@@ -65,7 +65,7 @@ class PlainTokenizer:
         return self._as_transformers()(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # copy and pickle look these up before __init__ ran
+        if name.startswith("_"):  # copy and pickle read these before __init__ has run
             raise AttributeError(name)
         return getattr(self._as_transformers(), name)
 

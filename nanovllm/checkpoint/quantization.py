@@ -20,7 +20,7 @@ class QuantLayout:
     """The layout of a stored weight that kernels can read without dequantizing it first."""
 
     kind: str  # "fp8", "int4", or a GGUF quant block type
-    group: int  # consecutive inputs that share a scale; -1: one scale per output channel
+    group: int  # number of consecutive inputs per scale; -1: one scale per output channel
     has_zeros: bool = False
     scale_dtype: str = "float32"
     block_bytes: int = 0  # bytes of a GGUF quant block; 0: not GGUF
@@ -33,14 +33,14 @@ class Quantization:
     method: str  # one of QUANTIZATION_METHODS
     scheme: Scheme  # the storage format, or round_to_fp8: quantize while loading
     bits: int = 8
-    group_size: int = -1  # inputs that share a scale; -1: one scale per output channel
+    group_size: int = -1  # number of inputs per scale; -1: one scale per output channel
     is_symmetric: bool = True
     # Act-order: inputs are grouped by activation importance, so a group is not contiguous (g_idx).
     desc_act: bool = False
     block_size: tuple[int, int] | None = None  # (outputs, inputs) of a block that shares a scale
     zero_offset: int = 0  # number to add to the stored zero points
-    zeros_carry: bool = False  # add the offset to packed words, with carries between zero points
-    ignored: tuple[str, ...] = ()  # unquantized modules: names, or patterns that follow "re:"
+    zeros_carry: bool = False  # add it to whole packed words, with carries between zero points
+    ignored: tuple[str, ...] = ()  # unquantized modules: names, or regexes that follow "re:"
 
     @property
     def layout(self) -> QuantLayout | None:
@@ -163,7 +163,7 @@ def _read_compressed(stored: Mapping[str, Any]) -> Quantization:
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if stored.get(name) and stored[name].get("format") != "dense":
             raise _unsupported(name)
-    # naive-quantized is the same format if activations are not quantized.
+    # For weights, naive-quantized is the same format as float-quantized.
     layouts = "float-quantized", "naive-quantized", "pack-quantized"
     layout = _choose(stored, "format", group.get("format"), *layouts)
     weights, ignored = group["weights"], stored.get("ignore")
@@ -179,10 +179,10 @@ def _read_compressed(stored: Mapping[str, Any]) -> Quantization:
 
 
 def _check_activations(inputs: Any, layout: str) -> None:
-    """Raise unless activations are unquantized or dynamic fp8, which is then ignored."""
+    """Raise unless activations are unquantized or, with FP8 weights, dynamic FP8 (ignored)."""
     known = {"num_bits": 8, "type": "float", "dynamic": True}
     if inputs and (layout == "pack-quantized" or any(inputs[key] != known[key] for key in known)):
-        raise _unsupported(f"input_activations {inputs!r:.120}", "dynamic fp8 with fp8 weights")
+        raise _unsupported(f"input_activations {inputs!r:.120}", "dynamic FP8 with FP8 weights")
 
 
 def _read_packed_weights(weights: Mapping[str, Any], ignored: object) -> Quantization:

@@ -51,7 +51,7 @@ class ReadQuantized(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint file that is not read yet."""
+    """A tensor in a checkpoint file, read on demand."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class StoredTensor:
 
 
 def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
-    """List the tensors in the files; FP8 and integers need a quantized checkpoint."""
+    """List the tensors; FP8 and integers are accepted only if the checkpoint is quantized."""
     dtypes = _DTYPES | (_QUANTIZED_DTYPES if checkpoint.is_quantized else {})
     list_file: Callable[[Path], Iterator[StoredTensor]] = partial(_list_safetensors, dtypes=dtypes)
     if checkpoint.weight_format == "bin":
@@ -106,7 +106,7 @@ def _list_safetensors(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator
 
 
 def _split_experts(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the names and shapes of a tensor's weights; it may stack those of all experts."""
+    """Return the names and shapes of the weights in a tensor, which may stack all experts."""
     match = _STACKED_EXPERTS.fullmatch(name)
     if match is None or len(shape) != 3:
         return [(name, shape)]
@@ -136,7 +136,7 @@ def _read_mapped(
 
 
 def read_and_release(tensor: Tensor, index: Index = ()) -> Iterator[Tensor]:
-    """Yield rows, then release their pages: mapped pages count toward this process's memory."""
+    """Yield rows, and release their pages: mapped pages count toward this process's memory."""
     for rows in split_rows(tensor, index):
         yield rows
         first = -(-rows.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -23,7 +23,7 @@ FLAGS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """Return the checkpoint's tokenizer, after a test that it works."""
+    """Return the checkpoint's tokenizer, after testing that it works."""
     try:
         tokenizer = _load(checkpoint)
         tokenizer.decode(tokenizer.encode(PROBE))
@@ -46,7 +46,7 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
         file = checkpoint.path / "tokenizer.json"
         written = json.loads(file.read_bytes()) if file.is_file() else {}
-        # The default of trust_remote_code would ask on the terminal, then run a repository's code.
+        # By default, transformers would ask on the terminal whether to run the repository's code.
         tokenizer = AutoTokenizer.from_pretrained(
             str(checkpoint.path), local_files_only=True, trust_remote_code=False
         )
@@ -61,10 +61,10 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
 
 def _restore_parts(tokenizer: PreTrainedTokenizerBase, written: dict[str, Any]) -> None:
-    """Restore the parts that define how tokenizer.json splits text.
+    """Restore `PARTS` and `FLAGS` of tokenizer.json, which transformers may have replaced.
 
-    transformers reads only the vocabulary from the file if tokenizer_config.json names a class that
-    builds these parts itself, such as Llama's class for DeepSeek's byte-level tokenizer.
+    It reads only the vocabulary from the file if tokenizer_config.json names a class that builds
+    these parts itself, such as Llama's class for DeepSeek's byte-level tokenizer.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or "model" not in written:
@@ -79,7 +79,7 @@ def _restore_parts(tokenizer: PreTrainedTokenizerBase, written: dict[str, Any]) 
     source = Tokenizer.from_str(json.dumps(bare))
     for name in PARTS:
         setattr(backend, name, getattr(source, name))
-    if not is_bpe:  # the class may have built BPE merges from another kind of model
+    if not is_bpe:  # the class may have converted another kind of model to BPE
         backend.model = source.model
         return
     for name in FLAGS:

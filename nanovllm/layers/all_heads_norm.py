@@ -1,4 +1,4 @@
-"""RMSNorm over all heads of q and of k, which needs a sum over all ranks."""
+"""RMSNorm over all heads of q, and over all heads of k, which needs a sum over all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanovllm.ops.interface import QKNormWeights
 class AllHeadsNorm(Layer):
     """RMSNorm over all heads of q, and over all heads of k; each rank holds only some heads."""
 
-    order = None  # the order of the dimensions is that of the checkpoint
+    order = None  # a head's dimensions keep the order of the checkpoint
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
@@ -30,14 +30,17 @@ class AllHeadsNorm(Layer):
         self.weights = QKNormWeights(self.q, self.k, config.rms_norm_eps, is_over_all_heads=True)
 
     def prepare(self, qkv: Tensor) -> QKNormWeights | None:
-        """Return the weights for `Ops.rope_write`; with several ranks, normalize, return None."""
+        """Return the weights for `Ops.rope_write`, or None if q and k are already normalized.
+
+        With several ranks, this method normalizes them, because that needs a sum over the ranks.
+        """
         if self.group.is_alone:
             return self.weights
         parts = qkv[:, : len(self.q)], qkv[:, len(self.q) : len(self.q) + len(self.k)]
         sums = torch.stack([part.float().square().sum((1, 2)) for part in parts])
         self.group.all_reduce(sums)  # [q and k, tokens]
         for part, total, weight in zip(parts, sums, (self.q, self.k), strict=True):
-            # If ranks outnumber KV heads, several ranks add up the same head.
+            # If ranks outnumber KV heads, both the sum and the divisor count each head repeatedly.
             mean = total / (weight.numel() * self.group.size)
             scale = torch.rsqrt(mean + self.weights.eps)[:, None, None]
             part.copy_((part.float() * scale).to(part.dtype) * weight)

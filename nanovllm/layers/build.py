@@ -48,7 +48,7 @@ class ForwardBatch:
     slot_mapping: Tensor  # [tokens], token -> position in the KV cache
     sampled: SampledTokens | None  # None: the logits of all tokens are needed
     attention: Any  # the attention backend's plan for this step
-    caches: list[LayerCache | LayerState]  # of each layer
+    caches: list[LayerCache | LayerState]  # one per layer
     recurrent: RecurrentRows | None = None  # set if the model has recurrent layers
 
 
@@ -60,8 +60,8 @@ class Layer(nn.Module):
         return self.forward(*args)
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
-        """Return the checkpoint tensors of this layer's parameters, excluding its submodules."""
+        """Return the checkpoint tensors of this layer's own parameters, not of its submodules."""
         return {}
 
     def process_weights_after_loading(self, allow_copy: bool) -> None:
-        """Lay out the loaded parameters for the kernels; `allow_copy` permits a second layout."""
+        """Lay out the loaded weights for the kernels; `allow_copy` permits a second copy."""

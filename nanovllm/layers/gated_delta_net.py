@@ -1,4 +1,4 @@
-"""Gated DeltaNet: linear attention, with a recurrent state in the place of keys and values."""
+"""Gated DeltaNet: linear attention, with a recurrent state instead of cached keys and values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from nanovllm.ops.interface import (
 class GatedDeltaNet(Layer):
     """Gated DeltaNet; every rank has some of the key heads, and the value heads that share them.
 
-    With `is_grouped`, a checkpoint stores its inputs in two projections, key head by key head.
+    With `is_grouped`, the checkpoint has only two input projections, in_proj_qkvz and in_proj_ba,
+    and stores their rows key head by key head.
     """
 
     weights: DeltaNetWeights  # set by `process_weights_after_loading`
@@ -117,7 +118,10 @@ class GatedDeltaNet(Layer):
 
 
 def ungroup(num_groups: int, parts: list[int]) -> list[int]:
-    """Return the order of rows that puts each part of all groups before the next part."""
+    """Return the row permutation from group-major to part-major order.
+
+    Every group consists of the same parts; `parts` holds the number of rows of each.
+    """
     firsts = accumulate(parts, initial=0)
     return [
         group * sum(parts) + first + i

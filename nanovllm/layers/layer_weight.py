@@ -62,7 +62,7 @@ class LayerWeight(nn.Module):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the weight is dense; valid after `expected_tensors` was called."""
+        """Whether the weight is dense; valid once `expected_tensors` has been called."""
         return isinstance(self.tensors, DenseTensor)
 
     def use_dense(self) -> None:
@@ -70,12 +70,12 @@ class LayerWeight(nn.Module):
         self.tensors = DenseTensor(self.outputs, self.inputs, self.build)
 
     def reorder(self, rows: Tensor) -> None:
-        """Put the rows of the loaded weight in another order, within each checkpoint tensor."""
+        """Move row rows[i] of the loaded weight to row i, within the same checkpoint tensor."""
         assert self.tensors is not None
         self.tensors.reorder(rows)
 
     def for_ops(self, num_experts: int | None = None) -> Weight:
-        """Return the loaded weight for `Ops`; give `num_experts` if the weight stacks experts."""
+        """Return the loaded weight for `Ops`; pass `num_experts` if the weight stacks experts."""
         assert self.tensors is not None
         return self.tensors.for_ops(num_experts)
 

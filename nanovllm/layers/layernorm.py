@@ -1,4 +1,4 @@
-"""RMSNorm layers; the projection after a norm usually applies it, as one fused operation."""
+"""RMSNorm layers; a norm is usually applied by the projection after it, in one fused operation."""
 
 from __future__ import annotations
 

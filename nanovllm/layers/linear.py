@@ -26,8 +26,8 @@ from nanovllm.ops.quantized_weight import Weight
 class MergedLinear(Layer):
     """A merged projection to several outputs, such as q, k and v, or gate and up.
 
-    With an activation it returns activation(gate) * up. `row_order` lists the outputs in an order
-    that differs from the checkpoint's.
+    With an activation it returns activation(gate) * up. `row_order` permutes the outputs: output i
+    is row `row_order[i]` of the checkpoint's weights.
     """
 
     packed: PackedLinear  # set by `process_weights_after_loading`

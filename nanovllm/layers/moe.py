@@ -74,7 +74,7 @@ class SparseMoeBlock(Layer):
 class SharedExpertMoeBlock(SparseMoeBlock):
     """A mixture of experts, and a shared expert that every token runs through.
 
-    A gate of one output per token weights the shared expert.
+    The shared expert is weighted by the sigmoid of a gate, which has one output per token.
     """
 
     def __init__(self, config: ModelConfig, names: ExpertNames, build: BuildContext) -> None:
@@ -86,7 +86,7 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         self.shared_expert_gate = MergedLinear(hidden, outputs, False, build)
 
     def shared(self) -> SharedExpert:
-        # Unlike down_proj itself, its GEMM does not add up the ranks' outputs.
+        # Unlike `down_proj`, its packed GEMM does not sum over the ranks; `forward` does so once.
         return SharedExpert(
             self.shared_expert.gate_up_proj.packed,
             self.shared_expert.down_proj.packed,

@@ -47,9 +47,10 @@ def create_quantized(
 
 
 def common_layout(layouts: Sequence[QuantLayout], inputs: Shard) -> QuantLayout | None:
-    """Return the common layout of all tensors, if there is one.
+    """Return one layout for all tensors, or None.
 
-    None if the tensors differ, no kernel reads their layout, or this rank's shard cuts a group.
+    It is None if their kinds or group sizes differ, no kernel supports them, or this rank's shard
+    splits a group.
     """
     if len({(layout.kind, layout.group) for layout in layouts}) > 1:
         return None
@@ -106,7 +107,7 @@ class WordTensors(nn.Module):
 
 
 class BlockTensors(nn.Module):
-    """A weight in GGUF quant blocks: a tensor [outputs, bytes] for each run of equal block types.
+    """A weight in GGUF quant blocks: a tensor [outputs, bytes] per run of equal block types.
 
     After loading, the rows are interleaved into panels of 16 rows, which CPU kernels read.
     """
@@ -124,7 +125,7 @@ class BlockTensors(nn.Module):
             build.parameter(num_outputs(run), byte_columns(layout, inputs).count, dtype=torch.uint8)
             for layout, run in self.runs
         )
-        self.weight: PanelWeight | None = None  # replaces `rows` once these are packed
+        self.weight: PanelWeight | None = None  # replaces `rows` once they are packed
 
     def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
         tensors = {}

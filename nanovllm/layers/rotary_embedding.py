@@ -31,7 +31,7 @@ def rope_table(head_dim: int, max_position: int, rope: RopeConfig, device: torch
 def rope_order(head_dim: int, rope: RopeConfig) -> list[int] | None:
     """Return a head's dimensions in the order of `rope_table`; None if the order is unchanged.
 
-    q and k may be reordered, because their products do not depend on the order.
+    q and k may be reordered alike, because this does not change their dot products.
     """
     if rope.rotary_dim is None and not rope.is_interleaved:
         return None
@@ -54,10 +54,10 @@ def rope_frequencies(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tens
 def order_heads(
     dims: list[int], num_heads: int, num_kv_heads: int, has_gates: bool = False
 ) -> list[int]:
-    """Return the order of the rows of q_proj, k_proj and v_proj for q and k heads in this order.
+    """Return the row order of the merged q, k and v that puts each q and k head in order `dims`.
 
-    The rows of v stay in place. If q_proj stores a gate after the q of each head, all gates come
-    first.
+    The rows of v stay in place. With `has_gates`, q_proj stores a gate after the q of each head;
+    all gates are moved to the front.
     """
     head_dim, q_size = len(dims), len(dims) * (1 + has_gates)
     q = [head * q_size + dim for head in range(num_heads) for dim in dims]

@@ -1,4 +1,4 @@
-"""RoPE scaling: frequencies for contexts that are longer than in training."""
+"""RoPE scaling: frequencies for contexts longer than those in training."""
 
 from __future__ import annotations
 

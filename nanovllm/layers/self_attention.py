@@ -18,7 +18,8 @@ from nanovllm.ops.interface import LayerCache, ResidualStream
 class SelfAttention(Layer):
     """Self-attention; `merged` names the checkpoint weight that stores q, k and v as one.
 
-    With an output gate, q_proj stores each head's q, then its gate; the gates come first here.
+    With an output gate, the checkpoint's q_proj stores the q and the gate of each head in turn;
+    `qkv_proj` stores all gates first.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class SelfAttention(Layer):
             outputs = {merged: [q, kv, kv]}
         inputs = replicated(config.hidden_size)
         order = rope_order(self.head_dim, config.layers[layer_index].rope)
-        assert qk_norm is None or qk_norm.order == order, "its weights have the order of q and k"
+        assert qk_norm is None or qk_norm.order == order, "qk_norm must have the order of q and k"
         if order is not None or self.num_gates:
             dims = order or list(range(self.head_dim))
             order = order_heads(dims, heads.count, kv_heads.count, self.num_gates > 0)

@@ -66,7 +66,7 @@ def check_splits(model: ModelConfig, size: int) -> None:
     if size > 1 and recurrent is not None and recurrent.is_tiled:
         raise ConfigError(
             f"tensor_parallel_size={size} is not supported for GGUF files of this architecture, "
-            "which store value heads in another order; use the safetensors checkpoint"
+            "which store value heads in a different order; use the safetensors checkpoint"
         )
     if problems := [f"{name}={number}" for name, number in sizes.items() if number % size]:
         raise ConfigError(
@@ -103,9 +103,9 @@ def expect_replicated(target: Tensor) -> ExpectedTensor:
 
 
 def expect_shards(target: Tensor, rows: list[Shard], *columns: Shard) -> ExpectedTensor:
-    """Expect a tensor whose rows concatenate several outputs (q, k and v); copy a shard of each.
+    """Expect a tensor whose rows concatenate several outputs, such as q, k and v.
 
-    The shards fill the target in the same order.
+    This rank copies a shard of each output; the shards fill the target in the same order.
     """
     parts, stored, first = [], 0, 0
     for shard in rows:

@@ -15,7 +15,7 @@ from nanovllm.validation import check_types
 
 INT32_MAX = 2**31 - 1
 MAX_SIZE, MAX_LAYERS = 1 << 24, 1 << 10
-# The sizes that the memory estimate uses, each with its valid range.
+# The memory estimate uses these sizes, so they are checked first; SIZES has their valid ranges.
 POSITIVE = (
     *("vocab_size", "hidden_size", "intermediate_size", "head_dim"),
     *("num_attention_heads", "num_key_value_heads"),
@@ -34,8 +34,8 @@ SIZES = {
     "sliding_window": (0, INT32_MAX),  # 0: no window
     "linear_conv_kernel_dim": (2, MAX_SIZE),
 }
-# Class without an LM head -> class with one, where replacing "Model" by "ForCausalLM" would be
-# wrong. Gemma3Model also reads images; it keeps its name, which is then reported as unsupported.
+# Classes without an LM head for which replacing "Model" with "ForCausalLM" gives the wrong class.
+# Gemma3Model is multimodal: it keeps its name, and is then rejected as unsupported.
 BODIES = {"Gemma3TextModel": "Gemma3ForCausalLM", "Gemma3Model": "Gemma3Model"}
 # Frequencies divided by infinity are 0: q and k are not rotated.
 NO_ROPE = RopeConfig(theta=1.0, kind="linear", factor=math.inf)
@@ -117,7 +117,7 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _stretched(max_position: int, rope: RopeConfig) -> int:
-    """Return the maximum number of positions, which rope scaling extends."""
+    """Return the maximum number of positions, as extended by rope scaling."""
     if rope.kind == "yarn":
         max_position = max(max_position, int(rope.factor * rope.original_max_position))
     elif rope.kind in ("linear", "dynamic"):
@@ -129,7 +129,7 @@ def read_architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list | tuple) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(
-            f"config.json must name one entry in architectures, got {reprlib.repr(names)}"
+            f"config.json must list exactly one architecture, got {reprlib.repr(names)}"
         )
     [name] = names
     # A class named "...Model" has no LM head; embedding models are stored this way.
@@ -146,7 +146,7 @@ def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if by_type := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
         raise UnsupportedModelError(
-            f"rope_parameters for some layers ({', '.join(by_type)}) are not supported here"
+            f"rope_parameters by layer type ({', '.join(by_type)}) are not supported for this model"
         )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0

@@ -20,7 +20,7 @@ BuildLayer = Callable[[ModelConfig, int, BuildContext], nn.Module]
 
 
 class DecoderLayer(Layer):
-    """Attention and MLP, each preceded by a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm; their outputs are added to the residual stream."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class DecoderLayer(Layer):
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config, build)
-        # Register modules under their names in checkpoints first: named_modules() reports a shared
-        # module only under its first name.
+        # Register modules under their checkpoint names first: named_modules() reports a module
+        # with two names only under the first.
         self.add_module(attention_name, self_attn)
         self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(config, build)

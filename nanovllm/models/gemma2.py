@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma 3's layer without norms on q and k; attention scores and logits are capped."""
+"""Gemma 2: Gemma 3's layer without norms on q and k; attention scores and logits have softcaps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     model = replace(
         model,
         layers=(LayerAttention(read_rope_config(config)),) * len(model.layers),
-        # A cap that is null in config.json is off.
+        # null in config.json disables a softcap.
         attention_softcap=config.get("attn_logit_softcapping", 50.0) or None,
         logits_softcap=config.get("final_logit_softcapping", 30.0) or None,
     )

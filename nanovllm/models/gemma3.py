@@ -25,7 +25,7 @@ DEFAULTS = {
     "sliding_window_pattern": 6,
     "rope_local_base_freq": 10000.0,
 }
-# The config.json of multimodal models omits these too.
+# The config.json of a multimodal model may omit these, too.
 TEXT_DEFAULTS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -43,7 +43,7 @@ NORMS = NormNames(
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     refuse(config, "attn_logit_softcapping", "final_logit_softcapping")
     given = {**DEFAULTS, **TEXT_DEFAULTS, **_without_null(config)}
-    if given.get("use_bidirectional_attention"):  # the window is centered on its token
+    if given.get("use_bidirectional_attention"):  # the window is centered on the query
         given["sliding_window"] = given["sliding_window"] // 2 + 1
     layers = mixed_layers(
         given,
@@ -59,7 +59,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_shared_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Read what Gemma 2 and 3 have in common: all but the attention of the layers."""
+    """Read what Gemma 2 and 3 have in common: all but RoPE, windows and softcaps."""
     config = {**DEFAULTS, **_without_null(config)}
     shared = {"hidden_act": config["hidden_activation"], "rope_parameters": None}
     model = read_model_config({**config, **shared, "rope_scaling": None})

@@ -1,4 +1,4 @@
-"""GLM-4: some dimensions of each head are rotated, in neighboring pairs; four norms per layer."""
+"""GLM-4: partial RoPE, which rotates interleaved pairs, and four norms per layer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> S
 
 
 def build_glm_layer(config: ModelConfig, layer_index: int, build: BuildContext) -> DecoderLayer:
-    """Build the layer of the first GLM-4 models, which only has the norms before each part."""
+    """Build a layer of the first GLM-4 models, which have no norms after attention and MLP."""
     self_attn, mlp = _build_parts(config, layer_index, build)
     return DecoderLayer(config, self_attn, mlp, build)
 

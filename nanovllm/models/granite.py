@@ -1,8 +1,8 @@
 """Granite: Llama's layer, with multipliers for embeddings, attention, residuals and logits.
 
-The outputs of attention and MLP are multiplied before they are added to the residual stream. We
-keep the stream divided by this multiplier instead, and add outputs as they are. Norms, the only
-readers of the stream, do not depend on its scale, except for their eps.
+Granite multiplies the outputs of attention and MLP by a constant before adding them to the residual
+stream. We divide the stream by this constant instead, and add the outputs unchanged. Only norms
+read the stream, and apart from their eps, they do not depend on its scale.
 """
 
 from __future__ import annotations

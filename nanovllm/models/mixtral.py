@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, and experts in place of every MLP."""
+"""Mixtral: Mistral's attention, and experts instead of every MLP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 def with_experts(model: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
     if model.activation != "silu":
-        raise UnsupportedModelError("hidden_act: experts are supported with 'silu' only")
+        raise UnsupportedModelError("hidden_act: experts are only supported with 'silu'")
     if not 1 <= experts.top_k <= experts.num_experts or experts.size < 1:
         raise CheckpointError(
             f"config.json routes each token to {experts.top_k} (num_experts_per_tok) of "

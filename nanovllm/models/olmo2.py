@@ -21,7 +21,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_olmo3_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Read OLMo 3: three of four layers have a sliding window, the others a scaled RoPE."""
+    """Read OLMo 3: every fourth layer has full attention with scaled RoPE, the others a window."""
     config = {"sliding_window": 4096, **config}
     theta = config.get("rope_theta", 5e5)
     model = read_config({**config, "rope_parameters": None, "rope_scaling": None})

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama's layer, with q, k, v in one stored weight, and gate, up in another."""
+"""Phi-3 and Phi-4: Llama's layer; checkpoints store q, k and v as one weight, gate and up too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanovllm.models.decoder import DecoderLayer
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     model = mistral.read_window(config)
-    # Early Phi-3 checkpoints call longrope "yarn" or "su".
+    # YaRN is rejected, too: early Phi-3 checkpoints call longrope "yarn" or "su".
     if (kind := model.layers[0].rope.kind) != "default":
         raise UnsupportedModelError(f"rope scaling {kind!r} is not supported for Phi-3")
     return model

@@ -15,7 +15,7 @@ from nanovllm.ops.interface import ResidualStream
 
 
 class NormNames(NamedTuple):
-    """A checkpoint's names for the norms that follow attention, precede the MLP and follow it."""
+    """A checkpoint's names for the norms after attention, before the MLP and after the MLP."""
 
     after_attention: str
     before_mlp: str
@@ -36,7 +36,7 @@ class SandwichLayer(Layer):
         super().__init__()
         self.self_attn, self.mlp = self_attn, mlp
         self.input_layernorm = RMSNorm(config, build)
-        # A tuple does not register its modules, so each norm has one name: that in checkpoints.
+        # A tuple does not register its modules, so each norm has only its checkpoint name.
         self.norms = tuple(RMSNorm(config, build) for _ in names)
         for name, norm in zip(names, self.norms, strict=True):
             self.add_module(name, norm)
@@ -50,7 +50,7 @@ class SandwichLayer(Layer):
 
 
 class PostNormLayer(Layer):
-    """Attention and MLP without norms before them; the norm of each output is added."""
+    """Attention and MLP; each output is normalized, then added to the residual stream."""
 
     def __init__(
         self, config: ModelConfig, self_attn: SelfAttention, mlp: GatedMLP, build: BuildContext

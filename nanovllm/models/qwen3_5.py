@@ -1,7 +1,7 @@
-"""Qwen3.5 and Qwen3-Next: Gated DeltaNet in most layers, full attention with gates in the others.
+"""Qwen3.5 and Qwen3-Next: Gated DeltaNet in most layers, gated full attention in the others.
 
-Qwen3.5 is a dense model or has experts; Qwen3-Next, its predecessor, always has experts. Images and
-multi-token prediction (MTP) are not supported; their weights are skipped by name.
+Qwen3.5 models are dense or have experts; Qwen3-Next, their predecessor, always has experts. Images
+and multi-token prediction (MTP) are not supported; their weights are skipped by name.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 def read_moe_config(config: Mapping[str, Any]) -> ModelConfig:
     shared = field(config, "shared_expert_intermediate_size")
-    # Without dense layers, a config has no size for them.
+    # The config of a model without dense layers may omit their size.
     size = config.get("intermediate_size") or shared
     config = {"norm_topk_prob": True, **config, "intermediate_size": size}
     model = read_experts(read_config(config), config)
@@ -87,7 +87,7 @@ def _read_recurrent_layers(config: Mapping[str, Any], num_layers: int) -> frozen
 def build_layer(
     config: ModelConfig, layer_index: int, build: BuildContext, is_grouped: bool = False
 ) -> DecoderLayer:
-    """Build a layer; with `is_grouped`, the inputs of DeltaNet are stored by key head."""
+    """Build a layer; see GatedDeltaNet for `is_grouped`."""
     assert config.recurrent is not None
     mlp: GatedMLP | SharedExpertMoeBlock
     if config.experts is None or layer_index in config.experts.dense_layers:

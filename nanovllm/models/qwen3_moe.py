@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, and experts in place of most MLPs."""
+"""Qwen3-MoE: Qwen3's attention, and experts instead of most MLPs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_experts(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
-    """Return the model with the experts of its config."""
+    """Return `model` with the experts that config.json describes."""
     step = config.get("decoder_sparse_step", 1)
     is_dense = {i for i in range(len(model.layers)) if (i + 1) % step} | set(
         config.get("mlp_only_layers") or ()

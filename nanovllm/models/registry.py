@@ -75,7 +75,7 @@ FAMILIES = {
 
 
 def read_config_for(config: Mapping[str, Any], model_impl: str) -> ModelConfig:
-    """Read a config.json for our own model code, or for transformers' if `model_impl` says so."""
+    """Read config.json for our own model code or, as far as `model_impl` allows, transformers'."""
     from nanovllm.models import transformers_family
 
     if model_impl == "transformers":
@@ -92,7 +92,7 @@ def read_config_for(config: Mapping[str, Any], model_impl: str) -> ModelConfig:
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Read a config.json with its family's reader; an invalid value raises CheckpointError."""
+    """Read config.json with its family's reader; an invalid value raises CheckpointError."""
     name = read_architecture(config)
     if name not in FAMILIES:
         given, supported = config["architectures"][0], ", ".join(sorted(FAMILIES))
@@ -111,7 +111,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def build_model(config: ModelConfig, max_model_len: int, build: BuildContext) -> Model:
-    """Create a model to be loaded; with transformers' model code, only on the meta device."""
+    """Create a model whose weights are not loaded; a TransformersModel is on the meta device."""
     if config.transformers_config is not None:
         from nanovllm.models import transformers_family
 

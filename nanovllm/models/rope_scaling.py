@@ -11,11 +11,11 @@ from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.models.config_json import field, read_model_config
 
-KINDS = ("linear", "dynamic", "llama3", "yarn", "factors")  # the last one occurs in GGUF files
+KINDS = ("linear", "dynamic", "llama3", "yarn", "factors")  # "factors": GGUF only
 
 
 def read_with_partial_rotary(config: Mapping[str, Any], default_factor: float) -> ModelConfig:
-    """Read a model that rotates the first dimensions of each head: `partial_rotary_factor`."""
+    """Read a model that rotates only a part of each head, given by `partial_rotary_factor`."""
     layouts = ("rope_parameters", "rope_scaling")
     ropes = {name: dict(config[name]) for name in layouts if config.get(name)}
     factors = [rope.pop("partial_rotary_factor", None) for rope in ropes.values()]

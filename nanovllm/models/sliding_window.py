@@ -22,7 +22,7 @@ def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -
 
 
 def with_upper_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
-    """Add a window to the layers that `layer_types` or, without it, `max_window_layers` selects."""
+    """Add a window to the layers in `layer_types` or, without it, from `max_window_layers` on."""
     layers: Iterable[int] | None = sliding_layers(config)
     if layers is None:
         layers = range(config.get("max_window_layers", 28), len(model.layers))
@@ -46,9 +46,10 @@ def sliding_layers(config: Mapping[str, Any]) -> list[int] | None:
 def mixed_layers(
     config: Mapping[str, Any], period: int, local_theta: float, theta: float
 ) -> tuple[LayerAttention, ...]:
-    """Return the layers of a model whose sliding-window layers have a RoPE of their own.
+    """Return the layers of a model whose sliding-window layers have a different RoPE.
 
-    Without `layer_types`, every `period`-th layer has full attention.
+    Without `layer_types`, every `period`-th layer has full attention. `local_theta` is the default
+    RoPE base of sliding-window layers, `theta` that of the others.
     """
     num_layers, sliding = field(config, "num_hidden_layers"), sliding_layers(config)
     if sliding is None:
@@ -68,7 +69,7 @@ def _read_ropes(
     given = config.get("rope_parameters") or {}
     by_type = {kind: rope or {} for kind, rope in given.items()}
     if unknown := sorted(set(by_type) - {"sliding_attention", "full_attention"}):
-        raise CheckpointError(f"rope_parameters must be by layer type, not for {unknown}")
+        raise CheckpointError(f"rope_parameters must be keyed by layer type, got {unknown}")
     local = {"rope_theta": local_theta} | by_type.get("sliding_attention", {})
     whole = {"rope_theta": theta} | by_type.get("full_attention", {})
     whole |= config.get("rope_scaling") or {}

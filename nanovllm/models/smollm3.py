@@ -1,4 +1,4 @@
-"""SmolLM3: Llama's layer, without rotary embedding in some layers."""
+"""SmolLM3: Llama's layer, without RoPE in some layers."""
 
 from __future__ import annotations
 

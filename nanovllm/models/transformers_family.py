@@ -1,7 +1,7 @@
-"""Decoders that only transformers implements: which of them can run, and how they are loaded.
+"""Decoders that only transformers implements: check whether they can run here, and load them.
 
-A forward pass on the meta device, without weights, records how each layer calls its attention. A
-model that needs more than these calls express is refused by name.
+A forward pass on the meta device, without weights, records how each layer calls its attention. If
+our attention cannot replace these calls, the model is rejected with the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 MAX_NAMED = 5  # maximum number of tensors listed in an error
 # RoPE types whose frequencies depend on the longest sequence of the batch.
 BATCH_ROPES = {"dynamic", "longrope"}
-# Fields of ModelConfig that describe what transformers' code does itself.
+# Fields of ModelConfig that nothing reads, because transformers' code does these parts itself.
 UNUSED: dict[str, Any] = {
     **{"rms_norm_eps": 0.0, "activation": "silu", "attention_scale": 1.0},
     **{"qkv_bias": False, "output_bias": False, "mlp_bias": False},
@@ -46,7 +46,7 @@ UNUSED: dict[str, Any] = {
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Return the sizes of a model that transformers implements; refuse those we cannot run."""
+    """Return the sizes of a model that transformers implements; reject models we cannot run."""
     calls: list[AttentionCall] = []
     causal_lm_class, hf_config = find_class(config)
     try:
@@ -56,9 +56,9 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         tokens = torch.zeros(2, dtype=torch.int64, device="meta")
         hidden = run_body(causal_lm, tokens, tokens)
         vocab_size = run_head(without_body(causal_lm), hidden).shape[-1]
-    except Exception as error:  # its code may need values, or not know our attention
+    except Exception as error:  # the model's code may read values, or not know our attention
         reason = f"its code does not run without data ({error!r:.200})"
-        if error.args == (ATTENTION,):  # looked up in a table of its own
+        if error.args == (ATTENTION,):  # a KeyError of the model's own attention table
             reason = NO_INTERFACE
         raise refusal(config, reason) from error
     if problem := find_problem(causal_lm, calls):
@@ -96,7 +96,7 @@ def check_options(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def create_on_meta(causal_lm_class: Any, hf_config: Any, dtype: torch.dtype) -> Any:
-    """Create a model of transformers without memory for its weights."""
+    """Create a transformers model without allocating its weights."""
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():
@@ -104,7 +104,7 @@ def create_on_meta(causal_lm_class: Any, hf_config: Any, dtype: torch.dtype) -> 
 
 
 def find_class(config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return transformers' class of an architecture, and its config; refuse all but decoders."""
+    """Return transformers' class for an architecture, and its config; reject all but decoders."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -132,17 +132,17 @@ def find_class(config: Mapping[str, Any]) -> tuple[Any, Any]:
 def find_config_problem(causal_lm_class: Any, hf_config: Any) -> str | None:
     """Return why a class cannot run over a paged KV cache, or None."""
     if not 1 <= getattr(hf_config, "num_hidden_layers", 0) <= MAX_LAYERS:
-        return f"it has no num_hidden_layers from 1 to {MAX_LAYERS}"
+        return f"its num_hidden_layers is not between 1 and {MAX_LAYERS}"
     layer_types = set(getattr(hf_config, "layer_types", None) or ())
     if causal_lm_class._is_stateful or any("linear" in each for each in layer_types):
         return "it has recurrent state"
     if unknown := sorted(layer_types - LAYER_TYPES):
-        return f"it has layers of the type {', '.join(unknown)}"
+        return f"it has layers of type {', '.join(unknown)}"
     if getattr(hf_config, "kv_lora_rank", None):
         return "it has multi-head latent attention (MLA)"
     if hf_config is not hf_config.get_text_config():
         return "it is a multimodal model"
-    # Only the tokens of images attend to later ones if it is "vision".
+    # With "vision", only image tokens attend to later tokens.
     is_bidirectional = getattr(hf_config, "use_bidirectional_attention", None) in (True, "all")
     if is_bidirectional or getattr(hf_config, "is_causal", True) is False:
         return "its attention is not causal"
@@ -233,7 +233,7 @@ def load_model(
     causal_lm_class, hf_config = find_class(config.transformers_config)
     options = {"dtype": build.dtype, "attn_implementation": ATTENTION}
     if build.device.type == "cuda" and build.dtype != torch.bfloat16:
-        # CUDA graphs cannot capture torch's grouped GEMM in other dtypes, which reads its offsets.
+        # In other dtypes, the grouped GEMM reads offsets on the host, which CUDA graphs forbid.
         options["experts_implementation"] = "batched_mm"
     if checkpoint is None:
         with torch.random.fork_rng(), torch.device(build.device):
@@ -247,7 +247,7 @@ def load_model(
 
 
 def load_pretrained(causal_lm_class: Any, checkpoint: Checkpoint, **options: Any) -> Any:
-    """Load weights with transformers, which knows how every family stores them, but strictly."""
+    """Load weights with transformers; raise if any are missing, unexpected or of another shape."""
     from transformers import Mxfp4Config
 
     if is_mxfp4(checkpoint.config):
@@ -256,7 +256,7 @@ def load_pretrained(causal_lm_class: Any, checkpoint: Checkpoint, **options: Any
         checkpoint.path,
         local_files_only=True,
         output_loading_info=True,
-        key_mapping={r"^model\.language_model\.": "model."},  # of a multimodal model
+        key_mapping={r"^model\.language_model\.": "model."},  # in multimodal models
         **options,
     )
     found["unexpected_keys"] = {key for key in found["unexpected_keys"] if not NOT_TEXT.match(key)}

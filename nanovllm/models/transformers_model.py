@@ -17,7 +17,7 @@ from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
 from nanovllm.ops.interface import PackedLinear, ResidualStream
 
-# Called by every layer with its module, q, k and v, its mask, and further options.
+# Every layer calls this with its attention module, q, k and v, a mask, and further options.
 Attend = Callable[[Any, tuple[Tensor, Tensor, Tensor], Any, dict[str, Any]], Tensor]
 
 
@@ -46,7 +46,7 @@ class TransformersModel(Layer):
         return sum(parameter.nbytes for parameter in self.parameters())
 
     def pack_linears(self, allow_copy: bool) -> None:
-        """Let our kernels compute the projections, except in float32: torch is as fast there."""
+        """Run the projections in our kernels, except in float32, where torch is as fast."""
         if self.dtype == torch.float32:
             return
         for module in self.model.causal_lm.modules():
@@ -78,14 +78,14 @@ class Body(Layer):
 
 
 def run_body(causal_lm: Any, input_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return the hidden states [tokens, hidden] after the final norm; tokens form one batch row."""
+    """Return the hidden states [tokens, hidden] after the final norm; all tokens form one row."""
     inputs = {"input_ids": input_ids[None], "position_ids": positions[None]}
     hidden: Tensor = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
     return hidden[0]
 
 
 class Head(Layer):
-    """The LM head, with the scales and caps that the model applies to its logits."""
+    """The LM head, with any scale and softcap that the model applies to its logits."""
 
     def __init__(self, config: ModelConfig, causal_lm: Any, build: BuildContext) -> None:
         super().__init__()
@@ -98,13 +98,13 @@ class Head(Layer):
 
 def run_head(causal_lm: Any, hidden: Tensor) -> Tensor:
     logits: Tensor = causal_lm(inputs_embeds=hidden[None], use_cache=False).logits
-    return logits[0].contiguous()  # as graphs expect
+    return logits[0].contiguous()  # decode graphs need contiguous logits
 
 
 def without_body(causal_lm: Any) -> Any:
     """Return the same ...ForCausalLM, but with a body that returns the hidden states it is given.
 
-    Thus the class itself computes logits from hidden states, whatever it does to them.
+    So the model's own code computes the logits from them, including any scale or softcap.
     """
     head = copy.copy(causal_lm)
     head._modules = {**causal_lm._modules, causal_lm.base_model_prefix: GivenStates()}
@@ -112,10 +112,10 @@ def without_body(causal_lm: Any) -> Any:
 
 
 class GivenStates(nn.Module):
-    """Stands in for the body of a model, and returns hidden states that are already known."""
+    """A replacement for a model's body that returns the hidden states it is given."""
 
     @property
-    def decoder(self) -> GivenStates:  # OPT calls this module of its body
+    def decoder(self) -> GivenStates:  # OPT's head calls `model.decoder`
         return self
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **_: Any) -> BodyOutput:
@@ -137,9 +137,9 @@ class BodyOutput:
 
 
 class PagedAttention:
-    """Attention over the paged KV cache, in the place of transformers' own.
+    """Attention over the paged KV cache, instead of transformers' own.
 
-    Layers with fewer or smaller heads than others are padded with zeros: the cache has one shape.
+    All layers have caches of the same shape, so layers with fewer or smaller heads are zero-padded.
     """
 
     batch: ForwardBatch  # the current step
@@ -147,7 +147,8 @@ class PagedAttention:
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         self.attention, self.ops, self.dtype = build.attention, build.ops, build.dtype
         self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
-        # `rope_write` writes to every kind of cache. transformers has rotated q and k already.
+        # Use `rope_write`, which supports every kind of cache, with a rotation by zero:
+        # transformers has already rotated q and k.
         half = torch.ones(config.head_dim // 2, device=build.device)
         self.no_rotation = torch.stack((half, 0 * half))[None]
 
@@ -187,7 +188,7 @@ def attention_spec(q: Tensor, options: dict[str, Any]) -> AttentionSpec:
 
 
 def set_attention(causal_lm: Any, attend: Attend) -> None:
-    """Let `attention_forward` call `attend` in this model: the registry is shared by all models."""
+    """Make `attention_forward` call `attend` for this model; all models share the registry."""
     for module in causal_lm.modules():
         module.nanovllm_attend = attend
 
@@ -195,5 +196,5 @@ def set_attention(causal_lm: Any, attend: Attend) -> None:
 def attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, with q, k and v [1, heads, tokens, dim]."""
+    """Call the model's `attend`, with q, k and v [1, heads, tokens, dim] from transformers."""
     return module.nanovllm_attend(module, (query, key, value), attention_mask, options), None

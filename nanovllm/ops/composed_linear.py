@@ -45,7 +45,7 @@ def compose_linear(
     activation: Activation | None,
     matmul_dtype: torch.dtype | None = None,
 ) -> ComposedLinear:
-    """Return the reference projection; a quantized weight is dequantized in every call."""
+    """Return the reference projection, which dequantizes a quantized weight in every call."""
 
     def run(x: Tensor) -> Tensor:
         if isinstance(weight, Tensor):
@@ -57,9 +57,9 @@ def compose_linear(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """Compute F.linear in `dtype`, by default that of x, and round the result to x's dtype.
+    """Compute F.linear in the dtype of x or, if x has more than a few rows, in `dtype`.
 
-    This is for CPUs that only emulate the dtype of x. No upcast copy of the weight is kept.
+    This is for CPUs that only emulate the dtype of x. The weight is upcast piece by piece.
     """
     if dtype is None or dtype == x.dtype or len(x) <= MAX_NARROW_ROWS[x.dtype]:
         return F.linear(x, weight, bias)

@@ -1,9 +1,9 @@
 """FP8 (e4m3) quantization of weights and activations, and of the KV cache.
 
-A row of the KV cache has one scale, a power of two. Dividing by it is exact, so every device
-quantizes to the same values. A dequantized value is exact in bfloat16, so kernels may apply the
-scale to keys, scores or probabilities. Only the biased exponent of the scale is stored, in one
-byte.
+Each row of the KV cache (one head of one token) has one scale, a power of two. Dividing by it is
+exact, so every device quantizes to the same values. A dequantized value is exact in bfloat16, so
+kernels may apply the scale to keys, scores or probabilities. Only the biased exponent of the scale
+is stored, in one byte.
 
 Keys have outliers in the same few columns as queries. Quantized directly, these columns would
 dominate the error of the attention scores. So queries and keys are first multiplied by a Hadamard
@@ -37,7 +37,7 @@ class Fp8Tensor:
 
 
 def quantize_fp8(x: Tensor, largest: Tensor) -> Fp8Tensor:
-    """Quantize x; `largest` broadcasts to x, and holds the largest absolute value per scale."""
+    """Quantize x; `largest`, which broadcasts to x, holds each scale group's largest magnitude."""
     # The divisor is a tensor: with a Python number, torch multiplies by the reciprocal, which may
     # round differently.
     scales = largest / torch.full_like(largest, LARGEST_FP8)
@@ -80,13 +80,13 @@ def dequantize(rows: Fp8Rows, dtype: torch.dtype) -> Tensor:
 
 
 def hadamard_size(head_dim: int) -> int:
-    """Return the transform's columns per group: the power-of-two factor of head_dim / 2."""
+    """Return the transform's group size: the largest power of two that divides head_dim / 2."""
     half = head_dim // 2
     return half & -half
 
 
 def hadamard_exponents(head_dim: int) -> tuple[int, int]:
-    """Return the `exponent` of `hadamard_transform` for queries, and the one for keys.
+    """Return the `exponent` arguments of `hadamard_transform` for queries and for keys.
 
     Together they divide by the size of the matrix, so that dot products are unchanged.
     """

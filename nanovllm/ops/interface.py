@@ -1,4 +1,4 @@
-"""Ops: all operations besides attention; each device chooses its own fusions and weight layouts."""
+"""`Ops`: all operations but attention; each device chooses its own fusions and weight layouts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class LayerState:
     """The recurrent states of one layer, by state id; a sequence's state has the id of its slot."""
 
     recurrent: Tensor  # float32 [states, value_heads, key_dim, value_dim]
-    conv: Tensor  # [states, channels, conv_size - 1]: inputs of the newest tokens, oldest first
+    conv: Tensor  # [states, channels, conv_size - 1]: inputs of the last tokens, oldest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class RecurrentRows:
 
     slots: Tensor  # int64 [rows], on the device
     counts: list[int] | None = None  # number of tokens of each row; None: one each
-    chunks: Tensor | None = None  # int32 [chunks, 4], see `split_chunks`; set if counts are
+    chunks: Tensor | None = None  # int32 [chunks, 4], see `split_chunks`; set with `counts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class DeltaNetInputs:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetWeights:
-    """The weights of a Gated DeltaNet layer besides its projections, all float32 but the first."""
+    """The weights of a Gated DeltaNet layer besides its projections, in float32 except `conv`."""
 
     conv: Tensor  # [channels, conv_size]
     decay: Tensor  # [value_heads]: -exp(A_log)
@@ -123,7 +123,7 @@ class ResidualStream(NamedTuple):
     """The residual stream, and an update that is not yet added to it.
 
     The next norm adds the update while it reads both tensors, and may overwrite them. This class is
-    a tuple because every layer creates two, and a frozen dataclass takes twice as long.
+    a tuple because every layer creates two, and creating a frozen dataclass takes twice as long.
     """
 
     residual: Tensor  # [tokens, hidden]
@@ -132,7 +132,7 @@ class ResidualStream(NamedTuple):
     scales: DequantScales | None = None  # set if the update is the unscaled output of an FP8 GEMM
 
     def select(self, tokens: Tensor) -> ResidualStream:
-        """Copy the states of some tokens; the update of a single token is reduced and scaled."""
+        """Copy the states of some tokens; the update of a single token is summed and scaled."""
         residual, scales = self.residual.index_select(0, tokens), self.scales
         update = None if self.update is None else self.update.index_select(-2, tokens)
         if scales is not None:
@@ -151,13 +151,13 @@ class PackedLinear(Protocol):
         """Project x [tokens, in]."""
 
     def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
-        """Project x to an update of the residual, or add the result to the residual in place."""
+        """Project x; return the result as an update, or add it to the residual in place."""
 
     def after_norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """Return the projection of the RMSNorm of residual + update, and the new residual.
 
-        The new residual is residual + update. For a single token, the update must be complete:
-        neither partial sums nor unscaled.
+        The new residual is residual + update. For a single token, the update must be summed and
+        scaled already.
         """
 
 
@@ -225,8 +225,8 @@ class Ops(Protocol):
         """Normalize and rotate q and k, write k and v to the cache, and leave q in qkv.
 
         With an FP8 cache, q and k are Hadamard-transformed too. qkv is [tokens, q + k + v heads,
-        dim] with any stride(0), and its k may be overwritten. rope holds float32 cosines and sines,
-        [positions, 2, dim / 2], or those of k, then those of q: [positions, 4, dim / 2].
+        dim] with any stride(0), and its k may be overwritten. rope holds float32 cosines and sines
+        for both, [positions, 2, dim / 2], or first for k, then for q: [positions, 4, dim / 2].
         slot_mapping holds positions in the cache, in units of tokens.
         """
 
@@ -245,7 +245,7 @@ class Ops(Protocol):
     def multiply_sigmoid(self, x: Tensor, gate: Tensor, base: Tensor | None = None) -> Tensor:
         """Return base + x * sigmoid(gate); gate is [tokens, size] or [tokens, 1].
 
-        The gate has any stride(0); x and base may be overwritten.
+        The gate may have any stride(0); without base, 0 is used. x and base may be overwritten.
         """
 
     def scale_logits(self, logits: Tensor, scale: float, softcap: float | None) -> Tensor:

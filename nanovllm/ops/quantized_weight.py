@@ -3,9 +3,9 @@
 A weight is (q - zero point) * scale, where q is FP8 (e4m3) or an unsigned 4-bit integer. Scales are
 per output channel, or group-wise with a group size of at most 128.
 
-Inputs are split into blocks of 128, and the last block is padded. A block takes 32 words of 32 bits
-in FP8 and 16 words in int4. Position n of word w holds the value of input n * words + w, so the
-values at the same position of a block's words belong to neighboring inputs.
+Inputs are split into blocks of 128, and the last block is padded. A block takes W words of 32 bits:
+32 in FP8 and 16 in int4. Position n of word w holds the value of the block's input n * W + w, so
+the same position of adjacent words holds adjacent inputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nanovllm.ops.fp8 import FP8
 BLOCK = 128
 INT4_WORDS, FP8_WORDS = 16, 32  # number of words per block
 INT4_GROUPS = (32, 64, BLOCK)
-PANEL_ROWS = 16  # number of rows per panel, in which their GGUF quant blocks are interleaved
+PANEL_ROWS = 16  # rows per panel; a panel interleaves the GGUF quant blocks of its rows
 MIDDLE = 8  # default zero point of int4
 
 Fill = Callable[[Tensor, Tensor], object]  # fill(target, rows), such as the device's `fill`
@@ -48,7 +48,7 @@ class QuantizedWeight:
 
     @property
     def fp8(self) -> Tensor:
-        """The FP8 values [outputs, blocks * 128], in the byte order of the words."""
+        """The FP8 values [outputs, blocks * 128], in the order of the words' bytes."""
         assert self.bits == 8
         return self.qweight.view(FP8)
 
@@ -174,7 +174,7 @@ class QuantizedRows:
             fill(self.weight.zero_points[rows], self._by_group(zeros))
 
     def put_random(self, values: Tensor) -> None:
-        """Fill all rows with 0.02 times `values`, which are standard normal."""
+        """Fill all rows with 0.02 * `values`, quantized; the values are standard normal."""
         if self.weight.bits == 8:
             quantized, scale = values.to(FP8), 0.02
         else:

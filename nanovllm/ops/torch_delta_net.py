@@ -1,7 +1,8 @@
 """Gated DeltaNet in plain torch: the reference for kernels, and the fallback without them.
 
-The state of a head is a matrix S [key_dim, value_dim]. Each token multiplies S by its decay, adds
-beta * k * (v - k @ S), which moves the value that S returns for k toward v, and outputs q @ S.
+The state of a head is a matrix S [key_dim, value_dim]. Each token multiplies S by its decay, and
+then adds the outer product of k and beta * (v - k @ S), which moves k @ S toward v. Its output is
+q @ S.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch import Tensor
 from nanovllm.ops.interface import DeltaNetInputs, DeltaNetWeights, LayerState, RecurrentRows
 
 CHUNK_SIZE = 64  # number of tokens whose updates are computed at once
-MAX_TOKENS = 1024  # of rows in the chunked form that run together
-EPS = 1e-6  # of the L2 norms of q and k
+MAX_TOKENS = 1024  # number of tokens that run together in the chunked form
+EPS = 1e-6  # eps of the L2 norms of q and k
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +31,19 @@ class HeadTokens:
     q: Tensor  # [rows, heads, tokens, key_dim]
     k: Tensor
     v: Tensor  # [rows, heads, tokens, value_dim]
-    decay: Tensor  # [rows, heads, tokens]: logarithms
+    decay: Tensor  # [rows, heads, tokens]: logarithm of the decay
     beta: Tensor  # [rows, heads, tokens]
 
 
 class Chunks(NamedTuple):
-    """What each chunk does with the state before it, each [rows, heads, chunks, tokens, ...]."""
+    """How each chunk uses the state before it; tensors are [rows, heads, chunks, tokens, ...]."""
 
-    changes: Tensor  # [..., value_dim], without those that depend on the state
-    reads: Tensor  # [..., key_dim]: reads @ state is to be subtracted from the changes
-    q: Tensor  # [..., key_dim]: q @ state is a part of the output
-    k: Tensor  # [..., key_dim]: k.T @ changes is added to the state
-    scores: Tensor  # [..., tokens]: scores @ changes is the other part of the output
-    decay: Tensor  # [rows, heads, chunks, 1, 1]: factor of the state
+    changes: Tensor  # [..., value_dim], for a state of zero
+    reads: Tensor  # [..., key_dim]: for another state, reads @ state is subtracted from changes
+    q: Tensor  # [..., key_dim]: q @ state + scores @ changes is the output
+    k: Tensor  # [..., key_dim]: k.T @ changes is added to the decayed state
+    scores: Tensor  # [..., tokens]
+    decay: Tensor  # [rows, heads, chunks, 1, 1]: the state is multiplied by it
 
 
 def gated_delta_net(
@@ -60,9 +61,9 @@ def gated_delta_net(
 
 
 def split_rows(counts: list[int]) -> Iterator[tuple[slice, slice]]:
-    """Yield the (rows, tokens) that run together: rows of equal length, or a part of a long row.
+    """Yield slices (rows, tokens) that run together: rows of equal length, or part of a long row.
 
-    Only rows of one token may be more than MAX_TOKENS in all: longer ones need more memory.
+    They have up to MAX_TOKENS tokens, except for rows of one token, which need less memory.
     """
     first_row = first_token = 0
     for count, group in groupby(counts):
@@ -79,10 +80,10 @@ def split_rows(counts: list[int]) -> Iterator[tuple[slice, slice]]:
 
 
 def split_chunks(counts: np.ndarray) -> np.ndarray:
-    """Split rows with these numbers of tokens into chunks of up to CHUNK_SIZE tokens.
+    """Split rows, where row i has counts[i] tokens, into chunks of up to CHUNK_SIZE tokens.
 
-    Return int32 [chunks, 4]: the row of each chunk, its first token in the step, and the number of
-    tokens of the row before this token and from it on.
+    Return int32 [chunks, 4]: the row of each chunk, the index of its first token in the step, and
+    the numbers of the row's tokens before the chunk and from its start on.
     """
     num_chunks = -(-counts // CHUNK_SIZE)
     rows = np.repeat(np.arange(len(counts)), num_chunks)
@@ -95,7 +96,7 @@ def split_chunks(counts: np.ndarray) -> np.ndarray:
 def run_rows(
     inputs: DeltaNetInputs, weights: DeltaNetWeights, state: LayerState, slots: Tensor
 ) -> Tensor:
-    """Run rows of equal length, row after row."""
+    """Run rows of equal length, which are concatenated in `inputs`."""
     num_rows, (_, num_heads, _, value_dim) = len(slots), state.recurrent.shape
     qkv = convolve(inputs.qkv.view(num_rows, -1, inputs.qkv.shape[1]), weights, state, slots)
     tokens = split_heads(qkv, inputs, weights, state)
@@ -158,13 +159,14 @@ def run_token(tokens: HeadTokens, state: Tensor) -> tuple[Tensor, Tensor]:
 def run_chunks(tokens: HeadTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """Run any number of tokens in the chunked form; return their outputs and the new states.
 
-    Within a chunk, each change depends on those before it: a triangular system. It is linear in the
-    state before the chunk, so all chunks are solved at once, and their states follow one by one.
+    Within a chunk, each change depends on those before it: a triangular system. Its solution is
+    linear in the state before the chunk. So all chunks are solved at once; then `scan_chunks`
+    computes the states one by one.
     """
     num_tokens = tokens.q.shape[2]
     q, k, v = map(in_chunks, (tokens.q, tokens.k, tokens.v))
     decay, beta = (in_chunks(x[..., None]) for x in (tokens.decay, tokens.beta))
-    total = decay.cumsum(3)  # [rows, heads, chunks, tokens, 1], since the start of the chunk
+    total = decay.cumsum(3)  # [rows, heads, chunks, tokens, 1], from the chunk's start
     between = (total - total.transpose(-1, -2)).tril().exp().tril()  # decay between two tokens
     weighted = k * beta
     system = weighted @ k.transpose(-1, -2) * between
@@ -190,6 +192,6 @@ def scan_chunks(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_chunks(x: Tensor) -> Tensor:
-    """Split the tokens of x into chunks; padding tokens have no effect, as all inputs are zero."""
+    """Split the tokens of x into chunks; padding has no effect, because its inputs are zero."""
     x = F.pad(x, (0, 0, 0, -x.shape[2] % CHUNK_SIZE))
     return x.unflatten(2, (-1, CHUNK_SIZE))

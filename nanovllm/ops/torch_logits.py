@@ -1,4 +1,4 @@
-"""Logprobs and bitmasks in plain torch: operations on logits before and after sampling."""
+"""Token bitmasks and logprobs in plain torch: operations on logits before and after sampling."""
 
 from __future__ import annotations
 

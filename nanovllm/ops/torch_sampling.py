@@ -1,4 +1,4 @@
-"""Sample a whole batch with mixed parameters, in plain torch: temperature, top_k, top_p, min_p.
+"""Sample a batch in plain torch; each row has its own temperature, top_k, top_p and min_p.
 
 `sampling_probs` defines the distribution that every device samples from. The CPU inverts the
 cumulative distribution; the CUDA kernels add Gumbel noise and take the largest logit.
@@ -38,7 +38,7 @@ def sample(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tenso
     """Return one token per row of logits [rows, vocab_size]; ties go to the lowest id.
 
     `columns` holds each row's parameters, `positions` the position of its new token. A row that
-    contains NaN or infinity, or has no allowed token, gets NO_TOKEN.
+    contains NaN or +inf, or whose tokens are all masked, gets NO_TOKEN.
     """
     peaks, tokens = logits.max(-1)  # several times faster than argmax on a CPU
     rows = columns.temperature.nonzero().squeeze(1)
@@ -52,7 +52,7 @@ def sample(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tenso
 def sampling_probs(logits: Tensor, columns: SamplingColumns) -> Tensor:
     """Return the unnormalized distribution of each row; excluded tokens are exactly 0.
 
-    The cutoff is a probability, so tokens that tie with the last kept token are kept, too.
+    The cutoff is a probability, so tokens as probable as the last kept one are kept, too.
     """
     logits = logits.float()
     shifted = logits - logits.amax(-1, keepdim=True)  # before the division, to avoid inf - inf
@@ -81,7 +81,8 @@ def _draw(probs: Tensor, numbers: Tensor) -> Tensor:
     """Invert the cumulative distribution at one number in [0, 1) per row."""
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     target = numbers[:, None] * cumulative[:, -1:]
-    # right=True finds the first token to exceed the target, so never one of probability 0.
+    # right=True finds the first token whose cumulative probability exceeds the target; its own
+    # probability is never 0.
     tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     return tokens.clamp_(max=probs.shape[-1] - 1)  # if a row has NaN, the index is out of range
 

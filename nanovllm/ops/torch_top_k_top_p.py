@@ -1,4 +1,4 @@
-"""Find the probabilities at which top_k and top_p cut off the distributions of a batch."""
+"""Find the smallest probability that top_k and top_p keep, for each row of a batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NUM_CANDIDATES = 1024  # usually enough for top_k and top_p; else the whole voca
 
 
 def top_k_top_p_threshold(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the smallest probability in each row that both top_k and then top_p keep."""
+    """Return the smallest probability in each row that remains after top_k, then top_p."""
     vocab_size = probs.shape[-1]
     top_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size).long()
     if vocab_size > NUM_CANDIDATES:
@@ -21,7 +21,7 @@ def top_k_top_p_threshold(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor
 
 
 def _has_cutoff(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
-    """Return whether the candidates contain each row's cutoff, including ties."""
+    """Return whether the candidates are enough to find the cutoff, for each row."""
     size, last = top.shape[-1], top[:, -1]
     k_threshold = top.gather(-1, top_k.clamp(max=size)[:, None] - 1).squeeze(1)
     is_k_inside = (top_k <= size) & (k_threshold > last)
@@ -36,7 +36,7 @@ def _threshold_of_sorted(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: 
     kept = torch.where((top_k[:, None] > size) | (top >= k_threshold), top, 0.0).double()
     total = torch.where(top_k == vocab_size, 1.0, kept.sum(-1))
     limit = torch.where(top_p < 1, top_p * total, torch.inf)
-    # The token that crosses the threshold is kept, so compare the mass before each token.
+    # The token that crosses the limit is kept, so compare the mass before each token.
     mass_before = kept.cumsum(-1) - kept
     num_kept = ((mass_before < limit[:, None]) & (kept > 0)).sum(-1)
     return top.gather(-1, num_kept.clamp(min=1)[:, None] - 1).squeeze(1)

@@ -22,7 +22,7 @@ class TPGroup:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank is the only one: nothing is sharded, nothing is communicated."""
+        """Whether this rank is the only one, so nothing is sharded or communicated."""
         return self.size == 1 and self.process_group is None
 
     def all_reduce(self, x: Tensor) -> Tensor:

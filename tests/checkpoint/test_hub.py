@@ -220,7 +220,7 @@ def test_weights_may_be_bin_or_one_gguf_file(hub: Hub, find: Callable[..., list[
     assert "has no config.json" in no_config
     assert 'it has GGUF files: q8/a.gguf; pass one as "org/gguf/q8/a.gguf"' in no_config
     assert "'org/name' on the Hugging Face hub has no revision 'v3'" in revision
-    assert "'org/absent' is neither a folder here nor a model" in absent
+    assert "'org/absent' is neither a local folder nor a model" in absent
     assert "set HF_TOKEN or run `hf auth login`" in absent
     assert hub.fetched() == ["config.json", "pytorch_model.bin", "q8/a.gguf"]
 
@@ -257,7 +257,7 @@ def test_a_complete_copy_serves_without_the_hub(hub: Hub, find: Callable[..., li
             (nothing, "'org/absent'"),
             (other, "'org/name at revision v3'"),
         ):
-            assert f"{wanted} is neither a folder here nor (completely) in the hub cache" in error
+            assert f"{wanted} is neither a local folder nor (completely) in the hub cache" in error
             assert "connect to the network" in error
         assert ("HF_HUB_OFFLINE" in nothing) == ("HF_HUB_OFFLINE" in gone)
 

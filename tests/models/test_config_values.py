@@ -39,7 +39,7 @@ def test_no_time_is_spent_on_absurd_sizes(num_layers: int) -> None:
     ("changes", "match"),
     [
         *(
-            ({"architectures": odd}, "one entry in architectures")
+            ({"architectures": odd}, "list exactly one architecture")
             for odd in ("LlamaForCausalLM", {"LlamaForCausalLM": 1}, [1], 3, [], None, [["x"]])
         ),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "not a multiple of num_key_value_h"),

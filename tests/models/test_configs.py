@@ -220,7 +220,7 @@ def test_a_missing_field_is_named(name: str, field: str) -> None:
         ("mixtral", {"num_experts_per_tok": 9}, "9 .num_experts_per_tok. of 4 experts"),
         ("qwen3-moe", {"num_experts_per_tok": -1}, "num_experts_per_tok must be .* got -1"),
         ("qwen3", {"rope_scaling": YARN}, "both rope_parameters and rope_scaling"),
-        ("gemma3", {"rope_parameters": YARN}, "by layer type, not for .'factor'"),
+        ("gemma3", {"rope_parameters": YARN}, "keyed by layer type, got .'factor'"),
         ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers must be .* got '3'"),
         (
             "qwen3-moe",

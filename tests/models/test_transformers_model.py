@@ -206,7 +206,7 @@ FEW = {"num_hidden_layers": 2}
 REFUSED = {
     "mamba": (FEW, "recurrent state"),
     "falcon_h1": (FEW, "recurrent state"),
-    "lfm2": ({**FEW, "layer_types": ["conv", "full_attention"]}, "layers of the type conv"),
+    "lfm2": ({**FEW, "layer_types": ["conv", "full_attention"]}, "layers of type conv"),
     "deepseek_v3": ({**FEW, "n_routed_experts": 8}, r"latent attention \(MLA\)"),
     "minicpm3": (FEW, r"latent attention \(MLA\)"),
     "bert": (FEW, "is not causal: it is an encoder"),

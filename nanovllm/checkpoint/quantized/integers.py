@@ -25,7 +25,7 @@ AWQ_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def open_awq(parts: Parts, quantization: Quantization) -> StoredWeight:
-    """Open an AWQ weight: packed along the outputs, [inputs, words]; zeros are [groups, words]."""
+    """Open an AWQ weight: outputs are packed, [inputs, words]; zero points are [groups, words]."""
     qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     num_inputs, num_words = check_matrix(qweight, torch.int32)
     num_outputs, size = 8 * num_words, _group_size(quantization, num_inputs)
@@ -58,7 +58,7 @@ def _unpack_awq(words: Tensor) -> Tensor:
 
 
 def open_gptq(parts: Parts, quantization: Quantization) -> StoredWeight:
-    """Open a GPTQ weight: packed along the inputs, [words, outputs]; zeros are [groups, words]."""
+    """Open a GPTQ weight: inputs are packed, [words, outputs]; zero points are [groups, words]."""
     qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     num_words, num_outputs = check_matrix(qweight, torch.int32)
     bits, per_word = quantization.bits, 32 // quantization.bits
@@ -107,10 +107,10 @@ def _holds_middles(qzeros: StoredTensor, num_outputs: int, quantization: Quantiz
 
 
 def open_packed(parts: Parts, quantization: Quantization) -> StoredWeight:
-    """Open a compressed-tensors weight: packed along the inputs, [outputs, words].
+    """Open a compressed-tensors weight: inputs are packed, [outputs, words].
 
     Zero points are packed along the outputs, [words, groups], or stored as bytes
-    [outputs, groups]. Packed integers are unsigned: half their range was added.
+    [outputs, groups]. Packed integers are unsigned: half of their range has been added to them.
     """
     packed, scales, bits = parts["weight_packed"], parts["weight_scale"], quantization.bits
     check_part(parts["weight_shape"], (2,), torch.int64, torch.int32)
@@ -183,7 +183,7 @@ def _group_size(quantization: Quantization, num_inputs: int) -> int:
 
 
 def _input_alignment(quantization: Quantization) -> int:
-    """Return the alignment of input slices: whole words and, if consecutive, whole groups."""
+    """Return the alignment of input slices: whole words, and whole groups if consecutive."""
     has_groups = quantization.group_size != -1 and not quantization.desc_act
     count = 32 // quantization.bits
     return math.lcm(quantization.group_size, count) if has_groups else count

@@ -26,8 +26,8 @@ from nanovllm.errors import CheckpointError
 from nanovllm.ops.fp8 import FP8, quantize_rows
 
 PER_CHANNEL = QuantLayout("fp8", -1)
-# Matches the projections of layers, but neither routers (rounding could change the chosen experts)
-# nor other gates, which are too small to matter.
+# Matches the projections of layers, but neither routers (quantizing them could change the chosen
+# experts) nor other gates, which are too small to matter.
 PROJECTION = re.compile(
     r"model\.layers\.(\d+)\.(?!linear_attn\.in_proj_(?:a|b|ba)\.).*(?<![._]gate)\.weight"
 )
@@ -70,7 +70,7 @@ def open_fp8_scaled(parts: Parts, quantization: Quantization) -> StoredWeight:
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
     open: Callable[[Parts, Quantization], StoredWeight]  # raises KeyError if a part is missing
-    parts: tuple[str, ...]  # tensor names that a module may have
+    parts: tuple[str, ...]  # names of the tensors that a module may have
 
 
 FORMATS = {
@@ -88,7 +88,10 @@ FORMATS = {
 def combine_parts(
     tensors: list[StoredTensor], quantization: Quantization, expected: Collection[str]
 ) -> list[StoredTensor]:
-    """Combine the tensors of each quantized weight into one, which is read lazily."""
+    """Combine the tensors of each quantized weight into one, which is read lazily.
+
+    `expected` names the tensors that the model has; biases of zeros not among them are dropped.
+    """
     if quantization.scheme == "round_to_fp8":
         names = names_to_quantize(tensors)
         return [quantize_to_fp8(tensor) if tensor.name in names else tensor for tensor in tensors]
@@ -124,7 +127,7 @@ def _open(
 
 
 def _is_empty_bias(tensor: StoredTensor, expected: Collection[str]) -> bool:
-    """Return whether this is an unexpected bias of zeros, as early GPTQ tools wrote."""
+    """Return whether this is an unexpected bias of zeros, which early GPTQ tools wrote."""
     is_extra = tensor.name.endswith(".bias") and tensor.name not in expected
     return is_extra and (0 in tensor.shape or not bool(read_part(tensor).any()))
 
@@ -148,10 +151,10 @@ def names_to_quantize(tensors: Sequence[StoredTensor]) -> set[str]:
 
 
 def is_quantized_to_fp8(name: str, num_layers: int) -> bool:
-    """Return whether a weight is quantized: projections of layers except the last down_proj.
+    """Return whether a weight is quantized: a projection of a layer, except the last down_proj.
 
-    The output of the last down_proj goes directly to the LM head. Quantizing this projection would
-    cost more quality than all others together (benchmarks/engine/quality.py).
+    Only the final norm and the LM head follow the last down_proj. Quantizing it would cost more
+    quality than quantizing all others together (benchmarks/engine/quality.py).
     """
     is_last = name == f"model.layers.{num_layers - 1}.mlp.down_proj.weight"
     return not is_last and PROJECTION.fullmatch(name) is not None

@@ -54,7 +54,7 @@ class StoredWeight:
         return StoredTensor(name, self.shape, file, read, read_quantized, layout=self.layout)
 
     def _read_pieces(self, index: Index) -> Iterator[tuple[QuantizedPiece, tuple[slice, slice]]]:
-        """Yield aligned pieces that cover `index`, each with slices that cut it to `index`."""
+        """Yield aligned pieces that cover `index`, each with the slices that crop it to `index`."""
         rows, columns = index or (slice(None), slice(None))
         (first, last, _), (left, right, _) = (
             part.indices(size) for part, size in zip((rows, columns), self.shape, strict=True)
@@ -71,7 +71,7 @@ class StoredWeight:
 
 
 def _outward(first: int, last: int, unit: int, size: int) -> slice:
-    """Return the smallest slice of whole units that contains first to last."""
+    """Return the smallest slice of whole units that contains first:last, truncated to `size`."""
     return slice(first // unit * unit, min(-(-last // unit) * unit, size))
 
 
@@ -108,7 +108,7 @@ def in_groups(inputs: slice, size: int, g_idx: Tensor | None = None) -> tuple[sl
 
 
 def read_part(tensor: StoredTensor, *index: slice) -> Tensor:
-    """Read a slice as one tensor; a piece from `read` is valid only until the next one is read."""
+    """Read a slice as one tensor; pieces are copied, as each is valid only until the next read."""
     pieces = [piece.clone() for piece in tensor.read(index)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
