@@ -69,7 +69,9 @@ class SamplingParams:
         (), "never generate these words, with or without a leading space"
     )
     include_stop_str_in_output: bool = option(False, "keep the stop string in the text")
-    truncate_prompt_tokens: int | None = option(None, "keep only this many tokens at its end")
+    truncate_prompt_tokens: int | None = option(
+        None, "keep only this many tokens, from the end of the prompt"
+    )
     priority: int = option(0, "lower values are scheduled first")
     n: int = option(1, "number of completions; completion i uses seed + i")
     logprobs: int | None = option(None, "return output logprobs, with this many top logprobs each")

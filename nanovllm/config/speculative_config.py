@@ -14,7 +14,7 @@ MAX_SPECULATIVE_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """The content of `EngineConfig.speculative_config`, under vLLM's names."""
+    """The content of `EngineConfig.speculative_config`, with vLLM's field names."""
 
     method: Literal["ngram", "suffix", "draft_model"]
     num_speculative_tokens: int = 7

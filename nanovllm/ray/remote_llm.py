@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call to an engine, which the router chooses by the prompt or, if set, by `engine_id`."""
+    """A call to an engine; the router chooses it by `engine_id` if set, else by the prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     params: SamplingParams = field(default_factory=SamplingParams)
