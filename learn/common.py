@@ -123,7 +123,7 @@ def timed(function: Callable[..., T], *args: Any) -> tuple[T, int]:
 
 
 def best_time(function: Callable[..., object], *args: Any) -> int:
-    """Return the milliseconds of the fastest of three calls, the one least disturbed by others."""
+    """Return the milliseconds of the fastest of three calls, which was disturbed least."""
     return min(timed(function, *args)[1] for _ in range(3))
 
 

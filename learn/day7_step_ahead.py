@@ -110,7 +110,7 @@ class Device:
         self.spans: list[Span] = []
 
     def submit(self, rows: list[Row]) -> Future[list[int]]:
-        """Queue a step, and return at once; the future's result is the tokens that it chose."""
+        """Queue a step, and return at once, with a future for the tokens that it chooses."""
         for row in rows:
             if row.seq not in self.copies:
                 self.copies[row.seq] = copy.deepcopy(row.seq)

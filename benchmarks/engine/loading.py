@@ -140,7 +140,7 @@ def measure(folder: Path, dtype: str, device: str, num_ranks: int) -> Load:
 
 
 def resident_bytes(name: str) -> int:
-    """Read /proc: the peak of getrusage is inherited from the parent process."""
+    """Read a value of /proc/self/status; the peak of getrusage is inherited from the parent."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status[name].split()[0]) * 1024
 

@@ -46,7 +46,7 @@ MAX_DEQUANTIZED_ROWS = 64  # maximum rows for the kernel that dequantizes the we
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A product: norm, then product; or, if `shape.is_summed`, quantization, product, norm."""
+    """A norm and a product or, if `shape.is_summed`, quantization, a product and a norm."""
 
     shape: Shape
     x: Tensor

@@ -93,7 +93,7 @@ class Chooser:
 
 
 def candidates(product: Product) -> Iterator[Algorithm]:
-    """Yield the proposals, these with other splits, and the first with all tiles and clusters."""
+    """Yield the proposals, variants with other splits, and the first in all tiles and clusters."""
     proposed = product.proposed()
     yield from proposed
     for num_splits in SPLITS:

@@ -69,7 +69,7 @@ class Shape:
     num_out: int
     num_in: int
     activation: Activation | None = None
-    is_summed: bool = False  # a norm follows and adds up the partial sums; otherwise one precedes
+    is_summed: bool = False  # a norm follows and adds up the partial sums; else a norm precedes
 
 
 SHAPES = {

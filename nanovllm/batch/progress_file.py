@@ -18,7 +18,7 @@ from typing import Any
 
 from nanovllm.errors import ConfigError, NanovllmError
 
-ROW_ID = "batch_req_"  # in OpenAI's batch format, prefix of an output's id, before its row's index
+ROW_ID = "batch_req_"  # an output's id is this and the row's index (OpenAI's batch format)
 
 
 class ProgressFile:

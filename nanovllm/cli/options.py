@@ -98,7 +98,7 @@ def at_least(limit: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """Parse a finite number above 0; an argparse type."""
+    """Parse a finite number above 0, as an argparse type."""
     if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
     return float(text)

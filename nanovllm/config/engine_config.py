@@ -156,7 +156,7 @@ class EngineConfig:
         self._require("dtype", self.dtype in ("auto", *DTYPES), f"'auto' or one of {DTYPES}")
         if self.distributed_executor_backend == "uni" and self.tensor_parallel_size > 1:
             size = self.tensor_parallel_size
-            raise ConfigError(f"tensor_parallel_size={size} needs 'mp' or 'ray', not 'uni'")
+            raise ConfigError(f"tensor_parallel_size={size} needs backend 'mp' or 'ray', not 'uni'")
         is_known = self.kv_cache_dtype in KV_CACHE_DTYPES
         self._require("kv_cache_dtype", is_known, f"one of {KV_CACHE_DTYPES}")
         if self.kv_cache_dtype != "auto" and self.attention_backend == "flash_attn":

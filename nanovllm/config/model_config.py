@@ -60,7 +60,8 @@ class RecurrentConfig:
     key_dim: int  # per head
     value_dim: int  # per head
     conv_size: int  # kernel size of the causal convolution, in tokens
-    # Whether value head i uses key head i % num_key_heads, as in GGUF; else neighbors share one.
+    # Whether value head i uses key head i % num_key_heads, as in GGUF files; otherwise, adjacent
+    # value heads share a key head.
     is_tiled: bool = False
 
 

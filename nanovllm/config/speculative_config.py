@@ -26,7 +26,7 @@ class SpeculativeConfig:
         require(isinstance(options, Mapping), "speculative_config", "a dict", options, ConfigError)
         known = [each.name for each in fields(cls)]
         for name in options:
-            require(name in known, "speculative_config", f"made of {known}", name, ConfigError)
+            require(name in known, "speculative_config", f"a dict of {known}", name, ConfigError)
         config = cls(**{"method": None, **options})
         check_choices(config)
         has_model = isinstance(config.model, str) and config.model != ""

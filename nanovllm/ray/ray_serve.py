@@ -89,7 +89,7 @@ def build_app(options: str | Mapping[str, Any]) -> serve.Application:
 
 
 class Engine:
-    """Deployment of an engine: an AsyncLLM that is called from other processes."""
+    """Deployment of an AsyncLLM, which is called from other processes."""
 
     async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]
         """Load the model in a thread, so that Serve can stop the engine while it loads."""

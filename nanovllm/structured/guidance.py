@@ -281,7 +281,7 @@ class GuidanceEngine:
 
 
 def _key(asked: Mapping[str, Any]) -> str:
-    """Return `structured_outputs` as JSON; "" if nested too deeply, which no grammar may be."""
+    """Return `structured_outputs` as JSON; "" if too deeply nested, which fails to compile."""
     try:
         return json.dumps(asked)
     except RecursionError:
