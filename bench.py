@@ -48,7 +48,7 @@ from nanovllm.devices.cuda.memory import has_cuda
 from nanovllm.errors import ConfigError
 from nanovllm.models.registry import read_config_for
 
-# Number of prompts x prompt tokens x output tokens.
+# Number of prompts x tokens per prompt x tokens per output.
 CASES = {
     "first": "1x512x1",
     "bs1": "1x128x512",
@@ -124,7 +124,7 @@ def sizes_of(name: str) -> list[int]:
 
 
 def measure_all(args: argparse.Namespace, workloads: list[Workload]) -> dict[str, Measured]:
-    """Time every engine; on a GPU one after the other, since each may use all memory."""
+    """Time every engine; on a GPU, one after the other, since each may use all its memory."""
     groups = [args.engine] if args.device == "cpu" else [[name] for name in args.engine]
     measured = {}
     for group in groups:
@@ -152,7 +152,7 @@ def floor(case: Case, cost: ModelCost, rates: Rates | None) -> float | None:
 
 
 def table(cases: list[Case], measured: dict[str, Measured], floors: list[float | None]) -> str:
-    """Return a table of medians; in brackets, how much better the first engine is."""
+    """Return a table of medians; in brackets, time or memory relative to the first engine."""
     header = ["", *measured, "floor"]
     rows = []
     for index, (case, best) in enumerate(zip(cases, floors, strict=True)):
@@ -201,8 +201,8 @@ def parse_args() -> argparse.Namespace:
     add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6)")
     add("--seed", type=int, default=0, help="seed of the mixed prompts and lengths (default: 0)")
     add("--num-seqs", type=count, help="number of mixed prompts (default: 256, on a CPU 16)")
-    add("--max-input-len", type=count, help="default: 1024 (and at least 100); on a CPU 256 (16)")
-    add("--max-output-len", type=count, help="the same for the outputs")
+    add("--max-input-len", type=count, help="of mixed prompts (default: 1024, on a CPU 256)")
+    add("--max-output-len", type=count, help="of mixed outputs (default: the same)")
     add("--tensor-parallel-size", type=count, default=1, help="devices to shard over (default: 1)")
     add("--hf-batch", type=count, help="batch size of transformers (default: all)")
     add_result_options(parser)
@@ -211,7 +211,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:
-    """Fill in defaults that depend on the device; refuse what cannot run before loading."""
+    """Fill in defaults that depend on the device; reject what cannot run before loading."""
     if args.device == "auto":
         args.device = "cuda" if has_cuda() else "cpu"
     num_seqs, args.min_len, max_len = (16, 16, 256) if args.device == "cpu" else (256, 100, 1024)

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from nanovllm import LLM, SamplingParams
 
-# All prompts begin with this text: the prefix cache computes its first block of 64 tokens once.
+# All prompts begin with this text; its first 64 tokens fill a KV-cache block and are computed once.
 SYSTEM = (
     "You are a helpful AI assistant. You answer every question truthfully, in plain words and in "
     "no more than two short sentences, so that everyone understands the answer. You do not repeat "
@@ -27,7 +27,7 @@ QUESTIONS = [
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2", help="folder, .gguf file or hub id")
-    parser.add_argument("--max-tokens", type=int, default=128, help="per answer")
+    parser.add_argument("--max-tokens", type=int, default=128, help="maximum tokens per answer")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="number of GPUs")
     args = parser.parse_args()
 
@@ -53,7 +53,7 @@ def main():
 
 
 def in_order(pieces):
-    """Yield pieces question by question: all run at once, and pieces of later ones wait."""
+    """Yield pieces question by question; all run at once, so pieces of later questions wait."""
     waiting, turn = defaultdict(list), 0
     for new in pieces:
         waiting[new.index].append(new)

@@ -54,7 +54,7 @@ class EngineProcess:
         self.dtype: str = self._receive()
 
     def run(self, index: int) -> float:
-        """Return the seconds that a workload took, from the call to the last token."""
+        """Run a workload; return the seconds from the call to the last token."""
         self._connection.send(index)
         seconds: float = self._receive()
         return seconds
@@ -97,7 +97,7 @@ def serve(
             num_tokens = engine.run(workloads[index])
             connection.send(time.perf_counter() - began)
             assert num_tokens == workloads[index].num_new_tokens, "an output has the wrong length"
-        # A GPU's memory is read while the engine is open, that of its processes once they ended.
+        # GPU memory is measured while the engine is open; the RSS of its workers, after they ended.
         peak_bytes = bytes_in_use(args.device)
         engine.close()
         connection.send(max(peak_bytes, bytes_in_use(args.device)))
@@ -118,7 +118,7 @@ def bytes_in_use(device: str) -> int:
 
 
 def start_fallback(args: argparse.Namespace, workloads: list[Workload]) -> Engine:
-    """Start our engine with transformers' model code, which does not read GGUF files."""
+    """Start our engine with transformers' model code; GGUF files are converted first."""
     has_weights = args.load_format != "dummy"
     checkpoint = find_checkpoint(model_path(args.model), need_weights=has_weights)
     if checkpoint.weight_format == "gguf":
@@ -205,10 +205,10 @@ def load_transformers(name: str, device: str, dtype: str, load_format: str = "au
         return AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype).to(device).eval()
     fields = {key: checkpoint.config[key] for key in checkpoint.config if key != BLOCK_TYPES_KEY}
     config = AutoConfig.for_model(**fields)
-    # Random weights take seconds; only a dummy model needs them.
+    # Creating random weights takes seconds; only a dummy model needs them.
     with torch.device(device), nullcontext() if is_dummy else no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
-    if not is_dummy:  # GGUF, for which transformers would need another package
+    if not is_dummy:  # GGUF, which transformers reads only with another package
         stored = list_gguf(checkpoint.weight_files[0])
         weights = {each.name: torch.cat([*each.read()]) for each in stored}
         missing, unexpected = model.load_state_dict(weights, strict=False)

@@ -1,6 +1,6 @@
-"""The physical floor of a workload: its minimum bytes and operations at a device's rates.
+"""The floor of a workload: a lower bound on its time from a device's rates (roofline model).
 
-Only matrices, the KV cache and attention are counted: no engine can be faster.
+Only matrix products, the KV cache, recurrent states and attention are counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Rates:
 
 
 def rates_of(device_name: str, bandwidth: float | None, tflops: float | None) -> Rates | None:
-    """Return the given rates (in tera units), those of an H200 on an H200, or None elsewhere."""
+    """Return the given rates (TB/s, TFLOP/s); on an H200, its own by default; None if unknown."""
     given = [bandwidth, tflops]
     if not all(rate is None or 0 < rate < math.inf for rate in given):
         raise ConfigError(f"--bandwidth and --tflops must be above 0, got {bandwidth}, {tflops}")
@@ -49,9 +49,9 @@ def add_rate_options(parser: argparse.ArgumentParser) -> None:
     title = "floor (known for an H200; on other devices, give both)"
     add = parser.add_argument_group(title).add_argument
     bandwidth, tflops = (rate / 1e12 for rate in asdict(Rates()).values())
-    text = f"TB/s that memory sustains (default: on an H200, {bandwidth:g})"
+    text = f"sustained TB/s of memory (default: on an H200, {bandwidth:g})"
     add("--bandwidth", type=float, metavar="X", help=text)
-    text = f"TFLOP/s that products sustain (default: on an H200, {tflops:g})"
+    text = f"sustained TFLOP/s of matrix products (default: on an H200, {tflops:g})"
     add("--tflops", type=float, metavar="X", help=text)
 
 
@@ -61,7 +61,7 @@ class ModelCost:
 
     layer_weights: int  # elements of the matrices of all layers, used by every token
     head_weights: int  # elements of the LM head, used only for sampling
-    kv_bytes: int  # per token, all layers
+    kv_bytes: int  # bytes per token, all layers
     attention_flops: int  # of one query token with one key token, all layers and heads
     itemsize: int
     expert_weights: int = 0  # elements of one expert in all layers; a token uses top_k experts
@@ -70,9 +70,9 @@ class ModelCost:
     state_bytes: int = 0  # recurrent states of a sequence: a step reads and writes them
 
     def weight_bytes(self, num_tokens: int) -> float:
-        """Return the bytes read in a step; the few rows of an untied input embedding are ignored.
+        """Return the weight bytes read in a step, without the few rows of an untied embedding.
 
-        The number of experts is the expectation if tokens choose evenly and independently.
+        The number of experts is its expectation if tokens choose evenly and independently.
         """
         num_used = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
         elements = self.layer_weights + self.head_weights + num_used * self.expert_weights
@@ -89,7 +89,7 @@ def model_cost(config: ModelConfig, itemsize: int, kv_cache_dtype: str = "auto")
     recurrent = config.recurrent
     num_recurrent = 0 if recurrent is None else len(recurrent.layers)
     num_attention = len(config.layers) - num_recurrent
-    # Sliding windows are not counted.
+    # The KV cache of layers with a sliding window is not counted.
     num_whole = sum(layer.window is None for layer in config.layers) - num_recurrent
     cost = ModelCost(
         layer_weights=num_attention * attention + len(config.layers) * mlp,
@@ -132,7 +132,10 @@ def _with_experts(
 def step_floor(
     cost: ModelCost, rates: Rates, num_tokens: int, num_sampled: int, num_kv: int, num_pairs: int
 ) -> float:
-    """Return the seconds of a step: products, then attention, each memory- or compute-bound."""
+    """Return the minimum seconds of a step: products, then attention; memory- or compute-bound.
+
+    `num_kv` counts tokens read from the KV cache, `num_pairs` pairs of a query and a key token.
+    """
     per_token = cost.layer_weights + cost.top_k * cost.expert_weights
     product_flops = 2 * (per_token * num_tokens + cost.head_weights * num_sampled)
     return max(
@@ -147,14 +150,14 @@ def step_floor(
 def prefill_floor(
     cost: ModelCost, rates: Rates, prompt_lens: Sequence[int], num_cached: int = 0
 ) -> float:
-    """Return the seconds until all first tokens; `num_cached` tokens of each prompt are cached."""
+    """Return the minimum seconds to all first tokens; `num_cached` tokens per prompt are cached."""
     num_tokens = sum(length - num_cached for length in prompt_lens)
     pairs = sum(n * (n + 1) // 2 - num_cached * (num_cached + 1) // 2 for n in prompt_lens)
     return step_floor(cost, rates, num_tokens, len(prompt_lens), sum(prompt_lens), pairs)
 
 
 def decode_floor(cost: ModelCost, rates: Rates, workload: Workload) -> float:
-    """Return the seconds from the first tokens to the end, when all prompts run together."""
+    """Return the minimum seconds from the first tokens to the end, if all prompts run together."""
     rows = list(zip(workload.prompt_lens, workload.max_tokens, strict=True))
     seconds = 0.0
     for step in range(1, max(workload.max_tokens)):

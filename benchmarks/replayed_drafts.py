@@ -1,4 +1,4 @@
-"""A proposer that replays recorded outputs, and corrupts some of its drafts."""
+"""A proposer that replays recorded outputs, and corrupts some of its draft tokens."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from nanovllm.engine.drafter import Proposal
 from nanovllm.engine.sequence import Sequence
 
-NUM_COMPARED = 4  # newest tokens that tell whether a sequence follows a recorded one
+NUM_COMPARED = 4  # last tokens, which must match those of a recorded sequence
 
 
 @dataclass
 class Replay:
-    """Proposes what follows in a recorded sequence with the same prompt."""
+    """Proposes the next tokens of a recorded sequence with the same prompt."""
 
     recorded: list[list[int]]  # prompt and output
     vocab_size: int
-    corruption: float = 0.2  # probability for each draft
+    corruption: float = 0.2  # probability of replacing a draft token with a random one
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     _candidates: dict[int, list[list[int]]] = field(default_factory=dict)  # keyed by seq_id
 
@@ -30,7 +30,7 @@ class Replay:
             ]
         candidates, newest = self._candidates[seq.seq_id], known[-NUM_COMPARED:].tolist()
         exact = [each for each in candidates if each[: len(known)][-NUM_COMPARED:] == newest]
-        # On a GPU, rounding may change a token: then the others still follow the recorded ones.
+        # If rounding on a GPU changed a token, the next ones may still follow the recording.
         [tokens] = (exact or candidates)[:1] or [[]]
         drafts = tokens[len(known) : len(known) + most]
         return Proposal([self._corrupted(draft) for draft in drafts], 0) if drafts else None

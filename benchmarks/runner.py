@@ -31,7 +31,7 @@ class Timing:
 
 @contextlib.contextmanager
 def open_llm(args: argparse.Namespace, has_tokenizer: bool = False) -> Iterator[LLM]:
-    """Start an engine, by default without a tokenizer; the model may be one of configs/."""
+    """Start an engine, by default without a tokenizer; the model may be a name in configs/."""
     config = engine_config(args)
     path = model_path(config.model)
     config = replace(config, model=path, skip_tokenizer_init=not has_tokenizer)
@@ -46,7 +46,7 @@ def run_once(llm: LLM, workload: Workload, cache_salt: str, **params: Any) -> Ti
     add_workload(llm, workload, cache_salt, **params)
     outputs: list[RequestOutput] = []
     num_left, num_steps, decode_start = workload.num_prompt_tokens, 0, start
-    engine = llm.engine  # stepped directly: handing results between threads is not measured
+    engine = llm.engine  # step it directly: passing results between threads is not measured
     while not engine.is_finished():
         step = engine.step()
         outputs += step.finished
@@ -71,7 +71,7 @@ def add_workload(llm: LLM, workload: Workload, cache_salt: str, **params: Any) -
 
 
 def check_fits(llm: LLM, workload: Workload) -> None:
-    """Raise ConfigError if a sequence would be cut off, which would look like a fast run."""
+    """Raise ConfigError if a sequence would be truncated, which would look like a fast run."""
     limit, longest = llm.engine.core.max_len, max(workload.total_lens)
     if longest > limit:
         raise ConfigError(

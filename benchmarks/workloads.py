@@ -55,7 +55,7 @@ def mixed(
 
 
 def mixed_name(num_prompts: int, max_input_len: int, max_output_len: int) -> str:
-    """Return the name in results: "nano", or one with the sizes of a smaller workload."""
+    """Return the case's name in results: "nano", with its sizes if they are not the default."""
     if (num_prompts, max_input_len, max_output_len) == (256, 1024, 1024):
         return "nano"
     lengths = [max_input_len] + [max_output_len] * (max_input_len != max_output_len)
@@ -63,7 +63,7 @@ def mixed_name(num_prompts: int, max_input_len: int, max_output_len: int) -> str
 
 
 def uniform(vocab_size: int, num_prompts: int, prompt_len: int, max_tokens: int) -> Workload:
-    """Return prompts of one length with outputs of one length."""
+    """Return prompts of equal length with outputs of equal length."""
     rng = random.Random(0)
     last_id = min(LAST_ID, vocab_size - 1)
     prompts = [[rng.randint(0, last_id) for _ in range(prompt_len)] for _ in range(num_prompts)]

@@ -4,8 +4,9 @@
 
 A and B begin with the same words, so B shares A's first blocks, although both are admitted in the
 same step: a block enters the prefix cache when the step that fills it is planned, and in each layer
-A's keys and values are written before B's attention reads them. Soon the cache is full: the newest
-sequence is preempted, waits until blocks are free, and is recomputed from what is still cached.
+A's keys and values are written before B's attention reads them. Soon the cache is full: the
+sequence admitted last is preempted, waits until blocks are free, and is recomputed from what is
+still cached.
 Consecutive steps in which every sequence only decodes are printed as one.
 """
 
@@ -55,9 +56,9 @@ def main() -> None:
 
 
 def steps(llm: LLM, texts: dict[str, str]) -> Iterator[EngineState]:
-    """Yield a snapshot of the engine after every step; the first one is from before them.
+    """Yield a snapshot of the engine before the first step and after every step.
 
-    The snapshot after a sequence's last step still has its row. The text is added to `texts`.
+    The snapshot after a sequence's last step still includes it. The text is added to `texts`.
     """
     core = llm.engine.core
     step_mode = StepMode(core)  # finds what has changed since the previous snapshot

@@ -1,6 +1,6 @@
-"""What every day needs and none is about: read a model and its tokenizer, print a table.
+"""Helpers for every day, which none is about: load a model and its tokenizer, print a table.
 
-This is the only file in `learn/` that uses nanovllm, and only to read checkpoints.
+This is the only file in `learn/` that uses nanovllm, and only for reading checkpoints.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def load_from_command_line(description: str | None) -> tuple[Model, Any]:
         "--model", default="smollm2", help="a Hugging Face folder or a .gguf file (Llama models)"
     )
     args = parser.parse_args()
-    torch.set_num_threads(1)  # one core, as on the pages: times are steadier, gains easier to see
+    torch.set_num_threads(1)  # one core, as in docs/learn: steadier times, clearer gains
     return load_model(args.model), load_tokenizer(find_checkpoint(args.model))
 
 
@@ -123,12 +123,12 @@ def timed(function: Callable[..., T], *args: Any) -> tuple[T, int]:
 
 
 def best_time(function: Callable[..., object], *args: Any) -> int:
-    """Return the milliseconds of the fastest of three calls: other programs disturb it least."""
+    """Return the milliseconds of the fastest of three calls, which was disturbed least."""
     return min(timed(function, *args)[1] for _ in range(3))
 
 
 class Table:
-    """Prints rows as they come; numbers are aligned on the right, texts on the left."""
+    """Prints rows as they are added; numbers are right-aligned, texts left-aligned."""
 
     def __init__(self, header: Sequence[str], widths: Sequence[int]) -> None:
         """Set the widths of the columns; each is at least as wide as its heading."""
@@ -161,5 +161,5 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None
 
 
 def show(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Return the text of some tokens in quotes and on one line: leading spaces belong to it."""
+    """Return the text of some tokens in quotes, so that leading spaces and newlines are visible."""
     return repr(tokenizer.decode(token_ids))

@@ -27,14 +27,14 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each token's vector to a root mean square of 1, then each of its elements."""
+    """Scale each token's vector to a root mean square of 1, then each element by its weight."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 def rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Rotate x [tokens, heads, head_dim] by angles that grow with each token's position.
 
-    The product of a rotated query and a rotated key depends only on the distance of the two.
+    The product of a rotated query and a rotated key depends only on the distance between them.
     """
     half = x.shape[-1] // 2
     frequencies = theta ** -(torch.arange(half) / half)  # radians per position, fast to slow
@@ -47,8 +47,8 @@ def rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Let each query look at its own and all earlier keys.
 
-    The queries [queries, heads, head_dim] are the last of the positions that k and v
-    [positions, kv_heads, head_dim] hold. Today, these are all positions.
+    k and v are [positions, kv_heads, head_dim]. The queries [queries, heads, head_dim] belong to
+    the last of these positions; today, to all of them.
     """
     group_size = q.shape[1] // k.shape[1]  # query heads per kv head
     k, v = k.repeat_interleave(group_size, dim=1), v.repeat_interleave(group_size, dim=1)
@@ -63,7 +63,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def project_qkv(
     config: Config, layer: dict[str, Tensor], x: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the queries, keys and values of each token, with its position rotated in."""
+    """Return each token's queries and keys (rotated by its position) and values."""
     q, k, v = (
         F.linear(x, layer[name]).view(len(x), -1, config.head_dim)
         for name in ("q_proj", "k_proj", "v_proj")
@@ -72,7 +72,7 @@ def project_qkv(
 
 
 def mlp(layer: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Transform each token's vector by itself: widen it, gate it, narrow it again."""
+    """Transform each token's vector separately: widen it, gate it, narrow it again."""
     gate, up = F.linear(x, layer["gate_proj"]), F.linear(x, layer["up_proj"])
     return F.linear(F.silu(gate) * up, layer["down_proj"])
 
@@ -80,7 +80,7 @@ def mlp(layer: dict[str, Tensor], x: Tensor) -> Tensor:
 def forward(model: Model, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
     """Run tokens through all layers; return their hidden states [tokens, hidden_size].
 
-    Only `attend` looks at other tokens; everything else treats each token by itself. That is why
+    Only `attend` looks at other tokens; everything else treats each token separately. That is why
     this function stays the same for seven days: whatever we invent, we pass another `attend`.
     """
     config = model.config
@@ -95,7 +95,7 @@ def forward(model: Model, token_ids: Tensor, positions: Tensor, attend: Attend) 
 
 
 def compute_logits(model: Model, hidden: Tensor) -> Tensor:
-    """Return a score for every token of the vocabulary as the next one: [tokens, vocab_size]."""
+    """Score every token of the vocabulary as the next one; return [tokens, vocab_size]."""
     return F.linear(hidden, model.lm_head)
 
 
@@ -106,7 +106,7 @@ def attend_to_input(layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor
 
 @torch.inference_mode()  # we need no gradients
 def next_token_logits(model: Model, token_ids: list[int]) -> Tensor:
-    """Run the whole text; return the scores at its last position, where the next token is open."""
+    """Run the whole text; return the scores at its last position, which predict the next token."""
     positions = torch.arange(len(token_ids))
     hidden = forward(model, torch.tensor(token_ids), positions, attend_to_input)
     return compute_logits(model, hidden[-1:])[0]  # [vocab_size]

@@ -1,7 +1,7 @@
 """Day 2: a KV cache, with prefill and decode measured apart.
 
 Day 1 ran the whole text again for every token. But only attention looks at earlier tokens, and all
-that it needs of them are their keys and values. These never change, because a token only looks
+that it needs from them are their keys and values. These never change, because a token only looks
 back. So we keep them. The prompt runs once (prefill), then one token at a time (decode).
 
 From day 1: the model (`forward`, `compute_logits`, `attention`), unchanged.
@@ -137,9 +137,9 @@ def main(model: Model, tokenizer: Any) -> None:
 #    prompt_ids, chunk_size)`, which runs a prompt in pieces and returns the same scores. Which
 #    line of `KVCache` has to change?
 # 2. Mistral's layers look back over a window of the last `window` tokens only, so the rest of the
-#    cache is never read again. Write `WindowCache`, which keeps `window` tokens per layer however
-#    long the text grows, and works with tokens that run one at a time, and `generate_in_window(
-#    model, prompt_ids, max_tokens, window)`. (Does the order of the keys in the cache matter?)
+#    cache is never read again. Write `WindowCache`, which keeps only `window` tokens per layer; it
+#    may assume that tokens run one at a time. Use it in `generate_in_window(model, prompt_ids,
+#    max_tokens, window)`. (Does the order of the keys in the cache matter?)
 
 if __name__ == "__main__":
     main(*load_from_command_line(__doc__))

@@ -84,7 +84,7 @@ class BlockManager:
 class PagedCache:
     """The keys and values of all sequences, in one pool of slots; a slot holds one token.
 
-    Block i is the slots from i * block_size to (i + 1) * block_size.
+    Block i consists of slots [i * block_size, (i + 1) * block_size).
     """
 
     def __init__(self, config: Config, num_blocks: int, block_size: int) -> None:
@@ -99,14 +99,14 @@ class PagedCache:
 
 
 def paged_attend(cache: PagedCache, block_table: list[int], start: int, end: int) -> Attend:
-    """Return the attention of a sequence whose tokens [start, end) run now."""
-    slots = cache.slots(block_table, torch.arange(end))  # of all its tokens, in order
+    """Return the attention function of a sequence whose tokens [start, end) run now."""
+    slots = cache.slots(block_table, torch.arange(end))  # the slots of all its tokens, in order
     new_slots = slots[start:]
 
     def attend(layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.k[layer_index, new_slots] = k
         cache.v[layer_index, new_slots] = v
-        # Indexing copies keys and values into order. A real kernel reads them where they are.
+        # Indexing copies keys and values, in order. A real kernel reads them where they are.
         return attention(q, cache.k[layer_index, slots], cache.v[layer_index, slots])
 
     return attend

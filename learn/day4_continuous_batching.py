@@ -1,10 +1,10 @@
 """Day 4: continuous batching, with a scheduler that counts.
 
 A decode step reads all weights for one token (day 2). If several sequences run in the same step,
-they share that read. The scheduler decides anew before every step which tokens run: a sequence
-joins as soon as there is room, and leaves as soon as it is done. It needs no phases. Each sequence
+they share that read. Before every step, the scheduler decides which tokens run: a sequence joins as
+soon as there is room, and leaves as soon as it is done. There are no separate phases. Each sequence
 has `num_computed` tokens that have run and `len(token_ids)` tokens that exist. The first number
-chases the second, by many tokens (prefill), by some (chunked prefill) or by one (decode).
+catches up with the second: by many tokens (prefill), some (chunked prefill) or one (decode).
 
 From day 1: the model. From day 3: sequences, blocks and paged attention, unchanged.
 
@@ -79,7 +79,7 @@ class Scheduler:
         return rows
 
     def _admit(self, rows: list[Row], budget: int) -> None:
-        """Move waiting sequences to the running ones, in order, while there is room."""
+        """Move waiting sequences to `running`, in order, while there is room."""
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             # Take all blocks that it may ever need, so that it cannot get stuck. Day 5 takes less.
@@ -89,7 +89,7 @@ class Scheduler:
             budget -= self._add_row(rows, seq, budget)
 
     def _add_row(self, rows: list[Row], seq: Sequence, budget: int) -> int:
-        """Run as many tokens of `seq` as the budget allows; return how many."""
+        """Plan as many tokens of `seq` as the budget allows; return their number."""
         start, end = seq.num_computed, min(len(seq.token_ids), seq.num_computed + budget)
         if end > start:
             rows.append(Row(seq, start, end, is_sampled=end == len(seq.token_ids)))
@@ -107,7 +107,7 @@ class Scheduler:
 
 
 def batched_attend(cache: PagedCache, rows: list[Row]) -> Attend:
-    """Return the attention of a step: each row sees its own sequence only."""
+    """Return the attention function of a step: each row sees only its own sequence."""
     attends = [paged_attend(cache, row.seq.block_table, row.start, row.end) for row in rows]
     counts = [row.num_tokens for row in rows]
 
@@ -154,7 +154,7 @@ class Engine:
 
 
 def timeline(sequences: list[Sequence], steps: list[list[Row]]) -> list[str]:
-    """Draw a line per sequence: how many of its tokens ran in each step; '.' while it waits."""
+    """Draw a line per sequence: the number of its tokens in each step, or '.' while it waits."""
     numbers = "".join(str(number).rjust(3) for number in range(1, len(steps) + 1))
     lines = [f"  step    {numbers}"]
     for seq in sequences:
@@ -167,7 +167,7 @@ def timeline(sequences: list[Sequence], steps: list[list[Row]]) -> list[str]:
 
 
 def measure(model: Model) -> None:
-    """Print what a decode step costs with more and more sequences in it."""
+    """Print the time of a decode step with more and more sequences."""
     cache = PagedCache(model.config, max(BATCH_SIZES), BLOCK_SIZE)
     sequences = [Sequence(str(i), [i], 1, block_table=[i]) for i in range(max(BATCH_SIZES))]
     rows = [Row(seq, 0, 1, is_sampled=True) for seq in sequences]
@@ -181,7 +181,7 @@ def measure(model: Model) -> None:
 def run_policy(
     model: Model, sequences: list[Sequence], batch_size: int, max_num_seqs: int
 ) -> list[list[Row]]:
-    """Run `batch_size` sequences to their end before the next ones may join."""
+    """Run batches of `batch_size` sequences, each to its end before the next one may join."""
     blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
     scheduler = Scheduler(blocks, model.config.eos_ids, max_num_seqs, MAX_NUM_BATCHED_TOKENS)
     engine = Engine(model, PagedCache(model.config, NUM_BLOCKS, BLOCK_SIZE), scheduler)

@@ -5,10 +5,10 @@ Their first blocks hold the same keys and values, so we compute these once. Ever
 hash of all tokens up to its end, and a new sequence looks up the blocks that it would fill.
 
 Day 4 reserved blocks for the longest possible output. Today a sequence takes a block when it needs
-one. If none is free, the newest sequence gives its blocks back and waits. It keeps its tokens, and
-later most of its keys and values are still in the cache.
+one. If none is free, the last sequence to start gives its blocks back and waits. It keeps its
+tokens, and later most of its keys and values are still in the cache.
 
-From day 4: the engine's loop and the batch; a scheduler that still only counts.
+From day 4: the engine's loop, the batch, and a scheduler that still only counts.
 
     python learn/day5_prefix_cache.py
 """
@@ -29,7 +29,7 @@ from day4_continuous_batching import Engine, Row
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 11
-LARGE_POOL = 21  # blocks that day 4 needs for the same
+LARGE_POOL = 21  # blocks that day 4 needs for the same requests
 MAX_NUM_SEQS = 3
 MAX_NUM_BATCHED_TOKENS = 12
 PREFIX = "Capitals: France - Paris, Italy - Rome, Spain - Madrid,"
@@ -42,7 +42,7 @@ REQUESTS = {  # name: (prompt, how many tokens to generate)
 
 
 class BlockManager:
-    """Day 3's, but sequences can share a block, and a block that nobody holds keeps its content."""
+    """Day 3's manager, but sequences can share a block, and a free block keeps its content."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -55,7 +55,7 @@ class BlockManager:
         """Yield a hash for each of the first blocks of `seq`.
 
         Keys and values depend on all tokens before them. So each hash includes the one before it:
-        the same four tokens after another beginning are another block.
+        the same four tokens after a different beginning make a different block.
         """
         parent = b""
         for start in range(0, num_blocks * self.block_size, self.block_size):
@@ -64,7 +64,7 @@ class BlockManager:
             yield parent
 
     def admit(self, seq: Sequence) -> bool:
-        """Give `seq` its cached prefix and new blocks for the rest of its tokens, if these fit."""
+        """Give `seq` its cached prefix, and new blocks for the rest; False if too few are free."""
         # At least one token is left to run, because its scores choose the next token.
         num_blocks = (len(seq.token_ids) - 1) // self.block_size
         for block_hash in self.block_hashes(seq, num_blocks):
@@ -102,24 +102,24 @@ class BlockManager:
             self.cached.setdefault(block_hash, block_id)  # another block may hold the same tokens
 
     def release(self, seq: Sequence) -> None:
-        """Give back the blocks of `seq`. Those that nobody else holds become free."""
-        # Start at the end: a prefix is of use without its last block, but not without its first.
+        """Give back the blocks of `seq`. Those that no other sequence holds become free."""
+        # Start at the end: a prefix is useful without its last block, but not without its first.
         for block_id in reversed(seq.block_table):
             self.ref_counts[block_id] -= 1
             if self.ref_counts[block_id] == 0:
                 self.free_ids[block_id] = None
-                # What nobody can find is reused first, what was used last is reused last.
+                # Uncached blocks are reused first; of the cached ones, those released first.
                 self.free_ids.move_to_end(block_id, last=self.is_cached(block_id))
         seq.block_table = []
         seq.num_computed = 0
 
     def is_cached(self, block_id: int) -> bool:
-        """Whether a new sequence can find the block."""
+        """Whether a new sequence can find the block by its hash."""
         return self.cached.get(self.hashes[block_id]) == block_id
 
 
 class Scheduler(day4.Scheduler):
-    """Day 4's, but blocks are shared, taken when they are needed, and taken away."""
+    """Day 4's scheduler, but sequences share blocks, take them when needed, and may lose them."""
 
     blocks: BlockManager
 
@@ -128,7 +128,7 @@ class Scheduler(day4.Scheduler):
         self.events: list[str] = []  # what happened, for the table
 
     def schedule(self) -> list[Row]:
-        """Plan one step: first the running sequences that get room, then the waiting ones."""
+        """Plan one step: first the running sequences that get blocks, then the waiting ones."""
         budget, rows = self.max_num_batched_tokens, []
         for seq in list(self.running):
             if seq in self.running and self._make_room(seq):
@@ -137,9 +137,9 @@ class Scheduler(day4.Scheduler):
         return rows
 
     def _make_room(self, seq: Sequence) -> bool:
-        """Allocate what `seq` needs now, from others if necessary; False if it has to wait."""
+        """Allocate what `seq` needs now, preempting others if necessary; False if it must wait."""
         while not self.blocks.allocate(seq, len(seq.token_ids)):
-            victim = self.running.pop()  # the newest, so that the oldest always gets on
+            victim = self.running.pop()  # the last one, so that the first always makes progress
             self.blocks.release(victim)
             self.waiting.appendleft(victim)  # with all of its tokens, to run again
             self.events.append(f"{victim.name} is preempted")
@@ -148,7 +148,7 @@ class Scheduler(day4.Scheduler):
         return True
 
     def _admit(self, rows: list[Row], budget: int) -> None:
-        """Day 4's, but a sequence only needs blocks for the tokens that it has now."""
+        """As on day 4, but a sequence only needs blocks for the tokens that it has now."""
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             if not self.blocks.admit(seq):
@@ -223,8 +223,8 @@ def main(model: Model, tokenizer: Any) -> None:
 #
 # 1. A cached prompt is answered faster, so a user who measures times can find out what others have
 #    asked. Give a sequence a `salt`, a text that only its user knows, and let only sequences with
-#    the same salt share blocks (`SaltedSequence`, `SaltedBlockManager`). You need to
-#    change one line; which?
+#    the same salt share blocks (`SaltedSequence`, `SaltedBlockManager`). You only need to change
+#    one line. Which one?
 # 2. Two requests with the same prompt that enter in the same step do not share blocks, because
 #    these are registered after the step. Write `EarlyScheduler`, which registers them when the step
 #    is planned, before they hold anything. Which line of day 4 makes that correct?

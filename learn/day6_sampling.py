@@ -1,11 +1,11 @@
 """Day 6: sampling, streaming and stop strings.
 
 So far the engine takes the best token and returns token ids. Today it draws tokens at random, but
-so that a request with a seed always gets the same text. And it turns tokens into text while they
-arrive, which is harder than it looks: a token can be a part of a character, and a stop string can
-begin in one token and end in another.
+in such a way that a request with a seed always gets the same text. And it turns tokens into text as
+they arrive, which is harder than it looks: a token can be a part of a character, and a stop string
+can begin in one token and end in another.
 
-From day 5: the scheduler with preemption, unchanged. From day 4: the loop, with another last line.
+From day 5: the scheduler with preemption, unchanged. From day 4: the loop, with sampling.
 
     python learn/day6_sampling.py
 """
@@ -42,14 +42,14 @@ class SamplingParams:
 
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # draw from the k best tokens; 0: from all
-    top_p: float = 1.0  # draw from the best tokens that together have this probability
+    top_p: float = 1.0  # draw from the fewest best tokens that together have this probability
     seed: int = 0
     stop: tuple[str, ...] = ()  # the text ends before any of these
 
 
 @dataclass(eq=False)
 class Request(Sequence):
-    """A sequence with parameters of its own."""
+    """A sequence with its own sampling parameters."""
 
     params: SamplingParams = SamplingParams()
 
@@ -64,7 +64,7 @@ def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.top_k:
         best[params.top_k :] = 0.0
     if params.top_p < 1.0:
-        mass_before = best.cumsum(0) - best  # of all better tokens
+        mass_before = best.cumsum(0) - best  # the probability of all better tokens
         best[mass_before >= params.top_p * best.sum()] = 0.0
     return torch.zeros_like(probs).scatter(0, token_ids, best / best.sum())
 
@@ -72,8 +72,8 @@ def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
 def uniform(seed: int, position: int) -> float:
     """Return a random number in [0, 1) that depends on its arguments alone (splitmix64).
 
-    A generator has a state, and each draw changes it for all who draw later. This function has
-    none, so it does not matter which other requests run, or whether one is preempted.
+    A generator has a state, which each draw changes for all later draws. This function has none, so
+    it does not matter which other requests run, or whether one is preempted.
     """
     bits = (seed + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -109,18 +109,18 @@ class Engine(day4.Engine):
 
 
 class Detokenizer:
-    """Turns tokens into text while they arrive."""
+    """Turns tokens into text as they arrive."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.shown_ids: list[int] = []  # the last tokens whose text is out: context for the next
-        self.new_ids: list[int] = []  # tokens whose text is not out yet
+        self.shown_ids: list[int] = []  # the last tokens already shown: context for the next ones
+        self.new_ids: list[int] = []  # tokens that are not shown yet
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that is now certain."""
         self.new_ids.append(token_id)
         text = self._decode(self.shown_ids + self.new_ids)
-        if text.endswith("\ufffd"):  # stands for bytes that are not (yet) a character
+        if text.endswith("\ufffd"):  # replaces bytes that are not (yet) a character
             return ""
         piece = text[len(self._decode(self.shown_ids)) :]
         self.shown_ids, self.new_ids = self.new_ids, []
@@ -139,7 +139,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Passes text on, but holds back an end that could become a stop string."""
+    """Passes text on, but holds back an end that may be the beginning of a stop string."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         self.stop = stop
@@ -159,13 +159,13 @@ class StopStrings:
         return text[:end]
 
     def _num_common(self, text: str, stop: str) -> int:
-        """Return the length of the longest end of `text` with which `stop` begins."""
+        """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
         lengths = range(min(len(text), len(stop)), 0, -1)
         return next((count for count in lengths if text.endswith(stop[:count])), 0)
 
 
 def stream(engine: Engine, requests: list[Request], tokenizer: Any) -> Iterator[tuple[Row, str]]:
-    """Run requests; yield the text of each as it becomes certain, with the row that made it."""
+    """Run requests; yield each row that samples a token, with the text that is now certain."""
     detokenizers = {seq.name: Detokenizer(tokenizer) for seq in requests}
     stops = {seq.name: StopStrings(seq.params.stop) for seq in requests}
     scheduler = engine.scheduler
@@ -177,7 +177,7 @@ def stream(engine: Engine, requests: list[Request], tokenizer: Any) -> Iterator[
             seq, detokenizer, stop = row.seq, detokenizers[row.seq.name], stops[row.seq.name]
             piece = stop.push(detokenizer.push(seq.token_ids[-1]))
             is_running = seq in scheduler.running
-            if is_running and stop.is_found:  # the scheduler cannot see this, it knows no text
+            if is_running and stop.is_found:  # the scheduler does not know the text
                 scheduler.running.remove(seq)
                 scheduler.blocks.release(seq)
             if not is_running and not stop.is_found:  # no more tokens follow
@@ -239,7 +239,7 @@ def print_distributions(model: Model, tokenizer: Any) -> None:
 def run_with_seed(
     model: Model, tokenizer: Any, seed: int, how: str, num_requests: int, num_blocks: int
 ) -> tuple[int, str, int, str]:
-    """Run some requests; return a row of the table about the last one, which has this seed."""
+    """Run some requests with a seed; return a row of the table about the last one."""
     requests = [
         Request(prompt, tokenizer.encode(prompt), MAX_TOKENS, params=SamplingParams(0.8, seed=seed))
         for prompt in reversed(PROMPTS[:num_requests])

@@ -1,4 +1,4 @@
-"""Day 7: the step ahead, or how host and device overlap.
+"""Day 7: the step ahead (asynchronous scheduling), or how host and device overlap.
 
 Since day 4 the loop is: plan a step, run it, handle its tokens. While the host plans and handles,
 the device is idle, and while the device runs, the host waits. Today the host plans step n + 1 while
@@ -46,7 +46,7 @@ REQUESTS = {  # name: (prompt, how many tokens to generate)
 
 @dataclass(eq=False)
 class Sequence(day3.Sequence):
-    """Day 3's, with a count that runs ahead of the tokens."""
+    """Day 3's sequence, with a count that runs ahead of the tokens."""
 
     num_pending: int = 0  # tokens that are planned, but whose values the host does not know yet
 
@@ -57,7 +57,7 @@ class Sequence(day3.Sequence):
 
 @dataclass(frozen=True)
 class Span:
-    """What the host or the device did in some time, for the timeline."""
+    """The time in which the host or the device worked on a step, for the timeline."""
 
     step: int
     begin: float  # seconds
@@ -65,12 +65,12 @@ class Span:
 
 
 class Scheduler(day4.Scheduler):
-    """Day 4's, but counts move when a step is planned, and values follow when it is committed."""
+    """Day 4's, but counts change when a step is planned, and token ids follow at its commit."""
 
-    num_late = 0  # rows that ran for a sequence which had ended already
+    num_late = 0  # rows that ran for a sequence that had already ended
 
     def _add_row(self, rows: list[Row], seq: Sequence, budget: int) -> int:
-        """Day 4's, but it also counts the tokens that are still on the device."""
+        """As on day 4, but count the tokens that are still on the device, too."""
         if seq.num_tokens == seq.num_prompt_tokens + seq.max_tokens:
             return 0  # its last token is pending
         start, end = seq.num_computed, min(seq.num_tokens, seq.num_computed + budget)
@@ -82,7 +82,7 @@ class Scheduler(day4.Scheduler):
         return end - start
 
     def commit(self, rows: list[Row], next_ids: list[int]) -> None:
-        """Append the tokens of a step, except those of sequences that ended before it."""
+        """Append the tokens of a step, except those of sequences that have already ended."""
         sampled = zip([row for row in rows if row.is_sampled], next_ids, strict=True)
         kept_rows, kept_ids = [], []
         for row, token_id in sampled:
@@ -110,7 +110,7 @@ class Device:
         self.spans: list[Span] = []
 
     def submit(self, rows: list[Row]) -> Future[list[int]]:
-        """Queue a step, and return at once; the result will be the tokens that it chose."""
+        """Queue a step, and return at once, with a future for the tokens that it chooses."""
         for row in rows:
             if row.seq not in self.copies:
                 self.copies[row.seq] = copy.deepcopy(row.seq)
@@ -128,7 +128,7 @@ class Device:
 
 
 class Engine:
-    """The loop. With depth 0 each step waits for the one before, with depth 1 one is ahead."""
+    """The loop. With depth 0, each step waits for the previous one; depth 1 plans one ahead."""
 
     def __init__(
         self, device: Device, scheduler: Scheduler, depth: int, host_seconds: float = 0.0
@@ -186,7 +186,7 @@ def draw(spans: list[Span], begin: float, seconds_per_cell: float) -> str:
 def main(model: Model, tokenizer: Any) -> None:
     engine, sequences = run_requests(model, tokenizer, depth=0, host_seconds=0.0)
     durations = sorted(span.end - span.begin for span in engine.device.spans)
-    host_seconds = HOST_SHARE * durations[len(durations) // 2]  # of a usual step
+    host_seconds = HOST_SHARE * durations[len(durations) // 2]  # of a median step
     outputs, table, scale = [[seq.output_ids for seq in sequences]], [], 0.0
     for depth in (0, 1):
         engine, sequences = run_requests(model, tokenizer, depth, host_seconds)
@@ -220,8 +220,8 @@ def main(model: Model, tokenizer: Any) -> None:
 #    SmolLM2 has three kv heads. Does that matter?
 # 2. A client can go away while steps with its sequence are in flight. Write `abort(engine, seq)`,
 #    which ends a sequence and frees its blocks at once. The next plan may give these blocks to
-#    another sequence, although a step in flight will still write to them. Why does no harm come
-#    of it?
+#    another sequence, although a step in flight will still write to them. Why does this do no
+#    harm?
 
 if __name__ == "__main__":
     main(*load_from_command_line(__doc__))

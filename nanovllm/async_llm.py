@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 GUESSED_TOKENS = 256  # completion length assumed for load balancing, unless max_tokens is less
 RESTARTING = "it is being restarted"
 GIVEN_UP = (
-    f"{MAX_FAILURES} in a row failed within {SOON_SECONDS:.0f} s of starting, so it is not "
-    "restarted"
+    f"it failed {MAX_FAILURES} times in a row within {SOON_SECONDS:.0f} s of starting, so it is "
+    "not restarted"
 )
 PieceQueue = AsyncOutputQueue[StreamPiece]
 
@@ -58,7 +58,7 @@ class AsyncLLM:
     ...     print(piece.text, end="")
 
     The engine core runs in another process, so tokenization, detokenization and other work in this
-    process never delay a step. Nor does a slow reader: its unread pieces are merged into one.
+    process never delay a step. Nor does a slow reader: its unread pieces are merged.
     If the engine's process dies or hangs, every caller gets an error; with `restart_core`, a new
     engine replaces it and serves new requests once it is ready.
 
@@ -67,11 +67,11 @@ class AsyncLLM:
     one. If a replica dies or hangs, only its own requests fail.
 
     Prompts are prefilled in chunks, so that each stream gets a token about every
-    `target_inter_token_ms`, and CUDA graphs are captured before the engine is ready. With None,
-    throughput has priority, as in `LLM`.
+    `target_inter_token_ms`, and CUDA graphs are captured before the engine is ready. If it is
+    None, throughput has priority, as in `LLM`.
 
     With `in_process` the engine core runs in a thread of this process instead, so that
-    `breakpoint()` works in it. There is no watchdog then: the core may pause for any time.
+    `breakpoint()` works in it. The watchdog is off, so the core may pause for any length of time.
 
     All other options are those of `LLM`.
     """
@@ -153,7 +153,7 @@ class AsyncLLM:
         prompts = await asyncio.to_thread(prompts_of, self.input_processor, messages, **given)
         if len(prompts) > 1:
             raise RequestError(
-                f"AsyncLLM.chat takes one conversation, got {len(prompts)}; call it for each one"
+                f"AsyncLLM.chat takes one conversation, got {len(prompts)}; call it once for each"
             )
         stream = self.generate(
             prompts[0],
@@ -236,7 +236,7 @@ class AsyncLLM:
 
     @property
     def error(self) -> NanovllmError | None:
-        """The error if all replicas have failed, temporarily or permanently, else None."""
+        """The first replica's error if all have failed, temporarily or permanently, else None."""
         errors = [replica.error for replica in self.replicas]
         return None if None in errors else errors[0]
 
@@ -310,11 +310,11 @@ class AsyncLLM:
             self._streams[state.seq_id] = stream
             self.output_processor.add(state)
         core.add(requests)
-        stream.queue.loop.call_soon(core.flush)  # sends requests of several callers together
+        stream.queue.loop.call_soon(core.flush)  # sends the requests of several callers together
         return stream
 
     def _end(self, seq_id: int) -> ResponseStream | None:
-        """Remove a stream, and return it unless its replica failed. The caller holds the lock."""
+        """Remove and return a stream; None if its replica failed. The caller holds the lock."""
         self._router.finished(seq_id)
         return self._streams.pop(seq_id, None)
 

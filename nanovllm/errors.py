@@ -88,7 +88,7 @@ def errors_about(param: str, kind: type[RequestError] = RequestError) -> Iterato
 
 
 def at_index(error: RequestError, name: str, index: int, count: int) -> RequestError:
-    """Return the error with the index of the prompt that it is about, if there are several."""
+    """Return the error; if there are several prompts, add the index of the invalid one."""
     return (
         error
         if count == 1

@@ -47,7 +47,7 @@ class RequestOutput(Mapping[str, Any]):
     time_to_first_token: float  # seconds from arrival; 0.0 if there was no token
     duration: float  # seconds from arrival to the last token
     error: str | None = None  # why the request failed, if it did
-    # One dict per token, if requested, keyed by token id: the token itself, then the top tokens.
+    # If requested, one dict per token, keyed by token id: the token itself, then the top tokens.
     logprobs: Sequence[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first item is None
@@ -55,8 +55,8 @@ class RequestOutput(Mapping[str, Any]):
     pooled: list[float] | None = None  # pooled hidden states, not normalized, for `LLM.embed`
     queue_time: float = 0.0  # seconds from arrival to the first step; 0.0 if there was none
     request_id: str = ""  # chosen by the caller, or else the seq_id as a string
-    num_accepted_tokens: int = 0  # drafts of speculative decoding that were accepted
-    num_rejected_tokens: int = 0  # drafts that were not
+    num_accepted_tokens: int = 0  # draft tokens that were accepted (speculative decoding)
+    num_rejected_tokens: int = 0  # draft tokens that were rejected
 
     @property
     def finished(self) -> bool:

@@ -23,7 +23,7 @@ RANGES = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 NO_LIMIT = 2**31 - 1
-NO_TOKEN = -1  # replaces a sampled token if the logits had no valid token to sample
+NO_TOKEN = -1  # in place of a token: none was valid, or the draft model has not chosen it yet
 
 
 @suggest_fields
@@ -56,7 +56,7 @@ class SamplingParams:
         0.0, "subtracted from the logits of tokens that are in the output"
     )
     frequency_penalty: float = option(
-        0.0, "subtracted from the logits of tokens for each occurrence in the output"
+        0.0, "subtracted from a token's logit for each of its occurrences in the output"
     )
     repetition_penalty: float = option(
         1.0, "reduces the logits of tokens that are in the prompt or the output"
@@ -69,7 +69,9 @@ class SamplingParams:
         (), "never generate these words, with or without a leading space"
     )
     include_stop_str_in_output: bool = option(False, "keep the stop string in the text")
-    truncate_prompt_tokens: int | None = option(None, "keep only this many last prompt tokens")
+    truncate_prompt_tokens: int | None = option(
+        None, "keep only this many tokens, from the end of the prompt"
+    )
     priority: int = option(0, "lower values are scheduled first")
     n: int = option(1, "number of completions; completion i uses seed + i")
     logprobs: int | None = option(None, "return output logprobs, with this many top logprobs each")
@@ -100,12 +102,12 @@ class SamplingParams:
 
     @property
     def max_new_tokens(self) -> int:
-        """`max_tokens` as a number; if None, more than any context holds."""
+        """`max_tokens`; if it is None, a number larger than any context."""
         return NO_LIMIT if self.max_tokens is None else self.max_tokens
 
     @property
     def is_plain(self) -> bool:
-        """Whether no option edits the logits or returns anything but tokens."""
+        """Whether no option edits the logits or requests logprobs."""
         return not (
             self.can_exclude_tokens
             or self.has_penalties
@@ -121,7 +123,7 @@ class SamplingParams:
 
     @property
     def can_exclude_tokens(self) -> bool:
-        """Whether these options alone may leave no token to sample."""
+        """Whether these options can mask tokens, and so may leave no token to sample."""
         return bool(
             self.allowed_token_ids
             or self.bad_words
@@ -134,7 +136,7 @@ class SamplingParams:
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             self._require(name, value is None or low <= value <= high, f"in [{low}, {high}]")
-        self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]; for greedy use temperature=0")
+        self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]; temperature=0 is greedy")
         self._require("top_k", self.top_k >= 0, "at least 1, or 0 or -1 for no limit")
         fits = self.max_new_tokens >= (1 if self.prompt_logprobs is None else 0)
         self._require("max_tokens", fits, "at least 1, or 0 with prompt_logprobs")
@@ -147,7 +149,7 @@ class SamplingParams:
         self._require("stop_token_ids", min(self.stop_token_ids, default=0) >= 0, "at least 0")
         bias: Mapping[int, float] = self.logit_bias or {}
         is_valid = all(key >= 0 and -100 <= value <= 100 for key, value in bias.items())
-        self._require("logit_bias", is_valid, "numbers in [-100, 100] by token id")
+        self._require("logit_bias", is_valid, "numbers in [-100, 100] keyed by token id")
         allowed = self.allowed_token_ids
         is_valid = allowed is None or min(allowed, default=-1) >= 0
         self._require("allowed_token_ids", is_valid, "at least one id, none below 0")
@@ -170,7 +172,7 @@ def _as_bias(value: Any) -> dict[int, float] | None:
     except (AttributeError, TypeError, ValueError, OverflowError):
         pairs, bias = [(0, 0)], {}
     is_valid = len(bias) == len(pairs)
-    require(is_valid, "logit_bias", "numbers in [-100, 100] by token id", value, ConfigError)
+    require(is_valid, "logit_bias", "numbers in [-100, 100] keyed by token id", value, ConfigError)
     return bias
 
 

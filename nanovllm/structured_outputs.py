@@ -15,7 +15,7 @@ REASONING_KEYS = ("after", "opened_by")  # end and start markers of reasoning be
 EXPECTED = {
     "json": "a JSON schema: a dictionary, true or false, or one of them as text",
     "regex": "a non-empty string",
-    "choice": "a list of at least one string, none empty",
+    "choice": "a non-empty list of non-empty strings",
     "grammar": "a Lark grammar: a non-empty string",
     "json_object": "True",
     "after": "a non-empty string",
@@ -24,7 +24,7 @@ EXPECTED = {
 
 
 def check_structured(value: object) -> dict[str, Any]:
-    """Validate `structured_outputs`; return a copy, unaffected by later changes to the original."""
+    """Validate `structured_outputs`; return a copy that later changes to it do not affect."""
     fields = value if isinstance(value, Mapping) else {}
     kinds = [key for key in fields if key in GRAMMAR_KINDS]
     expected = (
@@ -33,7 +33,7 @@ def check_structured(value: object) -> dict[str, Any]:
     is_valid = len(kinds) == 1 and {*fields} <= {*kinds, *REASONING_KEYS}
     require(is_valid, STRUCTURED, expected, value, ConfigError)
     has_end = "opened_by" not in fields or "after" in fields
-    require(has_end, STRUCTURED, "a dict with 'after' where it has 'opened_by'", value, ConfigError)
+    require(has_end, STRUCTURED, "a dict with 'after' if it has 'opened_by'", value, ConfigError)
     return {key: _checked_grammar(key, item) for key, item in fields.items()}
 
 

@@ -48,7 +48,7 @@ def require_text(param: str, value: object) -> None:
 def check_types(record: Any) -> None:
     """Raise ConfigError for the first field whose value does not match its simple type annotation.
 
-    Numpy scalars become Python numbers, even in a frozen dataclass.
+    Numpy scalars are replaced with Python numbers, even in a frozen dataclass.
     """
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)

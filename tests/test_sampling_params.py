@@ -61,10 +61,10 @@ def test_bad_values_are_named(name: str, value: Any) -> None:
     [
         ({"presence_penalty": 2.1}, "presence_penalty must be in [-2, 2], got 2.1"),
         ({"repetition_penalty": NAN}, "repetition_penalty must be in [0.01, 100], got nan"),
-        ({"logit_bias": {1: 101}}, "logit_bias must be numbers in [-100, 100] by token id"),
+        ({"logit_bias": {1: 101}}, "logit_bias must be numbers in [-100, 100] keyed by token id"),
         (
             {"logit_bias": {1.7: 1}},
-            "by token id, got {1.7: 1}",
+            "keyed by token id, got {1.7: 1}",
         ),
         ({"allowed_token_ids": []}, "allowed_token_ids must be at least one id, none below 0"),
         ({"allowed_token_ids": "abc"}, "allowed_token_ids must be items of type int"),

@@ -310,7 +310,7 @@ def test_repeated_text_is_drafted(path: str) -> None:
         ({"method": "ngram", "num_speculative_tokens": 0}, "between 1 and 32"),
         ({"method": "draft_model"}, "speculative_config model must be a hub id or a folder"),
         ({"method": "ngram", "model": "x"}, "given only with method draft_model"),
-        ({"method": "ngram", "tokens": 3}, "speculative_config must be made of"),
+        ({"method": "ngram", "tokens": 3}, "speculative_config must be a dict of"),
         ("ngram", "speculative_config must be a dict"),
     ],
 )

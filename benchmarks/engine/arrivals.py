@@ -1,14 +1,15 @@
-"""Measure token latency while requests arrive at random, from the first second on.
+"""Measure token latency while requests arrive at random, starting with a cold engine.
 
     python -m benchmarks.engine.arrivals [--model qwen3-0.6b] [--rate 200] [--seconds 6]
 
 Starts a fresh `AsyncLLM` with random weights and default options, then sends requests as a Poisson
-process in several windows, each with new prompts; the first window, which is cold, counts too. The
-percentiles are those of the time to first token and of the inter-token latency. Gaps that end after
-the last arrival are excluded, as fewer and fewer streams run by then.
+process in several windows, each with new prompts. Prints percentiles of the time to first token and
+of the inter-token latency in each window. Gaps that end after the last arrival are excluded, as
+fewer and fewer streams run by then.
 
-The targets on one H200 apply to every window. Qwen3-0.6B at 200 requests per second: p99 of 10 ms
-between tokens and 50 ms to the first token. Qwen3-8B at 40 requests per second: 25 ms and 200 ms.
+The targets on one H200 apply to every window, including the first. Qwen3-0.6B at 200 requests per
+second: p99 of 10 ms between tokens and 50 ms to the first token. Qwen3-8B at 40 requests per
+second: 25 ms and 200 ms.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Measure the cost of running the core in another process: `AsyncLLM` streams against `LLM`.
+"""Measure the cost of running the core in another process: `AsyncLLM` compared to `LLM`.
 
     python -m benchmarks.engine.async_streams [--model smollm2] [--streams 64] [--rounds 3]
 
 Both engines are loaded at the same time and take turns, so that other load on the machine slows
-them alike. The target is 95% of the throughput on a CPU and 90% on a GPU.
+them equally. The target is 95% of the throughput of `LLM` on a CPU, and 90% on a GPU.
 """
 
 from __future__ import annotations

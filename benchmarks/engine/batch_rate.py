@@ -6,7 +6,7 @@ The requests are those of nano-vLLM's benchmark, whose prompts are token ids. We
 the vocabulary is synthetic; both sides detokenize every token. Both engines are loaded at the same
 time and take turns; garbage is collected before each turn, as if each had its own process. A job is
 timed from reading its rows to writing its last line, without starting the engine. The target is
-95%.
+95% of the throughput of `generate`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class Times:
 class Clock:
     """Records when plans arrive, by the monotonic clock that all processes share.
 
-    A plan without rows requests the times recorded since the last such plan; for each plan, that of
-    the slowest rank is returned.
+    The result of a plan without rows is the arrival times of the plans since the last such plan,
+    each on the slowest rank.
     """
 
     group: TPGroup

@@ -1,11 +1,11 @@
 """Compare the defaults of the CPU engine with their alternatives; engines take turns in one run.
 
     python -m benchmarks.engine.cpu_choices dtype     # bfloat16 or float32
-    python -m benchmarks.engine.cpu_choices depth     # steps planned ahead: 0 or 1
-    python -m benchmarks.engine.cpu_choices threads   # all or one, also on busy cores
+    python -m benchmarks.engine.cpu_choices depth     # 1: asynchronous scheduling, or 0
+    python -m benchmarks.engine.cpu_choices threads   # one or all, on idle and busy cores
 
-dtype="auto" keeps a checkpoint in bfloat16 where decode gains and prefill loses at most a tenth. On
-busy cores, all threads should take at most 1.5 times as long as one. Reports medians over the
+dtype="auto" keeps a checkpoint in bfloat16 if decode becomes faster and prefill at most 10% slower.
+On busy cores, all threads should take at most 1.5 times as long as one. Reports medians over the
 rounds of wall-clock time and of CPU time, which is more reliable on a shared machine.
 """
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.engine.first_minute [--runs 3] [-- OPTIONS OF nanovllm generate]
 
-Runs the real command behind a pipe, once as a warm-up (which compiles and caches the kernels), and
-records when the text of each token arrives. The targets: the first token within 6 s on two cores,
-and no gap longer than 3 times the median.
+Runs the real command with its output in a pipe, first as a warm-up (which compiles and caches the
+kernels), and records when the text of each token arrives. The targets: the first token within 6 s
+on two cores, and no gap longer than 3 times the median.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 PYTHON is the interpreter of an environment with llama-cpp-python, built from source for this CPU
 (pip install --no-binary llama-cpp-python llama-cpp-python); without it, only the first two are
 compared. Each side has its own process, which waits while another one works. There are three loads:
-one request of 16 + 64 tokens, 16 such requests at once, and a prompt of 512 tokens. Prints medians
-of wall-clock time and of CPU time, which is more reliable on a shared machine, and how many times
-as fast the quantized file is.
+one request with 16 prompt and 64 output tokens, 16 such requests at once, and a prompt of 512
+tokens. Prints the median throughput and how many times as fast the quantized file is, by wall-clock
+time and by CPU time, which is more reliable on a shared machine.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def draw_prompts(num_requests: int, prompt_len: int, seed: int) -> list[list[int
 
 
 def summarize(name: str, times: dict[str, list[Times]], num_tokens: int) -> str:
-    """Return the tokens per second of each side, and how much slower it is than the first."""
+    """Return each side's tokens per second, and its time as a multiple of the first side's."""
     lines = [f"{name}:"]
     medians = {
         side: {

@@ -1,4 +1,4 @@
-"""Measure how fast weights load, and how much memory that takes beyond the weights.
+"""Measure how fast weights load, and the peak memory beyond the size of their files.
 
     python -m benchmarks.engine.loading [--gigabytes 1] [--shards 4] [--dtype float32]
         [--device cpu] [--ranks 2]
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def write_checkpoint(folder: Path, gigabytes: float, num_shards: int) -> None:
-    """Write a checkpoint of about this size; the first and last tensors by name are the largest."""
+    """Write a checkpoint of random weights, of about this size."""
     num_layers = max(round((gigabytes * GB - OTHER_BYTES) / LAYER_BYTES), 1)
     write_random_weights(folder, CONFIG | {"num_hidden_layers": num_layers}, num_shards)
 
@@ -116,7 +116,7 @@ def drop_from_memory(folder: Path) -> None:
 
 
 def load_in_process(folder: Path, dtype: str, device: str, num_ranks: int = 1) -> Load:
-    """Load in a fresh process, whose peak memory is not that of earlier work."""
+    """Load in a fresh process, whose peak memory does not include earlier work."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(measure, folder, dtype, device, num_ranks).result()
 
@@ -140,7 +140,7 @@ def measure(folder: Path, dtype: str, device: str, num_ranks: int) -> Load:
 
 
 def resident_bytes(name: str) -> int:
-    """Read /proc: the peak of getrusage is inherited from the parent process."""
+    """Read a value of /proc/self/status; the peak of getrusage is inherited from the parent."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status[name].split()[0]) * 1024
 

@@ -5,8 +5,8 @@
 
 Writes checkpoints of random quantized weights, sized by what they would take in bfloat16, and loads
 each in a fresh process. The weights of a GGUF file stay quantized; the others are dequantized. The
-peak may exceed the loaded weights by a tenth plus 1 GB; the process itself, with torch, takes about
-a third of that.
+peak may be 1.1 times the loaded weights plus 1 GB, a third of which the process itself takes for
+torch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def load_one(folder: Path, kind: str, gigabytes: float) -> Load:
 
 
 def measure_stored(file: Path) -> Load:
-    """Load weights that stay quantized, as an engine does; their size is that of the file."""
+    """Load weights that stay quantized, as an engine does; they are as large as the file."""
     checkpoint = find_checkpoint(str(file), need_tokenizer=False)
     config, model_config = EngineConfig(str(file), device="cpu"), read_config(checkpoint.config)
     device = create_device(config)

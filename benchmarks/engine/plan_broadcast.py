@@ -3,7 +3,7 @@
     python -m benchmarks.engine.plan_broadcast [--ranks N]
 
 "returns" is the duration of submit(); "arrives" is the time from its call until the last worker has
-decoded the plan. The target for 256 decode rows is 0.2 ms.
+unpickled the plan. The target for 256 decode rows is 0.2 ms.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_STEPS = 500
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    returns: float  # seconds, medians
+    returns: float  # both are medians, in seconds
     arrives: float
 
 

@@ -4,11 +4,11 @@
         [--text FILE] [--cases "fp8 weights" ...]
 
 The model is a GGUF file; "dequantized" is the same model in float32, from which the FP8 checkpoints
-are made. They quantize the projections that `quantization="fp8"` quantizes, or "all". The text is
-prose from this project's documentation, or the beginning of --text. Each token but the first is
+are made. They quantize the same projections as `quantization="fp8"`, or "all". The text is prose
+from this project's documentation, or the beginning of --text. Each token except the first is
 predicted from all tokens before it, whose keys and values come from the cache. "fp8 KV, no
 Hadamard" quantizes keys directly, without the Hadamard transform that spreads their outliers. The
-script fails if a case loses more than CASES allows.
+script fails if the perplexity changes by more than CASES allows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.ops.quantized_products import quantize_blocks
 
 TEXT = Path(__file__).with_name("perplexity.txt")
 MAX_TOKENS = 2200  # tokens of the text that are used
-# The baseline of each case, and the largest loss allowed (inf: no limit).
+# The baseline of each case, and the largest allowed change of perplexity (inf: no limit).
 CASES: dict[str, tuple[str, float]] = {
     "as stored": ("dequantized", 0.001),
     "fp8 KV": ("as stored", 0.005),
@@ -167,7 +167,7 @@ MADE: dict[str, tuple[dict[str, Any], Callable[[Tensor], Parts] | None]] = {
 
 @contextlib.contextmanager
 def quantizing_without_hadamard() -> Iterator[None]:
-    """Make a plain cache store the quantized value of each row; bfloat16 represents it exactly."""
+    """Make an unquantized cache store quantized values, which bfloat16 represents exactly."""
     write = NumbaOps.rope_write
 
     def write_rounded(self: NumbaOps, *args: Any) -> None:

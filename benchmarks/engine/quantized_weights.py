@@ -37,7 +37,7 @@ def _compressed(layout: str, weights: dict[str, Any]) -> dict[str, Any]:
     return {**method, "config_groups": {"group_0": group}}
 
 
-# The quantization_config of config.json, and the bits per weight with scales and zero points.
+# The quantization_config of config.json, and the bits per weight, including scales and zeros.
 WEIGHTS: dict[str, tuple[dict[str, Any] | None, float]] = {
     "bf16": (None, 16),
     "fp8": (_compressed("float-quantized", _FP8), 8),

@@ -2,7 +2,8 @@
 
     python -m benchmarks.engine.request_features --model qwen3-0.6b --batch 256
 
-The features run one after the other, in several rounds. The target is 1.15 times the plain step.
+The features run one after the other, in several rounds. The target is at most 1.15 times the plain
+step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure the resident memory of an idle server with the built-in model, after some requests.
+"""Measure the resident memory of an idle server with the default model, after some requests.
 
     python -m benchmarks.engine.resident_memory [--model smollm2] [--requests 8] [--limit 700]
 
@@ -6,7 +6,7 @@ Starts `nanovllm serve` and sends it chat requests of growing length. Two proces
 server, which handles HTTP, and the core, which runs the model. Prints the resident memory of each
 ("own" is not backed by files) and of both together, counting file pages that both have mapped once.
 The keys and values of requests stay in the cache, so the number of tokens is printed too. Fails
-above the limit, in megabytes. Linux only.
+if the total exceeds --limit megabytes. Linux only.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Compare decoding with drafts to plain decoding, in alternating rounds of one engine.
+"""Compare speculative to plain decoding, in alternating runs of one engine.
 
     python -m benchmarks.engine.speculation --case copy chat wrong
     python -m benchmarks.engine.speculation --case replay --model qwen3-8b --load-format dummy
 
-`copy` repeats a text of the prompt, `chat` asks unrelated questions. The proposer of `wrong` is
-always wrong; that of `replay` knows the output, and corrupts a fifth of its drafts. Both sample at
-a high temperature, so that the seed alone decides each token: at temperature 0, rounding would
-change the output of random weights. `draft` uses the draft model of `--speculative-config` at the
-same temperature, where any two models agree: it measures what drafting costs.
+`copy` repeats a text in the prompt, `chat` asks unrelated questions. The proposer of `wrong` is
+always wrong; that of `replay` knows the output, and corrupts a fifth of its draft tokens. Both
+sample at a high temperature, so that the seed alone decides each token: at temperature 0, rounding
+would change the output of random weights. `draft` uses the draft model of `--speculative-config` at
+the same temperature, at which any two models agree: it measures what drafting costs.
 """
 
 from __future__ import annotations
@@ -101,14 +101,14 @@ def compare(
     params: list[SamplingParams],
     args: argparse.Namespace,
 ) -> tuple[list[float], str]:
-    """Return how many times as fast drafts are in each round, and how many were accepted."""
+    """Return the speedup of each round, and how many draft tokens were accepted."""
     scheduler = llm.engine.core.scheduler
     drafter = Drafter(make(), config.num_speculative_tokens)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for index in range(args.repeats + 2):
         for has_drafts in (False, True) if index % 2 else (True, False):
             scheduler.drafter = drafter if has_drafts else None
-            drafter.proposer = make()  # without the outputs of the last round
+            drafter.proposer = make()  # a new one, without the outputs of earlier runs
             seconds[has_drafts].append(run(llm, prompts, params))
     num_drafts, num_accepted = drafter.counts.num_draft_tokens, drafter.counts.num_accepted_tokens
     pairs = zip(seconds[False][2:], seconds[True][2:], strict=True)

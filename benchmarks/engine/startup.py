@@ -5,7 +5,7 @@
 Writes a checkpoint of random weights into a temporary folder and starts twice: cold, without
 compiled kernels, Python bytecode or weights in the page cache, and warm, with all of them. With
 --target-inter-token-ms, all graphs are captured before the engine is ready, as in a server. The
-targets are for GPUs.
+printed targets ("bar") are for GPUs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def write_checkpoint(model: str, folder: Path) -> None:
 
 
 def start_process(folder: Path, is_cold: bool) -> Start:
-    """Run `measure` in a fresh process whose compile caches are in `folder`."""
+    """Run `measure` in a fresh process that keeps its compile caches in `folder`."""
     from benchmarks.engine.loading import drop_from_memory
 
     if is_cold:

@@ -1,11 +1,12 @@
-"""Measure engine steps against the physical floor: decode, cached prefixes, parallel samples.
+"""Compare engine steps to their floor: decode, cached prefixes, parallel samples.
 
     python -m benchmarks.engine.steps latency [--model qwen3-0.6b] [--batch 1 8 64 256]
     python -m benchmarks.engine.steps prefix [--prefix-len 1000 4000]
     python -m benchmarks.engine.steps samples [--num-seqs 1024 --max-num-seqs 1024]
 
-Weights are random, in the shapes of a real model. The engine is stepped directly, so that handing
-results between threads is not measured; bench.py measures whole runs, including prefill.
+The floor is a lower bound on the time (roofline model; see benchmarks/floors.py). Weights are
+random, in the shapes of a real model. The engine is stepped directly, so that passing results
+between threads is not measured; bench.py measures whole runs, including prefill.
 
 latency: time per decode step of N prompts, from the step in which the last one got its first token
 to the end. prefix: time to first token of a new prompt (cold), then of one that shares all but its
@@ -87,7 +88,7 @@ def main() -> int:
 
 
 class Bench:
-    """An engine, with the costs and rates from which floors are computed."""
+    """An engine, and the costs and rates that determine the floors."""
 
     def __init__(self, llm: LLM, rates: Rates | None, repeats: int) -> None:
         config = llm.engine.model_config
@@ -101,8 +102,8 @@ class Bench:
     def measure(self, *workloads: Workload) -> list[list[Timing]]:
         """Return a list of passes for each workload, without the warm-up pass.
 
-        The workloads of a pass share a cache salt: they hit each other's prompts in the prefix
-        cache, but none of another pass.
+        The workloads of a pass share a cache salt: in the prefix cache, they hit each other's
+        prompts, but none of another pass.
         """
         passes = []
         for _ in range(self._repeats + 1):

@@ -2,11 +2,11 @@
 
     python -m benchmarks.engine.structured_cost --rows 64 [--model CONFIG_OR_CHECKPOINT]
 
-Weights are random; the target is 15% at 64 rows of Qwen3-0.6B on an H200. The vocabulary is
+Weights are random; the target is at most 15% at 64 rows of Qwen3-0.6B on an H200. The vocabulary is
 synthetic and as large as the model's, since a config has none; `--tokenizer tokenizer.json` uses a
 real one. `--max-length N` bounds the strings of the schema, which makes some bitmasks a hundred
 times slower: near the bound, every token of the vocabulary is tried. `--mask-us N` replaces
-llguidance, where it is not installed, by a pause of N microseconds per row.
+llguidance, if it is not installed, with a pause of N microseconds per row.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
             else synthetic_tokenizer(vocab_size)
         )
         tokenizer = SimpleNamespace(backend_tokenizer=backend)
-        end = min(vocab_size, backend.get_vocab_size()) - 1  # no output reaches it
+        end = min(vocab_size, backend.get_vocab_size()) - 1  # EOS, which no output reaches
         vocabulary = Vocabulary(tokenizer, frozenset({end}))
         grammars = GuidanceEngine(lambda: vocabulary, vocab_size)
     else:

@@ -3,8 +3,8 @@
     python -m benchmarks.engine.watching_cost [--rows 64] [--step-ms 5]
 
 The device does nothing, so only host time is measured: scheduling, and snapshots serialized for the
-socket. The minimum over several rounds counts. `--step-ms` is the assumed duration of a step on a
-device; the target is 2% of it.
+socket. Reports the minimum over several rounds. `--step-ms` is the assumed duration of a step on a
+device; a subscriber should cost at most 2% of it.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
     python -m benchmarks.kernels.cpu_products blocks    # GGUF weights and bfloat16
 
 Weights are random. Projections of all layers run in turn, so that weights come from memory as they
-do in a decode step. All experts run in bfloat16 and half of them in float32. They are compared with
-a loop over experts, as models are often written, and with "sum": the time torch takes to add up the
-weights of the chosen experts, each of which must be read once. For GGUF weights, there is one large
-projection of each quantization type. Reports medians.
+do in a decode step. All experts run in bfloat16, and half as many in float32. They are compared
+with a loop over experts, as models are often written, and with "sum": the time torch takes to add
+up the weights of the chosen experts, each of which must be read once. For GGUF weights, there is
+one large projection of each quantization type. Reports medians.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def make(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def loop(gate_up: Tensor, down: Tensor, x: Tensor, logits: Tensor) -> Tensor:
-    """Compute the experts one by one, with a mask each."""
+    """Compute the experts one by one, each for the tokens in its mask."""
     ids, weights = route(logits, ROUTING)
     out = torch.zeros_like(x)
     mask = F.one_hot(ids, len(down)).permute(2, 1, 0)  # [experts, top_k, tokens]

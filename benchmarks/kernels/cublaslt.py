@@ -93,7 +93,7 @@ class ProductShape:
 
 
 class Product:
-    """Computes y [rows, out] = x [rows, in] @ weight [out, in].t(), or adds it to y.
+    """Computes y [rows, out] = x [rows, in] @ weight [out, in].t(), or adds the product to y.
 
     In the library's column-major order these are y [out, rows], x [in, rows], weight [in, out].
     """
@@ -157,7 +157,7 @@ class Product:
         ]
 
     def changed(self, algorithm: Algorithm, **settings: int) -> Algorithm | None:
-        """Return the algorithm with other settings, or None if it does not support them."""
+        """Return the algorithm with these settings changed, or None if it does not support them."""
         changed, found = Algorithm.from_buffer_copy(algorithm), Found()
         for name, value in settings.items():
             number, kind = SETTINGS[name]

@@ -1,11 +1,11 @@
-"""Time the engine's MoE kernels on a GPU in microseconds, against the floor.
+"""Time the engine's MoE kernels on a GPU in microseconds, and compare them to the floor.
 
     python -m benchmarks.kernels.experts [--tokens 1 ...] [--shape 128 8 2048 768] [--weights NAME]
 
 Times are medians over replays of a CUDA graph that rotates through layers to defeat the L2 cache.
-"pairs" (dense weights only) and "sorted" are the two implementations, and "ours" is the one the
-engine chooses. The floor is the time to read each chosen expert once or to multiply, whichever is
-longer.
+"pairs" (unquantized weights only) and "sorted" are the two implementations, and "ours" is the one
+that the engine chooses. The floor is the time to read each chosen expert once or to multiply,
+whichever is longer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Time FP8 x FP8 products on a GPU, scaled by the library or by the next kernel, by rows.
+"""Time FP8 x FP8 products on a GPU, scaled by the library or by the next kernel.
 
     python -m benchmarks.kernels.fp8_products [--rows 64 128 256] [--shapes qkv o gate_up down]
 
 Shapes are Qwen3-8B's. A product is timed with its neighbors in a layer: the kernel that quantizes
-its rows, and the norm or gate that consumes its sums. The time of these neighbors alone, and that
-of a product with unquantized rows, are printed too. Times are medians over replays of a CUDA graph
+its input rows, and the norm or gate that follows. The time of these neighbors alone, and that of a
+product with unquantized rows, are printed too. Times are medians over replays of a CUDA graph
 that rotates through enough weights to defeat the L2 cache.
 """
 
@@ -40,13 +40,13 @@ from nanovllm.devices.cuda.kernels.linear_fp8 import (
 from nanovllm.ops.interface import NormWeights, ResidualStream
 
 DTYPE = torch.bfloat16
-MIN_BYTES = 200_000_000  # of the rotating weights
-MAX_DEQUANTIZED_ROWS = 64  # rows of products that dequantize the weight
+MIN_BYTES = 200_000_000  # total size of the weights that a graph rotates through
+MAX_DEQUANTIZED_ROWS = 64  # maximum rows for the kernel that dequantizes the weight
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A shape with a number of rows; a norm or, if one follows, quantization precedes it."""
+    """A norm and a product or, if `shape.is_summed`, quantization, a product and a norm."""
 
     shape: Shape
     x: Tensor

@@ -1,11 +1,11 @@
-"""Measure a layer after attention as one kernel: o, the norm, gate and up, and down.
+"""Measure a layer's work after attention as one kernel: o, the norm, gate and up, and down.
 
     python -m benchmarks.kernels.fused_mlp [--model qwen3-0.6b] [--rows 16 64 128 256]
 
-A prototype for 16 to 256 rows, which the engine does not use. Its CTAs wait for each other between
-the products, and prefetch the next weight into L2 before they wait. Times are microseconds per
-layer, next to those of the engine's kernels for the same work. Both are followed by the norm that
-adds up the partial sums of `down`, and rotate through layers to defeat the L2 cache.
+This is a prototype for 16 to 256 rows; the engine does not use it. Its CTAs wait for each other
+between the products, and prefetch the next weight into L2 before they wait. Times are microseconds
+per layer, next to those of the engine's kernels for the same work. Both include the norm that adds
+up the partial sums of `down`, and rotate through layers to defeat the L2 cache.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Layer:
 @dataclass(frozen=True, slots=True)
 class Config:
     block_rows: int  # rows of x in a tile
-    num_splits: int  # splits of the inputs of o and down
+    num_splits: int  # split-K factor of o and down
     num_warps: int
     num_stages: int
     prefetches: bool
@@ -117,7 +117,7 @@ def run_engine(ops: TritonOps, x: Tensor, residual: Tensor, layer: Layer) -> Ten
 
 
 class Fused:
-    """Runs the same as one kernel, in its own buffers."""
+    """Does the same work with one kernel, in its own buffers."""
 
     def __init__(self, config: Config, rows: int, layer: Layer) -> None:
         self.config = config
@@ -238,7 +238,7 @@ def _multiply_split(  # type: ignore[no-untyped-def]
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
-    """Store partial sums [splits, rows, outputs]; a CTA has the tiles that it has prefetched."""
+    """Store partial sums [splits, rows, outputs]; a CTA begins with the tile it prefetched."""
     COUNT: tl.constexpr = NUM_IN // SPLITS
     TILES: tl.constexpr = NUM_OUT // BLOCK_OUT
     num_row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)

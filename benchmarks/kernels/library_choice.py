@@ -36,8 +36,8 @@ from nanovllm.ops.interface import NormWeights, ResidualStream
 
 MODELS, ROWS = ["qwen3-0.6b", "qwen3-8b"], [64, 128, 192, 256]
 QUICK_BYTES, QUICK_REPLAYS = 160_000_000, 2  # for the first pass over all algorithms
-NUM_FINAL = 6  # fastest algorithms, which are timed again for longer
-LAYER_BYTES = 800_000_000  # of the layers that are timed together
+NUM_FINAL = 6  # number of fastest algorithms that are timed again for longer
+LAYER_BYTES = 800_000_000  # total weight size of the layers that are timed together
 SPLITS = range(1, 9)
 CLUSTERS = 2, 3, 5, 6, 4, 8  # enum values of 1x1, 2x1, 1x2, 2x2, 4x1 and 1x4 CTAs
 
@@ -93,7 +93,7 @@ class Chooser:
 
 
 def candidates(product: Product) -> Iterator[Algorithm]:
-    """Yield the library's proposals, those with other splits, and the first with all tiles."""
+    """Yield the proposals, variants with other splits, and the first in all tiles and clusters."""
     proposed = product.proposed()
     yield from proposed
     for num_splits in SPLITS:
@@ -226,7 +226,7 @@ def compare_layers(
 
 
 def least(timer: GpuTimer, calls: Sequence[Run]) -> float:
-    """Return the better of two: a second capture may be faster by a tenth or more."""
+    """Return the lower of two times: a second capture may be faster by a tenth or more."""
     return min(timer.microseconds(calls) for _ in range(2))
 
 

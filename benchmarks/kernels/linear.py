@@ -1,4 +1,4 @@
-"""Time projections on a GPU in microseconds: cuBLAS and the engine's kernels against the floor.
+"""Time projections on a GPU in microseconds: cuBLAS, the engine's kernels and the floor.
 
     python -m benchmarks.kernels.linear [--models qwen3-8b ...] [--rows 1 64 ...]
 
@@ -30,7 +30,7 @@ from nanovllm.models.config_json import read_model_config
 
 ROWS = [1, 8, 32, 64, 128, 256]
 DTYPE = torch.bfloat16
-MIN_BYTES, MIN_CALLS = 420_000_000, 8  # of the rotating weights; calls per graph
+MIN_BYTES, MIN_CALLS = 420_000_000, 8  # total weight size and calls per graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def main() -> int:
             }
             times = timer.measure(calls, library(shape, x, weights[0]))
             label = f"{num_rows:>5} rows"
-            best = floor(shape.num_bytes, shape.num_bytes * num_rows)  # two operations per element
+            best = floor(shape.num_bytes, shape.num_bytes * num_rows)  # 2 FLOPs per element
             print(line(label, times, best), flush=True)
     return 0
 

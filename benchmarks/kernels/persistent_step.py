@@ -3,12 +3,12 @@
     python -m benchmarks.kernels.persistent_step --model qwen3-0.6b --contexts 37 400 2000 8000
         [--rows 1 2 4 8] [--verify] [--bits 8] [--layers 12]
 
-Rows are sequences of their own, or with --verify the last tokens of one.
+Each row is a sequence of its own; with --verify, the rows are the last tokens of one sequence.
 
 Weights and cache are random. The time is the median of three measurements, each of ten replays of a
-graph with ten steps. The error is that of the logits against float32 on the same device, next to
-the error of plain torch in bfloat16. Both are medians over several tokens, because a routing
-decision that is nearly a tie may go either way.
+graph with ten steps. The error is that of the logits relative to float32 on the same device; next
+to it is the error of plain torch in bfloat16. Both are medians over several tokens, because a
+routing decision that is nearly a tie may go either way.
 """
 
 from __future__ import annotations

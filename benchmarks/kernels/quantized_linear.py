@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.quantized_linear [--weights fp8 int4] [--rows 1 8 64 256]
         [--shapes qkv ...]
 
-Shapes are Qwen3-8B's. Kernels are compiled in several processes first. Times are medians over
+Shapes are Qwen3-8B's. First, several processes compile the kernels. Times are medians over
 replays of a CUDA graph that rotates through enough weights to defeat the L2 cache.
 """
 
@@ -47,7 +47,7 @@ from nanovllm.ops.torch_ops import TorchOps
 from tests.ops.quantized_products import quantized_product
 
 DTYPE = torch.bfloat16
-MIN_BYTES, MIN_CALLS = 200_000_000, 4  # of the rotating weights; calls per graph
+MIN_BYTES, MIN_CALLS = 200_000_000, 4  # total weight size and calls per graph
 NUM_SHOWN = 3
 NUM_SPLITS = (1, 2, 4, 8)
 # Outputs, rows, warps and stages of a Triton program, keyed by the rows of x.
@@ -69,7 +69,7 @@ class Shape:
     num_out: int
     num_in: int
     activation: Activation | None = None
-    is_summed: bool = False  # a norm follows and adds up the partial sums; otherwise one precedes
+    is_summed: bool = False  # a norm follows and adds up the partial sums; else a norm precedes
 
 
 SHAPES = {
@@ -118,7 +118,7 @@ def run_all(runs: Sequence[Run]) -> None:
 
 
 def report(timer: GpuTimer, case: Case, path: str | None) -> None:
-    """Print the times of the engine's choice, of libraries and of the best configurations."""
+    """Print the times of the engine's choice, of the libraries and of the best configurations."""
     times = timer.measure(case.ways, case.expected())
     if case.rounding_ways:
         times |= timer.measure(case.rounding_ways, case.rounded())
@@ -229,7 +229,7 @@ def quantized(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def rounding_ways(x: Tensor, weights: Sequence[QuantizedWeight]) -> dict[str, list[Run]]:
-    """Return the library's FP8 product with quantized activations, without a gate."""
+    """Return calls of the library's FP8 product with quantized activations, without a gate."""
     ready = [scaled_mm_weight(weight) for weight in weights if weight.bits == 8]
     calls = [
         partial(fp8_many_rows, x, weight, None, None) for weight in ready if weight is not None

@@ -1,12 +1,12 @@
-"""Time decode steps on a GPU whose kernels do nothing but read memory.
+"""Time decode steps whose kernels only read memory, on a GPU.
 
     python -m benchmarks.kernels.reading [--models qwen3-0.6b ...] [--rows 64 ...] [--context N]
 
 A kernel of a few microseconds does not reach the device's bandwidth: memory idles until the first
 bytes arrive and while its last CTAs finish. A sequence of kernels therefore has a higher floor than
-its bytes alone. Prints, in microseconds, reads of what each kernel of a layer reads, the engine's
-attention next to the read of its keys and values, and whole steps of reads in which weights are
-read after the previous kernel, or while it runs.
+its bytes alone. Prints, in microseconds, the time to read what each kernel of a layer reads, that
+of the engine's attention for comparison, and that of a whole step of reads, in which weights are
+read after the previous kernel ends or while it runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nanovllm.ops.interface import LayerCache
 MODELS, ROWS, CONTEXT = ["qwen3-0.6b"], [64, 128, 256], 256
 BLOCK_SIZE = 64
 WEIGHTS = frozenset({"qkv", "o", "gate_up", "down", "head"})  # never written by a kernel
-# The fastest of nine shapes on an H200: a CTA issues all loads of its 32 KB at once, and ends.
+# The fastest of nine shapes on an H200: a CTA issues all loads of its 32 KB at once, then exits.
 WORDS, NUM_LOADS = 2048, 4
 PROGRAM_WORDS = WORDS * NUM_LOADS
 
@@ -137,7 +137,7 @@ def _read(  # type: ignore[no-untyped-def]
         total += tl.load(memory + at + i * WORDS, mask=at + i * WORDS < size, other=0)
     if IS_AHEAD:
         wait_for_inputs(OVERLAP)
-    if tl.sum(total) == 1:  # never true, but the compiler does not know that memory is all zeros
+    if tl.sum(total) == 1:  # never true, but the compiler does not know that `memory` is all zeros
         tl.store(found, 1)
 
 

@@ -1,4 +1,4 @@
-"""Time each sampling variant on a GPU, against the floor of reading the logits once.
+"""Time each sampling variant on a GPU; the floor is the time to read the logits once.
 
     python -m benchmarks.kernels.sampling
 
@@ -29,7 +29,7 @@ DTYPES = (
     torch.float32,
     torch.float32,
 )  # of temperature, top_k, top_p, min_p
-MIN_BYTES = 400_000_000  # of the rotating logits: several times the L2 cache
+MIN_BYTES = 400_000_000  # total size of the copies: several times the L2 cache
 
 
 # Sampling mode, scale of the normally distributed logits, temperature, top_k, top_p, min_p.

@@ -32,7 +32,7 @@ class GpuTimer:
         from nanovllm.devices.cuda.device import CudaDevice  # needs triton
 
         self._device = CudaDevice(EngineConfig("none"))
-        # Graphs share a memory pool, which lives as long as one of them; this one keeps it.
+        # Graphs share a memory pool, which lives as long as any of them; this one keeps it alive.
         self._keeps_pool = self._device.capture(lambda: torch.zeros(1, device="cuda"))
 
     def microseconds(self, calls: Sequence[Run], num_replays: int = NUM_REPLAYS) -> float:
@@ -93,7 +93,7 @@ def take_turns(
     num_rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Return the seconds of each run in every round; runs take turns, as machine load varies."""
+    """Return the seconds of each run in every round; they take turns, as machine load varies."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(num_rounds):
         for name, run in runs.items():

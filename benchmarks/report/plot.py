@@ -30,7 +30,7 @@ def main() -> int:
 
 
 def draw(records: list[Record], model: str) -> str:
-    """Draw the newest result of each engine for the cases in the README."""
+    """Draw the latest result of each engine for the cases in the README."""
     own = [each for each in records if each.get("model") == model and "engine" in each]
     found = {(each["case"], each["engine"]): each for each in own if each["case"] in README_LABELS}
     cases = [case for case in README_LABELS if (case, "nanovllm") in found]

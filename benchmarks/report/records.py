@@ -74,7 +74,7 @@ def installed() -> dict[str, str]:
 
 def add_result_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("results").add_argument
-    text = "timed passes after a warm-up; their median counts (default: %(default)s)"
+    text = "timed passes after a warm-up; the median is reported (default: %(default)s)"
     add("--repeats", type=at_least(1), default=3, metavar="N", help=text)
     add("--json", metavar="FILE", help="append each result as a line of JSON (default: none)")
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.report.tables [--results FILE] [benchmarks/RESULTS.md README.md]
 
-A table is enclosed by <!-- table NAME --> and <!-- end of table -->. The newest result of each case
-counts. A table without any results is left unchanged.
+A table is enclosed by <!-- table NAME --> and <!-- end of table -->. The latest result of each case
+is shown. A table without any results is left unchanged.
 """
 
 from __future__ import annotations

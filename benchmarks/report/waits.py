@@ -28,7 +28,7 @@ def main() -> int:
 
 
 def waits(requests: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return the milliseconds of each kind of latency, over the requests without an error."""
+    """Return latencies in milliseconds, by kind, of the requests without an error."""
     good = [each for each in requests if each["error"] is None]
     seconds = {
         "first token": [each["first_token"] for each in good],

@@ -14,8 +14,8 @@ from day1_forward import attention
 from day2_kv_cache import PROMPT, KVCache, run_tokens
 
 
-# Exercise 1: no line of KVCache changes. `run_tokens` continues where the cache ends, and does not
-# know whether its tokens are a prompt, a piece of one, or a single new token.
+# Exercise 1: no line of KVCache changes. `run_tokens` continues where the cache ends, whether its
+# tokens are a prompt, a piece of one, or a single new token.
 def prefill_in_chunks(
     model: Model, cache: KVCache, prompt_ids: list[int], chunk_size: int
 ) -> Tensor:

@@ -14,7 +14,7 @@ from day3_paged_cache import BlockManager, PagedCache, Sequence
 from day4_continuous_batching import Engine, Row, Scheduler, timeline
 
 
-# Exercise 1: the price is paid by new requests, whose first token comes later.
+# Exercise 1: new requests pay the price: their first token comes later.
 class LatencyScheduler(Scheduler):
     """Runs at most `max_prefill_tokens` of prompts in a step that has decode rows."""
 
@@ -36,8 +36,8 @@ class LatencyScheduler(Scheduler):
         return rows
 
 
-# Exercise 2: yes, a sequence starves while others with a lower number keep arriving. A common cure
-# is aging: the number of a sequence shrinks while it waits.
+# Exercise 2: yes, a sequence starves while others with a lower number keep arriving. A common
+# remedy is aging: the number of a sequence shrinks while it waits.
 @dataclass(eq=False)
 class PrioritySequence(Sequence):
     priority: int = 0

@@ -17,7 +17,7 @@ from day3_paged_cache import PagedCache, Sequence
 from day4_continuous_batching import Engine, Row
 
 
-# Exercise 1: the chain of hashes begins with the salt, so that no hash equals one of another user.
+# Exercise 1: the chain of hashes begins with the salt, so the hashes of two users never match.
 @dataclass(eq=False)
 class SaltedSequence(Sequence):
     salt: str = ""
@@ -35,7 +35,7 @@ class SaltedBlockManager(day5.BlockManager):
 # Exercise 2: `batched_attend` of day 4 handles the rows of a step in order, and each row stores its
 # keys before it attends. So in every layer, the blocks of an earlier row are filled when a later
 # row reads them. In the engine, one call writes the keys and values of all rows of a layer, and the
-# next call attends: all writes of a layer come before its reads, in whatever order the rows are.
+# next call attends: all writes of a layer come before its reads, so the order does not matter.
 class EarlyScheduler(day5.Scheduler):
     """Registers blocks when it plans to fill them."""
 

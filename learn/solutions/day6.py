@@ -15,8 +15,8 @@ from day1_forward import next_token_logits
 from day6_sampling import PROMPTS, SamplingParams, sample, sampling_probs
 
 
-# Exercise 1: nothing but the maximum looks at several tokens at once, so a GPU needs one pass over
-# the logits. And if the vocabulary is split over several GPUs, these only compare their winners.
+# Exercise 1: only the maximum depends on several tokens, so a GPU needs one pass over the logits.
+# And if the vocabulary is sharded over several GPUs, they only compare their best tokens.
 def uniform_per_token(seed: int, position: int, token_ids: Tensor) -> Tensor:
     """Return a number in (0, 1) for each token; it depends on the arguments alone."""
     # As in `uniform`, but modulo 2**32: int64 may overflow, but keeps the lower bits.
@@ -32,8 +32,8 @@ def sample_gumbel(logits: Tensor, params: SamplingParams, position: int) -> int:
     return int((logits / params.temperature - (-uniform.log()).log()).argmax())
 
 
-# Exercise 2: a real grammar engine compiles the grammar and the vocabulary ahead of time: a tree of
-# all tokens is walked only where the grammar can follow, and the result is kept as a bitmask: one
+# Exercise 2: a real grammar engine compiles the grammar and the vocabulary ahead of time. It walks
+# a trie of all tokens only where the grammar can follow, and stores the result as a bitmask: one
 # bit per token of the vocabulary, which is set if the token is allowed.
 def allowed_ids(texts: list[str], choices: list[str], chosen: str) -> list[int]:
     """Return the ids of the tokens after which the text is still the beginning of a choice.
@@ -51,7 +51,7 @@ def allowed_ids(texts: list[str], choices: list[str], chosen: str) -> list[int]:
 def choose(
     model: Model, tokenizer: Any, prompt: str, choices: list[str], params: SamplingParams
 ) -> str:
-    """Generate one of the choices, which must not begin with each other."""
+    """Generate one of the choices, none of which may be a prefix of another."""
     texts = [tokenizer.decode([token_id]) for token_id in range(model.config.vocab_size)]
     token_ids, chosen = tokenizer.encode(prompt), ""
     while chosen not in choices:

@@ -24,8 +24,8 @@ from day7_step_ahead import Device, Engine, Scheduler, Sequence
 
 
 # Exercise 1: a rank is one of the processes that share the model. It holds some of the heads and
-# some of the MLP's inner units. The matrices that lead to them lose rows, and the matrices that
-# lead back to the hidden states lose columns, so that each rank computes a part of the sum.
+# some of the MLP's inner units. It keeps the rows of these heads and units in the matrices that
+# compute them, and their columns in o_proj and down_proj, so it computes a part of each sum.
 def shard_model(model: Model, rank: int, num_ranks: int) -> Model:
     """Return this rank's part of a model; embedding, norms and lm_head are on every rank."""
     num_kv_heads = model.config.num_kv_heads
@@ -99,7 +99,7 @@ def run_rank(
 
 
 # Exercise 2: the device runs steps in order. A step in flight may still write to the blocks, but
-# whoever gets them next writes and reads them in a later step.
+# the next sequence that gets them writes and reads them in a later step.
 def abort(engine: Engine, seq: Sequence) -> None:
     """End a sequence now; tokens that steps in flight choose for it are dropped at commit."""
     if seq in engine.scheduler.waiting:
@@ -118,7 +118,7 @@ def main(model: Model, tokenizer: Any) -> None:
 
 
 def show_abort(model: Model, tokenizer: Any) -> None:
-    """Abort one of two sequences in the middle; the other does not notice."""
+    """Abort one of two sequences in the middle; the other is not affected."""
     scheduler = Scheduler(BlockManager(16, 16), model.config.eos_ids, 4, 64)
     engine = Engine(Device(model, PagedCache(model.config, 16, 16)), scheduler, depth=1)
     aborted, other = (Sequence(name, tokenizer.encode(PROMPT), 8) for name in "AB")

@@ -1,4 +1,4 @@
-"""An engine that passes rows to the handlers of the HTTP API; outputs depend only on the row."""
+"""An engine that passes rows to the HTTP API's handlers; a row's output depends on no other row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nanovllm.serve.protocol import as_api_model
 from nanovllm.serve.server_options import ServerOptions, resolve
 from nanovllm.serve.service import Service
 
-COMPLETION_FIELDS = ("add_special_tokens", "best_of", "echo")  # not supported in chats
+COMPLETION_FIELDS = ("add_special_tokens", "best_of", "echo")  # not supported by chat completions
 BATCH_FIELDS = {"custom_id", "method", "url", "body"}
 REQUESTED = ("logprobs", "token_ids", *OF_PROMPT)
 PLAIN_FIELDS = ("text", "reasoning", "tool_calls", *REQUESTED, "finish_reason")
@@ -73,7 +73,7 @@ class RowEngine:
         if row.error is not None:
             raise RowError("invalid_row", row.error)
         error: NanovllmError | None = None
-        for _ in self.llm.replicas:  # if a replica is lost, another one is tried
+        for _ in self.llm.replicas:  # if a replica is lost, try another one
             try:
                 return await (self._batch_line(row) if row.is_batch else self._plain_line(row))
             except EngineError as failure:
@@ -110,7 +110,7 @@ class RowEngine:
         if is_chat == (prompt is not None):
             raise RowError("invalid_row", "a row needs prompt or messages, or custom_id and body")
         if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt):
-            raise RowError("invalid_row", "prompt must be one text or one list of token ids")
+            raise RowError("invalid_row", "prompt must be a single string or list of token ids")
         if isinstance(prompt, str) and not self._is_raw:
             is_chat = True
             fields = {**fields, "messages": [{"role": "user", "content": prompt}]}

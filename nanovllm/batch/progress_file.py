@@ -18,7 +18,7 @@ from typing import Any
 
 from nanovllm.errors import ConfigError, NanovllmError
 
-ROW_ID = "batch_req_"  # in OpenAI's batch format, a row's id is this prefix and the row's index
+ROW_ID = "batch_req_"  # an output's id is this and the row's index (OpenAI's batch format)
 
 
 class ProgressFile:
@@ -95,7 +95,7 @@ class ProgressFile:
             raise ConfigError(f"another process is working on {self.output}") from error
 
     def _check(self, settings: dict[str, Any]) -> None:
-        """Raise ConfigError unless the settings equal those of the job in the files."""
+        """Write the settings of a new job; raise ConfigError if those of an existing one differ."""
         again = "; use --overwrite to start again"
         settings = json.loads(json.dumps(settings))  # tuples become lists
         if not self._settings_path.exists():

@@ -92,7 +92,7 @@ class RayEngine:
             scheduling_strategy="SPREAD",
         )
         self.actors = [make(RowActor).remote(options) for _ in range(placement.num_engines)]
-        # A slot is (index in its engine, engine number): the queue fills all engines evenly.
+        # A slot is (index within its engine, engine number), so the queue fills all engines evenly.
         self.free: asyncio.PriorityQueue[tuple[int, int]] = asyncio.PriorityQueue()
         self._waiting: dict[asyncio.Task[None], int] = {}  # task -> engine that it waits for
         self._error: Exception | None = None  # set when no more rows can be completed
@@ -104,7 +104,7 @@ class RayEngine:
         for _ in range(MAX_TRIES):
             slot = await self.free.get()
             if self._error is not None:
-                self.free.put_nowait(slot)  # the next waiter raises the error, too
+                self.free.put_nowait(slot)  # the next waiter raises the error too
                 raise self._error
             try:
                 line: dict[str, Any] = await self.actors[slot[1]].process.remote(row)

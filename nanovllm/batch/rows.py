@@ -66,7 +66,7 @@ def scan(path: Path) -> Scan:
 
 
 def windows(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Group the rows, and sort each group so that rows with a common prefix are adjacent."""
+    """Yield groups of rows, each sorted so that rows with a common prefix are adjacent."""
     iterator = iter(rows)
     while window := list(islice(iterator, MAX_WINDOW_ROWS)):
         yield sorted(window, key=_prompt_text)

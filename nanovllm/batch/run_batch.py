@@ -1,4 +1,4 @@
-"""Run a batch job: rows are read, processed concurrently, and written as they finish."""
+"""Run a batch job: read rows, process them concurrently, and write each as it finishes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Process every row of a JSONL or Parquet file. Rows have OpenAI's batch format, or a "prompt" or
-"messages", sampling parameters, and any other fields, which are copied to the output. If the model
-has a chat template, a "prompt" is sent as a user message; with --raw it is continued as text. Rows
-that fail go to OUTPUT.errors.jsonl. A job that was stopped or killed resumes when the same command
-is started again: no row is lost or written twice. Engine options are those of `nanovllm serve`.
+"""Process every row of a JSONL or Parquet file. A row is in OpenAI's batch format, or it has a
+"prompt" or "messages" and optional sampling parameters; any other fields are copied to the output.
+If the model has a chat template, a "prompt" is sent as a user message; with --raw it is continued
+as text. Rows that fail go to OUTPUT.errors.jsonl. To resume a job that was stopped or killed, run
+the same command again: no row is lost or written twice. Engine options are those of
+`nanovllm serve`.
 
 The exit status is 0 if every row succeeded, 1 if some rows failed and 2 if all of them did.
 
@@ -53,8 +54,8 @@ def add_parser(commands: Commands) -> None:
     add("--raw", action="store_true", help=text)
     add("--overwrite", action="store_true", help="start over, replacing existing output")
     add = parser.add_argument_group("cluster").add_argument
-    text = "run engines on a Ray cluster: the one on this machine, or the one at this"
-    text += " address; 'local' starts one on this machine"
+    text = "run engines on the Ray cluster at this address (without one: the cluster that this"
+    text += " machine belongs to); 'local' starts a cluster on this machine"
     add("--ray", nargs="?", const="auto", metavar="ADDRESS", help=text)
     text = "engines on the cluster, each with a GPU for every rank (default: as many as fit)"
     add("--ray-replicas", type=at_least(1), metavar="N", help=text)

@@ -1,4 +1,4 @@
-"""Measure `LLM.generate` with random prompts, by batch size.
+"""Measure the speed of `LLM.generate` with random prompts at several batch sizes.
 
 Reports the time to first token, the time of a decode step and the throughput, as medians over
 several runs after a warm-up. Weights are random, so only the model's config is read;
@@ -76,7 +76,7 @@ def measure(llm: LLM, batch: int, sizes: Sizes) -> dict[str, float]:
     params = SamplingParams(max_tokens=sizes.output_len, ignore_eos=True)
     runs = []
     for _ in range(sizes.repeats + 1):
-        # Use new prompts: the prefix cache holds those of earlier runs.
+        # Use new prompts: those of earlier runs are in the prefix cache.
         prompts = [random.choices(range(last_id), k=sizes.input_len) for _ in range(batch)]
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)

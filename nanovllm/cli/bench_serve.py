@@ -1,7 +1,8 @@
 """Send requests to an OpenAI-compatible server, and measure the latency that clients see.
 
-With --rate, requests arrive at random times (a Poisson process); otherwise --concurrency requests
-(16 by default) are kept in flight. Responses are streamed.
+With --rate, requests are sent at random times (a Poisson process), and --concurrency, if given,
+limits how many are in flight. Without --rate, --concurrency requests (16 by default) are kept in
+flight. Responses are streamed.
 
 examples:
   nanovllm bench serve --concurrency 64 --num-requests 512
@@ -123,7 +124,7 @@ def make_prompts(load: Load) -> list[Any]:
 async def send_all(
     client: OpenAIClient, model: str, prompts: Sequence[Any], load: Load, done: list[Measured]
 ) -> None:
-    """Send every prompt once: at random times, or as soon as the concurrency limit allows."""
+    """Send every prompt once, as the rate and the concurrency limit allow."""
     from tqdm import tqdm
 
     slots = asyncio.Semaphore(load.concurrency or (16 if load.rate is None else len(prompts)))
@@ -169,7 +170,7 @@ async def measure(
 
 
 def has_text(choice: dict[str, Any]) -> bool:
-    """Return whether a choice of a stream chunk has anything other than the message's role."""
+    """Whether a choice of a stream chunk has anything other than the message's role."""
     delta = choice.get("delta") or {"text": choice.get("text")}
     return any(value for name, value in delta.items() if name != "role")
 

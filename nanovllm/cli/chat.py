@@ -4,7 +4,7 @@ replies are printed.
 
 commands:
   /system TEXT      replace the system prompt; without TEXT, show it
-  /set NAME VALUE   change a sampling parameter, as in /set temperature 0.8; alone, show them all
+  /set NAME VALUE   change a sampling parameter, as in /set temperature 0.8; alone, show all
   /save FILE        write the conversation to a file
   /load FILE        continue a saved conversation
   /retry            generate the last reply again
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 QUOTES = '"""'
-MORE = "... "  # the input prompt inside triple quotes
+MORE = "... "  # continuation prompt inside triple quotes
 FAREWELLS = ("/exit", "/bye", "/quit", "exit", "quit")
 # /set does not offer these parameters: a chat shows one text without logprobs, and the values of
 # the others do not fit on a line.
@@ -57,7 +57,7 @@ HIDDEN = {
 PARAMETERS = [field.name for field in fields(SamplingParams) if field.name not in HIDDEN]
 WORDS = {"none": "null", "on": "true", "off": "false"}  # accepted in addition to JSON's literals
 
-ReadLine = Callable[[str], str | None]  # shows an input prompt; returns None at end of input
+ReadLine = Callable[[str], str | None]  # shows a prompt, returns a line; None at end of input
 
 
 def add_parser(commands: options.Commands) -> None:
@@ -67,7 +67,7 @@ def add_parser(commands: options.Commands) -> None:
     text = "the system prompt (default: that of the chat template)"
     parser.add_argument("--system", "--system-prompt", metavar="TEXT", help=text)
     options.add_server_options(parser)
-    # Keep steps short: after Ctrl-C, the engine finishes its step before the next message.
+    # Keep steps short: after Ctrl-C, the current step must finish before the next message.
     options.add_engine_options(parser, max_num_batched_tokens=1024)
     options.add_sampling_options(parser, max_tokens=512, temperature=0.3)
     parser.set_defaults(run=run, parser=parser)
@@ -300,7 +300,7 @@ class Conversation:
         return output
 
     def _has_room(self, prompt: Sequence[Any]) -> bool:
-        """Return whether a reply of useful length fits in the context; True for a server."""
+        """Whether a reply of useful length fits in the context; assumed for a server."""
         if isinstance(self._llm, HttpLLM):
             return True
         max_len = self._llm.engine.core.max_len

@@ -19,7 +19,7 @@ def exit_code(run: Callable[[], int], program: str | None = None) -> int:
     """
     program = program or Path(sys.argv[0]).name
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # replace characters that its encoding lacks
+        if isinstance(stream, io.TextIOWrapper):  # replace characters that the stream cannot encode
             stream.reconfigure(errors="replace" if stream.isatty() else "backslashreplace")
     try:
         try:
@@ -35,7 +35,7 @@ def exit_code(run: Callable[[], int], program: str | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EPIPE) or error.filename is not None:
             raise
-        # Python flushes stdout once more at exit; redirect it to /dev/null, so that this succeeds.
+        # Python flushes stdout again at exit; redirect it to /dev/null, so that the flush succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:  # no message if the reader closed the pipe
             print_error(program, f"cannot write to stdout: {error.strerror}")

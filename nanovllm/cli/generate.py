@@ -42,7 +42,7 @@ def add_parser(commands: options.Commands) -> None:
     parser = options.add_command(commands, "generate", about, usage, __doc__ or "")
     add = parser.add_argument
     text = "text; - reads stdin. Piped text is appended to every prompt, or is the prompt if there"
-    text += " is no other. The first of several is taken as the model if it names one"
+    text += " is no other. The first of several prompts is taken as the model if it names one"
     add("prompts", nargs="*", metavar="PROMPT", help=text)
     add("--file", metavar="PATH", help="read one more prompt from a file (default: none)")
     text = "treat each line of the file or of stdin as a prompt (default: the whole text is one)"
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 def read_prompts(arguments: list[str], file: str | None, by_lines: bool) -> list[str]:
     """Return the prompts: the arguments, then those in the file; without either, those on stdin.
 
-    An argument "-" stands for stdin. Without "-" and without a file, piped text is appended to
+    An argument "-" is replaced by stdin. Without "-" and without a file, piped text is appended to
     every argument; with `by_lines`, every argument is combined with every line.
     """
     # Arguments that are not UTF-8 contain surrogates, which no tokenizer accepts.
@@ -129,13 +129,13 @@ def _split(text: str, source: str, by_lines: bool) -> list[str]:
 
 
 def _is_piped() -> bool:
-    """Return whether stdin is a pipe or a file; any other inherited stdin may never end."""
+    """Whether stdin is a pipe or a file; any other inherited stdin may never end."""
     mode = 0 if sys.stdin is None else os.fstat(0).st_mode
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def _read(file: str | int) -> str:
-    """Read a whole text; normalize line ends, and strip trailing newlines."""
+    """Read a file or stdin (0); normalize line endings, and strip trailing newlines."""
     try:
         with open(file, encoding="utf-8-sig", errors="replace", closefd=file != 0) as lines:
             return lines.read().rstrip("\n")

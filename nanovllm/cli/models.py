@@ -1,7 +1,7 @@
 """List the supported architectures, each with example models on the Hugging Face hub and their
 short names and licenses, if any. Other models of these architectures load as well; the
-"architectures" field of a model's config.json names its architecture. Most other decoders run
-through transformers' model code, which is slower.
+"architectures" field of a model's config.json names its architecture. Most other decoder models run
+with transformers' model code, which is slower.
 
 commands:
   pull MODEL     download a model into Hugging Face's cache, and print its path
@@ -99,7 +99,7 @@ def add_parser(commands: Commands) -> None:
     _add_json(listing, "model, num_bytes, last_used (Unix time)", argparse.SUPPRESS)
     listing.set_defaults(run=run_list, parser=listing)
 
-    doc = "Remove models from Hugging Face's cache, in all their revisions."
+    doc = "Remove all revisions of models from Hugging Face's cache."
     rm = add_command(names, "rm", "", "nanovllm models rm MODEL [MODEL ...]", doc)
     text = "a model as `nanovllm models list` shows it, or a short name"
     rm.add_argument("models", metavar="MODEL", nargs="+", help=text)
@@ -141,7 +141,7 @@ def run_pull(args: argparse.Namespace) -> int:
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Raise an error for a model that could not run, before its weights are downloaded."""
+    """Raise an error for an unsupported model, before its weights are downloaded."""
     from nanovllm.checkpoint.find import stored_quantization
     from nanovllm.checkpoint.quantization import choose_quantization
     from nanovllm.models.registry import read_config_for

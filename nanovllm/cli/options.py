@@ -31,7 +31,7 @@ MODEL_NAMES = (
 )
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 NO_FLAGS = ("skip_tokenizer_init", "depth")
-SEVERAL_REQUESTS = ("seed", "data_parallel_size")  # flags of serve and batch only
+SEVERAL_REQUESTS = ("seed", "data_parallel_size")  # options of serve and batch only
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
 
 
@@ -98,7 +98,7 @@ def at_least(limit: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """Parse a finite number above 0; an argparse type."""
+    """Parse a finite number above 0, as an argparse type."""
     if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
     return float(text)
@@ -169,7 +169,7 @@ def model_of(args: Namespace) -> str:
 
 
 def engine_config(args: Namespace) -> EngineConfig:
-    """Return the engine options, checked before anything slow starts."""
+    """Return the engine options, validated before anything slow starts."""
     _check_foreign_flags(args)
     options = fields_in(args, EngineConfig) | {"model": model_of(args)}
     if "temperature" in args:  # the command's --seed is a sampling parameter

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 REFRESHES_PER_SECOND = 20
 MAX_HEADING = 200
-# Generated text must not control the terminal: drop control characters, expand tabs.
+# Generated text must not control the terminal: drop control characters and expand tabs.
 _CONTROLS: dict[int, str | None] = dict.fromkeys((*range(32), *range(127, 160)))
 _CONTROLS |= {ord("\t"): "    ", ord("\n"): "\n"}
 
@@ -41,7 +41,7 @@ class RunStats:
             yield piece
 
     def status(self, num_prompts: int) -> str:
-        rate = self._num_pieces / max(self.seconds, 1e-9)  # most pieces are one token
+        rate = self._num_pieces / max(self.seconds, 1e-9)  # most pieces hold one token
         return f"{len(self.outputs)}/{num_prompts} {rate:,.0f} tok/s"
 
     def summary(self) -> str:
@@ -101,7 +101,7 @@ class TextView:
 
         console = self._live.console
         text = self._open_line + printable(text)
-        # Wrapping drops trailing spaces, but they may separate this word from the next piece.
+        # Wrapping drops trailing spaces, which may separate the last word from the next piece.
         body = text.rstrip(" ")
         *lines, open_line = Text(body).wrap(console, console.width)
         for line in lines:

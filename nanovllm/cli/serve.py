@@ -33,7 +33,7 @@ REQUEST_OPTIONS = (
     *("served_model_name", "chat_template", "generation_config", "override_generation_config"),
     *("tool_call_parser", "reasoning_parser"),
 )
-# Defaults with --demo: prompts are prefilled in chunks, and the page has a cell for each block.
+# Defaults with --demo: small enough to show prefill chunks, and every block as a cell of the page.
 DEMO = {"kvcache_block_size": 32, "num_kvcache_blocks": 192, "max_num_batched_tokens": 256}
 
 
@@ -105,7 +105,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def set_options(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> None:
-    """Set the options of a config file as the defaults of a command; null leaves them unset."""
+    """Set the options of a config file as the defaults of a command; null leaves one unset."""
     for name, value in options.items():
         if value is None:
             continue

@@ -26,7 +26,7 @@ INTERRUPTED = 130  # exit code after Ctrl-C
 def configure_logging(is_verbose: bool, level: str | None = None, is_server: bool = False) -> None:
     """Log warnings to stderr; at a terminal or if `is_verbose`, log engine activity too.
 
-    A `level` overrides both. A server's log lines have a timestamp and a level.
+    A `level` overrides both. A server's log lines have a timestamp.
     """
     handler = logging.StreamHandler()
     line = "%(asctime)s %(levelname)s %(message)s" if is_server else "%(levelname)s: %(message)s"
@@ -51,7 +51,7 @@ def open_model(args: argparse.Namespace) -> Iterator[LLM | HttpLLM]:
 
 
 def has_chat_template(llm: LLM | HttpLLM) -> bool:
-    """Return whether the model has a chat template; a server is assumed to have one."""
+    """Whether the model has a chat template; a server is assumed to have one."""
     if isinstance(llm, HttpLLM):
         return True
     tokenizer = llm.engine.input_processor.tokenizer
@@ -60,7 +60,7 @@ def has_chat_template(llm: LLM | HttpLLM) -> bool:
 
 @contextlib.contextmanager
 def load_llm(config: EngineConfig, num_threads: int | None = None) -> Iterator[LLM]:
-    """Start an engine and close it at the end; torch is imported only here.
+    """Start an engine, and close it at the end; only this imports torch.
 
     After Ctrl-C the program exits immediately: closing would wait for the current step.
     """
@@ -94,4 +94,4 @@ def set_child_threads(num_threads: int | None, config: EngineConfig) -> None:
 
 def _check_threads(num_threads: int | None, config: EngineConfig) -> None:
     if num_threads is not None and config.tensor_parallel_size > 1:
-        raise ConfigError("--threads is for one process; tensor-parallel ranks divide the cores")
+        raise ConfigError("--threads is for one process; tensor-parallel ranks share the cores")

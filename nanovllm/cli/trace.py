@@ -28,7 +28,7 @@ def add_parser(commands: Commands) -> None:
     text = "duration in seconds (default: %(default)s)"
     add("--seconds", type=positive, default=3.0, metavar="X", help=text)
     add("--out", default="trace.json", metavar="FILE", help="output file (default: %(default)s)")
-    add("-v", "--verbose", action="store_true", help="log more (default: at a terminal)")
+    add("-v", "--verbose", action="store_true", help="log more (default: only at a terminal)")
     parser.set_defaults(run=run, parser=parser)
 
 

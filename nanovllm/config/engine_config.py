@@ -1,4 +1,4 @@
-"""EngineConfig: the options of an engine, validated; torch-free."""
+"""EngineConfig: the validated options of an engine. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanovllm.config.speculative_config import SpeculativeConfig
 from nanovllm.errors import ConfigError
 from nanovllm.validation import check_choices, check_types, option, require, suggest_fields
 
-WHOLE_CONTEXT = 2**31 - 1  # a max_model_len that stands for the model's own limit
+WHOLE_CONTEXT = 2**31 - 1  # value of max_model_len for the model's own limit
 SERVING_TARGET_MS = 25.0  # default target_inter_token_ms of AsyncLLM and of servers
 DTYPES = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
@@ -77,7 +77,11 @@ class EngineConfig:
         "auto",
         "auto: the fastest; sdpa: a reference in plain torch; flash_attn: the flash-attn package",
     )
-    depth: int | None = option(None, "steps planned ahead: 0 or 1", unset="the device's default")
+    depth: int | None = option(
+        None,
+        "1: plan a step while the previous one runs (asynchronous scheduling); 0: do not",
+        unset="the device's default",
+    )
     target_inter_token_ms: float | None = option(
         None,
         "limit prefill chunks so that running requests get a token about this often",
@@ -92,10 +96,12 @@ class EngineConfig:
         "mp: ranks are local processes; ray: actors on a cluster; uni: one rank in this process",
     )
     data_parallel_size: int = option(1, "number of replicas that share the requests", alias="-dp")
-    kv_cache_dtype: str = option("auto", "fp8 fits nearly twice the tokens; auto: same as dtype")
+    kv_cache_dtype: str = option(
+        "auto", "fp8: holds nearly twice as many tokens; auto: same as dtype"
+    )
     quantization: str | None = option(
         None,
-        "fp8: quantize weights while loading; a quantized checkpoint accepts only its method",
+        "fp8: quantize weights while loading; a quantized checkpoint accepts only its own method",
         alias="-q",
         unset="the checkpoint's own",
     )
@@ -113,18 +119,18 @@ class EngineConfig:
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
-        """The validated options of speculative decoding; None without it."""
+        """The validated options of speculative decoding; None if it is off."""
         options = self.speculative_config
         return None if options is None else SpeculativeConfig.read(options)
 
     @property
     def num_speculative_tokens(self) -> int:
-        """Maximum number of drafts of a row; 0 without speculative decoding."""
+        """Maximum number of draft tokens per sequence; 0 without speculative decoding."""
         return 0 if self.speculative is None else self.speculative.num_speculative_tokens
 
     @property
     def max_num_rows(self) -> int:
-        """Maximum number of rows that a step samples: one per sequence, and the drafts."""
+        """Maximum number of rows that a step samples: one per sequence, plus draft tokens."""
         return self.max_num_seqs + self.num_speculative_tokens
 
     def __post_init__(self) -> None:
@@ -140,7 +146,7 @@ class EngineConfig:
         for name in (*_COUNTS, "max_model_len", "kvcache_block_size", "num_kvcache_blocks"):
             self._require(name, getattr(self, name) < 2**31, "below 2**31")
         self._require(
-            "max_model_len", self.max_model_len >= 2, "at least 2: one token of prompt and output"
+            "max_model_len", self.max_model_len >= 2, "at least 2: a prompt and an output token"
         )
         self._require("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
         is_multiple = self.kvcache_block_size >= 16 and self.kvcache_block_size % 16 == 0
@@ -150,7 +156,7 @@ class EngineConfig:
         self._require("dtype", self.dtype in ("auto", *DTYPES), f"'auto' or one of {DTYPES}")
         if self.distributed_executor_backend == "uni" and self.tensor_parallel_size > 1:
             size = self.tensor_parallel_size
-            raise ConfigError(f"tensor_parallel_size={size} needs 'mp' or 'ray', not 'uni'")
+            raise ConfigError(f"tensor_parallel_size={size} needs backend 'mp' or 'ray', not 'uni'")
         is_known = self.kv_cache_dtype in KV_CACHE_DTYPES
         self._require("kv_cache_dtype", is_known, f"one of {KV_CACHE_DTYPES}")
         if self.kv_cache_dtype != "auto" and self.attention_backend == "flash_attn":
@@ -163,7 +169,7 @@ class EngineConfig:
         self._require("revision", self.revision != "", "a branch, tag or commit")
         target = self.target_inter_token_ms
         is_time = target is None or 0 < target < math.inf
-        self._require("target_inter_token_ms", is_time, "a time above 0 in milliseconds, or None")
+        self._require("target_inter_token_ms", is_time, "a number of milliseconds above 0, or None")
         self._require("depth", self.depth in (None, 0, 1), "0, 1 or None")
         if self.speculative_config is not None:
             SpeculativeConfig.read(self.speculative_config)
@@ -172,7 +178,7 @@ class EngineConfig:
 
     @property
     def optimizes_latency(self) -> bool:
-        """Whether latency matters, so that graphs are captured before the first request."""
+        """Whether latency has priority; graphs are then captured before the first request."""
         return self.target_inter_token_ms is not None
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:

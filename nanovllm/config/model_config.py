@@ -27,7 +27,7 @@ class RopeConfig:
     # q at position p is multiplied by 1 + q_scaling * log(1 + p // original_max_position).
     q_scaling: float = 0.0
     rotary_dim: int | None = None  # number of rotated leading dimensions of a head; None: all
-    is_interleaved: bool = False  # True: pairs are neighbors; False: rotary_dim / 2 apart
+    is_interleaved: bool = False  # True: pairs are adjacent; False: rotary_dim / 2 apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,11 @@ class RecurrentConfig:
     layers: frozenset[int]  # indices of these layers
     num_key_heads: int
     num_value_heads: int  # a multiple of num_key_heads
-    key_dim: int  # of a head
-    value_dim: int  # of a head
-    conv_size: int  # number of tokens that the convolution combines
-    # Whether value head i shares key head i % num_key_heads, as in GGUF files, and not neighbors.
+    key_dim: int  # per head
+    value_dim: int  # per head
+    conv_size: int  # kernel size of the causal convolution, in tokens
+    # Whether value head i uses key head i % num_key_heads, as in GGUF files; otherwise, adjacent
+    # value heads share a key head.
     is_tiled: bool = False
 
 
@@ -94,8 +95,8 @@ class ModelConfig:
     has_output_gate: bool = False  # whether q_proj also computes a gate for attention's output
     experts: ExpertsConfig | None = None
     recurrent: RecurrentConfig | None = None
-    is_causal: bool = True  # False: a token attends to later ones, too; such a model only embeds
-    # config.json if transformers' own model code runs the model; None if one of our families does.
+    is_causal: bool = True  # False: tokens attend to later ones too; only for embedding models
+    # config.json if transformers' model code runs the model; None if one of our families does.
     transformers_config: Mapping[str, Any] | None = None
 
     @property

@@ -14,7 +14,7 @@ MAX_SPECULATIVE_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """The content of `EngineConfig.speculative_config`, under vLLM's names."""
+    """The content of `EngineConfig.speculative_config`, with vLLM's field names."""
 
     method: Literal["ngram", "suffix", "draft_model"]
     num_speculative_tokens: int = 7
@@ -26,7 +26,7 @@ class SpeculativeConfig:
         require(isinstance(options, Mapping), "speculative_config", "a dict", options, ConfigError)
         known = [each.name for each in fields(cls)]
         for name in options:
-            require(name in known, "speculative_config", f"made of {known}", name, ConfigError)
+            require(name in known, "speculative_config", f"a dict of {known}", name, ConfigError)
         config = cls(**{"method": None, **options})
         check_choices(config)
         has_model = isinstance(config.model, str) and config.model != ""

@@ -102,7 +102,7 @@ class MultiprocExecutor:
         return info
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        """Launch a step; each result must be taken once, in the order of the plans."""
+        """Launch a step; take each result once, in the order of the plans."""
         self._send(plan)
         return Pending(lambda: self._take_reply()[1])
 
@@ -128,6 +128,6 @@ class MultiprocExecutor:
     def _take_reply(self) -> tuple[int, Any]:
         reply = self._replies.get()
         if isinstance(reply, Failure):
-            self._replies.put(reply)  # all other and later waiters get it, too
+            self._replies.put(reply)  # for all other waiters and later calls
             raise reply.error()
         return reply

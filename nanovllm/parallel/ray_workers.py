@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def connect(address: str | None = None) -> None:
-    """Connect to the Ray cluster at `address` or $RAY_ADDRESS, or to a local one, or start one."""
+    """Connect to Ray at `address` or $RAY_ADDRESS, else to a local cluster, else start one."""
     if ray.is_initialized():
         return
     try:
@@ -87,7 +87,7 @@ class ActorLink(QueueLink):
 
 
 class RankActor:
-    """A worker in a process that Ray starts and ends together with the engine's process."""
+    """A worker in a process that Ray starts, and ends when the engine's process ends."""
 
     def __init__(self, rank: int, level: int) -> None:
         self._link = ActorLink()

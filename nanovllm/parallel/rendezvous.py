@@ -44,7 +44,7 @@ def connect(
     timeout: timedelta,
     address: str = HOST,  # address of this machine that other ranks can reach
 ) -> TPGroup:
-    """Join the process group of a store, without using torch's global default group."""
+    """Join the process group that meets at `store`; torch's global default group is not used."""
     kinds: Any = dist  # torch's stubs lack some of the following names
     if backend == "nccl":
         kind, options = kinds.ProcessGroupNCCL, kinds.ProcessGroupNCCL.Options()
@@ -57,6 +57,6 @@ def connect(
 
 
 def own_address(host: str, port: int) -> str:
-    """Return this machine's address on the network through which it reaches a host."""
+    """Return this machine's address on the network that connects it to a host."""
     with socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds()) as connection:
         return str(connection.getsockname()[0])

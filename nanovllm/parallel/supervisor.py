@@ -36,7 +36,7 @@ from nanovllm.parallel.child import (
     report,
 )
 
-# Child processes run this code; multiprocessing would import the user's script once more.
+# Child processes run this code; multiprocessing would import the user's script again.
 _BOOT = (
     "import sys; num = int(sys.argv[1]); numbers = map(int, sys.argv[2:2 + num]); "
     "sys.path[:] = sys.argv[2 + num:]; from {} import main; main(*numbers)"
@@ -49,8 +49,8 @@ FLAGS = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] 
 CACHE_LIMITS = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 
 POLL_SECONDS = 0.25  # maximum duration of one wait for messages
-HEARTBEAT_TIMEOUT = 4.5  # seconds without a message; a child sends a heartbeat every second
-GRACE_SECONDS = 0.2  # time to wait for the exit of a child that caused another child's error
+HEARTBEAT_TIMEOUT = 4.5  # maximum seconds without a message; heartbeats come every second
+GRACE_SECONDS = 0.2  # time to wait for the crash that caused another child's error
 STOP_SECONDS = 2.0  # time between SIGTERM and SIGKILL
 CLOSE_SECONDS = 5.0  # time for a thread to finish its step; a slower thread is leaked
 
@@ -67,7 +67,7 @@ class Children(Protocol):
         """Send the same message to every child without blocking."""
 
     def receive(self, seconds: float) -> list[tuple[int, Message | Failure]]:
-        """Wait for messages; return (child, message) pairs. A failure is a child's last message."""
+        """Wait for messages; return (child index, message) pairs. A Failure is a child's last."""
 
     def stop(self) -> None:
         """Stop all children."""
@@ -126,7 +126,7 @@ class Supervisor:
         try:
             failure = self._first_failure()
         except Exception as error:  # without a failure, waiters would wait forever
-            text = f"cannot read messages of the engine: {error!r}"
+            text = f"cannot read messages from the engine: {error!r}"
             failure = Failure(text, "EngineError", traceback.format_exc())
         self._fail(failure)
 
@@ -139,7 +139,7 @@ class Supervisor:
             if start >= deadline:
                 break
             events = self._children.receive(POLL_SECONDS)
-            # If this process itself was suspended, the time counts as one wait only.
+            # If this process itself was suspended, that time counts as only one wait.
             waited = min(time.monotonic() - start, POLL_SECONDS)
             self._silence = [seconds + waited for seconds in self._silence]
             found = {number: self._handle(number, event) for number, event in events}
@@ -185,10 +185,10 @@ class Supervisor:
 
 
 def reported_failure(name: str, failure: Failure) -> Failure:
-    """Complete a failure's message: unless its type is in `errors.py`, prefix the child's name."""
+    """Add the child's name and the error type to a message, unless the type is in `errors.py`."""
     if hasattr(errors, failure.type_name):
         return replace(failure, message=failure.message.strip() or failure.type_name)
-    # Keep the first line: the whole message is in the traceback.
+    # Keep only the first line: the traceback contains the whole message.
     parts = f"{name} failed", failure.type_name, failure.message.strip().partition("\n")[0]
     return replace(failure, message=": ".join(filter(None, parts)))
 
@@ -227,7 +227,7 @@ class ChildProcesses:
             self.stop()
             self.close()
             raise
-        # Sending has its own thread because long prompts exceed the sockets' buffers.
+        # Sending has its own thread, as it blocks if a long prompt exceeds a socket's buffer.
         threading.Thread(target=self._send_all, name="nanovllm-sender", daemon=True).start()
 
     @property
@@ -258,7 +258,7 @@ class ChildProcesses:
             child.channel.connection.close()
 
     def _send_all(self) -> None:
-        with contextlib.suppress(OSError):  # the supervisor detects the cause
+        with contextlib.suppress(OSError):  # a closed socket: `receive` reports the cause
             while (packed := self._outbox.get()) is not None:
                 for child in self._children:
                     child.channel.send_packed(packed)

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousInfo:
-    """How the workers of one engine find each other, and which resources each has."""
+    """How the workers of one engine find each other, and the resources of each."""
 
     host: str
     port: int  # port of the rendezvous store on the host
     num_threads: int  # CPU threads per worker
-    has_one_device: bool = False  # each worker sees only its own device, instead of all devices
+    has_one_device: bool = False  # whether each worker sees only its own device
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def main(fd: int, parent_pid: int, log_level: int, rank: int) -> None:
 
 
 def serve(rank: int, link: Link, timer: StepTimer) -> None:
-    """Run the plans that the engine sends until the link is closed."""
+    """Build and start the worker, then run the engine's plans until the link is closed."""
     task: WorkerTask | None = link.receive()
     if task is None:
         return
@@ -59,7 +59,7 @@ def serve(rank: int, link: Link, timer: StepTimer) -> None:
 
     launched: SimpleQueue[Pending[StepResult]] = SimpleQueue()
     if rank == 0:
-        # A separate thread waits for results, so that the next step can be launched in time.
+        # A separate thread waits for results, so that this one can launch the next step.
         threading.Thread(target=_send_results, args=(launched, link, timer), daemon=True).start()
     while (plan := link.receive()) is not None:
         with timer:

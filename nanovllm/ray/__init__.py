@@ -1,4 +1,4 @@
-"""Ray integration; needs `pip install "nanovllm[ray]"`. Only this package imports its modules."""
+"""Integration with Ray Data and Ray Serve; needs `pip install "nanovllm[ray]"`."""
 
 from __future__ import annotations
 

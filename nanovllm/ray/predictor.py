@@ -44,11 +44,11 @@ class Predictor:
     >>> options = {"model": "Qwen/Qwen3-8B", "sampling": {"max_tokens": 256}}
     >>> rows.map_batches(Predictor, fn_constructor_kwargs=options, num_gpus=1, concurrency=4)
 
-    A row has a column `prompt`, `prompt_token_ids` or `messages`, and may have columns with
-    sampling fields, whose defaults are in `sampling`. It is returned with `text`, `finish_reason`
-    and `usage`, or with an `error`. Sampling depends only on the content of the row, not on where
-    it runs. Other options are the fields of `nanovllm.config.EngineConfig`; unknown ones raise
-    TypeError.
+    A row has one of the columns `prompt`, `prompt_token_ids` and `messages`, and may have columns
+    with sampling fields, whose defaults are in `sampling`. It is returned with `text`,
+    `finish_reason` and `usage`, or with an `error`. Sampling depends only on the content of the
+    row, not on where it runs. Other options are the fields of `nanovllm.config.EngineConfig`;
+    unknown ones raise TypeError.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Predictor:
             outputs = asyncio.run(self._complete_all(table.to_pylist()))
         except EngineError as error:
             # Ray restarts an actor, and retries its batch, only after the process has exited.
-            print(f"the engine of this process is lost: {error}", file=sys.stderr, flush=True)
+            print(f"the engine of this process has failed: {error}", file=sys.stderr, flush=True)
             os._exit(1)
         return _with_outputs(table, outputs)
 
@@ -108,7 +108,7 @@ class Predictor:
 
 
 def _plain(value: Any) -> Any:
-    """Convert integral floats to int: numpy stores integer columns with gaps as floats."""
+    """Convert integral floats to int: numpy stores integers as floats if values are missing."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

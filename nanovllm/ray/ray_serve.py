@@ -60,7 +60,7 @@ def build_app(options: str | Mapping[str, Any]) -> serve.Application:
     >>> serve.run(build_app({"model": "Qwen/Qwen3-0.6B", "min_replicas": 1, "max_replicas": 4}))
 
     The options are those of a `nanovllm serve --config` file, Serve's autoscaling options, and
-    `num_cpus` per engine. They are one argument because Serve calls its builders with one.
+    `num_cpus` per engine. They are a single argument, as Serve requires of application builders.
     """
     named = {"model": options} if isinstance(options, str) else dict(options)
     num_cpus = float(named.pop("num_cpus", 1))
@@ -89,7 +89,7 @@ def build_app(options: str | Mapping[str, Any]) -> serve.Application:
 
 
 class Engine:
-    """Deployment of an engine: an AsyncLLM that is called from other processes."""
+    """Deployment of an AsyncLLM, which is called from other processes."""
 
     async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]
         """Load the model in a thread, so that Serve can stop the engine while it loads."""

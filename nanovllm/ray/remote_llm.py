@@ -25,14 +25,14 @@ from nanovllm.serve.core_messages import CoreStats, EngineState
 
 REFRESH_SECONDS = 2.0  # time between refreshes of the counters of all engines
 WAIT_SECONDS = 10.0  # timeout of a refresh
-NO_ENGINE = EngineError("no engine is running; Ray Serve starts another one")
+NO_ENGINE = EngineError("no engine is running; Ray Serve will start another one")
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call to an engine, which the router chooses by the prompt or, if set, by `engine_id`."""
+    """A call to an engine, which the router chooses by `engine_id` if set, else by the prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     params: SamplingParams = field(default_factory=SamplingParams)

@@ -41,7 +41,7 @@ class PrefixRequestRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Add the request to the load of the replica that took it, perhaps not the chosen one."""
+        """Add the request to the load of the replica that took it; it may not be the chosen one."""
         request_id = pending_request.metadata.internal_request_id
         self._prefixes.started(request_id, replica_id, _call_of(pending_request).num_tokens)
 
@@ -62,6 +62,6 @@ class PrefixRequestRouter(RequestRouter):
 
 
 def _call_of(pending_request: PendingRequest) -> Call:
-    """Return the `Call` that a request carries, else an empty one for the least loaded replica."""
+    """Return the request's `Call`, or an empty one, which goes to the least loaded replica."""
     first = next(iter(pending_request.args), None)
     return first if isinstance(first, Call) else Call()

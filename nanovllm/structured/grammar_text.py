@@ -46,7 +46,7 @@ def enforced_json(schema: Schema) -> dict[str, Any]:
 
 
 def _before_rule(after: str, tokenizer: LLTokenizer) -> str:
-    """Return the rule for the free text, up to `after`, that precedes the constrained output."""
+    """Return the rule for free text up to and including `after`, before the constrained output."""
     literal = _literal(after, tokenizer)
     if literal.startswith("<"):
         return f"before: /(?s:.*)/ {literal}"
@@ -54,13 +54,13 @@ def _before_rule(after: str, tokenizer: LLTokenizer) -> str:
 
 
 def _opening_rule(opened_by: str, tokenizer: LLTokenizer) -> str:
-    """Return the rule for `opened_by`; it has priority over output that starts the same."""
+    """Return the rule for `opened_by`, which has priority over output that starts the same way."""
     literal = _literal(opened_by, tokenizer)
     return f"opening{'' if literal.startswith('<') else '[lazy]'}: {literal}"
 
 
 def _literal(text: str, tokenizer: LLTokenizer) -> str:
-    """Return a Lark literal: a special token by its id, any other text in quotes."""
+    """Return a Lark literal for a text: the id if it is a special token, else a quoted string."""
     token_ids = tokenizer.tokenize_str(text, parse_special=True)
     if len(token_ids) == 1 and tokenizer.is_special_token(token_ids[0]):
         return f"<[{token_ids[0]}]>"

@@ -1,7 +1,7 @@
 """Compile grammars and compute token bitmasks with llguidance.
 
-The first request that needs llguidance imports it. A bitmask has one bit per token: bit
-i % 32 of word i // 32 tells whether token i may come next.
+llguidance is imported when a request first needs it. A bitmask has one bit per token: bit
+i % 32 of word i // 32 is set if token i may come next.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 NUM_CACHED = 32  # number of compiled grammars kept for later requests
 NUM_TRIED = 4  # number of tokens matched as a test when a grammar is compiled
-SLOW_MASK = 0.005  # CPU seconds per bitmask above which other threads compute a grammar's bitmasks
-MAX_STEP = 0.01  # CPU seconds that a step may spend on bitmasks; other threads compute the rest
+SLOW_MASK = 0.005  # CPU seconds; the bitmasks of slower grammars are computed in other threads
+MAX_STEP = 0.01  # CPU seconds per step for bitmasks; other threads compute the rest
 # Limits of llguidance, with their approximate cost. A grammar that exceeds them at compile time is
 # rejected; one that exceeds them later ends its sequence with an error.
 LIMITS: dict[str, Any] = {
@@ -46,7 +46,7 @@ LIMITS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class GuidanceGrammar:
-    """A grammar in llguidance's format, with its compiled form unless it was unpickled."""
+    """A grammar in llguidance's format, and its compiled form, which is not pickled."""
 
     text: str
     compiled: Compiled | None = field(repr=False, compare=False, default=None)
@@ -90,7 +90,7 @@ class GuidanceMatcher:
         return self.inner.is_stopped() and not self.inner.is_error()
 
     def num_allowed(self, drafts: list[int]) -> int:
-        """Return how many leading drafts the grammar allows; 0 if bitmasks are slow or pending."""
+        """Return how many leading draft tokens are allowed; 0 if bitmasks are slow or pending."""
         if self.job is not None or self.compiled.is_slow:
             return 0
         stop = next((i for i, each in enumerate(drafts) if each in self.stop_token_ids), None)
@@ -102,19 +102,19 @@ class GuidanceContext:
     tokenizer: LLTokenizer
     eos_token_ids: frozenset[int]
     limits: LLParserLimits
-    described: Mapping[str, Any]  # arguments with which another process creates the tokenizer
+    described: Mapping[str, Any]  # the above as JSON values, for the child of `try_compiling`
 
 
 class GuidanceEngine:
-    """Compiles grammars, on any thread, and computes bitmasks, on the engine's thread."""
+    """Compiles grammars (from any thread) and computes bitmasks (for the engine's thread)."""
 
     def __init__(self, load: Callable[[], Vocabulary], vocab_size: int) -> None:
         self._load, self._vocab_size = load, vocab_size  # `load` is called on first use: it is slow
         self._num_words = -(-vocab_size // 32)
         self._lock = threading.Lock()
-        # Each grammar is cached twice: keyed by the request as JSON, and by its llguidance text.
+        # A compiled grammar has up to two keys: the request as JSON, and its llguidance text.
         self._cache: OrderedDict[str, GuidanceGrammar] = OrderedDict()
-        # Compiles grammars, and computes the bitmasks that would take a step too long.
+        # Threads for compiling grammars, and for bitmasks that would delay a step.
         self._threads = ThreadPoolExecutor(2, "nanovllm-grammars")
         self._context: GuidanceContext | None = None
         self._memory: Bitmasks | None = None  # persistent buffer; CUDA graphs read it in place
@@ -146,16 +146,16 @@ class GuidanceEngine:
     def masks(
         self, rows: Sequence[tuple[GuidanceMatcher | None, list[int]]], allocate: Allocate
     ) -> tuple[Bitmasks, list[int]]:
-        """Return the bitmasks of each row, and the indices of the rows that are not ready.
+        """Return the bitmasks of all rows, and the indices of rows whose bitmasks are not ready.
 
-        A row is a matcher and its drafts. It has a bitmask for the next token and one after each
-        draft. A matcher of None, for a sequence that has finished, allows every token. The next
-        call overwrites the bitmasks.
+        A row is a matcher and its draft tokens. It has a bitmask for the next token, and one for
+        the token after each draft token. A matcher of None, for a finished sequence, allows every
+        token. The next call overwrites the bitmasks.
         """
         num_masks = sum(1 + len(drafts) for _, drafts in rows)
         masks, late, row = self._memory_for(num_masks, allocate), [], 0
         eos, address = self._get_context().eos_token_ids, masks.ctypes.data
-        now = time.thread_time()  # CPU time: in wall time, any grammar is slow on a busy machine
+        now = time.thread_time()  # CPU time: on a busy machine, wall time is long for any grammar
         end = now + MAX_STEP
         for index, (matcher, drafts) in enumerate(rows):
             if matcher is None:
@@ -168,7 +168,7 @@ class GuidanceEngine:
                 late.append(index)
             else:
                 inner = matcher.inner
-                if drafts:  # advance a copy, whose errors have no effect
+                if drafts:  # advance a copy: its errors do not affect the sequence
                     matcher.inner = inner.deep_copy()
                 for place, draft in enumerate([*drafts, None], row):
                     compute_mask(matcher, masks[place], address + place * masks.strides[0])
@@ -190,7 +190,7 @@ class GuidanceEngine:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin_later(self, matcher: GuidanceMatcher, text: str) -> None:
-        # If compilation fails, this empty bitmask ends the sequence with an error.
+        # If compilation fails, this all-zero bitmask ends the sequence with an error.
         matcher.mask = np.zeros(self._num_words, np.int32)
         compiled = self._compiled(text).compiled
         assert compiled is not None
@@ -239,7 +239,7 @@ class GuidanceEngine:
         return Compiled(matcher, first_mask)
 
     def _first_masks(self, matcher: LLMatcher) -> Iterator[Bitmasks]:
-        """Match a few arbitrary tokens and yield the bitmask before each; raise if one fails.
+        """Match a few allowed tokens and yield the bitmask before each; raise if one fails.
 
         Some grammars fail only after the first token.
         """
@@ -268,7 +268,7 @@ class GuidanceEngine:
         try:
             from llguidance import LLParserLimits, LLTokenizer
         except ImportError as error:
-            raise GrammarError("needs the package: pip install llguidance") from error
+            raise GrammarError("needs llguidance: pip install llguidance") from error
         text, eos = vocabulary.tokenizer.backend_tokenizer.to_str(), vocabulary.eos_token_ids
         try:
             tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(eos) or None)
@@ -281,7 +281,7 @@ class GuidanceEngine:
 
 
 def _key(asked: Mapping[str, Any]) -> str:
-    """Return `structured_outputs` as JSON, or "" if nested too deeply: it then fails to compile."""
+    """Return `structured_outputs` as JSON; "" if too deeply nested, which fails to compile."""
     try:
         return json.dumps(asked)
     except RecursionError:
@@ -289,7 +289,7 @@ def _key(asked: Mapping[str, Any]) -> str:
 
 
 def compute_mask(matcher: GuidanceMatcher, mask: Bitmasks, address: int) -> None:
-    """Write the next bitmask to `mask`; `address` is that of its data, which numpy returns slowly.
+    """Write the next bitmask to `mask`; `address` is `mask.ctypes.data`, which is slow to get.
 
     A bitmask that allows no token ends the sequence with an error.
     """
@@ -303,14 +303,14 @@ def compute_mask(matcher: GuidanceMatcher, mask: Bitmasks, address: int) -> None
 
 
 def allow_stops(matcher: GuidanceMatcher, mask: Bitmasks, eos: frozenset[int]) -> None:
-    """Allow the sequence's stop tokens where the output may end.
+    """Allow the sequence's stop tokens only where the output may end.
 
-    EOS tokens that the sequence ignores are allowed only if no other token is.
+    EOS tokens that do not stop the sequence are allowed only if no other token is.
     """
     stops = matcher.stop_token_ids
     if stops == eos or not mask.any():
         return
-    if not matcher.inner.is_accepting():  # no end is allowed here, so EOS is masked already
+    if not matcher.inner.is_accepting():  # the output cannot end here; llguidance has masked EOS
         for token_id in stops:
             allow(mask, token_id, False)
         return
@@ -330,7 +330,7 @@ def allow(mask: Bitmasks, token_id: int, is_allowed: bool) -> None:
 
 
 def refusal(reason: str) -> GrammarError:
-    if "coerce_one_of" in reason:  # the reason names an option that requests cannot set
+    if "coerce_one_of" in reason:  # llguidance suggests an option that requests cannot set
         reason = "the options of 'oneOf' are not provably disjoint"
     if reason.startswith("circular references"):
         reason = "a '$ref' in 'oneOf' or next to other keywords leads back to itself; try 'anyOf'"

@@ -32,7 +32,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("propertyNames", "unevaluatedItems", "unevaluatedProperties"), (True, {})),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
 }
-# How each format is enforced: one that llguidance lacks becomes a narrower format or pattern. Dates
+# How each format is enforced; one that llguidance lacks becomes a narrower format or pattern. Dates
 # and times exclude what some validators reject: years before 1000, February 29 and leap seconds.
 DATE, TIME = "[1-9].{3}-(?:02-(?:[01].|2[0-8])|(?:0[13-9]|1[0-2])-..)", ".{6}[0-5]"
 URIS = ("uri", "iri", "uri-reference", "iri-reference", "uri-template")
@@ -94,9 +94,9 @@ class _Preparation:
     def schema(self, schema: Any, path: str, part: str | None) -> Schema:
         """Prepare a schema.
 
-        `part` names the `$defs` entry whose every value must contain a value of this schema (at the
-        top, the entry itself), or is None. `_reference` records it, to find cycles that no finite
-        value satisfies.
+        `part` is the name of the `$defs` entry that contains this schema if every value of the
+        entry must contain a value of this schema, otherwise None. `_reference` uses it to record
+        which entries require each other: no finite value satisfies a cycle.
         """
         if isinstance(schema, bool):
             return schema
@@ -112,7 +112,7 @@ class _Preparation:
         # Combining keywords come last: llguidance treats keywords before and after them separately.
         keys = sorted((key for key in schema if key in KEYWORDS), key=COMBINING.__contains__)
         out = {key: self._value(key, schema, path, part) for key in keys}
-        if (name := schema.get("format")) in FORMATS:  # nonstandard formats are annotations
+        if (name := schema.get("format")) in FORMATS:  # unknown formats are only annotations
             out["allOf"] = [*out.get("allOf", ()), FORMATS[name]]
         if out.get("type") != "integer" and {*BOUNDS[2:]} & {*out}:
             _limit_digits(out)
@@ -124,8 +124,8 @@ class _Preparation:
             value not in REFUSED.get(key, (value,))
             or not isinstance(value, SHAPES.get(key, object))
             or (key in (*BOUNDS, "multipleOf") and not _is_exact(value))
-            or (key == "minProperties" and value > 1)  # the output may repeat a name
-            or (key == "multipleOf" and (value <= 0 or value * 1024 % 1))  # inexact as a float
+            or (key == "minProperties" and value > 1)  # the output may repeat a property name
+            or (key == "multipleOf" and (value <= 0 or value * 1024 % 1))  # not exact in binary
             or (key in (*MAPS, "const", "enum", "required") and not _is_writable(key, value))
             or (key == "prefixItems" and self.draft < 10)
             or (key == self.id_key and path != "#" and str(value)[:1] != "#")
@@ -178,10 +178,10 @@ class _Preparation:
 
 
 def _limit_digits(out: dict[str, Any]) -> None:
-    """Limit the digits of floats: a float with too many digits rounds to its exclusive bound.
+    """Limit the digits of floats, since more digits could round a value to its exclusive bound.
 
-    The bound on the side of zero becomes inclusive and moves by one digit, because llguidance
-    would otherwise accept 5 as a number between 5 and 5.5.
+    An exclusive bound on the side of zero becomes inclusive and moves away from zero by one unit of
+    the last digit, because llguidance would otherwise accept 5 as a number between 5 and 5.5.
     """
     num_digits = max(0, min(9, 15 - len(str(int(max(abs(out.get(key, 0)) for key in BOUNDS))))))
     out.setdefault("multipleOf", float(f"1e-{num_digits}"))
@@ -196,7 +196,7 @@ def _is_exact(value: Any) -> bool:
 
 
 def _is_writable(key: str, value: Any) -> bool:
-    """Return whether the output can contain the names, texts and numbers in a value."""
+    """Whether the output can contain the property names, strings and numbers in a value."""
     text, numbers = json.dumps([*value] if key in MAPS else value), list[str]()
     json.loads(text, parse_int=numbers.append, parse_float=numbers.append)
     return not UNWRITABLE.search(text) and all(_is_exact(float(number)) for number in numbers)

@@ -22,7 +22,7 @@ MAX_RULES = 1_000
 MAX_REFERENCES = 1_000
 MAX_DEPTH = 100  # levels of nested JSON; llguidance limits grammars and regular expressions itself
 MAX_SECONDS = 5.0
-START_SECONDS = 5.0  # additional time for a process to start, on top of MAX_SECONDS
+START_SECONDS = 5.0  # time for a child process to start, added to MAX_SECONDS
 MAX_THREADS = 8  # maximum number of compiling threads, including those that timed out but still run
 STACK_SIZE = 256 * 2**20  # virtual memory; llguidance uses 10 kB or more per level of recursion
 TOO_SLOW = "cannot be enforced: it takes too long to compile; simplify the grammar or schema"
@@ -75,7 +75,7 @@ def is_risky(text: str) -> bool:
 
 
 def try_compiling(text: str, tokenizer: Mapping[str, Any]) -> None:
-    """Compile a risky grammar in a child process first: unlike a thread, it can be killed."""
+    """Compile a risky grammar in a child process first, since a thread cannot be killed."""
     given = json.dumps({**tokenizer, "grammar": text, "stack_size": STACK_SIZE}).encode()
     command, seconds = [sys.executable, "-c", _TRIAL], START_SECONDS + MAX_SECONDS
     if not _trials.acquire(timeout=MAX_SECONDS):

@@ -201,4 +201,4 @@ def test_a_process_that_could_not_listen_blames_nobody(running: Running) -> None
 def test_an_error_in_a_callback_ends_the_children(running: Running) -> None:
     running.replies = None  # type: ignore[assignment]
     running.children.add((0, (Kind.REPLY, "one")))
-    assert "cannot read messages of the engine: AttributeError" in running.failure()
+    assert "cannot read messages from the engine: AttributeError" in running.failure()
