@@ -22,7 +22,7 @@ NUM_CLASSES = 4  # of proposals, by how certain they are
 MAX_PAUSE = 63  # maximum steps between two attempts, while drafts are not worthwhile
 FIRST_ACCEPTANCE = 0.7
 TRIAL, MIN_PHASE, MAX_PHASE = 12, 32, 512  # steps of the phases of a Trial
-MIN_SPEEDUP = 1.05  # that drafts must have in a Trial; smaller differences may be noise
+MIN_SPEEDUP = 1.05  # with less, a Trial turns drafts off; smaller gains may be noise
 NUM_CHOICES = 64  # after so many choices, the maximum number of drafts is tried
 RATE = 0.15  # weight of the newest measurement in a moving average
 

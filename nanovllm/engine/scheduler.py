@@ -228,7 +228,7 @@ class Scheduler:
             num_tokens = seq.num_tokens
             if seq.slot == NO_SLOT or num_tokens >= seq.max_len:
                 continue  # preempted by an earlier row of this plan, or its last token is in flight
-            if seq.num_pending and (seq.is_serial or (drafter and drafter.must_wait(seq))):
+            if (seq.is_serial or (drafter and drafter.must_wait(seq))) and seq.num_pending:
                 continue  # the host must know its pending token first
             last = end = self._row_end(seq, builder)
             drafts: list[int] | None = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,17 +32,6 @@ class HeadTokens:
     v: Tensor  # [rows, heads, tokens, value_dim]
     decay: Tensor  # [rows, heads, tokens]: logarithm of the decay
     beta: Tensor  # [rows, heads, tokens]
-
-
-class Chunks(NamedTuple):
-    """How each chunk uses the state before it; tensors are [rows, heads, chunks, tokens, ...]."""
-
-    changes: Tensor  # [..., value_dim], for a state of zero
-    reads: Tensor  # [..., key_dim]: for another state, reads @ state is subtracted from changes
-    q: Tensor  # [..., key_dim]: q @ state + scores @ changes is the output
-    k: Tensor  # [..., key_dim]: k.T @ changes is added to the decayed state
-    scores: Tensor  # [..., tokens]
-    decay: Tensor  # [rows, heads, chunks, 1, 1]: the state is multiplied by it
 
 
 def gated_delta_net(
@@ -160,8 +148,7 @@ def run_chunks(tokens: HeadTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """Run any number of tokens in the chunked form; return their outputs and the new states.
 
     Within a chunk, each change depends on those before it: a triangular system. Its solution is
-    linear in the state before the chunk. So all chunks are solved at once; then `scan_chunks`
-    computes the states one by one.
+    linear in the state before the chunk. So all chunks are solved at once, before the loop.
     """
     num_tokens = tokens.q.shape[2]
     q, k, v = map(in_chunks, (tokens.q, tokens.k, tokens.v))
@@ -172,23 +159,17 @@ def run_chunks(tokens: HeadTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     system = weighted @ k.transpose(-1, -2) * between
     sides = torch.cat((v * beta, weighted * total.exp()), dim=-1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    # The changes for a state of zero; for another state, reads @ state is subtracted.
     changes, reads = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     scores = q @ k.transpose(-1, -2) * between
     last = total[..., -1:, :]
-    q, k = q * total.exp(), k * (last - total).exp()
-    output, state = scan_chunks(Chunks(changes, reads, q, k, scores, last.exp()), state)
-    return output.flatten(2, 3)[:, :, :num_tokens], state
-
-
-def scan_chunks(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Run one chunk after another; return their outputs and the new states."""
-    output = torch.empty_like(chunks.changes)
-    for i in range(output.shape[2]):
-        changes, reads, q, k, scores, decay = (part[:, :, i] for part in chunks)
-        change = changes - reads @ state
-        output[:, :, i] = q @ state + scores @ change
+    chunks = q * total.exp(), k * (last - total).exp(), changes, reads, scores, last.exp()
+    outputs = []
+    for q, k, change, read, score, decay in zip(*(x.unbind(2) for x in chunks), strict=True):
+        change = change - read @ state
+        outputs.append(q @ state + score @ change)
         state = state * decay + k.transpose(-1, -2) @ change
-    return output, state
+    return torch.cat(outputs, dim=2)[:, :, :num_tokens], state
 
 
 def in_chunks(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.step import StepPlan
+from nanovllm.ops.torch_delta_net import CHUNK_SIZE
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 def profile_run(config: EngineConfig, loaded: LoadedModel) -> EagerForward:
     """Run a step of maximum size, whose rows share a few blocks; return the EagerForward used."""
     device, spec, num_slots = loaded.device, loaded.spec, loaded.num_slots
-    num_rows = min(num_slots, config.max_num_batched_tokens)
-    row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
-    num_blocks = -(-row_len // spec.block_size)
+    counts = _largest_counts(config, num_slots, loaded.model.config.recurrent is not None)
+    num_rows = len(counts)
+    num_blocks = -(-counts.max() // spec.block_size)
     cache = device.allocate_cache(num_blocks * spec.block_bytes)
     input_batch = InputBatch(device, num_slots, config.max_model_len, spec.block_size)
     block_ids = torch.arange(num_blocks, device=device.torch_device)
@@ -30,7 +31,7 @@ def profile_run(config: EngineConfig, loaded: LoadedModel) -> EagerForward:
     plan = StepPlan(
         slots=np.arange(num_rows, dtype=np.int32),
         starts=0 * column,
-        counts=row_len * column,
+        counts=counts,
         num_logits=column,
         new_rows=[],
         block_updates=[],
@@ -40,3 +41,16 @@ def profile_run(config: EngineConfig, loaded: LoadedModel) -> EagerForward:
     eager = loaded.eager(cache, num_blocks, input_batch)
     device.sampler(input_batch, eager.model.config.vocab_size)(eager(plan), plan)
     return eager
+
+
+def _largest_counts(config: EngineConfig, num_slots: int, is_recurrent: bool) -> np.ndarray:
+    """Return the number of tokens of each row in the step that needs the most memory."""
+    num_tokens = config.max_num_batched_tokens
+    num_rows = min(num_slots, num_tokens)
+    counts = np.full(num_rows, -(-num_tokens // num_rows))
+    if is_recurrent:  # memory grows with the number of chunks: most rows end with a chunk of one
+        num_rows = min(num_slots, max(num_tokens - CHUNK_SIZE, 1))
+        rows = np.arange((num_tokens - num_rows) // CHUNK_SIZE) % num_rows
+        counts = 1 + CHUNK_SIZE * np.bincount(rows, minlength=num_rows)
+        counts[0] += num_tokens - counts.sum()
+    return np.minimum(counts, config.max_model_len).astype(np.int32)

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Tokens
 import pytest
 
 from nanovllm.engine import ngram_proposer
-from nanovllm.engine.drafter import MAX_PAUSE, Drafter, Proposal
+from nanovllm.engine.drafter import MAX_PAUSE, Drafter, Proposal, Trial
 from nanovllm.engine.ngram_proposer import MAX_COMPARED, ORDER, MatchIndex, NgramProposer
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
@@ -175,3 +175,13 @@ def test_drafts_are_tried_again() -> None:
     assert 5 < num_wrong < 100
     _, num_right = simulate(1, 8 * MAX_PAUSE, 1.0, 0.1, drafter)
     assert num_right > 4 * MAX_PAUSE
+
+
+@pytest.mark.parametrize(("speedup", "is_on"), [(1.03, False), (1.1, True)])
+def test_a_trial_needs_a_clear_gain(speedup: float, is_on: bool) -> None:
+    trial, num_on = Trial(), 0
+    for _ in range(5000):
+        num_on += trial.is_on
+        trial.add(1, 1 / speedup if trial.is_on else 1.0)
+    assert (num_on > 4000) == is_on
+    assert (num_on < 1000) != is_on

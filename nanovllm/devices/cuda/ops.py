@@ -209,11 +209,14 @@ class CudaExperts:
 def shared_weights(shared: SharedExpert, size: int) -> SharedWeights | None:
     """Return the weights of a shared expert, or None if `run_pairs` does not support it.
 
-    They must be dense, and of the intermediate size of the other experts, `size`.
+    They must be dense, without biases, and of the intermediate size of the other experts, `size`.
     """
-    linears = shared.gate_up, shared.down, shared.gate
-    weights = [each.weight for each in linears if isinstance(each, CudaLinear)]
-    dense = [weight for weight in weights if isinstance(weight, Tensor)]
-    if len(dense) < len(linears) or dense[1].shape[1] != size:
+    linears = [
+        each
+        for each in (shared.gate_up, shared.down, shared.gate)
+        if isinstance(each, CudaLinear) and each.bias is None
+    ]
+    weights = [each.weight for each in linears if isinstance(each.weight, Tensor)]
+    if len(weights) < 3 or weights[1].shape[1] != size or linears[0].activation != "silu":
         return None
-    return SharedWeights(*dense)
+    return SharedWeights(*weights)

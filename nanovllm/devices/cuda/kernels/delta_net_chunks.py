@@ -20,7 +20,7 @@ from nanovllm.ops.torch_delta_net import CHUNK_SIZE, EPS
 NORM_EPS = tl.constexpr(EPS)
 SIZE = tl.constexpr(CHUNK_SIZE)
 NUM_LEVELS = tl.constexpr(CHUNK_SIZE.bit_length() - 1)
-# Minimum padded key_dim and value_dim: Triton computes wrong products of smaller blocks.
+# Minimum padded key_dim and value_dim: Triton 3.6 computes wrong products of narrow 16-bit blocks.
 MIN_BLOCK = 64
 MAX_COLUMNS = 64  # maximum columns of a state that a CTA of the scan keeps in registers
 
@@ -37,11 +37,18 @@ def run_chunks(
     (num_tokens, num_channels), num_chunks = inputs.qkv.shape, len(chunks)
     num_key_heads = (num_channels - num_heads * value_dim) // (2 * key_dim)
     new = inputs.qkv.new_empty
-    sizes: dict[str, Any] = {"KEY_HEADS": num_key_heads, "KEY_DIM": key_dim}
-    sizes |= {"VALUE_DIM": value_dim}
-    qkv = convolve(inputs.qkv, weights, state, slots, chunks, sizes)
-    sizes |= {"HEADS": num_heads, "IS_TILED": weights.is_tiled}
-    sizes |= {"BLOCK_K": _block(key_dim), "BLOCK_V": _block(value_dim)}
+    dims: dict[str, Any] = {
+        "KEY_HEADS": num_key_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+    }
+    qkv = _convolve(inputs.qkv, weights, state, slots, chunks, dims)
+    sizes = dims | {
+        "HEADS": num_heads,
+        "IS_TILED": weights.is_tiled,
+        "BLOCK_K": _block(key_dim),
+        "BLOCK_V": _block(value_dim),
+    }
     changes = new(num_tokens, num_heads, value_dim)
     reads = new(num_tokens, num_heads, key_dim)
     totals = new(num_tokens, num_heads, dtype=torch.float32)
@@ -60,8 +67,8 @@ def run_chunks(
         num_warps=4,
         num_stages=1 if qkv.dtype == torch.float32 else 3,  # limited by shared memory
     )
-    output = torch.empty(inputs.z.shape, dtype=inputs.z.dtype, device=inputs.z.device)
-    _read_chunks[(num_chunks, num_heads)](
+    output = new(inputs.z.shape)
+    _compute_outputs[(num_chunks, num_heads)](
         *(output, qkv, changes, before, totals, inputs.z, weights.norm.weight),
         *(chunks, weights.norm.eps, inputs.z.stride(0)),
         **sizes,
@@ -70,28 +77,28 @@ def run_chunks(
     return output
 
 
-def convolve(
+def _convolve(
     x: Tensor,
     weights: DeltaNetWeights,
     state: LayerState,
     slots: Tensor,
     chunks: Tensor,
-    sizes: dict[str, int],
+    dims: dict[str, int],
 ) -> Tensor:
     """Return silu(conv(x)), with q and k normalized, and update the states of the convolution."""
     (num_tokens, num_channels), conv_size = x.shape, weights.conv.shape[1]
-    y = torch.empty(num_tokens, num_channels, dtype=x.dtype, device=x.device)
-    num_heads = 2 * sizes["KEY_HEADS"] + state.recurrent.shape[1]
+    y = x.new_empty(num_tokens, num_channels)
+    num_heads = 2 * dims["KEY_HEADS"] + state.recurrent.shape[1]
     _convolve_chunks[(len(chunks), num_heads)](
         *(y, x, weights.conv, state.conv, slots, chunks),
         *(num_channels, x.stride(0), state.conv.stride(0)),
-        **sizes,
+        **dims,
         CONV_SIZE=conv_size,
-        BLOCK=triton.next_power_of_2(max(sizes["KEY_DIM"], sizes["VALUE_DIM"])),
+        BLOCK=triton.next_power_of_2(max(dims["KEY_DIM"], dims["VALUE_DIM"])),
         num_warps=8,
     )
     block = 256
-    _keep_inputs[(len(chunks), triton.cdiv(num_channels, block))](
+    _update_conv_states[(len(chunks), triton.cdiv(num_channels, block))](
         *(state.conv, x, slots, chunks, num_channels, x.stride(0), state.conv.stride(0)),
         CONV_SIZE=conv_size,
         BLOCK=block,
@@ -171,7 +178,7 @@ def _convolve_chunks(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _keep_inputs(  # type: ignore[no-untyped-def]
+def _update_conv_states(  # type: ignore[no-untyped-def]
     history,
     x,
     slots,
@@ -220,7 +227,7 @@ def _solve_chunks(  # type: ignore[no-untyped-def]
     BLOCK_V: tl.constexpr,
     IS_TILED: tl.constexpr,
 ):
-    """Solve the triangular system of a chunk and head for `changes` and `reads` (see `Chunks`)."""
+    """Solve the triangular system of a chunk and head; torch_delta_net.py defines its results."""
     chunk, head = chunks + 4 * tl.program_id(0), tl.program_id(1)
     first, num_left = tl.load(chunk + 1).to(tl.int64), tl.load(chunk + 3)
     t, i, j = tl.arange(0, SIZE), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
@@ -335,7 +342,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _read_chunks(  # type: ignore[no-untyped-def]
+def _compute_outputs(  # type: ignore[no-untyped-def]
     output,
     qkv,
     changes,

@@ -65,6 +65,7 @@ def one_row_linear(
     num_rows, num_in = weight.shape
     assert residual.shape == (1, num_in), residual.shape
     assert update is None or update.shape == residual.shape, "partial sums are not supported"
+    assert normed is None or (norm is not None and isinstance(weight, Tensor))
     assert hidden.scales is None, "an unscaled update is not supported"
     assert norm is not None or update is None, "an update requires a norm"
     num_out = num_rows if activation is None else num_rows // 2
@@ -212,11 +213,13 @@ def _one_row(  # type: ignore[no-untyped-def]
     if HAS_ONE_TILE:
         scale = _norm_scale(norms, total_squares, NUM_IN)
         if source[3] is not None:
-            for chunk in tl.static_range(CHUNKS):
-                word = chunk * BLOCK_WORDS + lanes
-                if CHUNKS > 1:
-                    inputs, _ = load_inputs(source, norms, word, NUM_IN, LANES)
-                tl.store(source[3] + word, inputs[0] * scale, mask=(word < NUM_IN) & (first == 0))
+            if CHUNKS == 1:
+                tl.store(source[3] + lanes, inputs[0] * scale, mask=(lanes < NUM_IN) & (first == 0))
+            elif first == 0:
+                for chunk in tl.range(0, CHUNKS):
+                    word = chunk * BLOCK_WORDS + lanes
+                    values, _ = load_inputs(source, norms, word, NUM_IN, LANES)
+                    tl.store(source[3] + word, values[0] * scale, mask=word < NUM_IN)
         sums *= scale
         up_sums *= scale
         if bias is not None:

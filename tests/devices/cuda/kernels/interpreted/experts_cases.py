@@ -14,7 +14,14 @@ from nanovllm.devices.cuda.kernels import experts_grouped
 from nanovllm.devices.cuda.kernels.experts_grouped import grouped_config
 from nanovllm.devices.cuda.kernels.experts_pairs import route
 from nanovllm.devices.cuda.ops import TritonOps
-from nanovllm.ops.interface import Activation, NormWeights, ResidualStream, Routing, SharedExpert
+from nanovllm.ops.interface import (
+    Activation,
+    NormWeights,
+    PackedLinear,
+    ResidualStream,
+    Routing,
+    SharedExpert,
+)
 from nanovllm.ops.torch_experts import route as reference_route
 from nanovllm.ops.torch_ops import TorchOps
 from tests.ops.expert_layers import LAYERS, Layer
@@ -99,13 +106,18 @@ def check_layer(layer: Layer, dtype: torch.dtype, device: str) -> None:
 
 
 def check_after_norm(device: str) -> None:
-    """Experts after a norm equal the reference, with and without an update.
+    """Experts after a norm equal the reference, with and without an update or a shared expert.
 
     The dtype is float32, because rounding could otherwise choose a different expert.
     """
     dtype = torch.float32
     one, many, two = Layer(1, 6, 1, 40, 24), Layer(1, 60, 8, 70, 33, False), Layer(2, 5, 2, 48, 16)
-    for layer, has_update in ((one, False), (one, True), (many, False), (two, True)):
+    for layer, has_update, has_shared in (
+        (one, False, True),
+        (one, True, False),
+        (many, False, False),
+        (two, True, True),
+    ):
         x, _ = layer.inputs(dtype, device)
         generator = torch.Generator().manual_seed(5)
         router = torch.randn(layer.num_experts, layer.hidden, generator=generator).to(device, dtype)
@@ -117,9 +129,12 @@ def check_after_norm(device: str) -> None:
             else:
                 linear = ops.pack_linear(router, None, None, allow_copy=False)
             experts = ops.pack_experts(*layer.weights(dtype, device), layer.routing)
+            shared = None
+            if has_shared:
+                shared = shared_expert(ops, layer.size, layer.hidden, dtype, device)
             for _ in range(1 + has_update):  # the second run shows that no state is left behind
                 hidden = ResidualStream(x.clone(), x.flip(1) if has_update else None)
-                result = experts.after_norm(hidden, norm, linear)
+                result = experts.after_norm(hidden, norm, linear, shared)
             results.append(result)
         for want, got in zip(*results, strict=True):
             torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -131,24 +146,31 @@ def check_shared_expert(dtype: torch.dtype, device: str) -> None:
         layer = Layer(3, 6, 2, 40, 24)
         experts = TritonOps().pack_experts(*layer.weights(dtype, device), layer.routing)
         x, logits = layer.inputs(dtype, device)
-        generator = torch.Generator().manual_seed(size)
-        shapes: tuple[tuple[int, int], ...] = (2 * size, 40), (40, size), (1, 40)
-        weights = [0.3 * torch.randn(*each, generator=generator) for each in shapes]
-        gate_up, down, gate = (each.to(device, dtype) for each in weights)
-        ops = TritonOps()
-        linears: tuple[tuple[torch.Tensor, Activation | None], ...]
-        linears = (gate_up, "silu"), (down, None), (gate, None)
-        shared = SharedExpert(*(cuda_ops.CudaLinear(ops, w, None, act) for w, act in linears))
-        reference = SharedExpert(
-            *(TorchOps().pack_linear(w, None, act, allow_copy=False) for w, act in linears)
-        )
         want = TorchOps().pack_experts(*layer.weights(dtype, device), layer.routing)
+        reference = shared_expert(TorchOps(), size, 40, dtype, device)
         with patch.object(cuda_ops, "MAX_PAIR_TOKENS", max_pair_tokens):
-            got = experts(x, logits, shared)
+            got = experts(x, logits, shared_expert(TritonOps(), size, 40, dtype, device))
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(
             got, want(x, logits, reference), rtol=tolerance, atol=2 * tolerance
         )
+
+
+def shared_expert(
+    ops: TorchOps | TritonOps, size: int, hidden: int, dtype: torch.dtype, device: str
+) -> SharedExpert:
+    """Return a shared expert with random weights, the same for all ops."""
+    generator = torch.Generator().manual_seed(size)
+    linears: tuple[tuple[int, int, Activation | None], ...]
+    linears = (2 * size, hidden, "silu"), (hidden, size, None), (1, hidden, None)
+    packed: list[PackedLinear] = []
+    for num_out, num_in, activation in linears:
+        weight = (0.3 * torch.randn(num_out, num_in, generator=generator)).to(device, dtype)
+        if isinstance(ops, TritonOps):
+            packed.append(cuda_ops.CudaLinear(ops, weight, None, activation))
+        else:
+            packed.append(ops.pack_linear(weight, None, activation, allow_copy=False))
+    return SharedExpert(*packed)
 
 
 def check_graph(layer: Layer) -> None:
