@@ -22,7 +22,7 @@ def profile_run(config: EngineConfig, loaded: LoadedModel) -> EagerForward:
     device, spec, num_slots = loaded.device, loaded.spec, loaded.num_slots
     counts = _largest_counts(config, num_slots, loaded.model.config.recurrent is not None)
     num_rows = len(counts)
-    num_blocks = -(-counts.max() // spec.block_size)
+    num_blocks = -(-int(counts.max()) // spec.block_size)
     cache = device.allocate_cache(num_blocks * spec.block_bytes)
     input_batch = InputBatch(device, num_slots, config.max_model_len, spec.block_size)
     block_ids = torch.arange(num_blocks, device=device.torch_device)
