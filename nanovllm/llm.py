@@ -27,6 +27,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.engine_thread import EngineThread, RequestGroup
+from nanovllm.engine.executor import Executor, ExecutorInfo
 from nanovllm.engine.grammar import GrammarEngine
 from nanovllm.engine.input_processor import InputProcessor, Vocabulary
 from nanovllm.engine.lazy_requests import run_lazily
@@ -37,7 +38,7 @@ from nanovllm.engine.reranking import check_documents, label_ids, ranked, rerank
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scoring import SCORED, continue_prompt, embedding_of, score_of
 from nanovllm.engine.state_pool import StatePool
-from nanovllm.engine.step import Executor, ExecutorInfo, Pooling
+from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, RequestError, at_index
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import (

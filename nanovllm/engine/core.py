@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
+from nanovllm.engine.executor import Executor
 from nanovllm.engine.grammar import GrammarEngine
 from nanovllm.engine.request import (
     POOL_TOO_SMALL,
@@ -17,7 +18,7 @@ from nanovllm.engine.request import (
 )
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, check_length
-from nanovllm.engine.step import Executor, Pending, StepPlan, StepResult
+from nanovllm.engine.step import Pending, StepPlan, StepResult
 from nanovllm.engine.timing import SequenceEnd, StepTiming
 from nanovllm.errors import EngineError
 

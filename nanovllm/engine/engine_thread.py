@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.executor import ExecutorInfo
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor, RequestState
 from nanovllm.engine.request import EngineCoreOutputs
-from nanovllm.engine.step import ExecutorInfo
 from nanovllm.errors import EngineError
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece

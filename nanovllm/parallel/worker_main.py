@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig
-from nanovllm.engine.step import Executor, IntColumn, Pending, StepResult
+from nanovllm.engine.executor import Executor
+from nanovllm.engine.step import IntColumn, Pending, StepResult
 from nanovllm.model_config import ModelConfig
 from nanovllm.parallel.child import Kind, Link, StepTimer, reporting, run_child
 
