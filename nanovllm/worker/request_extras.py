@@ -14,7 +14,7 @@ from nanovllm.worker.logits_edits import EditedRow, LogitsEdits, SlotExtras
 from nanovllm.worker.prompt_logprobs import Scores, pool, pooled_spans, score_prompts, scored_spans
 
 if TYPE_CHECKING:
-    from nanovllm.worker.model_runner import CapturedSteps
+    from nanovllm.worker.device_interface import CapturedSteps
 
 
 @dataclass(frozen=True, slots=True)
