@@ -13,10 +13,9 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionBackend, BatchRows
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch, SampledTokens
-from nanovllm.ops.interface import LayerCache, LayerState, RecurrentRows, ResidualStream
-from nanovllm.ops.torch_delta_net import split_chunks
+from nanovllm.ops.interface import LayerCache, LayerState, ResidualStream
 from nanovllm.worker.input_batch import InputBatch
-from nanovllm.worker.state_cache import StateCache
+from nanovllm.worker.state_cache import StateCache, recurrent_rows
 
 if TYPE_CHECKING:
     from nanovllm.models.registry import Model
@@ -100,13 +99,6 @@ def look_up(input_batch: InputBatch, slots: Tensor, positions: Tensor) -> tuple[
     block_ids = input_batch.block_table[slots, positions // input_batch.block_size].long()
     slot_mapping = block_ids * input_batch.block_size + positions % input_batch.block_size
     return input_batch.tokens[slots, positions], slot_mapping
-
-
-def recurrent_rows(plan: StepPlan, upload: Callable[[np.ndarray], Tensor]) -> RecurrentRows:
-    slots = upload(plan.slots.astype(np.int64))
-    if (plan.counts == 1).all():
-        return RecurrentRows(slots)
-    return RecurrentRows(slots, plan.counts.tolist(), upload(split_chunks(plan.counts)))
 
 
 def tokens_of(plan: StepPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
