@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionBackend, BatchRows
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch, SampledTokens
-from nanovllm.ops.interface import LayerCache, LayerState, ResidualStream
+from nanovllm.ops.interface import LayerCache, LayerState
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.state_cache import StateCache, recurrent_rows
 
@@ -55,13 +55,6 @@ class EagerForward:
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         return self.step_logits(self.model(self.batch(plan)), plan)
-
-    def with_states(self, plan: StepPlan) -> tuple[StepLogits, ResidualStream]:
-        """Return the sampled rows' logits, and all tokens' hidden states before the final norm."""
-        hidden = self.model.model(replace(self.batch(plan), sampled=None))
-        last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1
-        values = self.model.logits(hidden.select(self.input_batch.device.upload(last_tokens)))
-        return self.step_logits(values, plan), hidden
 
     def copy_blocks(self, plan: StepPlan) -> None:
         upload = self.input_batch.device.upload
