@@ -18,8 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tqdm import tqdm
-
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import WHOLE_CONTEXT, EngineConfig
@@ -32,6 +30,7 @@ from nanovllm.engine.grammar import GrammarEngine
 from nanovllm.engine.input_processor import InputProcessor, Vocabulary
 from nanovllm.engine.lazy_requests import run_lazily
 from nanovllm.engine.output_processor import RequestState
+from nanovllm.engine.progress_bar import with_progress_bar
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.prompts import Params, Prompts, as_params, split_prompts
 from nanovllm.engine.reranking import rerank
@@ -294,21 +293,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Run prompts to completion, with a progress bar; return their outputs in order."""
         requests = self._prepare(prompts, params, cache_salt, **options)
-        outputs: dict[int, RequestOutput] = {}
-        num_input = num_output = 0  # number of tokens of finished requests
-        is_hidden = not use_tqdm or sys.stderr is None
         steps = self.engine.stream(RequestGroup(is_streaming=False), requests)
-        bar = tqdm(total=len(requests), desc="Prompts", dynamic_ncols=True, disable=is_hidden)
-        with contextlib.closing(steps), bar:
-            for step in steps:
-                for output in step.finished:
-                    outputs[output.seq_id] = output
-                    num_input += len(output.prompt_token_ids)
-                    num_output += sum(len(each.token_ids) for each in output.outputs)
-                seconds = max(bar.format_dict["elapsed"], 1e-6)
-                speeds = f"input {num_input / seconds:.0f} tok/s, output {num_output / seconds:.0f}"
-                bar.set_postfix_str(f"{speeds} tok/s", refresh=False)
-                bar.update(len(step.finished))
+        if use_tqdm and sys.stderr is not None:
+            steps = with_progress_bar(steps, len(requests))
+        with contextlib.closing(steps):
+            outputs = {output.seq_id: output for step in steps for output in step.finished}
         return [outputs[state.seq_id] for state in requests.values()]
 
 
