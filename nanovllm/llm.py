@@ -417,10 +417,8 @@ def create_grammars(vocab_size: int, load: Callable[[], Vocabulary]) -> GrammarE
     return GuidanceEngine(load, vocab_size)
 
 
-def start_core(
-    resolved: ResolvedModel, create_grammars: Callable[[], GrammarEngine]
-) -> StartedCore:
-    """Load the model and create its engine core."""
+def start_core(resolved: ResolvedModel, get_grammars: Callable[[], GrammarEngine]) -> StartedCore:
+    """Load the model and create its engine core; all calls of `get_grammars` return one object."""
     config = resolved.config
     executor = create_executor(config, resolved.model_config, resolved.checkpoint)
     info = executor.start()
@@ -440,7 +438,7 @@ def start_core(
         allow_chunks = resolved.model_config.is_causal
         scheduler = Scheduler(blocks, num_slots, max_tokens, prompt_budget, drafter, allow_chunks)
         depth = info.depth if config.depth is None else config.depth
-        core = EngineCore(scheduler, executor, depth, config.max_model_len, create_grammars)
+        core = EngineCore(scheduler, executor, depth, config.max_model_len, get_grammars)
         # A full garbage collection takes 60 ms, as it visits every imported module. After this
         # one, the next runs only once the number of long-lived objects has grown by a quarter.
         gc.collect()
