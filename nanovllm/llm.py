@@ -18,8 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tqdm import tqdm
-
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig
@@ -27,17 +25,19 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.engine_thread import EngineThread, RequestGroup
+from nanovllm.engine.executor import Executor, ExecutorInfo
 from nanovllm.engine.grammar import GrammarEngine
 from nanovllm.engine.input_processor import InputProcessor, Vocabulary
 from nanovllm.engine.lazy_requests import run_lazily
 from nanovllm.engine.output_processor import RequestState
+from nanovllm.engine.progress_bar import with_progress_bar
 from nanovllm.engine.prompt_budget import PromptBudget
-from nanovllm.engine.prompts import Params, Prompts, as_params, as_prompt, split_prompts
-from nanovllm.engine.reranking import check_documents, label_ids, ranked, rerank_prompts
+from nanovllm.engine.prompts import Params, Prompts, as_params, split_prompts
+from nanovllm.engine.reranking import rerank
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.scoring import SCORED, continue_prompt, embedding_of, score_of
+from nanovllm.engine.scoring import check_bidirectional, embedding_of, score
 from nanovllm.engine.state_pool import StatePool
-from nanovllm.engine.step import Executor, ExecutorInfo, Pooling
+from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, RequestError, at_index
 from nanovllm.outputs import (
     EmbeddingOutput,
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
-    from nanovllm.engine.drafter import Drafter
     from nanovllm.engine.engine_options import EngineOptions
     from nanovllm.worker.device_interface import Device
 
@@ -89,8 +88,7 @@ class LLM:
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts with continuous batching; return outputs in the prompts' order."""
-        requests = self._prepare(prompts, sampling_params, cache_salt)
-        return self._run(requests, use_tqdm)
+        return self._complete(prompts, sampling_params, cache_salt, use_tqdm)
 
     def stream(
         self,
@@ -125,9 +123,7 @@ class LLM:
         Prompts are read lazily, as earlier ones finish. So are parameters if each prompt has its
         own.
         """
-
-        create = partial(self._request_state, cache_salt=cache_salt)
-        return run_lazily(self.engine, create, prompts, sampling_params)
+        return run_lazily(self.engine, prompts, sampling_params, cache_salt)
 
     def chat(
         self,
@@ -176,8 +172,8 @@ class LLM:
         require(is_valid, "pooling", '"last" or "mean"', pooling)
         chosen: Pooling = pooling or self.engine.input_processor.default_pooling or "last"
         params = SamplingParams(max_tokens=1)
-        requests = self._prepare(prompts, params, cache_salt, pooling=chosen)
-        return [embedding_of(output, normalize) for output in self._run(requests, use_tqdm)]
+        outputs = self._complete(prompts, params, cache_salt, use_tqdm, pooling=chosen)
+        return [embedding_of(output, normalize) for output in outputs]
 
     def rerank(
         self,
@@ -193,13 +189,8 @@ class LLM:
         `instruction`. The document's relevance is the probability of "yes", given that the reply is
         "yes" or "no".
         """
-        documents = check_documents(documents, top_n)
-        labels = label_ids(self.engine.input_processor)
-        prompts = rerank_prompts(query, documents, instruction)
-        params = SamplingParams(max_tokens=1)
-        requests = self._prepare(prompts, params, None, name="documents", pooling=labels)
-        outputs = [embedding_of(output, False) for output in self._run(requests, False)]
-        return ranked(documents, outputs, top_n)
+        input_processor = self.engine.input_processor
+        return rerank(self._complete, input_processor, query, documents, instruction, top_n)
 
     def score(
         self, prompt: Prompts, continuations: Sequence[Any], *, cache_salt: str | None = None
@@ -208,13 +199,8 @@ class LLM:
 
         Text is tokenized together with the prompt, as the model would see both.
         """
-        first = as_prompt(prompt, cache_salt)
-        continued = continue_prompt(
-            first.content, continuations, self.engine.input_processor.token_ids_of
-        )
-        wholes = [each.token_ids for each in continued]
-        outputs = self.generate(wholes, SCORED, use_tqdm=False, cache_salt=first.cache_salt)
-        return [score_of(output, one.start) for output, one in zip(outputs, continued, strict=True)]
+        encode = self.engine.input_processor.token_ids_of
+        return score(self._complete, encode, prompt, continuations, cache_salt)
 
     def apply_chat_template(self, messages: Messages, **options: Any) -> list[list[int]]:
         """Return one prompt of token ids per conversation."""
@@ -234,7 +220,7 @@ class LLM:
     ) -> int:
         """Queue one prompt for `step`; return its seq_id."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        state = self._request_state(
+        state = self.engine.prepare(
             prompt, params, cache_salt, is_streaming=True, request_id=request_id
         )
         self.engine.call(partial(self.engine.submit, state))
@@ -289,36 +275,28 @@ class LLM:
         pairs = zip(items, as_params(params, len(items)), strict=True)
         for index, (item, param) in enumerate(pairs):
             try:
-                requests[index] = self._request_state(item, param, cache_salt, **options)
+                requests[index] = self.engine.prepare(item, param, cache_salt, **options)
             except RequestError as error:
                 if on_refusal is None:
                     raise at_index(error, name, index, len(items)) from error
                 on_refusal(index, error)
         return requests
 
-    def _request_state(
-        self, item: Any, params: SamplingParams, cache_salt: str | None, **options: Any
-    ) -> RequestState:
-        prompt = as_prompt(item, cache_salt)
-        return self.engine.prepare(prompt.content, params, cache_salt=prompt.cache_salt, **options)
-
-    def _run(self, requests: dict[int, RequestState], use_tqdm: bool) -> list[RequestOutput]:
-        """Run requests to completion, with a progress bar; return their outputs in order."""
-        outputs: dict[int, RequestOutput] = {}
-        num_input = num_output = 0  # number of tokens of finished requests
-        is_hidden = not use_tqdm or sys.stderr is None
+    def _complete(
+        self,
+        prompts: Prompts,
+        params: Params,
+        cache_salt: str | None = None,
+        use_tqdm: bool = False,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Run prompts to completion, with a progress bar; return their outputs in order."""
+        requests = self._prepare(prompts, params, cache_salt, **options)
         steps = self.engine.stream(RequestGroup(is_streaming=False), requests)
-        bar = tqdm(total=len(requests), desc="Prompts", dynamic_ncols=True, disable=is_hidden)
-        with contextlib.closing(steps), bar:
-            for step in steps:
-                for output in step.finished:
-                    outputs[output.seq_id] = output
-                    num_input += len(output.prompt_token_ids)
-                    num_output += sum(len(each.token_ids) for each in output.outputs)
-                seconds = max(bar.format_dict["elapsed"], 1e-6)
-                speeds = f"input {num_input / seconds:.0f} tok/s, output {num_output / seconds:.0f}"
-                bar.set_postfix_str(f"{speeds} tok/s", refresh=False)
-                bar.update(len(step.finished))
+        if use_tqdm and sys.stderr is not None:
+            steps = with_progress_bar(steps, len(requests))
+        with contextlib.closing(steps):
+            outputs = {output.seq_id: output for step in steps for output in step.finished}
         return [outputs[state.seq_id] for state in requests.values()]
 
 
@@ -395,22 +373,12 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
         model_config = replace(model_config, tie_word_embeddings=True)
     limit = model_config.max_position_embeddings
     config = _clamp_model_len(config, limit, f"the model's {limit}")
-    if not model_config.is_causal:
-        config = _without_chunks(config)
+    if not model_config.is_causal:  # each prompt must run in one step
+        check_bidirectional(config.attention_backend)
+        most = config.max_num_batched_tokens
+        config = _clamp_model_len(config, most, f"max_num_batched_tokens={most}")
+        config = replace(config, attention_backend="sdpa", enable_prefix_caching=False)
     return ResolvedModel(config, model_config, checkpoint)
-
-
-def _without_chunks(config: EngineConfig) -> EngineConfig:
-    """Return options with which a prompt runs in one step: bidirectional attention needs that."""
-    if config.attention_backend not in ("auto", "sdpa"):
-        name = config.attention_backend
-        raise ConfigError(
-            f"attention_backend={name!r} has no bidirectional attention; use 'auto' or 'sdpa'",
-            param="attention_backend",
-        )
-    most = config.max_num_batched_tokens
-    config = _clamp_model_len(config, most, f"max_num_batched_tokens={most}")
-    return replace(config, attention_backend="sdpa", enable_prefix_caching=False)
 
 
 def _clamp_model_len(config: EngineConfig, limit: int, reason: str) -> EngineConfig:
@@ -448,10 +416,8 @@ def create_grammars(vocab_size: int, load: Callable[[], Vocabulary]) -> GrammarE
     return GuidanceEngine(load, vocab_size)
 
 
-def start_core(
-    resolved: ResolvedModel, create_grammars: Callable[[], GrammarEngine]
-) -> StartedCore:
-    """Load the model and create its engine core."""
+def start_core(resolved: ResolvedModel, get_grammars: Callable[[], GrammarEngine]) -> StartedCore:
+    """Load the model and create its engine core; all calls of `get_grammars` return one object."""
     config = resolved.config
     executor = create_executor(config, resolved.model_config, resolved.checkpoint)
     info = executor.start()
@@ -463,11 +429,15 @@ def start_core(
         target = config.target_inter_token_ms
         prompt_budget = None if target is None else PromptBudget(target / 1000)
         max_tokens = config.max_num_batched_tokens
-        drafter = create_drafter(config)
+        drafter = None
+        if (speculative := config.speculative) is not None:
+            from nanovllm.engine.drafter import create_drafter
+
+            drafter = create_drafter(speculative.method, speculative.num_speculative_tokens)
         allow_chunks = resolved.model_config.is_causal
         scheduler = Scheduler(blocks, num_slots, max_tokens, prompt_budget, drafter, allow_chunks)
         depth = info.depth if config.depth is None else config.depth
-        core = EngineCore(scheduler, executor, depth, config.max_model_len, create_grammars)
+        core = EngineCore(scheduler, executor, depth, config.max_model_len, get_grammars)
         # A full garbage collection takes 60 ms, as it visits every imported module. After this
         # one, the next runs only once the number of long-lived objects has grown by a quarter.
         gc.collect()
@@ -482,20 +452,6 @@ def start_core(
             config.max_model_len,
         )
     return StartedCore(core, info)
-
-
-def create_drafter(config: EngineConfig) -> Drafter | None:
-    """Create the drafter of speculative decoding, if it is on."""
-    speculative = config.speculative
-    if speculative is None:
-        return None
-    from nanovllm.engine.drafter import Drafter, ModelProposer, Proposer
-    from nanovllm.engine.ngram_proposer import NgramProposer
-
-    proposer: Proposer = ModelProposer()
-    if speculative.method != "draft_model":
-        proposer = NgramProposer(has_store=speculative.method == "suffix")
-    return Drafter(proposer, speculative.num_speculative_tokens)
 
 
 def create_executor(

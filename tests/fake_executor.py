@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nanovllm.engine.executor import ExecutorInfo
 from nanovllm.engine.state_pool import StateCounts
-from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.engine.step import StepPlan, StepResult
 
 VOCAB_SIZE = 23
 EOS = 0

@@ -20,7 +20,8 @@ from nanovllm import llm as llm_module
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.devices.choose import create_device
-from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
+from nanovllm.engine.executor import ExecutorInfo
+from nanovllm.engine.step import IntColumn, StepPlan, StepResult
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.parallel.rendezvous import connect
 from nanovllm.worker.device_interface import Device

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.engine.executor import ExecutorInfo
+from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.parallel.worker_main import WorkerTask, join_group
 

@@ -66,7 +66,7 @@ def main() -> None:
         grammars = GuidanceEngine(lambda: vocabulary, vocab_size)
     else:
         grammars = PausedGrammars(vocab_size, args.mask_us * 1e-6)
-    engine.input_processor.grammars = engine.core.grammars = grammars
+    engine.input_processor.grammars = grammars
     plain, masked = [], []
     for _ in range(4):  # in turns; the first round is a warm-up
         plain.append(milliseconds_per_step(llm, args.rows, args.steps, None))

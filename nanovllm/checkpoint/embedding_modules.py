@@ -1,15 +1,18 @@
-"""Read the sentence-transformers modules of an embedding model: pooling and linear layers."""
+"""Read an embedding model in the format of sentence-transformers: pooling, layers and names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.find import read_json
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from nanovllm.checkpoint.stored_tensors import StoredTensor
 
 POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
 # Older files have a boolean field per mode instead: field -> mode.
@@ -46,6 +49,16 @@ def read_embedding_modules(folder: Path) -> EmbeddingModules | None:
         if activation != IDENTITY:
             raise UnsupportedModelError(f"{path}: activation_function {activation} is unsupported")
     return EmbeddingModules(_read_pooling(read_json(poolings[0] / "config.json")), dense)
+
+
+def add_prefix(tensors: list[StoredTensor]) -> list[StoredTensor]:
+    """Add `model.` to the names of a model saved without its LM head, as embedding models are."""
+    return [
+        tensor
+        if tensor.name.startswith("lm_head.")
+        else replace(tensor, name=f"model.{tensor.name}")
+        for tensor in tensors
+    ]
 
 
 def _read_pooling(config: Mapping[str, Any]) -> Pooling:

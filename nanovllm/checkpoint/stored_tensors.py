@@ -10,7 +10,7 @@ import re
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from nanovllm.checkpoint.embedding_modules import add_prefix
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.multimodal import text_tensors
 from nanovllm.checkpoint.quantization import QuantLayout
@@ -78,15 +79,9 @@ def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
     tensors = [tensor for file in checkpoint.weight_files for tensor in list_file(file)]
     if any("language_model." in tensor.name for tensor in tensors):
         tensors = text_tensors(tensors)
-    if all(tensor.name != "embed_tokens.weight" for tensor in tensors):
-        return tensors
-    # In a model saved without its LM head, such as an embedding model, names lack `model.`.
-    return [
-        tensor
-        if tensor.name.startswith("lm_head.")
-        else replace(tensor, name=f"model.{tensor.name}")
-        for tensor in tensors
-    ]
+    if any(tensor.name == "embed_tokens.weight" for tensor in tensors):
+        tensors = add_prefix(tensors)
+    return tensors
 
 
 def _list_safetensors(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTensor]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
+from nanovllm.engine.executor import Executor
 from nanovllm.engine.grammar import GrammarEngine
 from nanovllm.engine.request import (
     POOL_TOO_SMALL,
@@ -17,7 +18,7 @@ from nanovllm.engine.request import (
 )
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, check_length
-from nanovllm.engine.step import Executor, Pending, StepPlan, StepResult
+from nanovllm.engine.step import Pending, StepPlan, StepResult
 from nanovllm.engine.timing import SequenceEnd, StepTiming
 from nanovllm.errors import EngineError
 
@@ -36,12 +37,11 @@ class EngineCore:
         executor: Executor,
         depth: int,
         max_model_len: int,
-        create_grammars: Callable[[], GrammarEngine] | None = None,
+        get_grammars: Callable[[], GrammarEngine] | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
-        self.grammars: GrammarEngine | None = None  # created by the first request with a grammar
-        self._create_grammars = create_grammars
+        self._get_grammars = get_grammars
         self.executor = executor
         self.depth = depth
         # A sequence ends when it fills the whole KV cache: if preempted, it could never resume.
@@ -77,7 +77,7 @@ class EngineCore:
             seq.is_cut_by_pool = self._is_pool_short and seq.max_len > self.max_len
             seq.max_len = min(seq.max_len, self.max_len)
         if request.grammar is not None:
-            seq.matcher = self._get_grammars().matcher(request.grammar, request.stop_token_ids)
+            seq.matcher = self._grammars.matcher(request.grammar, request.stop_token_ids)
         self._sequences[seq.seq_id] = seq
         self.scheduler.add(seq)
 
@@ -105,7 +105,7 @@ class EngineCore:
         if not self._in_flight and self._sequences:
             assert self.scheduler.waiting_for_grammar, "sequences wait but nothing runs"
             matchers = [seq.matcher for seq in self.scheduler.waiting_for_grammar.values()]
-            self._get_grammars().wait([matcher for matcher in matchers if matcher is not None])
+            self._grammars.wait([matcher for matcher in matchers if matcher is not None])
         return EngineCoreOutputs([], [], [])
 
     def finish(self, seq_id: int, reason: FinishReason) -> FinishedSequence | None:
@@ -186,9 +186,7 @@ class EngineCore:
             if len(plan.masked_rows):  # the step waits for bitmasks, so send some that allow all
                 num_masks = int(plan.num_logits[plan.masked_rows].sum())
                 ended: list[tuple[None, list[int]]] = [(None, [])] * num_masks
-                self.executor.sample(
-                    self._get_grammars().masks(ended, self.executor.mask_memory)[0]
-                )
+                self.executor.sample(self._grammars.masks(ended, self.executor.mask_memory)[0])
             pending.result()
         self._in_flight.clear()
         self.scheduler.drop_in_flight()
@@ -199,15 +197,14 @@ class EngineCore:
         plan = self._in_flight[0][0]
         if len(plan.masked_rows):
             rows = self.scheduler.matchers(plan)
-            masks, late = self._get_grammars().masks(rows, self.executor.mask_memory)
+            masks, late = self._grammars.masks(rows, self.executor.mask_memory)
             self.scheduler.wait_for_grammar(plan.masked_rows[late].tolist())
             self.executor.sample(masks)
 
-    def _get_grammars(self) -> GrammarEngine:
-        if self.grammars is None:
-            assert self._create_grammars is not None
-            self.grammars = self._create_grammars()
-        return self.grammars
+    @property
+    def _grammars(self) -> GrammarEngine:
+        assert self._get_grammars is not None, "a request has a grammar"
+        return self._get_grammars()
 
     def _leave(self, seq: Sequence) -> FinishedSequence:
         assert seq.finish_reason is not None

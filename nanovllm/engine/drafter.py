@@ -70,6 +70,16 @@ class DraftState:
         self.pause = self.num_paused = min(2 * self.pause + 1, MAX_PAUSE)
 
 
+def create_drafter(method: str, num_speculative_tokens: int) -> Drafter:
+    """Create the drafter of a method of `speculative_config`."""
+    from nanovllm.engine.ngram_proposer import NgramProposer  # imports this file
+
+    proposer: Proposer = ModelProposer()
+    if method != "draft_model":
+        proposer = NgramProposer(has_store=method == "suffix")
+    return Drafter(proposer, num_speculative_tokens)
+
+
 class Drafter:
     """Drafts as many tokens as give the most tokens per second.
 

@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.executor import ExecutorInfo
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor, RequestState
+from nanovllm.engine.prompts import as_prompt
 from nanovllm.engine.request import EngineCoreOutputs
-from nanovllm.engine.step import ExecutorInfo
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
@@ -87,11 +88,12 @@ class EngineThread:
         self._thread.start()
 
     def prepare(
-        self, prompt: str | list[int], params: SamplingParams, **options: Any
+        self, prompt: Any, params: SamplingParams, cache_salt: str | None = None, **options: Any
     ) -> RequestState:
-        """Validate and tokenize a prompt, as `InputProcessor.process` does, without queueing it."""
+        """Validate and tokenize a prompt in any form, without queueing it."""
         self.raise_if_closed()
-        state = self.input_processor.process(prompt, params, **options)
+        item = as_prompt(prompt, cache_salt)
+        state = self.input_processor.process(item.content, params, item.cache_salt, **options)
         self.core.check(state.completions[0].request)
         return state
 

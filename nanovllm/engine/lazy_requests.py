@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 from nanovllm.engine.engine_thread import EngineThread, RequestGroup
@@ -16,17 +16,17 @@ from nanovllm.sampling_params import SamplingParams
 
 def run_lazily(
     engine: EngineThread,
-    create: Callable[[Any, SamplingParams], RequestState],
     prompts: Iterable[Any],
     params: SamplingParams | Iterable[SamplingParams] | None,
+    cache_salt: str | None,
 ) -> Generator[tuple[int, RequestOutput], None, None]:
-    """Yield the index and output of each prompt as it finishes; `create` validates prompts."""
+    """Yield the index and output of each prompt as it finishes."""
 
     def take(count: int) -> dict[int, RequestState]:
         requests = {}
         for index, (item, own) in itertools.islice(pairs, count):
             try:
-                requests[index] = create(item, own)
+                requests[index] = engine.prepare(item, own, cache_salt)
             except RequestError as error:
                 raise RequestError(f"prompts[{index}]: {error}") from error
             indices[requests[index].seq_id] = index

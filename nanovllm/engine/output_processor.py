@@ -25,15 +25,6 @@ if TYPE_CHECKING:
 
     from nanovllm.engine.logprobs import CompletionLogprobs, TokenTexts
 
-BROKEN = (
-    "the model's {} are not numbers (NaN or infinity); the weights may be damaged, or too large "
-    "for the dtype: try dtype='float32'"
-)
-NO_TOKEN_LEFT = (
-    "no token may be sampled: structured_outputs, allowed_token_ids, bad_words, logit_bias, "
-    "min_tokens and logits_processors together leave none, or make logits that are not numbers, or "
-)
-
 
 @dataclass(slots=True, eq=False)
 class CompletionState:
@@ -172,7 +163,7 @@ class OutputProcessor:
             queue_time=max(own.start_time - request.arrival_time, 0.0),
             time_to_first_token=max(own.first_token_time - request.arrival_time, 0.0),
             duration=finished.end_time - request.arrival_time,
-            error=(broken[0].error or _why_broken(request)) if broken else None,
+            error=(broken[0].error or request.why_broken()) if broken else None,
             logprobs=best.logprobs,
             cumulative_logprob=best.cumulative_logprob,
             prompt_logprobs=prompt_logprobs,
@@ -248,14 +239,6 @@ def _decode(
         detokenizer.push(token_id)
     detokenizer.finish()
     return detokenizer.text
-
-
-def _why_broken(request: Request) -> str:
-    """Return the likely causes when a step produced no valid token or vector for a request."""
-    if request.pooling is not None:
-        return BROKEN.format("hidden states")
-    is_edited = request.grammar is not None or request.params.can_exclude_tokens
-    return (NO_TOKEN_LEFT if is_edited else "") + BROKEN.format("logits")
 
 
 def _stop_reason(completion: CompletionState, finished: FinishedSequence) -> str | int | None:

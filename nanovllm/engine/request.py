@@ -13,6 +13,14 @@ from nanovllm.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 POOL_TOO_SMALL = "num_kvcache_blocks"  # stop_reason of a sequence that filled the whole KV cache
+BROKEN = (
+    "the model's {} are not numbers (NaN or infinity); the weights may be damaged, or too large "
+    "for the dtype: try dtype='float32'"
+)
+NO_TOKEN_LEFT = (
+    "no token may be sampled: structured_outputs, allowed_token_ids, bad_words, logit_bias, "
+    "min_tokens and logits_processors together leave none, or make logits that are not numbers, or "
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,13 @@ class Request:
     leader_id: int | None = None  # seq_id of the prompt's first sample, which must be added first
     pooling: Pooling | None = None  # pool the prompt's hidden states instead of generating
     arrival_time: float = field(default_factory=time.perf_counter)
+
+    def why_broken(self) -> str:
+        """Return the likely causes when a step produced no valid token or vector."""
+        if self.pooling is not None:
+            return BROKEN.format("hidden states")
+        is_edited = self.grammar is not None or self.params.can_exclude_tokens
+        return (NO_TOKEN_LEFT if is_edited else "") + BROKEN.format("logits")
 
 
 TokenLogprobs = bytes  # an entry for one position; `engine/logprobs.py` defines the layout

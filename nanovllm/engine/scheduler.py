@@ -55,8 +55,6 @@ class Scheduler:
         self.running: dict[int, Sequence] = {}
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._released: list[int] = []  # slots freed since the last plan
-        # Number of free blocks that the first waiting sequence needs; set if it did not fit.
-        self._num_free_to_admit = 0
         # Leaders (sequences with followers) whose prefill the last plan completed.
         self._prefilled_leaders: list[Sequence] = []
         self._in_flight: deque[list[Sequence]] = deque()  # rows of each uncommitted plan
@@ -267,8 +265,6 @@ class Scheduler:
             self.waiting_for_grammar[seq.seq_id] = seq
             return
         self.waiting.add(seq, is_first=is_first)
-        if self.waiting.first() is seq:
-            self._num_free_to_admit = 0
 
     def _enqueue_ready(self) -> None:
         """Move sequences whose next bitmask is ready from `waiting_for_grammar` to `waiting`."""
@@ -276,27 +272,24 @@ class Scheduler:
             if not seq.is_dropped and seq.matcher is not None and seq.matcher.is_ready:
                 del self.waiting_for_grammar[seq.seq_id]
                 self.waiting.add(seq, is_first=True)
-                self._num_free_to_admit = 0
 
     def _preempt(self, seq: Sequence) -> None:
         """Release everything but the tokens; the sequence is recomputed when there is room."""
         self._leave_running(seq)
         self.waiting.add(seq, is_first=True)
-        self._num_free_to_admit = 0
         self.num_preemptions += 1
 
     def _admit_waiting(self, builder: _PlanBuilder) -> None:
         while self.waiting and builder.budget and self._free_slots:
-            if self.blocks.num_free < self._num_free_to_admit:
-                return
             seq = self.waiting.first()
+            if self.blocks.num_free < seq.num_free_to_admit:
+                return
             if not self.allow_chunks and len(seq.token_ids) > builder.budget:
                 return
             if seq.num_pending:  # preempted while the host does not know its newest token yet
                 return
-            num_needed = self.blocks.admit(seq)
-            self._num_free_to_admit = num_needed or 0
-            if num_needed is not None:
+            seq.num_free_to_admit = self.blocks.admit(seq) or 0
+            if seq.num_free_to_admit:
                 return
             self.waiting.remove(seq)
             self._enter_running(seq, builder)
@@ -403,7 +396,6 @@ class Scheduler:
             del self.waiting_for_grammar[seq.seq_id]
         elif seq.slot == NO_SLOT:
             self.waiting.remove(seq)
-            self._num_free_to_admit = 0  # another sequence may now be the first
         else:
             self._leave_running(seq)
 

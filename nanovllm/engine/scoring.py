@@ -14,12 +14,22 @@ from nanovllm.engine.prompts import as_prompt
 from nanovllm.engine.request import FinishReason
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Pooling, StepPlan, Vector
-from nanovllm.errors import EngineError
+from nanovllm.errors import ConfigError, EngineError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import require
 
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
+
+
+def check_bidirectional(attention_backend: str) -> None:
+    """Raise ConfigError if a backend cannot attend to later tokens, as some embedding models do."""
+    if attention_backend not in ("auto", "sdpa"):
+        raise ConfigError(
+            f"attention_backend={attention_backend!r} has no bidirectional attention; use 'auto' "
+            "or 'sdpa'",
+            param="attention_backend",
+        )
 
 
 def check_pooling(pooling: Pooling, vocab_size: int) -> None:
@@ -57,6 +67,21 @@ def embedding_of(output: RequestOutput, normalize: bool) -> EmbeddingOutput:
     if normalize:
         vector /= max(float(np.linalg.norm(vector)), 1e-12)
     return EmbeddingOutput(vector.tolist(), output.prompt_token_ids)
+
+
+def score(
+    complete: Callable[..., list[RequestOutput]],
+    encode: Callable[..., array[int]],
+    prompt: Any,
+    continuations: abc.Sequence[Any],
+    cache_salt: str | None,
+) -> list[Score]:
+    """Implement `LLM.score`; `complete` runs prompts, `encode` tokenizes them."""
+    first = as_prompt(prompt, cache_salt)
+    continued = continue_prompt(first.content, continuations, encode)
+    wholes = [each.token_ids for each in continued]
+    outputs = complete(wholes, SCORED, first.cache_salt)
+    return [score_of(output, one.start) for output, one in zip(outputs, continued, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

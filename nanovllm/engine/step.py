@@ -1,10 +1,10 @@
-"""Messages between the engine core and its workers, and the `Executor` protocol."""
+"""The records that the engine core and its workers exchange in every step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.engine.state_pool import StateCopy, StateCounts
+    from nanovllm.engine.state_pool import StateCopy
 
 IntColumn = npt.NDArray[np.int32]
 Vector = npt.NDArray[np.float32]
@@ -126,37 +126,3 @@ class StepResult:
     failures: dict[int, str] | None = None
     # The device could not finish the step: this result and later ones in flight are invalid.
     is_lost: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorInfo:
-    """Properties of the workers, known once they have started."""
-
-    num_blocks: int
-    depth: int  # default pipeline depth of the device
-    device: str  # "cpu" or "cuda"
-    dtype: str
-    device_name: str = "unknown"  # the vendor's product name
-    states: StateCounts | None = None  # set if the model has recurrent layers
-
-
-class Executor(Protocol):
-    """Runs plans in the order they are submitted."""
-
-    def start(self) -> ExecutorInfo:
-        """Start the workers and load the model."""
-
-    def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        """Launch a step without waiting for it; if it has masked rows, `sample` completes it."""
-
-    def sample(self, masks: IntColumn) -> None:
-        """Sample the plan submitted last, given a bitmask for each of its masked rows."""
-
-    def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
-        """Return memory for bitmasks; do not reuse it before the step's result has arrived."""
-
-    def capture_one(self) -> bool:
-        """Capture one graph for later steps, while idle; return False if none is missing."""
-
-    def close(self) -> None:
-        """Free everything; a second call does nothing."""

@@ -44,21 +44,13 @@ class LayerWeight(nn.Module):
     def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
         """Return the expected checkpoint tensors, keyed by name (parent + "q_proj.weight")."""
         if self.tensors is None:
-            self.tensors = self._create_quantized(parent)
+            from nanovllm.layers.quantized_weights import create_quantized
+
+            self.tensors = create_quantized(self, parent)
         if self.tensors is None:
             self.use_dense()
         assert self.tensors is not None
         return self.tensors.expected_tensors(parent)
-
-    def _create_quantized(self, parent: str) -> WordTensors | BlockTensors | None:
-        from nanovllm.layers.quantized_weights import create_quantized
-
-        assert self.build.layouts is not None
-        found = [self.build.layouts(f"{parent}{name}") for name in self.outputs]
-        layouts = [layout for layout in found if layout is not None]
-        if len(layouts) < len(found) or (self.is_uniform and len(set(layouts)) > 1):
-            return None
-        return create_quantized(layouts, self.outputs, self.inputs, self.build)
 
     @property
     def is_dense(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.checkpoint.quantization import QuantLayout
-from nanovllm.layers.layer_weight import Outputs
+from nanovllm.layers.layer_weight import LayerWeight, Outputs
 from nanovllm.layers.shards import (
     CopiedPart,
     ExpectedTensor,
@@ -34,10 +34,17 @@ if TYPE_CHECKING:
     from nanovllm.layers.build import BuildContext
 
 
-def create_quantized(
-    layouts: list[QuantLayout], outputs: Outputs, inputs: Shard, build: BuildContext
-) -> WordTensors | BlockTensors | None:
-    """Create a quantized weight; return None if no kernel supports its layouts or this shard."""
+def create_quantized(weight: LayerWeight, parent: str) -> WordTensors | BlockTensors | None:
+    """Create the tensors of a weight in its quantized layouts.
+
+    Returns None if it has none, or if no kernel supports them or this shard.
+    """
+    outputs, inputs, build = weight.outputs, weight.inputs, weight.build
+    assert build.layouts is not None
+    found = [build.layouts(f"{parent}{name}") for name in outputs]
+    layouts = [layout for layout in found if layout is not None]
+    if len(layouts) < len(found) or (weight.is_uniform and len(set(layouts)) > 1):
+        return None
     if not layouts[0].block_bytes:
         layout = common_layout(layouts, inputs)
         return None if layout is None else WordTensors(outputs, inputs, layout, build)

@@ -95,6 +95,11 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
     head_dim = config.get("head_dim") or hidden_size // num_heads
     bias = config.get("attention_bias", False)
     rope = read_rope_config(config)
+    max_position = field(config, "max_position_embeddings")
+    if rope.kind != "default":
+        from nanovllm.models.rope_scaling import scaled_length
+
+        max_position = min(scaled_length(max_position, rope), INT32_MAX)
     return ModelConfig(
         architecture=read_architecture(config),
         vocab_size=field(config, "vocab_size"),
@@ -106,7 +111,7 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
         rms_norm_eps=field(config, "rms_norm_eps"),
         layers=(LayerAttention(rope),) * field(config, "num_hidden_layers"),
         tie_word_embeddings=config.get("tie_word_embeddings", False),
-        max_position_embeddings=_stretched(field(config, "max_position_embeddings"), rope),
+        max_position_embeddings=max_position,
         dtype=dtype if dtype in DTYPES else "float32",
         activation=ACTIVATIONS[activation],
         attention_scale=head_dim**-0.5,
@@ -114,15 +119,6 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
         output_bias=bias,
         mlp_bias=config.get("mlp_bias", False),
     )
-
-
-def _stretched(max_position: int, rope: RopeConfig) -> int:
-    """Return the maximum number of positions, as extended by rope scaling."""
-    if rope.kind == "yarn":
-        max_position = max(max_position, int(rope.factor * rope.original_max_position))
-    elif rope.kind in ("linear", "dynamic"):
-        max_position = int(rope.factor * max_position)
-    return min(max_position, INT32_MAX)
 
 
 def read_architecture(config: Mapping[str, Any]) -> str:

@@ -14,6 +14,13 @@ from nanovllm.models.config_json import field, read_model_config
 KINDS = ("linear", "dynamic", "llama3", "yarn", "factors")  # "factors": GGUF only
 
 
+def scaled_length(max_position: int, rope: RopeConfig) -> int:
+    """Return the maximum number of positions, which rope scaling extends."""
+    if rope.kind == "yarn":
+        return max(max_position, int(rope.factor * rope.original_max_position))
+    return int(rope.factor * max_position) if rope.kind in ("linear", "dynamic") else max_position
+
+
 def read_with_partial_rotary(config: Mapping[str, Any], default_factor: float) -> ModelConfig:
     """Read a model that rotates only a part of each head, given by `partial_rotary_factor`."""
     layouts = ("rope_parameters", "rope_scaling")

@@ -13,7 +13,8 @@ import numpy as np
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
+from nanovllm.engine.executor import Executor, ExecutorInfo
+from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
 from nanovllm.parallel.child import Failure
 from nanovllm.parallel.supervisor import ChildProcesses, Children, Supervisor
 from nanovllm.parallel.worker_main import RendezvousInfo, WorkerTask, build_worker

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.step import Executor, IntColumn, Pending, StepResult
+from nanovllm.engine.executor import Executor
+from nanovllm.engine.step import IntColumn, Pending, StepResult
 from nanovllm.parallel.child import Kind, Link, StepTimer, reporting, run_child
 
 if TYPE_CHECKING:

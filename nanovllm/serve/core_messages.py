@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Literal, NamedTuple
 
+from nanovllm.engine.executor import ExecutorInfo
 from nanovllm.engine.request import EngineCoreOutputs, FinishReason, Request
-from nanovllm.engine.step import ExecutorInfo
 from nanovllm.engine.timing import SequenceEnd, StepTiming
 
 # "preempted": waiting, but has run before. "postponed": waiting for its grammar or bitmask.

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -61,8 +61,8 @@ def serve(link: Link, timer: StepTimer, replica: int = 0) -> None:
     resolved = resolve_model(config)
     send(resolved)  # the parent process loads the tokenizer while this one loads the model
     vocab_size = resolved.model_config.vocab_size
-    create = partial(create_grammars, vocab_size, resolved.load_vocabulary)
-    started = start_core(resolved, create)
+    get_grammars = cache(partial(create_grammars, vocab_size, resolved.load_vocabulary))
+    started = start_core(resolved, get_grammars)
     core = started.core
     try:
         send(CoreReady(started.info, core.max_len))

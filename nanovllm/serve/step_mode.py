@@ -12,9 +12,10 @@ import numpy as np
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.drafter import num_accepted
+from nanovllm.engine.executor import Executor, ExecutorInfo
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
+from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
 from nanovllm.serve.core_messages import Change, EngineState, PausedState
 
 NUM_PROMPT_TOKENS = 24  # number of leading tokens shown for each prompt

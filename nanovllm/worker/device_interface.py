@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nanovllm.engine.step import Pending
+from nanovllm.engine.step import IntColumn, Pending, StepPlan
 
 if TYPE_CHECKING:
     from nanovllm.attention.backend import AttentionBackend
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nanovllm.models.registry import Model
     from nanovllm.ops.interface import Ops
     from nanovllm.ops.tp_group import TPGroup
-    from nanovllm.worker.forward import EagerForward
+    from nanovllm.worker.forward import EagerForward, Sampled, StepLogits
     from nanovllm.worker.input_batch import InputBatch
     from nanovllm.worker.kv_cache import KVCacheSpec
     from nanovllm.worker.model_runner import ModelRunner, Sampler
@@ -130,3 +130,19 @@ class Device(Protocol):
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         """Create the runner of steps; it replays captured graphs where that is faster."""
+
+
+class CapturedSteps(Protocol):
+    """The captured steps of a device, which its Forward and its Sampler replay."""
+
+    def note(self, plan: StepPlan) -> None:
+        """Register the new sequences of a plan that is run eagerly instead of replayed."""
+
+    def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
+        """Sample with bitmasks; return None, and do nothing, if no captured step supports it."""
+
+    def has_lost_step(self) -> bool:
+        """Return whether a step failed on the device, which makes all later steps invalid, too."""
+
+    def capture_one(self) -> bool:
+        """See `Executor.capture_one`."""

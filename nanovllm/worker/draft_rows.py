@@ -1,4 +1,4 @@
-"""Run the drafts of a step as decode rows, so that one step verifies them like other tokens."""
+"""Put drafts into the InputBatch and run them as decode rows, which verifies them in one step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from nanovllm.engine.step import StepPlan
+from nanovllm.engine.step import DraftUpdate, StepPlan
+from nanovllm.sampling_params import NO_TOKEN
 
 
 def drafts_as_rows(plan: StepPlan) -> StepPlan:
@@ -36,3 +37,19 @@ def drafts_as_rows(plan: StepPlan) -> StepPlan:
         num_logits=num_logits,
         masked_rows=np.array(masked, np.int32),
     )
+
+
+def draft_changes(
+    update: DraftUpdate, first_token: int, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the changes of an InputBatch, as offsets of words and their new values.
+
+    `first_token` and `length` are the offsets of the slot's first token and of its length.
+    """
+    num_tokens, drafts = update.num_tokens, update.token_ids
+    offsets, values = [length], [num_tokens + len(drafts)]
+    if NO_TOKEN not in drafts:
+        begin = first_token + num_tokens
+        offsets += range(begin, begin + len(drafts))
+        values += drafts
+    return np.array(offsets), np.array(values, np.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,10 +13,9 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionBackend, BatchRows
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch, SampledTokens
-from nanovllm.ops.interface import LayerCache, LayerState, RecurrentRows, ResidualStream
-from nanovllm.ops.torch_delta_net import split_chunks
+from nanovllm.ops.interface import LayerCache, LayerState
 from nanovllm.worker.input_batch import InputBatch
-from nanovllm.worker.state_cache import StateCache
+from nanovllm.worker.state_cache import StateCache, recurrent_rows
 
 if TYPE_CHECKING:
     from nanovllm.models.registry import Model
@@ -57,13 +56,6 @@ class EagerForward:
     def __call__(self, plan: StepPlan) -> StepLogits:
         return self.step_logits(self.model(self.batch(plan)), plan)
 
-    def with_states(self, plan: StepPlan) -> tuple[StepLogits, ResidualStream]:
-        """Return the sampled rows' logits, and all tokens' hidden states before the final norm."""
-        hidden = self.model.model(replace(self.batch(plan), sampled=None))
-        last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1
-        values = self.model.logits(hidden.select(self.input_batch.device.upload(last_tokens)))
-        return self.step_logits(values, plan), hidden
-
     def copy_blocks(self, plan: StepPlan) -> None:
         upload = self.input_batch.device.upload
         sources = upload(np.array([copy.source for copy in plan.block_copies]))
@@ -100,13 +92,6 @@ def look_up(input_batch: InputBatch, slots: Tensor, positions: Tensor) -> tuple[
     block_ids = input_batch.block_table[slots, positions // input_batch.block_size].long()
     slot_mapping = block_ids * input_batch.block_size + positions % input_batch.block_size
     return input_batch.tokens[slots, positions], slot_mapping
-
-
-def recurrent_rows(plan: StepPlan, upload: Callable[[np.ndarray], Tensor]) -> RecurrentRows:
-    slots = upload(plan.slots.astype(np.int64))
-    if (plan.counts == 1).all():
-        return RecurrentRows(slots)
-    return RecurrentRows(slots, plan.counts.tolist(), upload(split_chunks(plan.counts)))
 
 
 def tokens_of(plan: StepPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

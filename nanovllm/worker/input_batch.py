@@ -13,8 +13,9 @@ from torch import Tensor
 from nanovllm.engine.step import NewRow, StepPlan
 from nanovllm.ops.interface import Sampling
 from nanovllm.ops.torch_sampling import SamplingColumns
-from nanovllm.sampling_params import NO_TOKEN, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.worker.device_interface import Device
+from nanovllm.worker.draft_rows import draft_changes
 
 INT32_MAX = 2**31 - 1
 ALIGNMENT = 4  # in words: kernels read a column faster if it begins at a multiple of 16 bytes
@@ -114,14 +115,8 @@ class InputBatch:
             block_ids = [u.block_id for u in plan.block_updates]
             changes.append((np.array(entries), np.array(block_ids, np.int32)))
         for update in plan.draft_updates:
-            num_drafts = len(update.token_ids)
-            first = self._offsets["tokens"] + update.slot * self.tokens.shape[1] + update.num_tokens
-            entries = [self._offsets["lengths"] + update.slot]
-            words = [update.num_tokens + num_drafts]
-            if NO_TOKEN not in update.token_ids:
-                entries += range(first, first + num_drafts)
-                words += update.token_ids
-            changes.append((np.array(entries), np.array(words, np.int32)))
+            first = self._offsets["tokens"] + update.slot * self.tokens.shape[1]
+            changes.append(draft_changes(update, first, self._offsets["lengths"] + update.slot))
         if not changes:
             return np.empty((0, 2), np.int32)
         offsets, values = (np.concatenate(part) for part in zip(*changes, strict=True))

@@ -58,16 +58,12 @@ def kv_cache_spec(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, group: TPGroup
 ) -> KVCacheSpec:
     num_kv_heads = split_kv_heads(model.num_kv_heads, group).count
-    num_recurrent = 0 if model.recurrent is None else len(model.recurrent.layers)
-    return KVCacheSpec(
-        *(
-            len(model.layers) - num_recurrent,
-            config.kvcache_block_size,
-            num_kv_heads,
-            model.head_dim,
-        ),
-        dtype if config.kv_cache_dtype == "auto" else FP8,
-    )
+    num_layers = len(model.layers)
+    if model.recurrent is not None:
+        num_layers -= len(model.recurrent.layers)
+    if config.kv_cache_dtype != "auto":
+        dtype = FP8
+    return KVCacheSpec(num_layers, config.kvcache_block_size, num_kv_heads, model.head_dim, dtype)
 
 
 def choose_num_blocks(config: EngineConfig, block_bytes: int, device: Device) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
-from nanovllm.worker.device_interface import Device
+from nanovllm.worker.device_interface import CapturedSteps, Device
 from nanovllm.worker.draft_rows import drafts_as_rows
 from nanovllm.worker.forward import (
     EagerForward,
@@ -26,22 +26,6 @@ if TYPE_CHECKING:
     from nanovllm.worker.request_extras import Extras, StepExtras
 
 Sampler = Callable[[StepLogits, StepPlan], Sampled]
-
-
-class CapturedSteps(Protocol):
-    """The captured steps of a device, which its Forward and its Sampler replay."""
-
-    def note(self, plan: StepPlan) -> None:
-        """Register the new sequences of a plan that is run eagerly instead of replayed."""
-
-    def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
-        """Sample with bitmasks; return None, and do nothing, if no captured step supports it."""
-
-    def has_lost_step(self) -> bool:
-        """Return whether a step failed on the device, which makes all later steps invalid, too."""
-
-    def capture_one(self) -> bool:
-        """See `Executor.capture_one`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanovllm.engine.logprobs import num_scored
 from nanovllm.engine.step import StepPlan
 from nanovllm.ops.interface import ResidualStream
-from nanovllm.worker.forward import EagerForward
+from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.logits_edits import SlotExtras
 
 POSITIONS_AT_A_TIME = 256  # chunk size: the logits of a long prompt would not fit into memory
@@ -39,6 +39,14 @@ class Span:
     def is_end(self) -> bool:
         """Whether the span reaches the end of the prompt."""
         return self.start + self.count == self.extras.row.num_prompt_tokens
+
+
+def run_with_states(eager: EagerForward, plan: StepPlan) -> tuple[StepLogits, ResidualStream]:
+    """Return the sampled rows' logits, and all tokens' hidden states before the final norm."""
+    hidden = eager.model.model(replace(eager.batch(plan), sampled=None))
+    last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1
+    values = eager.model.logits(hidden.select(eager.input_batch.device.upload(last_tokens)))
+    return eager.step_logits(values, plan), hidden
 
 
 def scored_spans(plan: StepPlan, by_slot: Mapping[int, SlotExtras]) -> list[Span]:

@@ -11,10 +11,17 @@ from torch import Tensor
 from nanovllm.engine.step import StepPlan
 from nanovllm.worker.forward import EagerForward, Forward, StepLogits, sampled_rows
 from nanovllm.worker.logits_edits import EditedRow, LogitsEdits, SlotExtras
-from nanovllm.worker.prompt_logprobs import Scores, pool, pooled_spans, score_prompts, scored_spans
+from nanovllm.worker.prompt_logprobs import (
+    Scores,
+    pool,
+    pooled_spans,
+    run_with_states,
+    score_prompts,
+    scored_spans,
+)
 
 if TYPE_CHECKING:
-    from nanovllm.worker.model_runner import CapturedSteps
+    from nanovllm.worker.device_interface import CapturedSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ class Extras:
             logits = forward(plan)
             return logits, self._edit(logits.values, plan, {})
         results: dict[str, Tensor] = {}
-        logits, hidden = self.eager.with_states(plan)
+        logits, hidden = run_with_states(self.eager, plan)
         if self.steps is not None:
             self.steps.note(plan)
         if scored:

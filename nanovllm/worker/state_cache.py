@@ -1,18 +1,23 @@
-"""The size and layout of the recurrent states, defined only here."""
+"""The size and layout of the recurrent states, defined only here, and the rows that use them."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from nanovllm.config import EngineConfig, RecurrentConfig
 from nanovllm.engine.state_pool import StateCopy, StateCounts
+from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
 from nanovllm.layers.shards import sharded
-from nanovllm.ops.interface import LayerState
+from nanovllm.ops.interface import LayerState, RecurrentRows
+from nanovllm.ops.torch_delta_net import split_chunks
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.kv_cache import KVCacheSpec, agree
@@ -59,6 +64,14 @@ class StateCache:
         recurrent = self.states[:, first : first + size].view(torch.float32)
         conv = self.states[:, first + size :][:, :conv_size].view(spec.dtype)
         return LayerState(recurrent.unflatten(1, spec.recurrent), conv.unflatten(1, spec.conv))
+
+
+def recurrent_rows(plan: StepPlan, upload: Callable[[np.ndarray], Tensor]) -> RecurrentRows:
+    """Return the slots of a plan's rows, and the chunks of rows that are longer than one token."""
+    slots = upload(plan.slots.astype(np.int64))
+    if (plan.counts == 1).all():
+        return RecurrentRows(slots)
+    return RecurrentRows(slots, plan.counts.tolist(), upload(split_chunks(plan.counts)))
 
 
 def create_state_cache(

@@ -9,7 +9,8 @@ import torch
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.step import ExecutorInfo, IntColumn, Pending, StepPlan, StepResult
+from nanovllm.engine.executor import ExecutorInfo
+from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
 from nanovllm.errors import ConfigError
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.draft_model import DraftModel, load_draft_model

@@ -12,10 +12,11 @@ import pytest
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.executor import ExecutorInfo
 from nanovllm.engine.prompt_budget import MIN_PROMPT_TOKENS, PromptBudget
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.sampling_params import SamplingParams
 
 TARGET = 0.025

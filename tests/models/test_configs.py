@@ -176,7 +176,7 @@ def test_which_layers_have_experts() -> None:
         ("qwen2", {"is_causal": False}, "is_causal=False"),  # embedding models
         ("gemma3", {"is_causal": False}, "is_causal=False"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
-        ("llama", {"rope_parameters": {"full_attention": YARN}}, "some layers .full_attention."),
+        ("llama", {"rope_parameters": {"full_attention": YARN}}, "by layer type .full_attention."),
         (
             "ministral3",
             {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
@@ -184,8 +184,12 @@ def test_which_layers_have_experts() -> None:
         ),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3.5", {"layer_types": ["sliding_attention"] * 5}, "sliding_attention"),
-        ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}, "experts are supported with 'silu'"),
-        ("qwen3-moe", {"hidden_act": "gelu_pytorch_tanh"}, "experts are supported with 'silu'"),
+        ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}, "experts are only supported with 'silu'"),
+        (
+            "qwen3-moe",
+            {"hidden_act": "gelu_pytorch_tanh"},
+            "experts are only supported with 'silu'",
+        ),
     ],
 )
 def test_what_would_change_the_numbers_is_refused(

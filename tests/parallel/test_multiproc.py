@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from benchmarks.engine.plan_broadcast import decode_rows, long_prompts
-from nanovllm.engine.step import ExecutorInfo
+from nanovllm.engine.executor import ExecutorInfo
 from nanovllm.errors import ConfigError, EngineError, WorkerError
 from nanovllm.parallel import supervisor
 from nanovllm.parallel.multiproc_executor import MultiprocExecutor

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.engine.step import ExecutorInfo, StepPlan
+from nanovllm.engine.executor import ExecutorInfo
+from nanovllm.engine.step import StepPlan
 from nanovllm.errors import WorkerError
 from nanovllm.parallel import supervisor
 from nanovllm.parallel.supervisor import ChildProcess, ChildProcesses

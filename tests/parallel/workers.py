@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.engine.executor import ExecutorInfo
+from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.errors import ConfigError
 from nanovllm.parallel.worker_main import RendezvousInfo, WorkerTask
 

@@ -60,10 +60,9 @@ class CpuDevice(TorchDevice):
         return NumbaAttention(block_size, ops.launcher, matmul_dtype)
 
     def runner(self, eager: EagerForward) -> ModelRunner:
-        ops, config = eager.model.lm_head.ops, self.config
-        sampler = self.sampler(eager.input_batch, eager.model.lm_head.vocab_size)
+        runner, ops, config = super().runner(eager), eager.model.lm_head.ops, self.config
         if isinstance(ops, TorchOps):
-            return ModelRunner(eager, eager, sampler)
+            return runner
         from nanovllm.devices.cpu.captured_forward import CapturedForward, one_row
         from nanovllm.devices.cpu.ops import NumbaOps  # needs numba
 
@@ -72,8 +71,8 @@ class CpuDevice(TorchDevice):
         # A captured program contains only our kernels; tensor parallelism also needs all_reduce.
         if is_eager or not self.group.is_alone:
             eager.model(eager.batch(one_row()))  # compile the kernels before the first request
-            return ModelRunner(eager, eager, sampler)
+            return runner
         assert isinstance(ops, NumbaOps)
-        captured = CapturedForward(eager, ops, config.max_model_len)
+        runner.forward = captured = CapturedForward(eager, ops, config.max_model_len)
         captured.prepare()
-        return ModelRunner(eager, captured, sampler)
+        return runner

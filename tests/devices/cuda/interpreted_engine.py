@@ -246,7 +246,7 @@ def check_masks(root: Path) -> None:
     ):
         engine, graphed = llm.engine, runner_of(llm).forward
         grammars: Any = OneToken(160)
-        engine.input_processor.grammars = engine.core.grammars = grammars
+        engine.input_processor.grammars = grammars
         replay = mock.Mock(side_effect=graphed._replay)
         graphed._replay = replay
         tokens, lens = [7, 31, 96], [4, 2, 3]
@@ -287,7 +287,7 @@ def check_captures_ahead(root: Path) -> None:
         engine, graphed = llm.engine, runner_of(llm).forward
         masks = np.zeros((3, 160 // 32), np.int32)  # the same memory for every step
         grammars: Any = OneToken(160)
-        engine.input_processor.grammars = engine.core.grammars = grammars
+        engine.input_processor.grammars = grammars
         engine.core.executor.mask_memory = lambda num_rows, _: masks[:num_rows]
         replay = mock.Mock(side_effect=graphed._replay)
         shared = mock.Mock(side_effect=graphed.decode.shared_graph)
