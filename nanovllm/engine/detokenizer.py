@@ -104,7 +104,7 @@ class Detokenizer:
             # Keep 9 tokens: up to three trailing U+FFFD are held back, each may stand for up to
             # three bytes, and every visible token has at least one byte.
             self._keep(visible[-9:], num_incomplete)
-        elif is_full:  # the new tokens have no text: special tokens
+        elif is_full:  # the new tokens have no text (special tokens)
             self._keep(self._window[: self._num_context], 0)
 
     def _keep(self, window: list[int], num_incomplete: int) -> None:

@@ -18,7 +18,7 @@ from nanovllm.sampling_params import NO_TOKEN
 if TYPE_CHECKING:
     from nanovllm.engine.block_manager import BlockManager
 
-NUM_CLASSES = 4  # proposals are grouped by `certainty`
+NUM_CLASSES = 4  # number of values of `Proposal.certainty`
 MAX_PAUSE = 63  # maximum pause of a sequence whose drafts do not pay off, in steps
 FIRST_ACCEPTANCE = 0.7  # acceptance rate assumed before any measurement
 TRIAL, MIN_PHASE, MAX_PHASE = 12, 32, 512  # phase lengths of a Trial, in steps
@@ -96,7 +96,7 @@ class Drafter:
         self._num_choices = 0
         self._pause = 0  # latest pause of any sequence; new sequences start with it
         self._costs = StepCosts()
-        # Find out whether drafts pay off; keyed by the bit length of the number of sequences.
+        # Compare steps with and without drafts, keyed by the bit length of the number of sequences.
         self._trials: defaultdict[int, Trial] = defaultdict(Trial)
         self._is_on = True
         # Whether more than an eighth of the rows of the latest plan in flight have draft tokens.

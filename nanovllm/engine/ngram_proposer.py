@@ -112,7 +112,7 @@ class MatchIndex:
             self._heads[key] = position
 
     def find(self, context: array[int]) -> Match | None:
-        """Return the longest match with the end of `context`, and the latest of several."""
+        """Return the longest match with the end of `context`; of equal lengths, the latest."""
         if len(context) < ORDER:
             return None
         position = self._heads.get(hash_tokens(context[-ORDER:]), -1)

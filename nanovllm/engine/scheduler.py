@@ -51,7 +51,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         # Sequences whose grammar is not compiled yet, or whose next bitmask is not computed yet.
         self.waiting_for_grammar: dict[int, Sequence] = {}
-        # Ordered by priority, then by age; the last one is preempted first.
+        # Ordered by priority, then by admission; the last one is preempted first.
         self.running: dict[int, Sequence] = {}
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._released: list[int] = []  # slots freed since the last plan
@@ -121,7 +121,7 @@ class Scheduler:
         token_ids, end = result.tokens.tolist(), 0
         for seq, count in zip(rows, num_logits, strict=True):
             first, end = end, end + count
-            if not count or seq.finish_reason is not None:  # it ended while the step was in flight
+            if not count or seq.finish_reason is not None:  # not sampled, or has already ended
                 continue
             if seq.is_dropped:
                 seq.is_dropped = False
@@ -155,7 +155,7 @@ class Scheduler:
         ]
 
     def wait_for_grammar(self, rows: list[int]) -> None:
-        """Discard the tokens of rows of the oldest plan in flight that have no bitmask yet.
+        """Discard what the oldest plan in flight samples for `rows`, which have no bitmasks yet.
 
         Their sequences release their blocks and slots, and wait for their bitmasks.
         """

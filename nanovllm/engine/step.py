@@ -66,7 +66,7 @@ class DraftUpdate:
     """
 
     slot: int
-    num_tokens: int  # known tokens of the sequence
+    num_tokens: int  # number of known tokens of the sequence
     token_ids: list[int]  # NO_TOKEN for each if the worker's draft model drafts them
 
 
@@ -120,8 +120,8 @@ class StepResult:
     prompt_logprob_ranks: IntColumn | None = None
     # [positions]: the token that the worker's draft model proposed after each position.
     draft_tokens: IntColumn | None = None
-    # [rows, dim]: a vector for each row that completes a pooled prompt; a pair of logits is stored
-    # in its first two values.
+    # [rows, dim]: a vector for each row that completes a pooled prompt. If its pooling is a
+    # pair of token ids, the first two values are their logits.
     pooled: Vector | None = None
     # Errors of logits processors, keyed by position, where NO_TOKEN is sampled.
     failures: dict[int, str] | None = None
