@@ -100,8 +100,8 @@ class LLM:
     ) -> Generator[StreamPiece, None, None]:
         """Like `generate`, but yield text as it is generated; closing the iterator aborts the rest.
 
-        An invalid prompt raises, unless `on_refusal` is given: it is then called with the prompt's
-        index and the error, and the other prompts run.
+        An invalid prompt raises RequestError. If `on_refusal` is given, it is called with the
+        prompt's index and the error instead, and the other prompts run.
         """
         requests = self._prepare(
             prompts, sampling_params, cache_salt, on_refusal, is_streaming=True
@@ -164,9 +164,10 @@ class LLM:
     ) -> list[EmbeddingOutput]:
         """Return an embedding for each prompt: a list of floats with float32 precision.
 
-        It is the hidden state of the last token ("last"), or the mean over all tokens ("mean"),
-        after the model's final norm. The default is what the checkpoint says, or else "last", or
-        "mean" for a bidirectional model. `normalize` scales it to length one.
+        An embedding is the hidden state after the final norm, of the last token ("last") or as a
+        mean over all tokens ("mean"). The default is the checkpoint's own pooling. If it has none,
+        the default is "mean" for bidirectional models and "last" for others. `normalize` scales
+        the embedding to length one.
         """
         is_valid = pooling in (None, "last", "mean")
         require(is_valid, "pooling", '"last" or "mean"', pooling)
@@ -185,9 +186,9 @@ class LLM:
     ) -> list[RerankOutput]:
         """Return the documents (at most `top_n`), the most relevant to the query first.
 
-        The model is asked, with the prompt of Qwen3-Reranker, whether a document meets the
-        `instruction`. The document's relevance is the probability of "yes", given that the reply is
-        "yes" or "no".
+        With Qwen3-Reranker's prompt, the model judges whether a document meets the query and the
+        `instruction`. The document's relevance is the probability of "yes" in a softmax over the
+        logits of "yes" and "no".
         """
         input_processor = self.engine.input_processor
         return rerank(self._complete, input_processor, query, documents, instruction, top_n)
@@ -197,7 +198,7 @@ class LLM:
     ) -> list[Score]:
         """Return the logprobs of each continuation (text or token ids) of a prompt.
 
-        Text is tokenized together with the prompt, as the model would see both.
+        Text is tokenized together with the prompt, since a token may span the boundary.
         """
         encode = self.engine.input_processor.token_ids_of
         return score(self._complete, encode, prompt, continuations, cache_salt)
@@ -229,13 +230,12 @@ class LLM:
     def step(self) -> StepOutput:
         """Run one engine step; return the new outputs of the requests from `add_request`.
 
-        `pieces` holds the new tokens and text of running requests, `finished` the outputs of those
-        that have finished.
+        `pieces` holds the new tokens and text, `finished` the outputs of requests that finished.
         """
         return self.engine.call(self.engine.step)
 
     def is_finished(self) -> bool:
-        """Return whether all requests have finished."""
+        """Return whether all requests have finished, and `step` has returned their outputs."""
         return self.engine.call(self.engine.is_finished)
 
     def abort(self, seq_id: int | str) -> RequestOutput | None:
@@ -268,7 +268,7 @@ class LLM:
         name: str = "prompts",
         **options: Any,
     ) -> dict[int, RequestState]:
-        """Validate and tokenize the prompts of one call; return unqueued requests by index."""
+        """Validate and tokenize the prompts of one call; return the requests by index."""
         self.engine.raise_if_closed()
         items = split_prompts(prompts)
         requests: dict[int, RequestState] = {}
@@ -366,7 +366,7 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
     model_config = read_config_for(checkpoint.config, config.model_impl)
     if model_config.transformers_config is not None:
         logger.warning(
-            "%s runs through transformers' model code, which is slower than our own families",
+            "%s runs through transformers' model code, which is slower than nanovllm's own",
             model_config.architecture,
         )
     if checkpoint.embedding is not None:  # the LM head is not used, and may be missing
@@ -417,7 +417,7 @@ def create_grammars(vocab_size: int, load: Callable[[], Vocabulary]) -> GrammarE
 
 
 def start_core(resolved: ResolvedModel, get_grammars: Callable[[], GrammarEngine]) -> StartedCore:
-    """Load the model and create its engine core; all calls of `get_grammars` return one object."""
+    """Load the model and create its engine core; `get_grammars` always returns the same engine."""
     config = resolved.config
     executor = create_executor(config, resolved.model_config, resolved.checkpoint)
     info = executor.start()
@@ -468,7 +468,7 @@ def create_executor(
 
 
 def _check_device(config: EngineConfig) -> Device | None:
-    """Return the device to check a model against; None if only the ranks' processes may use it."""
+    """Return the device to check a model against; None if only rank processes may use one."""
     if not _has_devices():
         return _create_device(config)
     from nanovllm.devices.choose import check_device

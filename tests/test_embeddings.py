@@ -186,6 +186,6 @@ def test_states_that_are_no_numbers_are_an_error(tiny: Any) -> None:
     with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
         with torch.inference_mode():
             runner_of(llm).eager.model.model.norm.weight[3] = torch.nan
-        with pytest.raises(EngineError, match="hidden states are not numbers"):
+        with pytest.raises(EngineError, match="hidden states are NaN or infinite"):
             llm.embed([[1, 2]], use_tqdm=False)
         assert llm.is_finished()

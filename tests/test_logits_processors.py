@@ -169,8 +169,8 @@ def test_failures_end_their_own_request(tiny: Any, device: str, depth: int) -> N
         (Unlucky(None), "must return the logits, a tensor, not NoneType"),
         (Unlucky(torch.zeros(3)), r"float32 logits \[160\], not torch.float32 \[3\]"),
         (Unlucky(torch.zeros(160).double()), "not torch.float64"),
-        (Unlucky(torch.full((160,), torch.nan)), "make logits that are not numbers"),
-        (Unlucky(torch.full((160,), -torch.inf)), "leave none"),
+        (Unlucky(torch.full((160,), torch.nan)), "or produce NaN"),
+        (Unlucky(torch.full((160,), -torch.inf)), "exclude every token"),
         (f"{HERE}:no_such_function", "no_such_function"),
         (f"{HERE}:HERE", "is not a function"),
     ]

@@ -144,7 +144,7 @@ def test_chat_continues_the_last_message_or_begins_none(llm: LLM) -> None:
     assert prompt(add_generation_prompt=False).endswith("What is 2 + 2?<|im_end|>\n")
     assert prompt(BEGUN, continue_final_message=True).endswith("assistant\nIt is")
     both = {"add_generation_prompt": True, "continue_final_message": True}
-    with pytest.raises(RequestError, match="exclude each other"):
+    with pytest.raises(RequestError, match="mutually exclusive"):
         llm.chat(BEGUN, GREEDY, **both)
     # As callers of vLLM write it, and as it was written here before.
     both["add_generation_prompt"] = False
@@ -196,7 +196,7 @@ def test_an_async_chat_answers_as_the_other_does(llm: LLM, async_llm: AsyncLLM) 
 def test_there_may_be_no_tokenizer(path: Path) -> None:
     with (
         LLM(path, skip_tokenizer_init=True, load_format="dummy", **OPTIONS) as llm,
-        pytest.raises(RequestError, match="no tokenizer with skip_tokenizer_init"),
+        pytest.raises(RequestError, match="no tokenizer is loaded with skip_tokenizer_init"),
     ):
         llm.get_tokenizer()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BlockKey(NamedTuple):
-    """Hash of a full block, chained to the previous block's hash, and the block's tokens."""
+    """A full block's tokens and their hash, which is chained to the previous block's hash."""
 
     hash: int
     tokens: bytes
@@ -26,7 +26,7 @@ class BlockKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """Contents of a cached block and the prefix that precedes it (first block: the cache salt).
+    """A cached block's key and the prefix before the block (for a first block, the cache salt).
 
     Compared by identity: a chain of Prefix objects is exact, whereas hashes could collide.
     """
@@ -102,8 +102,8 @@ class BlockManager:
     def copy_on_write(self, seq: Sequence) -> BlockCopy | None:
         """Return the copy that `seq` needs of its leader's last prompt block, if any.
 
-        The samples of a prompt share the blocks before the one with its last token; each sample
-        writes to its own copy of that one.
+        Samples of a prompt share all blocks before the one that holds its last token; each sample
+        writes to its own copy of that last block.
         """
         index, num_tokens = divmod(seq.num_computed, self.block_size)
         if seq.leader is None or num_tokens == 0:
@@ -138,7 +138,7 @@ class BlockManager:
         seq.next_full_len = (num_full + 1) * self.block_size
 
     def newest_cached_block(self, seq: Sequence) -> int | None:
-        """Return the cached block with the newest computed tokens of `seq`, if they fill one."""
+        """Return the cached block that ends at the last computed token of `seq`, if any."""
         if seq.next_full_len != seq.num_computed + self.block_size:
             return None
         prefix = seq.prefix
@@ -223,8 +223,7 @@ class BlockManager:
             assert prefix is not None
             return prefix
         if key.hash in self.cached:
-            # The newest block replaces one with the same hash: a collision, or its parent was
-            # evicted.
+            # Replace the block with the same hash: the hashes collide, or its parent was evicted.
             self._uncache(self.cached[key.hash])
         prefix = Prefix(key, parent)
         self._prefixes[block_id] = prefix
@@ -242,7 +241,7 @@ class BlockManager:
                 self.states.drop(block_id)
 
     def _keys(self, seq: Sequence, num_full: int) -> list[BlockKey]:
-        """Return the keys of at least `num_full` blocks; each block is hashed only once."""
+        """Return the keys of the first blocks, `num_full` or more; hash each block only once."""
         keys, size = seq.block_keys, self.block_size
         if len(keys) < num_full:
             new_ids = seq.token_ids[len(keys) * size : num_full * size]
@@ -251,7 +250,7 @@ class BlockManager:
 
 
 def add_keys(keys: list[BlockKey], tokens: bytes, num_bytes: int, salt: str | None) -> None:
-    """Append the keys of the full blocks in `tokens`, where a block takes `num_bytes`."""
+    """Append the keys of the full blocks in `tokens`; one block's tokens are `num_bytes` long."""
     link = keys[-1].hash if keys else xxhash.xxh3_64_intdigest((salt or "").encode())
     for start in range(0, len(tokens) - num_bytes + 1, num_bytes):
         block = tokens[start : start + num_bytes]

@@ -21,7 +21,7 @@ _GENERATION = re.compile(r"(\{%[-+]?\s*(?:end)?)generation\b")
 
 
 class ChatTemplate:
-    """A compiled template; thread-safe. Errors in compiling or rendering raise RequestError."""
+    """A compiled template, thread-safe. Compile and render errors are raised as RequestError."""
 
     def __init__(self, source: str) -> None:
         with _request_errors():
@@ -37,7 +37,7 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation as transformers' `apply_chat_template` does."""
         is_either = not (continue_final_message and variables.get("add_generation_prompt"))
-        expected = "False with add_generation_prompt: they exclude each other"
+        expected = "False with add_generation_prompt: they are mutually exclusive"
         require(is_either, "continue_final_message", expected, continue_final_message)
         defaults = {"documents": None, "add_generation_prompt": not continue_final_message}
         if continue_final_message:

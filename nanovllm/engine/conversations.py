@@ -23,7 +23,7 @@ class ChatOptions(TypedDict, total=False):
 
     tools: Sequence[Any] | None  # schemas, or functions with docstrings
     add_generation_prompt: bool | None  # False: do not start an assistant message
-    continue_final_message: bool | None  # the model continues the last message
+    continue_final_message: bool | None  # True: the model continues the last message
     chat_template_kwargs: dict[str, Any] | None  # additional variables for the template
 
 
@@ -68,7 +68,7 @@ def prompts_of(
 
 
 def as_conversations(messages: Messages) -> list[list[Message]]:
-    """Return a list of conversations, given one or several; every content becomes a string."""
+    """Return a list of conversations, given one or several; contents become strings."""
     is_valid = isinstance(messages, (list, tuple)) and messages
     require(is_valid, "messages", "a list of at least one message", messages)
     if isinstance(messages[0], Mapping):

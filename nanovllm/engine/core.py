@@ -28,7 +28,7 @@ MAX_RECORDED = 1024  # maximum length of `timings` and of `ended`
 class EngineCore:
     """Takes requests and returns tokens. Handles neither text nor tensors.
 
-    Not thread-safe: callers take turns. After an exception in `step`, it cannot be used again.
+    Not thread-safe, except for `check`. Unusable after an exception in `step`.
     """
 
     def __init__(
@@ -82,7 +82,10 @@ class EngineCore:
         self.scheduler.add(seq)
 
     def step(self) -> EngineCoreOutputs:
-        """Launch the next step, if any; collect the oldest one if the pipeline is full."""
+        """Launch the next step, if any, and collect the oldest one in flight.
+
+        Collect nothing if a step was launched and at most `depth` steps are in flight.
+        """
         self.raise_if_failed()
         try:
             begin = self._clock()
@@ -99,11 +102,11 @@ class EngineCore:
                 schedule, submit = scheduled - begin, now - scheduled
                 self.timings.append(StepTiming(begin, schedule, submit, 0.0, 0.0, now, 0.0))
         except BaseException as error:
-            # Keep only the text: the error's traceback refers to the engine, which makes a cycle.
+            # Keep only the text: the traceback refers to the engine, a reference cycle.
             self._failure = repr(error)
             raise
         if not self._in_flight and self._sequences:
-            assert self.scheduler.waiting_for_grammar, "sequences wait but nothing runs"
+            assert self.scheduler.waiting_for_grammar, "sequences are waiting, but nothing runs"
             matchers = [seq.matcher for seq in self.scheduler.waiting_for_grammar.values()]
             self._grammars.wait([matcher for matcher in matchers if matcher is not None])
         return EngineCoreOutputs([], [], [])
@@ -111,7 +114,7 @@ class EngineCore:
     def finish(self, seq_id: int, reason: FinishReason) -> FinishedSequence | None:
         """End a sequence now; return None if it has ended already or is unknown.
 
-        Tokens that steps in flight still sample for it are dropped.
+        Tokens that steps in flight still sample for it are discarded.
         """
         seq = self._sequences.get(seq_id)
         if seq is None:
@@ -124,7 +127,7 @@ class EngineCore:
 
     def raise_if_failed(self) -> None:
         if self._failure is not None:
-            raise EngineError(f"the engine failed earlier and cannot go on: {self._failure}")
+            raise EngineError(f"the engine has failed and cannot be used again: {self._failure}")
 
     def _collect(self, begin: float, scheduled: float) -> EngineCoreOutputs:
         """Wait for the oldest step in flight, commit it and record the timing of this call."""
@@ -181,9 +184,9 @@ class EngineCore:
         )
 
     def _drop_in_flight(self) -> EngineCoreOutputs:
-        """Recompute all sequences, because the steps in flight depend on a step that was lost."""
+        """Discard the steps in flight, which depend on a lost step, and recompute all sequences."""
         for plan, pending, _ in self._in_flight:
-            if len(plan.masked_rows):  # the step waits for bitmasks, so send some that allow all
+            if len(plan.masked_rows):  # the step waits for bitmasks: allow every token
                 num_masks = int(plan.num_logits[plan.masked_rows].sum())
                 ended: list[tuple[None, list[int]]] = [(None, [])] * num_masks
                 self.executor.sample(self._grammars.masks(ended, self.executor.mask_memory)[0])
@@ -203,7 +206,7 @@ class EngineCore:
 
     @property
     def _grammars(self) -> GrammarEngine:
-        assert self._get_grammars is not None, "a request has a grammar"
+        assert self._get_grammars is not None, "there is no grammar engine"
         return self._get_grammars()
 
     def _leave(self, seq: Sequence) -> FinishedSequence:

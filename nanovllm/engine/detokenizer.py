@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from nanovllm.sampling_params import SamplingParams
 
-MAX_WINDOW = 12  # maximum number of tokens that each step decodes again
+MAX_WINDOW = 12  # maximum number of tokens decoded again with each new token
 REPLACEMENT = "\ufffd"  # decoders emit it for bytes that do not (yet) form a character
 
 
@@ -42,8 +42,8 @@ def num_held(text: str, markers: Iterable[str]) -> int:
 class Detokenizer:
     """Detokenizes one sequence: `push` tokens, then `take` the text that is safe to show.
 
-    Tokens cannot be decoded one by one: spaces and characters depend on neighbors. So each step
-    decodes a short window of tokens that starts in emitted text, and appends its new characters.
+    Tokens cannot be decoded one by one: spaces and characters depend on neighbors. So each `push`
+    decodes a short window, which begins with emitted tokens, and appends the new characters.
     """
 
     def __init__(self, tokenizer: Decoder, params: SamplingParams) -> None:
@@ -62,7 +62,7 @@ class Detokenizer:
         self._min_end = 0
 
     def push(self, token_id: int) -> bool:
-        """Add a token; return True if it completed a stop string, at which the text is cut off."""
+        """Add a token. If it completes a stop string, truncate the text there and return True."""
         self.num_tokens += 1
         self._window.append(token_id)
         self._read(is_last=False)
@@ -97,14 +97,14 @@ class Detokenizer:
         self._num_emitted += len(piece)
         if piece and not num_incomplete:  # the tokens just emitted are enough context
             self._keep(self._window[self._num_context :], 0)
-        elif is_full and num_incomplete:  # special tokens may separate the bytes of a character
+        elif is_full and num_incomplete:  # drop special tokens between the bytes of a character
             visible = [
                 each for each in self._window if decode(self._tokenizer, [each], self._params)
             ]
             # Keep 9 tokens: up to three trailing U+FFFD are held back, each may stand for up to
             # three bytes, and every visible token has at least one byte.
             self._keep(visible[-9:], num_incomplete)
-        elif is_full:  # the new tokens have no text, like special tokens
+        elif is_full:  # the new tokens have no text (special tokens)
             self._keep(self._window[: self._num_context], 0)
 
     def _keep(self, window: list[int], num_incomplete: int) -> None:

@@ -1,7 +1,7 @@
-"""Drafter: how many tokens to propose for speculative decoding, by measured gain.
+"""Drafter: choose the number of draft tokens for speculative decoding from measured throughput.
 
-Drafts never change an output: the engine samples every position as plain decoding would, and keeps
-the sampled tokens up to the first one that differs from its draft.
+Draft tokens never change the output: each position is sampled as without them, and the sampled
+tokens are kept up to and including the first one that differs from its draft token.
 """
 
 from __future__ import annotations
@@ -18,61 +18,61 @@ from nanovllm.sampling_params import NO_TOKEN
 if TYPE_CHECKING:
     from nanovllm.engine.block_manager import BlockManager
 
-NUM_CLASSES = 4  # of proposals, by how certain they are
-MAX_PAUSE = 63  # maximum steps between two attempts, while drafts are not worthwhile
-FIRST_ACCEPTANCE = 0.7
-TRIAL, MIN_PHASE, MAX_PHASE = 12, 32, 512  # steps of the phases of a Trial
-MIN_SPEEDUP = 1.05  # with less, a Trial turns drafts off; smaller gains may be noise
-NUM_CHOICES = 64  # after so many choices, the maximum number of drafts is tried
-RATE = 0.15  # weight of the newest measurement in a moving average
+NUM_CLASSES = 4  # number of values of `Proposal.certainty`
+MAX_PAUSE = 63  # maximum pause of a sequence whose drafts do not pay off, in steps
+FIRST_ACCEPTANCE = 0.7  # acceptance rate assumed before any measurement
+TRIAL, MIN_PHASE, MAX_PHASE = 12, 32, 512  # phase lengths of a Trial, in steps
+MIN_SPEEDUP = 1.05  # with less, a Trial turns drafts off: the gain may be noise
+NUM_CHOICES = 64  # one choice in this many tries the maximum number of draft tokens
+RATE = 0.15  # weight of the latest measurement in a moving average
 
 
 class Proposal(NamedTuple):
-    """Tokens that may follow a sequence."""
+    """Draft tokens for a sequence."""
 
     token_ids: list[int]
-    certainty: int  # below NUM_CLASSES
+    certainty: int  # 0 to NUM_CLASSES - 1; acceptance is also averaged per value
 
 
 class Proposer(Protocol):
-    """Guesses how sequences continue. A sequence's known tokens are its `token_ids`."""
+    """Proposes draft tokens. A sequence's known tokens are its `token_ids`."""
 
     def propose(self, seq: Sequence, most: int) -> Proposal | None:
-        """Return up to `most` tokens that may follow, or None."""
+        """Return up to `most` draft tokens, or None to propose none."""
 
     def finished(self, seq: Sequence) -> None:
-        """Forget a sequence that has ended; may be called for one that was never proposed for."""
+        """Discard the state of a sequence that has ended, if there is any."""
 
 
 class ModelProposer:
-    """Leaves the drafts to the worker's draft model; the host knows only how many there are."""
+    """Leaves drafting to the worker's draft model: the host only counts the draft tokens."""
 
     def propose(self, seq: Sequence, most: int) -> Proposal | None:
-        """Return placeholders; None for a grammar, whose bitmasks depend on the drafts."""
+        """Return placeholders, or None with a grammar: bitmasks depend on the draft tokens."""
         return None if seq.matcher is not None else Proposal([NO_TOKEN] * most, 0)
 
     def finished(self, seq: Sequence) -> None:
-        """Forget nothing: the worker forgets released slots."""
+        """Do nothing: there is no state on the host."""
 
 
 @dataclass(slots=True)
 class DraftState:
     """What the drafter has learned about a sequence."""
 
-    # Moving average of whether a draft was accepted; None before the first one.
+    # Acceptance rate of its draft tokens, a moving average; None before the first one.
     acceptance: float | None = None
-    certainty: int = 0  # of its newest proposal
-    pause: int = 0  # length of its last pause, in steps
+    certainty: int = 0  # of the latest proposal
+    pause: int = 0  # length of the latest pause, in steps
     num_paused: int = 0  # steps until the pause ends
 
     def wait(self) -> None:
-        """Pause, twice as long as the last time."""
+        """Start a pause, about twice as long as the previous one."""
         self.pause = self.num_paused = min(2 * self.pause + 1, MAX_PAUSE)
 
 
 def create_drafter(method: str, num_speculative_tokens: int) -> Drafter:
-    """Create the drafter of a method of `speculative_config`."""
-    from nanovllm.engine.ngram_proposer import NgramProposer  # imports this file
+    """Create the drafter for a method of `speculative_config`."""
+    from nanovllm.engine.ngram_proposer import NgramProposer  # imports this module
 
     proposer: Proposer = ModelProposer()
     if method != "draft_model":
@@ -81,10 +81,10 @@ def create_drafter(method: str, num_speculative_tokens: int) -> Drafter:
 
 
 class Drafter:
-    """Drafts as many tokens as give the most tokens per second.
+    """Chooses the number of draft tokens that maximizes throughput.
 
-    The estimate combines the acceptance of earlier drafts, of the sequence and of all proposals of
-    the same certainty, with the measured time of decode steps by their number of rows.
+    Throughput is estimated from two acceptance rates, that of the sequence and that of all
+    proposals with the same `certainty`, and from measured step times by number of rows.
     """
 
     def __init__(self, proposer: Proposer, num_speculative_tokens: int) -> None:
@@ -92,24 +92,25 @@ class Drafter:
         self.counts = DraftCounts()
         self._most = num_speculative_tokens
         self._states: dict[int, DraftState] = {}  # keyed by seq_id
-        self._acceptance = [FIRST_ACCEPTANCE] * NUM_CLASSES  # by certainty
+        self._acceptance = [FIRST_ACCEPTANCE] * NUM_CLASSES  # indexed by certainty
         self._num_choices = 0
-        self._pause = 0  # of the last sequence that paused; the next one begins with it
+        self._pause = 0  # latest pause of any sequence; new sequences start with it
         self._costs = StepCosts()
-        # Whether drafts pay off at all, by the bit length of the number of sequences.
+        # Compare steps with and without drafts, keyed by the bit length of the number of sequences.
         self._trials: defaultdict[int, Trial] = defaultdict(Trial)
         self._is_on = True
-        # Whether many rows of the newest plan in flight have drafts. Then the others wait, too: a
-        # step without the drafted rows would take about as long as one with all rows.
+        # Whether more than an eighth of the rows of the latest plan in flight have draft tokens.
+        # Then the other rows wait, too: a step with only them would take about as long as one with
+        # all rows.
         self._has_many_drafted = False
-        self._num_rows = 0  # of the step that is being planned, with the drafts so far
-        self._num_tokens = 0.0  # that this step is expected to add to outputs
-        self._room = 0  # rows for further drafts
+        self._num_rows = 0  # rows of the step being planned, including its draft tokens so far
+        self._num_tokens = 0.0  # expected number of output tokens of that step
+        self._room = 0  # number of further draft tokens that fit into that step
 
     def begin_step(self, num_rows: int, num_unused: int, newest: list[Sequence]) -> None:
-        """Begin to plan a step for `num_rows` sequences; `num_unused` more would fit.
+        """Start planning a step with `num_rows` running sequences; `num_unused` slots stay free.
 
-        `newest` are the rows of the newest plan in flight.
+        `newest` holds the rows of the latest plan in flight.
         """
         self._has_many_drafted = 8 * sum(bool(seq.drafts) for seq in newest) > len(newest)
         self._num_rows, self._num_tokens = num_rows, float(num_rows)
@@ -118,7 +119,7 @@ class Drafter:
         self._is_on = self._costs.is_known(num_rows) and (num_rows <= 1 or trial.is_on)
 
     def must_wait(self, seq: Sequence) -> bool:
-        """Whether a sequence waits until the host knows its pending token."""
+        """Whether a sequence must wait until the host knows its pending token."""
         if seq.drafts or self._has_many_drafted:
             return True
         return seq.num_computed == seq.num_tokens - 1 and self.is_promising(seq)
@@ -134,9 +135,9 @@ class Drafter:
         return self.proposer.propose(seq, 1) is not None
 
     def draft(self, seq: Sequence, most: int, blocks: BlockManager) -> list[int]:
-        """Return up to `most` drafts for a row of the step that is being planned.
+        """Return up to `most` draft tokens for a row of the step being planned.
 
-        Only decode rows get drafts: tokens that may follow the newest one.
+        Only decode rows whose tokens are all known on the host get any.
         """
         num_free = seq.capacity - seq.num_tokens + blocks.num_free * blocks.block_size
         most = min(most, seq.max_len - seq.num_tokens - 1, num_free)
@@ -145,7 +146,7 @@ class Drafter:
         return self.choose(seq, most)
 
     def choose(self, seq: Sequence, most: int) -> list[int]:
-        """Return the drafts that are worthwhile, at most `most`."""
+        """Return the draft tokens that are expected to pay off, at most `most`."""
         if not self._is_on:
             return []
         state = self._state(seq)
@@ -169,7 +170,7 @@ class Drafter:
     def verify(
         self, seq: Sequence, token_ids: list[int], append: Callable[[Sequence, int], None]
     ) -> None:
-        """Append the sampled tokens up to the first that differs from its draft."""
+        """Append the sampled tokens up to and including the first that differs from its draft."""
         drafts, seq.drafts = seq.drafts, []
         count = num_accepted(drafts, token_ids)
         self.verified(seq, len(drafts), count)
@@ -187,7 +188,7 @@ class Drafter:
             counts.add(len(drafts), num_new - 1)
 
     def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Learn how many drafts of a sequence were accepted."""
+        """Update the acceptance rates after draft tokens of a sequence were verified."""
         state = self._state(seq)
         if state.acceptance is None:
             state.acceptance = self._acceptance[state.certainty]
@@ -198,13 +199,16 @@ class Drafter:
             )
 
     def measured(self, num_seqs: int, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Learn how long a decode step took, and how many tokens it added to outputs."""
+        """Record the duration and the output tokens of a decode step.
+
+        `num_rows` counts the draft tokens, too.
+        """
         self._costs.add(num_rows, seconds)
         if num_seqs > 1:
             self._trials[num_seqs.bit_length()].add(num_tokens, seconds)
 
     def finished(self, seq: Sequence) -> None:
-        """Forget a sequence that has ended."""
+        """Discard the state of a sequence that has ended."""
         self._states.pop(seq.seq_id, None)
         self.proposer.finished(seq)
 
@@ -214,7 +218,10 @@ class Drafter:
         return self._states[seq.seq_id]
 
     def _best_count(self, state: DraftState, most: int) -> int:
-        """Return the number of drafts with the highest expected rate; 0 if none is worthwhile."""
+        """Return the number of draft tokens with the highest expected throughput.
+
+        If none pays off, return 1 and let the sequence pause after this step.
+        """
         acceptance = self._acceptance[state.certainty]
         if state.acceptance is not None:
             acceptance = (acceptance + state.acceptance) / 2
@@ -223,7 +230,7 @@ class Drafter:
         for count in range(1, most + 1):
             chance *= acceptance
             expected += chance
-            # Only 1, 3, 7, 15, 31 and the maximum, so that fewer graphs are captured.
+            # Consider only 1, 3, 7, 15, 31 and the maximum, so that fewer graphs are captured.
             if count & (count + 1) and count < most:
                 continue
             rate = expected / self._costs.of(self._num_rows + count)
@@ -235,36 +242,36 @@ class Drafter:
         if best == 0:
             state.wait()
             self._pause = state.pause
-            return 1  # acceptance may have risen
+            return 1  # find out whether acceptance has risen
         self._pause = state.pause = 0
         self._num_rows, self._num_tokens = self._num_rows + best, best_tokens
         return best
 
 
 def num_accepted(drafts: list[int], token_ids: list[int]) -> int:
-    """Return how many drafts equal the tokens sampled in their place, up to the first mismatch."""
+    """Return the number of leading draft tokens that equal the sampled tokens."""
     pairs = zip(drafts, token_ids, strict=False)
     return next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
 
 
 class StepCosts:
-    """The measured seconds of decode steps by their number of rows.
+    """Measured durations of decode steps, by number of rows.
 
-    Steps with similar numbers of rows are averaged, and the cost of other numbers is interpolated.
-    A step larger than any measured one counts as cheap, so it is tried.
+    Steps with similar numbers of rows are averaged; other durations are interpolated. A step larger
+    than any measured one is assumed to take no longer than the largest, so that it is tried.
     """
 
     def __init__(self) -> None:
-        self._points: dict[int, tuple[float, float]] = {}  # size -> (rows, seconds)
-        self._seen: set[int] = set()  # sizes
+        self._points: dict[int, tuple[float, float]] = {}  # size class -> average rows, seconds
+        self._seen: set[int] = set()  # size classes
 
     def add(self, num_rows: int, seconds: float) -> None:
-        size = (num_rows**2).bit_length()  # half an octave: 8 to 11 rows, 12 to 15, 16 to 22
-        if size not in self._seen:  # the first step of a size may capture a graph
+        size = (num_rows**2).bit_length()  # size class: 8 to 11 rows, 12 to 15, 16 to 22
+        if size not in self._seen:  # the first step of a class may capture a graph
             self._seen.add(size)
             return
         rows, old = self._points.get(size, (num_rows, seconds))
-        # A step may last longer by exception: the engine was paused, or captured a graph.
+        # A single step may take much longer: the engine was paused, or captured a graph.
         rate = RATE if seconds > old else 2 * RATE
         seconds = min(seconds, 2 * old)
         self._points[size] = rows + RATE * (num_rows - rows), old + rate * (seconds - old)
@@ -287,25 +294,25 @@ class StepCosts:
 
 
 class Trial:
-    """Compares the tokens per second with and without drafts, in phases of several steps.
+    """Alternates between phases with and without drafts, and compares their tokens per second.
 
-    After a trial of both, the faster way has a long phase, and then the other is tried again.
+    After a short phase of each, the faster mode gets a long phase; then the other is tried again.
     """
 
     def __init__(self) -> None:
         self.is_on = True
-        # Tokens per second. The rate with drafts is divided by MIN_SPEEDUP.
+        # is_on -> tokens per second; the rate with drafts is divided by MIN_SPEEDUP.
         self._rates: dict[bool, float] = {}
-        self._long = MIN_PHASE  # steps of the next long phase
+        self._long = MIN_PHASE  # length of the next long phase, in steps
         self._begin(TRIAL)
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Count a step; change to the other way at the end of a phase."""
+        """Record a step; if it is the last one of its phase, begin the next phase."""
         self._steps.append((seconds, num_tokens))
         if len(self._steps) < self._length:
             return
-        steps = self._steps[TRIAL // 4 :]  # the first ones may have been planned in the last phase
-        longest = 3 * min(steps)[0]  # longer steps are exceptions: they captured a graph
+        steps = self._steps[TRIAL // 4 :]  # earlier ones may have been planned in the last phase
+        longest = 3 * min(steps)[0]  # longer steps are outliers: they captured a graph
         steps = [step for step in steps if step[0] <= longest]
         total = sum(step[0] for step in steps)
         rate = sum(step[1] for step in steps) / max(total, 1e-9)

@@ -1,4 +1,4 @@
-"""Types of the keyword arguments of `LLM` and `AsyncLLM`, and vLLM options without effect here."""
+"""Types of the keyword arguments of `LLM` and `AsyncLLM`, and handling of vLLM's options."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ IGNORED_OPTIONS = {
     "trust_remote_code": "code from a repository is never run",
     "enable_auto_tool_choice": "tool calls are parsed whenever a request has tools",
     "enable_chunked_prefill": "long prompts are always prefilled in chunks",
-    "async_scheduling": "steps are planned ahead where that helps",
+    "async_scheduling": "it is used where it helps",
     "disable_log_requests": "prompts are never logged",
     "enable_log_requests": "prompts are never logged",
-    "disable_log_stats": "use --log-level warning to hide them",
+    "disable_log_stats": "use --log-level warning to hide statistics",
     "disable_uvicorn_access_log": "requests are logged only with --verbose",
     "disable_frontend_multiprocessing": "the engine always has its own process",
     "enable_server_load_tracking": "/load is always available",
     "enable_prompt_tokens_details": "usage always includes the cached tokens",
-    "enable_force_include_usage": "streams include usage if a request asks for it",
-    "disable_custom_all_reduce": "there is no such kernel",
+    "enable_force_include_usage": "streams include usage if the request asks for it",
+    "disable_custom_all_reduce": "there is no custom all-reduce kernel",
     "enable_expert_parallel": "experts are sharded like the other weights",
 }
 IGNORED_WITH_VALUE = {
@@ -39,11 +39,11 @@ IGNORED_WITH_VALUE = {
     "max_seq_len_to_capture": "graphs do not depend on sequence lengths",
     "guided_decoding_backend": "structured output has one backend",
     "structured_outputs_config": "structured output has one backend",
-    "scheduling_policy": "requests are served by priority, then in order",
+    "scheduling_policy": "requests are served by priority, then in order of arrival",
     "limit_mm_per_prompt": "models are text-only",
     "response_role": "the role is always assistant",
 }
-# Options that would change outputs or speed, with the values at which they have no effect.
+# Unsupported options; only the listed values are accepted, because they have no effect.
 UNSUPPORTED_OPTIONS = {
     "pipeline_parallel_size": ("1",),
     "cpu_offload_gb": ("0", "0.0"),

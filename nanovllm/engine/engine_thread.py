@@ -1,7 +1,7 @@
 """The engine behind `LLM`: an engine core, and the one thread that steps it for all callers.
 
-Callers put commands into a queue and wait for results in another. Python handles signals only in
-the main thread, so Ctrl-C interrupts a caller's wait but never a step.
+Callers put commands into a queue and wait for results in another one. Python handles signals
+only in the main thread, so Ctrl-C interrupts a caller's wait but never a step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OWN_STEP = (
     "an engine cannot be called from within its own step, for example by a logits processor: the "
     "step would wait for itself; create another engine for that"
 )
-MAX_UNREAD = 2  # a stream with this many unread steps does not ask for more
+MAX_UNREAD = 2  # a stream with this many unread steps requests no further step
 POLL_SECONDS = 0.1  # interval at which a waiting caller checks whether the engine was closed
 CLOSE_SECONDS = 5.0  # grace period for the current step, before workers are killed
 
@@ -45,8 +45,8 @@ class RequestGroup:
     """The requests of one call of `generate` or `stream`."""
 
     def __init__(self, is_streaming: bool) -> None:
-        self.is_streaming = is_streaming  # True: receives every step, and waits for a slow reader
-        # Number of requests whose outputs are not taken yet; only the caller's thread uses it.
+        self.is_streaming = is_streaming  # True: receives every step; may pause the engine
+        # Requests whose outputs have not been taken yet; used only by the caller's thread.
         self.num_unfinished = 0
         self.indices: dict[int, int] = {}  # seq_id of an unfinished request -> prompt index
         self.steps: SimpleQueue[Any] = SimpleQueue()  # StepOutputs, or an error that ends the group
@@ -77,14 +77,14 @@ class EngineThread:
         self.output_processor = OutputProcessor(input_processor.tokenizer)
         self._groups: dict[RequestGroup, None] = {}  # groups with unfinished requests
         self._owners: dict[int, RequestGroup] = {}  # keyed by seq_id
-        self._unowned = RequestGroup(is_streaming=False)  # requests whose outputs `step` returns
+        self._unowned = RequestGroup(is_streaming=False)  # from `add_request`
         self._is_closed = False
         self._process = os.getpid()
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; register `close` first, because an interrupt may follow at once."""
+        """Start the thread. Register `close` before this call: an interrupt may follow at once."""
         self._thread.start()
 
     def prepare(
@@ -102,7 +102,7 @@ class EngineThread:
     ) -> Generator[StepOutput, None, None]:
         """Yield steps with the outputs for a group, until all its requests are finished.
 
-        `requests` is keyed by prompt index. Closing the generator early aborts the rest.
+        `requests` is keyed by prompt index. Closing the generator early aborts unfinished requests.
         """
         cancel = partial(self._cancel, group)
         try:
@@ -140,7 +140,7 @@ class EngineThread:
         self.input_processor.close()
         self.core.executor.close()  # kills workers that hang, which unblocks the thread
         self._join(None)
-        while not self._commands.empty():  # break reference cycles of commands and the engine
+        while not self._commands.empty():  # break reference cycles between commands and the engine
             self._commands.get()
 
     def raise_if_closed(self) -> None:
@@ -155,9 +155,9 @@ class EngineThread:
         self.output_processor.add(state)
 
     def step(self) -> StepOutput:
-        """Run one step and return the new outputs of requests that belong to no group.
+        """Run one step and return the new outputs of requests from `add_request`.
 
-        The outputs may come from an earlier step that was in flight.
+        They include outputs of steps that ran for other callers since the previous call.
         """
         step, steps = self._step(), []
         while not self._unowned.steps.empty():

@@ -30,16 +30,16 @@ class Executor(Protocol):
         """Start the workers and load the model."""
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        """Launch a step without waiting for it; if it has masked rows, `sample` completes it."""
+        """Launch a step. If it has masked rows, `sample` must be called to complete it."""
 
     def sample(self, masks: IntColumn) -> None:
-        """Sample the plan submitted last, given a bitmask for each of its masked rows."""
+        """Sample the plan submitted last, given the bitmasks of its masked rows."""
 
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
-        """Return memory for bitmasks; do not reuse it before the step's result has arrived."""
+        """Allocate host memory for bitmasks; it must not change until the step has finished."""
 
     def capture_one(self) -> bool:
-        """Capture one graph for later steps, while idle; return False if none is missing."""
+        """Capture one graph for later steps, while idle; return False if all have been captured."""
 
     def close(self) -> None:
         """Free everything; a second call does nothing."""

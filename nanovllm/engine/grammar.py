@@ -1,6 +1,6 @@
 """The engine's interface to structured output, which `structured/` implements.
 
-A bitmask has one bit per token: bit i % 32 of word i // 32 tells whether token i may come next.
+A bitmask has one bit per token: bit i % 32 of word i // 32 says whether token i may come next.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ Allocate = Callable[[int, int], Bitmasks]  # (num_rows, num_words) -> bitmasks
 
 
 class Grammar(Protocol):
-    """A compiled grammar. The process that unpickles one compiles it again."""
+    """A compiled grammar. Pickling keeps only its source, which the receiver compiles again."""
 
     @property
     def text(self) -> str: ...
 
 
 class Matcher(Protocol):
-    """Tracks the position in a grammar that the output of one sequence has reached."""
+    """The state of a grammar after the output tokens of one sequence."""
 
     @property
     def is_ready(self) -> bool:
         """Whether the next bitmask can be computed without waiting for another thread."""
 
     def finishes(self, token_id: int) -> bool:
-        """Accept a token that is not a stop token; return True if no more tokens are allowed."""
+        """Advance by a token other than a stop token; return True if no token may follow."""
 
     def num_allowed(self, drafts: list[int]) -> int:
-        """Return how many leading drafts the grammar allows."""
+        """Return the number of leading draft tokens that the grammar allows."""
 
 
 class GrammarEngine(Protocol):
@@ -52,12 +52,12 @@ class GrammarEngine(Protocol):
     ) -> tuple[Bitmasks, list[int]]:
         """Return the bitmasks of each row, and the indices of the rows that are not ready.
 
-        A row is a matcher and its drafts. It has a bitmask for the next token and one after each
-        draft. A matcher of None, for a sequence that has ended, allows every token. The next call
-        may reuse the memory.
+        A row is a matcher and its draft tokens. Its bitmasks are for the next token and for the
+        token after each draft token. A matcher of None, for a sequence that has ended, allows every
+        token. The next call may overwrite the bitmasks.
         """
 
     def wait(self, matchers: list[Any]) -> None:
-        """Wait until one of the matchers is ready, or until a short timeout."""
+        """Wait until one of the matchers is ready, or until a short timeout has passed."""
 
     def close(self) -> None: ...

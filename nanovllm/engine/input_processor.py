@@ -1,4 +1,4 @@
-"""InputProcessor: validate and tokenize a prompt and its parameters into requests.
+"""InputProcessor: turn a prompt and its parameters into validated, tokenized requests.
 
 Nothing here imports torch, so it can run in a different process than the model.
 """
@@ -127,7 +127,7 @@ class InputProcessor:
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
-            raise RequestError("there is no tokenizer with skip_tokenizer_init=True")
+            raise RequestError("no tokenizer is loaded with skip_tokenizer_init=True")
         return self.tokenizer
 
     def encode(self, text: str, **options: Any) -> list[int]:
@@ -164,7 +164,7 @@ class InputProcessor:
         require(
             not (self._has_workers and has_functions),
             "logits_processors",
-            "names, 'module:function', where workers run in other processes",
+            "names of the form 'module:function' if workers run in other processes",
             params.logits_processors,
         )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -188,7 +188,7 @@ class InputProcessor:
         return tuple(dict.fromkeys(word for word in found if word and max(word) < self._vocab_size))
 
     def _seed(self, params: SamplingParams, seq_id: int, index: int) -> int:
-        """Return a 64-bit seed: from the request's seed if it has one, else from the engine's."""
+        """Return a 64-bit seed, derived from the request's seed or else from the engine's."""
         if params.seed is None:
             seed = xxhash.xxh3_64_intdigest(f"{self._engine_seed}/{seq_id}".encode())
         else:

@@ -36,7 +36,7 @@ def pack_logprobs(
 
 
 def entry_bytes(num_top: int | None) -> int:
-    """Return the bytes of an entry with `num_top` top tokens; a step's entries may have more."""
+    """Return the size of an entry with `num_top` top tokens; a step's entries may be larger."""
     return RANK_BYTES + PAIR_BYTES * (1 + (num_top or 0))
 
 
@@ -86,7 +86,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 def text_within(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    """Return a token's text as it appears mid-sentence; alone, it may lose a leading space."""
+    """Return a token's text as it appears mid-sentence; decoded alone, it may lose a space."""
     alone, twice = (str(tokenizer.decode([token_id] * count)) for count in (1, 2))
     return f" {alone}" if twice == f"{alone} {alone}" else alone
 
@@ -154,6 +154,6 @@ def as_dict(entry: TokenLogprobs, texts: TokenTexts) -> dict[int, Logprob]:
 def num_scored(start: int, count: int, num_prompt_tokens: int) -> int:
     """Return how many of a row's positions predict a prompt token, for prompt logprobs.
 
-    These are its first positions; each predicts the token after it.
+    These are the row's first positions; each predicts the token that follows it.
     """
     return max(0, min(start + count, num_prompt_tokens - 1) - start)

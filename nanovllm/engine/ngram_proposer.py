@@ -1,4 +1,4 @@
-"""NgramProposer: propose the tokens that followed the newest ones when they occurred before."""
+"""NgramProposer: propose the tokens that followed an earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 from nanovllm.engine.drafter import NUM_CLASSES, Proposal
 from nanovllm.engine.sequence import Sequence
 
-ORDER = 3  # shortest match, in tokens
-MAX_CANDIDATES = 8  # newest earlier occurrences that are compared
-MAX_COMPARED = 32  # longest match that is told apart from a longer one
+ORDER = 3  # minimum length of a match, in tokens
+MAX_CANDIDATES = 8  # number of earlier occurrences that are compared, latest first
+MAX_COMPARED = 32  # matches are compared up to this number of tokens
 FACTOR = 0x9E3779B97F4A7C15
 WORD = (1 << 64) - 1
-MAX_STORED = 1 << 16  # tokens per generation of a store
-MAX_STORES = 8  # cache salts with a store
+MAX_STORED = 1 << 16  # number of tokens after which a store starts a new generation
+MAX_STORES = 8  # maximum number of stores, one per cache salt
 SEPARATOR = -1  # between outputs in a store; never proposed
 
 
 class NgramProposer:
-    """Searches the sequence itself and, with `has_store`, recent outputs with its cache salt."""
+    """Searches the sequence itself and, with `has_store`, recent outputs with the same salt."""
 
     def __init__(self, has_store: bool) -> None:
         self._has_store = has_store
@@ -30,7 +30,7 @@ class NgramProposer:
         self._stores: OrderedDict[str | None, OutputStore] = OrderedDict()  # keyed by cache salt
 
     def propose(self, seq: Sequence, most: int) -> Proposal | None:
-        """Return what followed the longest match, or None if there is no match."""
+        """Return the tokens after the longest match, or None if there is no match."""
         own = self._indices.setdefault(seq.seq_id, MatchIndex())
         own.extend(seq.token_ids[len(own.tokens) :])
         indices = [own]
@@ -44,7 +44,7 @@ class NgramProposer:
         drafts = index.tokens[match.start : match.start + most].tolist()
         if index is own:
             period = len(own.tokens) - match.start
-            while len(drafts) < most:  # the match may overlap the end: it repeats
+            while len(drafts) < most:  # too few tokens follow: repeat them
                 drafts.append(drafts[-period])
         elif SEPARATOR in drafts:
             drafts = drafts[: drafts.index(SEPARATOR)]
@@ -53,7 +53,7 @@ class NgramProposer:
         return Proposal(drafts, min(match.length.bit_length() - 2, NUM_CLASSES - 1))
 
     def finished(self, seq: Sequence) -> None:
-        """Forget a sequence, and store its output."""
+        """Discard the index of a sequence and, with `has_store`, store its output."""
         self._indices.pop(seq.seq_id, None)
         output = seq.token_ids[seq.num_prompt_tokens :]
         if self._has_store and output:
@@ -78,23 +78,23 @@ class OutputStore:
 
 
 class Match(NamedTuple):
-    """An earlier occurrence: `start` is the position after it, `length` how many tokens agree."""
+    """An earlier occurrence: `start` is the position after it, `length` the number of tokens."""
 
     start: int
     length: int
 
 
 class MatchIndex:
-    """Indexes tokens by the ORDER tokens before each position; appending takes constant time.
+    """Indexes positions by the ORDER tokens before them; appending takes constant time.
 
-    As in LZ77 compressors, positions with equal hashes form a chain, the newest first. Hashes may
+    As in LZ77 compressors, positions with equal hashes form a chain, latest first. Hashes may
     collide: `find` compares the tokens themselves.
     """
 
     def __init__(self) -> None:
         self.tokens = array("i")
-        self._heads: dict[int, int] = {}  # hash -> newest position
-        # position -> the one before it in its chain, or -1; the first positions are in no chain.
+        self._heads: dict[int, int] = {}  # hash -> latest position
+        # position -> the previous one in its chain, or -1; the first ORDER ones are in no chain.
         self._previous = array("i", [-1] * ORDER)
 
     def extend(self, token_ids: array[int]) -> None:
@@ -112,7 +112,7 @@ class MatchIndex:
             self._heads[key] = position
 
     def find(self, context: array[int]) -> Match | None:
-        """Return the longest earlier match of the end of `context`, the newest of equals."""
+        """Return the longest match with the end of `context`; of equal lengths, the latest."""
         if len(context) < ORDER:
             return None
         position = self._heads.get(hash_tokens(context[-ORDER:]), -1)
@@ -128,7 +128,7 @@ class MatchIndex:
         return best
 
     def _num_equal(self, context: array[int], end: int) -> int:
-        """Return how many tokens before `end` equal the last ones of `context`."""
+        """Return how many tokens before `end` match the end of `context`."""
         tokens, most = self.tokens, min(end, len(context), MAX_COMPARED)
         for count in range(most):
             if tokens[end - 1 - count] != context[-1 - count]:

@@ -35,7 +35,7 @@ class CompletionState:
     detokenizer: Detokenizer | None
     new_token_ids: list[int] = field(default_factory=list)  # tokens not streamed yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one entry per received token
-    num_kept: int | None = None  # number of tokens up to the stop string, once it was found
+    num_kept: int | None = None  # number of tokens up to the stop string, once it is found
     finished: FinishedSequence | None = None
 
 
@@ -232,7 +232,7 @@ def _decode(
     assert isinstance(text, str)
     if REPLACEMENT not in text:
         return text
-    # With byte tokens, an invalid byte can also turn valid neighbors into replacements, unlike in
+    # With byte tokens, an invalid byte can also turn valid neighbors into U+FFFD, unlike in
     # incremental decoding.
     detokenizer = Detokenizer(tokenizer, params)
     for token_id in token_ids:
@@ -242,7 +242,7 @@ def _decode(
 
 
 def _stop_reason(completion: CompletionState, finished: FinishedSequence) -> str | int | None:
-    """Return the stop string or token that ended a completion; None for EOS or a grammar's end."""
+    """Return the stop string or stop token of a completion; None if EOS or a grammar ended it."""
     if finished.finish_reason != "stop":
         return finished.stop_reason
     if completion.detokenizer is not None and completion.detokenizer.found_stop is not None:

@@ -13,7 +13,7 @@ from nanovllm.outputs import StepOutput
 def with_progress_bar(
     steps: Generator[StepOutput, None, None], num_prompts: int
 ) -> Generator[StepOutput, None, None]:
-    """Yield the same steps, and show the progress that they make; closing this closes `steps`."""
+    """Yield `steps` and show their progress; closing this generator closes `steps`."""
     num_input = num_output = 0  # number of tokens of finished requests
     bar = tqdm(total=num_prompts, desc="Prompts", dynamic_ncols=True)
     with contextlib.closing(steps), bar:

@@ -26,7 +26,7 @@ class PromptBudget:
         """Update the estimate with the duration of a step on the device."""
         num_tokens = _round_up(num_prompt_tokens + num_decode_rows)
         expected = num_tokens * self._seconds_per_token
-        # Small steps take longer per token, so they are ignored unless they exceed the target.
+        # Small steps take longer per token, so they are ignored unless they exceed the time limit.
         if not num_prompt_tokens or max(2 * expected, seconds) < self._seconds:
             return
         ratio = seconds / expected
@@ -37,7 +37,7 @@ class PromptBudget:
 
 
 def _round_down(num_tokens: int) -> int:
-    """Round down to 2**k or 1.5 * 2**k: prefill graphs have these sizes, and steps are padded."""
+    """Round down to 2**k or 1.5 * 2**k, the sizes of prefill graphs; steps are padded to them."""
     power = 1 << (max(num_tokens, 1).bit_length() - 1)
     return power + power // 2 if num_tokens >= power + power // 2 else power
 

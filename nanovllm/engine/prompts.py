@@ -1,4 +1,4 @@
-"""Normalize the prompts and parameters that callers may pass."""
+"""Normalize the prompts and parameters that callers pass."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def as_prompt(prompt: Any, cache_salt: str | None = None) -> Prompt:
 
 
 def as_params(params: Params, num_prompts: int) -> list[SamplingParams]:
-    """Return one SamplingParams per prompt, given one for all of them or a list of one each."""
+    """Return one SamplingParams per prompt, given one for all prompts or a list."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
@@ -75,5 +75,5 @@ def as_params(params: Params, num_prompts: int) -> list[SamplingParams]:
 
 
 def _from_array(value: Any) -> Any:
-    """Convert an array of numpy, torch or the standard library to a list; all have `tolist`."""
+    """Convert a numpy, torch or standard-library array to a list; all have `tolist`."""
     return value.tolist() if hasattr(value, "tolist") else value

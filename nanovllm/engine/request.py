@@ -14,12 +14,12 @@ from nanovllm.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "abort", "error"]
 POOL_TOO_SMALL = "num_kvcache_blocks"  # stop_reason of a sequence that filled the whole KV cache
 BROKEN = (
-    "the model's {} are not numbers (NaN or infinity); the weights may be damaged, or too large "
-    "for the dtype: try dtype='float32'"
+    "the model's {} are NaN or infinite; the weights may be damaged, or too large for the dtype: "
+    "try dtype='float32'"
 )
 NO_TOKEN_LEFT = (
-    "no token may be sampled: structured_outputs, allowed_token_ids, bad_words, logit_bias, "
-    "min_tokens and logits_processors together leave none, or make logits that are not numbers, or "
+    "no token can be sampled: structured_outputs, allowed_token_ids, bad_words, logit_bias, "
+    "min_tokens and logits_processors together exclude every token or produce NaN; or "
 )
 
 
@@ -53,9 +53,9 @@ TokenLogprobs = bytes  # an entry for one position; `engine/logprobs.py` defines
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Drafts since the engine started, or of one sequence."""
+    """Draft statistics since the engine started, or of one sequence."""
 
-    num_drafts: int = 0  # rows with drafts
+    num_drafts: int = 0  # number of rows with draft tokens
     num_accepted_tokens: int = 0
     num_rejected_tokens: int = 0
 
@@ -87,7 +87,7 @@ class FinishedSequence:
     drafts: DraftCounts = field(default_factory=DraftCounts)
 
     def stopped_at(self, num_tokens: int) -> FinishedSequence:
-        """Return a copy that ends at a stop string; the core may have generated more tokens."""
+        """Return a copy truncated to `num_tokens`, which end with a stop string."""
         return replace(self, token_ids=self.token_ids[:num_tokens], finish_reason="stop")
 
 

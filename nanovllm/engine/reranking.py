@@ -49,7 +49,7 @@ def check_documents(documents: Iterable[str], top_n: int | None) -> list[str]:
 
 
 def rerank_prompts(query: str, documents: Sequence[str], instruction: str | None) -> list[str]:
-    """Return the prompts; the full blocks of their common prefix are cached."""
+    """Return a prompt per document. Documents come last, so the prompts share a prefix."""
     instruction = INSTRUCTION if instruction is None else instruction
     for name, text in (("instruction", instruction), ("query", query)):
         require_text(name, text)

@@ -1,4 +1,4 @@
-"""The scheduler: `schedule()` plans the next step, `commit()` appends the tokens it sampled."""
+"""The scheduler: `schedule()` plans the next step, `commit()` appends the sampled tokens."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Scheduler:
     """Owns every sequence that is waiting or running.
 
-    Plans are committed in the order they were made. The next plan may reuse freed blocks and slots
-    at once: the device runs plans in order, so steps in flight read them before they change.
+    Plans are committed in the order they were made. The next plan may reuse freed blocks and
+    slots: the device runs plans in order, so steps in flight read them before they change.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Scheduler:
         drafter: Drafter | None = None,
         allow_chunks: bool = True,
     ) -> None:
-        self.allow_chunks = allow_chunks  # False: a prompt runs in one step
+        self.allow_chunks = allow_chunks  # False: each prompt runs in a single step
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
@@ -49,9 +49,9 @@ class Scheduler:
         self.prompt_budget = prompt_budget  # None: only max_num_batched_tokens limits prompts
         self.drafter = drafter  # None: no speculative decoding
         self.waiting = WaitingQueue()
-        # Sequences whose grammar is not compiled, or whose next bitmask is not computed yet.
+        # Sequences whose grammar is not compiled yet, or whose next bitmask is not computed yet.
         self.waiting_for_grammar: dict[int, Sequence] = {}
-        # Ordered by priority, then by age; the last one is preempted first.
+        # Ordered by priority, then by admission; the last one is preempted first.
         self.running: dict[int, Sequence] = {}
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._released: list[int] = []  # slots freed since the last plan
@@ -121,7 +121,7 @@ class Scheduler:
         token_ids, end = result.tokens.tolist(), 0
         for seq, count in zip(rows, num_logits, strict=True):
             first, end = end, end + count
-            if not count or seq.finish_reason is not None:  # it ended while the step was in flight
+            if not count or seq.finish_reason is not None:  # not sampled, or has already ended
                 continue
             if seq.is_dropped:
                 seq.is_dropped = False
@@ -146,7 +146,7 @@ class Scheduler:
     def matchers(self, plan: StepPlan) -> list[tuple[Matcher | None, list[int]]]:
         """Return the matchers and drafts of the masked rows of the oldest plan in flight.
 
-        None stands for a sequence that has ended in the meantime.
+        The matcher is None if the sequence has ended in the meantime.
         """
         rows = self._in_flight[0]
         masked = [rows[row] for row in plan.masked_rows.tolist()]
@@ -155,9 +155,9 @@ class Scheduler:
         ]
 
     def wait_for_grammar(self, rows: list[int]) -> None:
-        """Discard the tokens of some rows of the oldest plan in flight: they have no bitmask yet.
+        """Discard what the oldest plan in flight samples for `rows`, which have no bitmasks yet.
 
-        Their sequences stop running, as if preempted, and wait for their bitmasks.
+        Their sequences release their blocks and slots, and wait for their bitmasks.
         """
         for row in rows:
             seq = self._in_flight[0][row]
@@ -169,9 +169,9 @@ class Scheduler:
             self.waiting_for_grammar[seq.seq_id] = seq
 
     def drop_in_flight(self) -> None:
-        """Discard every plan in flight, and preempt all running sequences to be recomputed.
+        """Discard every plan in flight, and preempt all running sequences.
 
-        The prefix cache is reset: it may list blocks that the discarded steps were to fill.
+        The prefix cache is reset: it may contain blocks that the discarded steps did not fill.
         """
         rows = {seq.seq_id: seq for rows in self._in_flight for seq in rows}
         self._in_flight.clear()
@@ -183,7 +183,7 @@ class Scheduler:
                 seq.num_tokens, seq.is_dropped, seq.drafts = len(seq.token_ids), False, []
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a sequence early (abort, stop string); does nothing if it has ended already."""
+        """End a sequence early (abort, stop string); do nothing if it has already ended."""
         if seq.finish_reason is None:
             self._end(seq, reason)
 
@@ -231,7 +231,7 @@ class Scheduler:
             last = end = self._row_end(seq, builder)
             drafts: list[int] | None = None
             if drafter is not None:
-                num_left = len(rows) - index  # each of the other rows needs a token
+                num_left = len(rows) - index  # each of the remaining rows needs a token
                 drafts = drafter.draft(seq, builder.budget - 1 - num_left, self.blocks)
                 last += len(drafts)
             if last > seq.capacity and not self._grow(seq, last, builder):
@@ -254,13 +254,13 @@ class Scheduler:
         return True
 
     def _enqueue_followers(self, leader: Sequence) -> None:
-        """Queue the followers of a leader whose prompt blocks are complete, or that has ended."""
+        """Queue the followers of a leader that has been prefilled, or has ended."""
         for follower in reversed(leader.followers.values()):
             self._enqueue(follower, is_first=True)
         leader.followers = {}
 
     def _enqueue(self, seq: Sequence, is_first: bool = False) -> None:
-        """Put a sequence into the waiting queue, or let it wait for its grammar first."""
+        """Put a sequence into the waiting queue, or let it wait for its grammar."""
         if seq.matcher is not None and not seq.matcher.is_ready:
             self.waiting_for_grammar[seq.seq_id] = seq
             return
@@ -286,7 +286,7 @@ class Scheduler:
                 return
             if not self.allow_chunks and len(seq.token_ids) > builder.budget:
                 return
-            if seq.num_pending:  # preempted while the host does not know its newest token yet
+            if seq.num_pending:  # preempted, and its last token is not known to the host yet
                 return
             seq.num_free_to_admit = self.blocks.admit(seq) or 0
             if seq.num_free_to_admit:
@@ -324,7 +324,7 @@ class Scheduler:
                 seq.request.pooling,
             )
         )
-        # A prompt that does not fit takes the rest of the budget, unless a snapshot is due before.
+        # A prompt that does not fit takes the rest of the budget, unless a snapshot is due earlier.
         self._add_row(builder, seq, self._row_end(seq, builder))
         seq.row_start = 0
 
@@ -335,9 +335,9 @@ class Scheduler:
     def _add_row(
         self, builder: _PlanBuilder, seq: Sequence, end: int, drafts: list[int] | None = None
     ) -> None:
-        """Schedule `seq` up to `end`; at its last token, also count the one to be sampled.
+        """Schedule `seq` up to `end`; if all tokens run, also count the one to be sampled.
 
-        Drafts run after it but are not counted before `commit` has verified them.
+        Draft tokens run after `end`, but are counted only when `commit` has verified them.
         """
         start = seq.num_computed
         is_last = end == seq.num_tokens

@@ -42,9 +42,9 @@ def check_pooling(pooling: Pooling, vocab_size: int) -> None:
 def add_pooled(
     rows: list[Sequence], plan: StepPlan, pooled: Vector
 ) -> list[tuple[Sequence, FinishReason]]:
-    """Store the vectors of prompts fully pooled by a step.
+    """Store the pooled vectors of the prompts that a step completes.
 
-    Returns their unfinished sequences, each with the reason for which it now ends.
+    Returns those of the sequences that have not ended yet, each with its finish reason.
     """
     ends = (plan.starts + plan.counts).tolist()
     complete = [

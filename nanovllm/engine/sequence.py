@@ -40,7 +40,7 @@ class Sequence:
     is_serial: bool = field(init=False)  # runs only when the host knows all its tokens
     token_ids: array[int] = field(init=False)  # an array, because it is hashed and copied as bytes
     num_prompt_tokens: int = field(init=False)
-    num_logits: int = field(init=False)  # number of logits rows needed at its last token
+    num_logits: int = field(init=False)  # 1 to sample after its last token; 0 if pooled
     num_tokens: int = field(init=False)
     max_len: int = field(init=False)
     is_cut_by_pool: bool = False  # whether the size of the KV cache limits `max_len`
@@ -49,14 +49,14 @@ class Sequence:
     error: str | None = None  # message of a logits processor that failed
     start_time: float = 0.0  # when its first step was scheduled
     first_token_time: float = 0.0
-    num_new: int = 0  # tokens that the newest commit appended
-    new_logprobs: list[TokenLogprobs] = field(default_factory=list)  # theirs, if requested
+    num_new: int = 0  # number of tokens that the last commit appended
+    new_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of these tokens, if requested
     # One entry per prompt token, from the second on.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     matcher: Matcher | None = None  # grammar state after the known output tokens
     is_dropped: bool = False  # whether to discard the token that the step in flight samples
-    drafts: list[int] = field(default_factory=list)  # verified by the step in flight
-    has_rejected: bool = False  # whether its slot may count rejected drafts
+    drafts: list[int] = field(default_factory=list)  # draft tokens that the step in flight verifies
+    has_rejected: bool = False  # whether the device may still count rejected draft tokens
     draft_counts: DraftCounts = field(default_factory=DraftCounts)
     pooled: Vector | None = None
 
@@ -67,16 +67,16 @@ class Sequence:
     num_free_to_admit: int = 0
     slot: int = NO_SLOT
     num_computed: int = 0
-    row_start: int = 0  # first position of its newest row; 0 for the row that admitted it
+    row_start: int = 0  # first position of its latest row; 0 for the row that admitted it
     block_ids: list[int] = field(default_factory=list)
     capacity: int = 0  # number of tokens that block_ids can hold
     block_keys: list[BlockKey] = field(default_factory=list)  # keys of full blocks hashed so far
     prefix: Prefix | str | None = field(init=False)  # last prefix registered or matched
     next_full_len: int = 0  # number of computed tokens at which the next block is full
     # With recurrent layers only:
-    shared_len: int = 0  # number of tokens in cached blocks when it was admitted
-    snapshot_len: int = 0  # length of the longest prefix with a snapshot, before its newest one
-    last_snapshot: Snapshot | None = None  # the newest one of its output
+    shared_len: int = 0  # number of tokens that were in cached blocks at admission
+    snapshot_len: int = 0  # length of the longest prefix with a snapshot besides `last_snapshot`
+    last_snapshot: Snapshot | None = None  # in its output; the next one replaces it
 
     def __post_init__(self) -> None:
         request = self.request
@@ -99,7 +99,7 @@ class Sequence:
 
     @property
     def new_token_ids(self) -> array[int]:
-        """Tokens that the newest commit appended."""
+        """Tokens that the last commit appended."""
         return self.token_ids[len(self.token_ids) - self.num_new :]
 
     @property
@@ -122,7 +122,7 @@ def check_length(request: Request, max_len: int) -> None:
 
 
 class WaitingQueue:
-    """Queue ordered by priority, lowest number first; among equals, preempted sequences lead."""
+    """Queue ordered by priority, lowest number first; among equals, preempted ones come first."""
 
     def __init__(self) -> None:
         self._queues: dict[int, OrderedDict[int, Sequence]] = {}  # keyed by priority; none is empty

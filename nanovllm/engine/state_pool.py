@@ -1,7 +1,7 @@
 """StatePool: the recurrent states of sequences, and snapshots of them for the prefix cache.
 
 A running sequence's state has the id of its slot. A snapshot belongs to a cached block, and is the
-state after the block's last token: a hit needs one, because a state cannot be cut like keys.
+state after the block's last token. A hit must end at a snapshot: a state cannot be rolled back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INTERVAL = 1024  # tokens between two snapshots of a long prompt or output
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
-    """A copy of the recurrent state `source` to `target`."""
+    """A copy of recurrent state `source` to state `target`."""
 
     source: int
     target: int
@@ -27,7 +27,7 @@ class StateCopy:
 
 @dataclass(frozen=True, slots=True)
 class StateCounts:
-    """The number of recurrent states. Ids: slots, padding, initial (always zero), snapshots."""
+    """Numbers of states. Order of the ids: slots, padding, initial (always zero), snapshots."""
 
     num_slots: int
     num_snapshots: int
@@ -49,7 +49,7 @@ class StateCounts:
 class Snapshot:
     block_id: int
     state_id: int
-    cost: int  # tokens to compute again without it
+    cost: int  # number of tokens to recompute without it
     priority: int  # the lowest is evicted first
 
 
@@ -61,8 +61,8 @@ class StatePool:
         self.interval = max(INTERVAL // block_size, 1) * block_size
         self.snapshots: dict[int, Snapshot] = {}  # keyed by block id
         self._free = list(counts.snapshot_ids)
-        self._clock = 0  # priority of the snapshot evicted last
-        self._due: list[tuple[Sequence, int]] = []  # with the number of computed tokens
+        self._clock = 0  # priority of the last evicted snapshot
+        self._due: list[tuple[Sequence, int]] = []  # snapshots due, each with its num_computed
         self._copies: list[StateCopy] = []  # for the next plan
 
     def longest_hit(self, seq: Sequence, hits: list[int]) -> list[int]:
@@ -84,10 +84,10 @@ class StatePool:
         self._copies.append(StateCopy(source, seq.slot))
 
     def row_end(self, seq: Sequence, end: int) -> int:
-        """Return where a row ends that could run up to `end`: where a snapshot is due before it.
+        """Return where a row must end: at `end`, or earlier if a snapshot is due.
 
-        That is every `interval` tokens, after the last full block of a prompt, and where it stops
-        sharing blocks with an earlier one.
+        Snapshots are due every `interval` tokens, after the last full block of a prompt, and where
+        the prompt stops sharing blocks with an earlier one.
         """
         start = seq.num_computed
         if not self.counts.num_snapshots or end - start == 1:
@@ -97,14 +97,14 @@ class StatePool:
         return min(due for due in (end, last_full, seq.shared_len, next_regular) if due > start)
 
     def scheduled(self, seq: Sequence) -> None:
-        """Register the newest row of a sequence; after it, a snapshot may be due."""
+        """Mark a snapshot as due if the row just scheduled ends with a full block."""
         if seq.num_computed % self.block_size == 0 and self.counts.num_snapshots:
             self._due.append((seq, seq.num_computed))
 
     def save(self, blocks: BlockManager) -> None:
         """Take the snapshots that are due after the previous plan."""
         for seq, length in self._due:
-            # It may have ended or been preempted in the meantime.
+            # The sequence may have ended or been preempted in the meantime.
             if seq.block_ids and seq.num_computed == length:
                 block_id = blocks.newest_cached_block(seq)
                 if block_id is not None:
@@ -117,7 +117,7 @@ class StatePool:
         return copies
 
     def drop(self, block_id: int) -> None:
-        """Forget the snapshot of a block that is no longer cached, if it has one."""
+        """Free the snapshot of a block that is no longer cached, if it has one."""
         snapshot = self.snapshots.pop(block_id, None)
         if snapshot is not None:
             self._free.append(snapshot.state_id)
@@ -137,10 +137,10 @@ class StatePool:
             return
         last = seq.last_snapshot
         if is_last and last is not None and self.snapshots.get(last.block_id) is last:
-            # An output needs only its newest snapshot: the next turn of a chat continues there.
+            # An output needs only its last snapshot: the next turn of a chat continues there.
             self.drop(last.block_id)
         if not self._free:
-            # The cheapest to recompute goes first. The clock makes unused ones cheaper over time.
+            # Evict the one that is cheapest to recompute; the clock favors snapshots used recently.
             victim = min(self.snapshots, key=lambda block: self.snapshots[block].priority)
             self._clock = self.snapshots[victim].priority
             self.drop(victim)

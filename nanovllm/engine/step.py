@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 IntColumn = npt.NDArray[np.int32]
 Vector = npt.NDArray[np.float32]
-# How a prompt becomes one vector: the hidden state of its last token, the mean of all of them, or
-# the logits of two tokens as the next one.
+# How a prompt becomes one vector: the hidden state of its last token, the mean of all its hidden
+# states, or the logits of two candidates for the next token.
 Pooling = Literal["last", "mean"] | tuple[int, int]
 T = TypeVar("T")
 
@@ -60,14 +60,14 @@ class BlockUpdate:
 
 @dataclass(frozen=True, slots=True)
 class DraftUpdate:
-    """Drafts to verify in a slot, written after the sequence's known tokens.
+    """Draft tokens to verify in a slot, written after the sequence's known tokens.
 
-    It comes without drafts after a row that had some: the device counts rejected ones too.
+    Without draft tokens, the update resets the slot's length, which still counts rejected ones.
     """
 
     slot: int
-    num_tokens: int  # known tokens of the sequence
-    token_ids: list[int]  # or NO_TOKEN for each, if the worker's draft model drafts them
+    num_tokens: int  # number of known tokens of the sequence
+    token_ids: list[int]  # NO_TOKEN for each if the worker's draft model drafts them
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,12 @@ class StepPlan:
     slots: IntColumn
     starts: IntColumn
     counts: IntColumn
-    # Trailing positions that need logits: 0, 1 to sample the next token, or 1 + drafts to verify.
+    # Trailing positions that need logits: 0, 1 to sample the next token, or 1 + draft tokens.
     num_logits: IntColumn
     new_rows: list[NewRow]
     block_updates: list[BlockUpdate]
     released: list[int]  # slots whose sequence left since the previous plan
-    num_decode_tokens: int  # one per decode row and per draft
+    num_decode_tokens: int  # one per decode row and per draft token
     # Rows with a grammar: their sampling waits for the bitmasks given to `Executor.sample`.
     masked_rows: IntColumn = field(default_factory=lambda: np.zeros(0, np.int32))
     block_copies: list[BlockCopy] = field(default_factory=list)  # done before the step runs
@@ -107,22 +107,23 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results of the positions that `num_logits` counts, row by row; None if nothing asked."""
+    """Results for the positions that `num_logits` counts, row by row; None if not requested."""
 
     tokens: IntColumn  # [positions]; NO_TOKEN if the logits had no valid token
-    # For the positions of rows that ask for logprobs: the sampled token, then the top tokens.
+    # For the positions of rows that request logprobs: the sampled token, then the top tokens.
     logprob_ids: IntColumn | None = None  # [positions, 1 + largest number of top logprobs]
     logprobs: npt.NDArray[np.float32] | None = None
     logprob_ranks: IntColumn | None = None  # [positions]: rank of the sampled token, from 1
-    # The same three columns for prompt tokens; `logprobs.num_scored` says which ones.
+    # The same three columns for prompt tokens; see `logprobs.num_scored`.
     prompt_logprob_ids: IntColumn | None = None
     prompt_logprobs: npt.NDArray[np.float32] | None = None
     prompt_logprob_ranks: IntColumn | None = None
-    # [positions]: the draft after each position, if the worker's draft model drafted them.
+    # [positions]: the token that the worker's draft model proposed after each position.
     draft_tokens: IntColumn | None = None
-    # Vectors of the rows that complete a pooled prompt: [rows, dim]; logits are the first values.
+    # [rows, dim]: a vector for each row that completes a pooled prompt. If its pooling is a
+    # pair of token ids, the first two values are their logits.
     pooled: Vector | None = None
-    # Errors of logits processors, keyed by position; these sampled NO_TOKEN.
+    # Errors of logits processors, keyed by position, where NO_TOKEN is sampled.
     failures: dict[int, str] | None = None
     # The device could not finish the step: this result and later ones in flight are invalid.
     is_lost: bool = False

@@ -16,7 +16,7 @@ class StepTiming(NamedTuple):
     begin: float
     # Durations of the four phases of the call.
     schedule: float
-    submit: float  # includes computing the bitmasks
+    submit: float  # like `commit`, may include computing bitmasks
     wait: float
     commit: float
     device_begin: float  # earliest time at which the device could start the step
@@ -24,7 +24,7 @@ class StepTiming(NamedTuple):
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_rows: int = 0  # 0 if no result was collected
-    num_accepted_tokens: int = 0  # accepted drafts, which num_decode_tokens includes
+    num_accepted_tokens: int = 0  # accepted draft tokens, included in num_decode_tokens
 
 
 class SequenceEnd(NamedTuple):

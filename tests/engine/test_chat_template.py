@@ -69,7 +69,7 @@ def test_an_answer_is_asked_for_unless_a_message_is_continued() -> None:
     assert template.render(HELLO).endswith("assistant\n")
     assert template.render(HELLO, continue_final_message=True).endswith("Hello")
     both = {"continue_final_message": True, "add_generation_prompt": True}
-    with pytest.raises(RequestError, match="exclude each other"):
+    with pytest.raises(RequestError, match="mutually exclusive"):
         template.render(HELLO, **both)
     with pytest.raises(RequestError, match="does not render the final message"):
         ChatTemplate("x").render(HELLO, continue_final_message=True)

@@ -297,7 +297,7 @@ def test_a_request_that_allows_no_token_is_told_so(server: Running) -> None:
             "/v1/completions", **body, bad_words=[bad_word(server, 5)], stream=stream
         )
         assert response.status_code == 400, response.text
-        assert "no token may be sampled" in response.json()["error"]["message"]
+        assert "no token can be sampled" in response.json()["error"]["message"]
 
 
 def bad_word(server: Running, token_id: int) -> str:
