@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def count(request: pytest.FixtureRequest) -> Callable[..., int]:
-    """Return a function that reduces a number of cases to a tenth or `few`, or not at all."""
+    """Return a function that reduces a number of cases to a tenth or `few` by default."""
     is_whole = request.config.getoption("--all-counts")
 
     def num_cases(number: int, few: int | None = None) -> int:

@@ -50,7 +50,7 @@ class Device(Protocol):
         """Create a second object for this device, with separate graphs, for the draft model."""
 
     def choose_dtype(self, asked: str, checkpoint_dtype: str) -> torch.dtype:
-        """Resolve the `dtype` option `asked`, which may be "auto", for a checkpoint's dtype."""
+        """Resolve the `dtype` option `asked`; "auto" depends on `checkpoint_dtype`."""
 
     def check_fp8(self, head_dim: int) -> None:
         """Raise ConfigError if no kernel supports an FP8 KV cache with this head size."""
@@ -121,7 +121,7 @@ class Device(Protocol):
         """See `torch_logits.apply_token_bitmask`, where `masks` is called `words`."""
 
     def sampler(self, input_batch: InputBatch, vocab_size: int) -> Sampler:
-        """Create the sampler, which samples tokens from logits."""
+        """Create the function that samples tokens from logits."""
 
     def prepare(
         self, model: Model, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]

@@ -29,7 +29,7 @@ def allocate_lazily(num_bytes: int) -> Tensor:
 
 
 def trim_malloc() -> None:
-    """Release memory that is freed but still held by malloc to the operating system."""
+    """Return freed memory from malloc to the operating system."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
         libc.malloc_trim(0)
 

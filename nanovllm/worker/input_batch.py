@@ -134,7 +134,7 @@ class InputBatch:
         return table if column.width is None else table.view(self.num_slots + 1, column.width)
 
     def _enter(self, row: NewRow) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Note a new row's sampling features; return its changes as pairs of offsets and values."""
+        """Record a new row's sampling features; return its changes as pairs (offsets, values)."""
         self._sampling[row.slot] = sampling_of(row.params)
         single = tuple(self._columns[name].value(row) for name in self._record.names or ())
         words = np.array([single], self._record).view(np.int32)

@@ -29,12 +29,12 @@ ALIGNMENT = 256  # in bytes: kernels read aligned states faster
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """Shape of a sequence's state: a recurrent and a convolution state for each such layer."""
+    """Shape of a sequence's state: each recurrent layer has a recurrent and a conv state."""
 
     layers: tuple[int, ...]  # indices of the recurrent layers
     recurrent: tuple[int, int, int]  # value heads, key_dim, value_dim
     conv: tuple[int, int]  # channels, conv_size - 1
-    dtype: torch.dtype  # dtype of convolution states; recurrent states are float32
+    dtype: torch.dtype  # dtype of conv states; recurrent states are float32
 
     @property
     def part_bytes(self) -> tuple[int, int]:
