@@ -1,4 +1,4 @@
-"""A tokenizer for tiny models: one token per printable ASCII character, and some longer ones."""
+"""A tokenizer for tiny models: a token per printable ASCII character, and some longer tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGER = ['{"', '":', '",', '"}', "true", "null", "}]", "name", "12", "0.", "</t
 
 
 def with_tokenizer(source: Path, target: Path) -> Path:
-    """Copy a checkpoint and add a tokenizer that lacks the last ids, as in padded vocabularies."""
+    """Copy a checkpoint and add a tokenizer without the last ids, as with padded vocabularies."""
     shutil.copytree(source, target)
     texts = ["<pad>", "<bos>", "<eos>", *map(chr, range(33, 127)), "Ġ", "Ċ", *LONGER]
     assert len(texts) < VOCAB_SIZE - 32

@@ -34,7 +34,7 @@ from transformers import (
 )
 
 VOCAB_SIZE = 160
-MIN_GAP = 1e-3  # smallest difference of the top two logits; below it, rounding could decide
+MIN_GAP = 1e-3  # minimum gap between the top two logits; rounding could close a smaller one
 
 SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -85,7 +85,7 @@ DELTA_NET = {
 }
 WINDOW = 20  # not a multiple of the block size
 
-# Families that store the weights of norms minus one.
+# Families whose checkpoints store norm weights minus one.
 CENTERED = (
     Gemma2Config,
     Gemma3TextConfig,
@@ -94,7 +94,7 @@ CENTERED = (
     Qwen3NextConfig,
 )
 
-# One checkpoint for the features that each further family adds.
+# Further families, with checkpoints for the features that each one adds.
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama-linear": LlamaConfig(
         **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
@@ -171,7 +171,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "gemma3": Gemma3TextConfig(
         **SIZES,
         head_dim=16,
-        tie_word_embeddings=False,  # tied, scaled embeddings would repeat the last token
+        tie_word_embeddings=False,  # with tied, scaled embeddings, it would repeat the last token
         query_pre_attn_scalar=24,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"],
@@ -193,7 +193,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         residual_multiplier=0.3,
         attention_multiplier=0.2,
         logits_scaling=0.75,
-        rms_norm_eps=1e-2,  # large, so that its scaling matters
+        rms_norm_eps=1e-2,  # large, so that a wrong eps shows
     ),
     "olmo2": Olmo2Config(**SIZES, pad_token_id=0, attention_bias=True),
     "olmo3": Olmo3Config(
@@ -217,7 +217,7 @@ class TinyCheckpoint:
     model: Any  # the transformers model
 
     def generate(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """Return greedy tokens, each ahead of the second by a clear gap."""
+        """Return greedy tokens; assert that each leads the runner-up by a clear gap."""
         return list(_generate(self.model, tuple(prompt), max_tokens))
 
     @cached_property
@@ -231,9 +231,9 @@ class TinyCheckpoint:
         return logits.log_softmax(-1)
 
     def answers(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        """Return greedy tokens of many prompts: the same as `generate`, but faster.
+        """Return the greedy tokens of many prompts, as `generate` does, but faster.
 
-        All run side by side, padded at the end, where causal attention does not look.
+        The prompts run as one batch. They are padded at the end, which causal attention ignores.
         """
         if _depends_on_company(self.model.config):
             return [self.generate(prompt, max_tokens) for prompt in prompts]
@@ -259,7 +259,7 @@ class TinyCheckpoint:
 
 @cache
 def _generate(model: Any, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
-    """Cached, because many tests need the same tokens."""
+    """Return greedy tokens; cached, because many tests need the same ones."""
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

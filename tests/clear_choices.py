@@ -1,4 +1,4 @@
-"""Check that tokens do not depend on small rounding differences, as between numbers of ranks."""
+"""Check that small rounding differences, as between numbers of ranks, change no tokens."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from tests.kept_kernels import keep_kernels, restore_kernels
 if TYPE_CHECKING:
     from tests.checkpoints import TinyCheckpoint
 
-# The longest tests come first, so that none is still running when all others are done. Types are
-# checked while another process compiles the CPU kernels, so that not both compile them.
+# The longest tests come first, so that none is still running when all others are done. Of the first
+# two processes, one checks types while the other compiles the CPU kernels.
 FIRST = (
     "tests/test_types.py",
     "tests/devices/cpu/test_numba_attention.py",
@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def count(request: pytest.FixtureRequest) -> Callable[..., int]:
-    """Return how many generated cases to run: a tenth or `few`, or all with --all-counts."""
+    """Return a function that reduces a number of cases to a tenth or `few` by default."""
     is_whole = request.config.getoption("--all-counts")
 
     def num_cases(number: int, few: int | None = None) -> int:
@@ -66,7 +66,7 @@ def count(request: pytest.FixtureRequest) -> Callable[..., int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let several processes share the cores and the GPU; tests of threads set their own number."""
+    """Let several processes share the cores and the GPU."""
     worker = getattr(config, "workerinput", None)
     if worker is None:  # the xdist controller needs no torch
         restore_kernels()
@@ -83,7 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Disable garbage collection while tests are collected: visiting all imports is slow."""
+    """Disable garbage collection while tests are collected: visiting all objects is slow."""
     gc.disable()
     try:
         return (yield)
@@ -126,7 +126,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_imports() -> None:
-    """Freeze all objects, as an application may: every engine collects garbage when it starts."""
+    """Exclude existing objects from garbage collection, which every engine runs when it starts."""
     gc.freeze()
 
 
@@ -172,7 +172,7 @@ def tiny(checkpoint_root: Path) -> Callable[[str], TinyCheckpoint]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Use one thread for tiny models: synchronizing two in every kernel is slow on busy cores."""
+    """Use one thread for tiny models: synchronizing threads in every kernel is slow."""
     import torch
 
     num_threads = torch.get_num_threads()

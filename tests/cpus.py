@@ -34,7 +34,7 @@ CPUS = {
 
 
 class Products:
-    """Records the products of many rows, and emulates those that this CPU does not support."""
+    """Records which kernels multiply many rows, and replaces them by matmuls in float32."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.noted: set[str] = set()
@@ -60,7 +60,7 @@ class Products:
 
 @pytest.fixture(params=list(CPUS))
 def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of the CPU that new engines believe to run on."""
+    """Return the name of a CPU; new engines detect its features."""
     monkeypatch.setattr(cpu_device, "find_cpu_features", lambda: CPUS[request.param])
     name: str = request.param
     return name

@@ -46,7 +46,7 @@ class FakeExecutor:
     def __init__(
         self, num_blocks: int, block_size: int, depth: int = 0, states: StateCounts | None = None
     ) -> None:
-        # A recurrent state is the list of tokens that it has seen; None: the model has none.
+        # A recurrent state is the list of tokens so far; None: the model has no such states.
         self.states: list[list[int]] | None = states and [[] for _ in range(states.total)]
         self.info = ExecutorInfo(num_blocks, depth, "fake", "none")
         self.block_size = block_size
@@ -93,7 +93,7 @@ class FakeExecutor:
         return Done(StepResult(np.array(sampled, np.int32), pooled=pooled))
 
     def _pool(self, rows: list[tuple[int, int, int]]) -> list[list[int]]:
-        """Return the token sums of the prompts that end, accumulated over their chunks."""
+        """Return the token sums of the prompts that end here, accumulated over their chunks."""
         vectors = []
         for slot, start, count in rows:
             if slot in self.pooled:

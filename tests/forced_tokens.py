@@ -32,9 +32,9 @@ def forced_logits(llm: LLM, prompts: Ids, answers: Ids) -> list[Tensor]:
 
 
 class ForcedTokens:
-    """A Forward that records logits, then masks all but the token that is to come next.
+    """A Forward that records logits, then masks all tokens but the required next one.
 
-    A sequence's seed is its index in `sequences`, pairs of prompts and completions.
+    `sequences` holds each prompt with its completion; a request's seed is its index there.
     """
 
     def __init__(self, forward: Forward, sequences: Ids) -> None:

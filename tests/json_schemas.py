@@ -1,4 +1,4 @@
-"""Random JSON schemas: nested, with references, alternatives, formats, bounds, and any script."""
+"""Random JSON schemas: nested, with references, alternatives, formats, bounds and Unicode names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMATS = ["date", "time", "date-time", "duration", "email", "hostname", "ipv4",
 FORMATS += ["uri", "uri-reference", "json-pointer", "regex", "idn-email", "iri"]
 PATTERNS = ["^[a-z]{2,8}$", "^\\d{3}-\\d{4}$", "^(foo|bar)+$", "x", "^[^aeiou\\s]+$", "^\\S{1,6}$"]
 PATTERNS += ["^[äöü]{1,3}$", "^a.c$", "[0-9]$", "^\\w+@\\w+$"]
-# What a grammar cannot say as it stands.
+# Schemas with keywords that a grammar cannot express directly.
 CONDITIONS: list[dict[str, Any]] = [
     {"not": {"type": ["string", "null"]}},
     {"type": "string", "not": {"enum": ["", "a", "né", "\n]"]}, "maxLength": 5},
@@ -45,7 +45,7 @@ CONDITIONS: list[dict[str, Any]] = [
     {"oneOf": [{"type": "string"}, {"enum": ["auto", 7]}]},
     {"type": "string", "format": "color"},
 ]
-# In a few of the schemas only: what cannot be enforced.
+# Schemas that cannot be enforced; only a few random schemas contain one.
 REFUSED: list[dict[str, Any]] = [
     {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
     {"not": {"pattern": "a"}},

@@ -1,6 +1,7 @@
 """Cache compiled CPU kernels outside the clone, so that a new clone need not compile them.
 
-Numba keeps it beside the sources, and loads it where a source has the time and size that it had.
+Numba keeps compiled code beside the sources, and loads it only if the modification time and size of
+the source are unchanged.
 """
 
 from __future__ import annotations

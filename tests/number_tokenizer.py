@@ -23,7 +23,7 @@ class NumberTokenizer:
 
 
 def read_numbers(llm: LLM, eos_token_ids: tuple[int, ...] = ()) -> None:
-    """Give this tokenizer to an engine without one."""
+    """Install this tokenizer in an engine that has none."""
     input_processor, tokenizer = llm.engine.input_processor, NumberTokenizer()
     input_processor.tokenizer = tokenizer  # type: ignore[assignment]
     llm.engine.output_processor.tokenizer = tokenizer  # type: ignore[assignment]

@@ -16,7 +16,7 @@ from tests.checkpoints import TinyCheckpoint
 ROOT = Path(__file__).parent.parent
 PACKAGE = "nanovllm"
 
-# These run in processes without torch, and where neither torch nor transformers is installed.
+# These run in processes that do not import torch; torch and transformers may not be installed.
 TORCH_FREE = (
     *("config/", "sampling_params.py", "outputs.py", "llm.py", "async_llm.py", "engine/"),
     *("structured/", "serve/replica.py", "serve/core_messages.py", "serve/subscribers.py"),
@@ -92,7 +92,7 @@ def run_script(script: str, *arguments: str) -> str:
 
 
 def test_scheduling_runs_without_torch() -> None:
-    """A process in which neither torch nor transformers can be imported schedules a step."""
+    """A process that can import neither torch nor transformers schedules a step."""
     script = """
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None
@@ -118,8 +118,8 @@ print(run.make_server.__name__)
 
 
 def test_a_program_with_an_engine(tiny: Callable[[str], TinyCheckpoint]) -> None:
-    """Imports have no side effects or need of a server, and the first steps import nothing large:
-    torch's compiler and its dependencies would delay the second token by seconds."""
+    """Imports have no side effects and need no server packages; the first steps import nothing
+    large: torch's compiler and its dependencies would delay the second token by seconds."""
     script = """
 import logging, os, signal, sys, torch
 sys.modules.update(dict.fromkeys(["fastapi", "uvicorn", "prometheus_client", "pydantic", "yaml"]))
@@ -252,7 +252,7 @@ def state_changes(tree: ast.Module) -> list[str]:
 
 
 def bound_names(body: list[ast.stmt]) -> set[str]:
-    """Return the names that a module or function binds, without nested functions and classes."""
+    """Return the names that a module or function binds, but not those in nested scopes."""
     names: set[str] = set()
     pending: list[ast.AST] = list(body)
     while pending:
@@ -269,7 +269,7 @@ def bound_names(body: list[ast.stmt]) -> set[str]:
 
 
 def changed_roots(node: ast.AST) -> Iterator[str]:
-    """Return the names whose attribute, item or content a statement or call changes."""
+    """Yield the names of objects that a statement or call changes."""
     is_place = isinstance(node, ast.Attribute | ast.Subscript)
     if is_place and isinstance(node.ctx, ast.Store | ast.Del):
         yield root_name(node)
@@ -279,7 +279,7 @@ def changed_roots(node: ast.AST) -> Iterator[str]:
 
 
 def is_module_alias(name: ast.expr) -> bool:
-    """Tell `np.add(...)`, a function of a module, from `names.add(...)`, which changes a set."""
+    """Whether a name is a module: `np.add(...)` changes nothing, but `names.add(...)` does."""
     return isinstance(name, ast.Name) and name.id in ("np", "torch", "F")
 
 

@@ -1,4 +1,4 @@
-"""`bench.py`: several engines run the same workloads and are measured alike."""
+"""`bench.py`: several engines run the same workloads and are measured in the same way."""
 
 from __future__ import annotations
 

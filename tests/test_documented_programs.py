@@ -1,6 +1,6 @@
 """README.md and docs/: the commands and programs in code blocks run, and print what is shown.
 
-CONTRIBUTING.md says how a page marks those that cannot run everywhere.
+CONTRIBUTING.md says how a page marks code that cannot run everywhere.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OTHER_TESTS = {
 }
 # tests/test_wheel.py installs the package into a new environment; make installs all packages.
 INSTALLS = ("pip install ", "python3 -m venv ")
-# Files of users that the pages read.
+# Users' files that the pages read.
 FILES = {
     "report.txt": "Sales rose by ten percent. Costs stayed the same.",
     "questions.txt": "What is the capital of France?\nWhat is the capital of Italy?\n",
@@ -93,14 +93,14 @@ def test_other_tests_read_their_pages() -> None:
 
 
 class Servers:
-    """The servers that pages start; those with the same options are one."""
+    """The servers that pages start; commands with the same options share one."""
 
     def __init__(self) -> None:
         self._ports: dict[str, str] = {}  # keyed by options
         self._processes = contextlib.ExitStack()
 
     def port(self, options: str = "") -> str:
-        """Return the port of a server, which is started in this folder unless it is running."""
+        """Return the port of a server with these options; start it if it is not running."""
         options = options.replace("--port 8000", "").replace("0.0.0.0", "127.0.0.1").strip()
         if options not in self._ports:
             command = [sys.executable, "-m", "nanovllm", "serve", *shlex.split(options)]
@@ -190,7 +190,7 @@ def run(command: str) -> str:
 
 
 def run_in_process(words: list[str]) -> str:
-    """Run a command of ours with its redirections; a process that imports torch takes seconds."""
+    """Run a nanovllm command, with its redirections, in this process: a new one takes seconds."""
     files = {sign: words[words.index(sign) + 1] for sign in ("<", ">") if sign in words}
     arguments = [word for word in words if word not in {*files, *files.values()}]
     Path("stdin").write_text("Hello!\n" if words[0] == "chat" else "")

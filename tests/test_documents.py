@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = (".", "docs", "docs/learn", "benchmarks", "benchmarks/notes")
 DOCUMENTS = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.md")]
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
-# Files of users, which are not in the repository.
+# Users' files, which are not in the repository.
 THEIRS = {"config.json", "generation_config.json", "config.yaml", "server.yaml", "trace.json"}
 THEIRS |= {"result.json", "openapi.json", "OUTPUT.job.json"}
 THEIRS |= {"modules.json", "config_sentence_transformers.json"}
@@ -113,7 +113,7 @@ def test_the_reference_is_up_to_date() -> None:
 def test_the_first_command_has_the_same_output_in_float32(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The output is the same on every CPU, because no token is a close choice."""
+    """The output is the same on every CPU, because the top two tokens are never nearly tied."""
     monkeypatch.setattr("sys.stdin", None)
     [(command, answer)] = re.findall(
         r"^nanovllm (generate .*)\n(?:.*\n)*?```\n```\n(.*)\n\nprompts",

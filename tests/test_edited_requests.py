@@ -82,7 +82,7 @@ def edited(
 def reference(
     checkpoint: TinyCheckpoint, prompt: list[int], params: SamplingParams, words: Any = ()
 ) -> list[int]:
-    """Return greedy tokens, each ahead of the second by a clear gap after the edits."""
+    """Return greedy tokens; assert that each leads the runner-up by a clear gap after the edits."""
     answer: list[int] = []
     while len(answer) < params.max_tokens:
         with torch.inference_mode():
@@ -124,7 +124,7 @@ def wanted(tiny: Any) -> list[list[int]]:
 def test_every_edit_beside_every_other(
     tiny: Any, wanted: list[list[int]], device: str, mode: str
 ) -> None:
-    """Runs twice, then from the prefix cache; rows without edits equal transformers."""
+    """Runs twice, the second time from the prefix cache; rows without edits equal transformers."""
     checkpoint, prompts = tiny("qwen3"), make_prompts()[: len(EDITS)]
     params = [greedy(edits) for edits in EDITS]
     with LLM(checkpoint.path, device=device, **OPTIONS, **MODES[mode]) as llm:
@@ -139,7 +139,7 @@ def test_every_edit_beside_every_other(
 def test_rows_are_edited_a_few_at_a_time(
     tiny: Any, wanted: list[list[int]], device: str, monkeypatch: Any
 ) -> None:
-    """As for long sequences; `tests/worker/test_logits_edits.py` tests how rows are split."""
+    """Long sequences are split like this; `tests/worker/test_logits_edits.py` tests how."""
     monkeypatch.setattr("nanovllm.worker.logits_edits.MAX_TOKENS", 60)
     params = [greedy(edits) for edits in EDITS]
     with LLM(tiny("qwen3").path, device=device, **OPTIONS) as llm:
@@ -174,7 +174,7 @@ def test_bad_words_of_several_tokens(tiny: Any, device: str, depth: int) -> None
 
 
 def halve(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """Halve all logits and raise that of the newest token a little."""
+    """Halve all logits, and raise that of the last token a little."""
     logits = logits / 2
     logits[output_token_ids[-1:]] += 1
     return logits
@@ -201,7 +201,7 @@ DRAWN: list[dict[str, Any]] = [
 @pytest.mark.slow
 @DEVICES
 def test_draws_follow_the_edited_probabilities(tiny: Any, device: str) -> None:
-    """Checks the second token after the most frequent first one; all kinds run in one batch."""
+    """Checks second tokens that follow the most frequent first one; all kinds run in one batch."""
     checkpoint, prompt, num_draws = tiny("qwen3"), [3, 14, 15, 14, 65], 600
     allowed = {"allowed_token_ids": [*range(5, 50, 5), 14]}
     params = [

@@ -26,7 +26,7 @@ from tests.threaded_ranks import engines_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HIDDEN, INNER = SIZES["hidden_size"], 64
-# In the order of use; the names of modules differ between versions of sentence-transformers.
+# In the order in which they run; type names differ between versions of sentence-transformers.
 TYPES = {
     "": "sentence_transformers.models.Transformer",
     "1_Pooling": "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
@@ -90,7 +90,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.inference_mode()
 def wanted(folder: Path, prompt: list[int], pool: Callable[[Tensor], Tensor]) -> np.ndarray:
-    """Return what transformers' model, a pooling and the dense layers give, not normalized."""
+    """Return the unnormalized embedding of transformers' model, `pool` and the dense layers."""
     from safetensors.torch import load_file
 
     model = AutoModel.from_pretrained(folder, dtype=torch.float32)
@@ -122,7 +122,7 @@ def embed(llm: LLM, prompts: Any, *options: Any) -> list[list[float]]:
 @DEVICES
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 110, "depth": 1}])
 def test_bidirectional_attention(gemma: Path, device: str, options: dict[str, Any]) -> None:
-    """Runs twice: no prompt may find another's blocks, nor run in two steps."""
+    """Runs twice; prompts must neither reuse cached blocks nor be split into chunks."""
     with LLM(gemma, device=device, **{**OPTIONS, **options}) as llm:
         sizes = []
         run = runner_of(llm).run
@@ -171,7 +171,7 @@ def test_other_backends_are_refused(gemma: Path, device: str) -> None:
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint like Qwen3-Embedding's: without an LM head, which is not tied."""
+    """A checkpoint like Qwen3-Embedding's: it has no LM head, although embeddings are not tied."""
     folder = tmp_path_factory.mktemp("qwen")
     config = Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False)
     checkpoint: TinyCheckpoint = make_checkpoint(folder / "whole", config)

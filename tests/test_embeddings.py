@@ -123,7 +123,7 @@ def test_beside_answers(tiny: Any, device: str, mode: str) -> None:
 
 
 def test_chunks_add_up_after_preemption(tiny: Any) -> None:
-    """Completions outgrow the pool while prompts are prefilled in small chunks."""
+    """Completions outgrow the KV cache while prompts are prefilled in small chunks."""
     checkpoint, prompts = tiny("qwen3"), [[*range(i, i + 100)] for i in range(3)]
     options = {**OPTIONS, "num_kvcache_blocks": 13, "max_num_batched_tokens": 8, "depth": 1}
     long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, priority=-1)

@@ -59,7 +59,7 @@ MODES = {
     "block-48": {"kvcache_block_size": 48, "max_num_batched_tokens": 10},
     "block-256": {"kvcache_block_size": 256},
     "eager": {"enforce_eager": True},
-    "many-rows": {"max_num_seqs": 20},  # more rows than a recorded step supports
+    "many-rows": {"max_num_seqs": 20},  # more rows than a captured step supports
 }
 
 

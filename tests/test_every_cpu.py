@@ -1,4 +1,4 @@
-"""Engines give correct outputs with the choices of every kind of CPU, on any CPU."""
+"""Engines give correct outputs with the kernels and dtypes chosen for every kind of CPU."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "kvcache_block_size": 16,
     "max_model_len": 160,
-    "max_num_seqs": 24,  # more rows than our matmul kernel takes at once
+    "max_num_seqs": 24,  # more rows than our matmul kernel supports
 }
-# The kernel for products of many rows, and the dtype that "auto" chooses for bfloat16 weights.
+# Matmuls of many rows in bfloat16 and float32; the dtype that "auto" chooses for 16-bit weights.
 CHOICES = {
     "amx": ("packed bfloat16", "packed float32", BF16),
     "avx512": ("rows float32", "packed float32", BF16),

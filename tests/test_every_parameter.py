@@ -45,7 +45,7 @@ def shift(output_token_ids: list[int], logits: Tensor) -> Tensor:
     return logits.roll(1 + len(output_token_ids))
 
 
-# For each field: a request's value, and another value, which must give a different output.
+# For each field: options that use it, and other options that must give a different output.
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "temperature": ({"temperature": 2.0}, {"temperature": 0}),
     "max_tokens": ({"max_tokens": 3}, {}),
@@ -106,7 +106,7 @@ PLAIN = make_params({})
 
 
 def summary(output: RequestOutput) -> list[Any]:
-    """Return an output without times, ids and logprobs, which rounding changes."""
+    """Return the parts of an output that must be equal; rounding changes logprobs."""
     best = [output.prompt_token_ids, output.text, output.finish_reason, output.error]
     return [best, [(each.token_ids, each.text, each.stop_reason) for each in output.outputs]]
 
@@ -128,7 +128,7 @@ def prompts_for(number: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(tiny: Any) -> Any:
-    """Return each request's output when it runs alone; the noise depends on the device."""
+    """Return each request's output when it runs alone; random numbers depend on the device."""
 
     @cache
     def answers(device: str) -> list[RequestOutput]:

@@ -1,4 +1,4 @@
-"""`example.py`, which `make demo` runs, and `examples/`."""
+"""Run `example.py`, as `make demo` does, and the programs in `examples/`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.cli.terminal_process import ROOT, TerminalProcess, run_program
 
 
 def test_it_uses_only_public_names() -> None:
-    """A newcomer can copy it."""
+    """Newcomers can copy the program."""
     lines = (ROOT / "example.py").read_text().splitlines()
     assert [line for line in lines if "nanovllm" in line] == [
         "from nanovllm import LLM, SamplingParams"
@@ -51,7 +51,7 @@ def test_three_sequences_in_eight_blocks() -> None:
     spans = [list(map(int, re.findall(r"\d+", step.splitlines()[0]))) for step in steps]
     numbers = [number for span in spans for number in range(span[0], span[-1] + 1)]
     assert numbers == list(range(1, len(numbers) + 1))
-    assert len(steps) < len(numbers)  # uneventful steps are printed as one
+    assert len(steps) < len(numbers)  # uneventful steps are printed together
     happened: dict[tuple[str, str], int] = {}  # the part in which each change was printed first
     for index, step in enumerate(steps):
         for kind, name in re.findall(r"^  (\w+) +([ABC]): ", step, re.MULTILINE):

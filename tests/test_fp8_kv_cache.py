@@ -1,4 +1,4 @@
-"""FP8 KV cache: outputs equal those of transformers with a cache that rounds alike."""
+"""FP8 KV cache: outputs equal those of transformers with a cache that rounds the same way."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_answers(tiny: Any, answers: list[Answer], mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_how_prompts_are_cut_changes_nothing(tiny: Any, family: str) -> None:
-    """Covers windows, experts and every RoPE kind: whole prompts, chunks and cached prefixes."""
+    """Compares whole prompts, chunks and cached prefixes with windows, experts and every RoPE."""
     answers = []
     for mode in ("plain", "chunked", "preempted"):
         with LLM(tiny(family).path, **{**OPTIONS, **MODES[mode]}) as llm:
@@ -129,7 +129,7 @@ def test_two_ranks(tiny: Any, answers: list[Answer]) -> None:
 
 
 def test_samples_share_and_copy_blocks(tiny: Any) -> None:
-    """Two samples of one prompt, the second with a copied block, equal two requests."""
+    """Samples of one prompt, all but the first with a copied block, equal a single request."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     with LLM(tiny("qwen3").path, **OPTIONS) as llm:
         (alone,) = llm.generate([list(range(40))], params, use_tqdm=False)
@@ -152,7 +152,7 @@ def test_the_same_memory_holds_more_tokens(
         num_blocks = 3
         caches = spec.views(torch.zeros(num_blocks * spec.block_bytes, dtype=torch.uint8), 3)
         used = sum(part.nbytes for cache in caches for part in cache.parts)
-        assert used == num_blocks * spec.block_bytes  # includes the scales
+        assert used == num_blocks * spec.block_bytes  # includes the exponents
         sizes.append(spec.block_bytes)
     assert sizes[0] / sizes[1] >= least
     assert sizes[1] == sizes[2]

@@ -1,4 +1,4 @@
-"""The engine on CUDA: float32 tokens equal those of transformers, graphs equal eager steps."""
+"""The engine on CUDA: tokens in float32 equal transformers', and graphs equal eager steps."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ class BothWays:
 @pytest.mark.parametrize(
     ("max_rows", "max_len", "tolerances"),
     [
-        (8, 64, (0.0, 0.0)),  # no padding, no key splits: identical kernels
-        (40, 160, (0.03, 0.004)),  # padded products and key splits are rounded differently
+        (8, 64, (0.0, 0.0)),  # no padding and no split KV: identical kernels
+        (40, 160, (0.03, 0.004)),  # padded matmuls and split KV round differently
     ],
     ids=["exact", "padded"],
 )

@@ -23,7 +23,7 @@ from tests.test_sampled_requests import KINDS
 MIB = 1 << 20
 GIB = 1 << 30
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "kvcache_block_size": 16}
-# Keys and values take 32 KiB per token, so that the cache wants far more memory than it gets.
+# Keys and values take 32 KiB per token, so the KV cache could use far more memory than it gets.
 LARGE_CACHE = {
     **CONFIG,
     "hidden_size": 256,
@@ -66,7 +66,7 @@ class Churn:
         self.num_finished = self.num_cached = 0
 
     def run(self, num_steps: int) -> Usage:
-        """Return the memory in use after every request has finished."""
+        """Run steps; return the memory in use after every request has finished."""
         for _ in range(num_steps):
             while len(self.live) < 12 and self.rng.random() < 0.6:
                 self.live.append(self.llm.add_request(*self._request()))

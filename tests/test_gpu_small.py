@@ -47,7 +47,7 @@ def test_fused(check: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_experts(dtype: torch.dtype) -> None:
-    """Routing alone and after a norm, pairs and sorted pairs, and tiles of every shape."""
+    """Routing alone and after a norm, unsorted and sorted (token, expert) pairs, every tile."""
     experts_cases.check_routing(dtype, "cuda")
     experts_cases.check_experts(dtype, "cuda")
     experts_cases.check_every_tile(dtype, "cuda")
@@ -74,7 +74,7 @@ def test_quantized_weights(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "tma", "shared"])
 def test_attention(kind: str) -> None:
-    """Unsplit and split contexts and their join, for every head dimension and dtype."""
+    """Contexts with and without split KV, for every head dimension and dtype."""
     if kind == "tma" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     drawn = paged_attention_cases.sample(kind, 5, DTYPES, paged_attention_cases.SMALL)

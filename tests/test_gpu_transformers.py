@@ -39,7 +39,7 @@ def test_equals_generate(tmp_path: Path, model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["gemma4_text", "gpt_oss", "olmoe"])
 def test_graphs_equal_eager_steps_in_half_precision(tmp_path: Path, model_type: str) -> None:
-    """Experts then run as one grouped GEMM, which a graph can capture."""
+    """In half precision, experts run as one grouped GEMM, which a graph can capture."""
     make_tiny(tmp_path, model_type)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
     found = []

@@ -37,20 +37,20 @@ WIDE = Qwen3Config(  # heads as large as those of real models
 )
 PROMPT_LENS = (1, 2, 15, 16, 17, 48, 70, 130)
 NUM_NEW = 12
-# Allowed ratios of our RMS error and our largest error to those of transformers.
+# Allowed ratio of our RMS error to transformers'; the largest error may have twice this ratio.
 FACTORS = {"float32": 3.0, "float16": 1.5, "bfloat16": 1.5}
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "eager": {"enforce_eager": True},
     "alone": {"max_num_seqs": 1},  # on CUDA: the kernels for one row
     "chunked": {"max_num_batched_tokens": 23},
-    "padded": {"max_num_seqs": 30},  # on CUDA: 16 rows and more, in graphs of 16 and 24
+    "padded": {"max_num_seqs": 30},  # on CUDA: 16 rows or more, in graphs for 16 and 24 rows
 }
 CASES = [
     *(("wide", "bfloat16", mode) for mode in MODES if mode != "padded"),
     ("wide", "float16", "plain"),
     ("wide", "float32", "plain"),
-    # transformers rotates prompts beyond the trained context differently: docs/architecture.md.
+    # transformers rotates prompts with dynamic RoPE differently: see docs/architecture.md.
     *((name, "float32", "chunked") for name in FAMILIES if name != "llama-dynamic"),
     ("qwen3-tied", "bfloat16", "alone"),
     ("llama-mha-bias", "bfloat16", "plain"),
@@ -107,7 +107,7 @@ def transformers_logits(root: Path, name: str, device: str, dtype: str) -> tuple
         path, dtype=getattr(torch, dtype), attn_implementation=model.config._attn_implementation
     ).to(device)
     exact = copy.deepcopy(model).double().to(device)
-    exact.set_experts_implementation("eager")  # the others do not support float64
+    exact.set_experts_implementation("eager")  # other implementations do not support float64
     exact.load_state_dict(rounded.state_dict())
     prompts, answers = make_sequences(rounded.config.vocab_size)
     both: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -121,7 +121,7 @@ def transformers_logits(root: Path, name: str, device: str, dtype: str) -> tuple
 
 @contextmanager
 def native_products(device: str, dtype: str) -> Iterator[None]:
-    """If the CPU emulates a dtype, compute the results of native support, which is faster."""
+    """If the CPU emulates a dtype, compute in float32 and round the results, which is faster."""
     linear, attend = F.linear, F.scaled_dot_product_attention
     is_native = getattr(torch, dtype) in find_cpu_features().multiplies
 
@@ -180,7 +180,7 @@ def test_as_exact_as_transformers(
 
 
 def most_rows(errors: Tensor, name: str) -> Tensor:
-    """With experts, omit the few worst rows: near a tie, rounding selects another expert."""
+    """For models with experts, omit the worst rows: near a tie, rounding selects another expert."""
     if name not in ("mixtral", "qwen3-moe", "qwen3.5-moe", "qwen3-next"):
         return errors
     order = errors.square().mean(1).argsort()

@@ -1,4 +1,4 @@
-"""Logits processors change the logits of their own requests, and fail only these."""
+"""A logits processor changes only the logits of its own request, and fails only this request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def forbid_what_was_said(output_token_ids: list[int], logits: Tensor) -> Tensor:
 
 
 def follow_the_last(output_token_ids: list[int], logits: Tensor) -> Tensor:
-    """Prefer the id after the newest one, depending on all previous tokens."""
+    """Prefer a token that depends on the last token and on the number of output tokens."""
     bias = torch.zeros_like(logits)
     if output_token_ids:
         bias[(output_token_ids[-1] + len(output_token_ids)) % len(logits)] = 30.0
@@ -115,7 +115,7 @@ def test_worker_processes_import_them(tiny: Any) -> None:
 
 
 def test_samples_and_other_edits(tiny: Any) -> None:
-    """Processors run last: they see penalized logits, and each sample its own tokens."""
+    """Processors run last: they see edited logits, and the tokens of their own sample."""
     seen: list[tuple[int, ...]] = []
 
     def look(output_token_ids: list[int], logits: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def test_failures_end_their_own_request(tiny: Any, device: str, depth: int) -> N
 
 
 def test_a_step_cannot_wait_for_itself(tiny: Any) -> None:
-    """A processor that calls its own engine gets an error; it would wait forever."""
+    """A processor that calls its own engine gets an error; otherwise it would wait forever."""
     prompt = [1, 2, 3]
     with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
         asks: list[Any] = [

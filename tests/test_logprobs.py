@@ -1,4 +1,4 @@
-"""Logprobs equal those of transformers, regardless of what else a batch asks for."""
+"""Logprobs equal those of transformers, regardless of the other requests in a batch."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def assert_prompt_right(checkpoint: TinyCheckpoint, output: RequestOutput, num_t
 @DEVICES
 @pytest.mark.parametrize("mode", list(MODES))
 def test_those_of_prompts(tiny: Any, device: str, mode: str) -> None:
-    """Runs beside rows without logprobs; cached prompts are computed again for logprobs."""
+    """Runs beside rows without logprobs; cached prompts are recomputed for their logprobs."""
     checkpoint = tiny("qwen3")
     params = [
         SamplingParams(seed=i, ignore_eos=True, **asked) for i, asked in enumerate(PROMPT_ASKED)

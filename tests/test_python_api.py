@@ -146,7 +146,7 @@ def test_chat_continues_the_last_message_or_begins_none(llm: LLM) -> None:
     both = {"add_generation_prompt": True, "continue_final_message": True}
     with pytest.raises(RequestError, match="mutually exclusive"):
         llm.chat(BEGUN, GREEDY, **both)
-    # As callers of vLLM write it, and as it was written here before.
+    # Both are accepted as arguments, as in vLLM, and in chat_template_kwargs.
     both["add_generation_prompt"] = False
     assert prompt(BEGUN, **both) == prompt(BEGUN, chat_template_kwargs=both)
 

@@ -83,7 +83,7 @@ def assert_right(results: list[RerankOutput], wanted: list[float]) -> None:
     [
         ("qwen3", {}),
         ("qwen3", {"max_num_batched_tokens": 70, "depth": 1}),
-        ("gemma2", {"enable_prefix_caching": False}),  # caps its logits
+        ("gemma2", {"enable_prefix_caching": False}),  # softcaps its logits
         ("qwen3-tied", {"model_impl": "transformers"}),
     ],
 )

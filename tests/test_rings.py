@@ -24,7 +24,7 @@ LEVELS = {name: level for level, names in enumerate(FLOORS) for name in names.sp
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Return all modules of the package that a file imports, at any level, also for types."""
+    """Yield all modules that a file imports, including those inside functions and for types."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path} has a relative import"
@@ -38,7 +38,7 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 
 def sources() -> Iterator[tuple[Path, str]]:
-    """Yield every file with its layer; the package and its command may import anything."""
+    """Yield each file and its layer; the top `__init__` and `__main__` are unrestricted."""
     for path in sorted(PACKAGE.rglob("*.py")):
         floor = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if not floor.startswith("__"):

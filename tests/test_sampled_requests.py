@@ -1,4 +1,4 @@
-"""Sampling in the engine, on every device: batching, truncation, min_tokens, probabilities."""
+"""Sampling in the engine, on every device: batching, truncation and min_tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def mixed_params(num_prompts: int) -> list[SamplingParams]:
-    """Return every kind of sampling, each with its own seed."""
+    """Return parameters of every kind in turn, each with its own seed."""
     return [
         SamplingParams(**KINDS[i % len(KINDS)], seed=i, max_tokens=12, ignore_eos=True)
         for i in range(num_prompts)
@@ -67,7 +67,7 @@ def test_cuts_that_leave_one_token_are_greedy(tiny: Any, device: str) -> None:
         {"top_p": 1e-6},
         {"min_p": 1.0},
         {"temperature": 1e-4},
-        {"temperature": 2.0},  # free
+        {"temperature": 2.0},  # free: may generate any tokens
         {"temperature": 1.0, "top_p": 0.9},  # free
     ]
     params = [

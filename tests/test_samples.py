@@ -26,7 +26,7 @@ def alone(llm: LLM, prompt: list[int], params: SamplingParams) -> list[Any]:
     return llm.generate([prompt] * params.n, ones, use_tqdm=False)
 
 
-# Cases that change one option each are marked slow; one case that changes several is not.
+# These are marked slow, because "preempted" covers their options.
 SLOW = ("plain", "ahead", "small")
 
 
@@ -39,7 +39,7 @@ SLOW = ("plain", "ahead", "small")
     ],
 )
 def test_samples_equal_requests_with_their_seeds(tiny: Any, device: str, mode: str) -> None:
-    """Runs beside other prompts with other numbers of samples, some longer than a block."""
+    """Prompts run side by side with different numbers of samples; some are longer than a block."""
     prompts = [*make_prompts()[:4], [7], [*range(16)], [*range(17)], [*range(70)]]
     params = [replace(PARAMS, n=n) for n in (8, 1, 3, 2, 4, 5, 2, 8)]
     options = {**OPTIONS, "max_num_seqs": 8, **(MODES | NO_CACHE)[mode]}
@@ -62,7 +62,7 @@ def test_samples_equal_requests_with_their_seeds(tiny: Any, device: str, mode: s
 @pytest.mark.parametrize("is_cached", [True, False])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 50])
 def test_the_prompt_runs_once(tiny: Any, is_cached: bool, length: int) -> None:
-    """Only its last token runs once more per further sample; full blocks are shared."""
+    """For each further sample, only its last token runs again; full blocks are shared."""
     options = {**OPTIONS, "enable_prefix_caching": is_cached, "num_kvcache_blocks": 40}
     with LLM(tiny("qwen3").path, device="cpu", **options) as llm:
         params = replace(PARAMS, max_tokens=20)
@@ -103,7 +103,7 @@ def test_streams_and_aborts_of_samples(tiny: Any) -> None:
 
 
 def test_a_sample_may_stop_before_the_others(tiny: Any) -> None:
-    """One token stops the first sample at once; the others continue with their own stop_reason."""
+    """A stop token ends the first sample at once; others continue until they generate it."""
     params = replace(PARAMS, max_tokens=12, logprobs=None)
     with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
         [free] = llm.generate([[9, 8, 7]], params, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Speculative decoding gives the outputs of plain decoding, whatever requests ask for."""
+"""Speculative decoding does not change outputs, whatever options the requests have."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ GRAMMARS: list[dict[str, Any]] = [
     {"choice": ["yes", "no", "no one"]},
     {"regex": "[0-9]{2}", "after": "a"},
 ]
-# Each is combined at random with the others.
+# Requests have random combinations of these.
 FEATURES: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"top_p": 0.8},
@@ -69,7 +69,7 @@ FEATURES: list[dict[str, Any]] = [
 
 
 class EagerDrafter(Drafter):
-    """Drafts without regard to gain or cost, with random lengths."""
+    """Proposes a random number of draft tokens, whether or not they pay off."""
 
     def __init__(self, proposer: Proposer, num_speculative_tokens: int, seed: int = 0) -> None:
         super().__init__(proposer, num_speculative_tokens)
@@ -114,7 +114,7 @@ def make_requests(
 
 
 def assert_equal(output: RequestOutput, want: RequestOutput, seed: int) -> None:
-    """Compare the outputs of a request; one that was aborted has a part of what is wanted."""
+    """Compare the outputs of a request; an aborted one must be a prefix of the wanted output."""
     for each, plain in zip(output.outputs, want.outputs, strict=True):
         is_aborted = each.finish_reason == "abort"
         if is_aborted:
@@ -134,7 +134,7 @@ def assert_equal(output: RequestOutput, want: RequestOutput, seed: int) -> None:
 def run_with_aborts(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], rng: random.Random
 ) -> list[RequestOutput]:
-    """Abort some of the requests, each after a random step."""
+    """Run requests, and abort some of them after random steps."""
     seq_ids = [llm.add_request(*pair) for pair in zip(prompts, params, strict=True)]
     outputs = {}
     while not llm.is_finished():
@@ -193,7 +193,7 @@ def test_drafts_change_no_output(
     assert num_preemptions > 0
 
 
-# Each with the n-gram proposer or, if it says so, with the target as its own draft model.
+# Each with replayed drafts or, if its name says so, with the target as its own draft model.
 MODES: dict[str, dict[str, Any]] = {
     "ranks": {"depth": 1},
     "ranks-draft-model": {},
@@ -239,7 +239,7 @@ def test_modes(path: str, mode: str, count: Callable[..., int]) -> None:
 def test_a_draft_model_changes_no_output(
     path: str, tiny: Any, device: str, draft: str, count: Callable[[int], int]
 ) -> None:
-    """The target itself as a draft model: nearly all drafts are accepted, at any temperature."""
+    """If the target is its own draft model, nearly all draft tokens are accepted."""
     has_grammars = find_spec("llguidance") is not None
     model = path if draft == "same" else str(tiny("llama").path)
     config = {"method": "draft_model", "num_speculative_tokens": 3, "model": model}
@@ -286,7 +286,7 @@ def test_a_draft_model_has_the_same_vocabulary(path: str, tmp_path: Path) -> Non
 
 
 def test_repeated_text_is_drafted(path: str) -> None:
-    """A grammar that allows one text: after its first repetition every draft is accepted."""
+    """A grammar allows only one text: once it repeats, every draft token is accepted."""
     params = SamplingParams(
         temperature=0, max_tokens=60, structured_outputs={"regex": "(abc-12 ){9}"}
     )
@@ -321,7 +321,7 @@ def test_wrong_options(path: str, config: Any, message: str) -> None:
 
 @pytest.mark.slow
 def test_samples_with_drafts_follow_the_exact_distribution(tiny: Any) -> None:
-    """20,000 samples of three tokens, four choices each; most drafts are accepted by chance."""
+    """20,000 samples of three tokens, four choices each; draft tokens are random guesses."""
     num_samples, prompt, choices = 20_000, [5, 6, 7], 4
     checkpoint = tiny("qwen3")
     params = SamplingParams(temperature=1.5, top_k=choices, max_tokens=3, n=100, ignore_eos=True)

@@ -88,7 +88,7 @@ def llm(path: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[LLM]:
-    """In float32, which is faster for many rows on CPUs without bfloat16 instructions."""
+    """Return an engine in float32: faster for many rows on CPUs without bfloat16 instructions."""
     options: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 64, "dtype": "float32"}
     with LLM("smollm2", device="cpu", **options) as llm:
         yield llm
@@ -150,7 +150,7 @@ def test_modes_do_not_matter(path: Path, wanted: Any, device: str, mode: str) ->
     with LLM(str(path), device=device, **OPTIONS, **MODES[mode]) as llm:
         outputs = generate(llm, batch())
         assert check(batch(), outputs) >= 8
-        if device == "cpu":  # the same seeds give different noise on other devices
+        if device == "cpu":  # on other devices, the same seeds give different random numbers
             assert [output.token_ids for output in outputs] == wanted
         if mode == "preempted":
             assert llm.engine.core.scheduler.num_preemptions > 0
@@ -170,7 +170,7 @@ def test_two_processes(path: Path, wanted: Any) -> None:
 
 @pytest.mark.slow
 def test_a_core_in_another_process(path: Path, wanted: Any) -> None:
-    """It compiles the grammars again, without delaying requests that have none."""
+    """The core compiles the grammars again, without delaying requests that have none."""
     llm = AsyncLLM(str(path), device="cpu", **OPTIONS)
 
     async def answer(index: int, params: SamplingParams) -> list[int]:
@@ -240,7 +240,8 @@ def test_streams(llm: LLM) -> None:
 
 
 def test_stop_tokens_come_only_where_the_grammar_ends(llm: LLM) -> None:
-    """This includes tokens with the stop text; an ignored EOS is allowed where it is required."""
+    """Elsewhere, stop tokens are masked, even if the grammar allows their text. An ignored EOS
+    still ends an output that the grammar does not let continue."""
     digits = [llm.get_tokenizer().encode(digit)[0] for digit in "0123456789"]
     asked = {"regex": "[a-c]{3}[0-9]+"}
     for options in ({"stop_token_ids": digits[:5]}, {"ignore_eos": True}, {"min_tokens": 20}):
@@ -253,7 +254,7 @@ def test_stop_tokens_come_only_where_the_grammar_ends(llm: LLM) -> None:
             if "ignore_eos" in options:
                 assert EOS not in output.token_ids
     [output] = generate(llm, [params_of({"regex": "0[0-9]"}, 0, stop_token_ids=digits)])
-    # It must not stop where the grammar requires a stop token.
+    # The grammar requires a stop token where the output may not end.
     assert output.finish_reason == "error"
     [output] = generate(llm, [params_of({"choice": ["ab"]}, 0, ignore_eos=True, min_tokens=9)])
     assert (output.text, output.finish_reason) == ("ab", "stop")
@@ -284,7 +285,7 @@ def test_other_options_narrow_and_never_widen(llm: LLM) -> None:
 
 
 def test_an_answer_after_a_special_token(llm: LLM) -> None:
-    """Greedy, with a bias towards the token; JSON may then begin with a line break."""
+    """A bias favors the special token, then line breaks, with which JSON may begin."""
     asked = {"json": SCHEMA, "after": "<bos>"}
     bias = {1: 100.0, llm.get_tokenizer().encode("\n")[0]: 60.0}
     params = [params_of(asked, seed, max_tokens=150, logit_bias=bias) for seed in range(4)]
@@ -295,7 +296,7 @@ def test_an_answer_after_a_special_token(llm: LLM) -> None:
 
 
 def test_only_what_a_special_token_opens_is_free(llm: LLM) -> None:
-    """Greedy: with a bias towards the token there is reasoning, without it there is none."""
+    """A bias decides whether the special token, which begins the reasoning, is generated."""
     asked = {"choice": ["yes"], "opened_by": "<bos>", "after": "!"}
     bias = {1: 100.0, llm.get_tokenizer().encode("!")[0]: 50.0}
     pushed, plain = generate(
@@ -307,7 +308,7 @@ def test_only_what_a_special_token_opens_is_free(llm: LLM) -> None:
 
 
 def test_what_opens_a_thought_does_so_where_an_answer_could_begin_alike(llm: LLM) -> None:
-    """Otherwise the grammar would constrain the reasoning."""
+    """Otherwise the grammar would constrain the reasoning that follows."""
     asked = {"regex": "[a-z]{4}", "opened_by": "b", "after": "!"}
     bias = {llm.get_tokenizer().encode("b")[0]: 100.0}
     [output] = generate(llm, [params_of(asked, 0, max_tokens=20, logit_bias=bias)])
@@ -433,7 +434,7 @@ def test_a_slow_mask_is_waited_for_by_its_row_alone(path: Path, depth: int) -> N
     others_are_done, compute = threading.Event(), grammar.compute_mask
 
     def slow(*args: Any) -> None:
-        """Delay masks of other threads until the other outputs are complete."""
+        """Delay masks that other threads compute until the other outputs are complete."""
         if threading.current_thread().name.startswith("nanovllm-grammars"):
             others_are_done.wait(60)
         compute(*args)
@@ -484,7 +485,7 @@ def test_other_threads_compute_the_masks_of_slow_grammars(llm: LLM) -> None:
             assert (mask == wanted).all()
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
             assert not matcher.finishes(int(bits.argmax()))
-    # The first mask of the third step is slow, so other threads compute the rest of that step.
+    # The first mask of the third step is slow, so other threads compute all masks after it.
     assert num_late == [0, 0, 1, 2, 2, 2]
     assert all(np.shares_memory(each, found[0]) for each in found), "graphs read them in place"
 
@@ -520,7 +521,7 @@ def test_a_mask_that_fails_ends_its_row_alone(llm: LLM) -> None:
 
 
 def test_samples_wait_for_their_grammar(path: Path) -> None:
-    """As in a core process, which compiles again in another thread."""
+    """The grammar is ready late, as in a core process, which compiles it again in a thread."""
     is_late = threading.Event()
     params = params_of({"regex": "[ab]{6}"}, 3, n=3)
     with LLM(str(path), device="cpu", **OPTIONS) as llm:
@@ -596,7 +597,7 @@ PATHOLOGICAL: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("asked", PATHOLOGICAL, ids=lambda asked: json.dumps(asked)[:40])
 def test_a_pathological_grammar_holds_up_nobody(llm: LLM, asked: dict[str, Any]) -> None:
-    """It is rejected, or ends within a bounded time, so that others wait only that long."""
+    """It is rejected or runs for a bounded time, so other requests wait no longer than that."""
     plain = [params_of(None, seed, max_tokens=20) for seed in range(4)]
     want = [output.token_ids for output in generate(llm, plain)]
     start = time.process_time()
@@ -622,7 +623,7 @@ def refusal_of(llm: LLM, schema: Any) -> str | None:
 @pytest.mark.endurance
 @pytest.mark.slow
 def test_generated_schemas_with_the_default_model(smollm2: LLM, count: Callable[..., int]) -> None:
-    """Only a few: `test_every_random_text_is_valid` checks more schemas without a model."""
+    """Checks a few schemas: `test_every_random_text_is_valid` checks more without a model."""
     params, num_refused, num_schemas = [], 0, count(500, few=8)
     for number in range(num_schemas):
         schema = random_schema(number, has_conditions=False)

@@ -28,7 +28,7 @@ from tests.threaded_ranks import ThreadedExecutor, engines_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ODD_SIZES = {**SIZES, "vocab_size": VOCAB_SIZE - 3, "initializer_range": 0.3}
-# Vocabularies that neither number of ranks divides; the second leaves the last rank few tokens.
+# Vocabulary sizes that 2 and 4 do not divide; the second leaves few tokens for the last rank.
 ODD: dict[str, PreTrainedConfig] = {
     "odd-vocabulary": LlamaConfig(**ODD_SIZES, tie_word_embeddings=False),
     "odd-tied": LlamaConfig(**{**ODD_SIZES, "vocab_size": 149}, tie_word_embeddings=True),
@@ -47,7 +47,7 @@ CROWDED = {"max_num_batched_tokens": 50, "num_kvcache_blocks": 6}
 
 
 def make_prompts() -> list[list[int]]:
-    """The first prompts fill a block each and soon need another; the others share a prefix."""
+    """Return prompts that soon need a second block, and prompts that share a prefix."""
     rng = random.Random(5)
     lens = (15, 14, 15, 1, 15, 16)
     prompts = [[rng.randrange(LARGEST_ID) for _ in range(length)] for length in lens]
@@ -74,7 +74,7 @@ def checkpoint(root: Path, name: str) -> TinyCheckpoint:
 
 
 def generate(path: Path, num_rounds: int = 1, **options: Any) -> list[list[int]]:
-    """Complete every prompt repeatedly; in later rounds all are cached, if enabled."""
+    """Complete all prompts in each round; later rounds use the prefix cache, if enabled."""
     with LLM(path, **{**OPTIONS, **options}) as llm:
         outputs = [
             output
@@ -93,7 +93,7 @@ def generate(path: Path, num_rounds: int = 1, **options: Any) -> list[list[int]]
 
 @cache
 def one_worker(root: Path, name: str) -> list[list[int]]:
-    """The expected tokens for any number of ranks: no choice is close enough for rounding."""
+    """Return one worker's tokens; assert that rounding on several ranks cannot change them."""
     answers = generate(checkpoint(root, name).path)
     assert len({tuple(answer) for answer in answers}) > len(PROMPTS) - 2
     for prompt, answer, params in zip(PROMPTS, answers, PARAMS, strict=True):
@@ -153,7 +153,7 @@ def test_aborts_leave_the_others_alone(checkpoint_root: Path, depth: int) -> Non
 
 
 def test_a_group_of_one(checkpoint_root: Path) -> None:
-    """It communicates with itself, as a CUDA graph with NCCL does on one device."""
+    """The rank communicates with itself, as a CUDA graph with NCCL does on one device."""
     check(checkpoint_root, "gemma3", size=1)
 
 

@@ -1,4 +1,4 @@
-"""Type-check the package; as a test, so that it runs in parallel with others."""
+"""Type-check the package in a test, so that it runs in parallel with other tests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_types() -> None:
-    """Without a cache it takes half a minute on one core.
+    """Without mypy's cache, this takes half a minute on one core.
 
-    The cache is outside the clone: mypy compares contents if modification times differ.
+    All clones share the cache: if modification times differ, mypy compares contents.
     """
     command = [sys.executable, "-m", "mypy", "--cache-dir", str(CACHE / "mypy"), "nanovllm"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""A wheel holds every module and every data file, and answers once it is installed."""
+"""A wheel contains every module and data file, and generates text once it is installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build from a copy, because it leaves files behind; torch depends on setuptools."""
+    """Build from a copy, because a build leaves files behind; setuptools comes with torch."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("out")
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "nanovllm", source / "nanovllm", ignore=ignore)
@@ -69,7 +69,7 @@ def test_an_installed_wheel_answers(wheel: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["numba", "torch", "triton"])
 def test_private_interfaces_are_of_releases_that_are_tested(name: str) -> None:
-    """Only the pinned, tested releases may be installed."""
+    """Requirements have an upper bound, and allow the pinned releases, which are tested."""
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
     found = [line.strip(' ",') for line in lines if line.strip().startswith(f'"{name}>=')]
     (required,) = (Requirement(each).specifier for each in found)
@@ -85,7 +85,7 @@ def _package_files() -> list[Path]:
 
 
 def _copy_kernels(folder: Path) -> None:
-    """Copy the compiled CPU kernels, which numba finds by the time and size of their sources."""
+    """Copy the compiled CPU kernels; numba loads them if times and sizes of sources match."""
     compiled = ROOT / "nanovllm" / "devices" / "cpu" / "kernels"
     for source in compiled.glob("*.py"):
         shutil.copystat(source, folder / source.name)

@@ -112,7 +112,7 @@ class ThreadedExecutor:
 def engines_of(
     size: int, backend: str = "gloo", make_device: MakeDevice = create_device
 ) -> Iterator[None]:
-    """Make engines run on several ranks."""
+    """Make new engines run on `size` ranks."""
     tqdm.set_lock(threading.RLock())  # an interrupt in another test may have left it locked
     executor = partial(ThreadedExecutor, size=size, backend=backend, make_device=make_device)
     with mock.patch.object(llm_module, "create_executor", executor):

@@ -37,7 +37,7 @@ class Device(Protocol):
 
     torch_device: torch.device
     group: TPGroup  # tensor-parallel ranks that share the model
-    depth: int  # default pipeline depth (steps queued ahead), the fastest in benchmarks
+    depth: int  # default pipeline depth (steps queued ahead): the fastest in benchmarks
     name: str  # "cpu" or "cuda"
     device_name: str  # the vendor's product name
 
@@ -47,18 +47,18 @@ class Device(Protocol):
     # Building models.
 
     def for_draft_model(self, config: EngineConfig) -> Device:
-        """Create the object of the same device for a second model, whose graphs are separate."""
+        """Create a second object for this device, with separate graphs, for the draft model."""
 
     def choose_dtype(self, asked: str, checkpoint_dtype: str) -> torch.dtype:
-        """Resolve `dtype`, which may be "auto", for a checkpoint stored as `checkpoint_dtype`."""
+        """Resolve the `dtype` option `asked`; "auto" depends on `checkpoint_dtype`."""
 
     def check_fp8(self, head_dim: int) -> None:
         """Raise ConfigError if no kernel supports an FP8 KV cache with this head size."""
 
     def reads_quantized(self, kind: str, dtype: torch.dtype) -> bool:
-        """Return whether kernels support a QuantLayout.kind with activations of `dtype`.
+        """Return whether kernels read weights of a QuantLayout.kind with activations of `dtype`.
 
-        "gguf" stands for all GGUF types.
+        The kind "gguf" covers all GGUF types.
         """
 
     def ops(self, dtype: torch.dtype) -> Ops:
@@ -70,39 +70,39 @@ class Device(Protocol):
     # Memory.
 
     def memory(self) -> Memory:
-        """Return this rank's part of the device's memory."""
+        """Return this rank's share of the device's memory."""
 
     def has_room_for_copy(self, num_bytes: int) -> bool:
-        """Return whether there is room to keep weights of `num_bytes` in two layouts."""
+        """Return whether weights of `num_bytes` may be kept in two layouts at once."""
 
     def cache_budget(self, step_bytes: int) -> int:
-        """Estimate how many bytes KV cache and recurrent states may take, before `prepare`.
+        """Estimate, before `prepare`, how many bytes the KV cache and recurrent states may use.
 
-        The largest step takes about `step_bytes`.
+        `step_bytes` is the estimated memory of the largest step.
         """
 
     def cache_bytes(self, wanted: int) -> int:
         """Return how many of the `wanted` bytes the KV cache may use; log how that was computed."""
 
     def check_cache_bytes(self, num_bytes: int) -> None:
-        """Raise ConfigError if a KV cache of the size that the user requested cannot fit."""
+        """Raise ConfigError if a KV cache of the configured size, `num_bytes`, cannot fit."""
 
     def allocate_cache(self, num_bytes: int) -> Tensor:
-        """Return zeroed bytes; where possible, pages are allocated only on first use."""
+        """Allocate zeroed bytes; where possible, their pages are allocated only on first use."""
 
     def release(self) -> None:
-        """Return unused cached memory to the device."""
+        """Free memory that allocators hold in their caches."""
 
     # Copies.
 
     def fill(self, target: Tensor, rows: Tensor) -> None:
-        """Copy rows of a stored weight to the device and wait. Safe in any thread."""
+        """Copy rows read from a checkpoint to `target`, and wait. Safe in any thread."""
 
     def upload(self, array: np.ndarray) -> Tensor:
         """Copy an array to the device without waiting; the array must not change afterwards."""
 
     def host_memory(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        """Allocate host memory, pinned if the device supports it, that `readable` does not copy."""
+        """Allocate an int32 array, in pinned memory on GPUs, that `readable` does not copy."""
 
     def readable(self, array: np.ndarray) -> Tensor:
         """Return the array as a tensor for kernels; it must not change until they have run."""
@@ -110,7 +110,7 @@ class Device(Protocol):
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
         """Start copying tensors to the host; the result waits for the copies."""
 
-    # Steps.
+    # Sampling and steps.
 
     def token_logprobs(
         self, logits: Tensor, tokens: Tensor, num_top: int
@@ -118,31 +118,31 @@ class Device(Protocol):
         """See `torch_logits.token_logprobs`."""
 
     def apply_token_bitmask(self, logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
-        """See `torch_logits.apply_token_bitmask`; `masks` are its `words`."""
+        """See `torch_logits.apply_token_bitmask`, where `masks` is called `words`."""
 
     def sampler(self, input_batch: InputBatch, vocab_size: int) -> Sampler:
-        """Create the sampler, which draws tokens from logits."""
+        """Create the function that samples tokens from logits."""
 
     def prepare(
         self, model: Model, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
     ) -> None:
-        """Compile the kernels for a loaded model, and measure the memory of the largest step."""
+        """Compile the kernels for a loaded model; run `largest_step` to measure its peak memory."""
 
     def runner(self, eager: EagerForward) -> ModelRunner:
-        """Create the runner of steps; it replays captured graphs where that is faster."""
+        """Create the ModelRunner; it replays captured graphs where that is faster."""
 
 
 class CapturedSteps(Protocol):
-    """The captured steps of a device, which its Forward and its Sampler replay."""
+    """The captured steps of a device, which its Forward and Sampler replay."""
 
     def note(self, plan: StepPlan) -> None:
-        """Register the new sequences of a plan that is run eagerly instead of replayed."""
+        """Record the new sequences of a plan that runs eagerly instead of being replayed."""
 
     def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
-        """Sample with bitmasks; return None, and do nothing, if no captured step supports it."""
+        """Sample with bitmasks; if no captured step supports that, do nothing and return None."""
 
     def has_lost_step(self) -> bool:
-        """Return whether a step failed on the device, which makes all later steps invalid, too."""
+        """Return whether a step failed on the device; later steps in flight are invalid, too."""
 
     def capture_one(self) -> bool:
         """See `Executor.capture_one`."""

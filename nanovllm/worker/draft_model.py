@@ -1,4 +1,4 @@
-"""DraftModel: a smaller model that drafts tokens on the device, before the target verifies them."""
+"""DraftModel: a smaller model that generates draft tokens, which the target model verifies."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from nanovllm.worker.model_runner import ModelRunner
 class DraftModel:
     """Shares the InputBatch of the target model, and has a KV cache with the same block ids.
 
-    It runs every token that the target runs, so that its cache is complete wherever the target's
-    is: in cached prefixes, after a preemption and in copied blocks.
+    The draft model runs every token that the target runs. So its cache is complete wherever the
+    target's is: in cached prefixes, after a preemption and in copied blocks.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
 
     def run(self, plan: StepPlan) -> StepPlan:
-        """Draft the tokens that a plan asks for; return the plan to run with the target.
+        """Generate the draft tokens of a plan; return the plan with which the target verifies them.
 
-        A draft is sampled with the parameters of its request and with the noise of its position, so
-        that the target samples the same token if both models agree.
+        A draft token is sampled with the parameters of its request and the random numbers of its
+        position. So the target samples the same token if both models agree.
         """
         if plan.block_copies:
             self.runner.eager.copy_blocks(plan)
@@ -48,11 +48,12 @@ class DraftModel:
             self.runner.sampler(self.runner.forward(step), step)
             is_row = num_drafts > index
             step = decode_plan(plan.slots[is_row], ends[is_row] + index)
-        self.runner.forward(step)  # stores keys and values of the last draft
+        # This writes the KV of the last draft tokens or, without draft tokens, of all rows.
+        self.runner.forward(step)
         if not most:
             return plan
-        # The sampler has also advanced `lengths` of these slots. Reset each to its known tokens
-        # plus its drafts, as the target model expects.
+        # The sampler has also advanced `lengths` of these slots. Reset each to the number of its
+        # known tokens plus its draft tokens, as the target model expects.
         is_sampled = plan.num_logits > 0
         columns = plan.slots[is_sampled], ends[is_sampled], num_drafts[is_sampled]
         rows = zip(*(column.tolist() for column in columns), strict=True)
@@ -63,7 +64,7 @@ class DraftModel:
 def load_draft_model(
     path: str, config: EngineConfig, target: ModelConfig, device: Device
 ) -> LoadedModel:
-    """Load a draft model, with the options of its target."""
+    """Load a draft model with the target's options, except revision and quantization."""
     config = replace(config, model=path, revision=None, quantization=None, speculative_config=None)
     has_weights = config.load_format != "dummy"
     checkpoint = find_checkpoint(path, need_weights=has_weights, need_tokenizer=False)

@@ -1,4 +1,4 @@
-"""Put drafts into the InputBatch and run them as decode rows, which verifies them in one step."""
+"""Write draft tokens to the InputBatch, and verify them in one step by running decode rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from nanovllm.sampling_params import NO_TOKEN
 
 
 def drafts_as_rows(plan: StepPlan) -> StepPlan:
-    """Split each row with drafts into decode rows, one for each position, that share its slot.
+    """Split each row with draft tokens into decode rows, one per position, which share its slot.
 
     Keys and values are written before attention reads them, so each row sees those of earlier rows.
     """
-    rows: list[tuple[int, int, int, int]] = []  # plain lists: drafts are for small batches
-    firsts = []  # index of each old row's first new row, and the end
+    rows: list[tuple[int, int, int, int]] = []  # lists suffice: drafts are for small batches
+    firsts = []  # index of the first new row of each old row, then the number of new rows
     columns = plan.slots, plan.starts, plan.counts, plan.num_logits
     for slot, start, count, num_logits in zip(*(c.tolist() for c in columns), strict=True):
         firsts.append(len(rows))
@@ -42,7 +42,7 @@ def drafts_as_rows(plan: StepPlan) -> StepPlan:
 def draft_changes(
     update: DraftUpdate, first_token: int, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the changes of an InputBatch, as offsets of words and their new values.
+    """Return the changes to the InputBatch: offsets of words, and their new values.
 
     `first_token` and `length` are the offsets of the slot's first token and of its length.
     """

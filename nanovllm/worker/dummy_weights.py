@@ -12,7 +12,7 @@ from nanovllm.worker.loader import LoadingLayers
 
 
 def fill_dummy_weights(model: nn.Module, device: Device, seed: int) -> None:
-    """Fill matrices with small random numbers and norms with ones, for benchmarks and tests."""
+    """Fill matrices with small random numbers, and vectors (such as norms) with ones."""
     layers = LoadingLayers(model, device)
     generator = torch.Generator(device.torch_device).manual_seed(seed)
     for name in list(layers.expected):
@@ -30,7 +30,7 @@ def _fill_randomly(expected: ExpectedTensor, generator: torch.Generator, device:
             assert isinstance(part.target, QuantizedRows)
             part.target.put_random(whole[part.source])
         return
-    # Draw the unsharded tensor, so that the model does not depend on the number of ranks.
+    # Generate the unsharded tensor, so that weights do not depend on the number of ranks.
     tensor = target if target.shape == expected.shape else target.new_empty(expected.shape)
     if tensor.dim() == 1:
         tensor.fill_(1.0)

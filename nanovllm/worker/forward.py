@@ -27,8 +27,8 @@ class StepLogits:
 
     values: Tensor  # [rows, vocab_size]
     slots: Tensor
-    positions: Tensor  # position of the token that will be sampled
-    # The graph that wrote the logits, if any: (number of rows, longest context).
+    positions: Tensor  # positions of the tokens to sample
+    # Key of the CUDA graph that wrote the logits, if any: (batch size, maximum context length).
     graph: tuple[int, int] | None = None
 
 
@@ -65,7 +65,7 @@ class EagerForward:
                 part.index_copy_(0, targets, part.index_select(0, sources))
 
     def batch(self, plan: StepPlan) -> ForwardBatch:
-        """Apply the plan to the InputBatch and return its tokens, row after row, as one batch."""
+        """Apply a plan to the InputBatch; return the plan's tokens, row after row, as one batch."""
         input_batch, upload = self.input_batch, self.input_batch.device.upload
         input_batch.update(plan)
         slots, positions = (upload(column) for column in tokens_of(plan))
@@ -88,7 +88,7 @@ class EagerForward:
 
 
 def look_up(input_batch: InputBatch, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens at some positions, and their slot mapping into the KV cache."""
+    """Return the tokens at the given positions of slots, and their positions in the KV cache."""
     block_ids = input_batch.block_table[slots, positions // input_batch.block_size].long()
     slot_mapping = block_ids * input_batch.block_size + positions % input_batch.block_size
     return input_batch.tokens[slots, positions], slot_mapping
@@ -108,7 +108,7 @@ def sampled_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def has_drafts(plan: StepPlan) -> bool:
-    """Return whether the plan verifies drafts, so that several rows share a slot."""
+    """Return whether the plan verifies draft tokens."""
     return any(update.token_ids for update in plan.draft_updates)
 
 

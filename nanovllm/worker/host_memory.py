@@ -1,4 +1,4 @@
-"""Measure and allocate host memory, within the limits of this process's cgroups."""
+"""Allocate host memory, and measure it within the limits of this process's cgroups."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def allocate_lazily(num_bytes: int) -> Tensor:
         return torch.from_numpy(np.zeros(num_bytes, np.uint8))
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Each layer writes keys and values to separate regions. With huge pages, the first token would
-    # allocate 2 MiB for each of them, and reads would be no faster.
-    with suppress(OSError):  # raised if the kernel has no huge pages
+    # allocate 2 MiB per region, and reads would be no faster.
+    with suppress(OSError):  # the kernel may not support huge pages
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def trim_malloc() -> None:
-    """Return freed memory that malloc still holds to the operating system."""
+    """Return freed memory from malloc to the operating system."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
         libc.malloc_trim(0)
 
@@ -52,7 +52,7 @@ def available_memory() -> int:
 
 
 _OWN_GROUPS = Path("/proc/self/cgroup")
-# Keyed by the name of the controller; cgroup version 2 has no such name.
+# Keyed by the name of the controller, which is empty in cgroup v2.
 _CGROUPS = {
     "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -88,12 +88,12 @@ def _physical_memory() -> int:
     """Return the total memory of a machine without /proc/meminfo, where free memory is unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError):  # Windows
+    except (AttributeError, ValueError):  # Windows: assume 8 GiB
         return 8 * GIB
 
 
 def _page_cache(cgroup: Path) -> int:
-    """Return the bytes that count as used, but that the kernel reclaims on demand."""
+    """Return the bytes of page cache that count as used, but that the kernel can reclaim."""
     try:
         lines = (cgroup / "memory.stat").read_text().splitlines()
     except OSError:

@@ -23,11 +23,11 @@ ALIGNMENT = 4  # in words: kernels read a column faster if it begins at a multip
 
 @dataclass(frozen=True, slots=True)
 class SlotField:
-    """A column of InputBatch with `width` numbers per slot, or one; set when a sequence enters."""
+    """A column of the InputBatch; `value` computes it when a sequence enters a slot."""
 
     dtype: type[np.number[Any]]
     value: Callable[[NewRow], Any]
-    width: int | None = None
+    width: int | None = None  # maximum number of values per slot; None: exactly one
 
     @property
     def num_words(self) -> int:
@@ -55,15 +55,15 @@ def slot_fields(max_model_len: int, block_size: int) -> dict[str, SlotField]:
 
 
 class InputBatch:
-    """A column for each field, with a row for each slot; plans update them in order.
+    """The state of all slots: a column for each field, with a row for each slot.
 
-    All columns are views of one tensor, so that an update is one list of offsets and one of values.
-    The row after the last slot pads batches: its length stays 0.
+    All columns are views of one tensor, so an update is a list of offsets and a list of values. The
+    row after the last slot is used for the padding of batches; its length stays 0.
     """
 
     tokens: Tensor  # [slots + 1, max_model_len]
     block_table: Tensor  # [slots + 1, max_blocks]
-    lengths: Tensor  # [slots + 1], like all below
+    lengths: Tensor  # [slots + 1], as are all columns below
     prompt_lens: Tensor
     presence: Tensor  # penalty
     frequency: Tensor  # penalty
@@ -85,8 +85,8 @@ class InputBatch:
         self.sampling_columns = SamplingColumns(*map(self._view, SamplingColumns.__slots__))
         single = {name: column for name, column in self._columns.items() if column.width is None}
         self._record = np.dtype([(name, column.dtype) for name, column in single.items()])
-        # A record holds a slot's values in all columns of one number per slot. For each word of a
-        # record: its offset for slot 0, and the stride from slot to slot.
+        # A record holds a slot's values of all columns that have one value per slot. For each word
+        # of a record, compute its offset in slot 0 and the stride between slots.
         self._first_words, self._slot_words = np.array(
             [
                 (self._offsets[name] + word, column.num_words)
@@ -99,7 +99,7 @@ class InputBatch:
     def update(self, plan: StepPlan) -> None:
         """Apply a plan's changes.
 
-        Call this after the previous step has been launched, and before the plan's step is.
+        Call this after the previous step is launched, and before the step of this plan.
         """
         changes = self.changes(plan)
         if len(changes):
@@ -107,7 +107,7 @@ class InputBatch:
             self.words.scatter_(0, offsets, values.view(torch.int32)[::2])  # low halves of int64
 
     def changes(self, plan: StepPlan) -> np.ndarray:
-        """Return the changes of a plan: offsets of words and their new values, [changes, 2]."""
+        """Return a plan's changes, [changes, 2]: the offset of each word, and its new value."""
         changes = [change for row in plan.new_rows for change in self._enter(row)]
         if plan.block_updates:
             first, width = self._offsets["block_table"], self.block_table.shape[1]
@@ -134,7 +134,7 @@ class InputBatch:
         return table if column.width is None else table.view(self.num_slots + 1, column.width)
 
     def _enter(self, row: NewRow) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the changes when a sequence enters a slot, as pairs of offsets and values."""
+        """Record a new row's sampling features; return its changes as pairs (offsets, values)."""
         self._sampling[row.slot] = sampling_of(row.params)
         single = tuple(self._columns[name].value(row) for name in self._record.names or ())
         words = np.array([single], self._record).view(np.int32)

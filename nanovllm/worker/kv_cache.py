@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 class KVCacheSpec:
     """Shape of the KV cache: k and v of a layer are [num_blocks, block_size, kv_heads, head_dim].
 
-    An FP8 cache also has an exponent per token and head. The exponents of all layers are stored
-    after the keys and values of all layers.
+    An FP8 cache also has an exponent for k and one for v, per token and head. The exponents of all
+    layers are stored after the keys and values of all layers.
     """
 
     num_layers: int
@@ -67,7 +67,10 @@ def kv_cache_spec(
 
 
 def choose_num_blocks(config: EngineConfig, block_bytes: int, device: Device) -> int:
-    """Return the configured number of blocks, or else as many as are useful and fit in memory."""
+    """Return the configured number of blocks, or by default as many as fit in memory.
+
+    The default is at most the number that `max_num_seqs` sequences of full length need.
+    """
     if config.num_kvcache_blocks != -1:
         device.check_cache_bytes(config.num_kvcache_blocks * block_bytes)
         return config.num_kvcache_blocks
@@ -83,9 +86,9 @@ def choose_num_blocks(config: EngineConfig, block_bytes: int, device: Device) ->
 
 
 def agree(number: int, device: Device) -> int:
-    """Return the smallest number of blocks or states over all ranks."""
+    """Return the minimum of a number of blocks or states over all ranks."""
     smallest = device.group.smallest(number, device.torch_device)
     if smallest < number:
-        text = "%d instead of %d, because another rank has no room for more"
-        logger.info(f"KV cache and states: {text}", smallest, number)
+        text = "%d instead of %d, because another rank has less memory"
+        logger.info(f"KV-cache blocks or states: {text}", smallest, number)
     return smallest

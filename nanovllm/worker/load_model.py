@@ -64,14 +64,14 @@ def load_model(
         layouts = choose_layouts(config, checkpoint, device, dtype)
     build = BuildContext(device.torch_device, dtype, attention, ops, device.group, layouts)
     check_memory(config, model_config, device, build)
-    device.group.smallest(0, device.torch_device)  # no rank loads before all have checked
+    device.group.smallest(0, device.torch_device)  # barrier: no rank loads before all have checked
     model = _load_weights(config, model_config, checkpoint, device, build)
     if checkpoint.embedding is not None and config.load_format != "dummy":
         folders = checkpoint.embedding.dense
         model.dense.extend(load_dense(folders, model_config.hidden_size, build.device))
     spec = kv_cache_spec(config, model_config, dtype, device.group)
     state_cache, num_slots = None, config.max_num_rows
-    if model_config.recurrent is not None:  # before `prepare`, whose largest step needs it
+    if model_config.recurrent is not None:  # before `prepare`, whose largest step uses the states
         budget = device.cache_budget(estimate_memory(config, model_config, build).step)
         recurrent = model_config.recurrent
         state_cache = create_state_cache(config, recurrent, dtype, spec, device, budget)

@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 NUM_READERS = 2  # reader threads: one reads a file while the other copies a tensor
 MAX_NAMED = 5  # maximum number of problems listed in an error
-# Some exporters write these: RoPE frequencies, which the config implies, a tied embedding, and the
-# layers of multi-token prediction.
+# Tensors that some exporters write but that are not needed: RoPE frequencies (implied by the
+# config), a tied LM head, and the layers for multi-token prediction.
 IGNORED = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight|mtp\..*")
 
 
 def load_weights(
     model: nn.Module, checkpoint: Checkpoint, device: Device, show_progress: bool = True
 ) -> None:
-    """Load and process all weights; raise for missing, extra or misshapen tensors."""
+    """Load and process all weights; raise for missing or extra tensors and wrong shapes."""
     start = time.perf_counter()
     layers = LoadingLayers(model, device)
     expected = layers.expected
@@ -49,7 +49,7 @@ def load_weights(
     if show_progress and stores_quantized(checkpoint.config):
         log_dequantized(tensors, expected)
     num_bytes = sum(tensor.nbytes for tensor in expected.values())
-    # None lets tqdm hide the bar unless stderr is a terminal; stderr may also be closed.
+    # With None, tqdm hides the bar unless stderr is a terminal. If closed, sys.stderr is None.
     is_hidden = None if show_progress and sys.stderr is not None else True
     options = {"unit": "B", "unit_scale": True, "disable": is_hidden, "leave": False}
     with tqdm(total=num_bytes, desc="Loading weights", **options) as progress:
@@ -66,7 +66,8 @@ def load_weights(
 class LoadingLayers:
     """The layers of a model; each processes its weights as soon as all its tensors are loaded.
 
-    Processing frees the weights it replaces, so at most one layer's weights are in memory twice.
+    Unless a second copy is allowed, processing frees the weights it replaces. So at most one
+    layer's weights are in memory twice.
     """
 
     def __init__(self, model: nn.Module, device: Device) -> None:
@@ -82,8 +83,8 @@ class LoadingLayers:
         self._allow_copy = device.has_room_for_copy(num_bytes)
 
     def loaded(self, name: str) -> None:
-        """Record that a tensor is loaded; process its layer if that was the last of its tensors."""
-        del self.expected[name]  # drop its reference to weights that processing replaces
+        """Record that a tensor is loaded; if it was its layer's last one, process the layer."""
+        del self.expected[name]  # drop the reference to a weight that processing may replace
         layer = self._layer_of[name]
         self._num_missing[layer] -= 1
         if self._num_missing[layer] == 0:
@@ -108,7 +109,7 @@ def named_layers(model: nn.Module) -> list[tuple[str, Layer]]:
 def _match(
     tensors: list[StoredTensor], expected: dict[str, ExpectedTensor], path: Path
 ) -> list[StoredTensor]:
-    """Return the expected tensors; raise CheckpointError if any are extra, misshapen or missing."""
+    """Return the tensors to load; raise CheckpointError for missing, extra or invalid ones."""
     found: dict[str, StoredTensor] = {}
     problems = []
     for tensor in tensors:

@@ -1,8 +1,8 @@
 """Edit logits between the model and the sampler, for the rows that request it.
 
-Users may rely on the order of `LogitsEdits.apply` (docs/offline.md); logits processors run
-afterwards. A row's newest token may be known only to the device, so `LogitsEdits` reads tokens from
-the InputBatch and never waits for the device.
+Users may rely on the order of the edits in `LogitsEdits.apply` (docs/offline.md); logits processors
+run afterwards. A row's last token may be known only to the device, so `LogitsEdits` reads tokens
+from the InputBatch and never waits for the device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from nanovllm.worker.input_batch import InputBatch
 T = TypeVar("T")
 Processor = Callable[[list[int], Tensor], Tensor]
 
-# Maximum number of tokens of rows that are edited together, padded to the longest row. It bounds
-# the temporary tensors, which the profile run does not include, to about 60 MB.
+# Maximum number of tokens, including padding, in rows that are edited together. It limits the
+# temporary tensors, which the profile run does not measure, to about 60 MB.
 MAX_TOKENS = 1 << 20
 
 
@@ -34,13 +34,13 @@ class SlotExtras:
 
     row: NewRow
     has_edits: bool
-    allowed: Tensor | None  # token ids, on the device
-    processors: list[Processor | str]
+    allowed: Tensor | None  # allowed token ids, on the device; None: all
+    processors: list[Processor | str]  # strings are names, imported on first use
     output_ids: list[int]  # output tokens; maintained only if there are processors
     pooled: Tensor | None = None  # [hidden_size], sum over the prefill chunks so far
 
     def process(self, logits: Tensor) -> str | None:
-        """Apply the processors to logits [vocab_size] in place; return the error if one fails."""
+        """Apply the processors to logits [vocab_size] in place; return a message if one fails."""
         new = logits.to(torch.float32, copy=True)
         for index, processor in enumerate(self.processors):
             try:
@@ -95,7 +95,7 @@ class LogitsEdits:
             self._penalize(logits, piece)
 
     def _keep_allowed(self, logits: Tensor, rows: list[tuple[int, Tensor]]) -> None:
-        """Set all logits of the rows to -inf except those of the given token ids."""
+        """Set the logits of each row to -inf, except those of its allowed token ids."""
         indices = self._upload([row for row, _ in rows])
         lengths = [len(allowed) for _, allowed in rows]
         firsts = torch.repeat_interleave(
@@ -107,12 +107,12 @@ class LogitsEdits:
         logits.view(-1)[offsets] = kept
 
     def _forbid_bad_words(self, logits: Tensor, rows: list[EditedRow]) -> None:
-        """Forbid the last token of a bad word if the output ends with all its other tokens."""
+        """Mask the last token of a bad word if the output ends with all tokens before it."""
         words = [(edited, word) for edited in rows for word in edited.extras.row.bad_words]
         if not words:
             return
         longest = max(len(word) for _, word in words)
-        before = np.full((len(words), longest - 1), -1, np.int64)  # -1 matches anything
+        before = np.full((len(words), longest - 1), -1, np.int64)  # -1 matches any token
         for index, (_, word) in enumerate(words):
             before[index, longest - len(word) :] = word[:-1]
         offsets = [edited.row * logits.shape[1] + word[-1] for edited, word in words]
@@ -130,7 +130,7 @@ class LogitsEdits:
         logits.view(-1).scatter_reduce_(0, self._upload(offsets), ceiling, "amin")
 
     def _add_bias(self, logits: Tensor, rows: list[EditedRow]) -> None:
-        """Add each row's bias; before `min_tokens`, stop tokens get a bias of -inf."""
+        """Add each row's logit_bias; mask stop tokens until `min_tokens` tokens are generated."""
         entries: list[tuple[int, float]] = []
         for edited in rows:
             first, row = edited.row * logits.shape[1], edited.extras.row
@@ -185,7 +185,7 @@ def penalize(
 ) -> Tensor:
     """Return the penalized logits of tokens that occur in the prompt or output.
 
-    `counts` says how often each one occurs in the output.
+    `counts` holds how often each token occurs in the output.
     """
     logits = torch.where(logits > 0, logits / repetition, logits * repetition)
     return logits - frequency * counts - presence * (counts > 0)
@@ -207,7 +207,7 @@ def import_processor(path: str) -> Processor:
 
 
 def check_logits(new: Any, old: Tensor) -> Tensor:
-    """Return a processor's result; raise if it cannot replace the logits it was given."""
+    """Return a processor's result; raise unless it is float32 logits with the shape of `old`."""
     if not isinstance(new, Tensor):
         raise TypeError(f"it must return the logits, a tensor, not {type(new).__name__}")
     if new.shape != old.shape or new.dtype != torch.float32:

@@ -25,7 +25,7 @@ from nanovllm.worker.loader import named_layers
 from nanovllm.worker.quantized_layouts import choose_layouts
 from nanovllm.worker.state_cache import state_spec
 
-HOST_BYTES = 200  # estimated size of the scheduler's state per block or slot
+HOST_BYTES = 200  # estimated bytes of the scheduler's state per block or slot
 REMEDIES = {
     "weights": "use a smaller model, a 16-bit dtype or, on GPUs, a larger tensor_parallel_size",
     "tables": "lower max_num_seqs or max_model_len",
@@ -54,7 +54,7 @@ def check_model(
     if model.recurrent is not None and config.speculative_config is not None:
         raise ConfigError(
             f"speculative_config is not supported for {model.architecture}: a recurrent "
-            "state cannot be rolled back to before a rejected draft; leave it out",
+            "state cannot be rolled back after a rejected draft token; leave it out",
             param="speculative_config",
         )
     if config.quantization is not None:
@@ -96,7 +96,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Return the memory that a model needs with these options, without allocating any of it."""
     shapes = build_model(model, 1, replace(build, device=torch.device("meta")))
-    if build.layouts is not None:  # quantized parameters exist only once tensor names are known
+    if build.layouts is not None:  # `expected_tensors` creates the quantized parameters
         for path, layer in named_layers(shapes):
             layer.expected_tensors(path)
     max_len = min(config.max_model_len, model.max_position_embeddings)
@@ -105,7 +105,7 @@ def estimate_memory(
     slot_bytes = 4 * sum(column.num_words for column in columns) + HOST_BYTES
     spec = kv_cache_spec(config, model, build.dtype, build.group)
     state_bytes = 0
-    if model.recurrent is not None:  # of one sequence, of padding, and the initial one
+    if model.recurrent is not None:  # one for a sequence, one for padding, and the initial one
         state_bytes = 3 * state_spec(model.recurrent, build.dtype, build.group).num_bytes
     num_tokens = min(config.max_num_batched_tokens, config.max_num_rows * max_len)
     logits = min(config.max_num_rows, num_tokens) * model.vocab_size

@@ -51,11 +51,11 @@ class ModelRunner:
     def __post_init__(self) -> None:
         self.device = self.eager.input_batch.device
         self.draft_model: DraftModel | None = None
-        self.extras: Extras | None = None  # created by the first request beyond plain sampling
+        self.extras: Extras | None = None  # created for the first row that is not `is_plain`
         self._unsampled: Unsampled | None = None
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
-        """Queue a step on the device; the next one may be queued before it ends."""
+        """Queue a step on the device; the next one may be queued before this one ends."""
         if self.draft_model is not None:
             plan = self.draft_model.run(plan)
         if has_drafts(plan):
@@ -84,7 +84,7 @@ class ModelRunner:
         return Pending(lambda: step.sampled[0].result())
 
     def sample(self, masks: IntColumn) -> None:
-        """Sample the step that was run last, given a bitmask for each masked row."""
+        """Sample the last step, given a bitmask for each masked row."""
         step = self._unsampled
         assert step is not None
         self._unsampled = None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def profile_run(config: EngineConfig, loaded: LoadedModel) -> EagerForward:
-    """Run a step of maximum size, whose rows share a few blocks; return the EagerForward used."""
+    """Run a step of maximum size, whose rows share a few blocks; return the EagerForward."""
     device, spec, num_slots = loaded.device, loaded.spec, loaded.num_slots
     counts = _largest_counts(config, num_slots, loaded.model.config.recurrent is not None)
     num_rows = len(counts)
@@ -48,7 +48,8 @@ def _largest_counts(config: EngineConfig, num_slots: int, is_recurrent: bool) ->
     num_tokens = config.max_num_batched_tokens
     num_rows = min(num_slots, num_tokens)
     counts = np.full(num_rows, -(-num_tokens // num_rows))
-    if is_recurrent:  # memory grows with the number of chunks: most rows end with a chunk of one
+    if is_recurrent:
+        # Memory grows with the number of DeltaNet chunks: most rows end with a chunk of one token.
         num_rows = min(num_slots, max(num_tokens - CHUNK_SIZE, 1))
         rows = np.arange((num_tokens - num_rows) // CHUNK_SIZE) % num_rows
         counts = 1 + CHUNK_SIZE * np.bincount(rows, minlength=num_rows)

@@ -19,7 +19,7 @@ from nanovllm.ops.interface import ResidualStream
 from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.logits_edits import SlotExtras
 
-POSITIONS_AT_A_TIME = 256  # chunk size: the logits of a long prompt would not fit into memory
+POSITIONS_AT_A_TIME = 256  # chunk size: the logits of a long prompt may not fit in memory
 TOKENS_AT_A_TIME = 1024  # chunk size for upcasting hidden states to float32
 
 Scores = tuple[Tensor, Tensor, Tensor]  # ids, logprobs and ranks, as in StepResult
@@ -27,13 +27,13 @@ Scores = tuple[Tensor, Tensor, Tensor]  # ids, logprobs and ranks, as in StepRes
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Positions of a row that predict prompt tokens, or whose hidden states are pooled."""
+    """Consecutive positions of a row that predict prompt tokens or are pooled."""
 
     extras: SlotExtras
     slot: int
     start: int
     count: int
-    first_token: int  # index of the first position in the batch
+    first_token: int  # index in the batch of the span's first token
 
     @property
     def is_end(self) -> bool:
@@ -42,7 +42,7 @@ class Span:
 
 
 def run_with_states(eager: EagerForward, plan: StepPlan) -> tuple[StepLogits, ResidualStream]:
-    """Return the sampled rows' logits, and all tokens' hidden states before the final norm."""
+    """Run the model; return the sampled rows' logits and the residual stream of all tokens."""
     hidden = eager.model.model(replace(eager.batch(plan), sampled=None))
     last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1
     values = eager.model.logits(hidden.select(eager.input_batch.device.upload(last_tokens)))
@@ -50,7 +50,7 @@ def run_with_states(eager: EagerForward, plan: StepPlan) -> tuple[StepLogits, Re
 
 
 def scored_spans(plan: StepPlan, by_slot: Mapping[int, SlotExtras]) -> list[Span]:
-    """Return the positions of a plan that predict prompt tokens with requested logprobs."""
+    """Return the spans that predict prompt tokens whose logprobs are requested."""
     spans = []
     for span in _spans(plan, by_slot):
         row = span.extras.row
@@ -61,7 +61,7 @@ def scored_spans(plan: StepPlan, by_slot: Mapping[int, SlotExtras]) -> list[Span
 
 
 def score_prompts(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Scores:
-    """Return the scores of prompt tokens, given the hidden states of a step's tokens."""
+    """Return the scores of the prompt tokens that `spans` predict, in order."""
     device = eager.input_batch.device
     upload = device.upload
 
@@ -84,7 +84,7 @@ def score_prompts(eager: EagerForward, hidden: ResidualStream, spans: list[Span]
 
 
 def pooled_spans(plan: StepPlan, by_slot: Mapping[int, SlotExtras]) -> list[Span]:
-    """Return the positions of a plan whose hidden states are pooled."""
+    """Return the spans whose hidden states are pooled."""
     spans = []
     for span in _spans(plan, by_slot):
         if span.extras.row.pooling == "mean":
@@ -97,9 +97,10 @@ def pooled_spans(plan: StepPlan, by_slot: Mapping[int, SlotExtras]) -> list[Span
 
 
 def pool(eager: EagerForward, hidden: ResidualStream, spans: list[Span]) -> Tensor | None:
-    """Return the vectors of the prompts that end in this step, [prompts, dim], if any.
+    """Return the vectors [prompts, dim] of the prompts that end in this step; None if none do.
 
-    The partial sums of the other prompts stay on the device.
+    If `pooling` is two token ids, the vector begins with the logits of these tokens. The partial
+    sums of unfinished prompts stay on the device.
     """
     totals = _add_up(eager, hidden, spans)
     for index, span in enumerate(spans):

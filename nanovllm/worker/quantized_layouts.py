@@ -1,4 +1,4 @@
-"""Choose the weights of a model that stay quantized on its device."""
+"""Choose which weights of a model stay quantized on the device."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def choose_layouts(
     device: Device,
     dtype: torch.dtype,
 ) -> Layouts | None:
-    """Return the layouts of the weights that stay quantized because kernels support them.
+    """Return the layouts, by module name, of the weights that stay quantized; None if none do.
 
-    Dummy weights, and weights that are not downloaded yet, get the layouts that the config implies.
+    Weights stay quantized if kernels support their layout. For dummy weights, and for weights that
+    are not downloaded yet, the config determines the layouts.
     """
     checkpoint_config = checkpoint.config if isinstance(checkpoint, Checkpoint) else checkpoint
     is_dummy = config.load_format == "dummy"
@@ -52,7 +53,7 @@ def choose_layouts(
         found = {tensor.name.removesuffix(".weight"): tensor.layout for tensor in tensors}
         return {name: found[name] for name in found if not name.endswith("embed_tokens")}.get
 
-    # `round_to_fp8` leaves the last down_proj dense; a quantized checkpoint may include it.
+    # `round_to_fp8` does not quantize the last down_proj; checkpoints may store it quantized.
     is_chosen_here = quantization.scheme == "round_to_fp8"
     num_layers = len(read_config(checkpoint_config).layers) if is_chosen_here else 0
 
@@ -64,7 +65,7 @@ def choose_layouts(
 
 
 def _gguf_layouts(types: Mapping[str, str]) -> Layouts:
-    """Return the layouts, given the GGUF type of each tensor; one tensor holds all experts."""
+    """Return the layouts, given each tensor's GGUF type; a tensor holds all experts of a layer."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     layouts = {
@@ -81,7 +82,7 @@ def _gguf_layouts(types: Mapping[str, str]) -> Layouts:
 
 
 def log_dequantized(tensors: list[StoredTensor], expected: dict[str, ExpectedTensor]) -> None:
-    """Log which quantized weights are dequantized, and so take more memory than in the file."""
+    """Log how many quantized weights are dequantized, and so use more memory than in the file."""
     stored = [tensor.name for tensor in tensors if tensor.read_quantized is not None]
     dense = [name for name in stored if not expected[name].is_quantized]
     if not dense:
@@ -90,5 +91,5 @@ def log_dequantized(tensors: list[StoredTensor], expected: dict[str, ExpectedTen
     assert isinstance(target, Tensor)
     dtype = str(target.dtype).removeprefix("torch.")
     which = "" if len(dense) == len(stored) else f", such as {dense[0]},"
-    text = "%d of %d quantized weights%s are dequantized to %s: no kernel here supports them"
+    text = "%d of %d quantized weights%s are dequantized to %s: this device has no kernel for them"
     logger.info(text, len(dense), len(stored), which, dtype)

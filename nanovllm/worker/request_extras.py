@@ -46,7 +46,7 @@ class Extras:
         self._by_slot: dict[int, SlotExtras] = {}
 
     def update(self, plan: StepPlan) -> None:
-        """Remove the sequences that left, and add the features of the new ones."""
+        """Remove the sequences that have left, and add the new ones."""
         for slot in plan.released:
             self._by_slot.pop(slot, None)
         for row in plan.new_rows:
@@ -73,7 +73,7 @@ class Extras:
         return logits, self._edit(logits.values, plan, results)
 
     def finish(self, extras: StepExtras, tokens: Tensor) -> dict[str, Tensor]:
-        """Return the results of a step, given the tokens it sampled."""
+        """Return the results of a step, including the logprobs of its sampled `tokens`."""
         if extras.kept is not None:
             rows, logits = extras.kept
             own = tokens[rows].clamp(min=0)  # NO_TOKEN is not a valid index

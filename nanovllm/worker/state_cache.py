@@ -24,17 +24,17 @@ from nanovllm.worker.kv_cache import KVCacheSpec, agree
 
 logger = logging.getLogger(__name__)
 
-ALIGNMENT = 256  # in bytes: kernels read each layer's part faster
+ALIGNMENT = 256  # in bytes: kernels read aligned states faster
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """Shape of a sequence's state: for each recurrent layer, its state and its convolution's."""
+    """Shape of a sequence's state: each recurrent layer has a recurrent and a conv state."""
 
     layers: tuple[int, ...]  # indices of the recurrent layers
     recurrent: tuple[int, int, int]  # value heads, key_dim, value_dim
     conv: tuple[int, int]  # channels, conv_size - 1
-    dtype: torch.dtype  # of the convolution's state; the other is float32
+    dtype: torch.dtype  # dtype of conv states; recurrent states are float32
 
     @property
     def part_bytes(self) -> tuple[int, int]:
@@ -67,7 +67,7 @@ class StateCache:
 
 
 def recurrent_rows(plan: StepPlan, upload: Callable[[np.ndarray], Tensor]) -> RecurrentRows:
-    """Return the slots of a plan's rows, and the chunks of rows that are longer than one token."""
+    """Return the slots of a plan's rows; unless each has one token, also counts and chunks."""
     slots = upload(plan.slots.astype(np.int64))
     if (plan.counts == 1).all():
         return RecurrentRows(slots)
@@ -104,9 +104,9 @@ def state_spec(recurrent: RecurrentConfig, dtype: torch.dtype, group: TPGroup) -
 def choose_state_counts(
     config: EngineConfig, spec: StateSpec, cache: KVCacheSpec, budget: int
 ) -> StateCounts:
-    """Give at most a quarter of the budget, in bytes, to slots, and a quarter to snapshots.
+    """Use at most a quarter of the budget, in bytes, for slots, and a quarter for snapshots.
 
-    The snapshots also take at most a quarter of what KV cache and states take together.
+    Snapshots also use at most a quarter of the total of KV cache, slots and snapshots.
     """
     quarter = budget // 4
     num_slots = min(config.max_num_seqs, quarter // spec.num_bytes)

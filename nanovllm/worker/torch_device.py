@@ -101,7 +101,7 @@ class TorchDevice:
     def cache_bytes(self, wanted: int) -> int:
         share = self.cache_budget()
         granted = min(wanted, share)
-        text = "KV cache: %.2f GiB (every sequence at full length: %.2f, a quarter of memory: %.2f)"
+        text = "KV cache: %.2f GiB (all sequences at full length: %.2f, a quarter of memory: %.2f)"
         logger.info(text, granted / GIB, wanted / GIB, share / GIB)
         return granted
 

@@ -190,7 +190,7 @@ def test_without_a_kernel_all_is_dequantized(
     with caplog.at_level(logging.INFO, "nanovllm"):
         run(path, dtype="float16")
     assert not kept
-    assert caplog.text.count("are dequantized to float16: no kernel here supports them") == 1
+    assert caplog.text.count("are dequantized to float16: this device has no kernel for them") == 1
 
 
 def test_a_half_quantized_projection_is_dequantized(
