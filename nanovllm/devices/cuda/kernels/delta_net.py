@@ -86,16 +86,18 @@ def _convolve(  # type: ignore[no-untyped-def]
     mask = i < num_channels
     past = history + tl.load(slots + row) * history_stride + i * (CONV_SIZE - 1)
     weights += i * CONV_SIZE
-    wait_for_inputs(OVERLAP)
-    newest = tl.load(x + row * x_stride + i, mask=mask, other=0.0)
     last_weight = tl.load(weights + CONV_SIZE - 1, mask=mask, other=0.0).to(tl.float32)
-    total = newest.to(tl.float32) * last_weight
+    total = tl.zeros((BLOCK,), tl.float32)
+    # The previous step wrote the history, so it can be read and shifted before the wait.
     for j in tl.static_range(CONV_SIZE - 1):
         value = tl.load(past + j, mask=mask, other=0.0)
         total += value.to(tl.float32) * tl.load(weights + j, mask=mask, other=0.0).to(tl.float32)
         if j > 0:
             tl.store(past + j - 1, value, mask=mask)
-    tl.store(past + CONV_SIZE - 2, newest, mask=mask)
+    wait_for_inputs(OVERLAP)
+    new = tl.load(x + row * x_stride + i, mask=mask, other=0.0)
+    total += new.to(tl.float32) * last_weight
+    tl.store(past + CONV_SIZE - 2, new, mask=mask)
     tl.store(y + row * num_channels + i, total * tl.sigmoid(total), mask=mask)
 
 

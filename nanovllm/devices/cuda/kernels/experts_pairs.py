@@ -17,8 +17,15 @@ from nanovllm.devices.cuda.kernels.elementwise import activate
 from nanovllm.devices.cuda.kernels.pdl import launch_options, wait_for_inputs
 from nanovllm.ops.interface import Routing
 
-GATE_UP_BLOCK = 2  # outputs per CTA
-DOWN_ELEMENTS = 4096  # elements of the weight that a CTA loads at a time
+
+class Tiles(NamedTuple):
+    gate_up_block: int  # outputs of gate and of up per CTA
+    down_elements: int  # elements of the down weights that a CTA loads at a time
+    down_block: int  # maximum inputs per load
+
+
+ONE_TOKEN = Tiles(gate_up_block=1, down_elements=8192, down_block=256)
+MORE_TOKENS = Tiles(gate_up_block=2, down_elements=4096, down_block=128)
 
 
 class SharedWeights(NamedTuple):
@@ -76,17 +83,18 @@ def run_pairs(
     own_gate_up, own_down, gate = shared or (None, None, None)
     factors = None if shared is None else torch.empty(num_tokens, device=x.device)
     options = {"TOP_K": top_k, **launch_options(x, num_tokens)}
-    _gate_up[(triton.cdiv(size, GATE_UP_BLOCK), num_pairs)](
+    tiles = ONE_TOKEN if num_tokens == 1 else MORE_TOKENS
+    _gate_up[(triton.cdiv(size, tiles.gate_up_block), num_pairs)](
         *(y, x, gate_up, ids, own_gate_up, gate, factors, size),
         NUM_IN=hidden,
-        BLOCK_OUT=GATE_UP_BLOCK,
+        BLOCK_OUT=tiles.gate_up_block,
         BLOCK_IN=min(triton.next_power_of_2(hidden), 2048),
         num_warps=4,
         **options,
     )
     top_k_block = triton.next_power_of_2(top_k)
-    block_in = min(max(size & -size, 64), 128)  # divides `size` if possible
-    block_out = max(DOWN_ELEMENTS // (top_k_block * block_in), 1)
+    block_in = min(max(size & -size, 64), tiles.down_block)  # divides `size` if possible
+    block_out = max(tiles.down_elements // (top_k_block * block_in), 1)
     _down[(triton.cdiv(hidden, block_out), num_tokens)](
         *(out, y, down, ids, weights, own_down, factors, hidden),
         NUM_IN=size,
