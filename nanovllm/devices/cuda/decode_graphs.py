@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps, one per batch-size bucket; their inputs come from the InputBatch."""
+"""CUDA graphs of decode steps for each batch-size bucket; they read inputs from the InputBatch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
     from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
 
-FIRST_SIZES = 8, 4, 2, 1  # batch sizes captured at startup, after the largest
-# These batch sizes have a second graph for short contexts, whose attention does not split keys.
+FIRST_SIZES = 8, 4, 2, 1  # batch sizes that `capture_first` captures, after the largest
+# These batch sizes have a second graph for short contexts, whose attention need not split keys.
 SHORT_SIZES = range(24, 81)
 
 Replay = Callable[[], None]
@@ -38,7 +38,7 @@ GraphKey = tuple[int, int]  # (batch size, maximum context length)
 def graph_sizes(max_rows: int) -> list[int]:
     """Return the batch sizes to capture: 1 to 16, then increasingly sparse sizes up to max_rows.
 
-    Above 16, the distance from a size to the next is 1/8 of the largest power of two that is not
+    From 16 on, the distance from a size to the next is 1/8 of the largest power of two that is not
     greater than the size. Sizes between 208 and 256 are left out: cuBLAS is as fast for 256 rows.
     """
     sizes, size = [], 1
@@ -93,7 +93,7 @@ class DecodeGraphs:
         }
         self.graphs: dict[GraphKey, DecodeGraph] = {}
         self.shared_graphs: dict[int, DecodeGraph] = {}  # keyed by batch size
-        # A capture may run the step twice, which would update recurrent states twice.
+        # A capture in the middle of a step may run it twice, and update recurrent states twice.
         self.can_share = isinstance(attention, TritonAttention) and eager.state_cache is None
         self.prefixes = SharedPrefixes(device, num_slots, max_blocks, input_batch.block_size)
 

@@ -72,7 +72,7 @@ class CudaDevice:
     name = "cuda"
     token_logprobs = staticmethod(logprobs.token_logprobs)
     apply_token_bitmask = staticmethod(masks.apply_token_bitmask)
-    persistent: PersistentStep | None = None  # None if it does not support the model
+    persistent: PersistentStep | None = None  # None if unsupported by the model, or without graphs
     _other: CudaDevice | None = None  # the device object of the draft model
 
     def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
@@ -315,7 +315,7 @@ class CudaDevice:
         marker.touch()
 
     def warm_up(self, eager: EagerForward) -> None:
-        """Launch every kernel that a step may use, if steps use graphs."""
+        """Launch the kernels that steps may use, if steps use graphs."""
         if self.uses_graphs:
             self.steps(eager).warm_up()
 

@@ -167,7 +167,7 @@ def pack_quantized(
 
 @dataclass(frozen=True, slots=True)
 class CudaExperts:
-    """An MoE layer: `run_pairs` for few tokens, `run_grouped` for many or quantized weights."""
+    """An MoE layer: `run_pairs` for a few tokens and dense weights, else `run_grouped`."""
 
     ops: TritonOps
     gate_up: CudaWeight
@@ -209,7 +209,8 @@ class CudaExperts:
 def shared_weights(shared: SharedExpert, size: int) -> SharedWeights | None:
     """Return the weights of a shared expert, or None if `run_pairs` does not support it.
 
-    They must be dense, without biases, and of the intermediate size of the other experts, `size`.
+    The weights must be dense and without biases, the activation must be SiLU, and the intermediate
+    size must be that of the other experts, `size`.
     """
     linears = [
         each

@@ -30,9 +30,11 @@ from nanovllm.worker.forward import EagerForward, StepLogits
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice
 
-MAX_TOKENS = 4096  # maximum tokens: with more, the kernels take longer than their launches
+# Maximum tokens, except in buckets for many prompts: with more, kernels take longer than launches.
+MAX_TOKENS = 4096
 MAX_ROWS = 256  # maximum rows: a graph computes the logits of all rows, including padding
-MAX_PROMPTS = 16  # maximum prefill rows (rows of more than one token) in a bucket
+# Maximum prefill rows (rows of more than one token), except in buckets for many prompts.
+MAX_PROMPTS = 16
 # Many short prompts have their own buckets, with a small maximum length: the attention grid is
 # sized as if every prompt had the maximum length, and CTAs without queries take time, too.
 MANY_PROMPTS, MANY_LEN = 64, 512  # maximum prompts in such a bucket, maximum tokens per prompt
@@ -81,7 +83,7 @@ def count_many_tokens(config: ModelConfig) -> int:
 
 
 def bucket_sizes(max_tokens: int, max_rows: int, max_many_tokens: int) -> list[Bucket]:
-    """Return the buckets of all three kinds.
+    """Return the buckets for steps without decode rows, for other steps, and for many prompts.
 
     Token counts are powers of two and the numbers halfway between them, starting at 16.
     """

@@ -47,7 +47,7 @@ class SharedPrefixes:
             self._slots = None
 
     def find(self, slots: IntColumn) -> bool:
-        """Return whether sharing pays off for these slots; if so, fill the tables for `rows`."""
+        """Return whether sharing pays off for these slots; if so, fill the tables."""
         if self._slots is None or not np.array_equal(slots, self._slots):
             self._slots = slots
             groups, members, lens = find_groups(self._blocks, slots, self.block_size)

@@ -53,7 +53,9 @@ SamplerKey = tuple[GraphKey, Sampling, bool]
 
 
 class CudaSteps:
-    """Replays CUDA graphs. With a latency target, most are captured at startup, else on first use.
+    """Replays CUDA graphs.
+
+    With a latency target, most graphs are captured at startup; otherwise, most on first use.
 
     Each sampler is captured twice. The two graphs alternate and write to separate host buffers,
     because a step starts before the host has read the tokens of the previous step.
@@ -66,8 +68,7 @@ class CudaSteps:
         self.captures_ahead = device.config.optimizes_latency
         self.decode = DecodeGraphs(eager, device)
         self.sampler = device.sampler(eager.input_batch, eager.model.config.vocab_size)
-        # Output of the sampler graphs, outside the graph pool: the next step may run while the
-        # tokens are copied to the host.
+        # Output of the sampler graphs, which must not allocate (see `_capture_sampler`).
         num_slots = eager.input_batch.num_slots
         self._tokens = torch.zeros(num_slots, dtype=torch.int32, device=device.torch_device)
         self._masks: Tensor | None = None  # bitmasks in pinned host memory, read by the graphs
@@ -108,7 +109,7 @@ class CudaSteps:
         return key if key in self._samplers or not self.captures_ahead else None
 
     def _can_read(self, masks: IntColumn) -> bool:
-        """Return whether graphs can read these bitmasks, which must be in pinned memory.
+        """Return whether graphs can read these bitmasks: whether they are in pinned memory.
 
         If the address of the bitmasks changed, drop the graphs that read the old address.
         """
@@ -144,7 +145,7 @@ class CudaSteps:
         return True
 
     def warm_up(self) -> None:
-        """Launch every kernel that a step may use."""
+        """Launch the kernels of decode steps, samplers and, with prefill graphs, prefill steps."""
         model = self.eager.model
         if not isinstance(model, DecoderModel):
             return self._warm_up()
@@ -167,11 +168,11 @@ class CudaSteps:
             self.prefill.warm_up()
 
     def capture_all(self) -> None:
-        """Load every kernel, then capture every graph that ordinary requests replay.
+        """Load the kernels, then capture all graphs but those for bitmasks and shared prefixes.
 
-        The largest graph comes first, since all of them share its memory. `capture_one` adds the
-        graphs for bitmasks and shared prefixes while the engine is idle. In a tensor-parallel
-        group, all graphs are captured here, because the ranks are not idle at the same moment.
+        The largest graph comes first, since all graphs share its memory. `capture_one` adds the
+        others while the engine is idle. The ranks of a tensor-parallel group are not idle at the
+        same moment: they capture graphs for shared prefixes here, and have none for bitmasks.
         """
         logger.info("Capturing CUDA graphs at startup, so that no request waits for a capture")
         self.warm_up()
@@ -192,7 +193,7 @@ class CudaSteps:
             self.prefill.graph(self.prefill.sizes[-1])
 
     def capture_one(self) -> bool:
-        """Capture one of the rarely used graphs; return False if none is left to capture."""
+        """Capture one graph for shared prefixes or bitmasks; return False if there is none left."""
         if not self.captures_ahead:
             return False
         if self.decode.capture_one_shared():

@@ -16,7 +16,7 @@ MAX_SPLITS = 32
 DECODE_CTAS_PER_SM = 5
 MIN_DECODE_SPLIT = 64  # smallest number of keys that is worth a CTA
 LARGE_TILE_PAIRS = range(192, 385)  # numbers of (row, KV head) pairs for which large tiles pay off
-SHORT_CONTEXT = 512  # up to this many keys, a second split gains less than the merge costs
+SHORT_CONTEXT = 512  # up to this many keys, rows that fill the device are not split
 PREFILL_CTAS_PER_SM = 2
 MIN_PREFILL_SPLIT = 256  # smallest number of keys that is worth a CTA
 MIN_PREFILL_SPLITS = 4  # fewer splits gain less than the merge costs
@@ -32,7 +32,7 @@ class AttentionConfig:
     num_warps: int
     num_stages: int
     max_registers: int | None = None  # per thread; a lower limit lets more CTAs run concurrently
-    pairs: int = 16  # (row, kv head) pairs that run concurrently, so that their keys stay in L2
+    pairs: int = 16  # (row, KV head) pairs that run concurrently, so that their keys stay in L2
     min_split: int = MIN_PREFILL_SPLIT
     has_tma: bool = False  # whether keys and values are loaded by TMA (Hopper)
 

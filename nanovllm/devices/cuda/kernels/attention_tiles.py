@@ -45,7 +45,7 @@ class PagedCache:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """Keys and values as kernel arguments; FP8: int16 pairs, then int32 words of exponents."""
+        """Kernel arguments: keys and values; with FP8, pairs as int16, then exponents as int32."""
         if not self.is_fp8:
             return self.k, self.v
         words = (part.flatten().view(torch.int32) for part in self.exponents)
@@ -103,7 +103,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
     (begin, end, first valid key); the first tile may begin before the first valid key.
     `seen_by_all` is the range [begin, end) of keys that all rows attend to, and `seen` holds each
     row's first and last key (inclusive). Only tiles that reach beyond `seen_by_all` need a mask.
-    HAS_MANY means that a row may have many queries.
+    HAS_MANY means that a row of the batch may have many queries.
     """
     IS_FP8: tl.constexpr = len(caches) > 2
     WIDTH: tl.constexpr = HEAD_DIM // 2 if IS_FP8 else HEAD_DIM  # FP8 is read in pairs

@@ -32,7 +32,7 @@ GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_
 def rms_norm(hidden: ResidualStream, norm: NormWeights, target: Tensor | None = None) -> Tensor:
     """Return RMSNorm(residual + update), and store the sum in the residual.
 
-    With a `target`, add the norm to it in place, and return the target.
+    With a `target`, add the result to it in place, and return the target.
     """
     residual, update = hidden.residual, hidden.update
     num_rows, dim = residual.shape

@@ -1,7 +1,7 @@
 """MoE on CUDA for few tokens: every (token, expert) pair reads the expert's weights separately.
 
-With more tokens, or quantized weights, experts_grouped.py reads each expert once. Only the device
-knows which experts are chosen, so the grids do not depend on the choice.
+With more tokens, or quantized weights, experts_grouped.py reads an expert once per tile of pairs.
+Only the device knows which experts are chosen, so the grids do not depend on the choice.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class SharedWeights(NamedTuple):
 def route(
     logits: Tensor, routing: Routing, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids and weights [tokens, top_k] of each token's experts, and the ranks of the pairs.
+    """Return the ids and routing weights of each token's experts, and the ranks of the pairs.
 
-    A pair is a token with one of its experts. Its rank is its index among the pairs of the same
-    expert, in any order. `counts` [experts], if given, is incremented by the number of pairs of
-    each expert. Without `counts`, the ranks are uninitialized.
+    All three are [tokens, top_k]. A pair is a token with one of its experts. Its rank is its index
+    among the pairs of the same expert, in any order. `counts` [experts], if given, is incremented
+    by the number of pairs of each expert. Without `counts`, the ranks are uninitialized.
     """
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, routing.top_k, device=logits.device, dtype=torch.int32)
@@ -229,7 +229,8 @@ def _gate_up(  # type: ignore[no-untyped-def]
 ):
     """Compute y[pair] = silu(gate) * up for BLOCK_OUT outputs of one pair.
 
-    For a pair with the shared expert, the first CTA also computes its factor: sigmoid(x @ gate).
+    For a pair with the shared expert, the first CTA also computes its factor,
+    sigmoid(x @ shared_gate).
     """
     wait_for_inputs(OVERLAP)
     pair = tl.program_id(1)

@@ -1,6 +1,6 @@
 """FP8 (e4m3) rows of the KV cache in Triton; `ops/fp8.py` defines the format.
 
-Kernels multiply unscaled FP8 values, upcast to float16 (which is exact) or float32. The scores are
+Kernels multiply unscaled FP8 numbers, upcast to float16 (which is exact) or float32. The scores are
 then multiplied by the scales of the keys. The scales of the values are powers of two. Their
 exponents are added to the scores, so that exp2 gives probabilities that include these scales; the
 softmax denominator sums probabilities without them. Probabilities are never rounded to fewer bits

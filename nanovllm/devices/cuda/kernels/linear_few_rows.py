@@ -2,7 +2,7 @@
 
 A CTA multiplies a tile of weight rows by a tile of rows of x. If this gives too few CTAs to fill
 the device, K is split over several CTAs (split-K). Their partial sums are added up by the norm that
-follows or, for a quantized weight, by the last CTA to finish a tile.
+follows or, for a quantized weight without a norm after it, by the last CTA to finish a tile.
 
 A quantized weight is read once and dequantized to MMA operands, but every CTA reads x. Over 128
 inputs, 64 rows of x are 16 KB, whereas 128 weight rows are 16 KB in FP8 and 8 KB in int4. So a tile
@@ -192,7 +192,8 @@ def _few_rows(  # type: ignore[no-untyped-def]
     end = tl.minimum(first + split_words, NUM_WORDS)
     num_prefetched = COUNT if COUNT > 0 else end - first
     w_rows, is_out = tile_rows(tile, num_out, BLOCK_OUT, ACTIVATION is not None)
-    if OVERLAP and IS_EVEN:  # the weight can be read early, since no kernel writes it
+    # The weight can be prefetched before the wait, since no kernel writes it.
+    if OVERLAP and IS_EVEN:
         for word in tl.range(0, tl.minimum(num_prefetched, 4 * CACHE_LINE), CACHE_LINE):
             prefetch(weight + w_rows.to(tl.int64) * NUM_WORDS + first + word)
     wait_for_inputs(OVERLAP)

@@ -4,8 +4,8 @@ A row of activations has one scale, or one per 128 inputs if the weight has bloc
 values are stored in the same permuted order as the weight's, which does not change the result.
 
 With one scale per row and up to a few hundred rows, torch._scaled_mm multiplies unscaled values,
-and the kernel that reads the result applies the scales of both operands. If torch._scaled_mm
-applied per-row scales, it would not use split-K and would take up to twice as long.
+and a later kernel applies the scales of both operands. If torch._scaled_mm applied per-row scales,
+it would not use split-K and would take up to twice as long.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def fp8_after_norm(
 def fp8_add_to(
     residual: Tensor, x: Tensor, weight: ScaledMMWeight, bias: Tensor | None
 ) -> ResidualStream:
-    """Return the projection of x as an update of the residual; the next norm may scale it."""
+    """Return the projection of x as an update, whose scales, if any, the next norm applies."""
     y, scales = _multiply(fp8_quantize(x, weight.stored.has_blocks), weight, bias, x.dtype)
     return ResidualStream(residual, y[: len(x)], scales)
 

@@ -291,7 +291,7 @@ def _input(source, norms, i, NUM_IN: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def prepare_inputs(v, LANES: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scale up the inputs of int4 weights (see RAISE); also return their sums by quant group."""
+    """Scale up the inputs of int4 weights (see RAISE); also return their unscaled sums by group."""
     if LANES != 16:
         return v, ()
     else:

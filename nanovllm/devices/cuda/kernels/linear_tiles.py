@@ -68,8 +68,8 @@ def multiply_tile(  # type: ignore[no-untyped-def]
 ):
     """Multiply a tile of weight rows by a tile of rows of x, over the words [first, end) of K.
 
-    For a dense weight, COUNT is their number: the loop is fast only if it is a constant. `stored`
-    holds the scales and zero points of a quantized weight.
+    For a dense weight, COUNT is the number of words, since the loop is fast only if its length is a
+    constant. `stored` holds the scales and zero points of a quantized weight.
     """
     if LANES == 0:
         return _multiply_dense(

@@ -240,7 +240,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         if skipped >= num_queries:
             return
     length = tl.load(context_lens + row)
-    # Position of the first query; all queries attend to all keys of a shared prefix.
+    # Position of the first query. A shared prefix needs no mask: all queries attend to all keys.
     lowest = length - num_queries + skipped if members is None else length - 1
     highest = tl.minimum(lowest + most_queries, length) - 1
     first = window_start(lowest, WINDOW) if shared_lens is None else tl.load(shared_lens + row)

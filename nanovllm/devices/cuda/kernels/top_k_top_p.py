@@ -1,9 +1,8 @@
 """Find the exact logit threshold of top_k and top_p for each row, without sorting.
 
 top_p applies to the tokens that top_k keeps. The threshold is first searched among the candidates:
-the largest few thousand logits of a row, gathered in one pass. If it is not among them, the whole
-row is searched. Both searches determine the threshold bit by bit, from the most significant bit
-down.
+the largest few thousand logits of a row. If it is not among them, the whole row is searched. Both
+searches determine the threshold bit by bit, from the most significant bit down.
 """
 
 from __future__ import annotations
@@ -358,9 +357,9 @@ def _descend(  # type: ignore[no-untyped-def]
     KEY_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the largest key for which the keys >= it weigh at least `target` in total.
+    """Return the largest key such that the total weight of the keys >= it is at least `target`.
 
-    It is determined bit by bit. Without `keys`, the logits of the whole row are the keys.
+    It is determined bit by bit. Without `keys`, the keys are those of all logits of the row.
     """
     key = tl.zeros((), tl.uint32)
     digit = tl.full((), 1 << 31, tl.uint32)
