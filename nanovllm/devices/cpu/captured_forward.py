@@ -30,7 +30,7 @@ class CapturedStep:
 class CapturedForward:
     """Replays captured programs for small decode steps, and runs other steps eagerly.
 
-    Small decode steps call only our own kernels, so they can be captured.
+    Small decode steps usually call only our own kernels, and can then be captured.
     """
 
     def __init__(self, eager: EagerForward, ops: NumbaOps, max_model_len: int) -> None:
@@ -87,7 +87,7 @@ class CapturedForward:
 
 
 def one_row() -> StepPlan:
-    """Return the plan of a dummy decode step; it launches every kernel that any step uses."""
+    """Return the plan of a dummy decode step; running it compiles every kernel."""
     one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
     return StepPlan(none, none, one, one, [], [], [], num_decode_tokens=1)
 

@@ -25,7 +25,7 @@ class CpuFeatures:
         return self.has_compiler and dtype in (torch.float32, torch.bfloat16)
 
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
-        """Return bfloat16 if it makes decode faster, otherwise float32.
+        """Return bfloat16 if it makes decode faster; otherwise, or for float32 weights, float32.
 
         Decode is memory-bound, and our kernels upcast bfloat16 at no cost. A GEMM with many rows
         takes about as long as in float32, because its weight is upcast once for all rows. With

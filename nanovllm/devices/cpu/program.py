@@ -59,7 +59,7 @@ class Program:
         self._address = self._header.ctypes.data
 
     def run(self) -> None:
-        """Run the kernels on the fastest number of threads; the choice does not affect results."""
+        """Run the kernels on all threads or, if that is faster, on one, with the same results."""
         self._pool.chooser.run(self.run_on)
 
     def run_on(self, num_threads: int) -> None:

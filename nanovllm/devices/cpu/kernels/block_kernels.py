@@ -165,7 +165,7 @@ def dequantize_panel(
 
 
 def _dequantize_column(builder: Any, group: Group, column: int) -> Any:
-    """Emit code for one column of weights, with the same rounding as the reference."""
+    """Emit code for one column of weights, with the same rounding as `gguf.quants.dequantize`."""
     values = builder.sitofp(group.integer(column), FLOATS)
     if group.offset:
         values = builder.fadd(values, constant(FLOATS, -group.offset))
@@ -297,7 +297,7 @@ def write_sums(
 ) -> None:
     """Add the bias to the sums of a tile, and store them in y.
 
-    The tile starts at column `out` and row `first`, or with experts, pair order[first].
+    The tile starts at column `out`, and at row `first` or, with experts, at pair order[first].
     """
     y, bias = pointer_to(args[0], like), pointer_to(args[3], like)
     order, count = pointer_to(args[9], int32(0)), min(int64(PANEL_ROWS), args[6] - out)

@@ -31,7 +31,7 @@ class Group:
     """Columns that share a scale: each value is scale * (integer - offset) + low."""
 
     scale: Any
-    low: Any | None
+    low: Any | None  # the minimum value, in types that store one
     offset: int
     integer: Callable[[int], Any]  # emits code for the integers of a column
     # For 4-bit integers only: emits code for 1 + integer / 16, by setting mantissa bits of 1.0.

@@ -20,7 +20,7 @@ from nanovllm.devices.cpu.kernels.intrinsics import (
 
 @kernel
 def gated_delta_net(args: Any, thread: int, num_threads: int, like: Any) -> None:
-    """Implement Ops.gated_delta_net; row i has one token or, given `offsets`, several.
+    """Implement Ops.gated_delta_net; without `offsets`, each row has one token.
 
     numba_delta_net.py lists the arguments. Each thread takes one key head of one row at a time,
     with the value heads that share it. For each thread, `scratch` holds the q, k and v of a head,

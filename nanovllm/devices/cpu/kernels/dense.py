@@ -355,8 +355,8 @@ def _softcap(x: Any, cap: float) -> Any:
 @inlined
 def _exp(x: Any) -> Any:
     """Return e ** x with an error of at most 1e-6, in steps that a compiler can vectorize."""
-    # Results below e**-60 are negligible: callers add them to 1. Denormals would be slow.
-    # From 88.4 on, the power of two is infinity, as it should be.
+    # Results below e**-60 are negligible: callers add them to 1, or to a sum that contains a 1 (in
+    # a softmax). Denormals would be slow. From 88.4 on, the power of two is rightly infinity.
     x = min(max(x, float32(-60)), float32(89))
     power = np.floor(x * LOG2_E + float32(0.5))
     rest = x - power * LN_2  # within +-0.35, where a Taylor polynomial of degree 6 is accurate

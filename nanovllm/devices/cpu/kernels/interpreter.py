@@ -53,7 +53,7 @@ class Compiler(event.Listener):
                 return compile_function()(function)
 
     def on_start(self, event: Any) -> None:
-        # Python shows warnings even if a script does not configure logging.
+        # Logged as a warning, which Python shows even if a script does not configure logging.
         self._warn_once("Compiling the CPU kernels; this takes 10 to 60 seconds, once per machine")
 
     def on_end(self, event: Any) -> None:

@@ -241,8 +241,8 @@ class Segment:
 class Attention:
     """Attention of all rows, divided evenly among the CTAs.
 
-    The splits of a row depend on its own length alone, so that its output does not depend on other
-    rows. The list of all splits, ordered by row and then by KV head, is divided among the CTAs.
+    The splits of a row depend on its own length alone, so that its output is the same in any batch.
+    The list of all splits, ordered by row and then by KV head, is divided among the CTAs.
     Rows of one slot are consecutive tokens of its sequence.
 
     Caches are [blocks, block size, KV heads, dim / 2] words of two bfloat16.
@@ -389,7 +389,7 @@ class Attention:
     def load_values(self, cache, offset, num_keys):
         """Load 32 value vectors at an offset of the cache; those with an index >= `num_keys` are 0.
 
-        A thread gets a word of each of 8 value vectors, and a warp 16 dimensions of all of them.
+        A thread gets a word of each of 8 value vectors, and a warp 16 dimensions of all 32 vectors.
         """
         STRIDE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
         warp, n, q = thread_indices()

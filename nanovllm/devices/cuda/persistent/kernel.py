@@ -2,7 +2,8 @@
 
 Each of the 128 CTAs stays on its SM for the whole step. One warp of a CTA starts the TMA copies of
 its weights; the other eight do everything else. See the picture in docs/persistent-step.md. Phases
-take the position (t, g) in the weight stream, and return the next position (see `Stream`).
+that multiply by weights take a position (t, g) in the weight stream; all but the last return the
+next position (see `Stream`).
 """
 
 from triton.experimental import gluon
@@ -422,7 +423,7 @@ def make_stream(cta, SHAPE: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def make_experts(stream, SHAPE: gl.constexpr):
-    # Placeholders, unused if the model has no experts.
+    # Placeholders for models without experts, which never use them.
     ids, weights, chosen = stream.full, stream.full, stream.full
     if SHAPE.experts.num_experts > 0:
         ids = gl.allocate_shared_memory(gl.int32, [8, 32], S1)
@@ -440,9 +441,9 @@ def persistent_step(
 ):  # fmt: skip
     """Run a decode step; `PersistentStep.run` passes the arguments.
 
-    Tensor descriptors are separate arguments, because they cannot be elements of a tuple. NUMBERS
-    is `StepShape.numbers`, BLOCK_SIZE is that of the KV cache, and NEW is the maximum number of
-    rows that belong to one sequence.
+    Tensor descriptors are separate arguments, because an argument that is a tuple cannot contain
+    them. NUMBERS is `StepShape.numbers`, BLOCK_SIZE is that of the KV cache, and NEW is the maximum
+    number of rows that belong to one sequence.
     """
     SHAPE: gl.constexpr = shape_of(NUMBERS)
     VOCAB: gl.constexpr = SHAPE.vocab

@@ -118,7 +118,7 @@ def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpe
     if any(map(_is_unsupported, matrices)):
         return "its quant groups do not have 128 values, or its scales are not exact in bfloat16"
     if len({layer.routing for layer in layers}) > 1:
-        return "some layers have experts, and some have none"
+        return "its layers differ in their routing to experts"
     return (
         device_problem(head.device)
         or step_shape(model, layers).problem

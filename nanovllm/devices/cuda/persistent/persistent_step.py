@@ -140,11 +140,11 @@ class PersistentStep:
     ) -> None:
         """Run a decode step for the sequences in `slots` [rows].
 
-        `lengths`, `tokens` and `block_table` have a row per slot and are int32, like `slots`. Rows
+        `lengths`, `tokens` and `block_table` are indexed by slot, and are int32, like `slots`. Rows
         whose slot has length 0 are padding. By default, each of the other rows has its own slot.
         With `verifies`, n adjacent rows with the same slot are the last n tokens of its sequence.
-        Either way, a row's logits are bitwise independent of other rows. The kernel writes `logits`
-        [rows, vocab] and `context_lens` [rows].
+        Either way, a row's logits depend only on its own sequence, and are bitwise the same in any
+        batch. The kernel writes `logits` [rows, vocab] and `context_lens` [rows].
         """
         rows = len(slots)
         shape, constants = self.shape, self.constants
@@ -188,9 +188,10 @@ class PersistentStep:
 def make_descriptors(
     weight: Tensor | StackedQuantized, is_of_experts: bool = False
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Make the TMA descriptors of a weight and of its scales; the same twice if it has no scales.
+    """Make the TMA descriptors of a weight and of its scales.
 
-    A TMA copy loads a whole tile or, for the experts' `down`, a piece of a tile.
+    If it has no scales, return the same descriptor twice. A TMA copy loads a whole tile or, for the
+    experts' `down`, a piece of a tile.
     """
     bits = 16 if isinstance(weight, Tensor) else weight.bits
     plain = weight if isinstance(weight, Tensor) else weight.words.view(torch.bfloat16)
@@ -233,7 +234,7 @@ def pack_norms(norms: Tensor, bits: int = 16) -> Tensor:
 
 
 def allocate_exchanges(shape: StepShape, rows: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Allocate the buffers of all exchanges and the partials, as `make_exchanges` unpacks them."""
+    """Allocate the partials and the buffers of all exchanges, in the order of `make_exchanges`."""
     widths = num_stored(shape.hidden), shape.q, num_stored(shape.hidden)
     x, attended, y = (allocate_exchange(width, rows, device, shape.bits) for width in widths)
     parts, capacity = gated_parts(shape), gated_capacity(shape)

@@ -9,8 +9,8 @@ Glossary (see docs/persistent-step.md):
 - chunk: 1,024 columns of a vector such as x.
 - segment: 128 bytes of a weight row. In attention.py only, a `Segment` is a CTA's range of keys of
   one row and KV head.
-- tile: 16 KB of a projection, one slot of the ring buffer: 16 segments of each of 8 weight rows. A
-  weight row of a tile has 1,024 columns in bfloat16, 2,048 in 8 bits and 4,096 in 4 bits.
+- tile: 16 KB of a projection, which fill one slot of the ring buffer: 16 segments of each of 8
+  weight rows. A tile has 1,024 columns in bfloat16, 2,048 in 8 bits and 4,096 in 4 bits.
 - slot: the place of a tile in the ring buffer. `slots` of sequences are those of the InputBatch.
 - half: half a tile: 8 segments of each weight row, one for each warp.
 - block: 1,024 consecutive weight rows of a projection; each CTA computes 8 of them.
@@ -38,7 +38,8 @@ MIN_SLOTS = 7  # minimum size of the ring buffer: it must hold the largest group
 MAX_ROWS = 8
 UNIT = gl.constexpr(64)  # keys per online-softmax update
 PARTIAL_WORDS = gl.constexpr(12)  # 8 sums, then two copies of the maximum score and denominator
-# Maximum number of chunks of x in shared memory, over all rows, unless a single tile needs more.
+# For `o` and `down`, unless all tiles are resident: maximum number of chunks of x staged together,
+# over all rows. A single tile may need more.
 MAX_STAGED = 32
 
 
@@ -216,7 +217,7 @@ def is_wide(row_format):
 
 @gluon.constexpr_function
 def max_resident(row_format):
-    """Return the maximum number of tiles that fit into registers together with x."""
+    """Return the maximum number of tiles that are held in registers at once."""
     return 4 if (row_format.halves, row_format.bits) == (2, 4) else 6
 
 
@@ -256,7 +257,7 @@ def tiles_at_once(blocks, row_format):
     """Return how many tiles of each block of `o` or `down` to multiply before more x is staged.
 
     If not all tiles are resident, the number is limited by the shared memory for x, the size of the
-    unrolled code and the slots of the ring. It divides the number of tiles.
+    unrolled code and the slots of the ring. It divides `row_format.tiles`.
     """
     if is_resident(blocks, row_format):
         return row_format.tiles
@@ -274,7 +275,7 @@ def output_group(blocks, row_format):
 
 @gluon.constexpr_function
 def gate_blocks_at_once(blocks, row_format, is_of_experts):
-    """Return the number of gate blocks, and of up blocks, loaded together: a divisor of `blocks`.
+    """Return how many gate blocks to load together with as many up blocks: a divisor of `blocks`.
 
     All are loaded together if they fit into registers. Otherwise, experts are limited to two blocks
     of each, because the copies of their weights start late.
@@ -340,7 +341,7 @@ def slot_scales(shape):
 
 @gluon.constexpr_function
 def output_chunks(shape, rows):
-    """Return how many chunks of x are staged together, for `o` and `down`; with experts, all."""
+    """Return, for `o` and for `down`, how many chunks of x are staged together at most."""
     blocks, found = num_blocks(shape.hidden), []
     for width in (q_width(shape), gated_width(shape)):
         row_format = format_of(width, shape.bits, rows)
@@ -474,7 +475,7 @@ def key_layout():
 
 @gluon.constexpr_function
 def num_head_vectors(group, new):
-    """Return the padded number of head vectors of a segment.
+    """Return the padded number of head vectors of a `Segment` of attention.
 
     These are the queries of a GQA group, `new` keys and `new` values.
     """
@@ -516,7 +517,7 @@ def piece_segments(size, bits):
 
 @gluon.constexpr_function
 def scale_words(bits, piece):
-    """Return the words between the scales of two pieces; TMA needs 128-byte alignment."""
+    """Return how many words the scales of a piece occupy, aligned to 128 bytes for TMA."""
     return max(piece * 8 * segment_groups(bits), 32)
 
 

@@ -52,8 +52,8 @@ def store_sums(
 
     The blocks are every `step`-th element of `sums`, starting at `first`.
     """
-    # The four threads of a weight row hold the sums of up to four batch rows. With fewer rows,
-    # several threads hold the same sums, and each of them stores some of the blocks.
+    # Each of the four threads of a weight row holds the sums of one batch row, or of two if ROWS is
+    # 8. If ROWS is 1 or 2, threads hold the same sums, and each of them stores some of the blocks.
     COPIES: gl.constexpr = num_copies(ROWS)
     FOURS: gl.constexpr = len(sums[0])
     BLOCKS: gl.constexpr = max(power_of_two(N), COPIES)
@@ -209,7 +209,7 @@ class Stream:
     def claim(self, t, g, owners, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr):
         """Wait for tile t's slot, and until few enough tiles are in flight; then expect its bytes.
 
-        `owners` holds, for each slot, the group of its tile. Return it with g for tile t's slot.
+        `owners` holds, for each slot, the group of its tile. Return it with tile t's slot set to g.
         """
         owners = self.take_slot(t, g, owners)
         before = t - tiles_in_flight(FORMAT, IN_FLIGHT, self.slots)
@@ -273,7 +273,7 @@ class Stream:
         self, t, g, BLOCKS: gl.constexpr, FORMAT: gl.constexpr, IN_FLIGHT: gl.constexpr,
         PIECE: gl.constexpr = 8,
     ):  # fmt: skip
-        """Load a projection's tiles into registers before x arrives, or return () if too many."""
+        """Load a projection's tiles into registers before x arrives; () if there are too many."""
         w = ()
         if is_resident(BLOCKS, FORMAT):
             w = self.load_tiles(t, g, BLOCKS * FORMAT.tiles, FORMAT, IN_FLIGHT, PIECE)

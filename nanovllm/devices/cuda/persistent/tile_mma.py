@@ -183,7 +183,7 @@ def load_words(slot, HALVES: gl.constexpr):
 def load_scales(slot, HALVES: gl.constexpr, BITS: gl.constexpr, PIECE: gl.constexpr):
     """Load the scale word of a thread's weight row and quant group, for each half of a tile.
 
-    The scales of every PIECE segments are contiguous, and aligned for TMA.
+    The scales of PIECE segments are contiguous, and start at an offset that is aligned for TMA.
     """
     P: gl.constexpr = segment_groups(BITS)
     N: gl.constexpr = 8 * HALVES // PIECE
@@ -235,7 +235,7 @@ def mmas_asm(sets, j, first, words):
 
 @gluon.constexpr_function
 def collect_sums_asm(sets, first, second):
-    """Return PTX that adds the two accumulator elements of a thread's weight row, for each set."""
+    """Return PTX that adds up elements `first` and `second` of both accumulators of each set."""
     code = ""
     for s in range(sets):
         code += f"add.f32 a{s}_0, a{s}_{first}, b{s}_{first}; "
