@@ -1,4 +1,4 @@
-"""An engine that passes rows to the HTTP API's handlers; a row's output depends on no other row."""
+"""Completes rows with the HTTP API's handlers; seeds, ids and times are the same in every run."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def place_engines(config: EngineConfig, num_engines: int | None = None) -> Engin
     """Place `num_engines` engines or, by default, as many as fit on the cluster.
 
     An engine takes one GPU per rank. Without GPUs it takes as many CPUs as the smallest machine
-    has, or fewer if more engines are requested.
+    has, or fewer so that the requested number of engines fits.
     """
     resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     num_ranks = config.tensor_parallel_size * config.data_parallel_size
@@ -82,7 +82,7 @@ class RowActor:
 
 
 class RayEngine:
-    """Several engines with the interface of one; a row goes to the engine with the fewest rows."""
+    """Several engines with the interface of one; rows are spread evenly over them."""
 
     def __init__(self, options: RowOptions, placement: EnginePlacement) -> None:
         make: Any = ray.remote(
@@ -92,7 +92,7 @@ class RayEngine:
             scheduling_strategy="SPREAD",
         )
         self.actors = [make(RowActor).remote(options) for _ in range(placement.num_engines)]
-        # A slot is (index within its engine, engine number), so the queue fills all engines evenly.
+        # A slot is (index within its engine, engine number); taking the lowest spreads rows evenly.
         self.free: asyncio.PriorityQueue[tuple[int, int]] = asyncio.PriorityQueue()
         self._waiting: dict[asyncio.Task[None], int] = {}  # task -> engine that it waits for
         self._error: Exception | None = None  # set when no more rows can be completed

@@ -5,7 +5,7 @@ examples:
   nanovllm generate "Why is the sky blue?"           complete a prompt
   nanovllm serve --port 8000                         serve requests over HTTP
   nanovllm batch questions.jsonl -o answers.jsonl    process a file of any size
-  nanovllm bench latency                             measure this machine
+  nanovllm bench latency                             benchmark this machine
   nanovllm models                                    list the supported models
   nanovllm models pull qwen3                         download a model
 
@@ -67,7 +67,7 @@ def build_parser() -> ArgumentParser:
     )
     for command in (generate, chat, serve, batch, trace, models):
         command.add_parser(commands)
-    usage, about = "nanovllm bench NAME [options]", "measure this machine, or a server"
+    usage, about = "nanovllm bench NAME [options]", "benchmark this machine or a server"
     examples = "examples:\n  nanovllm bench latency --batch 1 64\n  nanovllm bench serve"
     bench = add_command(commands, "bench", about, usage, examples)
     names = bench.add_subparsers(metavar="NAME", required=True, prog="nanovllm bench")

@@ -1,7 +1,7 @@
 """Measure the speed of `LLM.generate` with random prompts at several batch sizes.
 
 Reports the time to first token, the time of a decode step and the throughput, as medians over
-several runs after a warm-up. Weights are random, so only the model's config is read;
+several runs after a warm-up. By default, weights are random and only the model's config is read;
 --load-format auto loads the real weights.
 
 examples:
@@ -42,7 +42,7 @@ class Sizes:
 
 
 def add_parser(names: options.Commands) -> None:
-    about, usage = "measure generate, by batch size", "nanovllm bench latency [MODEL] [options]"
+    about, usage = "measure LLM.generate by batch size", "nanovllm bench latency [MODEL] [options]"
     parser = options.add_command(names, "latency", about, usage, __doc__)
     options.add_model_argument(parser)
     options.add_options(parser, "sizes", Sizes)

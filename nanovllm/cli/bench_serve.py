@@ -62,7 +62,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of one request; times are in seconds since it was sent."""
+    """Measurements of one request; `first_token` and `seconds` are seconds since it was sent."""
 
     sent: float  # seconds since the benchmark began
     first_token: float = 0.0
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_prompts(load: Load) -> list[Any]:
-    """Read one prompt per line of a file, or make random texts that share only a prefix."""
+    """Read one prompt per row of a file, or make random texts that share only a prefix."""
     if load.prompts is not None:
         rows = [row.fields for row in read_rows(Path(load.prompts))]
         prompts = [row.get("messages") or row.get("prompt") for row in rows]

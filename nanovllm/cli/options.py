@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, generated from fields of dataclasses."""
+"""Command-line options that several commands share; most are generated from dataclass fields."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nanovllm.validation import choices_of
 Commands: TypeAlias = "argparse._SubParsersAction[ArgumentParser]"
 Names: TypeAlias = Iterable[str] | None
 
-# Preserve the line breaks of examples, and make room for the longest option next to its help.
+# Preserve the line breaks of examples, and put the help next to options of up to 27 characters.
 HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=31)
 MODEL_NAMES = (
     "a folder, a .gguf file, a hub id (org/name, org/name:Q4_K_M, org/name/file.gguf) or a short "
@@ -38,7 +38,10 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ign
 def add_options(
     parser: ArgumentParser, title: str, record: type, names: Names = None, **defaults: Any
 ) -> None:
-    """Add a flag for each field of `record`, or for `names`; `defaults` replace the fields' own."""
+    """Add flags for the fields of `record` that have a help text, or for those in `names` only.
+
+    `defaults` replace the defaults of the fields.
+    """
     add, hints = parser.add_argument_group(title).add_argument, get_type_hints(record)
     for field in fields(record):
         if "help" in field.metadata and (names is None or field.name in names):
@@ -121,7 +124,7 @@ def add_model_argument(parser: ArgumentParser) -> None:
 def add_engine_options(
     parser: ArgumentParser, default_model: str = "smollm2", **defaults: Any
 ) -> None:
-    """Add the options of EngineConfig, and those of the process in which the engine runs."""
+    """Add the options that all commands with an engine share."""
     parser.set_defaults(model_tag=None, default_model=default_model)
     add = parser.add_argument
     text = "log engine activity and server requests (default: on at a terminal)"

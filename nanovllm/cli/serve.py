@@ -1,7 +1,7 @@
 """Serve a model over HTTP to many concurrent clients.
 
 The server implements OpenAI's API (chat completions, completions, responses, embeddings) and
-Anthropic's messages. Flags have the same names as in vLLM.
+Anthropic's messages. Options that also exist in vLLM have the same names.
 
 examples:
   nanovllm serve

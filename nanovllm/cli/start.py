@@ -60,7 +60,7 @@ def has_chat_template(llm: LLM | HttpLLM) -> bool:
 
 @contextlib.contextmanager
 def load_llm(config: EngineConfig, num_threads: int | None = None) -> Iterator[LLM]:
-    """Start an engine, and close it at the end; only this imports torch.
+    """Start an engine, which imports torch, and close it at the end.
 
     After Ctrl-C the program exits immediately: closing would wait for the current step.
     """

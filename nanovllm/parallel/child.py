@@ -96,7 +96,7 @@ class Failure:
     message: str
     type_name: str = "WorkerError"
     traceback: str = ""
-    time: float = 0.0  # when an error was reported; 0 for a crash, so that it sorts first
+    time: float = 0.0  # when an error was reported; 0 for crashes and hangs, to sort first
 
     def error(self) -> NanovllmError:
         """Return the exception to raise: of the same type if in `errors.py`, else a WorkerError."""

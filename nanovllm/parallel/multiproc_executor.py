@@ -1,4 +1,4 @@
-"""An executor with one worker process per rank. All ranks get the same plans; rank 0 replies."""
+"""An executor with a worker process per rank: all get the same plans, and rank 0 sends results."""
 
 from __future__ import annotations
 

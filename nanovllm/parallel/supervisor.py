@@ -67,7 +67,10 @@ class Children(Protocol):
         """Send the same message to every child without blocking."""
 
     def receive(self, seconds: float) -> list[tuple[int, Message | Failure]]:
-        """Wait for messages; return (child index, message) pairs. A Failure is a child's last."""
+        """Wait for messages; return (child index, message) pairs.
+
+        A Failure means that the child sends nothing more.
+        """
 
     def stop(self) -> None:
         """Stop all children."""
@@ -194,7 +197,7 @@ def reported_failure(name: str, failure: Failure) -> Failure:
 
 
 def merge_failures(failures: list[Failure]) -> Failure:
-    """Return the earliest failure; for a crash, add the first reported error to its message."""
+    """Return a crash or hang, plus the first reported error, or else the earliest error."""
     first, *_ = sorted(failures, key=lambda failure: failure.time)
     reported = [failure.traceback for failure in failures if failure.traceback]
     if first.traceback or not reported:

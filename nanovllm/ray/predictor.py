@@ -45,7 +45,7 @@ class Predictor:
     >>> rows.map_batches(Predictor, fn_constructor_kwargs=options, num_gpus=1, concurrency=4)
 
     A row has one of the columns `prompt`, `prompt_token_ids` and `messages`, and may have columns
-    with sampling fields, whose defaults are in `sampling`. It is returned with `text`,
+    with sampling fields, whose defaults are in `sampling`. The row is returned with `text`,
     `finish_reason` and `usage`, or with an `error`. Sampling depends only on the content of the
     row, not on where it runs. Other options are the fields of `nanovllm.config.EngineConfig`;
     unknown ones raise TypeError.

@@ -73,7 +73,7 @@ def build_app(options: str | Mapping[str, Any]) -> serve.Application:
             "num_gpus": _num_gpus(config),
             "runtime_env": ONE_LOOP,
         },
-        # Twice the number of running requests keeps an engine busy. Additional requests wait in the
+        # Twice as many requests as can run at once keep an engine busy. Others wait in the
         # ingress, so that a new engine can take them.
         max_ongoing_requests=2 * config.max_num_seqs,
         request_router_config=_routing(config),

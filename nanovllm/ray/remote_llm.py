@@ -129,7 +129,7 @@ class RemoteLLM:
                 logger.exception("cannot refresh the counters of the engines")
 
     async def refresh(self) -> None:
-        """Fetch the counters of all engines; engines that fail to reply are dropped."""
+        """Fetch the counters of all engines and drop those that fail; a timeout drops none."""
         found: list[EngineCounts | Exception] = []
         try:
             response = self._engines.broadcast("counts")

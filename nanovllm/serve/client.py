@@ -215,7 +215,7 @@ async def _cancel_tasks() -> None:
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the sampling fields to send: those in ALWAYS_SENT, and those that are not defaults."""
+    """Return the sampling fields to send: ALWAYS_SENT, and those that differ from the defaults."""
     default = SamplingParams()
     values = {field.name: getattr(params, field.name) for field in fields(params)}
     schema = values.pop("structured_outputs")  # set by --json-schema

@@ -127,7 +127,7 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class CoreUpdate:
-    """Update sent after every step; while idle, once per second, or more often to a subscriber."""
+    """Update sent after every step; while idle, every second, or every 0.1 s with a subscriber."""
 
     step: EngineCoreOutputs
     stats: CoreStats

@@ -38,7 +38,7 @@ from nanovllm.worker.host_memory import trim_malloc
 
 IDLE_SECONDS = 1.0  # time between updates while the core is idle and no client is subscribed
 SNAPSHOT_SECONDS = 0.1  # minimum time between snapshots of a core that is not paused
-MAX_QUEUE = 64  # maximum number of waiting sequences in a snapshot
+MAX_QUEUE = 64  # maximum number of waiting, and of postponed, sequences in a snapshot
 
 Command = AddRequests | FinishSequences | SendSnapshots | Control
 Send = Callable[[CoreUpdate], None]
@@ -145,7 +145,7 @@ class CoreLoop:
         return finished
 
     def _add(self, requests: list[Request]) -> list[FinishedSequence]:
-        """Queue requests; return those that can never run as finished with an error."""
+        """Queue requests; those that can never run are returned, finished with an error."""
         rejected = []
         for request in requests:
             try:

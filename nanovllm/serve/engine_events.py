@@ -42,7 +42,7 @@ class EngineEvents(EventStream):
 
 
 def choose_engine(llm: Model, engine: int | None) -> int:
-    """Validate an engine's number and return it; None selects the first healthy engine, if any."""
+    """Validate an engine's number and return it; None selects a healthy one if possible."""
     numbers = [replica.number for replica in llm.replicas]
     if not numbers:  # a Ray cluster may have no engine for a while
         raise EngineError("no engine is running")
@@ -110,8 +110,8 @@ async def record_trace(llm: Model, seconds: float) -> Event:
     with anyio.move_on_after(seconds):
         await asyncio.gather(*map(record, traces))
     events = [event for trace in traces for event in trace.events(is_alone=len(traces) == 1)]
-    # Let the earliest event have timestamp 0. It may be the arrival of a request before the trace
-    # began, and Perfetto drops negative timestamps.
+    # Count time from the earliest event, not from the start of the trace: requests may have arrived
+    # earlier, and Perfetto drops negative timestamps.
     begin = min((event["ts"] for event in events if "ts" in event), default=0)
     shifted = [event | {"ts": event["ts"] - begin} if "ts" in event else event for event in events]
     return {"displayTimeUnit": "ms", "traceEvents": shifted}

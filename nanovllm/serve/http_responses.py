@@ -56,7 +56,7 @@ class WholeResponse(Response):
         async with _while_connected(receive):
             with anyio.fail_after(self._timeout):
                 body = await self._body
-            # A body of several megabytes takes seconds to encode.
+            # Encoding a body of several megabytes here would block the event loop.
             data = await asyncio.to_thread(to_json, body)
             await Response(data, media_type=self.media_type)(scope, receive, send)
 

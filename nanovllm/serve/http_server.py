@@ -101,8 +101,8 @@ class ThroughputLog:
 class Server(uvicorn.Server):
     """A uvicorn server with graceful shutdown.
 
-    After the first signal, requests may finish within `shutdown_timeout`. A second signal ends
-    them with an error.
+    After the first signal, requests have `shutdown_timeout` seconds to finish. After that, or at a
+    second signal, they end with an error.
     """
 
     def __init__(self, config: uvicorn.Config, llm: OwnedModel, shutdown_timeout: float) -> None:

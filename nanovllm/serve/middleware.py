@@ -17,7 +17,7 @@ from nanovllm.errors import RequestError
 from nanovllm.serve.http_errors import error_response
 from nanovllm.serve.server_options import ServerOptions
 
-# Per body, estimated by counting commas: parsing a million numbers takes a second.
+# Limit on the JSON values of a body, estimated by its commas: parsing a million takes a second.
 MAX_VALUES = 500_000
 OPEN_PATHS = ("/health", "/ping")
 PAGE_PREFIX = "/page/"

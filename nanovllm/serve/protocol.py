@@ -53,7 +53,7 @@ class ApiModel(BaseModel):
 
 
 class IgnoredFields(ApiModel):
-    """Fields that do not affect the generated text; only the Responses API reads some of them."""
+    """Fields that do not affect the generated text; only the Responses API reads any of them."""
 
     store: Any = None
     metadata: Any = None

@@ -102,7 +102,7 @@ class Replica:
         self._send(finish)
 
     def control(self, action: ControlAction) -> None:
-        """Pause, step or resume the core. Stepping requires depth 0: no step is planned ahead."""
+        """Pause, step or resume the core. Stepping needs depth 0 (synchronous scheduling)."""
         self.flush()
         self._send(Control(action))
 

@@ -14,7 +14,7 @@ from nanovllm.errors import EngineError
 # A replica is overloaded if its load exceeds MAX_RATIO times the lowest load plus MAX_EXTRA times
 # the length of the new prompt; then its cached prefix does not count.
 MAX_RATIO, MAX_EXTRA = 1.5, 6
-# A load counts as the lowest if it exceeds the lowest by at most SIMILAR times that length.
+# A load counts as the lowest if it exceeds the lowest by at most SIMILAR times the prompt's length.
 SIMILAR = 2
 
 

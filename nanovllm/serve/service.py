@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_PROMPTS = 2048  # maximum number of prompts per request
-# Clients match the words of this error: OpenAI's and, for Anthropic's API, "prompt is too long".
+# Clients search errors for "maximum context length" (OpenAI) and "prompt is too long" (Anthropic).
 TOO_LONG = "the prompt is too long: this model's maximum context length is {} tokens"
 
 

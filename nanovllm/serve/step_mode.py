@@ -94,7 +94,7 @@ class PlannedRow:
 
 
 class PlanRecorder:
-    """Wraps an executor, and records the rows of the last plans."""
+    """Wraps an executor, and records the rows of the last two plans."""
 
     def __init__(self, core: EngineCore) -> None:
         self.executor: Executor = core.executor

@@ -100,7 +100,7 @@ class Subscribers:
 
 
 def _push_state(queue: AsyncOutputQueue[EngineState], state: EngineState) -> None:
-    """Replace an unread snapshot, but keep up to MAX_UNREAD of its steps and ended sequences."""
+    """Replace an unread snapshot; keep its steps and ended sequences, up to MAX_UNREAD of each."""
     for before in queue.items:
         steps = [*before.steps, *state.steps][-MAX_UNREAD:]
         ended = [*before.ended, *state.ended][-MAX_UNREAD:]

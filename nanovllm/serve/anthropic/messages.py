@@ -95,7 +95,7 @@ class MessageResponse(ApiResponse):
             case BlockStop(kind=kind):
                 block = self._content[-1]
                 if kind == "tool_call":
-                    arguments = block.pop("partial_json", "")  # invalid JSON if it was cut off
+                    arguments = block.pop("partial_json", "")  # incomplete if the call was cut off
                     block["input"] = json.loads(arguments) if is_json(arguments) else {}
                 elif kind == "reasoning":
                     block["signature"] = SIGNATURE

@@ -42,7 +42,8 @@ ITEMS: dict[str, tuple[str, Event]] = {
     "reasoning": ("rs_", {"type": "reasoning", "summary": [], "content": []}),
     "tool_call": ("fc_", {"type": "function_call", "arguments": ""}),
 }
-# Kind of content block -> type of its content.
+# Kind of content block -> name in its events (response.NAME.delta); for text and reasoning, also
+# the type of the content part.
 CONTENT = {
     "text": "output_text",
     "reasoning": "reasoning_text",
@@ -205,7 +206,7 @@ class ResponsesResponse(ApiResponse):
 
 
 class ResponsesRequest(IgnoredFields):
-    """A request of the Responses API; `chat` validates the fields it shares with chat requests."""
+    """A request of the Responses API; `chat` validates the fields that chat requests have too."""
 
     input: str | Listed[dict[str, Any]]
     model: str | None = None

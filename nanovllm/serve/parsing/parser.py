@@ -1,8 +1,8 @@
 """Incremental parser of model text; the events do not depend on how the text is split into pieces.
 
-Text outside tool calls becomes content, unchanged. A call starts once the tool's name and the start
-of its arguments are known. Until then its text is held back; if it is invalid, it becomes content.
-Content next to a call is dropped if it is only whitespace.
+Text outside reasoning and calls becomes content, unchanged. A call's block starts once the tool's
+name and the start of the arguments are known. Until then the call's text is held back; if it turns
+out to be invalid, it becomes content. Content next to a call is dropped if it is only whitespace.
 """
 
 from __future__ import annotations
