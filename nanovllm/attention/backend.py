@@ -14,7 +14,7 @@ from nanovllm.ops.interface import LayerCache
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """The rows of a step as host arrays; row i has counts[i] tokens from position starts[i] on."""
+    """The rows of a step; row i has counts[i] tokens from position starts[i] on."""
 
     slots: npt.NDArray[np.int32]
     starts: npt.NDArray[np.int32]

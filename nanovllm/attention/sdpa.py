@@ -1,4 +1,4 @@
-"""Attention in plain torch, on any device: SDPA over each row's own tokens, one row at a time.
+"""Attention in plain torch, on any device: SDPA over each row's context, one row at a time.
 
 SDPA supports neither softcapping nor sinks: layers with these use separate matmuls and softmax.
 

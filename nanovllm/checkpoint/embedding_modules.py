@@ -1,4 +1,4 @@
-"""Read an embedding model in the format of sentence-transformers: pooling, layers and names."""
+"""Read the modules of an embedding model in the format of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def read_embedding_modules(folder: Path) -> EmbeddingModules | None:
 
 
 def add_prefix(tensors: list[StoredTensor]) -> list[StoredTensor]:
-    """Add `model.` to the names of a model saved without its LM head, as embedding models are."""
+    """Add `model.`, which tensor names lack if a model was saved without its LM head."""
     return [
         tensor
         if tensor.name.startswith("lm_head.")

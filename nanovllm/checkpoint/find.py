@@ -53,7 +53,7 @@ class Checkpoint:
 
 
 def stores_quantized(config: Mapping[str, Any]) -> bool:
-    """Return whether some weights are stored quantized, according to the config."""
+    """Return whether the config declares quantized weights, in any format but MXFP4."""
     return bool(stored_quantization(config) or config.get(gguf.BLOCK_TYPES_KEY))
 
 
@@ -80,7 +80,8 @@ def find_checkpoint(
 ) -> Checkpoint:
     """Locate a model, on the hub if it is not on this machine, and read its configuration.
 
-    `check` receives the configuration before weights and tokenizer are downloaded, and may raise.
+    `check` receives the configuration, and may raise. Except for GGUF files, it runs before weights
+    and tokenizer are downloaded.
     """
 
     def check_configs(file: Path) -> None:

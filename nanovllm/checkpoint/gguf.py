@@ -147,7 +147,7 @@ class Metadata:
         return value
 
     def windows(self) -> list[bool] | None:
-        """Return whether each layer has a sliding window; None if the file does not say."""
+        """Return, for each layer, whether it has a sliding window; None if the file has no list."""
         return list_field(self.reader, f"{self.architecture}.{_WINDOWS}", bool)
 
     def check_keys(self) -> None:

@@ -27,7 +27,7 @@ PIECE_ELEMENTS = 4 << 20  # elements read at a time: 16 MB as float32
 
 
 def list_gguf(path: Path) -> Iterator[StoredTensor]:
-    """List the tensors; those with permuted heads must be read in whole heads."""
+    """List the tensors; those whose rows are permuted within heads must be read in whole heads."""
     metadata = Metadata.of(path, open_gguf(path, has_lists=False))
     architecture = ARCHITECTURES[metadata.architecture]
     heads = metadata.number("attention.head_count")
@@ -70,7 +70,7 @@ def _read(
     offset: float = 0.0,
     is_decay: bool = False,
 ) -> Iterator[Tensor]:
-    """Yield rows piece by piece, in whole heads if heads are stored permuted.
+    """Yield rows piece by piece, in whole heads if rows are permuted within heads.
 
     Rows are dequantized from type `kind`, or copied as stored if `kind` is None. `offset` is
     subtracted. Decays, which are stored as -exp(A_log), are converted to A_log.

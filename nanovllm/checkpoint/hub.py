@@ -1,4 +1,4 @@
-"""Find models by name: short names, packages that contain a model, and the Hugging Face hub."""
+"""Find models by short name or hub id, in installed packages or on the hub, and download them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def packaged_gguf(model: str) -> Path | None:
 
 
 def parse_name(model: str) -> tuple[str, str, str]:
-    """Return the repository that a name refers to, its quantization or "", and its file or ""."""
+    """Return the repository, quantization and file in a name; the last two may be ""."""
     name = ALIASES[model.lower()].hub_id if model.lower() in ALIASES else model
     hub_id = HUB_ID.fullmatch(name)
     if hub_id is None:
@@ -111,7 +111,7 @@ def fetch(
     """Return the local copy of a hub model, or of one of its GGUF files; download it if needed.
 
     `check` receives the path of config.json before weights and tokenizer are downloaded, and may
-    raise.
+    raise. It is not called for GGUF files.
     """
     repo_id, quantization, file = parse_name(model)
     is_gguf = bool(quantization or file)

@@ -32,7 +32,7 @@ TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.")
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text model, or the whole config if either model is unknown."""
+    """Return the config of the text model; return `config` itself if either class is unknown."""
     text, kind = config["text_config"], config.get("architectures")
     if kind not in MULTIMODAL or not isinstance(text, dict):
         return config

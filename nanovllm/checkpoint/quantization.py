@@ -20,7 +20,9 @@ class QuantLayout:
     """The layout of a stored weight that kernels can read without dequantizing it first."""
 
     kind: str  # "fp8", "int4", or a GGUF quant block type
-    group: int  # number of consecutive inputs per scale; -1: one scale per output channel
+    # Number of consecutive inputs per scale, or per GGUF quant block; -1: one scale per output
+    # channel.
+    group: int
     has_zeros: bool = False
     scale_dtype: str = "float32"
     block_bytes: int = 0  # bytes of a GGUF quant block; 0: not GGUF
@@ -39,7 +41,8 @@ class Quantization:
     desc_act: bool = False
     block_size: tuple[int, int] | None = None  # (outputs, inputs) of a block that shares a scale
     zero_offset: int = 0  # number to add to the stored zero points
-    zeros_carry: bool = False  # add it to whole packed words, with carries between zero points
+    # Whether the offset is added to whole words, with carries from one zero point to the next.
+    zeros_carry: bool = False
     ignored: tuple[str, ...] = ()  # unquantized modules: names, or regexes that follow "re:"
 
     @property
@@ -179,7 +182,7 @@ def _read_compressed(stored: Mapping[str, Any]) -> Quantization:
 
 
 def _check_activations(inputs: Any, layout: str) -> None:
-    """Raise unless activations are unquantized or, with FP8 weights, dynamic FP8 (ignored)."""
+    """Raise unless input_activations is empty or, with FP8 weights, dynamic FP8 (then ignored)."""
     known = {"num_bits": 8, "type": "float", "dynamic": True}
     if inputs and (layout == "pack-quantized" or any(inputs[key] != known[key] for key in known)):
         raise _unsupported(f"input_activations {inputs!r:.120}", "dynamic FP8 with FP8 weights")

@@ -58,10 +58,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     file: Path
     read: Read  # yields rows in pieces; a piece is valid until the next one is read
-    # Yields a quantized tensor as stored; for GGUF, the bytes of its quant blocks.
+    # Yields the values without dequantizing them: QuantizedPieces, or for GGUF the bytes of the
+    # quant blocks. None: the tensor is dense.
     read_quantized: ReadQuantized | None = None
-    dtype: torch.dtype = torch.float32  # dtype of the pieces that `read` yields
-    layout: QuantLayout | None = None  # layout of `read_quantized`, if kernels can read it
+    dtype: torch.dtype = torch.float32  # dtype of what `read` yields (not set for GGUF)
+    layout: QuantLayout | None = None  # layout of the QuantizedPieces, if kernels can read it
 
 
 def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:

@@ -63,8 +63,8 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 def _restore_parts(tokenizer: PreTrainedTokenizerBase, written: dict[str, Any]) -> None:
     """Restore `PARTS` and `FLAGS` of tokenizer.json, which transformers may have replaced.
 
-    It reads only the vocabulary from the file if tokenizer_config.json names a class that builds
-    these parts itself, such as Llama's class for DeepSeek's byte-level tokenizer.
+    Transformers reads only the vocabulary from the file if tokenizer_config.json names a class that
+    builds these parts itself, such as Llama's class for DeepSeek's byte-level tokenizer.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or "model" not in written:

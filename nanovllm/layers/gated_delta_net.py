@@ -64,7 +64,7 @@ class GatedDeltaNet(Layer):
             gate_order = ungroup(key_heads.count, [group, group])
         hidden = replicated(config.hidden_size)
         self.gate_proj: MergedLinear | None = None
-        if build.layouts is not None:  # FP8 checkpoints do not quantize the gates
+        if build.layouts is not None:  # quantized checkpoints may leave the gates dense
             self.gate_proj = MergedLinear(hidden, gates, False, build, row_order=gate_order)
         else:
             inputs |= gates

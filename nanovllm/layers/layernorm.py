@@ -1,4 +1,4 @@
-"""RMSNorm layers; a norm is usually applied by the projection after it, in one fused operation."""
+"""RMSNorm layers; a norm is usually applied by the projection after it, which may fuse the two."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ from nanovllm.ops.quantized_weight import Weight
 
 
 class MergedLinear(Layer):
-    """A merged projection to several outputs, such as q, k and v, or gate and up.
+    """A projection that may merge several of the checkpoint's, e.g. q, k and v, or gate and up.
 
-    With an activation it returns activation(gate) * up. `row_order` permutes the outputs: output i
-    is row `row_order[i]` of the checkpoint's weights.
+    With an activation, it returns activation(gate) * up. `row_order` permutes the outputs: output i
+    is row `row_order[i]` of the checkpoint's weights, concatenated.
     """
 
     packed: PackedLinear  # set by `process_weights_after_loading`
@@ -89,7 +89,7 @@ class RowParallelLinear(MergedLinear):
         return self.group.all_reduce(self.packed(x))
 
     def add_to(self, residual: Tensor, x: Tensor) -> ResidualStream:
-        """Project x to an update of the residual; the next norm adds the update."""
+        """Project x; return the result as an update, or add it to the residual in place."""
         if self.group.is_alone:
             return self.packed.add_to(residual, x)
         # Every rank has the whole residual, so only the update is summed over the ranks.

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 def create_quantized(weight: LayerWeight, parent: str) -> WordTensors | BlockTensors | None:
     """Create the tensors of a weight in its quantized layouts.
 
-    Returns None if it has none, or if no kernel supports them or this shard.
+    Returns None if a checkpoint tensor is to be dense, if the layouts differ although the weight is
+    uniform, or if no kernel supports the layouts or this shard.
     """
     outputs, inputs, build = weight.outputs, weight.inputs, weight.build
     assert build.layouts is not None

@@ -39,7 +39,7 @@ def replicated(size: int) -> Shard:
 
 
 def sharded(size: int, group: TPGroup) -> Shard:
-    """Return this rank's shard; all shards have the same count, so the last may be padded."""
+    """Return this rank's shard; all shards have the same count, so the last ones may be padded."""
     count = -(-size // group.size)
     return Shard(size, group.rank * count, count)
 
@@ -60,7 +60,7 @@ def check_splits(model: ModelConfig, size: int) -> None:
         "the experts' intermediate size": 0 if experts is None else experts.size,
         "the shared expert's size": 0 if experts is None else experts.shared_size,
         "linear_num_key_heads": 0 if recurrent is None else recurrent.num_key_heads,
-        # If ranks outnumber kv heads, an equal number of ranks must share each head.
+        # The number of ranks may also be a multiple of that of kv heads: ranks then share a head.
         "num_key_value_heads": model.num_kv_heads if size % model.num_kv_heads else 0,
     }
     if size > 1 and recurrent is not None and recurrent.is_tiled:

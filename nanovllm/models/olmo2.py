@@ -21,7 +21,10 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_olmo3_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Read OLMo 3: every fourth layer has full attention with scaled RoPE, the others a window."""
+    """Read OLMo 3: some layers (by default every fourth) have full attention and scaled RoPE.
+
+    The others have a sliding window.
+    """
     config = {"sliding_window": 4096, **config}
     theta = config.get("rope_theta", 5e5)
     model = read_config({**config, "rope_parameters": None, "rope_scaling": None})

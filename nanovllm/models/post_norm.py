@@ -23,7 +23,7 @@ class NormNames(NamedTuple):
 
 
 class SandwichLayer(Layer):
-    """Attention and MLP, each between two norms; the result is added to the residual stream."""
+    """Attention and MLP, each with a norm before and after; both add to the residual stream."""
 
     def __init__(
         self,

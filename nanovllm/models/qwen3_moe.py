@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, and experts instead of most MLPs."""
+"""Qwen3-MoE: Qwen3's attention, and experts instead of MLPs, by default in every layer."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ KINDS = ("linear", "dynamic", "llama3", "yarn", "factors")  # "factors": GGUF on
 
 
 def scaled_length(max_position: int, rope: RopeConfig) -> int:
-    """Return the maximum number of positions, which rope scaling extends."""
+    """Return the maximum number of positions, which some kinds of rope scaling extend."""
     if rope.kind == "yarn":
         return max(max_position, int(rope.factor * rope.original_max_position))
     return int(rope.factor * max_position) if rope.kind in ("linear", "dynamic") else max_position

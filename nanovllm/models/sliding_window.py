@@ -22,7 +22,7 @@ def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -
 
 
 def with_upper_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
-    """Add a window to the layers in `layer_types` or, without it, from `max_window_layers` on."""
+    """Add a window where `layer_types` has one or, without it, from `max_window_layers` on."""
     layers: Iterable[int] | None = sliding_layers(config)
     if layers is None:
         layers = range(config.get("max_window_layers", 28), len(model.layers))

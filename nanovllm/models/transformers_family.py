@@ -1,4 +1,4 @@
-"""Decoders that only transformers implements: check whether they can run here, and load them.
+"""Decoders that run in transformers' model code: check whether they are supported, and load them.
 
 A forward pass on the meta device, without weights, records how each layer calls its attention. If
 our attention cannot replace these calls, the model is rejected with the reason.

@@ -188,7 +188,7 @@ def attention_spec(q: Tensor, options: dict[str, Any]) -> AttentionSpec:
 
 
 def set_attention(causal_lm: Any, attend: Attend) -> None:
-    """Make `attention_forward` call `attend` for this model; all models share the registry."""
+    """Make `attention_forward`, which all models share, call `attend` for this model."""
     for module in causal_lm.modules():
         module.nanovllm_attend = attend
 

@@ -1,4 +1,4 @@
-"""`Ops`: all operations but attention; each device chooses its own fusions and weight layouts."""
+"""`Ops`: the operations of layers except attention; each device chooses its fusions and layouts."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def run_chunks(tokens: HeadTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """Run any number of tokens in the chunked form; return their outputs and the new states.
 
     Within a chunk, each change depends on those before it: a triangular system. Its solution is
-    linear in the state before the chunk. So all chunks are solved at once, before the loop.
+    affine in the state before the chunk. So all chunks are solved at once, before the loop.
     """
     num_tokens = tokens.q.shape[2]
     q, k, v = map(in_chunks, (tokens.q, tokens.k, tokens.v))

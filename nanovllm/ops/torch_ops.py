@@ -25,7 +25,7 @@ from nanovllm.ops.torch_delta_net import gated_delta_net
 
 @dataclass(frozen=True, slots=True)
 class TorchOps:
-    """`Ops` in plain torch; GEMMs use `matmul_dtype`, or the dtype of the weights if it is None."""
+    """`Ops` in plain torch; `composed_linear.linear` explains `matmul_dtype`."""
 
     matmul_dtype: torch.dtype | None = None
 

@@ -35,7 +35,7 @@ class SamplingColumns:
 
 
 def sample(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tensor:
-    """Return one token per row of logits [rows, vocab_size]; ties go to the lowest id.
+    """Return one token per row of logits [rows, vocab_size]; greedy ties go to the lowest id.
 
     `columns` holds each row's parameters, `positions` the position of its new token. A row that
     contains NaN or +inf, or whose tokens are all masked, gets NO_TOKEN.

@@ -20,7 +20,8 @@ from nanovllm.checkpoint.quantized.weight import (
 from nanovllm.checkpoint.stored_tensors import FLOATS, StoredTensor
 from nanovllm.errors import CheckpointError
 
-# AWQ interleaves the eight outputs of a word; these are their positions, from the lowest bits.
+# AWQ interleaves the eight outputs of a word: output i is at position AWQ_POSITIONS[i], where
+# position 0 is the lowest four bits.
 AWQ_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
@@ -183,7 +184,7 @@ def _group_size(quantization: Quantization, num_inputs: int) -> int:
 
 
 def _input_alignment(quantization: Quantization) -> int:
-    """Return the alignment of input slices: whole words, and whole groups if consecutive."""
+    """Return the alignment of input slices: whole words and, without act-order, groups."""
     has_groups = quantization.group_size != -1 and not quantization.desc_act
     count = 32 // quantization.bits
     return math.lcm(quantization.group_size, count) if has_groups else count

@@ -91,6 +91,7 @@ def combine_parts(
     """Combine the tensors of each quantized weight into one, which is read lazily.
 
     `expected` names the tensors that the model has; biases of zeros not among them are dropped.
+    With `round_to_fp8`, there is nothing to combine, and dense projections are quantized instead.
     """
     if quantization.scheme == "round_to_fp8":
         names = names_to_quantize(tensors)
@@ -151,10 +152,10 @@ def names_to_quantize(tensors: Sequence[StoredTensor]) -> set[str]:
 
 
 def is_quantized_to_fp8(name: str, num_layers: int) -> bool:
-    """Return whether a weight is quantized: a projection of a layer, except the last down_proj.
+    """Return whether a weight is quantized: a layer's projection, but not the last mlp.down_proj.
 
-    Only the final norm and the LM head follow the last down_proj. Quantizing it would cost more
-    quality than quantizing all others together (benchmarks/engine/quality.py).
+    Only the final norm and the LM head follow this down_proj. Quantizing it would cost more quality
+    than quantizing all other projections together (benchmarks/engine/quality.py).
     """
     is_last = name == f"model.layers.{num_layers - 1}.mlp.down_proj.weight"
     return not is_last and PROJECTION.fullmatch(name) is not None

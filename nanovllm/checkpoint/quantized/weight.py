@@ -1,4 +1,4 @@
-"""A quantized weight of a checkpoint, read piece by piece, either as stored or dequantized."""
+"""A quantized weight of a checkpoint, read in pieces: as quantized values, or dequantized."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class StoredWeight:
     """A quantized weight [outputs, inputs], not read yet."""
 
     shape: tuple[int, int]
-    alignment: tuple[int, int]  # reads begin and end at multiples of these (outputs, inputs)
+    # Reads begin at multiples of these (outputs, inputs), and end at multiples or at the end.
+    alignment: tuple[int, int]
     layout: QuantLayout | None  # None: no kernel reads it, e.g. groups are not consecutive
     read: Callable[[slice, slice], QuantizedPiece]  # takes aligned slices of outputs and inputs
 
@@ -114,7 +115,7 @@ def read_part(tensor: StoredTensor, *index: slice) -> Tensor:
 
 
 def check_matrix(tensor: StoredTensor, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the shape of a tensor that must be a matrix."""
+    """Return the shape of a tensor, which must be a matrix of type `dtype`."""
     sizes = (*tensor.shape, 1, 1)
     check_part(tensor, sizes[:2], dtype)
     return sizes[0], sizes[1]
