@@ -62,13 +62,13 @@ class AsyncLLM:
     If the engine's process dies or hangs, every caller gets an error; with `restart_core`, a new
     engine replaces it and serves new requests once it is ready.
 
-    With `data_parallel_size` above 1 there are several replicas: processes that each hold the whole
-    model. A request goes to the replica that has cached its prefix, or else to the least loaded
-    one. If a replica dies or hangs, only its own requests fail.
+    With `data_parallel_size` above 1 there are several replicas: engine cores that each have a copy
+    of the model. A request goes to the replica that has cached its prefix, or else to the least
+    loaded one. If a replica dies or hangs, only its own requests fail.
 
-    Prompts are prefilled in chunks, so that each stream gets a token about every
-    `target_inter_token_ms`, and CUDA graphs are captured before the engine is ready. If it is
-    None, throughput has priority, as in `LLM`.
+    By default, prefill chunks are limited so that each stream gets a token about every
+    `target_inter_token_ms`, and CUDA graphs are captured before the engine is ready. If
+    `target_inter_token_ms` is None, throughput has priority, as in `LLM`.
 
     With `in_process` the engine core runs in a thread of this process instead, so that
     `breakpoint()` works in it. The watchdog is off, so the core may pause for any length of time.
@@ -281,7 +281,7 @@ class AsyncLLM:
         """Validate and tokenize a prompt, in another thread if that may take long.
 
         Short work stays in the event loop's thread. Another thread could start only once this
-        thread releases the GIL, so the first of many callers would wait for all of them.
+        thread releases the GIL, so the first of many callers would wait for the others.
         """
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
         if asked is not None:

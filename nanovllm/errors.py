@@ -1,4 +1,4 @@
-"""The exceptions that nanovllm raises; a message states the problem, the value and the fix."""
+"""The exceptions that nanovllm defines; a message states the problem, the value and the fix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class NanovllmError(Exception):
-    """Base of all errors raised by nanovllm, with machine-readable attributes."""
+    """Base of nanovllm's own exceptions, with machine-readable attributes."""
 
     status = 500  # HTTP status code
 
@@ -68,7 +68,7 @@ class UnsupportedQuantisationError(UnsupportedModelError, ConfigError):
 
 
 class EngineError(NanovllmError, RuntimeError):
-    """The engine is closed or has failed, and can serve no more requests."""
+    """The engine cannot serve a call, usually because it is closed or has failed."""
 
     status = 503
 

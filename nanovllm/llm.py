@@ -162,9 +162,9 @@ class LLM:
         *,
         cache_salt: str | None = None,
     ) -> list[EmbeddingOutput]:
-        """Return an embedding for each prompt: a list of floats with float32 precision.
+        """Return an embedding for each prompt, computed in float32 from the model's hidden states.
 
-        An embedding is the hidden state after the final norm, of the last token ("last") or as a
+        After the final norm, `pooling` takes the hidden state of the last token ("last") or the
         mean over all tokens ("mean"). The default is the checkpoint's own pooling. If it has none,
         the default is "mean" for bidirectional models and "last" for others. `normalize` scales
         the embedding to length one.
@@ -290,7 +290,7 @@ class LLM:
         use_tqdm: bool = False,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Run prompts to completion, with a progress bar; return their outputs in order."""
+        """Run prompts to completion, optionally with a progress bar; return outputs in order."""
         requests = self._prepare(prompts, params, cache_salt, **options)
         steps = self.engine.stream(RequestGroup(is_streaming=False), requests)
         if use_tqdm and sys.stderr is not None:
@@ -457,7 +457,7 @@ def start_core(resolved: ResolvedModel, get_grammars: Callable[[], GrammarEngine
 def create_executor(
     config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint
 ) -> Executor:
-    """Create one worker in this process, or several in other processes or on a Ray cluster."""
+    """Create a worker in this process, or workers in other processes or on a Ray cluster."""
     if config.distributed_executor_backend == "ray" or config.tensor_parallel_size > 1:
         from nanovllm.parallel.multiproc_executor import MultiprocExecutor
 

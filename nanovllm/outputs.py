@@ -26,7 +26,7 @@ class CompletionOutput:
     logprobs: Sequence[dict[int, Logprob]] | None
     cumulative_logprob: float | None
     finish_reason: str
-    # The stop string or stop token, if any; "num_kvcache_blocks" if the KV cache was full.
+    # The stop string or token, if any; "num_kvcache_blocks" if it filled the whole KV cache.
     stop_reason: str | int | None
 
 
@@ -45,7 +45,7 @@ class RequestOutput(Mapping[str, Any]):
     finish_reason: str  # "stop", "length", "abort", or "error" with the reason in `error`
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     time_to_first_token: float  # seconds from arrival; 0.0 if there was no token
-    duration: float  # seconds from arrival to the last token
+    duration: float  # seconds from arrival to the end
     error: str | None = None  # why the request failed, if it did
     # If requested, one dict per token, keyed by token id: the token itself, then the top tokens.
     logprobs: Sequence[dict[int, Logprob]] | None = None
@@ -80,7 +80,7 @@ class RequestOutput(Mapping[str, Any]):
 class EmbeddingOutput:
     """The embedding of one prompt."""
 
-    embedding: list[float]  # [hidden_size]
+    embedding: list[float]  # [dim]
     prompt_token_ids: list[int]
 
 

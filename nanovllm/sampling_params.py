@@ -47,7 +47,9 @@ class SamplingParams:
     min_p: float = option(
         0.0, "drop tokens whose probability is below this fraction of the most likely one's"
     )
-    seed: int | None = option(None, "makes sampling reproducible", unset="random")
+    seed: int | None = option(
+        None, "makes sampling reproducible", unset="derived from the engine's seed"
+    )
     stop: str | Iterable[str] = option((), "stop before any of these strings")
     stop_token_ids: Iterable[int] = option((), "stop at any of these tokens")
     min_tokens: int = option(0, "minimum number of output tokens before a stop condition applies")

@@ -24,7 +24,7 @@ EXPECTED = {
 
 
 def check_structured(value: object) -> dict[str, Any]:
-    """Validate `structured_outputs`; return a copy that later changes to it do not affect."""
+    """Validate `structured_outputs`; return a copy, unaffected by later changes to `value`."""
     fields = value if isinstance(value, Mapping) else {}
     kinds = [key for key in fields if key in GRAMMAR_KINDS]
     expected = (

@@ -40,7 +40,7 @@ def json_object(text: str) -> Any:
 @suggest_fields
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The options of `LLM(...)`; the first nine are the same as in nano-vLLM."""
+    """The options of `LLM(...)`; the first nine have nano-vLLM's names."""
 
     model: str
     max_num_batched_tokens: int = option(

@@ -96,7 +96,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     recurrent: RecurrentConfig | None = None
     is_causal: bool = True  # False: tokens attend to later ones too; only for embedding models
-    # config.json if transformers' model code runs the model; None if one of our families does.
+    # config.json if transformers' model code runs the model; None if nanovllm's own does.
     transformers_config: Mapping[str, Any] | None = None
 
     @property

@@ -102,7 +102,8 @@ class EngineCore:
                 schedule, submit = scheduled - begin, now - scheduled
                 self.timings.append(StepTiming(begin, schedule, submit, 0.0, 0.0, now, 0.0))
         except BaseException as error:
-            # Keep only the text: the traceback refers to the engine, a reference cycle.
+            # Keep only the text: the exception's traceback refers to the engine, so keeping it
+            # would create a reference cycle.
             self._failure = repr(error)
             raise
         if not self._in_flight and self._sequences:
@@ -184,7 +185,7 @@ class EngineCore:
         )
 
     def _drop_in_flight(self) -> EngineCoreOutputs:
-        """Discard the steps in flight, which depend on a lost step, and recompute all sequences."""
+        """Discard the steps in flight, which depend on a lost step, and preempt all sequences."""
         for plan, pending, _ in self._in_flight:
             if len(plan.masked_rows):  # the step waits for bitmasks: allow every token
                 num_masks = int(plan.num_logits[plan.masked_rows].sum())

@@ -59,7 +59,7 @@ class ModelProposer:
 class DraftState:
     """What the drafter has learned about a sequence."""
 
-    # Acceptance rate of its draft tokens, a moving average; None before the first one.
+    # Acceptance rate of its draft tokens, a moving average; None before any was verified.
     acceptance: float | None = None
     certainty: int = 0  # of the latest proposal
     pause: int = 0  # length of the latest pause, in steps
@@ -94,7 +94,7 @@ class Drafter:
         self._states: dict[int, DraftState] = {}  # keyed by seq_id
         self._acceptance = [FIRST_ACCEPTANCE] * NUM_CLASSES  # indexed by certainty
         self._num_choices = 0
-        self._pause = 0  # latest pause of any sequence; new sequences start with it
+        self._pause = 0  # `DraftState.pause` of the latest choice, inherited by new sequences
         self._costs = StepCosts()
         # Compare steps with and without drafts, keyed by the bit length of the number of sequences.
         self._trials: defaultdict[int, Trial] = defaultdict(Trial)
@@ -125,7 +125,10 @@ class Drafter:
         return seq.num_computed == seq.num_tokens - 1 and self.is_promising(seq)
 
     def is_promising(self, seq: Sequence) -> bool:
-        """Whether to wait for a sequence's pending token, because drafts may follow it."""
+        """Return whether to wait for a sequence's pending token, because drafts may follow it.
+
+        If the sequence is paused, count one step of its pause.
+        """
         if not self._is_on:
             return False
         state = self._state(seq)
@@ -170,7 +173,7 @@ class Drafter:
     def verify(
         self, seq: Sequence, token_ids: list[int], append: Callable[[Sequence, int], None]
     ) -> None:
-        """Append the sampled tokens up to and including the first that differs from its draft."""
+        """Append the accepted draft tokens, and the token sampled after them."""
         drafts, seq.drafts = seq.drafts, []
         count = num_accepted(drafts, token_ids)
         self.verified(seq, len(drafts), count)
@@ -311,8 +314,8 @@ class Trial:
         self._steps.append((seconds, num_tokens))
         if len(self._steps) < self._length:
             return
-        steps = self._steps[TRIAL // 4 :]  # earlier ones may have been planned in the last phase
-        longest = 3 * min(steps)[0]  # longer steps are outliers: they captured a graph
+        steps = self._steps[TRIAL // 4 :]  # the first may be from the previous phase
+        longest = 3 * min(steps)[0]  # longer steps, such as those that capture graphs, are outliers
         steps = [step for step in steps if step[0] <= longest]
         total = sum(step[0] for step in steps)
         rate = sum(step[1] for step in steps) / max(total, 1e-9)

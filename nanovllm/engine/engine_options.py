@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Options that are always on, or concern features that this engine lacks: ignored with a warning.
+# vLLM's options that have no effect here, each with the reason; ignored with a warning if set.
+# First those that are flags, then those that take a value.
 IGNORED_OPTIONS = {
     "trust_remote_code": "code from a repository is never run",
     "enable_auto_tool_choice": "tool calls are parsed whenever a request has tools",
@@ -57,7 +58,7 @@ VLLM_OPTIONS = (*IGNORED_OPTIONS, *IGNORED_WITH_VALUE, *UNSUPPORTED_OPTIONS)
 
 
 class EngineOptions(TypedDict, total=False):
-    """The fields of EngineConfig, for editors and type checkers."""
+    """Keyword arguments of `LLM`: the fields of EngineConfig except `model`, and `block_size`."""
 
     max_num_batched_tokens: int
     max_num_seqs: int

@@ -42,11 +42,11 @@ T = TypeVar("T")
 
 
 class RequestGroup:
-    """The requests of one call of `generate` or `stream`."""
+    """The requests of one call, such as `generate` or `stream`."""
 
     def __init__(self, is_streaming: bool) -> None:
         self.is_streaming = is_streaming  # True: receives every step; may pause the engine
-        # Requests whose outputs have not been taken yet; used only by the caller's thread.
+        # Number of requests whose outputs are not taken yet; used only by the caller's thread.
         self.num_unfinished = 0
         self.indices: dict[int, int] = {}  # seq_id of an unfinished request -> prompt index
         self.steps: SimpleQueue[Any] = SimpleQueue()  # StepOutputs, or an error that ends the group
@@ -59,9 +59,9 @@ class RequestGroup:
 class EngineThread:
     """Runs an engine core in a thread, on behalf of callers in any thread.
 
-    Any thread may call `prepare`, `stream`, `extend`, `call` and `close`. All other methods are for
-    the engine's thread, or for a single caller while there are no groups. The engine steps while
-    any group wants a step, and otherwise waits for commands.
+    Any thread may call `prepare`, `stream`, `extend`, `call`, `close` and `raise_if_closed`. All
+    other methods are for the engine's thread, or for a single caller while there are no groups. The
+    engine steps while any group wants a step, and otherwise waits for commands.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class EngineThread:
         self.output_processor = OutputProcessor(input_processor.tokenizer)
         self._groups: dict[RequestGroup, None] = {}  # groups with unfinished requests
         self._owners: dict[int, RequestGroup] = {}  # keyed by seq_id
-        self._unowned = RequestGroup(is_streaming=False)  # from `add_request`
+        self._unowned = RequestGroup(is_streaming=False)  # requests from `add_request`
         self._is_closed = False
         self._process = os.getpid()
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -169,7 +169,10 @@ class EngineThread:
         return not self.core.has_unfinished and self._unowned.steps.empty()
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
-        """Abort a request, given its seq_id or request_id; return its partial output, if any."""
+        """Abort a request, given its seq_id or request_id; return its partial output, if any.
+
+        If several requests share the request_id, all are aborted, and one output is returned.
+        """
         aborted = []
         for seq_id in self.output_processor.seq_ids_of(request_id):
             found = (

@@ -36,7 +36,7 @@ class Executor(Protocol):
         """Sample the plan submitted last, given the bitmasks of its masked rows."""
 
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
-        """Allocate host memory for bitmasks; it must not change until the step has finished."""
+        """Allocate host memory for bitmasks; do not change them until their step has finished."""
 
     def capture_one(self) -> bool:
         """Capture one graph for later steps, while idle; return False if all have been captured."""

@@ -37,7 +37,7 @@ class Matcher(Protocol):
 
 
 class GrammarEngine(Protocol):
-    """Compiles grammars in any thread, and computes bitmasks in the engine's thread."""
+    """Compiles grammars (for any thread) and computes bitmasks (for the engine's thread)."""
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
         """Compile `structured_outputs`; raise GrammarError if it cannot be enforced."""

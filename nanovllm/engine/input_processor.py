@@ -197,7 +197,7 @@ class InputProcessor:
 
 
 def to_token_ids(ids: list[int], vocab_size: int) -> array[int]:
-    """Validate token ids and pack them into an array; valid ids take no Python loop."""
+    """Validate token ids and pack them into an array; valid ids above 1 take no Python loop."""
     try:
         values = np.array(array("L", ids))  # unsigned is several times as fast as signed
         has_bool = any(isinstance(ids[i], bool) for i in np.flatnonzero(values <= 1))

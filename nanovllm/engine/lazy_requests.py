@@ -56,7 +56,7 @@ def _with_params(
         own = next(each, None)
         if not isinstance(own, SamplingParams):
             raise RequestError(
-                "sampling_params must be SamplingParams or one for each prompt, got "
+                "sampling_params must be one SamplingParams, or one for each prompt, got "
                 f"{own!r:.80} for prompts[{index}]"
             )
         yield prompt, own

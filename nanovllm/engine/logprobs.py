@@ -16,9 +16,9 @@ from nanovllm.outputs import Logprob
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# An entry describes one position: a rank, then pairs of a token id and a logprob, 4 bytes each.
-# The rank and the first pair belong to the token at that position, the other pairs to the top
-# tokens. Entries are bytes because Python objects for every token took longer than a GPU step.
+# An entry describes one position: a rank, then pairs of a token id and a logprob. Each number has 4
+# bytes. The rank and the first pair belong to the token at that position, the other pairs to the
+# top tokens. Entries are bytes: creating objects for every token took longer than a GPU step.
 RANK_BYTES, PAIR_BYTES = 4, 8
 
 

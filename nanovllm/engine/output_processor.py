@@ -34,8 +34,8 @@ class CompletionState:
     request: Request
     detokenizer: Detokenizer | None
     new_token_ids: list[int] = field(default_factory=list)  # tokens not streamed yet
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one entry per received token
-    num_kept: int | None = None  # number of tokens up to the stop string, once it is found
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if requested
+    num_kept: int | None = None  # number of tokens up to the end of the stop string, if found
     finished: FinishedSequence | None = None
 
 
@@ -133,7 +133,7 @@ class OutputProcessor:
         )
 
     def finish(self, finished: FinishedSequence) -> RequestOutput | None:
-        """Finish a completion; return the output if it was the last one of its request."""
+        """Finish a completion; return the request's output if none of its completions is left."""
         state, completion = self._completions.pop(finished.seq_id)
         if completion.num_kept is not None:
             finished = finished.stopped_at(completion.num_kept)
@@ -242,7 +242,7 @@ def _decode(
 
 
 def _stop_reason(completion: CompletionState, finished: FinishedSequence) -> str | int | None:
-    """Return the stop string or stop token of a completion; None if EOS or a grammar ended it."""
+    """Return the stop string or token that ended a completion, or else `finished.stop_reason`."""
     if finished.finish_reason != "stop":
         return finished.stop_reason
     if completion.detokenizer is not None and completion.detokenizer.found_stop is not None:

@@ -37,7 +37,7 @@ class Request:
     cache_salt: str | None = None
     is_streaming: bool = False  # each token is returned as soon as it is sampled, not at the end
     leader_id: int | None = None  # seq_id of the prompt's first sample, which must be added first
-    pooling: Pooling | None = None  # pool the prompt's hidden states instead of generating
+    pooling: Pooling | None = None  # None: generate instead of pooling
     arrival_time: float = field(default_factory=time.perf_counter)
 
     def why_broken(self) -> str:

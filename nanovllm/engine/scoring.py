@@ -44,7 +44,7 @@ def add_pooled(
 ) -> list[tuple[Sequence, FinishReason]]:
     """Store the pooled vectors of the prompts that a step completes.
 
-    Returns those of the sequences that have not ended yet, each with its finish reason.
+    Returns their sequences, except those that have already ended, each with its finish reason.
     """
     ends = (plan.starts + plan.counts).tolist()
     complete = [

@@ -76,7 +76,7 @@ class Sequence:
     # With recurrent layers only:
     shared_len: int = 0  # number of tokens that were in cached blocks at admission
     snapshot_len: int = 0  # length of the longest prefix with a snapshot besides `last_snapshot`
-    last_snapshot: Snapshot | None = None  # in its output; the next one replaces it
+    last_snapshot: Snapshot | None = None  # latest one in the output; the next one replaces it
 
     def __post_init__(self) -> None:
         request = self.request
@@ -122,7 +122,7 @@ def check_length(request: Request, max_len: int) -> None:
 
 
 class WaitingQueue:
-    """Queue ordered by priority, lowest number first; among equals, preempted ones come first."""
+    """Queue ordered by priority, lowest number first, then by arrival, except with `is_first`."""
 
     def __init__(self) -> None:
         self._queues: dict[int, OrderedDict[int, Sequence]] = {}  # keyed by priority; none is empty

@@ -62,7 +62,7 @@ class StatePool:
         self.snapshots: dict[int, Snapshot] = {}  # keyed by block id
         self._free = list(counts.snapshot_ids)
         self._clock = 0  # priority of the last evicted snapshot
-        self._due: list[tuple[Sequence, int]] = []  # snapshots due, each with its num_computed
+        self._due: list[tuple[Sequence, int]] = []  # with a snapshot due at this length
         self._copies: list[StateCopy] = []  # for the next plan
 
     def longest_hit(self, seq: Sequence, hits: list[int]) -> list[int]:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Pending(Generic[T]):
-    """A lazy result: `result()` waits for the value, or raises the error that prevented it."""
+    """A future: `result()` waits for the value, or raises the error that occurred."""
 
     result: Callable[[], T]
 
@@ -41,11 +41,11 @@ class NewRow:
     seed: int
     stop_token_ids: frozenset[int]  # masked until params.min_tokens tokens are generated
     bad_words: tuple[tuple[int, ...], ...] = ()  # forbidden sequences of token ids
-    pooling: Pooling | None = None  # pool hidden states instead of sampling
+    pooling: Pooling | None = None  # None: sample instead of pooling
 
     @property
     def is_plain(self) -> bool:
-        """Whether the row needs only sampling with temperature, top_k, top_p and min_p."""
+        """Whether the row needs at most temperature, top_k, top_p, min_p and grammar bitmasks."""
         return self.pooling is None and not self.bad_words and self.params.is_plain
 
 
@@ -67,7 +67,7 @@ class DraftUpdate:
 
     slot: int
     num_tokens: int  # number of known tokens of the sequence
-    token_ids: list[int]  # NO_TOKEN for each if the worker's draft model drafts them
+    token_ids: list[int]  # all NO_TOKEN if the worker's draft model generates them
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +88,14 @@ class StepPlan:
     slots: IntColumn
     starts: IntColumn
     counts: IntColumn
-    # Trailing positions that need logits: 0, 1 to sample the next token, or 1 + draft tokens.
+    # Number of trailing positions that need logits: 1 + draft tokens, or 0 to sample no token.
     num_logits: IntColumn
     new_rows: list[NewRow]
     block_updates: list[BlockUpdate]
     released: list[int]  # slots whose sequence left since the previous plan
     num_decode_tokens: int  # one per decode row and per draft token
-    # Rows with a grammar: their sampling waits for the bitmasks given to `Executor.sample`.
+    # Rows whose tokens a grammar limits. If there are any, the whole step is sampled only when
+    # `Executor.sample` is called with their bitmasks.
     masked_rows: IntColumn = field(default_factory=lambda: np.zeros(0, np.int32))
     block_copies: list[BlockCopy] = field(default_factory=list)  # done before the step runs
     draft_updates: list[DraftUpdate] = field(default_factory=list)
@@ -123,7 +124,7 @@ class StepResult:
     # [rows, dim]: a vector for each row that completes a pooled prompt. If its pooling is a
     # pair of token ids, the first two values are their logits.
     pooled: Vector | None = None
-    # Errors of logits processors, keyed by position, where NO_TOKEN is sampled.
+    # Errors of logits processors, keyed by index into `tokens`, which has NO_TOKEN there.
     failures: dict[int, str] | None = None
     # The device could not finish the step: this result and later ones in flight are invalid.
     is_lost: bool = False

@@ -56,7 +56,7 @@ class Device(Protocol):
         """Raise ConfigError if no kernel supports an FP8 KV cache with this head size."""
 
     def reads_quantized(self, kind: str, dtype: torch.dtype) -> bool:
-        """Return whether kernels read weights of a QuantLayout.kind with activations of `dtype`.
+        """Return whether kernels read weights of this QuantLayout.kind with activations of `dtype`.
 
         The kind "gguf" covers all GGUF types.
         """

@@ -52,8 +52,8 @@ class DraftModel:
         self.runner.forward(step)
         if not most:
             return plan
-        # The sampler has also advanced `lengths` of these slots. Reset each to the number of its
-        # known tokens plus its draft tokens, as the target model expects.
+        # The sampler has also advanced `lengths` of the sampled slots. Reset each to the number of
+        # known tokens plus draft tokens, as the target model expects.
         is_sampled = plan.num_logits > 0
         columns = plan.slots[is_sampled], ends[is_sampled], num_drafts[is_sampled]
         rows = zip(*(column.tolist() for column in columns), strict=True)

@@ -23,7 +23,7 @@ ALIGNMENT = 4  # in words: kernels read a column faster if it begins at a multip
 
 @dataclass(frozen=True, slots=True)
 class SlotField:
-    """A column of the InputBatch; `value` computes it when a sequence enters a slot."""
+    """A column of the InputBatch; `value` computes a slot's entry when a sequence enters it."""
 
     dtype: type[np.number[Any]]
     value: Callable[[NewRow], Any]

@@ -71,7 +71,8 @@ def load_model(
         model.dense.extend(load_dense(folders, model_config.hidden_size, build.device))
     spec = kv_cache_spec(config, model_config, dtype, device.group)
     state_cache, num_slots = None, config.max_num_rows
-    if model_config.recurrent is not None:  # before `prepare`, whose largest step uses the states
+    # Create the states before `prepare`: the profile run needs them.
+    if model_config.recurrent is not None:
         budget = device.cache_budget(estimate_memory(config, model_config, build).step)
         recurrent = model_config.recurrent
         state_cache = create_state_cache(config, recurrent, dtype, spec, device, budget)

@@ -1,4 +1,4 @@
-"""Strict weight loading: every parameter is filled once, and every tensor must be expected."""
+"""Strict weight loading: fill every parameter once; reject extra tensors unless IGNORED."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load_weights(
     if show_progress and stores_quantized(checkpoint.config):
         log_dequantized(tensors, expected)
     num_bytes = sum(tensor.nbytes for tensor in expected.values())
-    # With None, tqdm hides the bar unless stderr is a terminal. If closed, sys.stderr is None.
+    # With None, tqdm hides the bar unless stderr is a terminal. sys.stderr is None if closed.
     is_hidden = None if show_progress and sys.stderr is not None else True
     options = {"unit": "B", "unit_scale": True, "disable": is_hidden, "leave": False}
     with tqdm(total=num_bytes, desc="Loading weights", **options) as progress:

@@ -105,7 +105,7 @@ def estimate_memory(
     slot_bytes = 4 * sum(column.num_words for column in columns) + HOST_BYTES
     spec = kv_cache_spec(config, model, build.dtype, build.group)
     state_bytes = 0
-    if model.recurrent is not None:  # one for a sequence, one for padding, and the initial one
+    if model.recurrent is not None:  # three states: a sequence's, the padding's and the initial one
         state_bytes = 3 * state_spec(model.recurrent, build.dtype, build.group).num_bytes
     num_tokens = min(config.max_num_batched_tokens, config.max_num_rows * max_len)
     logits = min(config.max_num_rows, num_tokens) * model.vocab_size

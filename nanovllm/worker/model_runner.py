@@ -74,7 +74,8 @@ class ModelRunner:
             self.extras.update(plan)
             logits, extras = self.extras.run(plan, self.forward)
         drafts = None
-        if self.draft_model is not None and has_drafts(plan):  # before the sampler overwrites them
+        # The sampler will overwrite the draft tokens.
+        if self.draft_model is not None and has_drafts(plan):
             slots, positions = map(self.device.upload, sampled_rows(plan))
             drafts = self.eager.input_batch.tokens[slots, positions]
         step = Unsampled(plan, logits, extras, drafts)

@@ -49,7 +49,7 @@ def _largest_counts(config: EngineConfig, num_slots: int, is_recurrent: bool) ->
     num_rows = min(num_slots, num_tokens)
     counts = np.full(num_rows, -(-num_tokens // num_rows))
     if is_recurrent:
-        # Memory grows with the number of DeltaNet chunks: most rows end with a chunk of one token.
+        # Memory grows with the number of DeltaNet chunks, so most rows end with a one-token chunk.
         num_rows = min(num_slots, max(num_tokens - CHUNK_SIZE, 1))
         rows = np.arange((num_tokens - num_rows) // CHUNK_SIZE) % num_rows
         counts = 1 + CHUNK_SIZE * np.bincount(rows, minlength=num_rows)

@@ -65,7 +65,7 @@ def choose_layouts(
 
 
 def _gguf_layouts(types: Mapping[str, str]) -> Layouts:
-    """Return the layouts, given each tensor's GGUF type; a tensor holds all experts of a layer."""
+    """Return the layouts, given each tensor's GGUF type; a layer's experts share a tensor."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     layouts = {

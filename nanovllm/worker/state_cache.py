@@ -82,7 +82,7 @@ def create_state_cache(
     device: Device,
     budget: int,
 ) -> StateCache:
-    """Allocate the recurrent states; the KV cache gets the rest of the budget."""
+    """Allocate the recurrent states, and leave the rest of the budget to the KV cache."""
     spec = state_spec(recurrent, dtype, device.group)
     counts = choose_state_counts(config, spec, cache, budget)
     sizes = counts.num_slots, counts.num_snapshots
