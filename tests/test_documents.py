@@ -99,9 +99,9 @@ def test_flags_that_are_named_are_there() -> None:
         assert [flag for flag in flags if flag not in known] == [], path.name
 
 
-def test_the_floors_are_the_ones_that_are_checked() -> None:
+def test_the_rings_are_the_ones_that_are_checked() -> None:
     page = " ".join(read("docs/architecture.md").split())
-    assert " < ".join(["records", *rings.FLOORS[1:]]) in page
+    assert " < ".join(["records", *rings.RINGS[1:]]) in page
 
 
 def test_the_reference_is_up_to_date() -> None:

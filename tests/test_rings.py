@@ -1,4 +1,4 @@
-"""Layering: every import names a lower folder, or the same one."""
+"""Rings: every import names a file in the same folder or in a lower ring."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from nanovllm import LLM, SamplingParams
 from tests.checkpoints import TinyCheckpoint
 
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
-FLOORS = [
+RINGS = [
     "errors validation structured_outputs sampling_params outputs config",
     *("engine", "ops", "checkpoint", "attention", "layers", "models", "worker"),  # the core
     *("devices", "structured", "parallel", "llm", "serve", "async_llm", "batch", "cli", "ray"),
 ]
 OUTER = ("devices", "structured", "parallel", "serve", "batch", "cli", "ray")
 OPEN = {"nanovllm.devices.choose", "nanovllm.devices.replica_share"}
-LEVELS = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
+LEVELS = {name: level for level, names in enumerate(RINGS) for name in names.split()}
 
 
 def imported_modules(path: Path) -> Iterator[str]:
@@ -38,25 +38,25 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 
 def sources() -> Iterator[tuple[Path, str]]:
-    """Yield each file and its layer; the top `__init__` and `__main__` are unrestricted."""
+    """Yield each file and its ring; the top `__init__` and `__main__` are unrestricted."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        floor = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if not floor.startswith("__"):
-            yield path, floor
+        ring = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if not ring.startswith("__"):
+            yield path, ring
 
 
 def test_imports_point_downwards() -> None:
-    for path, floor in sources():
+    for path, ring in sources():
         for module in imported_modules(path):
             target = module.split(".")[1] if module.startswith("nanovllm.") else "errors"
             target = target if target in LEVELS else "errors"  # nanovllm.__version__
-            assert LEVELS[target] <= LEVELS[floor], f"{path} imports {module}"
+            assert LEVELS[target] <= LEVELS[ring], f"{path} imports {module}"
 
 
 def test_only_devices_name_their_kernels() -> None:
-    for path, floor in sources():
+    for path, ring in sources():
         inner = {each for each in imported_modules(path) if each.startswith("nanovllm.devices.")}
-        assert floor == "devices" or inner <= OPEN, path
+        assert ring == "devices" or inner <= OPEN, path
 
 
 def test_the_core_runs_alone(tiny: Callable[[str], TinyCheckpoint], tmp_path: Path) -> None:

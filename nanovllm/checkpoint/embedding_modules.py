@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nanovllm.checkpoint.stored_tensors import StoredTensor
 
 POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
-# Older files have a boolean field per mode instead: field -> mode.
+# Older pooling configs have one boolean field per mode instead of "pooling_mode": field -> mode.
 FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
 KINDS = {"Transformer", "Pooling", "Dense", "Normalize"}
 IDENTITY = "torch.nn.modules.linear.Identity"

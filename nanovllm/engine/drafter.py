@@ -1,7 +1,7 @@
 """Drafter: choose the number of draft tokens for speculative decoding from measured throughput.
 
-Draft tokens never change the output: each position is sampled as without them, and the sampled
-tokens are kept up to and including the first one that differs from its draft token.
+Draft tokens never change the output: each position is sampled exactly as it would be without them,
+and the sampled tokens are kept up to and including the first one that differs from its draft token.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class StatePool:
         self._copies: list[StateCopy] = []  # for the next plan
 
     def longest_hit(self, seq: Sequence, hits: list[int]) -> list[int]:
-        """Return the cached blocks up to the last one with a snapshot."""
+        """Return the cached blocks up to the last one with a snapshot, and set `seq.shared_len`."""
         seq.shared_len = len(hits) * self.block_size
         for count in range(len(hits), 0, -1):
             if hits[count - 1] in self.snapshots:

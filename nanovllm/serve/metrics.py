@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names: engine counters, and histograms of requests."""
+"""Prometheus metrics, under vLLM's names where it has them: of the engine and of requests."""
 
 from __future__ import annotations
 

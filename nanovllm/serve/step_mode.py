@@ -153,7 +153,7 @@ class PlanRecorder:
 
 
 def compare(before: EngineState, after: EngineState, rows: list[PlannedRow]) -> list[Change]:
-    """Return the changes between two snapshots; at most one plan ran between them."""
+    """Return the changes between two snapshots; at most one plan may have run between them."""
     changes = chain(_sequence_changes(before, after, rows), _block_changes(before, after, rows))
     order = list(FUNCTIONS)
     return sorted(changes, key=lambda change: order.index(change.kind))

@@ -1,9 +1,9 @@
 """Dequantization in Triton: load tiles of packed words, and convert them to MMA operands.
 
 `ops/quantized_weight.py` describes the layout. A word packs 4 FP8 or 8 int4 values. In a block of
-128 inputs, position 0 of the words holds the first inputs, position 1 the next ones, and so on. So
-threads can convert words to MMA operands without exchanging data. Kernels call the number of words
-per block LANES (16 for int4, 32 for FP8; 0 for dense weights).
+128 inputs with LANES words (16 for int4, 32 for FP8; dense weights: 0), the lowest bits of the
+words hold the first LANES inputs, the next bits the next LANES inputs, and so on. So threads can
+convert words to MMA operands without exchanging data.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def fp8_after_norm(
 def fp8_add_to(
     residual: Tensor, x: Tensor, weight: ScaledMMWeight, bias: Tensor | None
 ) -> ResidualStream:
-    """Return the projection of x as an update, whose scales, if any, the next norm applies."""
+    """Return the residual with the projection of x as its update; the next norm applies scales."""
     y, scales = _multiply(fp8_quantize(x, weight.stored.has_blocks), weight, bias, x.dtype)
     return ResidualStream(residual, y[: len(x)], scales)
 
