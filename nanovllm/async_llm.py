@@ -181,7 +181,10 @@ class AsyncLLM:
         return embedding_of(piece.output, normalize)
 
     async def watch(self, engine: int = 0) -> AsyncGenerator[EngineState, None]:
-        """Yield a snapshot of one replica whenever it changes, until the caller stops iterating."""
+        """Yield snapshots of the replica with this index as it changes, until the caller stops.
+
+        There are at most ten per second, unless the replica is paused.
+        """
         replica = self.replicas[engine]
         if replica.error is not None:
             raise copy_error(replica.error)

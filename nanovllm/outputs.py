@@ -26,7 +26,7 @@ class CompletionOutput:
     logprobs: Sequence[dict[int, Logprob]] | None
     cumulative_logprob: float | None
     finish_reason: str
-    # The stop string or token, if any; "num_kvcache_blocks" if it filled the whole KV cache.
+    # The stop string or token, if any; "num_kvcache_blocks" if the output filled the KV cache.
     stop_reason: str | int | None
 
 

@@ -50,7 +50,7 @@ class RowOptions:
 
     @property
     def max_concurrency(self) -> int:
-        """Maximum number of rows in progress on one engine: half of them run, the others wait."""
+        """Maximum number of rows in progress on all replicas: half of them run, the others wait."""
         return 2 * self.config.max_num_seqs * self.config.data_parallel_size
 
 

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 QUOTES = '"""'
 MORE = "... "  # continuation prompt inside triple quotes
 FAREWELLS = ("/exit", "/bye", "/quit", "exit", "quit")
-# /set does not offer these parameters: a chat shows one text without logprobs, and the values of
-# the others do not fit on a line.
+# /set does not offer these parameters: a chat shows one text without logprobs (first line), and
+# values of the others are dicts or functions, which are hard to type (second line).
 HIDDEN = {
     *("n", "logprobs", "prompt_logprobs"),
     *("logit_bias", "logits_processors", "structured_outputs"),

@@ -67,7 +67,7 @@ class RecurrentConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes and constants of a decoder-only model, read from its config.json."""
+    """Sizes and constants of a model with decoder layers, read from its config.json."""
 
     architecture: str
     vocab_size: int

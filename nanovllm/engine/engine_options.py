@@ -37,14 +37,14 @@ IGNORED_WITH_VALUE = {
     "max_log_len": "prompts are never logged",
     "tokenizer_mode": "the model's own tokenizer is used",
     "compilation_config": "graphs are on unless --enforce-eager",
-    "max_seq_len_to_capture": "graphs do not depend on sequence lengths",
+    "max_seq_len_to_capture": "sequences of any length use CUDA graphs",
     "guided_decoding_backend": "structured output has one backend",
     "structured_outputs_config": "structured output has one backend",
     "scheduling_policy": "requests are served by priority, then in order of arrival",
     "limit_mm_per_prompt": "models are text-only",
     "response_role": "the role is always assistant",
 }
-# Unsupported options; only the listed values are accepted, because they have no effect.
+# Unsupported options, and the values that are accepted because they equal the default behavior.
 UNSUPPORTED_OPTIONS = {
     "pipeline_parallel_size": ("1",),
     "cpu_offload_gb": ("0", "0.0"),

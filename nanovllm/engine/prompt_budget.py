@@ -5,7 +5,7 @@ from __future__ import annotations
 MIN_PROMPT_TOKENS = 64  # allowed in every step, so that prompts always make progress
 FIRST_SECONDS_PER_TOKEN = 80e-6  # estimate before the first measurement
 MARGIN = 0.8  # fraction of the target to aim for, because equal steps vary in duration
-# After the first measurement, the ratio of measured to estimated time is clamped by MAX_RATIO and
+# After the first measurement, the ratio of measured to estimated time is limited by MAX_RATIO and
 # raised to the power WEIGHT, to dampen outliers.
 MAX_RATIO, WEIGHT = 2.0, 0.25
 

@@ -86,7 +86,7 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         self.shared_expert_gate = MergedLinear(hidden, outputs, False, build)
 
     def shared(self) -> SharedExpert:
-        # Unlike `down_proj`, its packed GEMM does not sum over the ranks; `forward` does so once.
+        # `down_proj.packed` is the GEMM without `down_proj`'s all-reduce: `forward` sums once.
         return SharedExpert(
             self.shared_expert.gate_up_proj.packed,
             self.shared_expert.down_proj.packed,

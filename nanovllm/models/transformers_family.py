@@ -35,7 +35,7 @@ from nanovllm.models.transformers_model import (
 ATTENTION = "nanovllm"  # the name of our attention in transformers' AttentionInterface
 NO_INTERFACE = "its attention does not use transformers' AttentionInterface"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-MAX_NAMED = 5  # maximum number of tensors listed in an error
+MAX_NAMED = 5  # maximum number of tensors or messages listed in an error
 # RoPE types whose frequencies depend on the longest sequence of the batch.
 BATCH_ROPES = {"dynamic", "longrope"}
 # Fields of ModelConfig that nothing reads, because transformers' code does these parts itself.

@@ -60,7 +60,7 @@ class TorchOps:
         angles = rope[positions].unsqueeze(2).unbind(1)  # each [tokens, 1, dim / 2]
         if norm is not None:
             for heads, weight in ((q, norm.q), (k, norm.k)):
-                rows = heads.flatten(-weight.dim())  # one head, or all heads of a token
+                rows = heads.flatten(-weight.dim())  # each row is one head, or all heads of a token
                 heads.copy_(rms_norm(rows, weight.flatten(), norm.eps).view_as(heads))
         q.copy_(rotate(q, *angles[-2:]))
         k.copy_(rotate(k, *angles[:2]))

@@ -70,7 +70,7 @@ class Service:
         num_sequences = max(self.num_sequences, self.llm.num_requests)
         num_waiting = sum(replica.stats.num_waiting for replica in self.llm.replicas)
         if num_waiting >= most or num_sequences >= self._max_sequences:
-            message = f"{most} requests are already waiting; try again later"
+            message = "too many requests are waiting or running; try again later"
             raise RequestError(message, code="queue_full", status=429)
 
     def check_num_sequences(self, num_prompts: int, n: int = 1) -> None:

@@ -142,7 +142,10 @@ class CapturedSteps(Protocol):
         """Sample with bitmasks; if no captured step supports that, do nothing and return None."""
 
     def has_lost_step(self) -> bool:
-        """Return whether a step failed on the device; later steps in flight are invalid, too."""
+        """Return whether a step failed on the device; later steps in flight are invalid, too.
+
+        The device may then run later steps in another way.
+        """
 
     def capture_one(self) -> bool:
         """See `Executor.capture_one`."""

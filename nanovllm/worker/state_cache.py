@@ -1,4 +1,4 @@
-"""The size and layout of the recurrent states, defined only here, and the rows that use them."""
+"""Recurrent states: their size and layout, defined only here, and the states that a step uses."""
 
 from __future__ import annotations
 

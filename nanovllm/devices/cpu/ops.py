@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # faster, even if it first upcasts the weight (measured by benchmarks/kernels/cpu_products.py).
 MAX_LINEAR_ROWS = {torch.bfloat16: 8, torch.float32: 16}
 
-# The same limit for the average number of rows per expert, measured with evenly routed tokens.
+# The limit for the average number of rows per expert, measured with evenly routed tokens.
 MAX_EXPERT_ROWS = {torch.bfloat16: 12, torch.float32: 32}
 
 

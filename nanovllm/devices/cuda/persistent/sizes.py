@@ -511,7 +511,7 @@ def expert_columns(size, bits):
 
 @gluon.constexpr_function
 def piece_segments(size, bits):
-    """Return how many segments per weight row of an expert's `down` one TMA copy loads."""
+    """Return the number of segments per weight row that a TMA copy loads of an expert's `down`."""
     return next(n for n in (16, 8, 4, 2, 1) if expert_segments(size, bits) % n == 0)
 
 
