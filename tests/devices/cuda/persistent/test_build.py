@@ -147,7 +147,7 @@ def test_norms_beyond_bfloat16_are_not_supported() -> None:
         ({}, None),
         ({"moe_intermediate_size": 72}, "experts of intermediate size 72"),
         ({"num_experts": 300}, "of 300 experts"),
-        ({"mlp_only_layers": [1]}, "some have none"),
+        ({"mlp_only_layers": [1]}, "differ in their routing"),
     ],
     ids=str,
 )
