@@ -55,6 +55,8 @@ class Scheduler:
         self.running: dict[int, Sequence] = {}
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._released: list[int] = []  # slots freed since the last plan
+        # The last sequence that did not fit, and the number of free blocks that it needed.
+        self._misfit: tuple[Sequence | None, int] = None, 0
         # Leaders (sequences with followers) whose prefill the last plan completed.
         self._prefilled_leaders: list[Sequence] = []
         self._in_flight: deque[list[Sequence]] = deque()  # rows of each uncommitted plan
@@ -282,15 +284,17 @@ class Scheduler:
     def _admit_waiting(self, builder: _PlanBuilder) -> None:
         while self.waiting and builder.budget and self._free_slots:
             seq = self.waiting.first()
-            if self.blocks.num_free < seq.num_free_to_admit:
+            misfit, num_needed = self._misfit
+            if seq is misfit and self.blocks.num_free < num_needed:
                 return
             if not self.allow_chunks and len(seq.token_ids) > builder.budget:
                 return
             if seq.num_pending:  # preempted, and its last token is not known to the host yet
                 return
-            seq.num_free_to_admit = self.blocks.admit(seq) or 0
-            if seq.num_free_to_admit:
+            if (num_needed := self.blocks.admit(seq) or 0) > 0:
+                self._misfit = seq, num_needed
                 return
+            self._misfit = None, 0
             self.waiting.remove(seq)
             self._enter_running(seq, builder)
 

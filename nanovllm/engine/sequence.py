@@ -63,8 +63,6 @@ class Sequence:
     leader: Sequence | None = None  # first sample of the prompt, whose blocks this one shares
     followers: dict[int, Sequence] = field(default_factory=dict)  # samples waiting for its prefill
 
-    # Number of blocks that must be free before it can be admitted; 0 if that is not known.
-    num_free_to_admit: int = 0
     slot: int = NO_SLOT
     num_computed: int = 0
     row_start: int = 0  # first position of its latest row; 0 for the row that admitted it

@@ -439,6 +439,22 @@ def test_a_head_that_does_not_fit_costs_nothing_while_it_waits(
     assert len(admissions) == 2
 
 
+def test_an_overtaken_sequence_that_did_not_fit_is_counted_again() -> None:
+    core, prefix = make_core(num_blocks=21), list(range(1, 49))
+    add(core, make_seq(0, [50] * 28, max_tokens=4))
+    add(core, make_seq(1, [*prefix, *[51] * 12], max_tokens=2))  # needs more blocks than are free
+    step(core)
+    assert 1 not in core.scheduler.running
+    overtaking = Watched(2, [*prefix, 52, 52], SamplingParams(max_tokens=12, priority=-1))
+    add(core, overtaking)
+    while 0 in core.scheduler.running:
+        step(core)
+    assert 2 in core.scheduler.running
+    step(core)
+    assert 1 in core.scheduler.running  # it shares the blocks of the prefix
+    drain(core)
+
+
 def test_a_cancelled_head_makes_room_for_the_next() -> None:
     core = make_core(num_blocks=8)
     add(core, make_seq(0, [1] * 20, max_tokens=8))
