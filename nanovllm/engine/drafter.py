@@ -120,6 +120,8 @@ class Drafter:
 
     def must_wait(self, seq: Sequence) -> bool:
         """Whether a sequence must wait until the host knows its pending token."""
+        if not seq.num_pending:
+            return False
         if seq.drafts or self._has_many_drafted:
             return True
         return seq.num_computed == seq.num_tokens - 1 and self.is_promising(seq)

@@ -228,8 +228,10 @@ class Scheduler:
             num_tokens = seq.num_tokens
             if seq.slot == NO_SLOT or num_tokens >= seq.max_len:
                 continue  # preempted by an earlier row of this plan, or its last token is in flight
-            if (seq.is_serial or (drafter and drafter.must_wait(seq))) and seq.num_pending:
-                continue  # the host must know its pending token first
+            if drafter is not None and drafter.must_wait(seq):
+                continue
+            if seq.is_serial and seq.num_pending:  # the host must know its pending token first
+                continue
             last = end = self._row_end(seq, builder)
             drafts: list[int] | None = None
             if drafter is not None:

@@ -177,6 +177,21 @@ def test_drafts_are_tried_again() -> None:
     assert num_right > 4 * MAX_PAUSE
 
 
+def test_a_step_of_a_pause_is_counted_once() -> None:
+    """The scheduler asks once whether to wait and, if not, once for drafts."""
+    drafter, seq = Drafter(Always(), 3), make_sequence(0, [1, 2, 3])
+    for num_rows in (1, 2, 1, 2):  # the costs of both numbers of rows are known
+        drafter.measured(1, num_rows, 1, 1.0)
+    drafter._state(seq).num_paused, seq.num_computed = 5, 2
+    drafter.begin_step(1, 8, [seq])
+    assert not drafter.must_wait(seq)  # its tokens are known
+    assert drafter.choose(seq, 3) == []
+    assert drafter._state(seq).num_paused == 4
+    seq.num_tokens, seq.num_computed = 4, 3  # one token is pending
+    assert not drafter.must_wait(seq)
+    assert drafter._state(seq).num_paused == 3
+
+
 @pytest.mark.parametrize(("speedup", "is_on"), [(1.03, False), (1.1, True)])
 def test_a_trial_needs_a_clear_gain(speedup: float, is_on: bool) -> None:
     trial, num_on = Trial(), 0
