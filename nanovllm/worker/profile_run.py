@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def profile_run(config: EngineConfig, loaded: LoadedModel) -> EagerForward:
     """Run a step of maximum size, whose rows share a few blocks; return the EagerForward."""
     device, spec, num_slots = loaded.device, loaded.spec, loaded.num_slots
-    counts = _largest_counts(config, num_slots, loaded.model.config.recurrent is not None)
+    counts = largest_counts(config, num_slots, loaded.model.config.recurrent is not None)
     num_rows = len(counts)
     num_blocks = -(-int(counts.max()) // spec.block_size)
     cache = device.allocate_cache(num_blocks * spec.block_bytes)
@@ -43,7 +43,7 @@ def profile_run(config: EngineConfig, loaded: LoadedModel) -> EagerForward:
     return eager
 
 
-def _largest_counts(config: EngineConfig, num_slots: int, is_recurrent: bool) -> np.ndarray:
+def largest_counts(config: EngineConfig, num_slots: int, is_recurrent: bool) -> np.ndarray:
     """Return the number of tokens of each row in the step that needs the most memory."""
     num_tokens = config.max_num_batched_tokens
     num_rows = min(num_slots, num_tokens)

@@ -20,11 +20,13 @@ from nanovllm.devices.choose import check_device
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
 from nanovllm.models.registry import build_model, read_config
+from nanovllm.ops.torch_delta_net import split_chunks
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.worker import host_memory as cpu
 from nanovllm.worker import load_model
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.memory_check import estimate_memory
+from nanovllm.worker.profile_run import largest_counts
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import cpu_device
 from tests.models.test_configs import CONFIGS, saved
@@ -174,3 +176,18 @@ def test_a_model_larger_than_any_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs .* GiB of memory .*use a smaller model"):
         LLM(tmp_path, load_format="dummy", skip_tokenizer_init=True, device="cpu")
     assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_slots", "num_chunks"),
+    [(16384, 512, 248 + 512), (16384, 1, 256), (2048, 16, 31 + 16), (512, 512, 449), (2, 8, 1)],
+)
+def test_the_profiled_step_has_the_most_chunks(
+    num_tokens: int, num_slots: int, num_chunks: int
+) -> None:
+    config = EngineConfig("unused", max_num_batched_tokens=num_tokens, max_model_len=40_000)
+    counts = largest_counts(config, num_slots, True)
+    assert counts.sum() == num_tokens
+    assert len(counts) <= num_slots
+    assert len(split_chunks(counts)) == num_chunks
+    assert largest_counts(config, num_slots, False).sum() >= num_tokens
