@@ -139,7 +139,8 @@ class EngineCore:
         # The device runs one step at a time, so this step began after the previous one ended.
         device_begin = max(submit_time, self._last_result_time)
         device = result_time - device_begin
-        num_accepted = self.scheduler.draft_counts.num_accepted_tokens
+        draft_counts = self.scheduler.draft_counts
+        num_accepted = draft_counts.num_accepted_tokens
         step = self._drop_in_flight() if result.is_lost else self._commit(plan, result, device)
         drafter = self.scheduler.drafter
         if drafter is not None and not plan.num_prefill_tokens and not result.is_lost:
@@ -159,16 +160,17 @@ class EngineCore:
                 step.num_prefill_tokens,
                 step.num_decode_tokens,
                 len(plan.counts),
-                self.scheduler.draft_counts.num_accepted_tokens - num_accepted,
+                draft_counts.num_accepted_tokens - num_accepted,
             )
         )
         self._last_result_time = result_time
         return step
 
     def _commit(self, plan: StepPlan, result: StepResult, seconds: float) -> EngineCoreOutputs:
-        num_before = self.scheduler.draft_counts.num_rejected_tokens
+        draft_counts = self.scheduler.draft_counts
+        num_before = draft_counts.num_rejected_tokens
         updated = self.scheduler.commit(plan, result, seconds)
-        num_rejected = self.scheduler.draft_counts.num_rejected_tokens - num_before
+        num_rejected = draft_counts.num_rejected_tokens - num_before
         if self._in_flight:
             self._send_masks()
         streaming = [
