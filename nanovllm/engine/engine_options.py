@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # vLLM's options that have no effect here, each with the reason; ignored with a warning if set.
-# First those that are flags, then those that take a value.
+# Flags:
 IGNORED_OPTIONS = {
     "trust_remote_code": "code from a repository is never run",
     "enable_auto_tool_choice": "tool calls are parsed whenever a request has tools",
@@ -31,6 +31,7 @@ IGNORED_OPTIONS = {
     "disable_custom_all_reduce": "there is no custom all-reduce kernel",
     "enable_expert_parallel": "experts are sharded like the other weights",
 }
+# Options that take a value:
 IGNORED_WITH_VALUE = {
     "swap_space": "there is no swap space",
     "uvicorn_log_level": "use --log-level",

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama's layer; checkpoints merge q, k and v into one weight, and gate and up."""
+"""Phi-3 and Phi-4: Llama's layer; checkpoints merge q, k and v, and also gate and up."""
 
 from __future__ import annotations
 

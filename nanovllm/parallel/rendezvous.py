@@ -44,7 +44,7 @@ def connect(
     timeout: timedelta,
     address: str = HOST,  # address of this machine that other ranks can reach
 ) -> TPGroup:
-    """Join the process group that meets at `store`; torch's global default group is not used."""
+    """Create the process group of all ranks that use `store`, without torch's default group."""
     kinds: Any = dist  # torch's stubs lack some of the following names
     if backend == "nccl":
         kind, options = kinds.ProcessGroupNCCL, kinds.ProcessGroupNCCL.Options()

@@ -1,4 +1,4 @@
-"""A client for OpenAI-compatible servers, and a stand-in for LLM that uses it."""
+"""A client for OpenAI-compatible servers, and a replacement for LLM that uses it."""
 
 from __future__ import annotations
 

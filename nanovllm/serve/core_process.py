@@ -231,7 +231,7 @@ class SnapshotThrottle:
 
 
 def take_snapshot(core: EngineCore, stats: CoreStats, now: float) -> EngineState:
-    """Return a snapshot of a core, and clear its lists of recorded steps and ended sequences."""
+    """Return a snapshot of a core, and clear the steps and ended sequences that it has recorded."""
     scheduler = core.scheduler
     waiting = list(islice(scheduler.waiting, MAX_QUEUE))
     postponed = list(islice(scheduler.waiting_for_grammar.values(), MAX_QUEUE))

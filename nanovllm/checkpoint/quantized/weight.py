@@ -115,7 +115,7 @@ def read_part(tensor: StoredTensor, *index: slice) -> Tensor:
 
 
 def check_matrix(tensor: StoredTensor, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the shape of a tensor, which must be a matrix of type `dtype`."""
+    """Check that a tensor is a matrix of type `dtype`, and return its shape."""
     sizes = (*tensor.shape, 1, 1)
     check_part(tensor, sizes[:2], dtype)
     return sizes[0], sizes[1]
