@@ -39,7 +39,7 @@ class Executor(Protocol):
         """Allocate host memory for bitmasks; do not change them until their step has finished."""
 
     def capture_one(self) -> bool:
-        """Capture one CUDA graph while the engine is idle; return False if none is left to capture."""
+        """Capture one CUDA graph while the engine is idle; return False if none is left."""
 
     def close(self) -> None:
         """Free everything; a second call does nothing."""
