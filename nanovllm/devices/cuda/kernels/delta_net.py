@@ -60,7 +60,7 @@ def run_tokens(
         BLOCK_K=triton.next_power_of_2(key_dim),
         IS_TILED=weights.is_tiled,
         BLOCK_V=triton.next_power_of_2(value_dim),
-        num_warps=8,
+        num_warps=4,
         **options,
     )
     return output
@@ -146,18 +146,31 @@ def _delta_rule(  # type: ignore[no-untyped-def]
     k = tl.load(key + KEY_HEADS * KEY_DIM, mask=is_key, other=0.0)
     value = qkv + row * num_channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
     v = tl.load(value, mask=is_value, other=0.0)
-    q *= tl.rsqrt((tl.sum(q * q) + NORM_EPS) * KEY_DIM)
-    k *= tl.rsqrt(tl.sum(k * k) + NORM_EPS)
-    dt = tl.load(a + row * a_stride + head).to(tl.float32) + bias
-    state *= tl.exp(rate * softplus(dt))
-    beta = tl.sigmoid(tl.load(b + row * b_stride + head).to(tl.float32))
-    change = beta * (v - tl.sum(state * k[:, None], 0))
-    state += k[:, None] * change
-    tl.store(cells, state, mask=is_cell)
-    y = tl.sum(state * q[:, None], 0)
-    y *= tl.rsqrt(tl.sum(y * y) / VALUE_DIM + norm_eps) * scale
     gate = tl.load(z + row * z_stride + head * VALUE_DIM + j, mask=is_value, other=0.0)
     gate = gate.to(tl.float32)
+    dt = tl.load(a + row * a_stride + head).to(tl.float32) + bias
+    decay = tl.exp(rate * softplus(dt))
+    beta = tl.sigmoid(tl.load(b + row * b_stride + head).to(tl.float32))
+    # Reductions across warps take most of the time. So q and k are normalized after the products,
+    # and q @ new state is computed as decay * (q @ state) + (q @ k) * change.
+    qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_triples)
+    q_state, k_state = tl.reduce((q[:, None] * state, k[:, None] * state), 0, _add_pairs)
+    q_norm = tl.rsqrt((qq + NORM_EPS) * KEY_DIM)
+    k_norm = tl.rsqrt(kk + NORM_EPS)
+    change = k_norm * beta * (v - decay * k_norm * k_state)
+    tl.store(cells, decay * state + k[:, None] * change, mask=is_cell)
+    y = q_norm * (decay * q_state + qk * change)
+    y *= tl.rsqrt(tl.sum(y * y) / VALUE_DIM + norm_eps) * scale
     y *= gate * tl.sigmoid(gate)
     target = output + (row * HEADS + head) * VALUE_DIM + j
     tl.store(target, y.to(output.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def _add_pairs(a0, a1, b0, b1):  # type: ignore[no-untyped-def]
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _add_triples(a0, a1, a2, b0, b1, b2):  # type: ignore[no-untyped-def]
+    return a0 + b0, a1 + b1, a2 + b2
