@@ -85,7 +85,8 @@ class RecurrentRows:
 
     slots: Tensor  # int64 [rows], on the device
     counts: list[int] | None = None  # number of tokens of each row; None: one each
-    chunks: Tensor | None = None  # int32 [chunks, 4], see `split_chunks`; set with `counts`
+    # int32 [chunks, 4], see `split_chunks`; CUDA kernels then read neither slots nor counts.
+    chunks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

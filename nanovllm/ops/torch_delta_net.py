@@ -67,10 +67,10 @@ def split_rows(counts: list[int]) -> Iterator[tuple[slice, slice]]:
         first_row = last_row
 
 
-def split_chunks(counts: np.ndarray) -> np.ndarray:
+def split_chunks(slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Split rows, where row i has counts[i] tokens, into chunks of up to CHUNK_SIZE tokens.
 
-    Return int32 [chunks, 4]: the row of each chunk, the index of its first token in the step, and
+    Return int32 [chunks, 4]: the slot of each chunk, the index of its first token in the step, and
     the numbers of the row's tokens before the chunk and from its start on.
     """
     num_chunks = -(-counts // CHUNK_SIZE)
@@ -78,7 +78,7 @@ def split_chunks(counts: np.ndarray) -> np.ndarray:
     indices = np.arange(len(rows)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
     before = indices * CHUNK_SIZE
     first = (np.cumsum(counts) - counts)[rows] + before
-    return np.stack((rows, first, before, counts[rows] - before), axis=1).astype(np.int32)
+    return np.stack((slots[rows], first, before, counts[rows] - before), axis=1).astype(np.int32)
 
 
 def run_rows(

@@ -71,7 +71,8 @@ def recurrent_rows(plan: StepPlan, upload: Callable[[np.ndarray], Tensor]) -> Re
     slots = upload(plan.slots.astype(np.int64))
     if (plan.counts == 1).all():
         return RecurrentRows(slots)
-    return RecurrentRows(slots, plan.counts.tolist(), upload(split_chunks(plan.counts)))
+    chunks = split_chunks(plan.slots, plan.counts)
+    return RecurrentRows(slots, plan.counts.tolist(), upload(chunks))
 
 
 def create_state_cache(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -189,5 +190,5 @@ def test_the_profiled_step_has_the_most_chunks(
     counts = largest_counts(config, num_slots, True)
     assert counts.sum() == num_tokens
     assert len(counts) <= num_slots
-    assert len(split_chunks(counts)) == num_chunks
+    assert len(split_chunks(np.arange(len(counts)), counts)) == num_chunks
     assert largest_counts(config, num_slots, False).sum() >= num_tokens

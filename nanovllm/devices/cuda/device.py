@@ -332,14 +332,15 @@ class CudaDevice:
 
     def steps(self, eager: EagerForward) -> CudaSteps:
         attention, prefill = eager.attention, None
-        if isinstance(attention, TritonAttention) and eager.state_cache is None:
+        if isinstance(attention, TritonAttention):
             sizes = self.prefill_sizes(eager.model.config)
             prefill = PrefillGraphs(eager, attention, self, sizes)
         return CudaSteps(eager, self, prefill)
 
     def prefill_sizes(self, model: ModelConfig) -> list[Bucket]:
         most = count_many_tokens(model)
-        return bucket_sizes(self._max_tokens, self.config.max_num_rows, most)
+        is_recurrent = model.recurrent is not None
+        return bucket_sizes(self._max_tokens, self.config.max_num_rows, most, is_recurrent)
 
     @property
     def _max_tokens(self) -> int:
@@ -351,14 +352,19 @@ class CudaDevice:
         """Estimate the memory of the graphs: logits, activations, and driver memory.
 
         All graphs share the buffers of the largest. Activations are assumed to be proportional to
-        the number of tokens. In a tensor-parallel group, the logits exist three times while the
-        ranks' shards are gathered and concatenated.
+        the number of tokens or, if that gives more, of the chunks of recurrent layers. In a
+        tensor-parallel group, the logits exist three times while the ranks' shards are gathered and
+        concatenated.
         """
         num_rows = self.config.max_num_rows * (1 if self.group.is_alone else 3)
         num_bytes = num_rows * model.config.vocab_size * model.dtype.itemsize + DRIVER_BYTES
-        if self.config.attention_backend == "flash_attn" or model.config.recurrent is not None:
+        if self.config.attention_backend == "flash_attn":
             return num_bytes  # without prefill graphs
-        share = self.prefill_sizes(model.config)[-1].num_tokens / self._max_tokens
+        largest, config = self.prefill_sizes(model.config)[-1], self.config
+        share = largest.num_tokens / self._max_tokens
+        if largest.num_chunks:
+            step = largest._replace(num_tokens=self._max_tokens, num_rows=config.max_num_rows)
+            share = max(share, largest.num_chunks / step.with_chunks().num_chunks)
         return num_bytes + int(share * self._step_bytes)
 
     def _account(self) -> MemoryAccount:

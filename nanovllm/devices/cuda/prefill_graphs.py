@@ -25,6 +25,8 @@ from nanovllm.devices.cuda.kernels.step_inputs import gather_tokens, write_words
 from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch, SampledTokens
+from nanovllm.ops.interface import RecurrentRows
+from nanovllm.ops.torch_delta_net import CHUNK_SIZE, split_chunks
 from nanovllm.worker.forward import EagerForward, StepLogits
 
 if TYPE_CHECKING:
@@ -43,9 +45,12 @@ LAYER_MACS = 3 << 36  # multiply-adds that take as long as launching the kernels
 MAX_ALONE = 4  # maximum prompts in the buckets for steps without decode rows
 MAX_ALONE_TOKENS = 1024  # maximum total tokens of these buckets
 MAX_CHANGES = 16384  # maximum words of the InputBatch that a graph updates before its step
+NONE = np.zeros(0, np.int32)
+NO_ROWS = StepPlan(NONE, NONE, NONE, NONE, [], [], [], num_decode_tokens=0)
 # Numbers of decode rows that cover all attention kernels, to warm up steps too large for a graph.
 FEW_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
-HEIGHTS = 2, 3, 4, 3  # words per token, decode row, prompt and sampled row: see `Bucket.lengths`
+# Words per token, decode row, prompt, sampled row and chunk: see `Bucket.lengths`.
+HEIGHTS = 2, 3, 4, 3, 4
 
 
 class Bucket(NamedTuple):
@@ -56,14 +61,20 @@ class Bucket(NamedTuple):
     num_prompts: int  # rows of more than one token
     num_rows: int
     longest: int  # maximum tokens of one row
+    num_chunks: int = 0  # chunks of recurrent layers, see `split_chunks`; 0 without such layers
 
     def fits(self, needed: Bucket) -> bool:
         return all(map(operator.le, needed, self))
 
+    def with_chunks(self) -> Bucket:
+        """Add the capacity for the chunks of any step that fits."""
+        num_padded = self.num_tokens + (CHUNK_SIZE - 1) * self.num_rows
+        return self._replace(num_chunks=num_padded // CHUNK_SIZE)
+
     @property
     def lengths(self) -> tuple[int, ...]:
         """Number of words in each section of a step's inputs, which `chunk_columns` fills."""
-        widths = self.num_tokens, self.num_decodes, self.num_prompts, self.num_rows
+        widths = self.num_tokens, self.num_decodes, self.num_prompts, self.num_rows, self.num_chunks
         return tuple(height * width for height, width in zip(HEIGHTS, widths, strict=True))
 
 
@@ -82,7 +93,9 @@ def count_many_tokens(config: ModelConfig) -> int:
     return min(LAYER_MACS // num_weights, MAX_MANY_TOKENS)
 
 
-def bucket_sizes(max_tokens: int, max_rows: int, max_many_tokens: int) -> list[Bucket]:
+def bucket_sizes(
+    max_tokens: int, max_rows: int, max_many_tokens: int, is_recurrent: bool = False
+) -> list[Bucket]:
     """Return the buckets for steps without decode rows, for other steps, and for many prompts.
 
     Token counts are powers of two and the numbers halfway between them, starting at 16.
@@ -103,7 +116,7 @@ def bucket_sizes(max_tokens: int, max_rows: int, max_many_tokens: int) -> list[B
         if num_tokens >= max_tokens:
             break
         num_tokens += (1 << num_tokens.bit_length()) // 4
-    return sizes
+    return [size.with_chunks() for size in sizes] if is_recurrent else sizes
 
 
 class PrefillGraphs:
@@ -143,10 +156,12 @@ class PrefillGraphs:
     def graph(self, size: Bucket) -> tuple[Callable[[], None], Tensor]:
         """Return the replay function of a bucket and its logits; capture the graph on first use.
 
-        Capturing may run the step that the columns describe. That is safe: steps are idempotent,
-        and all columns are zero before the first step.
+        A capture may run the step, and must not update the states of a real row. So all rows are
+        padding.
         """
         if size not in self._graphs:
+            columns = chunk_columns(size, NO_ROWS, self.num_slots)
+            self.device.send(np.append(columns, np.int32(0)), self._columns)
             replay, logits = self.device.capture(partial(self._run_model, size))
             self._graphs[size] = replay, self.device.weak_ref(logits)
         return self._graphs[size]
@@ -161,10 +176,10 @@ class PrefillGraphs:
         if len(changes) > MAX_CHANGES:
             self.eager.input_batch.update(plan)
             changes = changes[:0]
+        replay, logits = self.graph(size)
         columns = chunk_columns(size, plan, self.num_slots)
         columns = np.concatenate((columns, [len(changes)], changes.ravel()), dtype=np.int32)
         self.device.send(columns, self._columns)
-        replay, logits = self.graph(size)
         replay()
         num_sampled = int(np.count_nonzero(plan.num_logits))
         slots, _, positions = self._split(size)[3].view(3, -1)[:, :num_sampled]
@@ -192,7 +207,11 @@ class PrefillGraphs:
             DecodeRows(input_batch.block_table, sampled_slots, context_lens, None)
         )
         sampled = SampledTokens(index.long(), last)
-        return eager.model(ForwardBatch(*inputs, sampled, plan, eager.caches))
+        recurrent = None
+        if eager.state_cache is not None:
+            chunks = parts[4].view(-1, 4)
+            recurrent = RecurrentRows(chunks[:, 0], None, chunks)
+        return eager.model(ForwardBatch(*inputs, sampled, plan, eager.caches, recurrent))
 
 
 def chunk_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.int32]:
@@ -203,14 +222,14 @@ def chunk_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.
     token, which is padding too.
     """
     laid_out = np.zeros(sum(size.lengths), np.int32)
-    tokens, decodes, prompts, sampled = (
+    tokens, decodes, prompts, sampled, chunks = (
         laid_out[end - length : end].reshape(height, -1)
         for length, end, height in zip(size.lengths, accumulate(size.lengths), HEIGHTS, strict=True)
     )
-    tokens[0] = decodes[0] = sampled[0] = padding
+    tokens[0] = decodes[0] = sampled[0] = chunks.reshape(-1, 4)[:, 0] = padding
     slots, starts, counts = plan.slots, plan.starts, plan.counts
     ends = counts.cumsum()
-    firsts, num_tokens = ends - counts, int(ends[-1])
+    firsts, num_tokens = ends - counts, int(counts.sum())
     tokens[0, :num_tokens] = np.repeat(slots, counts)
     tokens[1, :num_tokens] = np.repeat(starts - firsts, counts) + np.arange(num_tokens)
     is_decode = counts == 1
@@ -222,4 +241,7 @@ def chunk_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.
         decodes[:, : len(counts) - longer.shape[1]] = last[:, is_decode]
     last = last[:, plan.num_logits > 0]
     sampled[:, : last.shape[1]] = last
+    if size.num_chunks:
+        table = split_chunks(slots, counts)
+        chunks.reshape(-1, 4)[: len(table)] = table
     return laid_out

@@ -118,6 +118,8 @@ def main() -> None:
         check(path, max_num_seqs=20, max_num_batched_tokens=8192, num_kvcache_blocks=99)
         path = shared_checkpoint(Path(folder), "gemma2").path
         check(path, max_num_seqs=7, max_num_batched_tokens=300, kvcache_block_size=32)
+        path = shared_checkpoint(Path(folder), "qwen3.5").path
+        check(path, max_num_seqs=7, max_num_batched_tokens=300, num_kvcache_blocks=99)
         path = shared_checkpoint(Path(folder), "qwen3").path
         check(path, max_num_seqs=20, num_kvcache_blocks=99, kv_cache_dtype="fp8")
         config = LlamaConfig(**{**EVEN, "num_hidden_layers": 3, "max_position_embeddings": 1024})

@@ -100,9 +100,10 @@ def test_columns() -> None:
     """Slots 2, 7 and 4 run one, three and two tokens; slot 7 needs no logits."""
     plan = make_plan([(2, 40, 1, 1), (7, 10, 3, 0), (4, 0, 2, 1)])
     size = Bucket(num_tokens=8, num_decodes=5, num_prompts=4, num_rows=5, longest=8)
-    tokens, decodes, prompts, sampled = np.split(
+    tokens, decodes, prompts, sampled, chunks = np.split(
         chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1]
     )
+    assert chunks.size == 0
     assert tokens.reshape(2, 8).tolist() == [
         [2, 7, 7, 7, 4, 4, 9, 9],
         [40, 10, 11, 12, 0, 1, 0, 0],
@@ -125,6 +126,20 @@ def test_columns_of_prompts_alone() -> None:
     assert parts[0].reshape(2, 6).tolist() == [[7, 7, 7, 4, 4, 9], [10, 11, 12, 0, 1, 0]]
     assert parts[1].size == 0
     assert parts[3].reshape(3, 2).tolist() == [[4, 9], [4, 0], [2, 0]]
+
+
+def test_columns_of_chunks() -> None:
+    """Recurrent layers run 65 tokens in two chunks; a chunk of padding has no tokens."""
+    plan = make_plan([(7, 10, 65, 1), (4, 8, 1, 1)])
+    size = Bucket(num_tokens=80, num_decodes=3, num_prompts=3, num_rows=3, longest=80)
+    size = size.with_chunks()
+    chunks = chunk_columns(size, plan, padding=9)[-size.lengths[-1] :]
+    assert chunks.reshape(-1, 4).tolist() == [
+        [7, 0, 0, 65],
+        [7, 64, 64, 1],
+        [4, 65, 0, 1],
+        [9, 0, 0, 0],
+    ]
 
 
 def test_columns_without_prompts() -> None:

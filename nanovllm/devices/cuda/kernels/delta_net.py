@@ -21,10 +21,9 @@ def gated_delta_net(
     inputs: DeltaNetInputs, weights: DeltaNetWeights, state: LayerState, rows: RecurrentRows
 ) -> Tensor:
     """Implement Ops.gated_delta_net, in the chunked form if any row has several tokens."""
-    if rows.counts is None:
+    if rows.chunks is None:
         return run_tokens(inputs, weights, state, rows.slots)
-    assert rows.chunks is not None
-    return run_chunks(inputs, weights, state, rows.slots, rows.chunks)
+    return run_chunks(inputs, weights, state, rows.chunks)
 
 
 def run_tokens(

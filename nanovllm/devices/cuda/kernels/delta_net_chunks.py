@@ -29,10 +29,9 @@ def run_chunks(
     inputs: DeltaNetInputs,
     weights: DeltaNetWeights,
     state: LayerState,
-    slots: Tensor,
     chunks: Tensor,
 ) -> Tensor:
-    """Run rows of any length; `chunks` is the result of `split_chunks`."""
+    """Run rows of any length; `chunks` is the result of `split_chunks`, plus any padding."""
     _, num_heads, key_dim, value_dim = state.recurrent.shape
     (num_tokens, num_channels), num_chunks = inputs.qkv.shape, len(chunks)
     num_key_heads = (num_channels - num_heads * value_dim) // (2 * key_dim)
@@ -42,7 +41,7 @@ def run_chunks(
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
     }
-    qkv = _convolve(inputs.qkv, weights, state, slots, chunks, dims)
+    qkv = _convolve(inputs.qkv, weights, state, chunks, dims)
     sizes = dims | {
         "HEADS": num_heads,
         "IS_TILED": weights.is_tiled,
@@ -61,7 +60,7 @@ def run_chunks(
     before = new(num_chunks, num_heads, key_dim, value_dim)
     columns = min(_block(value_dim), MAX_COLUMNS)
     _scan_chunks[(num_chunks, num_heads, triton.cdiv(value_dim, columns))](
-        *(changes, before, state.recurrent, qkv, reads, totals, slots, chunks),
+        *(changes, before, state.recurrent, qkv, reads, totals, chunks),
         state.recurrent.stride(0),
         **sizes | {"BLOCK_V": columns},
         num_warps=4,
@@ -81,7 +80,6 @@ def _convolve(
     x: Tensor,
     weights: DeltaNetWeights,
     state: LayerState,
-    slots: Tensor,
     chunks: Tensor,
     dims: dict[str, int],
 ) -> Tensor:
@@ -90,7 +88,7 @@ def _convolve(
     y = x.new_empty(num_tokens, num_channels)
     num_heads = 2 * dims["KEY_HEADS"] + state.recurrent.shape[1]
     _convolve_chunks[(len(chunks), num_heads)](
-        *(y, x, weights.conv, state.conv, slots, chunks),
+        *(y, x, weights.conv, state.conv, chunks),
         *(num_channels, x.stride(0), state.conv.stride(0)),
         **dims,
         CONV_SIZE=conv_size,
@@ -99,7 +97,7 @@ def _convolve(
     )
     block = 256
     _update_conv_states[(len(chunks), triton.cdiv(num_channels, block))](
-        *(state.conv, x, slots, chunks, num_channels, x.stride(0), state.conv.stride(0)),
+        *(state.conv, x, chunks, num_channels, x.stride(0), state.conv.stride(0)),
         CONV_SIZE=conv_size,
         BLOCK=block,
         num_warps=4,
@@ -130,7 +128,6 @@ def _convolve_chunks(  # type: ignore[no-untyped-def]
     x,
     weights,
     history,
-    slots,
     chunks,
     num_channels,
     x_stride,
@@ -143,8 +140,10 @@ def _convolve_chunks(  # type: ignore[no-untyped-def]
 ):
     """Compute the convolution of a chunk for one head of q, k or v; normalize q and k."""
     chunk, head = chunks + 4 * tl.program_id(0), tl.program_id(1)
-    row, first = tl.load(chunk), tl.load(chunk + 1).to(tl.int64)
+    slot, first = tl.load(chunk).to(tl.int64), tl.load(chunk + 1).to(tl.int64)
     num_before, num_left = tl.load(chunk + 2), tl.load(chunk + 3)
+    if num_left == 0:  # padding
+        return
     is_key = head < 2 * KEY_HEADS
     size = tl.where(is_key, KEY_DIM, VALUE_DIM)
     num_keys: tl.constexpr = 2 * KEY_HEADS * KEY_DIM
@@ -152,7 +151,7 @@ def _convolve_chunks(  # type: ignore[no-untyped-def]
     t, i = tl.arange(0, SIZE), tl.arange(0, BLOCK)
     is_token, is_channel = t < num_left, i < size
     channel = begin + i
-    past = history + tl.load(slots + row) * history_stride + channel * (CONV_SIZE - 1)
+    past = history + slot * history_stride + channel * (CONV_SIZE - 1)
     total = tl.zeros((SIZE, BLOCK), tl.float32)
     for j in tl.static_range(CONV_SIZE):
         source = t + (j - CONV_SIZE + 1)  # relative to the first token of the chunk
@@ -181,7 +180,6 @@ def _convolve_chunks(  # type: ignore[no-untyped-def]
 def _update_conv_states(  # type: ignore[no-untyped-def]
     history,
     x,
-    slots,
     chunks,
     num_channels,
     x_stride,
@@ -191,13 +189,13 @@ def _update_conv_states(  # type: ignore[no-untyped-def]
 ):
     """Store the last inputs of a row as the state of its convolution."""
     chunk = chunks + 4 * tl.program_id(0)
-    row, first = tl.load(chunk), tl.load(chunk + 1).to(tl.int64)
+    slot, first = tl.load(chunk).to(tl.int64), tl.load(chunk + 1).to(tl.int64)
     num_before, num_tokens = tl.load(chunk + 2), tl.load(chunk + 3)
-    if num_before > 0:
+    if (num_before > 0) | (num_tokens == 0):
         return
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_channels
-    past = history + tl.load(slots + row) * history_stride + i * (CONV_SIZE - 1)
+    past = history + slot * history_stride + i * (CONV_SIZE - 1)
     for j in tl.static_range(CONV_SIZE - 1):
         source = num_tokens - (CONV_SIZE - 1) + j
         new = tl.load(x + (first + source) * x_stride + i, mask=mask & (source >= 0), other=0.0)
@@ -230,6 +228,8 @@ def _solve_chunks(  # type: ignore[no-untyped-def]
     """Solve the triangular system of a chunk and head; torch_delta_net.py defines its results."""
     chunk, head = chunks + 4 * tl.program_id(0), tl.program_id(1)
     first, num_left = tl.load(chunk + 1).to(tl.int64), tl.load(chunk + 3)
+    if num_left == 0:
+        return
     t, i, j = tl.arange(0, SIZE), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     is_token = t < num_left
     is_key, is_value = is_token[:, None] & (i < KEY_DIM), is_token[:, None] & (j < VALUE_DIM)
@@ -288,7 +288,6 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     qkv,
     reads,
     totals,
-    slots,
     chunks,
     state_stride,
     KEY_HEADS: tl.constexpr,
@@ -305,9 +304,9 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     """
     index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunk = chunks + 4 * index
-    row, first = tl.load(chunk), tl.load(chunk + 1).to(tl.int64)
+    slot, first = tl.load(chunk).to(tl.int64), tl.load(chunk + 1).to(tl.int64)
     num_before, num_tokens = tl.load(chunk + 2), tl.load(chunk + 3)
-    if num_before > 0:
+    if (num_before > 0) | (num_tokens == 0):
         return
     t, i = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)
     j = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -317,7 +316,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     num_channels: tl.constexpr = 2 * num_keys + HEADS * VALUE_DIM
     keys = qkv + num_keys + key_head_of(head, KEY_HEADS, HEADS, IS_TILED) * KEY_DIM + i
     cells = (head * KEY_DIM + i[:, None]) * VALUE_DIM + j
-    own = states + tl.load(slots + row) * state_stride + cells
+    own = states + slot * state_stride + cells
     state = tl.load(own, mask=is_cell, other=0.0)
     for begin in range(0, num_tokens, SIZE):
         is_token = begin + t < num_tokens
@@ -365,6 +364,8 @@ def _compute_outputs(  # type: ignore[no-untyped-def]
     index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunk = chunks + 4 * index
     first, num_left = tl.load(chunk + 1).to(tl.int64), tl.load(chunk + 3)
+    if num_left == 0:
+        return
     t, i, j = tl.arange(0, SIZE), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     is_token = t < num_left
     is_key, is_value = is_token[:, None] & (i < KEY_DIM), is_token[:, None] & (j < VALUE_DIM)

@@ -29,7 +29,9 @@ def check_gated_delta_net(
         config = RecurrentConfig(frozenset(), *numbers)
         slots, chunks = torch.tensor([4, 0, 6, 2, 1], device=device), None
         if counts is not None:
-            chunks = torch.from_numpy(split_chunks(np.array(counts))).to(device)
+            table = split_chunks(slots.cpu().numpy(), np.array(counts))
+            padding = np.array([[3, 0, 0, 0]], np.int32)
+            chunks = torch.from_numpy(np.concatenate((table, padding))).to(device)
         rows = RecurrentRows(slots, counts, chunks)
         inputs, weights = random_inputs(config, sum(counts or [1] * 5), dtype, device)
         results = []
