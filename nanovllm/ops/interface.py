@@ -84,8 +84,9 @@ class RecurrentRows:
     """The rows of a step whose states recurrent layers read and update."""
 
     slots: Tensor  # int64 [rows], on the device
-    counts: list[int] | None = None  # number of tokens of each row; None: one each
-    # int32 [chunks, 4], see `split_chunks`; CUDA kernels then read neither slots nor counts.
+    # Number of tokens of each row. None: one each, unless `chunks` is set.
+    counts: list[int] | None = None
+    # int32 [chunks, 4], see `split_chunks`. If it is set, CUDA kernels read nothing else.
     chunks: Tensor | None = None
 
 

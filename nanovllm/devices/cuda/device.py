@@ -28,6 +28,7 @@ from nanovllm.devices.cuda.prefill_graphs import (
     PrefillGraphs,
     bucket_sizes,
     count_many_tokens,
+    max_chunks,
 )
 from nanovllm.devices.cuda.steps import CudaSteps
 from nanovllm.devices.cuda.triton_attention import TritonAttention
@@ -145,7 +146,8 @@ class CudaDevice:
 
     def cache_budget(self, step_bytes: int) -> int:
         memory = self.memory()
-        taken = memory.total - memory.free + step_bytes + DRIVER_BYTES
+        graph_bytes = step_bytes + DRIVER_BYTES if self.uses_graphs else 0
+        taken = memory.total - memory.free + step_bytes + graph_bytes
         return max(int(memory.total * self.config.gpu_memory_utilization) - taken, 0)
 
     def cache_bytes(self, wanted: int) -> int:
@@ -271,9 +273,9 @@ class CudaDevice:
             if self.uses_graphs:
                 self.persistent = build(model, cache)
             self.compile_ahead(model, largest_step)
-        self.profile(largest_step)
+        num_slots = self.profile(largest_step)
         if self.uses_graphs:
-            self._graph_bytes = self._count_graph_bytes(model)
+            self._graph_bytes = self._count_graph_bytes(model, num_slots)
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         if not self.uses_graphs:
@@ -319,36 +321,35 @@ class CudaDevice:
         if self.uses_graphs:
             self.steps(eager).warm_up()
 
-    def profile(self, largest_step: Callable[[], object]) -> None:
-        """Measure the peak memory of the largest step."""
+    def profile(self, largest_step: Callable[[], EagerForward]) -> int:
+        """Measure the peak memory of the largest step, and return the number of slots."""
         device = self.torch_device
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        largest_step()
+        num_slots = largest_step().input_batch.num_slots
         torch.cuda.synchronize(device)
         self._step_bytes = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.empty_cache()
+        return num_slots
 
     def steps(self, eager: EagerForward) -> CudaSteps:
         attention, prefill = eager.attention, None
         if isinstance(attention, TritonAttention):
-            sizes = self.prefill_sizes(eager.model.config)
+            sizes = self.prefill_sizes(eager.model.config, eager.input_batch.num_slots)
             prefill = PrefillGraphs(eager, attention, self, sizes)
         return CudaSteps(eager, self, prefill)
 
-    def prefill_sizes(self, model: ModelConfig) -> list[Bucket]:
+    def prefill_sizes(self, model: ModelConfig, num_slots: int) -> list[Bucket]:
         most = count_many_tokens(model)
-        is_recurrent = model.recurrent is not None
-        return bucket_sizes(self._max_tokens, self.config.max_num_rows, most, is_recurrent)
+        sizes = bucket_sizes(self._max_tokens(num_slots), num_slots, most)
+        return sizes if model.recurrent is None else [size.with_chunks() for size in sizes]
 
-    @property
-    def _max_tokens(self) -> int:
-        """Maximum number of tokens in a step."""
-        config = self.config
-        return min(config.max_num_batched_tokens, config.max_num_rows * config.max_model_len)
+    def _max_tokens(self, num_slots: int) -> int:
+        """Return the maximum number of tokens in a step."""
+        return min(self.config.max_num_batched_tokens, num_slots * self.config.max_model_len)
 
-    def _count_graph_bytes(self, model: Model) -> int:
+    def _count_graph_bytes(self, model: Model, num_slots: int) -> int:
         """Estimate the memory of the graphs: logits, activations, and driver memory.
 
         All graphs share the buffers of the largest. Activations are assumed to be proportional to
@@ -356,15 +357,13 @@ class CudaDevice:
         tensor-parallel group, the logits exist three times while the ranks' shards are gathered and
         concatenated.
         """
-        num_rows = self.config.max_num_rows * (1 if self.group.is_alone else 3)
+        num_rows = num_slots * (1 if self.group.is_alone else 3)
         num_bytes = num_rows * model.config.vocab_size * model.dtype.itemsize + DRIVER_BYTES
         if self.config.attention_backend == "flash_attn":
             return num_bytes  # without prefill graphs
-        largest, config = self.prefill_sizes(model.config)[-1], self.config
-        share = largest.num_tokens / self._max_tokens
-        if largest.num_chunks:
-            step = largest._replace(num_tokens=self._max_tokens, num_rows=config.max_num_rows)
-            share = max(share, largest.num_chunks / step.with_chunks().num_chunks)
+        largest, most = self.prefill_sizes(model.config, num_slots)[-1], self._max_tokens(num_slots)
+        share = largest.num_tokens / most
+        share = max(share, largest.num_chunks / max_chunks(most, num_slots))
         return num_bytes + int(share * self._step_bytes)
 
     def _account(self) -> MemoryAccount:

@@ -45,8 +45,6 @@ LAYER_MACS = 3 << 36  # multiply-adds that take as long as launching the kernels
 MAX_ALONE = 4  # maximum prompts in the buckets for steps without decode rows
 MAX_ALONE_TOKENS = 1024  # maximum total tokens of these buckets
 MAX_CHANGES = 16384  # maximum words of the InputBatch that a graph updates before its step
-NONE = np.zeros(0, np.int32)
-NO_ROWS = StepPlan(NONE, NONE, NONE, NONE, [], [], [], num_decode_tokens=0)
 # Numbers of decode rows that cover all attention kernels, to warm up steps too large for a graph.
 FEW_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
 # Words per token, decode row, prompt, sampled row and chunk: see `Bucket.lengths`.
@@ -61,19 +59,19 @@ class Bucket(NamedTuple):
     num_prompts: int  # rows of more than one token
     num_rows: int
     longest: int  # maximum tokens of one row
-    num_chunks: int = 0  # chunks of recurrent layers, see `split_chunks`; 0 without such layers
+    # Chunks of recurrent layers, see `split_chunks`; 0 without such layers. The size of a step has
+    # 0, too: a bucket has room for the chunks of any step that fits otherwise.
+    num_chunks: int = 0
 
     def fits(self, needed: Bucket) -> bool:
         return all(map(operator.le, needed, self))
 
     def with_chunks(self) -> Bucket:
-        """Add the capacity for the chunks of any step that fits."""
-        num_padded = self.num_tokens + (CHUNK_SIZE - 1) * self.num_rows
-        return self._replace(num_chunks=num_padded // CHUNK_SIZE)
+        return self._replace(num_chunks=max_chunks(self.num_tokens, self.num_rows))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Number of words in each section of a step's inputs, which `chunk_columns` fills."""
+        """Number of words in each section of a step's inputs, which `step_columns` fills."""
         widths = self.num_tokens, self.num_decodes, self.num_prompts, self.num_rows, self.num_chunks
         return tuple(height * width for height, width in zip(HEIGHTS, widths, strict=True))
 
@@ -93,9 +91,7 @@ def count_many_tokens(config: ModelConfig) -> int:
     return min(LAYER_MACS // num_weights, MAX_MANY_TOKENS)
 
 
-def bucket_sizes(
-    max_tokens: int, max_rows: int, max_many_tokens: int, is_recurrent: bool = False
-) -> list[Bucket]:
+def bucket_sizes(max_tokens: int, max_rows: int, max_many_tokens: int) -> list[Bucket]:
     """Return the buckets for steps without decode rows, for other steps, and for many prompts.
 
     Token counts are powers of two and the numbers halfway between them, starting at 16.
@@ -116,7 +112,7 @@ def bucket_sizes(
         if num_tokens >= max_tokens:
             break
         num_tokens += (1 << num_tokens.bit_length()) // 4
-    return [size.with_chunks() for size in sizes] if is_recurrent else sizes
+    return sizes
 
 
 class PrefillGraphs:
@@ -156,12 +152,13 @@ class PrefillGraphs:
     def graph(self, size: Bucket) -> tuple[Callable[[], None], Tensor]:
         """Return the replay function of a bucket and its logits; capture the graph on first use.
 
-        A capture may run the step, and must not update the states of a real row. So all rows are
-        padding.
+        A capture may run the step. So all its rows are padding: a second run would update recurrent
+        states twice.
         """
         if size not in self._graphs:
-            columns = chunk_columns(size, NO_ROWS, self.num_slots)
-            self.device.send(np.append(columns, np.int32(0)), self._columns)
+            none = np.zeros(0, np.int32)
+            no_rows = StepPlan(none, none, none, none, [], [], [], num_decode_tokens=0)
+            self._send(size, no_rows, none)
             replay, logits = self.device.capture(partial(self._run_model, size))
             self._graphs[size] = replay, self.device.weak_ref(logits)
         return self._graphs[size]
@@ -177,13 +174,16 @@ class PrefillGraphs:
             self.eager.input_batch.update(plan)
             changes = changes[:0]
         replay, logits = self.graph(size)
-        columns = chunk_columns(size, plan, self.num_slots)
-        columns = np.concatenate((columns, [len(changes)], changes.ravel()), dtype=np.int32)
-        self.device.send(columns, self._columns)
+        self._send(size, plan, changes)
         replay()
         num_sampled = int(np.count_nonzero(plan.num_logits))
         slots, _, positions = self._split(size)[3].view(3, -1)[:, :num_sampled]
         return StepLogits(logits[:num_sampled], slots, positions)
+
+    def _send(self, size: Bucket, plan: StepPlan, changes: npt.NDArray[np.int32]) -> None:
+        columns = step_columns(size, plan, self.num_slots)
+        columns = np.concatenate((columns, [len(changes)], changes.ravel()), dtype=np.int32)
+        self.device.send(columns, self._columns)
 
     def _split(self, size: Bucket) -> tuple[Tensor, ...]:
         return self._columns[: sum(size.lengths)].split(size.lengths)
@@ -210,11 +210,16 @@ class PrefillGraphs:
         recurrent = None
         if eager.state_cache is not None:
             chunks = parts[4].view(-1, 4)
-            recurrent = RecurrentRows(chunks[:, 0], None, chunks)
+            recurrent = RecurrentRows(chunks[:, 0], chunks=chunks)
         return eager.model(ForwardBatch(*inputs, sampled, plan, eager.caches, recurrent))
 
 
-def chunk_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.int32]:
+def max_chunks(num_tokens: int, num_rows: int) -> int:
+    """Return the maximum number of chunks (see `split_chunks`) of a step."""
+    return (num_tokens + (CHUNK_SIZE - 1) * num_rows) // CHUNK_SIZE
+
+
+def step_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.int32]:
     """Lay out a plan as `Bucket.lengths` describes; no sequence has the slot `padding`.
 
     Attention writes zeros to the output of padding decode rows. So each is assigned the first
@@ -226,7 +231,8 @@ def chunk_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.
         laid_out[end - length : end].reshape(height, -1)
         for length, end, height in zip(size.lengths, accumulate(size.lengths), HEIGHTS, strict=True)
     )
-    tokens[0] = decodes[0] = sampled[0] = chunks.reshape(-1, 4)[:, 0] = padding
+    chunks = chunks.reshape(-1, 4)  # row by row, as the kernels read it
+    tokens[0] = decodes[0] = sampled[0] = padding
     slots, starts, counts = plan.slots, plan.starts, plan.counts
     ends = counts.cumsum()
     firsts, num_tokens = ends - counts, int(counts.sum())
@@ -243,5 +249,5 @@ def chunk_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.
     sampled[:, : last.shape[1]] = last
     if size.num_chunks:
         table = split_chunks(slots, counts)
-        chunks.reshape(-1, 4)[: len(table)] = table
+        chunks[: len(table)] = table
     return laid_out

@@ -43,6 +43,7 @@ from nanovllm.engine.step import Pending
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.ops.interface import LayerCache, Ops, Sampling
 from nanovllm.structured.guidance import GuidanceGrammar
+from nanovllm.worker.forward import EagerForward
 from tests.checkpoints import DELTA_NET, SIZES, VARIANTS, make_checkpoint
 from tests.devices import RunAgain, runner_of
 from tests.devices.cuda.persistent.reference import reference_step
@@ -88,8 +89,8 @@ class InterpretedDevice(RunAgain, CpuDevice):
         device: Any = self
         return TritonAttention(device, NUM_PROCESSORS)
 
-    def profile(self, largest_step: Callable[[], object]) -> None:
-        largest_step()
+    def profile(self, largest_step: Callable[[], EagerForward]) -> int:
+        return largest_step().input_batch.num_slots
 
     def upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(array, order="C"))

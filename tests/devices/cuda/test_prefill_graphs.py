@@ -34,13 +34,15 @@ from nanovllm.devices.cuda.prefill_graphs import (
     Bucket,
     PrefillGraphs,
     bucket_sizes,
-    chunk_columns,
     count_many_tokens,
+    max_chunks,
     needed_size,
+    step_columns,
 )
 from nanovllm.engine.step import StepPlan
 from nanovllm.models.config_json import read_model_config
 from nanovllm.ops.interface import LayerCache
+from nanovllm.ops.torch_delta_net import split_chunks
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.worker.forward import EagerForward, StepLogits, is_decode, look_up
 from tests.devices import RunAgain
@@ -101,7 +103,7 @@ def test_columns() -> None:
     plan = make_plan([(2, 40, 1, 1), (7, 10, 3, 0), (4, 0, 2, 1)])
     size = Bucket(num_tokens=8, num_decodes=5, num_prompts=4, num_rows=5, longest=8)
     tokens, decodes, prompts, sampled, chunks = np.split(
-        chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1]
+        step_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1]
     )
     assert chunks.size == 0
     assert tokens.reshape(2, 8).tolist() == [
@@ -122,7 +124,7 @@ def test_columns() -> None:
 def test_columns_of_prompts_alone() -> None:
     plan = make_plan([(7, 10, 3, 0), (4, 0, 2, 1)])
     size = Bucket(num_tokens=6, num_decodes=0, num_prompts=3, num_rows=2, longest=6)
-    parts = np.split(chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
+    parts = np.split(step_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
     assert parts[0].reshape(2, 6).tolist() == [[7, 7, 7, 4, 4, 9], [10, 11, 12, 0, 1, 0]]
     assert parts[1].size == 0
     assert parts[3].reshape(3, 2).tolist() == [[4, 9], [4, 0], [2, 0]]
@@ -133,20 +135,31 @@ def test_columns_of_chunks() -> None:
     plan = make_plan([(7, 10, 65, 1), (4, 8, 1, 1)])
     size = Bucket(num_tokens=80, num_decodes=3, num_prompts=3, num_rows=3, longest=80)
     size = size.with_chunks()
-    chunks = chunk_columns(size, plan, padding=9)[-size.lengths[-1] :]
+    chunks = step_columns(size, plan, padding=9)[-size.lengths[-1] :]
     assert chunks.reshape(-1, 4).tolist() == [
         [7, 0, 0, 65],
         [7, 64, 64, 1],
         [4, 65, 0, 1],
-        [9, 0, 0, 0],
+        [0, 0, 0, 0],
     ]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+def test_buckets_have_room_for_the_chunks_of_their_rows(num_rows: int) -> None:
+    rng = np.random.default_rng(0)
+    for size in bucket_sizes(4096, num_rows, max_many_tokens=0):
+        shares = rng.dirichlet(np.full(size.num_rows, 0.5))
+        counts = np.maximum((shares * (size.num_tokens - size.num_rows)).astype(np.int32), 1)
+        num_chunks = len(split_chunks(np.arange(size.num_rows), counts))
+        assert 0 < num_chunks <= size.with_chunks().num_chunks
+        assert size.with_chunks().num_chunks <= max_chunks(4096, num_rows)
 
 
 def test_columns_without_prompts() -> None:
     """Rows of one token that are not a decode step: slot 2's token is not its last one."""
     plan = make_plan([(2, 40, 1, 0), (4, 8, 1, 1)])
     size = Bucket(num_tokens=4, num_decodes=4, num_prompts=1, num_rows=4, longest=4)
-    parts = np.split(chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
+    parts = np.split(step_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
     assert parts[1].reshape(3, 4).tolist() == [[2, 4, 9, 9], [0, 1, 3, 3], [41, 9, 0, 0]]
 
 

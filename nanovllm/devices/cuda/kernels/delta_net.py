@@ -20,7 +20,7 @@ from nanovllm.ops.interface import DeltaNetInputs, DeltaNetWeights, LayerState, 
 def gated_delta_net(
     inputs: DeltaNetInputs, weights: DeltaNetWeights, state: LayerState, rows: RecurrentRows
 ) -> Tensor:
-    """Implement Ops.gated_delta_net, in the chunked form if any row has several tokens."""
+    """Implement Ops.gated_delta_net, in the chunked form if `rows.chunks` is set."""
     if rows.chunks is None:
         return run_tokens(inputs, weights, state, rows.slots)
     return run_chunks(inputs, weights, state, rows.chunks)
@@ -156,7 +156,7 @@ def _delta_rule(  # type: ignore[no-untyped-def]
     q_state, k_state = tl.reduce((q[:, None] * state, k[:, None] * state), 0, _add_pairs)
     q_norm = tl.rsqrt((qq + NORM_EPS) * KEY_DIM)
     k_norm = tl.rsqrt(kk + NORM_EPS)
-    change = k_norm * beta * (v - decay * k_norm * k_state)
+    change = k_norm * beta * (v - decay * k_norm * k_state)  # includes the norm of k for its uses
     tl.store(cells, decay * state + k[:, None] * change, mask=is_cell)
     y = q_norm * (decay * q_state + qk * change)
     y *= tl.rsqrt(tl.sum(y * y) / VALUE_DIM + norm_eps) * scale

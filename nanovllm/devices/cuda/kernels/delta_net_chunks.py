@@ -122,7 +122,7 @@ def key_head_of(head, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, IS_TILED: tl
     return head % KEY_HEADS if IS_TILED else head // (HEADS // KEY_HEADS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("chunks",))
 def _convolve_chunks(  # type: ignore[no-untyped-def]
     y,
     x,
@@ -176,7 +176,7 @@ def _convolve_chunks(  # type: ignore[no-untyped-def]
     tl.store(target, total.to(y.dtype.element_ty), mask=is_token[:, None] & is_channel)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("chunks",))
 def _update_conv_states(  # type: ignore[no-untyped-def]
     history,
     x,
@@ -191,7 +191,7 @@ def _update_conv_states(  # type: ignore[no-untyped-def]
     chunk = chunks + 4 * tl.program_id(0)
     slot, first = tl.load(chunk).to(tl.int64), tl.load(chunk + 1).to(tl.int64)
     num_before, num_tokens = tl.load(chunk + 2), tl.load(chunk + 3)
-    if (num_before > 0) | (num_tokens == 0):
+    if (num_before > 0) | (num_tokens == 0):  # not the row's first chunk, or padding
         return
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_channels
@@ -204,7 +204,7 @@ def _update_conv_states(  # type: ignore[no-untyped-def]
         tl.store(past + j, new + old, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("chunks",))
 def _solve_chunks(  # type: ignore[no-untyped-def]
     changes,
     reads,
@@ -228,7 +228,7 @@ def _solve_chunks(  # type: ignore[no-untyped-def]
     """Solve the triangular system of a chunk and head; torch_delta_net.py defines its results."""
     chunk, head = chunks + 4 * tl.program_id(0), tl.program_id(1)
     first, num_left = tl.load(chunk + 1).to(tl.int64), tl.load(chunk + 3)
-    if num_left == 0:
+    if num_left == 0:  # padding
         return
     t, i, j = tl.arange(0, SIZE), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     is_token = t < num_left
@@ -280,7 +280,7 @@ def softplus(x):  # type: ignore[no-untyped-def]
     return tl.maximum(x, 0.0) + exponential * slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("chunks",))
 def _scan_chunks(  # type: ignore[no-untyped-def]
     changes,
     before,
@@ -306,7 +306,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     chunk = chunks + 4 * index
     slot, first = tl.load(chunk).to(tl.int64), tl.load(chunk + 1).to(tl.int64)
     num_before, num_tokens = tl.load(chunk + 2), tl.load(chunk + 3)
-    if (num_before > 0) | (num_tokens == 0):
+    if (num_before > 0) | (num_tokens == 0):  # not the row's first chunk, or padding
         return
     t, i = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)
     j = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -340,7 +340,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     tl.store(own, state, mask=is_cell)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("chunks",))
 def _compute_outputs(  # type: ignore[no-untyped-def]
     output,
     qkv,
@@ -364,7 +364,7 @@ def _compute_outputs(  # type: ignore[no-untyped-def]
     index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunk = chunks + 4 * index
     first, num_left = tl.load(chunk + 1).to(tl.int64), tl.load(chunk + 3)
-    if num_left == 0:
+    if num_left == 0:  # padding
         return
     t, i, j = tl.arange(0, SIZE), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     is_token = t < num_left
