@@ -156,7 +156,8 @@ def _delta_rule(  # type: ignore[no-untyped-def]
     q_state, k_state = tl.reduce((q[:, None] * state, k[:, None] * state), 0, _add_pairs)
     q_norm = tl.rsqrt((qq + NORM_EPS) * KEY_DIM)
     k_norm = tl.rsqrt(kk + NORM_EPS)
-    change = k_norm * beta * (v - decay * k_norm * k_state)  # includes the norm of k for its uses
+    # The change includes k_norm, because the k that it is multiplied by is not normalized.
+    change = k_norm * beta * (v - decay * k_norm * k_state)
     tl.store(cells, decay * state + k[:, None] * change, mask=is_cell)
     y = q_norm * (decay * q_state + qk * change)
     y *= tl.rsqrt(tl.sum(y * y) / VALUE_DIM + norm_eps) * scale
