@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from nanovllm.engine.drafter import Proposal
+from nanovllm.engine.proposer import Proposal
 from nanovllm.engine.sequence import Sequence
 
 NUM_COMPARED = 4  # last tokens, which must match those of a recorded sequence

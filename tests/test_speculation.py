@@ -18,7 +18,8 @@ from transformers import Qwen3Config
 
 from benchmarks.replayed_drafts import Replay
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.drafter import Drafter, ModelProposer, Proposal, Proposer
+from nanovllm.engine.drafter import Drafter
+from nanovllm.engine.proposer import ModelProposer, Proposal, Proposer
 from nanovllm.engine.request import DraftCounts
 from nanovllm.errors import ConfigError
 from nanovllm.outputs import RequestOutput

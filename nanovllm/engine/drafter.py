@@ -9,50 +9,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
+from nanovllm.engine.ngram_proposer import NgramProposer
+from nanovllm.engine.proposer import NUM_CLASSES, ModelProposer, Proposer
 from nanovllm.engine.request import DraftCounts
 from nanovllm.engine.sequence import NO_SLOT, Sequence
-from nanovllm.sampling_params import NO_TOKEN
 
 if TYPE_CHECKING:
     from nanovllm.engine.block_manager import BlockManager
 
-NUM_CLASSES = 4  # number of values of `Proposal.certainty`
 MAX_PAUSE = 63  # maximum pause of a sequence whose drafts do not pay off, in steps
 FIRST_ACCEPTANCE = 0.7  # acceptance rate assumed before any measurement
 TRIAL, MIN_PHASE, MAX_PHASE = 12, 32, 512  # phase lengths of a Trial, in steps
 MIN_SPEEDUP = 1.05  # with less, a Trial turns drafts off: the gain may be noise
 NUM_CHOICES = 64  # one choice in this many tries the maximum number of draft tokens
 RATE = 0.15  # weight of the latest measurement in a moving average
-
-
-class Proposal(NamedTuple):
-    """Draft tokens for a sequence."""
-
-    token_ids: list[int]
-    certainty: int  # 0 to NUM_CLASSES - 1; acceptance is also averaged per value
-
-
-class Proposer(Protocol):
-    """Proposes draft tokens. A sequence's known tokens are its `token_ids`."""
-
-    def propose(self, seq: Sequence, most: int) -> Proposal | None:
-        """Return up to `most` draft tokens, or None to propose none."""
-
-    def finished(self, seq: Sequence) -> None:
-        """Discard the state of a sequence that has ended, if there is any."""
-
-
-class ModelProposer:
-    """Leaves drafting to the worker's draft model: the host only counts the draft tokens."""
-
-    def propose(self, seq: Sequence, most: int) -> Proposal | None:
-        """Return placeholders, or None with a grammar: bitmasks depend on the draft tokens."""
-        return None if seq.matcher is not None else Proposal([NO_TOKEN] * most, 0)
-
-    def finished(self, seq: Sequence) -> None:
-        """Do nothing: there is no state on the host."""
 
 
 @dataclass(slots=True)
@@ -72,8 +44,6 @@ class DraftState:
 
 def create_drafter(method: str, num_speculative_tokens: int) -> Drafter:
     """Create the drafter for a method of `speculative_config`."""
-    from nanovllm.engine.ngram_proposer import NgramProposer  # imports this module
-
     proposer: Proposer = ModelProposer()
     if method != "draft_model":
         proposer = NgramProposer(has_store=method == "suffix")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.engine.drafter import NUM_CLASSES, Proposal
+from nanovllm.engine.proposer import NUM_CLASSES, Proposal
 from nanovllm.engine.sequence import Sequence
 
 ORDER = 3  # minimum length of a match, in tokens

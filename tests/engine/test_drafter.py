@@ -9,8 +9,9 @@ from collections.abc import Sequence as Tokens
 import pytest
 
 from nanovllm.engine import ngram_proposer
-from nanovllm.engine.drafter import MAX_PAUSE, Drafter, Proposal, Trial
+from nanovllm.engine.drafter import MAX_PAUSE, Drafter, Trial
 from nanovllm.engine.ngram_proposer import MAX_COMPARED, ORDER, MatchIndex, NgramProposer
+from nanovllm.engine.proposer import Proposal
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
