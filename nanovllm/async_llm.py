@@ -112,6 +112,10 @@ class AsyncLLM:
             gc.collect()  # avoid a full collection during the first requests: see `start_core`
             infos = [replica.wait_until_ready().info for replica in self.replicas]
             self._router.max_blocks = min(info.num_blocks for info in infos)
+            # The memory for recurrent states may limit the number of running sequences.
+            limits = [info.states.num_slots for info in infos if info.states is not None]
+            max_num_seqs = min([self.config.max_num_seqs, *limits])
+            self.config = replace(self.config, max_num_seqs=max_num_seqs)
             with self._lock:  # from now on, failed replicas may be restarted
                 for error in filter(None, (replica.error for replica in self.replicas)):
                     raise error

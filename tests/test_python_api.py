@@ -20,6 +20,7 @@ import torch
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine_options import VLLM_OPTIONS, EngineOptions
+from nanovllm.engine.state_pool import StateCounts
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.llm import engine_config
 from nanovllm.outputs import StreamPiece
@@ -321,6 +322,15 @@ def test_a_core_in_this_process_may_pause(async_llm: AsyncLLM) -> None:
     last = ask_and_pause(async_llm, lambda: None)
     assert last.output is not None
     assert (last.output.finish_reason, len(last.output.token_ids)) == ("length", 6)
+
+
+def test_the_config_has_the_number_of_sequences_that_can_run(tiny: Any) -> None:
+    """The memory for recurrent states limits it; a server derives the size of its queue from it."""
+    counts = StateCounts(num_slots=3, num_snapshots=4)
+    with patch("nanovllm.worker.state_cache.choose_state_counts", return_value=counts):
+        llm = AsyncLLM(tiny("qwen3.5").path, in_process=True, skip_tokenizer_init=True, **OPTIONS)
+    llm.close()
+    assert llm.config.max_num_seqs == 3
 
 
 def test_a_core_in_this_process_that_fails(path: Path) -> None:

@@ -92,14 +92,20 @@ class StatePool:
         start = seq.num_computed
         if not self.counts.num_snapshots or end - start == 1:
             return end
-        last_full = (len(seq.token_ids) - 1) // self.block_size * self.block_size
         next_regular = (start // self.interval + 1) * self.interval
-        return min(due for due in (end, last_full, seq.shared_len, next_regular) if due > start)
+        dues = end, self._last_full(seq), seq.shared_len, next_regular
+        return min(due for due in dues if due > start)
 
     def scheduled(self, seq: Sequence) -> None:
-        """Mark a snapshot as due if the row just scheduled ends with a full block."""
-        if seq.num_computed % self.block_size == 0 and self.counts.num_snapshots:
-            self._due.append((seq, seq.num_computed))
+        """Mark a snapshot as due if the row just scheduled ends with a block that needs one.
+
+        These are the blocks that `row_end` names, and every full block of an output.
+        """
+        end = seq.num_computed
+        if end % self.block_size or not self.counts.num_snapshots:
+            return
+        if end % self.interval == 0 or end == seq.shared_len or end >= self._last_full(seq):
+            self._due.append((seq, end))
 
     def save(self, blocks: BlockManager) -> None:
         """Take the snapshots that are due after the previous plan."""
@@ -127,6 +133,10 @@ class StatePool:
         assert all(is_cached[block_id] for block_id in self.snapshots)
         used = [snapshot.state_id for snapshot in self.snapshots.values()]
         assert sorted(used + self._free) == list(self.counts.snapshot_ids)
+
+    def _last_full(self, seq: Sequence) -> int:
+        """Return the end of the last full block whose end is before the last known token."""
+        return (len(seq.token_ids) - 1) // self.block_size * self.block_size
 
     def _save(self, seq: Sequence, length: int, block_id: int) -> None:
         cost = length - seq.snapshot_len

@@ -119,7 +119,7 @@ def choose_state_counts(
         )
     num_blocks = config.num_kvcache_blocks
     if num_blocks == -1:
-        num_blocks = num_slots * -(-config.max_model_len // config.kvcache_block_size)
+        num_blocks = config.max_num_seqs * -(-config.max_model_len // config.kvcache_block_size)
     third = (num_blocks * cache.block_bytes + num_slots * spec.num_bytes) // 3
     num_snapshots = min(min(quarter, third) // spec.num_bytes, num_blocks)
     if not config.enable_prefix_caching:

@@ -17,11 +17,13 @@ from tests.fake_executor import VOCAB_SIZE, FakeExecutor, reference
 BLOCK_SIZE = 64
 
 
-def make_core(num_snapshots: int, num_blocks: int = 4000, depth: int = 1) -> EngineCore:
+def make_core(
+    num_snapshots: int, num_blocks: int = 4000, depth: int = 1, max_tokens: int = 2048
+) -> EngineCore:
     counts = StateCounts(num_slots=8, num_snapshots=num_snapshots)
     blocks = BlockManager(num_blocks, BLOCK_SIZE, True, StatePool(counts, BLOCK_SIZE))
     executor = FakeExecutor(num_blocks, BLOCK_SIZE, states=counts)
-    return EngineCore(Scheduler(blocks, 8, 2048, None), executor, depth, max_model_len=8192)
+    return EngineCore(Scheduler(blocks, 8, max_tokens, None), executor, depth, max_model_len=8192)
 
 
 def run(core: EngineCore, seq_id: int, prompt: list[int], max_tokens: int = 2) -> Watched:
@@ -49,6 +51,15 @@ def test_prompts_with_a_shared_beginning_hit(num_shared: int) -> None:
     assert cached == [0, 1024, *[last_shared] * 62]
     for seq, prompt in zip(sequences, prompts, strict=True):
         assert seq.output_token_ids == reference(prompt, 1)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 64, 130, 8192])
+def test_the_token_budget_does_not_change_the_snapshots(max_tokens: int) -> None:
+    """A prefill chunk that ends with a block leaves none, unless one is due there."""
+    core, prompt = make_core(20, max_tokens=max_tokens), random_tokens(random.Random(6), 1500)
+    run(core, 0, prompt)
+    snapshots = core.scheduler.states.snapshots.values()
+    assert sorted(snapshot.cost for snapshot in snapshots) == [448, 1024]
 
 
 def test_the_next_turn_of_a_chat_continues_after_the_output() -> None:
