@@ -74,7 +74,7 @@ def packaged_gguf(model: str) -> Path | None:
 
 
 def parse_name(model: str) -> tuple[str, str, str]:
-    """Return the repository, quantization and file in a name; the last two may be ""."""
+    """Split a name into repository, quantization and file; the last two may be empty."""
     name = ALIASES[model.lower()].hub_id if model.lower() in ALIASES else model
     hub_id = HUB_ID.fullmatch(name)
     if hub_id is None:

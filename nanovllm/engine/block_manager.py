@@ -176,7 +176,7 @@ class BlockManager:
             self.states.check(self.is_cached)
 
     def _shared_blocks(self, seq: Sequence, hits: list[int]) -> list[int] | None:
-        """Return the prompt blocks that `seq` can share with its leader; None if it cannot."""
+        """Return the prompt blocks that `seq` shares with its leader; None if it cannot share."""
         leader, num_prompt_tokens = seq.leader, seq.num_prompt_tokens
         # The last block is copied before the step runs, so an earlier step must have written it.
         if leader is None or not leader.block_ids or leader.row_start < num_prompt_tokens:

@@ -197,8 +197,8 @@ class InputProcessor:
 
 
 def to_token_ids(ids: list[int], vocab_size: int) -> array[int]:
-    """Validate token ids and pack them into an array; valid ids above 1 take no Python loop."""
-    try:
+    """Validate token ids and pack them into an array."""
+    try:  # without a Python loop over the ids, except 0 and 1, which may be booleans
         values = np.array(array("L", ids))  # unsigned is several times as fast as signed
         has_bool = any(isinstance(ids[i], bool) for i in np.flatnonzero(values <= 1))
         if not has_bool and values.max() < vocab_size:

@@ -1,4 +1,4 @@
-"""Proposer: the interface to what proposes draft tokens, and the one for draft models."""
+"""The interface of proposers, which propose draft tokens, and the proposer for draft models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Proposal(NamedTuple):
 
 
 class Proposer(Protocol):
-    """Proposes draft tokens. A sequence's known tokens are its `token_ids`."""
+    """Proposes draft tokens for a sequence, given the tokens known so far, `seq.token_ids`."""
 
     def propose(self, seq: Sequence, most: int) -> Proposal | None:
         """Return up to `most` draft tokens, or None to propose none."""

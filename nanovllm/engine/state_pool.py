@@ -93,13 +93,13 @@ class StatePool:
         if not self.counts.num_snapshots or end - start == 1:
             return end
         next_regular = (start // self.interval + 1) * self.interval
-        dues = end, self._last_full(seq), seq.shared_len, next_regular
-        return min(due for due in dues if due > start)
+        ends = end, self._last_full(seq), seq.shared_len, next_regular
+        return min(each for each in ends if each > start)
 
     def scheduled(self, seq: Sequence) -> None:
-        """Mark a snapshot as due if the row just scheduled ends with a block that needs one.
+        """Mark a snapshot as due if the row just scheduled ends where `row_end` describes.
 
-        These are the blocks that `row_end` names, and every full block of an output.
+        In an output, a snapshot is due after every full block.
         """
         end = seq.num_computed
         if end % self.block_size or not self.counts.num_snapshots:
@@ -135,7 +135,7 @@ class StatePool:
         assert sorted(used + self._free) == list(self.counts.snapshot_ids)
 
     def _last_full(self, seq: Sequence) -> int:
-        """Return the end of the last full block whose end is before the last known token."""
+        """Return where the last full block before the last known token ends."""
         return (len(seq.token_ids) - 1) // self.block_size * self.block_size
 
     def _save(self, seq: Sequence, length: int, block_id: int) -> None:

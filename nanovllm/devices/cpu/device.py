@@ -67,7 +67,7 @@ class CpuDevice(TorchDevice):
         from nanovllm.devices.cpu.ops import NumbaOps  # needs numba
 
         is_eager = config.enforce_eager or config.attention_backend != "auto"
-        is_eager |= not isinstance(eager.model, DecoderModel)  # other code calls torch
+        is_eager |= not isinstance(eager.model, DecoderModel)  # transformers' code calls torch
         # A captured program contains only our kernels; tensor parallelism also needs all_reduce.
         if is_eager or not self.group.is_alone:
             eager.model(eager.batch(one_row()))  # compile the kernels before the first request

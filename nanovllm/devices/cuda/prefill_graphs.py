@@ -47,7 +47,7 @@ MAX_ALONE_TOKENS = 1024  # maximum total tokens of these buckets
 MAX_CHANGES = 16384  # maximum words of the InputBatch that a graph updates before its step
 # Numbers of decode rows that cover all attention kernels, to warm up steps too large for a graph.
 FEW_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
-# Words per token, decode row, prompt, sampled row and chunk: see `Bucket.lengths`.
+# Number of int32 words per token, decode row, prompt, sampled row and chunk: see `Bucket.lengths`.
 HEIGHTS = 2, 3, 4, 3, 4
 
 
@@ -59,8 +59,8 @@ class Bucket(NamedTuple):
     num_prompts: int  # rows of more than one token
     num_rows: int
     longest: int  # maximum tokens of one row
-    # Chunks of recurrent layers, see `split_chunks`; 0 without such layers. The size of a step has
-    # 0, too: a bucket has room for the chunks of any step that fits otherwise.
+    # Chunks of recurrent layers (see `split_chunks`); 0 without such layers. `needed_size` leaves
+    # it 0, because a bucket has room for the chunks of every step that fits in the other respects.
     num_chunks: int = 0
 
     def fits(self, needed: Bucket) -> bool:

@@ -38,8 +38,8 @@ MIN_SLOTS = 7  # minimum size of the ring buffer: it must hold the largest group
 MAX_ROWS = 8
 UNIT = gl.constexpr(64)  # keys per online-softmax update
 PARTIAL_WORDS = gl.constexpr(12)  # 8 sums, then two copies of the maximum score and denominator
-# For `o` and `down`, unless all tiles are resident: maximum number of chunks of x staged together,
-# over all rows. A single tile may need more.
+# Maximum number of chunks of x, over all rows, that `o` and `down` stage together. A single tile
+# may need more, and there is no maximum if all tiles are resident.
 MAX_STAGED = 32
 
 
@@ -511,7 +511,7 @@ def expert_columns(size, bits):
 
 @gluon.constexpr_function
 def piece_segments(size, bits):
-    """Return the number of segments per weight row that a TMA copy loads of an expert's `down`."""
+    """Return how many segments of each weight row of an expert's `down` a TMA copy loads."""
     return next(n for n in (16, 8, 4, 2, 1) if expert_segments(size, bits) % n == 0)
 
 
