@@ -41,7 +41,7 @@ class TestCompiled:
 
     @DTYPES
     def test_gated_delta_net(self, dtype: torch.dtype) -> None:
-        sizes = *delta_net_cases.SIZES, delta_net_cases.LARGE
+        sizes = *delta_net_cases.SIZES, *delta_net_cases.LARGE
         delta_net_cases.check_gated_delta_net(dtype, "cuda", sizes)
 
     @DTYPES

@@ -18,7 +18,7 @@ from tests.ops.delta_nets import random_inputs, random_state
 
 # The sizes of a RecurrentConfig, and whether value heads are tiled.
 SIZES = ((3, 6, 12, 8, 4), (2, 4, 40, 24, 3, True), (1, 1, 16, 16, 2))
-LARGE = (4, 8, 128, 128, 4)  # those of a rank of Qwen3.5
+LARGE = (2, 6, 72, 40, 3, True), (4, 8, 128, 128, 4)  # the latter: a rank of Qwen3.5
 
 
 def check_gated_delta_net(
@@ -50,7 +50,7 @@ def main(which: str) -> None:
     if which == "some":
         check_gated_delta_net(torch.float32, "cpu", SIZES)
     else:
-        check_gated_delta_net(torch.float16, "cpu", (*SIZES, LARGE))
+        check_gated_delta_net(torch.float16, "cpu", (*SIZES, *LARGE))
 
 
 if __name__ == "__main__":
