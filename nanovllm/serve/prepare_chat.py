@@ -12,6 +12,7 @@ from nanovllm.engine.chat_template import choose_template
 from nanovllm.engine.conversations import as_conversations
 from nanovllm.engine.detokenizer import num_held
 from nanovllm.errors import GrammarError, RequestError, errors_about
+from nanovllm.serve.chat_turns import merge_turns, with_text_only
 from nanovllm.serve.generation import GenerationJob, Update
 from nanovllm.serve.parsing.parser import OutputParser
 from nanovllm.serve.parsing.tool_grammar import CallRules, tool_grammar
@@ -35,8 +36,6 @@ RESERVED = (
     *("self", "conversation", "messages", "tools"),
     *("chat_template", "add_generation_prompt", "continue_final_message"),
 )
-# Message fields that are not passed to the chat template.
-UNWRITTEN = {"annotations", "cache_control", "parsed", "provider_specific_fields"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,8 @@ async def prepare_chat(
     """Validate a chat request and return its job; errors about the prompt name `param`."""
     service.check_num_sequences(1, request.n or 1)
     prompt = await prompt_of(service, request, param)
-    length = service.max_tokens(len(prompt.token_ids), request.most_tokens, None, param)
-    given: dict[str, Any] = {"max_tokens": length}
+    room = service.max_tokens(len(prompt.token_ids), None, None, param)
+    given: dict[str, Any] = {"max_tokens": min(request.most_tokens or room, room)}
     if request.logprobs:
         given["logprobs"] = request.top_logprobs or 0
     reasoning = service.formats.reasoning
@@ -120,13 +119,17 @@ async def render(
     """Render a conversation with the chat template, in a thread because it is slow."""
     variables = _variables(chat)
     with errors_about(param):
-        text = await asyncio.to_thread(_render, service, chat, tools, variables)
+        text = await asyncio.to_thread(_render, service, chat, tools, variables, param)
         require_text(param, text)
     return text
 
 
 def _render(
-    service: Service, chat: ChatFields, tools: Sequence[Any] | None, variables: dict[str, Any]
+    service: Service,
+    chat: ChatFields,
+    tools: Sequence[Any] | None,
+    variables: dict[str, Any],
+    param: str,
 ) -> str:
     if not service.chat_template:
         raise RequestError(
@@ -135,27 +138,28 @@ def _render(
     source = choose_template(service.chat_template, has_tools=bool(tools))
     has_developer = "developer" in service.template_text
     messages = [_as_template_message(message, has_developer) for message in chat.messages]
-    (conversation,) = as_conversations([messages])
+    (conversation,) = as_conversations([with_text_only(messages, param)])
     names = {"add_generation_prompt", "continue_final_message"}
     given = chat.model_dump(include=names, exclude_none=True) | variables
-    return service.compile_template(source).render(
-        conversation, tools=tools or None, **{**service.tokenizer.special_tokens_map, **given}
-    )
+    given = {"tools": tools or None, **service.tokenizer.special_tokens_map, **given}
+    template = service.compile_template(source)
+    try:
+        return template.render(conversation, **given)
+    except RequestError:  # the template may want one system turn and alternating roles
+        return template.render(merge_turns(conversation), **given)
 
 
 def _variables(chat: ChatFields) -> dict[str, Any]:
     """Return the extra template variables of a request."""
-    param, variables = "chat_template_kwargs", dict(chat.chat_template_kwargs or {})
+    variables = chat.template_variables()
     reserved = [name for name in variables if name in RESERVED]
-    require(not reserved, param, f"without {', '.join(RESERVED)}", reserved)
-    if chat.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", chat.reasoning_effort)
-        variables.setdefault("enable_thinking", chat.reasoning_effort != "none")
+    expected = f"without {', '.join(RESERVED)}"
+    require(not reserved, "chat_template_kwargs", expected, reserved)
     return variables
 
 
 def _as_template_message(message: Message, has_developer: bool) -> dict[str, Any]:
-    written = message.model_dump(exclude_none=True, exclude=UNWRITTEN)
+    written = message.model_dump(exclude_none=True)
     if message.role == "developer" and not has_developer:
         written["role"] = "system"
     if message.role == "assistant":
@@ -163,8 +167,6 @@ def _as_template_message(message: Message, has_developer: bool) -> dict[str, Any
     reasoning = message.reasoning_content or message.reasoning
     if reasoning is not None:
         written["reasoning"] = written["reasoning_content"] = reasoning
-    for call in written.get("tool_calls", ()):
-        call["function"].pop("parsed_arguments", None)
     return written
 
 
@@ -224,10 +226,10 @@ class VisibleText:
 
 def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
     """Validate the tools of a request; return those that the model may call."""
-    choice = request.tool_choice or ("auto" if request.tools else "none")
-    if choice == "none":
+    choice, given = request.tool_choice or "auto", request.all_tools
+    if choice == "none" or (choice == "auto" and not given):
         return []
-    if not request.tools:
+    if not given:
         raise RequestError("tool_choice needs tools", param="tool_choice")
     if service.formats.tools is None or "tools" not in service.template_text:
         raise RequestError(
@@ -235,7 +237,7 @@ def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
             "is unknown; set --chat-template or --tool-call-parser, or omit tools",
             param="tools",
         )
-    tools = read_tools(request.tools)
+    tools = read_tools(given)
     if isinstance(choice, str):
         return tools
     chosen = [choice] if isinstance(choice, NamedTool) else choice.allowed_tools.tools
