@@ -7,6 +7,7 @@ our attention cannot replace these calls, the model is rejected with the reason.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -119,6 +120,9 @@ def find_class(config: Mapping[str, Any]) -> tuple[Any, Any]:
         raise refusal(config, f"transformers {version} has no decoder-only language model for it")
     if stores_quantized(config):
         raise refusal(config, "its weights are quantized, which only our own families support")
+    for name, value in config.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise CheckpointError(f"config.json: {name} must be a number, got NaN")
     causal_lm_class = getattr(transformers, architecture)
     try:
         hf_config = causal_lm_class.config_class.from_dict(dict(config))
@@ -150,6 +154,8 @@ def find_config_problem(causal_lm_class: Any, hf_config: Any) -> str | None:
     for each in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
         if (kind := str(each.get("rope_type"))) in BATCH_ROPES:
             return f"its rope type {kind!r} depends on the other rows of a batch"
+        if (theta := each.get("rope_theta")) is not None and not theta > 0:
+            return f"its rope_theta must be above 0, got {theta}"
     return None
 
 
