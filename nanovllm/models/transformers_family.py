@@ -166,6 +166,8 @@ def find_problem(causal_lm: Any, calls: list[AttentionCall]) -> str | None:
         return NO_INTERFACE
     if "position_ids" not in inspect.signature(causal_lm.base_model.forward).parameters:
         return "it computes positions itself, instead of taking position_ids"
+    if any(map(has_padding_position, causal_lm.modules())):
+        return "its positions start at pad_token_id + 1"
     if [call.layer_index for call in calls] != list(range(hf_config.num_hidden_layers)):
         return (
             f"its {hf_config.num_hidden_layers} layers call attention {len(calls)} times: they "
@@ -180,6 +182,12 @@ def find_problem(causal_lm: Any, calls: list[AttentionCall]) -> str | None:
     if is_sliding != windows if is_sliding else has_window and not any(windows):
         return "its sliding window is not passed to the attention"
     return None
+
+
+def has_padding_position(module: nn.Module) -> bool:
+    """Return whether a module embeds positions as RoBERTa does, which reserves one for padding."""
+    positions = getattr(module, "position_embeddings", None)
+    return isinstance(positions, nn.Embedding) and positions.padding_idx is not None
 
 
 def refusal(config: Mapping[str, Any], reason: str) -> UnsupportedModelError:
