@@ -205,8 +205,7 @@ def _read_embedding(folder: Path) -> EmbeddingModules | None:
 
 def _read_config(file: Path) -> Mapping[str, Any]:
     """Read config.json; for a multimodal model, return the config of its text model."""
-    config: dict[str, Any] = read_json(file)
-    return config if config.get("text_config") is None else text_config(config)
+    return text_config(read_json(file))
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:

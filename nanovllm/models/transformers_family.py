@@ -39,6 +39,11 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 MAX_NAMED = 5  # maximum number of tensors or messages listed in an error
 # RoPE types whose frequencies depend on the longest sequence of the batch.
 BATCH_ROPES = {"dynamic", "longrope"}
+# Prefixes of the text model's tensors in multimodal models, and their replacements.
+TEXT_KEYS = {
+    r"^(model\.)?language_model\.(?!(lm_head|model)\.)": "model.",
+    r"^language_model\.(?=(lm_head|model)\.)": "",
+}
 # Fields of ModelConfig that nothing reads, because transformers' code does these parts itself.
 UNUSED: dict[str, Any] = {
     **{"rms_norm_eps": 0.0, "activation": "silu", "attention_scale": 1.0},
@@ -270,7 +275,7 @@ def load_pretrained(causal_lm_class: Any, checkpoint: Checkpoint, **options: Any
         checkpoint.path,
         local_files_only=True,
         output_loading_info=True,
-        key_mapping={r"^model\.language_model\.": "model."},  # in multimodal models
+        key_mapping=TEXT_KEYS,
         **options,
     )
     found["unexpected_keys"] = {key for key in found["unexpected_keys"] if not NOT_TEXT.match(key)}
