@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.grammar import Matcher
@@ -109,19 +111,10 @@ class Scheduler:
         if self.prompt_budget is not None:
             self.prompt_budget.measured(plan.num_prefill_tokens, plan.num_decode_tokens, seconds)
         rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
-        if result.logprobs is not None or result.prompt_logprobs is not None:
-            from nanovllm.engine.logprobs import add_logprobs
-
-            add_logprobs(rows, plan, result)
-        updated = []
-        if result.pooled is not None:
-            from nanovllm.engine.scoring import add_pooled
-
-            for seq, reason in add_pooled(rows, plan, result.pooled):
-                self._end(seq, reason)
-                updated.append(seq)
+        num_valid = num_logits if result.num_valid is None else result.num_valid.tolist()
+        updated = self._add_columns(rows, plan, result.columns) if result.columns else []
         token_ids, end = result.tokens.tolist(), 0
-        for seq, count in zip(rows, num_logits, strict=True):
+        for seq, count, valid in zip(rows, num_logits, num_valid, strict=True):
             first, end = end, end + count
             if not count or seq.finish_reason is not None:  # not sampled, or has already ended
                 continue
@@ -131,13 +124,10 @@ class Scheduler:
             num_known = len(seq.token_ids)
             if result.failures:
                 seq.error = result.failures.get(first)
-            if seq.drafts:
-                if result.draft_tokens is not None:
-                    seq.drafts = result.draft_tokens[first : end - 1].tolist()
-                assert self.drafter is not None
-                self.drafter.verify(seq, token_ids[first:end], self._append)
-            else:
+            if count == 1:
                 self._append(seq, token_ids[first])
+            else:
+                self._append_verified(seq, token_ids[first : first + valid])
             seq.num_new = len(seq.token_ids) - num_known
             if seq.new_logprobs:
                 del seq.new_logprobs[seq.num_new :]
@@ -372,6 +362,38 @@ class Scheduler:
             self.states.scheduled(seq)
         if seq.followers and end >= seq.num_prompt_tokens:
             self._prefilled_leaders.append(seq)
+
+    def _add_columns(
+        self, rows: list[Sequence], plan: StepPlan, columns: Mapping[str, npt.NDArray[Any]]
+    ) -> list[Sequence]:
+        """Store logprobs and pooled vectors in their sequences; return those that they end."""
+        from nanovllm.engine.logprobs import add_logprobs
+        from nanovllm.engine.scoring import add_pooled
+
+        add_logprobs(rows, plan, columns)
+        ended = add_pooled(rows, plan, columns.get("pooled"))
+        for seq, reason in ended:
+            self._end(seq, reason)
+        return [seq for seq, _ in ended]
+
+    def _append_verified(self, seq: Sequence, token_ids: list[int]) -> None:
+        """Append the draft tokens that the step accepted, and the token sampled after them."""
+        num_drafts, num_accepted = len(seq.drafts), len(token_ids) - 1
+        seq.drafts = []
+        seq.num_tokens += num_accepted
+        if seq.slot != NO_SLOT:  # not preempted in the meantime
+            seq.num_computed += num_accepted
+            seq.has_rejected = True
+        num_appended = 0
+        for token_id in token_ids:
+            self._append(seq, token_id)
+            num_appended += 1
+            if seq.finish_reason is not None:
+                break
+        assert self.drafter is not None
+        self.drafter.verified(seq, num_drafts, num_accepted)
+        for counts in (self.drafter.counts, seq.draft_counts):
+            counts.add(num_drafts, num_appended - 1)
 
     def _append(self, seq: Sequence, token_id: int) -> None:
         """Append a sampled token, and end the sequence if the token completes it."""
