@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nanovllm.engine.engine_options import TEXT_ONLY
 from nanovllm.errors import RequestError
 
 Turn = dict[str, Any]
@@ -22,14 +23,15 @@ SYSTEM_ROLES = ("system", "developer")
 def left_out(part: Mapping[str, Any]) -> str:
     """Return the text that replaces a part of the history that is not text."""
     kind = str(part.get("type"))
-    return f"[{PART_NAMES.get(kind, kind):.40} left out: this model reads text only]"
+    return f"[{PART_NAMES.get(kind, kind):.40} left out: {TEXT_ONLY}]"
 
 
-def with_text_only(turns: Sequence[Turn], param: str) -> list[Turn]:
+def with_text_only(turns: Sequence[Turn], path: Callable[[int], str]) -> list[Turn]:
     """Replace what is not text in the history; raise RequestError for it in the last user turn.
 
     The history is every tool result, and everything before the last user turn. An error about it
-    would come back with every later request, and so end the conversation.
+    would come back with every later request, and so end the conversation. `path` returns the path
+    of a turn's content in the request.
     """
     last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
     written = []
@@ -37,18 +39,19 @@ def with_text_only(turns: Sequence[Turn], param: str) -> list[Turn]:
         content, role = turn.get("content"), turn["role"]
         if isinstance(content, list):
             is_history = role == "tool" or (i < last and role not in SYSTEM_ROLES)
-            parts = [_text_part(part, is_history, param) for part in content]
+            parts = [_text_part(part, is_history, path(i)) for part in content]
             turn = {**turn, "content": parts}
         written.append(turn)
     return written
 
 
-def _text_part(part: Any, is_history: bool, param: str) -> Any:
+def _text_part(part: Any, is_history: bool, path: str) -> Any:
     is_text = not isinstance(part, Mapping) or part.get("type", "text") == "text"
     if is_text:  # checked later
         return part
     if not is_history:
-        raise RequestError(f"{param}: {left_out(part)}; send text instead", param=param)
+        kind = f"{part.get('type')!r:.80}"
+        raise RequestError(f"{path} has a part of type {kind}, but {TEXT_ONLY}", param=path)
     return {"type": "text", "text": left_out(part)}
 
 

@@ -137,17 +137,13 @@ async def render(
     """Render a conversation with the chat template, in a thread because it is slow."""
     variables = _variables(chat)
     with errors_about(param):
-        text = await asyncio.to_thread(_render, service, chat, tools, variables, param)
+        text = await asyncio.to_thread(_render, service, chat, tools, variables)
         require_text(param, text)
     return text
 
 
 def _render(
-    service: Service,
-    chat: ChatFields,
-    tools: Sequence[Any] | None,
-    variables: dict[str, Any],
-    param: str,
+    service: Service, chat: ChatFields, tools: Sequence[Any] | None, variables: dict[str, Any]
 ) -> str:
     if not service.chat_template:
         raise RequestError(
@@ -156,7 +152,7 @@ def _render(
     source = choose_template(service.chat_template, has_tools=bool(tools))
     has_developer = "developer" in service.template_text
     messages = [_as_template_message(message, has_developer) for message in chat.messages]
-    (conversation,) = as_conversations([with_text_only(messages, param)])
+    (conversation,) = as_conversations(with_text_only(messages, chat.path))
     names = {"add_generation_prompt", "continue_final_message"}
     given = chat.model_dump(include=names, exclude_none=True) | variables
     given = {"tools": tools or None, **service.tokenizer.special_tokens_map, **given}

@@ -223,6 +223,10 @@ class ChatFields(ApiModel):
     thinking: Thinking | None = None
     enable_thinking: bool | None = None
 
+    def path(self, index: int) -> str:
+        """Return the path of a message's content in the request."""
+        return f"messages[{index}].content"
+
     def template_variables(self) -> dict[str, Any]:
         """Return the extra variables of the chat template; `chat_template_kwargs` come first."""
         effort = self.reasoning_effort or (self.reasoning and self.reasoning.effort)
@@ -274,9 +278,14 @@ class ChatRequest(ChatFields, SamplingFields):
 
 
 class AgentRequest(ChatRequest):
-    """A chat request with tools whose schemas are in the messages instead of the tool list."""
+    """A request of another API as a chat request."""
 
+    # Tools whose schemas are in the messages instead of the list of tools.
     deferred_tools: Listed[dict[str, Any]] = Field(default_factory=list)
+    content_paths: Listed[str]  # where the client sent the content of each message
+
+    def path(self, index: int) -> str:
+        return self.content_paths[index]
 
     @property
     def all_tools(self) -> list[dict[str, Any]]:

@@ -14,8 +14,7 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.shards import check_splits
-from nanovllm.models import transformers_family
-from nanovllm.models.registry import build_model, read_config_for
+from nanovllm.models.registry import build_model, check_options, read_config_for
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.host_memory import GIB
@@ -49,8 +48,7 @@ def check_model(
 ) -> None:
     """Raise an error for a model that is not supported, cannot be sharded or does not fit."""
     model = read_config_for(checkpoint_config, config.model_impl)
-    if model.transformers_config is not None:
-        transformers_family.check_options(config, model)
+    check_options(config, model)
     if model.recurrent is not None and config.speculative_config is not None:
         raise ConfigError(
             f"speculative_config is not supported for {model.architecture}: a recurrent "
@@ -64,10 +62,12 @@ def check_model(
         return  # each rank will check its own device
     if config.kv_cache_dtype != "auto":
         device.check_fp8(model.head_dim)
-    dtype, ops = device.choose_dtype(config.dtype, model.dtype), TorchOps()
+    is_quantized = stores_quantized(checkpoint_config)
+    dtype = device.choose_dtype(config.dtype, model.dtype, is_quantized)
+    ops = TorchOps()
     attention = device.attention(dtype, ops)
     layouts = None
-    if config.quantization is not None or stores_quantized(checkpoint_config):
+    if config.quantization is not None or is_quantized:
         layouts = choose_layouts(config, checkpoint_config, device, dtype)
     build = BuildContext(device.torch_device, dtype, attention, ops, device.group, layouts)
     check_memory(config, model, device, build)
@@ -108,13 +108,13 @@ def estimate_memory(
     if model.recurrent is not None:  # three states: a sequence's, the padding's and the initial one
         state_bytes = 3 * state_spec(model.recurrent, build.dtype, build.group).num_bytes
     num_tokens = min(config.max_num_batched_tokens, config.max_num_rows * max_len)
-    logits = min(config.max_num_rows, num_tokens) * model.vocab_size
+    logits = min(config.max_num_rows, num_tokens) * model.vocab_size  # float32
     activations = num_tokens * _elements_per_token(model, build.group.size)
     return MemoryEstimate(
         weights=sum(parameter.nbytes for parameter in shapes.parameters()),
         tables=config.max_num_rows * slot_bytes + num_ropes * max_len * model.head_dim * 4,
         cache=max(config.num_kvcache_blocks, 1) * (spec.block_bytes + HOST_BYTES) + state_bytes,
-        step=(activations + logits) * build.dtype.itemsize,
+        step=activations * build.dtype.itemsize + 4 * logits,
     )
 
 

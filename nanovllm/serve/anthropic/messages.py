@@ -214,13 +214,16 @@ class CountRequest(ApiModel):
         functions = {tool.name: tool.as_function() for tool in tools}
         system = [] if self.system is None else _drop_billing(_blocks(self.system))
         messages = _messages("system", system, functions) if system else []
-        for turn in self.messages:
+        paths = ["system"] * len(messages)
+        for index, turn in enumerate(self.messages):
             messages += _messages(turn.role, turn.content, functions)
+            paths += [f"messages[{index}].content"] * (len(messages) - len(paths))
         form, choice = self.output_config.format, self.tool_choice
         is_ours = (self.model or "").startswith(OUR_MODELS)
         fields: dict[str, Any] = {
             "model": None if is_ours else self.model,
             "messages": messages,
+            "content_paths": paths,
             "tools": [tool.as_function() for tool in self.tools or () if not tool.defer_loading],
             "deferred_tools": [
                 tool.as_function() for tool in self.tools or () if tool.defer_loading

@@ -266,12 +266,14 @@ class ResponsesRequest(ApiModel):
     def chat(self, tools: Mapping[str, ResponseTool]) -> AgentRequest:
         messages = _messages(self.input)
         if self.instructions is not None:
-            messages.insert(0, {"role": "system", "content": self.instructions})
+            system = {"role": "system", "content": self.instructions, "path": "instructions"}
+            messages.insert(0, system)
         require(messages, "input", "at least one item", self.input)
         given = list(read_tools(self.tools or []))
         listed = [tool.function for tool in given if not tool.is_deferred]
         names = {tool.flat_name for tool in given if not tool.is_deferred}
         fields = self.model_dump(include=SHARED) | {
+            "content_paths": [message.pop("path") for message in messages],
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
             "reasoning_effort": self.reasoning.effort,
@@ -305,26 +307,31 @@ def _found_tools(item: dict[str, Any]) -> list[ResponseTool]:
 
 
 def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert input items to chat messages; consecutive assistant items are merged."""
+    """Convert input items to chat messages; consecutive assistant items are merged.
+
+    Each message has its `path` in the request, for errors.
+    """
     if isinstance(items, str):
-        return [{"role": "user", "content": items}]
+        return [{"role": "user", "content": items, "path": "input"}]
     messages: list[dict[str, Any]] = []
-    for item in items:
-        message = _message(item)
+    for index, item in enumerate(items):
+        path = f"input[{index}].content"
+        message = _message(item, path)
         before = messages[-1] if messages else {}
         if message["role"] == before.get("role") == "assistant":
             for name in message.keys() - {"role"}:
                 before[name] = before[name] + message[name] if name in before else message[name]
         else:
-            messages.append(message)
+            messages.append(message | {"path": path})
     return messages
 
 
-def _message(item: dict[str, Any]) -> dict[str, Any]:
+def _message(item: dict[str, Any], path: str) -> dict[str, Any]:
     kind, call_id = item.get("type", "message"), item.get("call_id")
     match {"type": "message", **item}:
         case {"type": "message", "role": str(role)} if role in ROLES:
-            return {"role": role, "content": _content(item.get("content"), role == "assistant")}
+            content = _content(item.get("content"), path, role == "assistant")
+            return {"role": role, "content": content}
         case {"type": "reasoning"}:
             parts = item.get("content") or item.get("summary") or []
             text = text_of(parts, "input", REASONING_TYPES)
@@ -342,11 +349,8 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
             text = "\n".join(found) or "no tools were found"
             return {"role": role, "tool_call_id": call_id, "content": text}
         case {"type": "function_call_output" | "custom_tool_call_output"}:
-            return {
-                "role": "tool",
-                "tool_call_id": call_id,
-                "content": _content(item.get("output")),
-            }
+            content = _content(item.get("output"), path.replace("content", "output"))
+            return {"role": "tool", "tool_call_id": call_id, "content": content}
         case {"type": "message" | "function_call" | "custom_tool_call" | "tool_search_call"}:
             pass  # malformed
         case {"type": str(kind)} if kind.endswith("_output"):
@@ -364,20 +368,20 @@ def _call(item: dict[str, Any], arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [call]}
 
 
-def _content(content: Any, is_assistant: bool = False) -> str | list[dict[str, Any]]:
+def _content(content: Any, path: str, is_assistant: bool = False) -> str | list[dict[str, Any]]:
     """Return content as text if possible, else as parts of the chat API."""
     if isinstance(content, list) and not all(map(_is_text, content)):
         if not is_assistant:
-            return [_as_part(part) for part in content]
+            return [_as_part(part, path) for part in content]
         # Assistant items in a row are joined, so each has one text.
         content = [part if _is_text(part) else {"text": left_out(part)} for part in content]
-    return text_of(content, "input", TEXT_TYPES)
+    return text_of(content, path, TEXT_TYPES)
 
 
 def _is_text(part: Any) -> bool:
     return not isinstance(part, dict) or part.get("type", "text") in TEXT_TYPES
 
 
-def _as_part(part: Any) -> dict[str, Any]:
+def _as_part(part: Any, path: str) -> dict[str, Any]:
     is_text = _is_text(part)
-    return {"type": "text", "text": text_of([part], "input", TEXT_TYPES)} if is_text else part
+    return {"type": "text", "text": text_of([part], path, TEXT_TYPES)} if is_text else part
