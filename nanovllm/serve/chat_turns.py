@@ -7,6 +7,7 @@ from typing import Any
 
 from nanovllm.engine.engine_options import TEXT_ONLY
 from nanovllm.errors import RequestError
+from nanovllm.serve.parsing.tools import is_json
 
 Turn = dict[str, Any]
 
@@ -41,8 +42,18 @@ def with_text_only(turns: Sequence[Turn], path: Callable[[int], str]) -> list[Tu
             is_history = role == "tool" or (i < last and role not in SYSTEM_ROLES)
             parts = [_text_part(part, is_history, path(i)) for part in content]
             turn = {**turn, "content": parts}
+        if role == "assistant" and turn.get("tool_calls") and i + 1 < len(turns):
+            turn = {**turn, "tool_calls": [_with_object(call) for call in turn["tool_calls"]]}
         written.append(turn)
     return written
+
+
+def _with_object(call: Any) -> Any:
+    """Make the arguments of an earlier call an object: a call may have been cut off."""
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, dict) or is_json(arguments or "{}"):
+        return call
+    return {**call, "function": {**call["function"], "arguments": {"incomplete": arguments}}}
 
 
 def _text_part(part: Any, is_history: bool, path: str) -> Any:

@@ -264,6 +264,13 @@ def test_pictures_in_the_history_become_text(
     assert f"[{name} {TEXT_ONLY}]" in prompt_of(fake)
 
 
+def test_a_call_that_was_cut_off_does_not_end_the_conversation(fake: Running) -> None:
+    cut = {"type": "function_call", "call_id": "1", "name": "spawn", "arguments": '{"task": "x'}
+    result = {"type": "function_call_output", "call_id": "1", "output": "failed"}
+    respond(fake, input=[ASK, cut, result])
+    assert '"arguments": {"incomplete": "{\\"task\\": \\"x"}' in prompt_of(fake)
+
+
 @pytest.mark.parametrize(
     ("path", "content"),
     [
