@@ -23,8 +23,8 @@ from nanovllm.serve.service import Service
 
 COMPLETION_FIELDS = ("add_special_tokens", "best_of", "echo")  # not supported by chat completions
 BATCH_FIELDS = {"custom_id", "method", "url", "body"}
-# Fields of requests that rows may not set; plain rows may contain the reasoning of another job.
-NOT_OF_ROWS = {"model", "stream", "stream_options", "reasoning", "thinking"}
+OUTPUT_NAMES = {"reasoning", "thinking"}  # in plain rows, these are the outputs of other jobs
+NOT_OF_ROWS = {"model", "stream", "stream_options", *OUTPUT_NAMES}
 REQUESTED = ("logprobs", "token_ids", *OF_PROMPT)
 PLAIN_FIELDS = ("text", "reasoning", "tool_calls", *REQUESTED, "finish_reason")
 # Parts of a response that differ from run to run.

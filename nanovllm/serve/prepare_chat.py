@@ -92,12 +92,9 @@ async def prepare_chat(
         found = prompt.tools, service.formats.tools, reasoning, is_open
         parser = OutputParser(*found, has_content=not request.must_call)
         choice = ChoiceParser(parser, hidden, service.reasoning_end_id)
-        has_generation_prompt = request.add_generation_prompt is not False and not request.continued
-        return (
-            ReplyKeeper(service, prompt.encoded, choice).parse
-            if has_generation_prompt
-            else choice.parse
-        )
+        if request.add_generation_prompt is False or request.continued:
+            return choice.parse  # not a whole reply
+        return ReplyKeeper(service, prompt.encoded, choice).parse
 
     job = GenerationJob(
         [prompt.token_ids], [params], request.cache_salt, is_streaming, grammar_param

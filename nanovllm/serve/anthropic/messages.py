@@ -224,10 +224,8 @@ class CountRequest(ApiModel):
             "model": None if is_ours else self.model,
             "messages": messages,
             "content_paths": paths,
-            "tools": [tool.as_function() for tool in self.tools or () if not tool.defer_loading],
-            "deferred_tools": [
-                tool.as_function() for tool in self.tools or () if tool.defer_loading
-            ],
+            "tools": [tool.as_function() for tool in tools if not tool.defer_loading],
+            "deferred_tools": [tool.as_function() for tool in tools if tool.defer_loading],
             "tool_choice": choice and _tool_choice(choice),
             "parallel_tool_calls": choice and not choice.disable_parallel_tool_use,
             "continue_final_message": _is_begun(self.messages[-1]),
