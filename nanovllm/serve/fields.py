@@ -6,7 +6,6 @@ shows both.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from nanovllm.errors import RequestError
 from nanovllm.validation import suggestion
 
 NOT_HOSTED = "this server has no hosted tools"
+MAX_MESSAGES = 4096  # a client could fill the log
 MAX_LOGGED = 16  # unknown names of one object that are logged
 
 logger = logging.getLogger(__name__)
@@ -39,19 +39,38 @@ class FieldPolicy:
                 message = f"{shown} is not supported: {self.refused[name]}"
                 raise RequestError(message, param=shown, code=self.codes.get(name))
             if name in self.ignored:
-                log_once(logging.INFO, self.where, shown, "it has no effect on the output")
+                log_ignored(logging.INFO, self.where, shown, "it has no effect on the output")
             elif self.ignores_unknown:
                 unknown.append(shown)
             else:
                 message = f"{shown} is not supported{suggestion(shown, used)}"
                 raise RequestError(message, param=shown)
         for shown in unknown[:MAX_LOGGED]:
-            log_once(logging.WARNING, self.where, f"{shown!r:.80}", "it is unknown")
+            log_ignored(logging.WARNING, self.where, f"{shown!r:.80}", "it is unknown")
 
 
-@functools.lru_cache(maxsize=4096)
-def log_once(level: int, where: str, name: str, why: str) -> None:
-    """Log that something was ignored; only once per process, because later calls are cached."""
+class LogOnce(logging.Filter):
+    """Drops messages that were logged before, and all new ones after the first thousands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logged: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_new = message not in self._logged and len(self._logged) < MAX_MESSAGES
+        if is_new:
+            self._logged.add(message)
+        return is_new
+
+
+def log_ignored_once() -> None:
+    """Log each ignored name only once in this process."""
+    if not any(isinstance(each, LogOnce) for each in logger.filters):
+        logger.addFilter(LogOnce())
+
+
+def log_ignored(level: int, where: str, name: str, why: str) -> None:
     logger.log(level, "%s: ignored %s, because %s", where, name, why)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.chat_template import ChatTemplate
 from nanovllm.errors import PromptTooLongError, RequestError, at_index, errors_about
+from nanovllm.serve.fields import log_ignored_once
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.model_interface import Model
 from nanovllm.serve.parsing.formats import choose_formats
@@ -29,6 +30,7 @@ TOO_LONG = "the prompt is too long: this model's maximum context length is {} to
 class Service:
     def __init__(self, llm: Model, options: ServerOptions) -> None:
         self.llm, self.options = llm, options
+        log_ignored_once()
         self.created = int(time.time())
         self.metrics = Metrics(llm, options.metrics_prefix, self.model_name)
         self.chat_template = options.chat_template or self.tokenizer.chat_template

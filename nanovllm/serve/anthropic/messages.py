@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from nanovllm.errors import NanovllmError
 from nanovllm.serve import fields as policies
-from nanovllm.serve.fields import NOT_HOSTED, log_once
+from nanovllm.serve.fields import NOT_HOSTED, log_ignored
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import anthropic_body
 from nanovllm.serve.http_responses import Event
@@ -189,7 +189,7 @@ def _without_hosted(tools: Any) -> Any:
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
     for kind in kinds:
         if isinstance(kind, str) and kind != "custom":
-            log_once(logging.INFO, "/v1/messages", f"tools of type {kind:.40}", NOT_HOSTED)
+            log_ignored(logging.INFO, "/v1/messages", f"tools of type {kind:.40}", NOT_HOSTED)
     return [
         tool
         for tool, kind in zip(tools, kinds, strict=True)

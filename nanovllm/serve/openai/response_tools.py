@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.serve.fields import NOT_HOSTED, log_once
+from nanovllm.serve.fields import NOT_HOSTED, log_ignored
 from nanovllm.serve.parsing.tools import is_json
 from nanovllm.serve.protocol import nested
 
@@ -73,7 +73,7 @@ def read_tools(entries: Sequence[Any], namespace: str | None = None) -> Iterator
         elif kind in ITEMS and (kind != SEARCH or entry.get("execution") == "client"):
             yield _read_tool(kind, entry, namespace)
         else:
-            log_once(logging.INFO, "/v1/responses", f"tools of type {kind:.40}", NOT_HOSTED)
+            log_ignored(logging.INFO, "/v1/responses", f"tools of type {kind:.40}", NOT_HOSTED)
 
 
 def flat_name(name: str, namespace: Any) -> str:
