@@ -56,11 +56,12 @@ def load_model(
     config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, device: Device
 ) -> LoadedModel:
     """Build a model, load its weights and compile its kernels."""
-    dtype = device.choose_dtype(config.dtype, model_config.dtype)
+    is_quantized = stores_quantized(checkpoint.config)
+    dtype = device.choose_dtype(config.dtype, model_config.dtype, is_quantized)
     ops = device.ops(dtype)
     attention = device.attention(dtype, ops)
     layouts = None
-    if config.quantization is not None or stores_quantized(checkpoint.config):
+    if config.quantization is not None or is_quantized:
         layouts = choose_layouts(config, checkpoint, device, dtype)
     build = BuildContext(device.torch_device, dtype, attention, ops, device.group, layouts)
     check_memory(config, model_config, device, build)
