@@ -125,6 +125,7 @@ import logging, os, signal, sys, torch
 sys.modules.update(dict.fromkeys(["fastapi", "uvicorn", "prometheus_client", "pydantic", "yaml"]))
 def state():
     return dict(os.environ), torch.get_num_threads(), signal.getsignal(signal.SIGINT)
+torch.set_num_threads(1)
 before = state()
 from nanovllm import LLM, AsyncLLM, SamplingParams
 print(state() == before, logging.getLogger("nanovllm").handlers, logging.getLogger().handlers)

@@ -17,6 +17,7 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.prompt_budget import MIN_PROMPT_TOKENS
 from nanovllm.errors import EngineError
 from nanovllm.parallel.child import Kind
 from nanovllm.serve.core_messages import Change, EngineState
@@ -97,7 +98,7 @@ def apply(before: EngineState, changes: list[Change]) -> tuple[dict[int, list[in
 def test_the_changes_lead_from_one_snapshot_to_the_next(
     caching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.engine.prompt_budget.MIN_PROMPT_TOKENS", 3)
+    monkeypatch.setitem(MIN_PROMPT_TOKENS, "cpu", 3)
     seen: Counter[str] = Counter()
     for seed in range(60):
         steps = stepped(random.Random(seed), caching)
