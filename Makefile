@@ -45,7 +45,7 @@ endurance: $(VENV)/.installed-ray ## Run the tests of generated cases with all o
 	$(BIN)/python -m pytest -m endurance --all-counts $(IN_PROCESSES)
 
 test-gpu: $(VENV)/.installed-dev ## Run the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu -n $(GPU_PROCESSES) --dist worksteal
+	$(BIN)/python -m pytest -v -m gpu -n $(GPU_PROCESSES) --dist worksteal # -v: with the header
 
 sanitize: $(VENV)/.installed-dev ## Run every CUDA kernel under compute-sanitizer's memcheck
 	$(BIN)/python -m pytest tests/test_gpu_small.py # compiles the kernels, outside memcheck
