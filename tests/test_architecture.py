@@ -102,7 +102,7 @@ from nanovllm.sampling_params import SamplingParams
 planner = scheduler.Scheduler(block_manager.BlockManager(4, 16, True), 2, 8)
 prompt = request.Request(0, array("i", [1, 2, 3]), SamplingParams())
 planner.add(sequence.Sequence(prompt))
-print(planner.schedule().counts.tolist())
+print(planner.schedule().counts)
 """
     assert run_script(script) == "[3]\n"
 

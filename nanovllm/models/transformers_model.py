@@ -198,6 +198,12 @@ def set_attention(causal_lm: Any, attend: Attend) -> None:
     """Make `attention_forward`, which all models share, call `attend` for this model."""
     for module in causal_lm.modules():
         module.nanovllm_attend = attend
+        # Some models read token ids on the host, to warn about padding. There is none here.
+        module.warn_if_padding_and_no_attention_mask = _ignore
+
+
+def _ignore(*args: Any) -> None:
+    pass
 
 
 def attention_forward(
