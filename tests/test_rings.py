@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 RINGS = [
     "errors validation structured_outputs sampling_params outputs config",
     *("engine", "ops", "checkpoint", "attention", "layers", "models", "worker"),  # the core
-    *("devices", "structured", "parallel", "llm", "serve", "async_llm", "batch", "cli", "ray"),
+    *("devices", "structured", "parallel", "assembly", "llm"),
+    *("serve", "async_llm", "batch", "cli", "ray"),
 ]
 OUTER = ("devices", "structured", "parallel", "serve", "batch", "cli", "ray")
 OPEN = {"nanovllm.devices.choose", "nanovllm.devices.replica_share"}

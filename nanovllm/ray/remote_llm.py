@@ -14,11 +14,11 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from nanovllm.assembly import ResolvedModel, create_input_processor
 from nanovllm.async_llm import GUESSED_TOKENS
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import EngineError, NanovllmError
-from nanovllm.llm import ResolvedModel, create_input_processor
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_messages import CoreStats, EngineState
