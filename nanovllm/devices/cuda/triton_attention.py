@@ -127,7 +127,7 @@ class TritonAttention:
         num_rows, num_kv_heads, head_dim = len(rows.slots), *cache.k.shape[2:]
         num_splits = choose_splits(num_rows, num_kv_heads, max_keys, self.num_processors)
         is_large = self.is_hopper and suits_large_tiles(num_rows, num_kv_heads, num_splits)
-        config = decode_config(head_dim, q.dtype, is_large, cache.is_fp8, num_splits)
+        config = decode_config(head_dim, q.dtype, is_large, cache.is_fp8)
         prefix = None
         if shared is not None and spec.window is None and spec.sinks is None:
             num_q_rows = min(num_rows * q.shape[1] // num_kv_heads, MAX_SMALL_TILE_ROWS)

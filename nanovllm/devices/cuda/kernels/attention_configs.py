@@ -15,8 +15,7 @@ MIN_Q_ROWS = 16  # minimum M of tl.dot
 MAX_SPLITS = 32
 DECODE_CTAS_PER_SM = 5
 MIN_DECODE_SPLIT = 64  # smallest number of keys that is worth a CTA
-# Numbers of (row, KV head) pairs for which large tiles pay off with two splits, and without splits.
-LARGE_TILE_PAIRS, MIN_UNSPLIT_PAIRS = range(192, 385), 1024
+LARGE_TILE_PAIRS = range(192, 385)  # numbers of (row, KV head) pairs for which large tiles pay off
 SHORT_CONTEXT = 512  # up to this many keys, rows that fill the device are not split
 PREFILL_CTAS_PER_SM = 2
 MIN_PREFILL_SPLIT = 256  # smallest number of keys that is worth a CTA
@@ -42,17 +41,12 @@ TMA_CONFIG = AttentionConfig(128, 64, num_warps=8, num_stages=2, max_registers=1
 
 
 def decode_config(
-    head_dim: int,
-    dtype: torch.dtype,
-    has_large_tiles: bool = False,
-    is_fp8: bool = False,
-    num_splits: int = 2,
+    head_dim: int, dtype: torch.dtype, has_large_tiles: bool = False, is_fp8: bool = False
 ) -> AttentionConfig:
     """Return the config for decode rows; `has_large_tiles` is the result of `suits_large_tiles`."""
     is_wide = head_dim > 128
     if dtype != torch.float32 and not is_wide and (is_fp8 or has_large_tiles):
-        # So many unsplit rows fill the device with CTAs of two warps; FP8 keys need four to upcast.
-        tile, num_warps, num_stages = 64, 2 if num_splits == 1 and not is_fp8 else 4, 3
+        tile, num_warps, num_stages = 64, 4, 3
     elif dtype == torch.float32:  # without tensor cores, small tiles save registers
         tile, num_warps, num_stages = 16, 4, 3
     else:
@@ -117,11 +111,11 @@ def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: i
 
 
 def suits_large_tiles(num_rows: int, num_kv_heads: int, num_splits: int) -> bool:
-    """Whether large tiles are faster than small ones on Hopper."""
-    num_pairs = num_rows * num_kv_heads
-    if num_splits == 1:
-        return num_pairs >= MIN_UNSPLIT_PAIRS
-    return num_splits == 2 and num_pairs in LARGE_TILE_PAIRS
+    """Whether large tiles are faster than small ones on Hopper.
+
+    They are if the keys are split in two, and LARGE_TILE_PAIRS contains the number of pairs.
+    """
+    return num_splits == 2 and num_rows * num_kv_heads in LARGE_TILE_PAIRS
 
 
 def choose_prefill_splits(
