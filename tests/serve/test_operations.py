@@ -472,6 +472,27 @@ def test_a_local_server_knows_its_own_names_only(path: str) -> None:
         assert server.http.get("/health", headers={"host": "evil.example"}).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/engine/pause", "/v1/completions", "/tokenize"])
+def test_pages_of_other_sites_change_nothing(path: str) -> None:
+    """Browsers send a POST without a preflight if it has no body, or one of a simple type."""
+    foreign, own = {"origin": "https://else.where"}, "http://localhost:8000"
+    cross = {"sec-fetch-site": "cross-site"}
+    refused = (foreign, cross, cross | {"origin": own}, {"origin": "http://localhost:1"})
+    refused += ({"origin": "null"}, {"origin": "http://["}, {"sec-fetch-site": "same-site"})
+    with running(FakeLLM(), allow_pause=True, allowed_origins=("https://a.example",)) as server:
+        for headers in refused:
+            response = server.http.post(path, headers=headers | {"host": "localhost:8000"})
+            assert response.status_code == 403, headers
+            assert "--allowed-origins" in response.json()["error"]["message"]
+        assert server.llm.actions == []
+        # Behind a proxy that replaces the Host header, only the browser knows that it is one site.
+        accepted = ({}, {"origin": own}, foreign | {"sec-fetch-site": "same-origin"})
+        for headers in (*accepted, cross | {"origin": "https://a.example"}):
+            response = server.http.post(path, headers=headers | {"host": "localhost:8000"})
+            assert response.status_code != 403, headers
+        assert server.http.get("/", headers=cross).status_code == 200  # a link on another site
+
+
 def test_log_lines_name_the_client_and_leave_files_out(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "nanovllm")
     with running(FakeLLM()) as server:
