@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# While several prompts of one request wait, a step without decode rows takes at most this multiple
+# of the target, or runs MIN_QUEUED_TOKENS, so that other requests need not wait long.
+QUEUED_RATIO, MIN_QUEUED_TOKENS = 4.0, 256
 MIN_PROMPT_TOKENS = 64  # allowed in every step, so that prompts always make progress
 FIRST_SECONDS_PER_TOKEN = 80e-6  # estimate before the first measurement
 MARGIN = 0.8  # fraction of the target to aim for, because equal steps vary in duration
@@ -22,6 +25,11 @@ class PromptBudget:
         """Return how many prompt tokens may run alongside `num_decode_rows` decode rows."""
         num_tokens = int(self._seconds / self._seconds_per_token)
         return max(MIN_PROMPT_TOKENS, _round_down(num_tokens) - num_decode_rows)
+
+    def num_queued_tokens(self) -> int:
+        """Return how many tokens of a request with several prompts may run without decode rows."""
+        num_tokens = int(QUEUED_RATIO * self._seconds / self._seconds_per_token)
+        return max(MIN_QUEUED_TOKENS, _round_down(num_tokens))
 
     def measured(self, num_prompt_tokens: int, num_decode_rows: int, seconds: float) -> None:
         """Update the estimate with the duration of a step on the device."""

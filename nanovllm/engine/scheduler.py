@@ -218,6 +218,8 @@ class Scheduler:
         if builder.num_decode_tokens:
             most = self.prompt_budget.num_prompt_tokens(builder.num_decode_tokens)
             builder.budget = min(builder.budget, most)
+        elif self.waiting.has_series and self.allow_chunks:
+            builder.budget = min(builder.budget, self.prompt_budget.num_queued_tokens())
         self._schedule_rows(prompts, builder)
 
     def _schedule_rows(self, rows: list[Sequence], builder: _PlanBuilder) -> None:
@@ -284,8 +286,10 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit_waiting(self, builder: _PlanBuilder) -> None:
-        while self.waiting and builder.budget and self._free_slots:
-            seq = self.waiting.first()
+        while builder.budget and self._free_slots:
+            seq = self.waiting.first(builder.unfinished)
+            if seq is None:
+                return
             misfit, num_needed = self._misfit
             if seq is misfit and self.blocks.num_free < num_needed:
                 return
@@ -335,8 +339,18 @@ class Scheduler:
         seq.row_start = 0
 
     def _row_end(self, seq: Sequence, builder: _PlanBuilder) -> int:
-        end = min(seq.num_tokens, seq.num_computed + builder.budget)
+        budget = builder.budget
+        if budget < seq.num_tokens - seq.num_computed and self._must_share(seq, builder):
+            budget -= budget // 2
+        end = min(seq.num_tokens, seq.num_computed + budget)
         return end if self.states is None else self.states.row_end(seq, end)
+
+    def _must_share(self, seq: Sequence, builder: _PlanBuilder) -> bool:
+        """Whether a request of several prompts leaves half of the step to another request."""
+        if self.prompt_budget is None or not self.waiting.has_more(seq):
+            return False
+        other = self.waiting.first((*builder.unfinished, seq.request_id))
+        return other is not None and other.priority <= seq.priority
 
     def _add_row(
         self, builder: _PlanBuilder, seq: Sequence, end: int, drafts: list[int] | None = None
@@ -366,6 +380,8 @@ class Scheduler:
         seq.row_start, seq.num_computed = start, end
         if is_last:
             seq.num_tokens += 1
+        else:
+            builder.unfinished.add(seq.request_id)
         if end >= seq.next_full_len:
             self.blocks.register(seq)
         if self.states is not None:
@@ -430,6 +446,7 @@ class _PlanBuilder:
     block_copies: list[BlockCopy] = field(default_factory=list)
     draft_updates: list[DraftUpdate] = field(default_factory=list)
     state_copies: list[StateCopy] = field(default_factory=list)
+    unfinished: set[str] = field(default_factory=set)  # request_ids of rows that end in a prompt
 
     def to_plan(self, released: list[int]) -> StepPlan:
         return StepPlan(

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import errno
+import json
 import logging
 import re
 import socket
@@ -15,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import httpx
@@ -28,6 +30,8 @@ from nanovllm.errors import EngineError
 from nanovllm.outputs import StreamPiece
 from nanovllm.serve import http_server as run
 from nanovllm.serve.core_messages import CoreStats
+from nanovllm.serve.http_errors import json_pieces, to_json
+from nanovllm.serve.http_responses import PIECE_BYTES, WholeResponse
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.openai import completions, embeddings
 from nanovllm.serve.openai import openai_logprobs as logprobs
@@ -337,6 +341,38 @@ def test_other_sites_are_not_let_in(guarded: Running) -> None:
     headers = {"origin": "https://else.where", "x-api-key": "first"}
     response = guarded.http.get("/v1/models", headers=headers)
     assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_large_bodies_are_encoded_and_sent_in_pieces() -> None:
+    """So other requests are served in between: a thread that encodes holds the GIL for a piece."""
+    text = "é\ud800" * 100
+    events = [{"choices": [partial(dict, number=i, text=[partial(str, text)])]} for i in range(9)]
+    plain = [{"choices": [{"number": i, "text": [text.replace("\ud800", "?")]}]} for i in range(9)]
+    pieces = list(json_pieces(events))
+    assert json.loads(b"".join(pieces)) == plain
+    assert max(map(len, pieces)) <= len(to_json(text))
+    sent: list[Any] = []
+
+    async def body() -> dict[str, Any]:
+        return {"all": [partial(str, "x" * 1000)] * 5000}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(WholeResponse(body(), None)({"type": "http"}, asyncio.Event().wait, send))
+    bodies = [message["body"] for message in sent[1:]]
+    assert json.loads(b"".join(bodies)) == {"all": ["x" * 1000] * 5000}
+    assert max(map(len, bodies)) < 2 * PIECE_BYTES < 5_000_000
+    assert dict(sent[0]["headers"])[b"content-length"] == b"%d" % sum(map(len, bodies))
+
+
+def test_prompts_of_one_request_share_its_id() -> None:
+    """The engine takes turns between requests."""
+    with running(FakeLLM()) as server:
+        for prompts in (["a", "b", "c"], "d"):
+            assert server.post("/v1/completions", prompt=prompts).status_code == 200
+        first, second, third, other = server.llm.request_ids
+        assert first == second == third != other
 
 
 @pytest.mark.parametrize("stream", [False, True])
