@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig
+from nanovllm.config import (
+    DEFAULT_CONTEXT,
+    DEFAULT_LEN,
+    WHOLE_CONTEXT,
+    EngineConfig,
+    ModelConfig,
+)
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.core import EngineCore
@@ -336,7 +342,7 @@ def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
         from nanovllm.engine.engine_options import drop_vllm_options
 
         options = drop_vllm_options(options)
-    return EngineConfig(str(model), **options)
+    return EngineConfig(str(model), **{"max_model_len": DEFAULT_CONTEXT, **options})
 
 
 def create_engine(config: EngineConfig) -> EngineThread:
@@ -355,6 +361,9 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
     from nanovllm.models.registry import read_config_for
     from nanovllm.worker.memory_check import check_model
 
+    is_default = config.max_model_len == DEFAULT_CONTEXT
+    if is_default:
+        config = replace(config, max_model_len=DEFAULT_LEN)
     checkpoint = find_checkpoint(
         config.model,
         revision=config.revision,
@@ -372,19 +381,21 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
     if checkpoint.embedding is not None:  # the LM head is not used, and may be missing
         model_config = replace(model_config, tie_word_embeddings=True)
     limit = model_config.max_position_embeddings
-    config = _clamp_model_len(config, limit, f"the model's {limit}")
+    config = _clamp_model_len(config, limit, f"the model's {limit}", is_default)
     if not model_config.is_causal:  # each prompt must run in one step
         check_bidirectional(config.attention_backend)
         most = config.max_num_batched_tokens
-        config = _clamp_model_len(config, most, f"max_num_batched_tokens={most}")
+        config = _clamp_model_len(config, most, f"max_num_batched_tokens={most}", is_default)
         config = replace(config, attention_backend="sdpa", enable_prefix_caching=False)
     return ResolvedModel(config, model_config, checkpoint)
 
 
-def _clamp_model_len(config: EngineConfig, limit: int, reason: str) -> EngineConfig:
+def _clamp_model_len(
+    config: EngineConfig, limit: int, reason: str, is_default: bool
+) -> EngineConfig:
     if config.max_model_len <= limit:
         return config
-    if config.max_model_len != WHOLE_CONTEXT:
+    if config.max_model_len != WHOLE_CONTEXT and not is_default:
         logger.warning("max_model_len=%d is clamped to %s", config.max_model_len, reason)
     return replace(config, max_model_len=limit)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field, fields
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
-from nanovllm.config import WHOLE_CONTEXT, EngineConfig
+from nanovllm.config import DEFAULT_CONTEXT, DEFAULT_LEN, WHOLE_CONTEXT, EngineConfig
 from nanovllm.engine.engine_options import IGNORED_OPTIONS, VLLM_OPTIONS, ignored_notes
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
@@ -54,6 +54,7 @@ def default_text(field: Field[Any], default: Any) -> str:
     unset = field.metadata.get("unset", "none")
     texts = {"None": unset, "()": unset, "": unset, "True": "on", "False": "off"}
     texts[str(WHOLE_CONTEXT)] = "the model's own"
+    texts[str(DEFAULT_CONTEXT)] = f"{DEFAULT_LEN}, or the model's own if that is less"
     text, env = texts.get(str(default), str(default)), field.metadata.get("env")
     return text if env is None else f"${env} or {text}"
 
@@ -136,6 +137,7 @@ def add_engine_options(
     text = "CPU threads for computation (default: torch's choice, one per core)"
     add("--threads", type=at_least(1), metavar="N", help=text)
     names = {field.name for field in fields(EngineConfig)}.difference(NO_FLAGS, SEVERAL_REQUESTS)
+    defaults = {"max_model_len": DEFAULT_CONTEXT, **defaults}
     add_options(parser, "engine", EngineConfig, names, **defaults)
     for name in VLLM_OPTIONS:
         action = argparse.BooleanOptionalAction if name in IGNORED_OPTIONS else "store"

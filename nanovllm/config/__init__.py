@@ -1,6 +1,8 @@
 """The options of an engine, and the sizes and constants of a model."""
 
 from nanovllm.config.engine_config import (
+    DEFAULT_CONTEXT,
+    DEFAULT_LEN,
     DTYPES,
     QUANTIZATION_METHODS,
     SERVING_TARGET_MS,
@@ -17,6 +19,8 @@ from nanovllm.config.model_config import (
 from nanovllm.config.speculative_config import SpeculativeConfig
 
 __all__ = [
+    "DEFAULT_CONTEXT",
+    "DEFAULT_LEN",
     "DTYPES",
     "QUANTIZATION_METHODS",
     "SERVING_TARGET_MS",

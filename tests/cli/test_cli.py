@@ -19,7 +19,7 @@ from nanovllm.checkpoint.hub import ALIASES
 from nanovllm.cli import build_parser, main, parse
 from nanovllm.cli.options import dashed, engine_config, sampling_params
 from nanovllm.cli.start import set_child_threads
-from nanovllm.config import EngineConfig
+from nanovllm.config import DEFAULT_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.models.registry import FAMILIES
 from nanovllm.sampling_params import SamplingParams
@@ -83,6 +83,7 @@ def test_options_reach_the_engine() -> None:
     args = build_parser().parse_args(dashed(f"{arguments} {sampling}".split()))
     assert engine_config(args) == EngineConfig(
         "m",
+        max_model_len=DEFAULT_CONTEXT,
         revision="v2",
         max_num_seqs=3,
         kvcache_block_size=16,

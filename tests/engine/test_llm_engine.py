@@ -750,6 +750,9 @@ def test_max_model_len_is_clamped_with_a_log_line(
     caplog.clear()
     with caplog.at_level("INFO", logger="nanovllm"), make_llm(path, max_model_len=512):
         assert not any("clamped" in message for message in caplog.messages)
+    with caplog.at_level("INFO", logger="nanovllm"), LLM(path, device="cpu") as llm:
+        assert llm.engine.config.max_model_len == 512
+        assert not any("clamped" in message for message in caplog.messages)
 
 
 def test_a_small_pool_is_announced_and_ends_sequences(

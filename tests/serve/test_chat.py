@@ -254,9 +254,9 @@ def test_tools_that_the_template_cannot_show_are_refused() -> None:
         assert caught.value.param == "tools"
         assert "--tool-call-parser" not in str(caught.value)  # it is set
         assert ask(server).choices[0].message.content == "Hello!"
-    with running(FakeLLM(), chat_template="{{ tools }}" + template) as server:
-        with pytest.raises(BadRequestError, match="is unknown; set --tool-call-parser"):
-            ask(server, tools=[TOOL])
+    unknown = pytest.raises(BadRequestError, match="is unknown; set --tool-call-parser")
+    with running(FakeLLM(), chat_template="{{ tools }}" + template) as server, unknown:
+        ask(server, tools=[TOOL])
 
 
 class WithMarkers(FakeLLM):
