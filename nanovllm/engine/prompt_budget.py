@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # While several prompts of one request wait, a step without decode rows takes at most this multiple
 # of the target, or runs MIN_QUEUED_TOKENS, so that other requests need not wait long.
-QUEUED_RATIO, MIN_QUEUED_TOKENS = 4.0, 256
+QUEUED_RATIO, MIN_QUEUED_TOKENS = 4.0, 128
 MIN_PROMPT_TOKENS = 64  # allowed in every step, so that prompts always make progress
 FIRST_SECONDS_PER_TOKEN = 80e-6  # estimate before the first measurement
 MARGIN = 0.8  # fraction of the target to aim for, because equal steps vary in duration

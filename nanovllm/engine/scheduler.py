@@ -218,7 +218,7 @@ class Scheduler:
         if builder.num_decode_tokens:
             most = self.prompt_budget.num_prompt_tokens(builder.num_decode_tokens)
             builder.budget = min(builder.budget, most)
-        elif self.waiting.has_series and self.allow_chunks:
+        elif self.allow_chunks and (self.waiting.has_series or any(map(self._is_chunk, prompts))):
             builder.budget = min(builder.budget, self.prompt_budget.num_queued_tokens())
         self._schedule_rows(prompts, builder)
 
@@ -243,6 +243,10 @@ class Scheduler:
             if last > seq.capacity and not self._grow(seq, last, builder):
                 continue
             self._add_row(builder, seq, end, drafts)
+
+    def _is_chunk(self, seq: Sequence) -> bool:
+        """Whether a prompt was divided for the sake of other requests: one of the last of many."""
+        return self.waiting.has_more(seq) or seq.num_computed < self.max_num_batched_tokens
 
     def _grow(self, seq: Sequence, num_tokens: int, builder: _PlanBuilder) -> bool:
         """Allocate blocks for `seq`; if too few are free, preempt the last running sequences.
