@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig
+from nanovllm.config import DEFAULT_LEN, WHOLE_CONTEXT, EngineConfig, ModelConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.executor import Executor, ExecutorInfo
@@ -109,7 +109,7 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
 def _clamp_model_len(config: EngineConfig, limit: int, reason: str) -> EngineConfig:
     if config.max_model_len <= limit:
         return config
-    if config.max_model_len != WHOLE_CONTEXT:
+    if config.max_model_len not in (WHOLE_CONTEXT, DEFAULT_LEN):
         logger.warning("max_model_len=%d is clamped to %s", config.max_model_len, reason)
     return replace(config, max_model_len=limit)
 

@@ -103,6 +103,7 @@ class Engine:
         pieces = self._llm.generate(
             call.token_ids,
             call.params,
+            request_id=call.request_id,
             cache_salt=call.cache_salt,
             is_streaming=call.is_streaming,
         )

@@ -38,6 +38,7 @@ class Call:
     params: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str | None = None
     is_streaming: bool = False
+    request_id: str | None = None
     engine_id: str | None = None  # if set, only this engine may handle the call
 
     @property
@@ -94,13 +95,14 @@ class RemoteLLM:
         self,
         prompt: list[int],
         sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
         *,
         cache_salt: str | None = None,
         is_streaming: bool = True,
     ) -> AsyncGenerator[StreamPiece, None]:
         """Yield the pieces of the completions; closing the iterator early aborts the request."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._call("generate", Call(prompt, params, cache_salt, is_streaming))
+        return self._call("generate", Call(prompt, params, cache_salt, is_streaming, request_id))
 
     async def embed(
         self, prompt: list[int], *, pooling: Pooling | None = None, normalize: bool = True
