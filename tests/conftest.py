@@ -18,10 +18,8 @@ from tests.kept_kernels import keep_kernels, restore_kernels
 if TYPE_CHECKING:
     from tests.checkpoints import TinyCheckpoint
 
-# The longest tests come first, so that none is still running when all others are done. Of the first
-# two processes, one checks types while the other compiles the CPU kernels.
+# The longest tests come first, so that none is still running when all others are done.
 FIRST = (
-    "tests/test_types.py",
     "tests/devices/cpu/test_numba_attention.py",
     "tests/devices/cpu/test_experts.py",
     "tests/devices/cuda/kernels/test_interpreted.py",
