@@ -29,18 +29,20 @@ from tests.threaded_ranks import ThreadedExecutor, engines_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ODD_SIZES = {**SIZES, "vocab_size": VOCAB_SIZE - 3, "initializer_range": 0.3}
+# SmolLM2 has nine heads and three KV heads.
+NINE = {"hidden_size": 72, "intermediate_size": 81, "num_attention_heads": 9}
 # Vocabulary sizes that 2 and 4 do not divide; the second leaves few tokens for the last rank.
 ODD: dict[str, PreTrainedConfig] = {
     "odd-vocabulary": LlamaConfig(**ODD_SIZES, tie_word_embeddings=False),
+    "nine-heads": LlamaConfig(**{**ODD_SIZES, **NINE, "num_key_value_heads": 3}),
     "odd-tied": LlamaConfig(**{**ODD_SIZES, "vocab_size": 149}, tie_word_embeddings=True),
 }
 # RoPE is the same on every rank, so the variants of Llama that differ in nothing else are left out.
 SAME_SHARDS = ("llama-linear", "llama-dynamic", "mistral-whole", "qwen3-yarn")
 # Four ranks replicate KV heads, or give a rank few experts, heads of states or tokens.
-ON_FOUR = (
-    *("qwen3-tied", "qwen2-window", "qwen3-moe", "qwen3.5", "qwen3-next", "gemma3-six", "olmo3"),
-    "odd-vocabulary",
-)
+FOUR = ("qwen3-tied", "qwen2-window", "qwen3-moe", "qwen3.5", "qwen3-next", "gemma3-six", "olmo3")
+NUM_RANKS = {**dict.fromkeys((*FOUR, "odd-vocabulary"), 4), "nine-heads": 3}  # others have 2
+NAMES = [name for name in VARIANTS | FAMILIES | ODD if name not in SAME_SHARDS]
 LARGEST_ID = 140
 OPTIONS: dict[str, Any] = {
     "kvcache_block_size": 16,
@@ -108,14 +110,9 @@ def one_worker(root: Path, name: str) -> list[list[int]]:
     return answers
 
 
-ON_TWO = [name for name in VARIANTS | FAMILIES | ODD if name not in (*ON_FOUR, *SAME_SHARDS)]
-
-
-@pytest.mark.parametrize(
-    ("depth", "name"), [(i % 2, name) for i, name in enumerate([*ON_TWO, *ON_FOUR])]
-)
+@pytest.mark.parametrize(("depth", "name"), [(i % 2, name) for i, name in enumerate(NAMES)])
 def test_every_family(checkpoint_root: Path, name: str, depth: int) -> None:
-    check(checkpoint_root, name, size=4 if name in ON_FOUR else 2, depth=depth, **CROWDED)
+    check(checkpoint_root, name, size=NUM_RANKS.get(name, 2), depth=depth, **CROWDED)
 
 
 def check(checkpoint_root: Path, name: str, size: int, num_rounds: int = 1, **options: Any) -> None:

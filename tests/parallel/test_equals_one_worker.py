@@ -15,14 +15,8 @@ from tests.test_tensor_parallel import CROWDED, checkpoint, generate, one_worker
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "depth"),
-    [
-        ("qwen3-tied", 2, 1),
-        ("odd-vocabulary", 4, 0),
-    ],
-)
-def test_ranks_equal_one_worker(checkpoint_root: Path, name: str, size: int, depth: int) -> None:
-    path = checkpoint(checkpoint_root, name).path
-    answers = generate(path, device="cpu", tensor_parallel_size=size, depth=depth, **CROWDED)
-    assert answers == one_worker(checkpoint_root, name)
+def test_ranks_equal_one_worker(checkpoint_root: Path) -> None:
+    """tests/parallel/test_lifetimes.py runs engines with depth 1."""
+    path = checkpoint(checkpoint_root, "odd-vocabulary").path
+    answers = generate(path, device="cpu", tensor_parallel_size=2, depth=0, **CROWDED)
+    assert answers == one_worker(checkpoint_root, "odd-vocabulary")

@@ -167,6 +167,7 @@ def test_one_of_two_is_killed_and_comes_back(llm: AsyncLLM) -> None:
                 if reader.task.done():
                     assert "engine core 1" in reader.error["message"]
                     assert "it is being restarted" in reader.error["message"]
+                    assert reader.error["type"] == "service_unavailable_error"
                 else:
                     await reader.next()
                     reader.task.cancel()
