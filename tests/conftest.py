@@ -73,6 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         num_cores = max((os.cpu_count() or 1) // worker["workercount"], 1)
         torch.set_num_threads(num_cores)
+        os.environ["OMP_NUM_THREADS"] = str(num_cores)  # of child processes
         if torch.cuda.is_available():
             from tests.devices.shared_gpu import share_gpu
 

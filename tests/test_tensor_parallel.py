@@ -83,20 +83,24 @@ def checkpoint(root: Path, name: str) -> TinyCheckpoint:
 
 
 def generate(path: Path, num_rounds: int = 1, **options: Any) -> list[list[int]]:
-    """Complete all prompts in each round; later rounds use the prefix cache, if enabled."""
     with LLM(path, **{**OPTIONS, **options}) as llm:
-        outputs = [
-            output
-            for _ in range(num_rounds)
-            for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        ]
-        scheduler = llm.engine.core.scheduler
-        scheduler.check()
-        if "num_kvcache_blocks" in options:
-            assert scheduler.num_preemptions > 0
-        # So few blocks leave hybrid models few snapshots, which may all be evicted before a hit.
-        if options.get("enable_prefix_caching", True) and scheduler.states is None:
-            assert any(output.num_cached_tokens for output in outputs)
+        return complete(llm, num_rounds, **options)
+
+
+def complete(llm: LLM, num_rounds: int = 1, **options: Any) -> list[list[int]]:
+    """Complete all prompts in each round; later rounds use the prefix cache, if enabled."""
+    outputs = [
+        output
+        for _ in range(num_rounds)
+        for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    ]
+    scheduler = llm.engine.core.scheduler
+    scheduler.check()
+    if "num_kvcache_blocks" in options:
+        assert scheduler.num_preemptions > 0
+    # So few blocks leave hybrid models few snapshots, which may all be evicted before a hit.
+    if options.get("enable_prefix_caching", True) and scheduler.states is None:
+        assert any(output.num_cached_tokens for output in outputs)
     return [output.token_ids for output in outputs]
 
 

@@ -45,7 +45,7 @@ def drafting(server: Running) -> Iterator[Running]:
 
 
 def ask(server: Running, **fields: Any) -> Any:
-    fields = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 64, "seed": 5, **fields}
+    fields = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 80, "seed": 5, **fields}
     return server.openai.chat.completions.create(model="tiny", **fields, extra_body=NO_THOUGHTS)
 
 
