@@ -31,7 +31,7 @@ from nanovllm.engine.input_processor import InputProcessor, Vocabulary
 from nanovllm.engine.lazy_requests import run_lazily
 from nanovllm.engine.output_processor import RequestState
 from nanovllm.engine.progress_bar import with_progress_bar
-from nanovllm.engine.prompt_budget import PromptBudget
+from nanovllm.engine.prompt_budget import MIN_PROMPT_TOKENS, PromptBudget
 from nanovllm.engine.prompts import Params, Prompts, as_params, split_prompts
 from nanovllm.engine.reranking import rerank
 from nanovllm.engine.scheduler import Scheduler
@@ -426,8 +426,9 @@ def start_core(resolved: ResolvedModel, get_grammars: Callable[[], GrammarEngine
         states = None if counts is None else StatePool(counts, config.kvcache_block_size)
         num_slots = config.max_num_seqs if counts is None else counts.num_slots
         blocks = BlockManager(*sizes, config.enable_prefix_caching, states)
-        target = config.target_inter_token_ms
-        prompt_budget = None if target is None else PromptBudget(target / 1000)
+        prompt_budget = None
+        if (target := config.target_inter_token_ms) is not None:
+            prompt_budget = PromptBudget(target / 1000, MIN_PROMPT_TOKENS[info.device])
         max_tokens = config.max_num_batched_tokens
         drafter = None
         if (speculative := config.speculative) is not None:

@@ -94,6 +94,8 @@ CENTERED = (
     Qwen3NextConfig,
 )
 
+FINAL_NORMS = ("model.norm.weight", "model.language_model.norm.weight")
+
 # Further families, with checkpoints for the features that each one adds.
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama-linear": LlamaConfig(
@@ -305,14 +307,16 @@ def _depends_on_company(config: PreTrainedConfig) -> bool:
     return rope.get("rope_type") == "dynamic"
 
 
-def make_checkpoint(path: Path, config: PreTrainedConfig, seed: int = 0) -> TinyCheckpoint:
+def make_checkpoint(
+    path: Path, config: PreTrainedConfig, seed: int = 0, auto_class: Any = AutoModelForCausalLM
+) -> TinyCheckpoint:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = auto_class.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms and biases would otherwise be ones and zeros
                 parameter.add_(0.1 * torch.randn(parameter.shape))
-            if name == "model.norm.weight":  # larger logits make near ties rare
+            if name in FINAL_NORMS:  # larger logits make near ties rare
                 offset = 1.0 if isinstance(config, CENTERED) else 0.0
                 parameter.add_(offset).mul_(10.0).sub_(offset)
     model.save_pretrained(path)

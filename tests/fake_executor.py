@@ -13,6 +13,7 @@ import numpy as np
 from nanovllm.engine.executor import ExecutorInfo
 from nanovllm.engine.state_pool import StateCounts
 from nanovllm.engine.step import StepPlan, StepResult
+from nanovllm.worker.draft_rows import count_valid, host_drafts
 
 VOCAB_SIZE = 23
 EOS = 0
@@ -88,9 +89,12 @@ class FakeExecutor:
                 token = predict([int(self.kv[self._address(slot, p)]) for p in range(end)])
                 self.tokens[slot][end] = token
                 sampled.append(token)
-        vectors = self._pool(rows)
-        pooled = np.array(vectors, np.float32) if vectors else None
-        return Done(StepResult(np.array(sampled, np.int32), pooled=pooled))
+        vectors, tokens = self._pool(rows), np.array(sampled, np.int32)
+        columns = {"pooled": np.array(vectors, np.float32)} if vectors else {}
+        num_valid = None
+        if any(update.token_ids for update in plan.draft_updates):
+            num_valid = count_valid(plan.num_logits, tokens, host_drafts(plan))
+        return Done(StepResult(tokens, num_valid, columns))
 
     def _pool(self, rows: list[tuple[int, int, int]]) -> list[list[int]]:
         """Return the token sums of the prompts that end here, accumulated over their chunks."""

@@ -102,7 +102,7 @@ from nanovllm.sampling_params import SamplingParams
 planner = scheduler.Scheduler(block_manager.BlockManager(4, 16, True), 2, 8)
 prompt = request.Request(0, array("i", [1, 2, 3]), SamplingParams())
 planner.add(sequence.Sequence(prompt))
-print(planner.schedule().counts.tolist())
+print(planner.schedule().counts)
 """
     assert run_script(script) == "[3]\n"
 
@@ -125,6 +125,7 @@ import logging, os, signal, sys, torch
 sys.modules.update(dict.fromkeys(["fastapi", "uvicorn", "prometheus_client", "pydantic", "yaml"]))
 def state():
     return dict(os.environ), torch.get_num_threads(), signal.getsignal(signal.SIGINT)
+torch.set_num_threads(1)
 before = state()
 from nanovllm import LLM, AsyncLLM, SamplingParams
 print(state() == before, logging.getLogger("nanovllm").handlers, logging.getLogger().handlers)

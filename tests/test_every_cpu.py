@@ -69,8 +69,8 @@ def test_products_and_dtypes_are_chosen_by_the_record(
         assert products.noted == {choice.replace("packed", "rows")}
         products.noted.clear()
     for stored in ("bfloat16", "float16"):
-        assert features.choose_dtype(stored) == CHOICES[name][2]
-    assert features.choose_dtype("float32") == FP32
+        assert features.choose_dtype(stored, is_quantized=False) == CHOICES[name][2]
+    assert features.choose_dtype("float32", is_quantized=False) == FP32
 
 
 @pytest.mark.parametrize("variant", ["llama-mha-bias", "qwen3-moe"])

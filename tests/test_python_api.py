@@ -111,6 +111,18 @@ def test_options_that_only_vllm_needs(caplog: pytest.LogCaptureFixture) -> None:
     assert not {field.name for field in fields(EngineConfig)} & set(VLLM_OPTIONS)
 
 
+@pytest.mark.parametrize("option", [{"enable_lora": True}, {"max_lora_rank": 8}])
+def test_adapters_are_not_supported(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"_\w+: LoRA adapters are not supported"):
+        engine_config("x", option)
+    assert engine_config("x", {"enable_lora": False, "max_lora_rank": None}) == EngineConfig("x")
+
+
+def test_options_about_images_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    engine_config("x", {"limit_mm_per_prompt": {"image": 1}})
+    assert caplog.messages == ["limit_mm_per_prompt has no effect: this model reads text only"]
+
+
 @pytest.mark.parametrize(
     ("options", "hint"),
     [

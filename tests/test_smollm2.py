@@ -82,8 +82,21 @@ def test_embeddings_equal_transformers(llm: LLM, model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_it_chats_sensibly(llm: LLM) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
+def test_it_chats_sensibly(dtype: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    [output] = llm.chat([{"role": "user", "content": QUESTIONS[0]}], params, use_tqdm=False)
+    with LLM("smollm2", dtype=dtype, max_model_len=256, max_num_seqs=4) as llm:
+        [output] = llm.chat([{"role": "user", "content": QUESTIONS[0]}], params, use_tqdm=False)
     assert "Paris" in output.text
     assert output.finish_reason == "stop"
+
+
+@pytest.mark.slow
+def test_no_two_tokens_are_equally_likely_in_bfloat16() -> None:
+    prompts = [f"Question {i}: what is {i} times {i + 7}? Answer:" for i in range(200)]
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=2)
+    with LLM("smollm2", dtype="bfloat16", max_model_len=256) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    for output in outputs:
+        for best in output.logprobs or ():
+            assert len({entry.logprob for entry in best.values()}) == 2

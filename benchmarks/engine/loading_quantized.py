@@ -81,7 +81,7 @@ def measure_stored(file: Path) -> Load:
     checkpoint = find_checkpoint(str(file), need_tokenizer=False)
     config, model_config = EngineConfig(str(file), device="cpu"), read_config(checkpoint.config)
     device = create_device(config)
-    dtype = device.choose_dtype(config.dtype, model_config.dtype)
+    dtype = device.choose_dtype(config.dtype, model_config.dtype, is_quantized=True)
     stored = choose_layouts(config, checkpoint, device, dtype)
     ops = device.ops(dtype)
     attention = device.attention(dtype, ops)

@@ -31,6 +31,7 @@ _WEIGHTS = (
     *("model.safetensors", "model-*.safetensors", "*.safetensors"),
     *("pytorch_model.bin", "pytorch_model-*.bin", "*.gguf"),
 )
+SPECIAL_FLOATS = ("NaN", "Infinity", "-Infinity")
 _FORMATS: dict[str, WeightFormat] = {".safetensors": "safetensors", ".bin": "bin", ".gguf": "gguf"}
 
 
@@ -110,13 +111,19 @@ def find_checkpoint(
 def read_json(file: Path, kind: type = dict) -> Any:
     """Read a JSON object or, if `kind` is `list`, a list."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), object_hook=_decode_float)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read as JSON ({error}); fetch it again") from error
     if not isinstance(content, kind):
         expected = "object" if kind is dict else "list"
         raise CheckpointError(f"{file} must hold a JSON {expected}, not a {type(content).__name__}")
     return content
+
+
+def _decode_float(value: dict[str, Any]) -> Any:
+    """Decode numbers that JSON lacks, which transformers 5 writes as {"__float__": "Infinity"}."""
+    is_number = value.keys() == {"__float__"} and value["__float__"] in SPECIAL_FLOATS
+    return float(value["__float__"]) if is_number else value
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
@@ -198,8 +205,7 @@ def _read_embedding(folder: Path) -> EmbeddingModules | None:
 
 def _read_config(file: Path) -> Mapping[str, Any]:
     """Read config.json; for a multimodal model, return the config of its text model."""
-    config: dict[str, Any] = read_json(file)
-    return config if config.get("text_config") is None else text_config(config)
+    return text_config(read_json(file))
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:

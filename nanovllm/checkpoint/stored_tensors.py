@@ -78,8 +78,7 @@ def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
 
         list_file = list_gguf
     tensors = [tensor for file in checkpoint.weight_files for tensor in list_file(file)]
-    if any("language_model." in tensor.name for tensor in tensors):
-        tensors = text_tensors(tensors)
+    tensors = text_tensors(tensors)
     if any(tensor.name == "embed_tokens.weight" for tensor in tensors):
         tensors = add_prefix(tensors)
     return tensors

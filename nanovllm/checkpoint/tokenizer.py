@@ -31,11 +31,29 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     except (NanovllmError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # broken files raise any type of error, or panic in Rust
+        if str(error) == _config_problem(checkpoint):
+            raise CheckpointError(
+                f"transformers, which loads the tokenizer, rejects {checkpoint.path}/config.json "
+                f"({error}); correct it, or pass token-id prompts with skip_tokenizer_init=True"
+            ) from error
         raise CheckpointError(
             f"the tokenizer in {checkpoint.path} cannot be loaded ({error}). Fetch it again "
             "(tokenizer.model alone needs `pip install sentencepiece`; code from a repository is "
             "never run), or pass token-id prompts with skip_tokenizer_init=True"
         ) from error
+
+
+def _config_problem(checkpoint: Checkpoint) -> str | None:
+    """Return transformers' message if it rejects config.json, which it reads for a tokenizer."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(
+            str(checkpoint.path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers validates each config class in its own way
+        return str(error)
+    return None
 
 
 def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:

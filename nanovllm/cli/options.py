@@ -14,7 +14,7 @@ from dataclasses import Field, fields
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from nanovllm.config import WHOLE_CONTEXT, EngineConfig
-from nanovllm.engine.engine_options import IGNORED_OPTIONS, VLLM_OPTIONS, ignored_notes
+from nanovllm.engine.engine_options import FLAGS, VLLM_OPTIONS, ignored_notes
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.server_options import read_text as read_text
@@ -135,9 +135,13 @@ def add_engine_options(
     names = {field.name for field in fields(EngineConfig)}.difference(NO_FLAGS, SEVERAL_REQUESTS)
     add_options(parser, "engine", EngineConfig, names, **defaults)
     for name in VLLM_OPTIONS:
-        action = argparse.BooleanOptionalAction if name in IGNORED_OPTIONS else "store"
+        options: dict[str, Any] = {"dest": _flag(name), "help": argparse.SUPPRESS}
+        if name in FLAGS:
+            options["action"] = BooleanOptionalAction
+        elif name == "lora_modules":
+            options["nargs"] = "+"
         short = ["-pp"] if name == "pipeline_parallel_size" else []
-        add(_flag(name), *short, dest=_flag(name), action=action, help=argparse.SUPPRESS)
+        add(_flag(name), *short, **options)
 
 
 def add_server_options(parser: ArgumentParser, url: str | None = None) -> None:

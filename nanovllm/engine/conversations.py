@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Messages = Sequence[Message] | Sequence[Sequence[Message]]
 
+# Content parts whose type has one of these words are not text.
+_MEDIA = re.compile("image|audio|video|file|document")
 _CALL_KEYS = ("tool_calls", "function_call")  # a message with one of these may lack content
 
 
@@ -118,8 +121,17 @@ def text_of(content: Any, name: str = "content", types: Sequence[str] = ("text",
     require(isinstance(content, (list, tuple)), name, expected, content)
     texts = [_part_text(part, types) for part in content]
     for part, text in zip(content, texts, strict=True):
+        refuse_media(part, name)
         require(isinstance(text, str), name, expected, part)
     return "\n".join(texts)
+
+
+def refuse_media(part: Any, name: str) -> None:
+    """Raise RequestError for a content part with an image, a sound or a file."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(kind, str) and _MEDIA.search(kind):
+        message = f"{name} has a part of type {kind!r:.80}, but this model reads text only"
+        raise RequestError(message, param=name)
 
 
 def _part_text(part: Any, types: Sequence[str]) -> Any:

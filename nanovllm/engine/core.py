@@ -16,13 +16,10 @@ from nanovllm.engine.request import (
     Request,
     TokenLogprobs,
 )
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import Scheduler, Step
 from nanovllm.engine.sequence import Sequence, check_length
-from nanovllm.engine.step import Pending, StepPlan, StepResult
-from nanovllm.engine.timing import SequenceEnd, StepTiming
+from nanovllm.engine.timing import StepLog
 from nanovllm.errors import EngineError
-
-MAX_RECORDED = 1024  # maximum length of `timings` and of `ended`
 
 
 class EngineCore:
@@ -49,13 +46,10 @@ class EngineCore:
         self.max_len = min(max_model_len, pool_len)
         self._is_pool_short = pool_len < max_model_len
         self._sequences: dict[int, Sequence] = {}
-        # Plans in flight, each with its pending result and the time of its submission.
-        self._in_flight: deque[tuple[StepPlan, Pending[StepResult], float]] = deque()
+        self._in_flight: deque[Step] = deque()
         self._clock = clock
         self._last_result_time = 0.0
-        # Recent steps and ended sequences, kept until a snapshot takes them.
-        self.timings: deque[StepTiming] = deque(maxlen=MAX_RECORDED)
-        self.ended: deque[SequenceEnd] = deque(maxlen=MAX_RECORDED)
+        self.log: StepLog | None = None  # set while someone watches the engine
         self._failure: str | None = None
 
     @property
@@ -88,29 +82,35 @@ class EngineCore:
         """
         self.raise_if_failed()
         try:
-            begin = self._clock()
-            plan = self.scheduler.schedule()
-            scheduled = self._clock()
-            if plan is not None:
-                self._in_flight.append((plan, self.executor.submit(plan), scheduled))
-                if len(self._in_flight) == 1:
-                    self._send_masks()
-            if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
-                return self._collect(begin, scheduled)
-            if plan is not None:
-                now = self._clock()
-                schedule, submit = scheduled - begin, now - scheduled
-                self.timings.append(StepTiming(begin, schedule, submit, 0.0, 0.0, now, 0.0))
+            return self._step()
         except BaseException as error:
             # Keep only the text: the exception's traceback refers to the engine, so keeping it
             # would create a reference cycle.
             self._failure = repr(error)
             raise
-        if not self._in_flight and self._sequences:
+
+    def _step(self) -> EngineCoreOutputs:
+        times = [self._clock()]
+        step, oldest = self.scheduler.schedule(), None
+        times.append(self._clock())
+        if step is not None:
+            step.submit_time = times[-1]
+            step.pending = self.executor.submit(step.plan)
+            self._in_flight.append(step)
+            if len(self._in_flight) == 1:
+                self._send_masks()
+        times.append(self._clock())
+        outputs = EngineCoreOutputs([], [], [])
+        if self._in_flight and (step is None or len(self._in_flight) > self.depth):
+            oldest = self._in_flight.popleft()
+            outputs = self._collect(oldest)
+        if self.log is not None and (step or oldest):
+            self.log.add_step([*times, self._clock()], oldest)
+        if not self._in_flight and oldest is None and self._sequences:
             assert self.scheduler.waiting_for_grammar, "sequences are waiting, but nothing runs"
             matchers = [seq.matcher for seq in self.scheduler.waiting_for_grammar.values()]
             self._grammars.wait([matcher for matcher in matchers if matcher is not None])
-        return EngineCoreOutputs([], [], [])
+        return outputs
 
     def finish(self, seq_id: int, reason: FinishReason) -> FinishedSequence | None:
         """End a sequence now; return None if it has ended already or is unknown.
@@ -130,47 +130,17 @@ class EngineCore:
         if self._failure is not None:
             raise EngineError(f"the engine has failed and cannot be used again: {self._failure}")
 
-    def _collect(self, begin: float, scheduled: float) -> EngineCoreOutputs:
-        """Wait for the oldest step in flight, commit it and record the timing of this call."""
-        plan, pending, submit_time = self._in_flight.popleft()
-        submitted = self._clock()
-        result = pending.result()
-        result_time = self._clock()
+    def _collect(self, step: Step) -> EngineCoreOutputs:
+        """Wait for a step, which was the oldest in flight, and commit it."""
+        result = step.pending.result()
+        step.result_time = now = self._clock()
         # The device runs one step at a time, so this step began after the previous one ended.
-        device_begin = max(submit_time, self._last_result_time)
-        device = result_time - device_begin
-        draft_counts = self.scheduler.draft_counts
-        num_accepted = draft_counts.num_accepted_tokens
-        step = self._drop_in_flight() if result.is_lost else self._commit(plan, result, device)
-        drafter = self.scheduler.drafter
-        if drafter is not None and not plan.num_prefill_tokens and not result.is_lost:
-            # Include the time in which the device waited for this plan: drafting delays the plan.
-            seconds = result_time - self._last_result_time
-            counts = len(plan.counts), plan.num_decode_tokens, step.num_decode_tokens
-            drafter.measured(*counts, seconds)
-        self.timings.append(
-            StepTiming(
-                begin,
-                scheduled - begin,
-                submitted - scheduled,
-                result_time - submitted,
-                self._clock() - result_time,
-                device_begin,
-                device,
-                step.num_prefill_tokens,
-                step.num_decode_tokens,
-                len(plan.counts),
-                draft_counts.num_accepted_tokens - num_accepted,
-            )
-        )
-        self._last_result_time = result_time
-        return step
-
-    def _commit(self, plan: StepPlan, result: StepResult, seconds: float) -> EngineCoreOutputs:
-        draft_counts = self.scheduler.draft_counts
-        num_before = draft_counts.num_rejected_tokens
-        updated = self.scheduler.commit(plan, result, seconds)
-        num_rejected = draft_counts.num_rejected_tokens - num_before
+        step.seconds = now - self._last_result_time
+        step.device_seconds = min(now - step.submit_time, step.seconds)
+        self._last_result_time = now
+        if result.is_lost:
+            return self._drop(step)
+        updated = self.scheduler.commit(step, result)
         if self._in_flight:
             self._send_masks()
         streaming = [
@@ -182,29 +152,30 @@ class EngineCore:
             [each for seq in streaming for each in seq.new_token_ids],
             [self._leave(seq) for seq in updated if seq.finish_reason is not None],
             [each for seq in streaming for each in seq.new_logprobs or no_logprobs * seq.num_new],
-            plan.num_prefill_tokens,
-            plan.num_decode_tokens - num_rejected,
+            step.plan.num_prefill_tokens,
+            step.num_decode_tokens - step.num_rejected,
         )
 
-    def _drop_in_flight(self) -> EngineCoreOutputs:
-        """Discard the steps in flight, which depend on a lost step, and preempt all sequences."""
-        for plan, pending, _ in self._in_flight:
-            if len(plan.masked_rows):  # the step waits for bitmasks: allow every token
-                num_masks = int(plan.num_logits[plan.masked_rows].sum())
+    def _drop(self, lost: Step) -> EngineCoreOutputs:
+        """Discard a lost step and those in flight, which depend on it; preempt all sequences."""
+        for step in self._in_flight:
+            if step.masked_rows:  # the step waits for bitmasks: allow every token
+                num_masks = int(step.plan.num_logits[step.plan.masked_rows].sum())
                 ended: list[tuple[None, list[int]]] = [(None, [])] * num_masks
                 self.executor.sample(self._grammars.masks(ended, self.executor.mask_memory)[0])
-            pending.result()
+            step.pending.result()
+        self.scheduler.drop([lost, *self._in_flight])
         self._in_flight.clear()
-        self.scheduler.drop_in_flight()
         return EngineCoreOutputs([], [], [])
 
     def _send_masks(self) -> None:
         """Send bitmasks for the oldest step in flight: the tokens they depend on are now known."""
-        plan = self._in_flight[0][0]
-        if len(plan.masked_rows):
-            rows = self.scheduler.matchers(plan)
+        step = self._in_flight[0]
+        if step.masked_rows:
+            rows = self.scheduler.matchers(step)
             masks, late = self._grammars.masks(rows, self.executor.mask_memory)
-            self.scheduler.wait_for_grammar(plan.masked_rows[late].tolist())
+            late_rows = step.plan.masked_rows[late].tolist()
+            self.scheduler.wait_for_grammar([step.rows[row] for row in late_rows])
             self.executor.sample(masks)
 
     @property
@@ -215,29 +186,20 @@ class EngineCore:
     def _leave(self, seq: Sequence) -> FinishedSequence:
         assert seq.finish_reason is not None
         del self._sequences[seq.seq_id]
-        token_ids, end_time = seq.output_token_ids, self._clock()
-        self.ended.append(
-            SequenceEnd(
-                seq.seq_id,
-                seq.finish_reason,
-                len(token_ids),
-                seq.start_time,
-                seq.first_token_time,
-                end_time,
-                seq.request.arrival_time,
-            )
-        )
-        return FinishedSequence(
+        finished = FinishedSequence(
             seq.seq_id,
-            token_ids,
+            seq.output_token_ids,
             seq.finish_reason,
             seq.num_cached,
             seq.start_time,
             seq.first_token_time,
-            end_time,
+            self._clock(),
             list(seq.prompt_logprobs),  # a copy, because a step in flight may still append
             seq.pooled,
             seq.error,
             POOL_TOO_SMALL if seq.is_cut_by_pool and seq.finish_reason == "length" else None,
             seq.draft_counts,
         )
+        if self.log is not None:
+            self.log.add_end(finished, seq.request.arrival_time)
+        return finished

@@ -1,20 +1,19 @@
 """Drafter: choose the number of draft tokens for speculative decoding from measured throughput.
 
 Draft tokens never change the output: each position is sampled exactly as it would be without them,
-and the sampled tokens are kept up to and including the first one that differs from its draft token.
+and the worker rejects the tokens after the first one that differs from its draft token.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.ngram_proposer import NgramProposer
 from nanovllm.engine.proposer import NUM_CLASSES, ModelProposer, Proposer
 from nanovllm.engine.request import DraftCounts
-from nanovllm.engine.sequence import NO_SLOT, Sequence
+from nanovllm.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from nanovllm.engine.block_manager import BlockManager
@@ -142,26 +141,6 @@ class Drafter:
         self._room -= count
         return token_ids[:count]
 
-    def verify(
-        self, seq: Sequence, token_ids: list[int], append: Callable[[Sequence, int], None]
-    ) -> None:
-        """Append the accepted draft tokens, and the token sampled after them."""
-        drafts, seq.drafts = seq.drafts, []
-        count = num_accepted(drafts, token_ids)
-        self.verified(seq, len(drafts), count)
-        seq.num_tokens += count
-        if seq.slot != NO_SLOT:  # not preempted in the meantime
-            seq.num_computed += count
-            seq.has_rejected = True
-        num_new = 0
-        for token_id in token_ids[: count + 1]:
-            append(seq, token_id)
-            num_new += 1
-            if seq.finish_reason is not None:
-                break
-        for counts in (self.counts, seq.draft_counts):
-            counts.add(len(drafts), num_new - 1)
-
     def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Update the acceptance rates after draft tokens of a sequence were verified."""
         state = self._state(seq)
@@ -221,12 +200,6 @@ class Drafter:
         self._pause = state.pause = 0
         self._num_rows, self._num_tokens = self._num_rows + best, best_tokens
         return best
-
-
-def num_accepted(drafts: list[int], token_ids: list[int]) -> int:
-    """Return the number of leading draft tokens that equal the sampled tokens."""
-    pairs = zip(drafts, token_ids, strict=False)
-    return next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
 
 
 class StepCosts:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TEXT_ONLY = "this model reads text only"
 # vLLM's options that have no effect here, each with the reason; ignored with a warning if set.
 # Flags:
 IGNORED_OPTIONS = {
@@ -42,20 +43,26 @@ IGNORED_WITH_VALUE = {
     "guided_decoding_backend": "structured output has one backend",
     "structured_outputs_config": "structured output has one backend",
     "scheduling_policy": "requests are served by priority, then in order of arrival",
-    "limit_mm_per_prompt": "models are text-only",
+    **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs"), TEXT_ONLY),
+    **dict.fromkeys(("allowed_local_media_path", "mm_processor_cache_gb"), TEXT_ONLY),
     "response_role": "the role is always assistant",
 }
 # Unsupported options, and the values that are accepted because they equal the default behavior.
 UNSUPPORTED_OPTIONS = {
     "pipeline_parallel_size": ("1",),
     "cpu_offload_gb": ("0", "0.0"),
-    "lora_modules": (),
     "hf_overrides": (),
     "rope_scaling": (),
     "tokenizer": (),
 }
 
-VLLM_OPTIONS = (*IGNORED_OPTIONS, *IGNORED_WITH_VALUE, *UNSUPPORTED_OPTIONS)
+LORA_FLAGS = ("enable_lora", "fully_sharded_loras")
+LORA_OPTIONS = (
+    *LORA_FLAGS,
+    *("lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"),
+)
+FLAGS = (*IGNORED_OPTIONS, *LORA_FLAGS)
+VLLM_OPTIONS = (*IGNORED_OPTIONS, *IGNORED_WITH_VALUE, *UNSUPPORTED_OPTIONS, *LORA_OPTIONS)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -106,6 +113,9 @@ def ignored_notes(options: Mapping[str, Any], spell: Callable[[str], str] = str)
     for name, reason in (IGNORED_OPTIONS | IGNORED_WITH_VALUE).items():
         if options.get(name):
             yield f"{spell(name)} has no effect: {reason}"
+    for name in LORA_OPTIONS:
+        if options.get(name):
+            raise ConfigError(f"{spell(name)}: LoRA adapters are not supported; leave it out")
     for name, neutral in UNSUPPORTED_OPTIONS.items():
         value = options.get(name)
         if value is not None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import abc
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from nanovllm.engine.request import TokenLogprobs
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import IntColumn, StepPlan, StepResult
+from nanovllm.engine.step import StepPlan
 from nanovllm.outputs import Logprob
 
 if TYPE_CHECKING:
@@ -20,15 +20,13 @@ if TYPE_CHECKING:
 # bytes. The rank and the first pair belong to the token at that position, the other pairs to the
 # top tokens. Entries are bytes: creating objects for every token took longer than a GPU step.
 RANK_BYTES, PAIR_BYTES = 4, 8
+Columns = abc.Mapping[str, npt.NDArray[Any]]  # of a StepResult
 
 
-def pack_logprobs(
-    ids: IntColumn | None, logprobs: npt.NDArray[np.float32] | None, ranks: IntColumn | None
-) -> abc.Iterator[TokenLogprobs]:
-    """Yield an entry for each row of ids and logprobs, which are [rows, 1 + num_top]."""
-    assert ids is not None
-    assert logprobs is not None
-    assert ranks is not None
+def pack_logprobs(columns: Columns, prefix: str = "") -> abc.Iterator[TokenLogprobs]:
+    """Yield an entry for each row of the three columns of logprobs in a StepResult."""
+    names = "logprob_ids", "logprobs", "logprob_ranks"
+    ids, logprobs, ranks = (columns[prefix + name] for name in names)
     pairs = np.stack((ids, logprobs.view(np.int32)), 2).reshape(len(ids), -1)
     packed = np.concatenate((ranks[:, None], pairs), 1, dtype=np.int32)
     data, width = packed.tobytes(), 4 * packed.shape[1]
@@ -40,16 +38,16 @@ def entry_bytes(num_top: int | None) -> int:
     return RANK_BYTES + PAIR_BYTES * (1 + (num_top or 0))
 
 
-def add_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult) -> None:
+def add_logprobs(rows: list[Sequence], plan: StepPlan, columns: Columns) -> None:
     """Store the logprobs of a step in the sequences that requested them."""
-    if result.prompt_logprobs is not None:
-        _add_prompt_logprobs(rows, plan, result)
-    if result.logprobs is None:
+    if "prompt_logprobs" in columns:
+        _add_prompt_logprobs(rows, plan, pack_logprobs(columns, "prompt_"))
+    if "logprobs" not in columns:
         return
     counts = zip(rows, plan.num_logits.tolist(), strict=True)
     sampled = [seq for seq, count in counts for _ in range(count)]
     asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
-    entries = pack_logprobs(result.logprob_ids, result.logprobs, result.logprob_ranks)
+    entries = pack_logprobs(columns)
     for seq in asking:
         seq.new_logprobs = []
     for seq, entry in zip(asking, entries, strict=True):
@@ -57,10 +55,10 @@ def add_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult) -> No
             seq.new_logprobs.append(entry[: entry_bytes(seq.request.params.logprobs)])
 
 
-def _add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult) -> None:
+def _add_prompt_logprobs(
+    rows: list[Sequence], plan: StepPlan, entries: abc.Iterator[TokenLogprobs]
+) -> None:
     """Append the prompt logprobs that a step computed to the sequences that requested them."""
-    columns = result.prompt_logprob_ids, result.prompt_logprobs, result.prompt_logprob_ranks
-    entries = pack_logprobs(*columns)
     spans = zip(rows, plan.starts.tolist(), plan.counts.tolist(), strict=True)
     for seq, start, count in spans:
         num_top = seq.request.params.prompt_logprobs

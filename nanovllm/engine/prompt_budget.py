@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-MIN_PROMPT_TOKENS = 64  # allowed in every step, so that prompts always make progress
+# Prompt tokens allowed in every step, by device, so that prompts always make progress. On a CPU, a
+# chunk of 64 tokens takes twice as long per token as one of 1,024, since each chunk upcasts or
+# dequantizes all weights.
+MIN_PROMPT_TOKENS = {"cpu": 256, "cuda": 64}
 FIRST_SECONDS_PER_TOKEN = 80e-6  # estimate before the first measurement
 MARGIN = 0.8  # fraction of the target to aim for, because equal steps vary in duration
 # After the first measurement, the ratio of measured to estimated time is limited by MAX_RATIO and
@@ -13,7 +16,8 @@ MAX_RATIO, WEIGHT = 2.0, 0.25
 class PromptBudget:
     """Estimates the seconds per token from measured steps, as a geometric moving average."""
 
-    def __init__(self, target_seconds: float) -> None:
+    def __init__(self, target_seconds: float, min_prompt_tokens: int) -> None:
+        self._min_prompt_tokens = min_prompt_tokens
         self._seconds = MARGIN * target_seconds
         self._seconds_per_token = FIRST_SECONDS_PER_TOKEN
         self._is_measured = False
@@ -21,7 +25,7 @@ class PromptBudget:
     def num_prompt_tokens(self, num_decode_rows: int) -> int:
         """Return how many prompt tokens may run alongside `num_decode_rows` decode rows."""
         num_tokens = int(self._seconds / self._seconds_per_token)
-        return max(MIN_PROMPT_TOKENS, _round_down(num_tokens) - num_decode_rows)
+        return max(self._min_prompt_tokens, _round_down(num_tokens) - num_decode_rows)
 
     def measured(self, num_prompt_tokens: int, num_decode_rows: int, seconds: float) -> None:
         """Update the estimate with the duration of a step on the device."""

@@ -3,24 +3,76 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.grammar import Matcher
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.request import DraftCounts, FinishReason
 from nanovllm.engine.sequence import NO_SLOT, Sequence, WaitingQueue
-from nanovllm.engine.step import BlockCopy, BlockUpdate, DraftUpdate, NewRow, StepPlan, StepResult
+from nanovllm.engine.step import (
+    BlockCopy,
+    BlockUpdate,
+    DraftUpdate,
+    NewRow,
+    Pending,
+    StepPlan,
+    StepResult,
+)
 from nanovllm.sampling_params import NO_TOKEN
 
 if TYPE_CHECKING:
     from nanovllm.engine.drafter import Drafter
     from nanovllm.engine.state_pool import StateCopy
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A step from its planning to its commit; columns are plain lists while it is planned."""
+
+    budget: int  # number of tokens that still may be added
+    num_decode_tokens: int = 0
+    rows: list[Sequence] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    num_logits: list[int] = field(default_factory=list)
+    masked_rows: list[int] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    block_updates: list[BlockUpdate] = field(default_factory=list)
+    block_copies: list[BlockCopy] = field(default_factory=list)
+    draft_updates: list[DraftUpdate] = field(default_factory=list)
+    state_copies: list[StateCopy] = field(default_factory=list)
+    plan: StepPlan = field(init=False)
+    pending: Pending[StepResult] = field(init=False)  # set when the step is submitted
+    submit_time: float = 0.0
+    result_time: float = 0.0
+    device_seconds: float = 0.0  # duration on the device
+    seconds: float = 0.0  # since the result of the previous step, idle time included
+    num_accepted: int = 0  # accepted draft tokens
+    num_rejected: int = 0
+
+    def make_plan(self, released: list[int]) -> None:
+        self.plan = StepPlan(
+            slots=np.array(self.slots, np.int32),
+            starts=np.array(self.starts, np.int32),
+            counts=np.array(self.counts, np.int32),
+            num_logits=np.array(self.num_logits, np.int32),
+            new_rows=self.new_rows,
+            block_updates=self.block_updates,
+            released=released,
+            num_decode_tokens=self.num_decode_tokens,
+            masked_rows=np.array(self.masked_rows, np.int32),
+            block_copies=self.block_copies,
+            draft_updates=self.draft_updates,
+            state_copies=self.state_copies,
+        )
 
 
 class Scheduler:
@@ -59,7 +111,7 @@ class Scheduler:
         self._misfit: tuple[Sequence | None, int] = None, 0
         # Leaders (sequences with followers) whose prefill the last plan completed.
         self._prefilled_leaders: list[Sequence] = []
-        self._in_flight: deque[list[Sequence]] = deque()  # rows of each uncommitted plan
+        self._newest: list[Sequence] = []  # rows of the latest step
 
     @property
     def draft_counts(self) -> DraftCounts:
@@ -73,12 +125,12 @@ class Scheduler:
             return
         self._enqueue(seq)
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self) -> Step | None:
         """Plan the next step: running sequences first, then as many waiting ones as fit.
 
         Returns None if no sequence can run.
         """
-        builder = _PlanBuilder(self.max_num_batched_tokens)
+        step = Step(self.max_num_batched_tokens)
         if self.states is not None:
             self.states.save(self.blocks)
         while self._prefilled_leaders:
@@ -88,40 +140,30 @@ class Scheduler:
         if self.drafter is not None:
             num_possible = min(len(self.running) + len(self.waiting), self.max_num_seqs)
             num_unused = self.max_num_seqs - num_possible
-            newest = self._in_flight[-1] if self._in_flight else []
-            self.drafter.begin_step(len(self.running), num_unused, newest)
-        self._schedule_running(builder)
-        self._admit_waiting(builder)
-        if not builder.rows:
+            self.drafter.begin_step(len(self.running), num_unused, self._newest)
+        self._schedule_running(step)
+        self._admit_waiting(step)
+        if not step.rows:
             return None
         if self.states is not None:
-            builder.state_copies = self.states.take_copies()
-        plan = builder.to_plan(self._released)
-        self._released = []
-        self._in_flight.append(builder.rows)
-        return plan
+            step.state_copies = self.states.take_copies()
+        step.make_plan(self._released)
+        self._released, self._newest = [], step.rows
+        return step
 
-    def commit(self, plan: StepPlan, result: StepResult, seconds: float) -> list[Sequence]:
-        """Append the tokens that a step sampled; `seconds` is its duration on the device.
+    def commit(self, step: Step, result: StepResult) -> list[Sequence]:
+        """Append the tokens that a step sampled.
 
         Returns the sequences that finished, and all streaming ones with new tokens.
         """
+        plan = step.plan
         if self.prompt_budget is not None:
-            self.prompt_budget.measured(plan.num_prefill_tokens, plan.num_decode_tokens, seconds)
-        rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
-        if result.logprobs is not None or result.prompt_logprobs is not None:
-            from nanovllm.engine.logprobs import add_logprobs
-
-            add_logprobs(rows, plan, result)
-        updated = []
-        if result.pooled is not None:
-            from nanovllm.engine.scoring import add_pooled
-
-            for seq, reason in add_pooled(rows, plan, result.pooled):
-                self._end(seq, reason)
-                updated.append(seq)
+            counts = plan.num_prefill_tokens, step.num_decode_tokens
+            self.prompt_budget.measured(*counts, step.device_seconds)
+        num_valid = step.num_logits if result.num_valid is None else result.num_valid.tolist()
+        updated = self._add_columns(step.rows, plan, result.columns) if result.columns else []
         token_ids, end = result.tokens.tolist(), 0
-        for seq, count in zip(rows, num_logits, strict=True):
+        for seq, count, valid in zip(step.rows, step.num_logits, num_valid, strict=True):
             first, end = end, end + count
             if not count or seq.finish_reason is not None:  # not sampled, or has already ended
                 continue
@@ -131,38 +173,38 @@ class Scheduler:
             num_known = len(seq.token_ids)
             if result.failures:
                 seq.error = result.failures.get(first)
-            if seq.drafts:
-                if result.draft_tokens is not None:
-                    seq.drafts = result.draft_tokens[first : end - 1].tolist()
-                assert self.drafter is not None
-                self.drafter.verify(seq, token_ids[first:end], self._append)
-            else:
+            if count == 1:
                 self._append(seq, token_ids[first])
+            else:
+                self._append_verified(step, seq, token_ids[first : first + valid])
             seq.num_new = len(seq.token_ids) - num_known
             if seq.new_logprobs:
                 del seq.new_logprobs[seq.num_new :]
             if seq.is_streaming or seq.finish_reason is not None:
                 updated.append(seq)
+        if self.drafter is not None and not plan.num_prefill_tokens:
+            # The duration includes idle time of the device, because drafting delays the plan.
+            num_rows = step.num_decode_tokens
+            num_tokens = num_rows - step.num_rejected
+            self.drafter.measured(len(step.rows), num_rows, num_tokens, step.seconds)
         return updated
 
-    def matchers(self, plan: StepPlan) -> list[tuple[Matcher | None, list[int]]]:
-        """Return the matchers and drafts of the masked rows of the oldest plan in flight.
+    def matchers(self, step: Step) -> list[tuple[Matcher | None, list[int]]]:
+        """Return the matchers and drafts of the masked rows of the oldest step in flight.
 
         The matcher is None if the sequence has ended in the meantime.
         """
-        rows = self._in_flight[0]
-        masked = [rows[row] for row in plan.masked_rows.tolist()]
+        masked = [step.rows[row] for row in step.masked_rows]
         return [
             (None if seq.finish_reason is not None else seq.matcher, seq.drafts) for seq in masked
         ]
 
-    def wait_for_grammar(self, rows: list[int]) -> None:
-        """Discard what the oldest plan in flight samples for `rows`, which have no bitmasks yet.
+    def wait_for_grammar(self, seqs: list[Sequence]) -> None:
+        """Discard what the oldest step in flight samples for sequences that have no bitmasks yet.
 
-        Their sequences release their blocks and slots, and wait for their bitmasks.
+        They release their blocks and slots, and wait for their bitmasks.
         """
-        for row in rows:
-            seq = self._in_flight[0][row]
+        for seq in seqs:
             if seq.finish_reason is not None:
                 continue
             seq.num_tokens -= 1
@@ -170,13 +212,12 @@ class Scheduler:
             self._leave_running(seq)
             self.waiting_for_grammar[seq.seq_id] = seq
 
-    def drop_in_flight(self) -> None:
-        """Discard every plan in flight, and preempt all running sequences.
+    def drop(self, steps: list[Step]) -> None:
+        """Discard all steps in flight, and preempt all running sequences.
 
         The prefix cache is reset: it may contain blocks that the discarded steps did not fill.
         """
-        rows = {seq.seq_id: seq for rows in self._in_flight for seq in rows}
-        self._in_flight.clear()
+        rows = {seq.seq_id: seq for step in steps for seq in step.rows}
         for seq in reversed(list(self.running.values())):
             self._preempt(seq)
         self.blocks.reset_prefix_cache()
@@ -204,26 +245,24 @@ class Scheduler:
     def _last_running(self) -> Sequence:
         return self.running[next(reversed(self.running))]
 
-    def _schedule_running(self, builder: _PlanBuilder) -> None:
+    def _schedule_running(self, step: Step) -> None:
         # Each row takes at least one token, so at most `budget` rows can be scheduled.
-        rows = list(islice(self.running.values(), builder.budget))
+        rows = list(islice(self.running.values(), step.budget))
         if self.prompt_budget is None:
-            self._schedule_rows(rows, builder)
+            self._schedule_rows(rows, step)
             return
         # Decode rows come first, regardless of priority, so that they never wait for a prefill.
         prompts = [seq for seq in rows if seq.num_tokens - seq.num_computed > 1]
-        self._schedule_rows(
-            [seq for seq in rows if seq.num_tokens - seq.num_computed == 1], builder
-        )
-        if builder.num_decode_tokens:
-            most = self.prompt_budget.num_prompt_tokens(builder.num_decode_tokens)
-            builder.budget = min(builder.budget, most)
-        self._schedule_rows(prompts, builder)
+        self._schedule_rows([seq for seq in rows if seq.num_tokens - seq.num_computed == 1], step)
+        if step.num_decode_tokens:
+            most = self.prompt_budget.num_prompt_tokens(step.num_decode_tokens)
+            step.budget = min(step.budget, most)
+        self._schedule_rows(prompts, step)
 
-    def _schedule_rows(self, rows: list[Sequence], builder: _PlanBuilder) -> None:
+    def _schedule_rows(self, rows: list[Sequence], step: Step) -> None:
         drafter = self.drafter
         for index, seq in enumerate(rows, 1):
-            if builder.budget == 0:
+            if step.budget == 0:
                 return
             num_tokens = seq.num_tokens
             if seq.slot == NO_SLOT or num_tokens >= seq.max_len:
@@ -232,17 +271,17 @@ class Scheduler:
                 continue
             if seq.is_serial and seq.num_pending:  # the host must know its pending token first
                 continue
-            last = end = self._row_end(seq, builder)
+            last = end = self._row_end(seq, step)
             drafts: list[int] | None = None
             if drafter is not None:
                 num_left = len(rows) - index  # each of the remaining rows needs a token
-                drafts = drafter.draft(seq, builder.budget - 1 - num_left, self.blocks)
+                drafts = drafter.draft(seq, step.budget - 1 - num_left, self.blocks)
                 last += len(drafts)
-            if last > seq.capacity and not self._grow(seq, last, builder):
+            if last > seq.capacity and not self._grow(seq, last, step):
                 continue
-            self._add_row(builder, seq, end, drafts)
+            self._add_row(step, seq, end, drafts)
 
-    def _grow(self, seq: Sequence, num_tokens: int, builder: _PlanBuilder) -> bool:
+    def _grow(self, seq: Sequence, num_tokens: int, step: Step) -> bool:
         """Allocate blocks for `seq`; if too few are free, preempt the last running sequences.
 
         Returns False if `seq` itself was preempted.
@@ -254,7 +293,7 @@ class Scheduler:
             if victim is seq:
                 return False
         for index, block_id in enumerate(block_ids, first_index):
-            builder.block_updates.append(BlockUpdate(seq.slot, index, block_id))
+            step.block_updates.append(BlockUpdate(seq.slot, index, block_id))
         return True
 
     def _enqueue_followers(self, leader: Sequence) -> None:
@@ -283,13 +322,13 @@ class Scheduler:
         self.waiting.add(seq, is_first=True)
         self.num_preemptions += 1
 
-    def _admit_waiting(self, builder: _PlanBuilder) -> None:
-        while self.waiting and builder.budget and self._free_slots:
+    def _admit_waiting(self, step: Step) -> None:
+        while self.waiting and step.budget and self._free_slots:
             seq = self.waiting.first()
             misfit, num_needed = self._misfit
             if seq is misfit and self.blocks.num_free < num_needed:
                 return
-            if not self.allow_chunks and len(seq.token_ids) > builder.budget:
+            if not self.allow_chunks and len(seq.token_ids) > step.budget:
                 return
             if seq.num_pending:  # preempted, and its last token is not known to the host yet
                 return
@@ -298,9 +337,9 @@ class Scheduler:
                 return
             self._misfit = None, 0
             self.waiting.remove(seq)
-            self._enter_running(seq, builder)
+            self._enter_running(seq, step)
 
-    def _enter_running(self, seq: Sequence, builder: _PlanBuilder) -> None:
+    def _enter_running(self, seq: Sequence, step: Step) -> None:
         seq.slot = self._free_slots.pop()
         seq.start_time = seq.start_time or time.perf_counter()
         is_last = not self.running or seq.priority >= self._last_running.priority
@@ -313,11 +352,11 @@ class Scheduler:
             self.num_cache_hits += seq.num_cached
         copy, seq.leader = self.blocks.copy_on_write(seq), None
         if copy is not None:
-            builder.block_copies.append(copy)
+            step.block_copies.append(copy)
         if self.states is not None:
             self.states.enter(seq)
         token_ids = np.array(seq.token_ids, np.int32)
-        builder.new_rows.append(
+        step.new_rows.append(
             NewRow(
                 seq.slot,
                 token_ids,
@@ -331,15 +370,15 @@ class Scheduler:
             )
         )
         # A prompt that does not fit takes the rest of the budget, unless a snapshot is due earlier.
-        self._add_row(builder, seq, self._row_end(seq, builder))
+        self._add_row(step, seq, self._row_end(seq, step))
         seq.row_start = 0
 
-    def _row_end(self, seq: Sequence, builder: _PlanBuilder) -> int:
-        end = min(seq.num_tokens, seq.num_computed + builder.budget)
+    def _row_end(self, seq: Sequence, step: Step) -> int:
+        end = min(seq.num_tokens, seq.num_computed + step.budget)
         return end if self.states is None else self.states.row_end(seq, end)
 
     def _add_row(
-        self, builder: _PlanBuilder, seq: Sequence, end: int, drafts: list[int] | None = None
+        self, step: Step, seq: Sequence, end: int, drafts: list[int] | None = None
     ) -> None:
         """Schedule `seq` up to `end`; if all tokens run, also count the one to be sampled.
 
@@ -347,22 +386,22 @@ class Scheduler:
         """
         start = seq.num_computed
         is_last = end == seq.num_tokens
-        builder.rows.append(seq)
-        builder.slots.append(seq.slot)
-        builder.starts.append(start)
+        step.rows.append(seq)
+        step.slots.append(seq.slot)
+        step.starts.append(start)
         count, num_logits = end - start, seq.num_logits if is_last else 0
         if drafts or seq.has_rejected:
             drafts = drafts or []
-            builder.draft_updates.append(DraftUpdate(seq.slot, end, drafts))
+            step.draft_updates.append(DraftUpdate(seq.slot, end, drafts))
             seq.drafts, seq.has_rejected = drafts, False
             count, num_logits = count + len(drafts), num_logits + len(drafts)
-        builder.counts.append(count)
-        builder.num_logits.append(num_logits)
+        step.counts.append(count)
+        step.num_logits.append(num_logits)
         if is_last and seq.matcher is not None:
-            builder.masked_rows.append(len(builder.rows) - 1)
+            step.masked_rows.append(len(step.rows) - 1)
         if is_last and start >= seq.num_prompt_tokens:
-            builder.num_decode_tokens += count
-        builder.budget -= count
+            step.num_decode_tokens += count
+        step.budget -= count
         seq.row_start, seq.num_computed = start, end
         if is_last:
             seq.num_tokens += 1
@@ -372,6 +411,40 @@ class Scheduler:
             self.states.scheduled(seq)
         if seq.followers and end >= seq.num_prompt_tokens:
             self._prefilled_leaders.append(seq)
+
+    def _add_columns(
+        self, rows: list[Sequence], plan: StepPlan, columns: Mapping[str, npt.NDArray[Any]]
+    ) -> list[Sequence]:
+        """Store logprobs and pooled vectors in their sequences; return those that they end."""
+        from nanovllm.engine.logprobs import add_logprobs
+        from nanovllm.engine.scoring import add_pooled
+
+        add_logprobs(rows, plan, columns)
+        ended = add_pooled(rows, plan, columns.get("pooled"))
+        for seq, reason in ended:
+            self._end(seq, reason)
+        return [seq for seq, _ in ended]
+
+    def _append_verified(self, step: Step, seq: Sequence, token_ids: list[int]) -> None:
+        """Append the draft tokens that the step accepted, and the token sampled after them."""
+        num_drafts, num_accepted = len(seq.drafts), len(token_ids) - 1
+        seq.drafts = []
+        seq.num_tokens += num_accepted
+        if seq.slot != NO_SLOT:  # not preempted in the meantime
+            seq.num_computed += num_accepted
+            seq.has_rejected = True
+        num_kept = -1  # accepted draft tokens up to the end of the sequence
+        for token_id in token_ids:
+            self._append(seq, token_id)
+            num_kept += 1
+            if seq.finish_reason is not None:
+                break
+        assert self.drafter is not None
+        self.drafter.verified(seq, num_drafts, num_accepted)
+        for counts in (self.drafter.counts, seq.draft_counts):
+            counts.add(num_drafts, num_kept)
+        step.num_accepted += num_kept
+        step.num_rejected += num_drafts - num_kept
 
     def _append(self, seq: Sequence, token_id: int) -> None:
         """Append a sampled token, and end the sequence if the token completes it."""
@@ -411,38 +484,3 @@ class Scheduler:
         self._free_slots.append(seq.slot)
         self._released.append(seq.slot)
         seq.slot, seq.has_rejected = NO_SLOT, False
-
-
-@dataclass(slots=True)
-class _PlanBuilder:
-    """A plan under construction, in plain lists because they are fastest to append to."""
-
-    budget: int
-    num_decode_tokens: int = 0
-    rows: list[Sequence] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    num_logits: list[int] = field(default_factory=list)
-    masked_rows: list[int] = field(default_factory=list)
-    new_rows: list[NewRow] = field(default_factory=list)
-    block_updates: list[BlockUpdate] = field(default_factory=list)
-    block_copies: list[BlockCopy] = field(default_factory=list)
-    draft_updates: list[DraftUpdate] = field(default_factory=list)
-    state_copies: list[StateCopy] = field(default_factory=list)
-
-    def to_plan(self, released: list[int]) -> StepPlan:
-        return StepPlan(
-            slots=np.array(self.slots, np.int32),
-            starts=np.array(self.starts, np.int32),
-            counts=np.array(self.counts, np.int32),
-            num_logits=np.array(self.num_logits, np.int32),
-            new_rows=self.new_rows,
-            block_updates=self.block_updates,
-            released=released,
-            num_decode_tokens=self.num_decode_tokens,
-            masked_rows=np.array(self.masked_rows, np.int32),
-            block_copies=self.block_copies,
-            draft_updates=self.draft_updates,
-            state_copies=self.state_copies,
-        )

@@ -40,12 +40,14 @@ def check_pooling(pooling: Pooling, vocab_size: int) -> None:
 
 
 def add_pooled(
-    rows: list[Sequence], plan: StepPlan, pooled: Vector
+    rows: list[Sequence], plan: StepPlan, pooled: Vector | None
 ) -> list[tuple[Sequence, FinishReason]]:
     """Store the pooled vectors of the prompts that a step completes.
 
     Returns their sequences, except those that have already ended, each with its finish reason.
     """
+    if pooled is None:
+        return []
     ends = (plan.starts + plan.counts).tolist()
     complete = [
         seq

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -108,22 +108,24 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results for the positions that `num_logits` counts, row by row; None if not requested."""
+    """Results for the positions that `num_logits` counts, row by row.
+
+    `columns` holds what rows requested besides tokens, by name:
+
+    - logprob_ids [positions, 1 + largest number of top logprobs], logprobs (the same shape) and
+      logprob_ranks [positions], for the positions of rows that request logprobs: the sampled token,
+      then the top tokens; ranks count from 1;
+    - prompt_logprob_ids, prompt_logprobs and prompt_logprob_ranks: the same for prompt tokens, see
+      `logprobs.num_scored`;
+    - pooled [rows, dim]: a vector for each row that completes a pooled prompt. If its pooling is a
+      pair of token ids, the first two values are their logits.
+    """
 
     tokens: IntColumn  # [positions]; NO_TOKEN if the logits had no valid token
-    # For the positions of rows that request logprobs: the sampled token, then the top tokens.
-    logprob_ids: IntColumn | None = None  # [positions, 1 + largest number of top logprobs]
-    logprobs: npt.NDArray[np.float32] | None = None
-    logprob_ranks: IntColumn | None = None  # [positions]: rank of the sampled token, from 1
-    # The same three columns for prompt tokens; see `logprobs.num_scored`.
-    prompt_logprob_ids: IntColumn | None = None
-    prompt_logprobs: npt.NDArray[np.float32] | None = None
-    prompt_logprob_ranks: IntColumn | None = None
-    # [positions]: the token that the worker's draft model proposed after each position.
-    draft_tokens: IntColumn | None = None
-    # [rows, dim]: a vector for each row that completes a pooled prompt. If its pooling is a
-    # pair of token ids, the first two values are their logits.
-    pooled: Vector | None = None
+    # [rows]: how many of a row's tokens are valid, up to the first that differs from its draft
+    # token. None: the plan has no draft tokens, so all of them are.
+    num_valid: IntColumn | None = None
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     # Errors of logits processors, keyed by index into `tokens`, which has NO_TOKEN there.
     failures: dict[int, str] | None = None
     # The device could not finish the step: this result and later ones in flight are invalid.

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
 
-from nanovllm.engine.request import FinishReason
+from nanovllm.engine.request import FinishedSequence, FinishReason
+
+if TYPE_CHECKING:
+    from nanovllm.engine.scheduler import Step
+
+MAX_RECORDED = 1024  # maximum length of `StepLog.timings` and of `StepLog.ended`
 
 
 class StepTiming(NamedTuple):
@@ -37,3 +43,45 @@ class SequenceEnd(NamedTuple):
     first_token: float  # 0 if there was no token
     end: float
     arrival: float
+
+
+class StepLog:
+    """Recent steps and ended sequences, kept until a snapshot takes them."""
+
+    def __init__(self) -> None:
+        self.timings: deque[StepTiming] = deque(maxlen=MAX_RECORDED)
+        self.ended: deque[SequenceEnd] = deque(maxlen=MAX_RECORDED)
+
+    def add_step(self, times: list[float], step: Step | None) -> None:
+        """Record a call of `EngineCore.step`, and the step that it collected.
+
+        `times` are those of its begin, after scheduling, after the submission, and of its end.
+        """
+        begin, scheduled, submitted, end = times
+        schedule, submit = scheduled - begin, submitted - scheduled
+        if step is None:
+            self.timings.append(StepTiming(begin, schedule, submit, 0.0, 0.0, end, 0.0))
+            return
+        self.timings.append(
+            StepTiming(
+                begin,
+                schedule,
+                submit,
+                step.result_time - submitted,
+                end - step.result_time,
+                step.result_time - step.device_seconds,
+                step.device_seconds,
+                step.plan.num_prefill_tokens,
+                step.num_decode_tokens - step.num_rejected,
+                len(step.rows),
+                step.num_accepted,
+            )
+        )
+
+    def add_end(self, seq: FinishedSequence, arrival_time: float) -> None:
+        times = seq.start_time, seq.first_token_time, seq.end_time, arrival_time
+        self.ended.append(SequenceEnd(seq.seq_id, seq.finish_reason, len(seq.token_ids), *times))
+
+    def clear(self) -> None:
+        self.timings.clear()
+        self.ended.clear()

@@ -71,9 +71,11 @@ class MergedLinear(Layer):
             self.weight.reorder(torch.tensor(self.row_order))
             if self.bias is not None:
                 self.bias.data = self.bias.data[self.row_order]
-        weight = self.weight.for_ops()
-        self.packed = self.ops.pack_linear(weight, self.bias, self.activation, allow_copy)
+        self.packed = self._pack(self.weight.for_ops(), allow_copy)
         del self.weight
+
+    def _pack(self, weight: Weight, allow_copy: bool) -> PackedLinear:
+        return self.ops.pack_linear(weight, self.bias, self.activation, allow_copy)
 
 
 class RowParallelLinear(MergedLinear):
@@ -151,7 +153,7 @@ class LMHead(MergedLinear):
         return self.scale != 1 or self.softcap is not None
 
     def logits(self, hidden: ResidualStream, norm: RMSNorm) -> Tensor:
-        """Return the logits of the whole vocabulary on every rank, without padding."""
+        """Return the float32 logits of the whole vocabulary on every rank, without padding."""
         shard, _ = self.after_norm(hidden, norm)
         if self.is_scaled:
             shard = self.ops.scale_logits(shard, self.scale, self.softcap)
@@ -161,3 +163,6 @@ class LMHead(MergedLinear):
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         return {} if self.is_tied else super().expected_tensors(path)
+
+    def _pack(self, weight: Weight, allow_copy: bool) -> PackedLinear:
+        return self.ops.pack_lm_head(weight, allow_copy)

@@ -6,6 +6,7 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Literal
 
 from nanovllm.checkpoint.quantization import read_quantization
@@ -39,6 +40,7 @@ SIZES = {
 BODIES = {"Gemma3TextModel": "Gemma3ForCausalLM", "Gemma3Model": "Gemma3Model"}
 # Frequencies divided by infinity are 0: q and k are not rotated.
 NO_ROPE = RopeConfig(theta=1.0, kind="linear", factor=math.inf)
+ROPE_NAMES = {"theta": "rope_theta", "factor": "the rope factor"}  # of fields of RopeConfig
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -63,6 +65,7 @@ def check_model(model: ModelConfig) -> None:
         for record in (model, *ropes, model.experts, model.recurrent):
             if record is not None:
                 check_types(record)
+                _check_numbers(record)
     except ConfigError as error:
         raise CheckpointError(f"config.json: {error}") from error
     if model.num_heads % model.num_kv_heads:
@@ -72,6 +75,16 @@ def check_model(model: ModelConfig) -> None:
         )
     if model.head_dim % 2:
         raise CheckpointError(f"config.json: head_dim={model.head_dim} must be even for rotation")
+
+
+def _check_numbers(record: Any) -> None:
+    """Raise ConfigError for NaN, and for a rope theta or factor that is not positive."""
+    for each in fields(record):
+        value, name = getattr(record, each.name), ROPE_NAMES.get(each.name, each.name)
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigError(f"{name} must be a number, got NaN")
+        if each.name in ROPE_NAMES and value <= 0:
+            raise ConfigError(f"{name} must be above 0, got {value}")
 
 
 def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -145,7 +158,8 @@ def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
             f"rope_parameters by layer type ({', '.join(by_type)}) are not supported for this model"
         )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    thetas = (scaling.get("rope_theta"), config.get("rope_theta"), 10000.0)
+    theta = next(theta for theta in thetas if theta is not None)
     turned = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if turned != 1:
         raise UnsupportedModelError(f"partial_rotary_factor {turned} is not supported")

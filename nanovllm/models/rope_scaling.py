@@ -84,7 +84,8 @@ def _read_factors(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> tupl
 def _read_yarn(
     theta: float, scaling: Mapping[str, Any], trained: int, max_position: int
 ) -> RopeConfig:
-    factor = scaling.get("factor") or max_position / trained
+    factor = scaling.get("factor")
+    factor = max_position / trained if factor is None else factor
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")

@@ -7,6 +7,7 @@ our attention cannot replace these calls, the model is rejected with the reason.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,11 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 MAX_NAMED = 5  # maximum number of tensors or messages listed in an error
 # RoPE types whose frequencies depend on the longest sequence of the batch.
 BATCH_ROPES = {"dynamic", "longrope"}
+# Prefixes of the text model's tensors in multimodal models, and their replacements.
+TEXT_KEYS = {
+    r"^(model\.)?language_model\.(?!(lm_head|model)\.)": "model.",
+    r"^language_model\.(?=(lm_head|model)\.)": "",
+}
 # Fields of ModelConfig that nothing reads, because transformers' code does these parts itself.
 UNUSED: dict[str, Any] = {
     **{"rms_norm_eps": 0.0, "activation": "silu", "attention_scale": 1.0},
@@ -119,6 +125,9 @@ def find_class(config: Mapping[str, Any]) -> tuple[Any, Any]:
         raise refusal(config, f"transformers {version} has no decoder-only language model for it")
     if stores_quantized(config):
         raise refusal(config, "its weights are quantized, which only our own families support")
+    for name, value in config.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise CheckpointError(f"config.json: {name} must be a number, got NaN")
     causal_lm_class = getattr(transformers, architecture)
     try:
         hf_config = causal_lm_class.config_class.from_dict(dict(config))
@@ -150,6 +159,8 @@ def find_config_problem(causal_lm_class: Any, hf_config: Any) -> str | None:
     for each in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
         if (kind := str(each.get("rope_type"))) in BATCH_ROPES:
             return f"its rope type {kind!r} depends on the other rows of a batch"
+        if (theta := each.get("rope_theta")) is not None and not theta > 0:
+            return f"its rope_theta must be above 0, got {theta}"
     return None
 
 
@@ -160,6 +171,8 @@ def find_problem(causal_lm: Any, calls: list[AttentionCall]) -> str | None:
         return NO_INTERFACE
     if "position_ids" not in inspect.signature(causal_lm.base_model.forward).parameters:
         return "it computes positions itself, instead of taking position_ids"
+    if any(map(has_padding_position, causal_lm.modules())):
+        return "its positions start at pad_token_id + 1"
     if [call.layer_index for call in calls] != list(range(hf_config.num_hidden_layers)):
         return (
             f"its {hf_config.num_hidden_layers} layers call attention {len(calls)} times: they "
@@ -174,6 +187,12 @@ def find_problem(causal_lm: Any, calls: list[AttentionCall]) -> str | None:
     if is_sliding != windows if is_sliding else has_window and not any(windows):
         return "its sliding window is not passed to the attention"
     return None
+
+
+def has_padding_position(module: nn.Module) -> bool:
+    """Return whether a module embeds positions as RoBERTa does, which reserves one for padding."""
+    positions = getattr(module, "position_embeddings", None)
+    return isinstance(positions, nn.Embedding) and positions.padding_idx is not None
 
 
 def refusal(config: Mapping[str, Any], reason: str) -> UnsupportedModelError:
@@ -256,7 +275,7 @@ def load_pretrained(causal_lm_class: Any, checkpoint: Checkpoint, **options: Any
         checkpoint.path,
         local_files_only=True,
         output_loading_info=True,
-        key_mapping={r"^model\.language_model\.": "model."},  # in multimodal models
+        key_mapping=TEXT_KEYS,
         **options,
     )
     found["unexpected_keys"] = {key for key in found["unexpected_keys"] if not NOT_TEXT.match(key)}

@@ -49,11 +49,18 @@ class TransformersModel(Layer):
         """Run the projections in our kernels, except in float32, where torch is as fast."""
         if self.dtype == torch.float32:
             return
-        for module in self.model.causal_lm.modules():
-            if type(module) is nn.Linear and module.weight.dtype == self.dtype:
-                bias = None if module.bias is None else module.bias.data
-                packed = self.lm_head.ops.pack_linear(module.weight.data, bias, None, allow_copy)
-                module.forward = partial(project, packed)  # type: ignore[method-assign]
+        ops, causal_lm = self.lm_head.ops, self.model.causal_lm
+        lm_head = causal_lm.get_output_embeddings()
+        for module in causal_lm.modules():
+            if type(module) is not nn.Linear or module.weight.dtype != self.dtype:
+                continue
+            weight = module.weight.data
+            bias = None if module.bias is None else module.bias.data
+            if module is lm_head and bias is None:
+                packed = ops.pack_lm_head(weight, allow_copy)
+            else:
+                packed = ops.pack_linear(weight, bias, None, allow_copy)
+            module.forward = partial(project, packed)  # type: ignore[method-assign]
 
 
 def project(packed: PackedLinear, x: Tensor) -> Tensor:
@@ -191,6 +198,12 @@ def set_attention(causal_lm: Any, attend: Attend) -> None:
     """Make `attention_forward`, which all models share, call `attend` for this model."""
     for module in causal_lm.modules():
         module.nanovllm_attend = attend
+        # Some models read token ids on the host, to warn about padding. There is none here.
+        module.warn_if_padding_and_no_attention_mask = _ignore
+
+
+def _ignore(*args: Any) -> None:
+    pass
 
 
 def attention_forward(

@@ -262,6 +262,12 @@ class Ops(Protocol):
         `act_and_mul`.
         """
 
+    def pack_lm_head(self, weight: Weight, allow_copy: bool) -> PackedLinear:
+        """Lay out the LM head's weight [vocab_size, hidden]; its logits are float32 on a CPU.
+
+        Rounded to 16 bits, the two largest logits of a row are often equal.
+        """
+
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
         """Lay out experts, each of which computes down(silu(gate(x)) * up(x)).
 

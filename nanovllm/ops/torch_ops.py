@@ -93,6 +93,9 @@ class TorchOps:
     ) -> ComposedLinear:
         return compose_linear(self, weight, bias, activation, self.matmul_dtype)
 
+    def pack_lm_head(self, weight: Weight, allow_copy: bool) -> ComposedLinear:
+        return compose_linear(self, weight, None, None, out_dtype=torch.float32)
+
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
         from nanovllm.ops.torch_experts import compose_experts
 

@@ -16,7 +16,7 @@ from nanovllm.devices.replica_share import take_share
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.request import EngineCoreOutputs, FinishedSequence, Request
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.timing import SequenceEnd, StepTiming
+from nanovllm.engine.timing import SequenceEnd, StepLog, StepTiming
 from nanovllm.errors import RequestError
 from nanovllm.llm import create_grammars, resolve_model, start_core
 from nanovllm.parallel.child import Kind, Link, StepTimer, run_child
@@ -167,6 +167,8 @@ class CoreLoop:
 
     def _send_snapshots(self, is_on: bool) -> None:
         if not is_on:
+            if self._snapshots is not None:
+                self._snapshots.stop()
             self._snapshots = None
         elif self._snapshots is None:
             self._snapshots = SnapshotThrottle(self.core)
@@ -209,8 +211,10 @@ class SnapshotThrottle:
         self._core = core
         self._stats: CoreStats | None = None  # statistics in the last snapshot
         self._earliest = 0.0  # earliest time of the next snapshot
-        core.timings.clear()
-        core.ended.clear()
+        self._log = core.log = StepLog()
+
+    def stop(self) -> None:
+        self._core.log = None
 
     def restart(self) -> None:
         """Make a snapshot due even if nothing changed: a client that just subscribed has none."""
@@ -222,16 +226,16 @@ class SnapshotThrottle:
         Every step of a paused engine gets a snapshot.
         """
         core, now = self._core, time.perf_counter()
-        is_changed = stats != self._stats or core.timings or core.ended
+        is_changed = stats != self._stats or self._log.timings or self._log.ended
         if not is_changed or (now < self._earliest and paused is None):
             return None
         self._stats, self._earliest = stats, now + SNAPSHOT_SECONDS
-        state = take_snapshot(core, stats, now)
+        state = take_snapshot(core, self._log, stats, now)
         return state if paused is None else paused.explain(state)
 
 
-def take_snapshot(core: EngineCore, stats: CoreStats, now: float) -> EngineState:
-    """Return a snapshot of a core, and clear the steps and ended sequences that it has recorded."""
+def take_snapshot(core: EngineCore, log: StepLog, stats: CoreStats, now: float) -> EngineState:
+    """Return a snapshot of a core with the steps and ended sequences of its log; clear the log."""
     scheduler = core.scheduler
     waiting = list(islice(scheduler.waiting, MAX_QUEUE))
     postponed = list(islice(scheduler.waiting_for_grammar.values(), MAX_QUEUE))
@@ -247,14 +251,13 @@ def take_snapshot(core: EngineCore, stats: CoreStats, now: float) -> EngineState
         ],
         [seq.seq_id for seq in (*waiting, *postponed)],
         bytes(scheduler.blocks.is_cached),
-        [_in_microseconds(timing) for timing in core.timings],
-        [_in_microseconds(end) for end in core.ended],
+        [_in_microseconds(timing) for timing in log.timings],
+        [_in_microseconds(end) for end in log.ended],
         stats,
         _microseconds(now),
         snapshots=None if scheduler.states is None else list(scheduler.states.snapshots),
     )
-    core.timings.clear()
-    core.ended.clear()
+    log.clear()
     return state
 
 

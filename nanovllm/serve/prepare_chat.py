@@ -135,7 +135,7 @@ def _render(
     source = choose_template(service.chat_template, has_tools=bool(tools))
     has_developer = "developer" in service.template_text
     messages = [_as_template_message(message, has_developer) for message in chat.messages]
-    (conversation,) = as_conversations([messages])
+    (conversation,) = as_conversations(messages)
     names = {"add_generation_prompt", "continue_final_message"}
     given = chat.model_dump(include=names, exclude_none=True) | variables
     return service.compile_template(source).render(

@@ -11,7 +11,6 @@ import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.drafter import num_accepted
 from nanovllm.engine.executor import Executor, ExecutorInfo
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -128,10 +127,9 @@ class PlanRecorder:
         def result() -> StepResult:
             found = pending.result()
             token_ids = iter(found.tokens.tolist())
-            for row, count in zip(rows, num_logits, strict=True):
-                sampled = list(islice(token_ids, count))
-                num_new = 1 + num_accepted(drafts.get(row.slot, []), sampled)
-                row.token_ids.extend(sampled[:num_new])
+            num_valid = num_logits if found.num_valid is None else found.num_valid.tolist()
+            for row, count, valid in zip(rows, num_logits, num_valid, strict=True):
+                row.token_ids.extend(list(islice(token_ids, count))[:valid])
             return found
 
         return Pending(result)

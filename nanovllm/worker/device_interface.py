@@ -49,8 +49,8 @@ class Device(Protocol):
     def for_draft_model(self, config: EngineConfig) -> Device:
         """Create a second object for this device, with separate graphs, for the draft model."""
 
-    def choose_dtype(self, asked: str, checkpoint_dtype: str) -> torch.dtype:
-        """Resolve the `dtype` option `asked`; "auto" depends on `checkpoint_dtype`."""
+    def choose_dtype(self, asked: str, checkpoint_dtype: str, is_quantized: bool) -> torch.dtype:
+        """Resolve the `dtype` option `asked`; "auto" depends on the checkpoint."""
 
     def check_fp8(self, head_dim: int) -> None:
         """Raise ConfigError if no kernel supports an FP8 KV cache with this head size."""

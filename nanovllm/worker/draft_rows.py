@@ -1,4 +1,7 @@
-"""Write draft tokens to the InputBatch, and verify them in one step by running decode rows."""
+"""Write draft tokens to the InputBatch, and verify them in one step by running decode rows.
+
+Verification compares the sampled tokens with the draft tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from nanovllm.engine.step import DraftUpdate, StepPlan
+from nanovllm.engine.step import DraftUpdate, IntColumn, StepPlan
 from nanovllm.sampling_params import NO_TOKEN
 
 
@@ -37,6 +40,30 @@ def drafts_as_rows(plan: StepPlan) -> StepPlan:
         num_logits=num_logits,
         masked_rows=np.array(masked, np.int32),
     )
+
+
+def host_drafts(plan: StepPlan) -> IntColumn:
+    """Return the draft token that follows each position with logits; NO_TOKEN if none does."""
+    ends = np.cumsum(plan.num_logits)
+    drafts = np.full(ends[-1], NO_TOKEN, np.int32)
+    by_slot = {update.slot: update.token_ids for update in plan.draft_updates}
+    for row in np.flatnonzero(plan.num_logits > 1).tolist():
+        drafts[ends[row] - plan.num_logits[row] : ends[row] - 1] = by_slot[int(plan.slots[row])]
+    return drafts
+
+
+def count_valid(num_logits: IntColumn, tokens: IntColumn, drafts: IntColumn) -> IntColumn:
+    """Return how many of each row's tokens are valid: all up to the first wrong draft token.
+
+    Tokens and drafts are [positions]; a row's last position has no draft token.
+    """
+    ends = np.cumsum(num_logits)
+    is_last_valid = tokens != drafts
+    is_last_valid[ends[num_logits > 0] - 1] = True
+    firsts, stops = ends - num_logits, np.flatnonzero(is_last_valid)
+    # A row without logits begins where the next one does, or at the end.
+    stops = np.append(stops, 0)[np.searchsorted(stops, firsts)]
+    return np.where(num_logits > 0, stops - firsts + 1, 0)
 
 
 def draft_changes(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import KVCacheSpec, kv_cache_spec
-from nanovllm.worker.loader import load_weights
+from nanovllm.worker.loader import has_own_head, load_weights
 from nanovllm.worker.memory_check import check_memory, estimate_memory
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.profile_run import profile_run
@@ -28,6 +29,8 @@ from nanovllm.worker.state_cache import StateCache, create_state_cache
 
 if TYPE_CHECKING:
     from nanovllm.models.registry import Model
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,16 @@ def load_model(
     config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, device: Device
 ) -> LoadedModel:
     """Build a model, load its weights and compile its kernels."""
-    dtype = device.choose_dtype(config.dtype, model_config.dtype)
+    is_tied = model_config.tie_word_embeddings and model_config.transformers_config is None
+    if is_tied and checkpoint.embedding is None and has_own_head(checkpoint):
+        logger.info("lm_head.weight differs from the embedding: the two are not tied")
+        model_config = replace(model_config, tie_word_embeddings=False)
+    is_quantized = stores_quantized(checkpoint.config)
+    dtype = device.choose_dtype(config.dtype, model_config.dtype, is_quantized)
     ops = device.ops(dtype)
     attention = device.attention(dtype, ops)
     layouts = None
-    if config.quantization is not None or stores_quantized(checkpoint.config):
+    if config.quantization is not None or is_quantized:
         layouts = choose_layouts(config, checkpoint, device, dtype)
     build = BuildContext(device.torch_device, dtype, attention, ops, device.group, layouts)
     check_memory(config, model_config, device, build)

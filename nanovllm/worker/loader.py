@@ -63,6 +63,19 @@ def load_weights(
     logger.info("Loaded %.2f GB of weights in %.1f s, %.1f GB/s", num_bytes / 1e9, seconds, speed)
 
 
+def has_own_head(checkpoint: Checkpoint) -> bool:
+    """Return whether the checkpoint stores an LM head that differs from its embedding."""
+    if checkpoint.weight_format == "gguf":
+        return False  # its config is derived from its tensors
+    stored = {tensor.name: tensor for tensor in list_tensors(checkpoint)}
+    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    if head is None or embedding is None:
+        return False
+    if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
+        return True
+    return not all(map(torch.equal, head.read(), embedding.read()))
+
+
 class LoadingLayers:
     """The layers of a model; each processes its weights as soon as all its tensors are loaded.
 

@@ -64,10 +64,12 @@ def check_model(
         return  # each rank will check its own device
     if config.kv_cache_dtype != "auto":
         device.check_fp8(model.head_dim)
-    dtype, ops = device.choose_dtype(config.dtype, model.dtype), TorchOps()
+    is_quantized = stores_quantized(checkpoint_config)
+    dtype = device.choose_dtype(config.dtype, model.dtype, is_quantized)
+    ops = TorchOps()
     attention = device.attention(dtype, ops)
     layouts = None
-    if config.quantization is not None or stores_quantized(checkpoint_config):
+    if config.quantization is not None or is_quantized:
         layouts = choose_layouts(config, checkpoint_config, device, dtype)
     build = BuildContext(device.torch_device, dtype, attention, ops, device.group, layouts)
     check_memory(config, model, device, build)
@@ -108,13 +110,13 @@ def estimate_memory(
     if model.recurrent is not None:  # three states: a sequence's, the padding's and the initial one
         state_bytes = 3 * state_spec(model.recurrent, build.dtype, build.group).num_bytes
     num_tokens = min(config.max_num_batched_tokens, config.max_num_rows * max_len)
-    logits = min(config.max_num_rows, num_tokens) * model.vocab_size
+    logits = min(config.max_num_rows, num_tokens) * model.vocab_size  # float32
     activations = num_tokens * _elements_per_token(model, build.group.size)
     return MemoryEstimate(
         weights=sum(parameter.nbytes for parameter in shapes.parameters()),
         tables=config.max_num_rows * slot_bytes + num_ropes * max_len * model.head_dim * 4,
         cache=max(config.num_kvcache_blocks, 1) * (spec.block_bytes + HOST_BYTES) + state_bytes,
-        step=(activations + logits) * build.dtype.itemsize,
+        step=activations * build.dtype.itemsize + 4 * logits,
     )
 
 

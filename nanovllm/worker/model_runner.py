@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
 from nanovllm.worker.device_interface import CapturedSteps, Device
-from nanovllm.worker.draft_rows import drafts_as_rows
+from nanovllm.worker.draft_rows import count_valid, drafts_as_rows, host_drafts
 from nanovllm.worker.forward import (
     EagerForward,
     Forward,
@@ -29,13 +29,21 @@ Sampler = Callable[[StepLogits, StepPlan], Sampled]
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """The draft tokens that a step verifies."""
+
+    num_logits: IntColumn  # [rows], before rows with draft tokens were split
+    tokens: IntColumn | Tensor  # [positions]; on the device if the draft model generated them
+
+
+@dataclass(frozen=True, slots=True)
 class Unsampled:
     """A step whose logits are computed but not sampled yet."""
 
     plan: StepPlan
     logits: StepLogits
     extras: StepExtras | None
-    draft_tokens: Tensor | None = None  # see StepResult
+    drafts: Drafts | None = None
     sampled: list[Pending[StepResult]] = field(default_factory=list)  # has one item after sampling
 
 
@@ -58,7 +66,9 @@ class ModelRunner:
         """Queue a step on the device; the next one may be queued before this one ends."""
         if self.draft_model is not None:
             plan = self.draft_model.run(plan)
+        drafts: Drafts | None = None
         if has_drafts(plan):
+            drafts = Drafts(plan.num_logits, host_drafts(plan))
             plan = drafts_as_rows(plan)
         if self.extras is None and not all(row.is_plain for row in plan.new_rows):
             from nanovllm.worker.request_extras import Extras
@@ -73,11 +83,10 @@ class ModelRunner:
         else:
             self.extras.update(plan)
             logits, extras = self.extras.run(plan, self.forward)
-        drafts = None
-        # The sampler will overwrite the draft tokens.
-        if self.draft_model is not None and has_drafts(plan):
+        if drafts is not None and self.draft_model is not None:
+            # The sampler will overwrite the draft tokens.
             slots, positions = map(self.device.upload, sampled_rows(plan))
-            drafts = self.eager.input_batch.tokens[slots, positions]
+            drafts = Drafts(drafts.num_logits, self.eager.input_batch.tokens[slots, positions])
         step = Unsampled(plan, logits, extras, drafts)
         if not len(plan.masked_rows):
             return self._fetch(step, self.sampler(step.logits, plan))
@@ -98,29 +107,34 @@ class ModelRunner:
         step.sampled.append(self._fetch(step, sampled))
 
     def _fetch(self, step: Unsampled, sampled: Sampled) -> Pending[StepResult]:
-        results: dict[str, Tensor] = {}
+        columns: dict[str, Tensor] = {}
         if self.extras is not None and step.extras is not None:
-            results = self.extras.finish(step.extras, sampled.tokens)
-        if step.draft_tokens is not None:
-            results = {**results, "draft_tokens": step.draft_tokens}
+            columns = self.extras.finish(step.extras, sampled.tokens)
+        tensors = list(columns.values())
+        if step.drafts is not None and isinstance(step.drafts.tokens, Tensor):
+            tensors.append(step.drafts.tokens)
         tokens = sampled.tokens if sampled.host is None else sampled.host
-        fetched, names = self.device.fetch(tokens, *results.values()), list(results)
-        return Pending(lambda: self._result(fetched, names, step.extras))
+        fetched, names = self.device.fetch(tokens, *tensors), list(columns)
+        return Pending(lambda: self._result(fetched, names, step))
 
     def _result(
-        self, fetched: Pending[list[np.ndarray]], names: list[str], extras: StepExtras | None
+        self, fetched: Pending[list[np.ndarray]], names: list[str], step: Unsampled
     ) -> StepResult:
         tokens, *others = fetched.result()
         draft_steps = None if self.draft_model is None else self.draft_model.runner.steps
         if any(steps.has_lost_step() for steps in (self.steps, draft_steps) if steps is not None):
             return StepResult(tokens, is_lost=True)
-        arrays: dict[str, Any] = dict(zip(names, others, strict=True))
-        if extras is None:
-            return StepResult(tokens, **arrays)
-        for row, slot_extras in extras.by_row.items():
+        num_valid = None
+        if (drafts := step.drafts) is not None:
+            draft_tokens = others.pop() if isinstance(drafts.tokens, Tensor) else drafts.tokens
+            num_valid = count_valid(drafts.num_logits, tokens, draft_tokens)
+        columns = dict(zip(names, others, strict=True))
+        if step.extras is None:
+            return StepResult(tokens, num_valid, columns)
+        for row, slot_extras in step.extras.by_row.items():
             if slot_extras.processors:
                 slot_extras.output_ids.append(int(tokens[row]))
-        return StepResult(tokens, **arrays, failures=extras.failures)
+        return StepResult(tokens, num_valid, columns, step.extras.failures)
 
 
 def apply_token_bitmask(device: Device, logits: Tensor, plan: StepPlan, masks: IntColumn) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class StepExtras:
     """The results of one step other than its tokens."""
 
-    results: dict[str, Tensor]  # keyed by field of StepResult
+    columns: dict[str, Tensor]  # keyed as in StepResult
     by_row: dict[int, SlotExtras]  # keyed by row of the logits
     # Indices of the rows that need logprobs, and a copy of their logits before any edit.
     kept: tuple[Tensor, Tensor] | None = None
@@ -61,33 +61,33 @@ class Extras:
         if not scored and not pooled:
             logits = forward(plan)
             return logits, self._edit(logits.values, plan, {})
-        results: dict[str, Tensor] = {}
+        columns: dict[str, Tensor] = {}
         logits, hidden = run_with_states(self.eager, plan)
         if self.steps is not None:
             self.steps.note(plan)
         if scored:
-            results |= named("prompt_", score_prompts(self.eager, hidden, scored))
+            columns |= named("prompt_", score_prompts(self.eager, hidden, scored))
         vectors = pool(self.eager, hidden, pooled) if pooled else None
         if vectors is not None:
-            results["pooled"] = vectors
-        return logits, self._edit(logits.values, plan, results)
+            columns["pooled"] = vectors
+        return logits, self._edit(logits.values, plan, columns)
 
     def finish(self, extras: StepExtras, tokens: Tensor) -> dict[str, Tensor]:
-        """Return the results of a step, including the logprobs of its sampled `tokens`."""
+        """Return the columns of a step, including the logprobs of its sampled `tokens`."""
         if extras.kept is not None:
             rows, logits = extras.kept
             own = tokens[rows].clamp(min=0)  # NO_TOKEN is not a valid index
             num_top = max(each.row.params.logprobs or 0 for each in extras.by_row.values())
-            extras.results.update(named("", self.device.token_logprobs(logits, own, num_top)))
-        return extras.results
+            extras.columns.update(named("", self.device.token_logprobs(logits, own, num_top)))
+        return extras.columns
 
-    def _edit(self, logits: Tensor, plan: StepPlan, results: dict[str, Tensor]) -> StepExtras:
+    def _edit(self, logits: Tensor, plan: StepPlan, columns: dict[str, Tensor]) -> StepExtras:
         """Edit the logits [sampled rows, vocab_size] of a plan in place."""
         slots, positions = (column.tolist() for column in sampled_rows(plan))
         by_row = {
             row: self._by_slot[slot] for row, slot in enumerate(slots) if slot in self._by_slot
         }
-        extras = StepExtras(results, by_row, self._keep(logits, by_row))
+        extras = StepExtras(columns, by_row, self._keep(logits, by_row))
         edited = [
             EditedRow(row, slots[row], positions[row], each)
             for row, each in by_row.items()
@@ -110,6 +110,6 @@ class Extras:
 
 
 def named(prefix: str, scores: Scores) -> dict[str, Tensor]:
-    """Return the scores keyed by their fields in StepResult."""
+    """Return the scores as columns of a StepResult."""
     names = (f"{prefix}logprob_ids", f"{prefix}logprobs", f"{prefix}logprob_ranks")
     return dict(zip(names, scores, strict=True))

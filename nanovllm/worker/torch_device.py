@@ -64,7 +64,7 @@ class TorchDevice:
     def in_order(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def choose_dtype(self, asked: str, checkpoint_dtype: str) -> torch.dtype:
+    def choose_dtype(self, asked: str, checkpoint_dtype: str, is_quantized: bool) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, "float32" if asked == "auto" else asked)
         return dtype
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -126,6 +127,15 @@ def test_broken_json_is_named(tmp_path: Path, name: str, text: str) -> None:
     (folder / f"{name}.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=rf"/{name}\.json"):
         find_checkpoint(str(folder))
+
+
+def test_numbers_that_json_lacks_are_decoded(tmp_path: Path) -> None:
+    """Transformers 5 writes them as objects, at any depth."""
+    written = {"top": {"__float__": "-Infinity"}, "list": [0.0, {"__float__": "Infinity"}]}
+    others = {"text": {"__float__": "x"}, "pair": {"__float__": "NaN", "more": 1}}
+    folder = make_folder(tmp_path, "pytorch_model.bin", config={**written, **others})
+    config = find_checkpoint(str(folder)).config
+    assert config == {"top": -math.inf, "list": [0.0, math.inf], **others}
 
 
 @pytest.mark.parametrize(

@@ -410,6 +410,10 @@ def test_folder_with_and_without_a_tokenizer(tmp_path: Path) -> None:
     for text in TEXTS:
         assert loaded.encode(text) == built.encode(text)
     assert loaded.eos_token_id == built.eos_token_id
+    (folder / "config.json").write_text('{"model_type": "llama", "initializer_range": "x"}')
+    with pytest.raises(CheckpointError, match=r"rejects .*/config.json \(.*initializer_range"):
+        load_tokenizer(Checkpoint(folder, {}, {}, (), "none"))
+    (folder / "config.json").unlink()
     (folder / "tokenizer.json").write_text('{"broken": ')
     with pytest.raises(CheckpointError, match=r"cannot be loaded.*skip_tokenizer_init=True"):
         load_tokenizer(Checkpoint(folder, {}, {}, (), "none"))

@@ -110,6 +110,15 @@ def test_every_command_has_the_engine_options_of_vllm(command: str) -> None:
     assert parse([*command.split(), "--threads", "3"]).threads == 3
 
 
+@pytest.mark.parametrize("options", ["--enable-lora", "--lora-modules a=x b=y"])
+def test_adapters_are_not_supported(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flag = options.split()[0]
+    with pytest.raises(ConfigError, match=f"{flag}: LoRA adapters are not supported"):
+        engine_config(parse(["serve", *options.split()]))
+    engine_config(parse(["serve", "--no-enable-lora", "--limit-mm-per-prompt", "image=1"]))
+    assert "--limit-mm-per-prompt has no effect: this model reads text" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["chat m", "serve m", "batch m in -o out", "bench latency m"])
 def test_the_model_is_the_first_argument(command: str) -> None:
     assert engine_config(parse(command.split())).model == "m"

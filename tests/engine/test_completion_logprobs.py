@@ -21,7 +21,8 @@ DICTS = [
 
 
 def answer(num_top: int = 2, num_tokens: int = 2) -> CompletionLogprobs:
-    entries = [*pack_logprobs(IDS, LOGPROBS, RANKS)][:num_tokens]
+    columns = {"logprob_ids": IDS, "logprobs": LOGPROBS, "logprob_ranks": RANKS}
+    entries = [*pack_logprobs(columns)][:num_tokens]
     return CompletionLogprobs(
         [entry[: entry_bytes(num_top)] for entry in entries], num_top, TokenTexts(None)
     )

@@ -55,7 +55,9 @@ def build_core(
     drafter: Drafter | None = None,
     num_snapshots: int | None = None,
 ) -> EngineCore:
-    prompt_budget = PromptBudget(1e-9) if is_paced else None  # prompts get the smallest budget
+    prompt_budget = (
+        PromptBudget(1e-9, min_prompt_tokens=3) if is_paced else None
+    )  # prompts get the smallest budget
     counts = None if num_snapshots is None else StateCounts(num_slots, num_snapshots)
     states = None if counts is None else StatePool(counts, BLOCK_SIZE)
     blocks = BlockManager(num_blocks, BLOCK_SIZE, caching, states)
@@ -138,7 +140,6 @@ def make_samples(rng: random.Random, requests: list[tuple[list[int], int]]) -> d
 def test_any_schedule_gives_the_reference_tokens(
     depth: int, caching: bool, monkeypatch: pytest.MonkeyPatch, count: Callable[[int], int]
 ) -> None:
-    monkeypatch.setattr("nanovllm.engine.prompt_budget.MIN_PROMPT_TOKENS", 3)
     monkeypatch.setattr("nanovllm.engine.state_pool.INTERVAL", 8)
     num_preemptions = num_hits = num_copies = num_drafted = num_accepted = num_restored = 0
     for seed in range(count(1000)):
@@ -217,7 +218,7 @@ def test_lost_steps_change_no_token(depth: int) -> None:
         rng = random.Random(seed)
         requests = make_requests(rng)
         executor = LosingExecutor(rng)
-        budget = PromptBudget(1e-9) if seed % 2 else None
+        budget = PromptBudget(1e-9, min_prompt_tokens=3) if seed % 2 else None
         drafter = RandomDrafter(rng) if seed % 3 else None
         scheduler = Scheduler(BlockManager(20, BLOCK_SIZE, True), 4, 16, budget, drafter)
         core = EngineCore(scheduler, executor, depth, max_model_len=1000)

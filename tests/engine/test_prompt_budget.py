@@ -13,13 +13,14 @@ import pytest
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.executor import ExecutorInfo
-from nanovllm.engine.prompt_budget import MIN_PROMPT_TOKENS, PromptBudget
+from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.sampling_params import SamplingParams
 
 TARGET = 0.025
+MIN_PROMPT_TOKENS = 64
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 Cost = Callable[[StepPlan], float]  # in seconds
 
@@ -82,7 +83,7 @@ class Engine:
     ) -> None:
         self.clock = Clock()
         self.device = Device(self.clock, cost)
-        self.prompt_budget = None if target is None else PromptBudget(target)
+        self.prompt_budget = None if target is None else PromptBudget(target, MIN_PROMPT_TOKENS)
         scheduler = Scheduler(BlockManager(4096, 64, True), 256, 16384, self.prompt_budget)
         self.core = EngineCore(scheduler, self.device, depth, 65536, clock=self.clock)
         self.token_times: dict[int, list[float]] = {}

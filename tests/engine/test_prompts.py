@@ -96,6 +96,11 @@ def test_other_things_are_no_prompt(prompt: Any) -> None:
         as_prompt(prompt)
 
 
+def test_images_beside_a_prompt_are_refused() -> None:
+    with pytest.raises(RequestError, match="multi_modal_data: this model reads text only"):
+        as_prompt({"prompt": "a", "multi_modal_data": {"image": b""}})
+
+
 @pytest.mark.parametrize(
     "prompts",
     [None, 7, b"text", {1, 2}, iter(["a"]), np.array(5)],
@@ -142,6 +147,7 @@ def test_a_message_that_calls_tools_needs_no_content() -> None:
         assert got == {**message, "content": ""}
 
 
+AUDIO = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
 
 
@@ -162,7 +168,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
         ([user(5)], "content must be a string or .* got 5"),
         ([user({"text": "x"})], "content must be a string or"),
         ([user(b"x")], "content must be a string or"),
-        ([user([PART, IMAGE])], r"^messages\[0\].content must be .*text parts.*image_url"),
+        (
+            [user([PART, IMAGE])],
+            r"^messages\[0\].content has .*'image_url', but this model reads text only",
+        ),
+        ([[user("x")], [user([AUDIO])]], r"^messages\[1\]\[0\].content has .*'input_audio', but"),
+        ([user([{"type": "refusal"}])], r"^messages\[0\].content must be .*text parts.*refusal"),
         ([user([5])], "a list of text parts"),
         ([user([{"type": "text"}])], "a list of text parts"),
         ([[user("x")], [user("x"), user(None)]], r"^messages\[1\]\[1\].content must be"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,26 @@ def test_no_time_is_spent_on_absurd_sizes(num_layers: int) -> None:
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "not a multiple of num_key_value_h"),
         ({"head_dim": 25}, "head_dim=25 must be even"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be of type float"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a number, got NaN"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be of type bool"),
         ({"hidden_act": ["silu"]}, INVALID),
         ({"rope_parameters": [1]}, INVALID),
         ({"rope_parameters": {**YARN, "beta_fast": "32"}}, "beta_fast must be of type float"),
         ({"rope_parameters": {**YARN, "rope_theta": "1e4"}}, "theta must be of type float"),
         ({"rope_parameters": {**YARN, "factor": "4"}}, INVALID),
+        ({"rope_parameters": None, "rope_theta": 0}, "rope_theta must be above 0, got 0"),
+        *(
+            ({"rope_parameters": {"rope_theta": theta}}, message)
+            for theta, message in (
+                (0, "rope_theta must be above 0, got 0"),
+                (-1e4, "rope_theta must be above 0, got -10000.0"),
+                (math.nan, "rope_theta must be a number, got NaN"),
+            )
+        ),
+        *(
+            ({"rope_parameters": {**YARN, "rope_type": kind, "factor": 0}}, "rope factor must be a")
+            for kind in ("linear", "dynamic", "yarn")
+        ),
         ({"rope_parameters": {"rope_type": "factors", "factors": [1.0] * 3}}, "3 rope factors for"),
         ({"rope_parameters": {"rope_type": "factors", "factors": 1.0}}, INVALID),
     ],
@@ -67,6 +82,7 @@ def test_odd_values_are_named(changes: dict[str, Any], match: str) -> None:
         ("gemma3-six", {"sliding_window_pattern": 0, "layer_types": None}, INVALID),
         ("gemma3", {"rope_parameters": {"full_attention": {"rope_theta": "x"}}}, "theta must be"),
         ("gemma3", {"rope_parameters": {"full_attention": 3}}, INVALID),
+        ("gemma3", {"rope_parameters": {"full_attention": {"rope_theta": 0}}}, "theta must be ab"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier=0 must be"),
         ("granite", {"logits_scaling": 0}, INVALID),
         ("gemma2", {"attn_logit_softcapping": "50"}, "attention_softcap must be"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import random
 import re
 from dataclasses import replace
@@ -65,6 +66,15 @@ def test_equals_generate(tmp_path: Path, model_type: str) -> None:
         assert each == [[one, one] for one in tokens]
         assert sum(output.num_cached_tokens for output in outputs) > 32
         llm.engine.core.scheduler.check()
+
+
+def test_a_padding_token_does_not_matter(tmp_path: Path) -> None:
+    checkpoint = make_tiny(tmp_path, "gpt2", pad_token_id=0)
+    prompts = [[0, *prompt, 0] for prompt in make_prompts()]
+    want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]
+    with LLM(str(tmp_path), **SMALL) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.token_ids for output in outputs] == want
 
 
 @pytest.mark.parametrize(
@@ -215,6 +225,9 @@ REFUSED = {
     "falcon": (FEW, "does not use transformers' AttentionInterface"),
     "diffllama": (FEW, "several attentions"),
     "doge": (FEW, "a mask or a bias of its own"),
+    "roberta": ({**FEW, "is_decoder": True}, r"positions start at pad_token_id \+ 1"),
+    "xlm-roberta": ({**FEW, "is_decoder": True}, r"positions start at pad_token_id \+ 1"),
+    "phi": ({**FEW, "rope_parameters": {"rope_theta": 0.0}}, "rope_theta must be above 0, got 0"),
     "jetmoe": (FEW, "does not run without data"),
 }
 
@@ -232,6 +245,15 @@ def test_refusals_name_the_reason(model_type: str) -> None:
         UnsupportedModelError, match=f"'{name}' is not supported; supported: [^;]*$"
     ):
         read_config_for(config, "nanovllm")
+
+
+@pytest.mark.parametrize("model_type", ["mamba2", "falcon_h1", "bamba", "granitemoehybrid"])
+def test_a_config_with_infinity_is_refused_for_its_states(tmp_path: Path, model_type: str) -> None:
+    config = config_of(model_type, **FEW)
+    CONFIG_MAPPING[model_type].from_dict(config).save_pretrained(tmp_path)
+    assert '"__float__": "Infinity"' in (tmp_path / "config.json").read_text()
+    with pytest.raises(UnsupportedModelError, match="recurrent state"):
+        LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True)
 
 
 def test_other_models_are_refused() -> None:
@@ -252,6 +274,8 @@ def test_other_models_are_refused() -> None:
         read_config_for(quantized, "auto")
     with pytest.raises(CheckpointError, match="invalid value"):
         read_config_for({**config_of("phi", **FEW), "hidden_size": "64"}, "auto")
+    with pytest.raises(CheckpointError, match="layer_norm_eps must be a number, got NaN"):
+        read_config_for({**config_of("phi", **FEW), "layer_norm_eps": math.nan}, "auto")
 
 
 def test_unsupported_options_and_weights(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.request import FinishedSequence, Request
+from nanovllm.engine.timing import StepLog
 from nanovllm.errors import EngineError
 from nanovllm.parallel.child import StepTimer
 from nanovllm.sampling_params import SamplingParams
@@ -63,6 +64,7 @@ def recorded(
         depth=depth,
         is_paced=False,
     )
+    log = core.log = StepLog()
     sequences = make_sequences(requests, make_samples(rng, requests))
     while sequences or core.has_unfinished:
         while sequences and rng.random() < 0.5:
@@ -70,7 +72,7 @@ def recorded(
         if rng.random() < 0.05 and core.has_unfinished:
             core.finish(rng.choice(list(core._sequences)), "abort")
         core.step()
-        yield core, take_snapshot(core, stats_of(core), 0.0)
+        yield core, take_snapshot(core, log, stats_of(core), 0.0)
 
 
 @pytest.mark.parametrize(("caching", "depth"), [(True, 0), (False, 1), (True, 1)])

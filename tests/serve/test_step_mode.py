@@ -17,6 +17,8 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.prompt_budget import MIN_PROMPT_TOKENS
+from nanovllm.engine.timing import StepLog
 from nanovllm.errors import EngineError
 from nanovllm.parallel.child import Kind
 from nanovllm.serve.core_messages import Change, EngineState
@@ -45,16 +47,17 @@ def stepped(rng: random.Random, caching: bool) -> Iterator[tuple[EngineCore, Eng
         is_paced=rng.random() < 0.5,
         num_snapshots=rng.choice([None, 3]) if caching else None,
     )
-    mode = StepMode(core)
+    mode, log = StepMode(core), StepLog()
+    core.log = log
     sequences = sequences_of(requests, make_samples(rng, requests))
-    yield core, mode.explain(take_snapshot(core, stats_of(core), 0.0))
+    yield core, mode.explain(take_snapshot(core, log, stats_of(core), 0.0))
     while sequences or core.has_unfinished:
         while sequences and rng.random() < 0.5:
             core.add(sequences.pop(0).request)
         if rng.random() < 0.05 and core.has_unfinished:
             core.finish(rng.choice(list(core._sequences)), "abort")
         core.step()
-        state = take_snapshot(core, stats_of(core), 0.0)
+        state = take_snapshot(core, log, stats_of(core), 0.0)
         pool = core.scheduler.states
         assert state.snapshots == (None if pool is None else list(pool.snapshots))
         yield core, mode.explain(state)
@@ -97,7 +100,7 @@ def apply(before: EngineState, changes: list[Change]) -> tuple[dict[int, list[in
 def test_the_changes_lead_from_one_snapshot_to_the_next(
     caching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.engine.prompt_budget.MIN_PROMPT_TOKENS", 3)
+    monkeypatch.setitem(MIN_PROMPT_TOKENS, "cpu", 3)
     seen: Counter[str] = Counter()
     for seed in range(60):
         steps = stepped(random.Random(seed), caching)
@@ -144,10 +147,11 @@ def test_a_block_shows_the_tokens_whose_keys_it_holds() -> None:
 
 def test_steps_without_a_snapshot_are_not_explained() -> None:
     core = build_core(num_blocks=9, num_slots=2, budget=32, caching=True, depth=0, is_paced=False)
-    mode = StepMode(core)
+    mode, log = StepMode(core), StepLog()
+    core.log = log
 
     def changes() -> list[Change]:
-        return changes_in(mode.explain(take_snapshot(core, stats_of(core), 0.0)))
+        return changes_in(mode.explain(take_snapshot(core, log, stats_of(core), 0.0)))
 
     changes()
     core.add(request(0, num_tokens=3))

@@ -23,6 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("gguf")
 
@@ -462,19 +463,23 @@ def test_a_doubled_tensor_is_named(llama: TinyCheckpoint, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("variant", ["llama-tied-rope", "qwen3-tied"])
-def test_a_tied_head_is_the_embedding(tiny: Tiny, tmp_path: Path, variant: str) -> None:
-    """A stored LM head is used only if config.json says that it is not tied."""
+def test_a_stored_head_overrides_tie_word_embeddings(
+    tiny: Tiny, tmp_path: Path, variant: str
+) -> None:
+    """As in transformers, a head is tied if config.json says so and no other head is stored."""
     checkpoint = tiny(variant)
     tensors = read_tensors(checkpoint)
     assert HEAD not in tensors
-    tensors[HEAD] = tensors["model.embed_tokens.weight"].roll(1, 0)
-    path = make_folder(tmp_path / "m", checkpoint, tensors)
-    assert run(path) == run(checkpoint.path)
+    tensors[HEAD] = tensors["model.embed_tokens.weight"].clone()
+    assert run(make_folder(tmp_path / "same", checkpoint, tensors)) == run(checkpoint.path)
+    tensors[HEAD] = tensors[HEAD].roll(1, 0)
+    path = make_folder(tmp_path / "other", checkpoint, tensors)
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    want = replace(checkpoint, path=path, model=model).answers(PROMPTS, 8)
+    assert run(path) == want != run(checkpoint.path)
     with engines_of(2):
-        assert run(path) == run(checkpoint.path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    assert run(path) != run(checkpoint.path)
+        assert run(path) == want
+    assert run(path, model_impl="transformers") == want
 
 
 @pytest.mark.parametrize("variant", ["qwen3-tied", "gemma3", "qwen3-moe"])

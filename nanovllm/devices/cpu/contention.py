@@ -1,19 +1,28 @@
-"""Choose how many threads run a program; other processes may compete for the cores."""
+"""Choose how many threads run a step; other processes may compete for the cores."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
 
 # Threads spin at the barrier after every kernel. Without contention, CPU time is therefore wall
 # time times the number of threads. If it is below this fraction of that product, processes compete
 # for the cores.
 FAIR_SHARE = 0.8
-MIN_PAUSE, MAX_PAUSE = 8, 64  # runs between two checks; a check uses all threads, which may be slow
+MIN_PAUSE, MAX_PAUSE = 8, 64  # steps between two checks; a check uses all threads, and may be slow
+# Durations are compared per token. A step of one token takes about as long as 12 tokens of a
+# prefill chunk, because both read all weights once.
+FIXED_TOKENS = 12
 
 
 class ThreadChooser:
-    """Chooses between all threads and a single one by comparing the durations of recent runs.
+    """Chooses between all threads and a single one by comparing the durations of recent steps.
 
     A thread that loses its core for a moment makes all others wait at the next barrier. If this
     happens in every kernel, a single thread is several times faster, as
@@ -23,29 +32,45 @@ class ThreadChooser:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._most = num_threads
-        # While a single thread is tried: duration of the last run on all threads. Otherwise None.
+        # While a single thread is tried: seconds per token of the last step on all threads.
+        # Otherwise None.
         self._seconds: float | None = None
-        self._num_left = 0  # runs until the next check
+        self._num_left = 0  # steps until the next check
         self._pause = MIN_PAUSE
-        # Totals over the last MIN_PAUSE runs before a check.
+        # Totals over the last MIN_PAUSE steps before a check.
         self._rest_seconds = self._rest_cpu_seconds = 0.0
 
-    def run(self, call: Callable[[int], object]) -> None:
-        """Call `call` with the chosen number of threads, and measure it for the next choice."""
+    def run(self, step: Callable[[], T], num_tokens: int) -> T:
+        """Run a step on the chosen number of threads, and measure it for the next choice."""
         if self._most == 1:
-            call(1)
-            return
+            return step()
         start, used = time.perf_counter(), time.process_time()
-        call(self.num_threads)
-        self.note(time.perf_counter() - start, time.process_time() - used)
+        with self.limit_torch():
+            result = step()
+        self.note(time.perf_counter() - start, time.process_time() - used, num_tokens)
+        return result
 
-    def note(self, seconds: float, cpu_seconds: float) -> None:
+    @contextmanager
+    def limit_torch(self) -> Iterator[None]:
+        """Make torch use the chosen number of threads."""
+        before = torch.get_num_threads()
+        if self.num_threads >= before:
+            yield
+            return
+        torch.set_num_threads(self.num_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def note(self, seconds: float, cpu_seconds: float, num_tokens: int = 1) -> None:
+        per_token = seconds / (FIXED_TOKENS + num_tokens)
         if self._seconds is not None:
-            self._compare(seconds)
+            self._compare(per_token)
         elif self._num_left > 0:
             self._rest(seconds, cpu_seconds)
         elif cpu_seconds < FAIR_SHARE * seconds * self._most:
-            self._seconds, self.num_threads = seconds, 1
+            self._seconds, self.num_threads = per_token, 1
         else:
             self._pause = MIN_PAUSE
 

@@ -24,18 +24,15 @@ class CpuFeatures:
         """Whether our own kernels support this dtype."""
         return self.has_compiler and dtype in (torch.float32, torch.bfloat16)
 
-    def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
-        """Return bfloat16 if it makes decode faster; otherwise, or for float32 weights, float32.
+    def choose_dtype(self, checkpoint_dtype: str, is_quantized: bool) -> torch.dtype:
+        """Return bfloat16 if it makes decode at least 1.3 times as fast; otherwise, float32.
 
-        Decode is memory-bound, and our kernels upcast bfloat16 at no cost. A GEMM with many rows
-        takes about as long as in float32, because its weight is upcast once for all rows. With
-        neither our kernels nor native GEMMs, every step would upcast all weights, which is slower
-        than reading float32 weights. benchmarks/engine/cpu_choices.py compares the two dtypes.
+        Decode is memory-bound, and our kernels upcast bfloat16 at no cost, so 16-bit weights are
+        read in half the time. Quantized weights are as small in both dtypes. Without our kernels,
+        every step would upcast weights. benchmarks/engine/cpu_choices.py compares the two dtypes.
         """
-        if checkpoint_dtype == "float32":
-            return torch.float32
-        is_read_fast = self.has_compiler or torch.bfloat16 in self.multiplies
-        return torch.bfloat16 if is_read_fast else torch.float32
+        is_float32 = checkpoint_dtype == "float32" or is_quantized or not self.has_compiler
+        return torch.float32 if is_float32 else torch.bfloat16
 
 
 def find_cpu_features() -> CpuFeatures:

@@ -50,11 +50,13 @@ def to_panels(kind: str, rows: Tensor) -> Panels:
 class BlockKernels:
     """The kernels for the quant block types of a model, each compiled once."""
 
-    def __init__(self, ops: NumbaOps) -> None:
+    def __init__(self, ops: NumbaOps, matmul_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
         self._ops, self._launcher = ops, ops.launcher
+        # The dtypes of GEMMs with many rows of x, and of their results.
+        self._matmul_dtype, self._out_dtype = matmul_dtype, out_dtype
         self._linears: dict[str, Any] = {}  # keyed by quant block type
         self._dequantizers: dict[str, Any] = {}
-        self._piece = torch.empty(0, dtype=ops.matmul_dtype)  # output buffer of `_dequantize`
+        self._piece = torch.empty(0, dtype=matmul_dtype)  # output buffer of `_dequantize`
 
     def compile(self, *weights: PanelWeight) -> None:
         for weight in weights:
@@ -69,7 +71,8 @@ class BlockKernels:
             num_rows = x.shape[0]
             if num_rows > max_rows:
                 return self.multiply_many(x, weight, bias)
-            x, y = x.contiguous(), self._launcher.empty(num_rows, num_out)
+            x = x.contiguous()
+            y = self._launcher.empty(num_rows, num_out, dtype=self._out_dtype)
             first = 0
             for part in weight.parts:
                 self._few(x, y, part, bias, first)
@@ -132,11 +135,12 @@ class BlockKernels:
 
     def multiply_many(self, x: Tensor, weight: PanelWeight, bias: Tensor | None = None) -> Tensor:
         """Multiply many rows of x by a weight, dequantizing about PIECE_SIZE elements at a time."""
-        upcast_x, num_out = x.to(self._ops.matmul_dtype), weight.num_out
+        upcast_x, num_out = x.to(self._matmul_dtype), weight.num_out
         upcast_bias = None if bias is None else bias.to(upcast_x.dtype)
         if num_out * x.shape[1] <= PIECE_SIZE:  # a single GEMM: its result needs no copy
-            return F.linear(upcast_x, self._dequantize(weight.parts), upcast_bias).to(x.dtype)
-        y, column = x.new_empty(len(x), num_out), 0
+            y = F.linear(upcast_x, self._dequantize(weight.parts), upcast_bias)
+            return y.to(self._out_dtype)
+        y, column = x.new_empty(len(x), num_out, dtype=self._out_dtype), 0
         for part in weight.parts:
             num_panels = max(PIECE_SIZE // (part.num_in * PANEL_ROWS), 1)
             for first in range(0, len(part.data), num_panels):
@@ -152,7 +156,7 @@ class BlockKernels:
         num_in, num_rows = parts[0].num_in, sum(part.num_out for part in parts)
         size = (num_rows + PANEL_ROWS) * num_in
         if len(self._piece) < size:
-            self._piece = torch.empty(size, dtype=self._ops.matmul_dtype)
+            self._piece = torch.empty(size, dtype=self._matmul_dtype)
         weight, first = self._piece[: num_rows * num_in].view(num_rows, num_in), 0
         for part in parts:
             # The last panel of a part may have padding rows, which the next part overwrites.
@@ -167,7 +171,5 @@ class BlockKernels:
         if kind in self._linears:
             return
         compiler, dtype = self._launcher.compiler, self._launcher.dtype
-        self._linears[kind] = compile_linear(compiler, kind, dtype)
-        self._dequantizers[kind] = compile_dequantizer(
-            compiler, kind, dtype, self._ops.matmul_dtype
-        )
+        self._linears[kind] = compile_linear(compiler, kind, dtype, self._out_dtype)
+        self._dequantizers[kind] = compile_dequantizer(compiler, kind, dtype, self._matmul_dtype)

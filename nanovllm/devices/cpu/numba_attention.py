@@ -86,5 +86,5 @@ class NumbaAttention:
             float_bits(spec.softcap or 0.0),
             0 if sinks is None else sinks.data_ptr(),
             *(each.data_ptr() for each in exponents if each is not None),
-            cached=cache.k.dtype,
+            other=cache.k.dtype,
         )

@@ -48,16 +48,21 @@ class NumbaOps:
         self.max_expert_rows = MAX_EXPERT_ROWS[self.matmul_dtype]
         self._launch, self._empty = launcher.launch, launcher.empty
         self.gated_delta_net = partial(gated_delta_net, launcher)
-        self._blocks: BlockKernels | None = None
+        self._blocks: dict[torch.dtype, BlockKernels] = {}  # keyed by the dtype of their output
 
     @property
     def blocks(self) -> BlockKernels:
-        """Kernels for GGUF quant blocks, created when a model first needs them."""
-        if self._blocks is None:
+        """Kernels for GGUF quant blocks."""
+        return self._blocks_for(self.launcher.dtype)
+
+    def _blocks_for(self, out_dtype: torch.dtype) -> BlockKernels:
+        if out_dtype not in self._blocks:
             from nanovllm.devices.cpu.gguf_weights import BlockKernels
 
-            self._blocks = BlockKernels(self)
-        return self._blocks
+            is_wide = out_dtype != self.launcher.dtype
+            matmul_dtype = out_dtype if is_wide else self.matmul_dtype
+            self._blocks[out_dtype] = BlockKernels(self, matmul_dtype, out_dtype)
+        return self._blocks[out_dtype]
 
     def pack_blocks(self, kind: str, rows: Tensor) -> Panels:
         from nanovllm.devices.cpu.gguf_weights import to_panels
@@ -137,7 +142,7 @@ class NumbaOps:
             rope.stride(0),
             qkv.stride(0),
             *fp8_args,
-            cached=cache.k.dtype,
+            other=cache.k.dtype,
         )
 
     def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -167,6 +172,25 @@ class NumbaOps:
             return compose_linear(self, weight, bias, activation)
         weight = weight.contiguous()
         run_many = self._pack_many(weight, bias, allow_copy)
+        run = self._pack_few(weight, bias, run_many, self.launcher.dtype)
+        return ComposedLinear(self, run, activation)
+
+    def pack_lm_head(self, weight: Weight, allow_copy: bool) -> PackedLinear:
+        out_dtype = torch.float32
+        if self.launcher.dtype == out_dtype:
+            return self.pack_linear(weight, None, None, allow_copy)
+        if isinstance(weight, PanelWeight):
+            return ComposedLinear(self, self._blocks_for(out_dtype).linear(weight, None), None)
+        run_many = compose_linear(self, weight, None, None, out_dtype=out_dtype).linear
+        if isinstance(weight, QuantizedWeight):
+            return ComposedLinear(self, run_many, None)
+        run = self._pack_few(weight.contiguous(), None, run_many, out_dtype)
+        return ComposedLinear(self, run, None)
+
+    def _pack_few(
+        self, weight: Tensor, bias: Tensor | None, run_many: LinearFn, out_dtype: torch.dtype
+    ) -> LinearFn:
+        """Return a GEMM that runs our kernel for few rows, and `run_many` for many."""
         num_out, num_in = weight.shape
         max_rows = self.max_linear_rows
         num_threads = self.launcher.num_threads
@@ -176,14 +200,15 @@ class NumbaOps:
             num_rows = x.shape[0]
             if num_rows > max_rows:
                 return run_many(x)
-            x, y = x.contiguous(), self._empty(num_rows, num_out)
+            x, y = x.contiguous(), self._empty(num_rows, num_out, dtype=out_dtype)
             scratch_size = num_threads * (num_rows * num_in + dense.TILE)
             scratch = self.launcher.scratch(scratch_size)
             addresses = y.data_ptr(), x.data_ptr(), weight.data_ptr(), bias_address
-            self._launch(dense.linear, *addresses, scratch.data_ptr(), num_rows, num_out, num_in)
+            sizes = num_rows, num_out, num_in
+            self._launch(dense.linear, *addresses, scratch.data_ptr(), *sizes, other=out_dtype)
             return y
 
-        return ComposedLinear(self, run, activation)
+        return run
 
     def _pack_many(self, weight: Tensor, bias: Tensor | None, allow_copy: bool) -> LinearFn:
         """Choose the GEMM for many rows; packing pays off only if the weight has the GEMM dtype."""

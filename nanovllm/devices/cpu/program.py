@@ -59,11 +59,8 @@ class Program:
         self._address = self._header.ctypes.data
 
     def run(self) -> None:
-        """Run the kernels on all threads or, if that is faster, on one, with the same results."""
-        self._pool.chooser.run(self.run_on)
-
-    def run_on(self, num_threads: int) -> None:
-        self._pool.run(self._address, num_threads)
+        """Run the kernels on the chosen number of threads, which does not change the results."""
+        self._pool.run(self._address)
 
 
 class ThreadPool:
@@ -82,12 +79,12 @@ class ThreadPool:
         self._function = ctypes.c_void_p(self._interpreter.address)
         self.chooser = ThreadChooser(self.num_threads)
 
-    def run(self, header_address: int, num_threads: int) -> None:
+    def run(self, header_address: int) -> None:
         header = ctypes.c_void_p(header_address)
         if self._start_threads is None:
             self._interpreter.ctypes(ctypes.cast(header, ctypes.POINTER(ctypes.c_int64)))
         else:
-            self._start_threads(self._function, header, num_threads, 0)
+            self._start_threads(self._function, header, self.chooser.num_threads, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +103,20 @@ class Launcher:
         self.compiler = Compiler()
         self._pool = ThreadPool(self.compiler)
         self.num_threads = self._pool.num_threads
+        self.chooser = self._pool.chooser
         self._single = Program(np.zeros((1, PROGRAM_WIDTH), np.int64), [], self._pool)
         self._scratch = torch.empty(0)
         self._kernels: dict[tuple[Any, torch.dtype | None], Any] = {}
         self._capture: Capture | None = None
 
-    def launch(self, kernel: Any, *args: int, cached: torch.dtype | None = None) -> None:
-        """Run a kernel, compiling it on first use; `cached` is the dtype of the KV cache."""
-        key = kernel, cached
+    def launch(self, kernel: Any, *args: int, other: torch.dtype | None = None) -> None:
+        """Run a kernel, compiling it on first use.
+
+        `other` is the dtype of the KV cache or of the output, if the kernel has such a parameter.
+        """
+        key = kernel, other
         if key not in self._kernels:
-            dtypes = [self.dtype] if cached is None else [self.dtype, cached]
+            dtypes = [self.dtype] if other is None else [self.dtype, other]
             self._kernels[key] = compile_kernel(self.compiler, kernel, *dtypes)
         self.call(self._kernels[key].address, *args)
 
@@ -125,7 +126,7 @@ class Launcher:
             self._capture.instructions.append((address, *args))
             return
         self._single.instructions[0, : 1 + len(args)] = (address, *args)
-        self._single.run_on(self.num_threads)
+        self._single.run()
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate the output of a kernel; a captured program keeps it alive."""

@@ -94,7 +94,7 @@ class CudaDevice:
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
 
-    def choose_dtype(self, asked: str, checkpoint_dtype: str) -> torch.dtype:
+    def choose_dtype(self, asked: str, checkpoint_dtype: str, is_quantized: bool) -> torch.dtype:
         is_auto = asked == "auto"
         dtype: torch.dtype = getattr(torch, checkpoint_dtype if is_auto else asked)
         if is_auto and dtype == torch.bfloat16:

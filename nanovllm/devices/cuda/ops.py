@@ -79,6 +79,9 @@ class TritonOps:
             return ComposedLinear(self, lambda x: F.linear(x, weight, bias), activation)
         return CudaLinear(self, weight, bias, activation)
 
+    def pack_lm_head(self, weight: Weight, allow_copy: bool) -> PackedLinear:
+        return self.pack_linear(weight, None, None, allow_copy)
+
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
         if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
             return CudaExperts(self, gate_up.contiguous(), down.contiguous(), routing)

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from pydantic import Field
 
+from nanovllm.engine.conversations import refuse_media
 from nanovllm.errors import NanovllmError, RequestError
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import anthropic_body
@@ -180,9 +181,9 @@ class CountRequest(ApiModel):
     cache_control: Any = None
 
     def chat(self) -> ChatRequest:
-        messages = [] if self.system is None else _messages("system", self.system)
-        for turn in self.messages:
-            messages += _messages(turn.role, turn.content)
+        messages = [] if self.system is None else _messages("system", self.system, "system")
+        for index, turn in enumerate(self.messages):
+            messages += _messages(turn.role, turn.content, f"messages[{index}].content")
         form, choice = self.output_config.format, self.tool_choice
         fields: dict[str, Any] = {
             "model": self.model,
@@ -237,10 +238,13 @@ def _blocks(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _messages(role: str, content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert a turn to chat messages: first the tool results, then a message with the rest."""
+def _messages(role: str, content: str | list[dict[str, Any]], path: str) -> list[dict[str, Any]]:
+    """Convert a turn to chat messages: first the tool results, then a message with the rest.
+
+    `path` is the content's path in the request, for errors.
+    """
     texts, reasoning, calls, results = [], [], [], []
-    for block in _blocks(content):
+    for index, block in enumerate(_blocks(content)):
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
@@ -250,11 +254,13 @@ def _messages(role: str, content: str | list[dict[str, Any]]) -> list[dict[str, 
                 function = {"name": name, "arguments": block.get("input") or {}}
                 calls.append({"type": "function", "id": call_id, "function": function})
             case {"type": "tool_result", "tool_use_id": str(call_id)} if role == "user":
-                [result] = _messages("tool", block.get("content") or "")
+                inner = f"{path}[{index}].content"
+                [result] = _messages("tool", block.get("content") or "", inner)
                 results.append({**result, "tool_call_id": call_id})
             case _:
+                refuse_media(block, path)
                 problem = f"this content block is not supported in {role} messages"
-                raise RequestError(f"messages: {problem}: {block!r:.80}", param="messages")
+                raise RequestError(f"{path}: {problem}: {block!r:.80}", param="messages")
     if results and not texts:
         return results
     message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}

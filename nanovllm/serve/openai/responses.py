@@ -263,8 +263,8 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
-    for item in items:
-        message = _message(item)
+    for index, item in enumerate(items):
+        message = _message(item, f"input[{index}]")
         before = messages[-1] if messages else {}
         if message["role"] == before.get("role") == "assistant":
             for name in message.keys() - {"role"}:
@@ -274,10 +274,11 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def _message(item: dict[str, Any]) -> dict[str, Any]:
+def _message(item: dict[str, Any], path: str) -> dict[str, Any]:
     match {"type": "message", **item}:
         case {"type": "message", "role": str(role)} if role in ROLES:
-            return {"role": role, "content": text_of(item.get("content"), "input", TEXT_TYPES)}
+            content = text_of(item.get("content"), f"{path}.content", TEXT_TYPES)
+            return {"role": role, "content": content}
         case {"type": "reasoning"}:
             parts = item.get("content") or item.get("summary") or []
             text = text_of(parts, "input", REASONING_TYPES)
@@ -287,6 +288,6 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
             call = {"type": "function", "id": item.get("call_id"), "function": function}
             return {"role": "assistant", "tool_calls": [call]}
         case {"type": "function_call_output"}:
-            output = text_of(item.get("output"), "input", TEXT_TYPES)
+            output = text_of(item.get("output"), f"{path}.output", TEXT_TYPES)
             return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     raise RequestError(f"input: an item of this form is not supported: {item!r:.80}", param="input")

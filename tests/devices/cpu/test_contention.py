@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 from nanovllm.devices.cpu.contention import MAX_PAUSE, ThreadChooser
 
@@ -79,13 +80,32 @@ def test_threads_that_sleep_while_they_wait_are_not_taken_for_robbed_ones() -> N
 
 
 def test_one_thread_needs_no_clock() -> None:
-    chooser, calls = ThreadChooser(1), []
-    for _ in range(3):
-        chooser.run(calls.append)
-    assert calls == [1, 1, 1]
+    chooser = ThreadChooser(1)
+    assert [chooser.run(lambda: chooser.num_threads, 1) for _ in range(3)] == [1, 1, 1]
 
 
 def test_a_run_is_timed() -> None:
-    chooser, calls = ThreadChooser(2), []
-    chooser.run(calls.append)
-    assert calls == [2]
+    chooser = ThreadChooser(2)
+    assert chooser.run(lambda: chooser.num_threads, 1) == 2
+
+
+def test_steps_of_different_sizes_are_compared_per_token() -> None:
+    """A single thread that runs a small step is not taken for the faster choice."""
+    chooser = ThreadChooser(2)
+    chooser.note(1.0, 1.0, 256)  # two threads get half of their cores: try one
+    assert chooser.num_threads == 1
+    chooser.note(0.9, 0.9, 64)  # 0.9 s for 64 tokens is slower than 1 s for 256
+    assert chooser.num_threads == 2
+
+
+def test_torch_runs_on_the_chosen_threads_during_a_step() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        chooser = ThreadChooser(2)
+        assert chooser.run(torch.get_num_threads, 1) == 2
+        chooser.num_threads = 1
+        assert chooser.run(torch.get_num_threads, 1) == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -112,6 +112,17 @@ def test_products_equal_those_of_dequantized_weights(kind: str, dtype: torch.dty
                 assert ((got - right).abs() <= rounding * (most + right.abs())).all(), num_rows
 
 
+def test_logits_of_bfloat16_activations_are_float32() -> None:
+    weight, values = make_weight("Q4_1", 70)
+    lm_head = make_ops(torch.bfloat16, 1).pack_lm_head(weight, False)
+    for num_rows in NUM_ROWS:
+        x = make_x(num_rows, torch.bfloat16)
+        got, right = lm_head(x), x.double() @ values.double().T
+        assert got.dtype == torch.float32
+        most = x.double().abs() @ values.double().abs().T
+        assert ((got - right).abs() <= 1e-6 * (most + right.abs())).all(), num_rows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("piece_size", [PIECE_SIZE, 1])  # all parts at once, or panel by panel
 def test_parts_of_several_types_lie_one_below_another(

@@ -110,6 +110,20 @@ def test_linear_is_as_close_as_float32_sums(
 
 
 @DTYPES
+@pytest.mark.parametrize("ops", [TorchOps(), None], ids=["torch", "numba"])
+def test_logits_are_float32(ops: TorchOps | None, dtype: torch.dtype) -> None:
+    """Sums of integers that bfloat16 would round are exact."""
+    weight = make_integers(70, 576, dtype=dtype)
+    lm_head = (ops or make_ops(dtype)).pack_lm_head(weight, True)
+    for num_rows in NUM_ROWS:
+        x = make_integers(num_rows, 576, dtype=dtype, seed=num_rows)
+        got, want = lm_head(x), exact_linear(x, weight, None)
+        assert got.dtype == torch.float32
+        assert torch.equal(got.double(), want), num_rows
+        assert num_rows < 2 or not torch.equal(want, want.bfloat16().double())
+
+
+@DTYPES
 @pytest.mark.parametrize("allow_copy", [True, False], ids=["room", "no-room"])
 def test_linear_takes_views_and_strided_inputs(allow_copy: bool, dtype: torch.dtype) -> None:
     """A weight may be a slice of a merged one; x may be a slice of a wider activation."""
@@ -206,11 +220,11 @@ def test_add_norm(num_rows: int, dim: int, dtype: torch.dtype) -> None:
 @ROWS_AND_DIMS
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_scale_logits(num_rows: int, dim: int, dtype: torch.dtype, softcap: float | None) -> None:
-    logits = 8 * make(num_rows, dim, dtype=dtype)
+    logits = 8 * make(num_rows, dim, dtype=torch.float32)
     got = make_ops(dtype).scale_logits(logits.clone(), 0.7, softcap)
     want = 0.7 * logits.double()
     want = want if softcap is None else softcap * (want / softcap).tanh()
-    assert_as_rounded(got, want.to(dtype), atol=1e-5)
+    assert_as_rounded(got, want.float(), atol=1e-5)
 
 
 @SEVERAL_THREADS

@@ -83,14 +83,14 @@ def test_a_replay_sees_what_its_inputs_hold_now(block: Block, num_rows: int) -> 
 def test_recording_runs_nothing(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, shapes = tokens(1, 2), []
 
-    def note(*shape: int) -> Tensor:
+    def note(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
         shapes.append(shape)
-        return block.launcher.empty(*shape)
+        return block.launcher.empty(*shape, dtype=dtype)
 
     monkeypatch.setattr(block.ops, "_empty", note)
     block(inputs)
     filled = iter([torch.full(shape, 7.0, dtype=block.launcher.dtype) for shape in shapes])
-    monkeypatch.setattr(block.ops, "_empty", lambda *shape: next(filled))
+    monkeypatch.setattr(block.ops, "_empty", lambda *shape, dtype=None: next(filled))
     _, output = block.launcher.capture(lambda: block(inputs))
     assert bool((output == 7.0).all())
 
@@ -209,9 +209,9 @@ def test_a_program_gives_the_same_bits_on_any_number_of_threads(dim: int) -> Non
     linear = ops.pack_linear(weight, None, None, False)
     program, output = launcher.capture(lambda: linear(x))
     outputs = []
-    for num_threads in (1, 2, 3):
+    for launcher.chooser.num_threads in (1, 2, 3):
         output.fill_(math.nan)
-        program.run_on(num_threads)
+        program.run()
         outputs.append(output.clone())
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])

@@ -217,16 +217,19 @@ def _store(builder: Any, values: Any, address: Any) -> None:
 # them.
 
 
-def compile_linear(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
+def compile_linear(
+    compiler: Compiler, name: str, dtype: torch.dtype, out_dtype: torch.dtype
+) -> Any:
     """Compile the kernel that computes y = x @ weight.T + bias for few rows of x.
 
-    It may fill only some columns of y. If the address of `order` is not 0, y has a row for each
-    (token, expert) pair, as in grouped_linear in experts.py. `scratch` holds, per thread, the sums
-    of a tile, then x as float32 and its sums over groups.
+    The bias has the dtype of x, y has `out_dtype`. The kernel may fill only some columns of y. If
+    the address of `order` is not 0, y has a row for each (token, expert) pair, as in grouped_linear
+    in experts.py. `scratch` holds, per thread, the sums of a tile, then x as float32 and its sums
+    over groups.
     """
     kind, block_type = NAMES.index(name), TYPES[name]
     size, num_bytes, group_size = block_type.size, block_type.num_bytes, block_type.group_size
-    version, like = hash_sources(), ZERO_OF[dtype]
+    version, like, out_like = hash_sources(), ZERO_OF[dtype], ZERO_OF[out_dtype]
     (large, small, pair, one), lanes = TILES, PANEL_ROWS
 
     def linear(args, thread, num_threads):  # type: ignore[no-untyped-def]
@@ -263,7 +266,8 @@ def compile_linear(compiler: Compiler, name: str, dtype: torch.dtype) -> Any:
                     else:
                         num_done = one
                         multiply_panel(kind, one, panel, num_blocks, scratch, at, at_sums, sums)
-                    write_sums(args, first + row, num_done, i * lanes, scratch, sums, like)
+                    target = first + row, num_done, i * lanes
+                    write_sums(args, *target, scratch, sums, like, out_like)
                     row += num_done
 
     return compiler.compile(linear)
@@ -293,13 +297,13 @@ def add_groups(scratch: Any, xs: int, x_sums: int, num_groups: int, size: int) -
 
 @kernel
 def write_sums(
-    args: Any, first: int, num_rows: int, out: int, sums: Any, base: int, like: Any
+    args: Any, first: int, num_rows: int, out: int, sums: Any, base: int, like: Any, out_like: Any
 ) -> None:
     """Add the bias to the sums of a tile, and store them in y.
 
     The tile starts at column `out`, and at row `first` or, with experts, at pair order[first].
     """
-    y, bias = pointer_to(args[0], like), pointer_to(args[3], like)
+    y, bias = pointer_to(args[0], out_like), pointer_to(args[3], like)
     order, count = pointer_to(args[9], int32(0)), min(int64(PANEL_ROWS), args[6] - out)
     for j in range(num_rows):
         row = first + j if args[9] == 0 else int64(order[first + j])

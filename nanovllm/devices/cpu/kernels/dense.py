@@ -56,12 +56,12 @@ def embed(args: Any, thread: int, num_threads: int, like: Any) -> None:
 
 
 @kernel
-def linear(args: Any, thread: int, num_threads: int, like: Any) -> None:
+def linear(args: Any, thread: int, num_threads: int, like: Any, out_like: Any) -> None:
     """y = x @ weight.T + bias for few rows of x; a bias address of 0 means no bias.
 
-    `scratch` holds, per thread, x as float32 and the sums of a tile.
+    `out_like` has the type of y. `scratch` holds, per thread, x as float32 and the sums of a tile.
     """
-    y, x = pointer_to(args[0], like), pointer_to(args[1], like)
+    y, x = pointer_to(args[0], out_like), pointer_to(args[1], like)
     weight, bias = pointer_to(args[2], like), pointer_to(args[3], like)
     has_bias = args[3] != 0
     scratch = pointer_to(args[4], float32(0))
@@ -173,8 +173,8 @@ def multiply_sigmoid(args: Any, thread: int, num_threads: int, like: Any) -> Non
 
 @kernel
 def scale_logits(args: Any, thread: int, num_threads: int, like: Any) -> None:
-    """Implement Ops.scale_logits in place; a softcap of 0 means none."""
-    logits, size = pointer_to(args[0], like), args[1]
+    """Implement Ops.scale_logits in place, in float32; a softcap of 0 means none."""
+    logits, size = pointer_to(args[0], float32(0)), args[1]
     scale, softcap = as_float(uint32(args[2])), as_float(uint32(args[3]))
     for i in range(thread * size // num_threads, (thread + 1) * size // num_threads):
         value = load(logits, i) * scale
