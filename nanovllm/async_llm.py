@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.assembly import create_input_processor, engine_config
 from nanovllm.config import SERVING_TARGET_MS
 from nanovllm.engine.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.output_processor import OutputProcessor, RequestState
@@ -24,7 +25,6 @@ from nanovllm.engine.scoring import embedding_of
 from nanovllm.engine.sequence import check_length
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
-from nanovllm.llm import create_input_processor, engine_config
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_messages import CoreStats, EngineState, FinishSequences, total

@@ -50,7 +50,7 @@ class RequestOutput(Mapping[str, Any]):
     # If requested, one dict per token, keyed by token id: the token itself, then the top tokens.
     logprobs: Sequence[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first item is None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None  # the first item is None
     outputs: list[CompletionOutput] = dataclasses.field(default_factory=list)  # all completions
     pooled: list[float] | None = None  # pooled hidden states, not normalized, for `LLM.embed`
     queue_time: float = 0.0  # seconds from arrival to the first step; 0.0 if there was none

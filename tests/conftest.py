@@ -80,6 +80,15 @@ def pytest_configure(config: pytest.Config) -> None:
             share_gpu(num_cores)
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Name the GPU and what its tests depend on."""
+    if config.option.markexpr != "gpu" or importlib.util.find_spec("triton") is None:
+        return None
+    from tests.devices.shared_gpu import versions
+
+    return versions()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Disable garbage collection while tests are collected: visiting all objects is slow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,8 @@ def assert_prompt_right(checkpoint: TinyCheckpoint, output: RequestOutput, num_t
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(prompt)
+    assert not isinstance(output.prompt_logprobs, list)  # created on access
+    assert pickle.loads(pickle.dumps(output.prompt_logprobs)) == output.prompt_logprobs
     right = checkpoint.logprobs(prompt)[:-1]
     for entries, token_id, wanted in zip(
         output.prompt_logprobs[1:], prompt[1:], right, strict=True

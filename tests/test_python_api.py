@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.assembly import engine_config
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine_options import VLLM_OPTIONS, EngineOptions
 from nanovllm.engine.state_pool import StateCounts
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.llm import engine_config
 from nanovllm.outputs import StreamPiece
 from tests.serve.byte_model import make_byte_model
 
@@ -98,7 +98,8 @@ def test_block_size_is_an_alias() -> None:
 def test_options_that_only_vllm_needs(caplog: pytest.LogCaptureFixture) -> None:
     given = {"trust_remote_code": True, "swap_space": 4, "enable_chunked_prefill": False}
     harmless = {"pipeline_parallel_size": 1, "cpu_offload_gb": 0, "tokenizer": None}
-    assert engine_config("x", {**given, **harmless, "seed": 3}) == EngineConfig("x", seed=3)
+    expected = EngineConfig("x", seed=3)
+    assert engine_config("x", {**given, **harmless, "seed": 3}) == expected
     told = [record.getMessage() for record in caplog.records]
     assert told == [
         "trust_remote_code has no effect: code from a repository is never run",

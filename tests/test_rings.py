@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from nanovllm import LLM, SamplingParams
+import pytest
+
+from nanovllm import LLM, SamplingParams, models
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.models.registry import read_config_for
 from tests.checkpoints import TinyCheckpoint
 
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
 RINGS = [
     "errors validation structured_outputs sampling_params outputs config",
     *("engine", "ops", "checkpoint", "attention", "layers", "models", "worker"),  # the core
-    *("devices", "structured", "parallel", "llm", "serve", "async_llm", "batch", "cli", "ray"),
+    *("devices", "structured", "parallel", "assembly", "llm"),
+    *("serve", "async_llm", "batch", "cli", "ray"),
 ]
 OUTER = ("devices", "structured", "parallel", "serve", "batch", "cli", "ray")
 OPEN = {"nanovllm.devices.choose", "nanovllm.devices.replica_share"}
@@ -83,3 +90,26 @@ with LLM({model!r}, dtype="float32", skip_tokenizer_init=True) as llm:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"TorchDevice\n{want}\n"
+
+
+def test_the_fallback_can_be_deleted(
+    tiny: Callable[[str], TinyCheckpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only `registry.py` imports it; without it, our own families run, and others are refused."""
+    importing = [path for path, _ in sources() if "nanovllm.models.fallback" in imports_of(path)]
+    outside = [path for path in importing if path.parent.name != "fallback"]
+    assert outside == [PACKAGE / "models" / "registry.py"]
+    monkeypatch.setitem(sys.modules, "nanovllm.models.fallback", None)
+    monkeypatch.delattr(models, "fallback", raising=False)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
+    with LLM(tiny("qwen3").path, **options) as llm:
+        [output] = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert len(output.token_ids) == 2
+    with pytest.raises(UnsupportedModelError, match="models/fallback is missing"):
+        read_config_for({"architectures": ["GPT2LMHeadModel"]}, "auto")
+
+
+def imports_of(path: Path) -> str:
+    """Return the names of all modules that a file imports, and of what it imports from them."""
+    found = re.findall(r"from (nanovllm\S*) import (\w+)", path.read_text())
+    return " ".join([*imported_modules(path), *(".".join(names) for names in found)])

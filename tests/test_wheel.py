@@ -67,13 +67,14 @@ def test_an_installed_wheel_answers(wheel: Path, tmp_path: Path) -> None:
     assert run("generate", "What is the capital of Germany?") == "The capital of Germany is Berlin."
 
 
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-gpu.txt"])
 @pytest.mark.parametrize("name", ["numba", "torch", "triton"])
-def test_private_interfaces_are_of_releases_that_are_tested(name: str) -> None:
+def test_private_interfaces_are_of_releases_that_are_tested(name: str, file: str) -> None:
     """Requirements have an upper bound, and allow the pinned releases, which are tested."""
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
     found = [line.strip(' ",') for line in lines if line.strip().startswith(f'"{name}>=')]
     (required,) = (Requirement(each).specifier for each in found)
-    pinned = re.findall(rf"^{name}==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.M)
+    pinned = re.findall(rf"^{name}==([\d.]+)", (ROOT / file).read_text(), re.M)
     assert any(each.operator == "<" for each in required)
     assert pinned
     assert all(each in required for each in pinned)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanovllm import llm as llm_module
+from nanovllm import assembly
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.devices.choose import create_device
@@ -115,5 +115,5 @@ def engines_of(
     """Make new engines run on `size` ranks."""
     tqdm.set_lock(threading.RLock())  # an interrupt in another test may have left it locked
     executor = partial(ThreadedExecutor, size=size, backend=backend, make_device=make_device)
-    with mock.patch.object(llm_module, "create_executor", executor):
+    with mock.patch.object(assembly, "create_executor", executor):
         yield

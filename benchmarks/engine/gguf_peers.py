@@ -1,14 +1,17 @@
 """Compare a GGUF file kept quantized, dequantized to bfloat16, and in llama.cpp, in turns.
 
-    python -m benchmarks.engine.gguf_peers [--llama PYTHON] [--threads 2] [--rounds 5]
-        [--load "1 request"]
+    python -m benchmarks.engine.gguf_peers [--llama PYTHON [--q4-0 FILE]] [--threads 2]
+        [--rounds 5] [--load "1 request"]
 
 PYTHON is the interpreter of an environment with llama-cpp-python, built from source for this CPU
 (pip install --no-binary llama-cpp-python llama-cpp-python); without it, only the first two are
-compared. Each side has its own process, which waits while another one works. There are three loads:
-one request with 16 prompt and 64 output tokens, 16 such requests at once, and a prompt of 512
-tokens. Prints the median throughput and how many times as fast the quantized file is, by wall-clock
-time and by CPU time, which is more reliable on a shared machine.
+compared. With --q4-0, llama.cpp's quantizer first writes the model as Q4_0 to FILE, which is then
+compared: llama.cpp has faster ("repacked") kernels for it.
+
+Each side has its own process, which waits while another one works. There are three loads: one
+request with 16 prompt and 64 output tokens, 16 such requests at once, and a prompt of 512 tokens.
+Prints the median throughput and how many times as fast the quantized file is, by wall-clock time
+and by CPU time, which is more reliable on a shared machine.
 """
 
 from __future__ import annotations
@@ -39,6 +42,10 @@ def main() -> None:
     if args.side is not None:
         serve_side(args)
         return
+    if args.q4_0 is not None:
+        command = [args.llama, str(LLAMA_SIDE), find_file(args.model), args.q4_0]
+        subprocess.run(command, check=True)
+        args.model = args.q4_0
     commands = {side: _own_command(side, args) for side in ("stored", "bfloat16")}
     if args.llama is not None:
         commands["llama.cpp"] = [args.llama, str(LLAMA_SIDE), find_file(args.model)]
@@ -149,11 +156,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--llama", metavar="PYTHON", help="an interpreter that can import llama_cpp"
     )
+    parser.add_argument("--q4-0", metavar="FILE", help="compare Q4_0 weights, written to FILE")
     parser.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--load", choices=LOADS, action="append", help="(default: all)")
     parser.add_argument("--side", choices=("stored", "bfloat16"), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.q4_0 is not None and args.llama is None:
+        parser.error("--q4-0 needs --llama, whose quantizer writes the file")
+    return args
 
 
 if __name__ == "__main__":

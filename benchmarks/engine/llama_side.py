@@ -1,6 +1,7 @@
 """The llama.cpp side of gguf_peers.py, run by an interpreter that can import llama_cpp.
 
-    PYTHON llama_side.py FILE     # threads: OMP_NUM_THREADS
+    PYTHON llama_side.py FILE              # serves loads; threads: OMP_NUM_THREADS
+    PYTHON llama_side.py FILE Q4_0_FILE    # writes FILE's weights as Q4_0
 
 Calls the library's C functions, as its own server does, so that Python only selects the most likely
 token.
@@ -8,6 +9,7 @@ token.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -68,7 +70,18 @@ class Model:
         return np.ctypeslib.as_array(pointer, shape=(self._vocab_size,))
 
 
+def requantize(path: str, target: str) -> None:
+    """Write a model as Q4_0 with llama.cpp's quantizer, which may read quantized weights."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, True
+    if llama_cpp.llama_model_quantize(path.encode(), target.encode(), ctypes.byref(params)) != 0:
+        raise RuntimeError(f"llama.cpp could not quantize {path}")
+
+
 def main() -> None:
+    if len(sys.argv) > 2:
+        requantize(*sys.argv[1:3])
+        return
     model = Model(sys.argv[1], int(os.environ["OMP_NUM_THREADS"]))
     for line in sys.stdin:
         load = json.loads(line)

@@ -47,11 +47,11 @@ CASES = {
 def main() -> int:
     timer = GpuTimer()
     for num_rows in (1, 64, 256):
-        num_bytes = num_rows * VOCAB_SIZE * 2
+        num_bytes = num_rows * VOCAB_SIZE * 4
         generator = torch.Generator("cuda").manual_seed(0)
         normal = torch.randn(num_rows, VOCAB_SIZE, device="cuda", generator=generator)
         for name, (asked, scale, *params) in CASES.items():
-            logits = (normal * scale).bfloat16()
+            logits = normal * scale
             copies = [logits.clone() for _ in range(-(-MIN_BYTES // num_bytes))]
             sample = sampler(asked, params, num_rows)
             took = timer.microseconds([partial(sample, each) for each in copies])

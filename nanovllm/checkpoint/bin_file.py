@@ -20,11 +20,17 @@ from nanovllm.errors import CheckpointError
 
 
 def list_bin(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTensor]:
-    is_zip = zipfile.is_zipfile(path)  # files older than torch 1.6 cannot be memory-mapped
     try:
+        is_zip = _is_zip(path)  # files older than torch 1.6 cannot be memory-mapped
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except Exception as error:  # a damaged pickle can raise anything
+    except (OSError, CheckpointError) as error:
         raise CheckpointError(f"{path} is not a readable PyTorch checkpoint: {error}") from error
+    except Exception as error:  # a damaged pickle can raise anything
+        # Torch's own message advises to load the file with weights_only=False, which is unsafe.
+        raise CheckpointError(
+            f"{path} is not a readable PyTorch checkpoint ({type(error).__name__}): it is damaged, "
+            "or holds more than tensors; fetch it again, or use the model's safetensors files"
+        ) from None
     if not isinstance(tensors, dict):
         raise CheckpointError(f"{path} must hold a state dict, not a {type(tensors).__name__}")
     for name, tensor in tensors.items():
@@ -35,3 +41,14 @@ def list_bin(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTe
         check_dtype(path, name, tensor.dtype, dtypes)
         read = partial(read_and_release if is_zip else split_rows, tensor)
         yield StoredTensor(name, tuple(tensor.shape), path, read, dtype=tensor.dtype)
+
+
+def _is_zip(path: Path) -> bool:
+    """Return whether torch reads the file as a ZIP archive; raise if its members are compressed."""
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\3\4":
+            return False
+    with zipfile.ZipFile(path) as archive:
+        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+            raise CheckpointError("its members are compressed, which torch.save never does")
+    return True

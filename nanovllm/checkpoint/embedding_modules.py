@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.checkpoint.find import read_json
+from nanovllm.checkpoint.find import check_regular, read_json
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
@@ -44,6 +44,8 @@ def read_embedding_modules(folder: Path) -> EmbeddingModules | None:
     if unknown := [kind for kind, _ in modules if kind not in KINDS]:
         raise UnsupportedModelError(f"modules.json lists {unknown[0]!r}, which is not supported")
     dense = tuple(path for kind, path in modules if kind == "Dense")
+    for path in (poolings[0], *dense):
+        check_regular(path)
     for path in dense:
         activation = read_json(path / "config.json").get("activation_function")
         if activation != IDENTITY:

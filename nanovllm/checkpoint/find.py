@@ -126,6 +126,16 @@ def _decode_float(value: dict[str, Any]) -> Any:
     return float(value["__float__"]) if is_number else value
 
 
+def check_regular(path: Path) -> None:
+    """Raise for a file, or a file in a folder, that is a pipe, socket or device.
+
+    Reading one may never end.
+    """
+    for file in path.iterdir() if path.is_dir() else (path,):
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise CheckpointError(f"{file} is a pipe, socket or device; replace it by a file")
+
+
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Return every token id that ends a generation, from the generation config or the config."""
     for config in (checkpoint.generation_config, checkpoint.config):
@@ -152,6 +162,7 @@ def _local_path(model: str, revision: str | None) -> Path | None:
 
 
 def _read(path: Path, need_weights: bool) -> Checkpoint:
+    check_regular(path)
     if path.is_dir():
         return _from_folder(path, need_weights)
     if path.suffix == ".gguf":

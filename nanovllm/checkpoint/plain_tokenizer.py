@@ -35,6 +35,9 @@ class PlainTokenizer:
         eos = self.special_tokens_map.get("eos_token")
         return None if eos is None else self._backend.token_to_id(eos)
 
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self._backend.get_vocab())
+
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
         tokens: dict[int, AddedToken] = self._backend.get_added_tokens_decoder()

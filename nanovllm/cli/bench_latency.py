@@ -74,8 +74,10 @@ def measure(llm: LLM, batch: int, sizes: Sizes) -> dict[str, float]:
     """Return the medians of `repeats` runs, which follow one warm-up run."""
     last_id = min(10_000, llm.engine.model_config.vocab_size)
     params = SamplingParams(max_tokens=sizes.output_len, ignore_eos=True)
+    from tqdm import tqdm
+
     runs = []
-    for _ in range(sizes.repeats + 1):
+    for _ in tqdm(range(sizes.repeats + 1), f"batch {batch}", unit="run", leave=False):
         # Use new prompts: those of earlier runs are in the prefix cache.
         prompts = [random.choices(range(last_id), k=sizes.input_len) for _ in range(batch)]
         start = time.perf_counter()

@@ -75,7 +75,10 @@ def _add_option(add: Callable[..., Any], field: Field[Any], hint: Any, default: 
     flags = filter(None, [_flag(field.name), field.metadata.get("alias")])
     action = add(*flags, dest=field.name, help=text, **options)
     given = os.environ.get(field.metadata.get("env", ""))
-    action.default = default if not given else (given,) if default == () else given
+    if default == ():  # an empty API key is kept, and rejected: it must not open the server
+        action.default = default if given is None else (given,)
+    else:
+        action.default = given or default
 
 
 def dashed(argv: Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """The options of an engine, and the sizes and constants of a model."""
 
 from nanovllm.config.engine_config import (
+    DEFAULT_LEN,
     DTYPES,
     QUANTIZATION_METHODS,
     SERVING_TARGET_MS,
@@ -17,6 +18,7 @@ from nanovllm.config.model_config import (
 from nanovllm.config.speculative_config import SpeculativeConfig
 
 __all__ = [
+    "DEFAULT_LEN",
     "DTYPES",
     "QUANTIZATION_METHODS",
     "SERVING_TARGET_MS",

@@ -13,6 +13,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.validation import check_choices, check_types, option, require, suggest_fields
 
 WHOLE_CONTEXT = 2**31 - 1  # value of max_model_len for the model's own limit
+DEFAULT_LEN = 4096  # default max_model_len; the model's own limit if that is less
 SERVING_TARGET_MS = 25.0  # default target_inter_token_ms of AsyncLLM and of servers
 DTYPES = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
@@ -48,7 +49,9 @@ class EngineConfig:
     )
     max_num_seqs: int = option(512, "maximum running sequences; others wait")
     max_model_len: int = option(
-        4096, "maximum length of prompt plus output in tokens, such as 32K", parse=tokens
+        DEFAULT_LEN,
+        "maximum length of prompt plus output in tokens, such as 32K; at most the model's own",
+        parse=tokens,
     )
     gpu_memory_utilization: float = option(0.9, "fraction of a GPU's memory to use")
     tensor_parallel_size: int = option(

@@ -95,6 +95,7 @@ class InputProcessor:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         tokenizer = self.tokenizer if is_streaming or params.stop else None
         seq_id = next(self._seq_ids)
+        request_id = str(seq_id) if request_id is None else request_id
         grammar, asked = None, params.structured_outputs
         if asked is not None:
             grammar = self.get_grammars().compile(asked)
@@ -110,6 +111,7 @@ class InputProcessor:
             cache_salt=cache_salt or None,  # an empty salt means no salt
             is_streaming=is_streaming or tokenizer is not None or params.logprobs is not None,
             pooling=pooling,
+            request_id=request_id,
         )
         requests = [first]
         if params.n > 1:  # only the first completion computes prompt logprobs
@@ -122,7 +124,6 @@ class InputProcessor:
             detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params)
             completions.append(CompletionState(index, request, detokenizer))
         text = prompt if isinstance(prompt, str) else None
-        request_id = str(first.seq_id) if request_id is None else request_id
         return RequestState(text, is_streaming, completions, len(completions), request_id)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ from nanovllm.outputs import Logprob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 # An entry describes one position: a rank, then pairs of a token id and a logprob. Each number has 4
 # bytes. The rank and the first pair belong to the token at that position, the other pairs to the
@@ -89,11 +91,40 @@ def text_within(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
     return f" {alone}" if twice == f"{alone} {alone}" else alone
 
 
-class CompletionLogprobs(abc.Sequence[dict[int, Logprob]]):
-    """The logprobs of a completion's tokens, as a sequence that creates its items on access.
+class LazySequence(abc.Sequence[T]):
+    """A sequence that creates its items on access.
 
     It equals a list of the same items, and becomes one when pickled or copied.
     """
+
+    def item(self, index: int) -> T:
+        """Create the item at `index`, which is not negative."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        found = range(len(self))[index]
+        return [self.item(each) for each in found] if isinstance(found, range) else self.item(found)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, abc.Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # like a list
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[type, tuple[list[T]]]:
+        return list, (list(self),)
+
+
+class CompletionLogprobs(LazySequence[dict[int, Logprob]]):
+    """The logprobs of a completion's tokens."""
 
     def __init__(
         self, entries: abc.Iterable[TokenLogprobs], num_top: int, texts: TokenTexts
@@ -111,29 +142,22 @@ class CompletionLogprobs(abc.Sequence[dict[int, Logprob]]):
     def __len__(self) -> int:
         return len(self._data) // self._width
 
-    @overload
-    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[int, Logprob]]: ...
-
-    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob]]:
-        found = range(len(self))[index]
-        if isinstance(found, range):
-            return [self[each] for each in found]
-        start = found * self._width
+    def item(self, index: int) -> dict[int, Logprob]:
+        start = index * self._width
         return as_dict(self._data[start : start + self._width], self._texts)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, abc.Sequence) and list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]  # like a list
+class PromptLogprobs(LazySequence[dict[int, Logprob] | None]):
+    """The logprobs of a prompt's tokens; None for the first one, which nothing predicts."""
 
-    def __repr__(self) -> str:
-        return repr(list(self))
+    def __init__(self, others: CompletionLogprobs) -> None:
+        self._others = others
 
-    def __reduce__(self) -> tuple[type, tuple[list[dict[int, Logprob]]]]:
-        return list, (list(self),)
+    def __len__(self) -> int:
+        return 1 + len(self._others)
+
+    def item(self, index: int) -> dict[int, Logprob] | None:
+        return self._others.item(index - 1) if index else None
 
 
 def as_dict(entry: TokenLogprobs, texts: TokenTexts) -> dict[int, Logprob]:

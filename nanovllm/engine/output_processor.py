@@ -5,7 +5,7 @@ Nothing here imports torch, so it can run in a different process than the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -148,10 +148,12 @@ class OutputProcessor:
         request, best = state.completions[0].request, outputs[0]
         results = [each.finished for each in state.completions if each.finished is not None]
         own, broken = results[0], [each for each in results if each.finish_reason == "error"]
-        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
         num_top = request.params.prompt_logprobs
         if num_top is not None:
-            prompt_logprobs = [None, *self._logprobs(own.prompt_logprobs, num_top)]
+            from nanovllm.engine.logprobs import PromptLogprobs
+
+            prompt_logprobs = PromptLogprobs(self._logprobs(own.prompt_logprobs, num_top))
         return RequestOutput(
             seq_id=state.seq_id,
             prompt=state.prompt,

@@ -6,6 +6,9 @@ from __future__ import annotations
 # chunk of 64 tokens takes twice as long per token as one of 1,024, since each chunk upcasts or
 # dequantizes all weights.
 MIN_PROMPT_TOKENS = {"cpu": 256, "cuda": 64}
+# While several prompts of one request wait, a step without decode rows takes at most this multiple
+# of the target, or runs MIN_QUEUED_TOKENS, so that other requests need not wait long.
+QUEUED_RATIO, MIN_QUEUED_TOKENS = 4.0, 128
 FIRST_SECONDS_PER_TOKEN = 80e-6  # estimate before the first measurement
 MARGIN = 0.8  # fraction of the target to aim for, because equal steps vary in duration
 # After the first measurement, the ratio of measured to estimated time is limited by MAX_RATIO and
@@ -26,6 +29,11 @@ class PromptBudget:
         """Return how many prompt tokens may run alongside `num_decode_rows` decode rows."""
         num_tokens = int(self._seconds / self._seconds_per_token)
         return max(self._min_prompt_tokens, _round_down(num_tokens) - num_decode_rows)
+
+    def num_queued_tokens(self) -> int:
+        """Return how many tokens of a request with several prompts may run without decode rows."""
+        num_tokens = int(QUEUED_RATIO * self._seconds / self._seconds_per_token)
+        return max(MIN_QUEUED_TOKENS, _round_down(num_tokens))
 
     def measured(self, num_prompt_tokens: int, num_decode_rows: int, seconds: float) -> None:
         """Update the estimate with the duration of a step on the device."""

@@ -38,6 +38,7 @@ class Request:
     is_streaming: bool = False  # each token is returned as soon as it is sampled, not at the end
     leader_id: int | None = None  # seq_id of the prompt's first sample, which must be added first
     pooling: Pooling | None = None  # None: generate instead of pooling
+    request_id: str = ""  # prompts with the same id take turns with other requests
     arrival_time: float = field(default_factory=time.perf_counter)
 
     def why_broken(self) -> str:

@@ -49,6 +49,7 @@ class Step:
     block_copies: list[BlockCopy] = field(default_factory=list)
     draft_updates: list[DraftUpdate] = field(default_factory=list)
     state_copies: list[StateCopy] = field(default_factory=list)
+    unfinished: set[str] = field(default_factory=set)  # request_ids of rows that end in a prompt
     plan: StepPlan = field(init=False)
     pending: Pending[StepResult] = field(init=False)  # set when the step is submitted
     submit_time: float = 0.0
@@ -257,6 +258,8 @@ class Scheduler:
         if step.num_decode_tokens:
             most = self.prompt_budget.num_prompt_tokens(step.num_decode_tokens)
             step.budget = min(step.budget, most)
+        elif self.allow_chunks and (self.waiting.has_series or any(map(self._is_chunk, prompts))):
+            step.budget = min(step.budget, self.prompt_budget.num_queued_tokens())
         self._schedule_rows(prompts, step)
 
     def _schedule_rows(self, rows: list[Sequence], step: Step) -> None:
@@ -280,6 +283,10 @@ class Scheduler:
             if last > seq.capacity and not self._grow(seq, last, step):
                 continue
             self._add_row(step, seq, end, drafts)
+
+    def _is_chunk(self, seq: Sequence) -> bool:
+        """Whether a prompt was divided for the sake of other requests: one of the last of many."""
+        return self.waiting.has_more(seq) or seq.num_computed < self.max_num_batched_tokens
 
     def _grow(self, seq: Sequence, num_tokens: int, step: Step) -> bool:
         """Allocate blocks for `seq`; if too few are free, preempt the last running sequences.
@@ -323,8 +330,10 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit_waiting(self, step: Step) -> None:
-        while self.waiting and step.budget and self._free_slots:
-            seq = self.waiting.first()
+        while step.budget and self._free_slots:
+            seq = self.waiting.first(step.unfinished)
+            if seq is None:
+                return
             misfit, num_needed = self._misfit
             if seq is misfit and self.blocks.num_free < num_needed:
                 return
@@ -374,8 +383,18 @@ class Scheduler:
         seq.row_start = 0
 
     def _row_end(self, seq: Sequence, step: Step) -> int:
-        end = min(seq.num_tokens, seq.num_computed + step.budget)
+        budget = step.budget
+        if budget < seq.num_tokens - seq.num_computed and self._must_share(seq, step):
+            budget -= budget // 2
+        end = min(seq.num_tokens, seq.num_computed + budget)
         return end if self.states is None else self.states.row_end(seq, end)
+
+    def _must_share(self, seq: Sequence, step: Step) -> bool:
+        """Whether a request of several prompts leaves half of the step to another request."""
+        if self.prompt_budget is None or not self.waiting.has_more(seq):
+            return False
+        other = self.waiting.first((*step.unfinished, seq.request_id))
+        return other is not None and other.priority <= seq.priority
 
     def _add_row(
         self, step: Step, seq: Sequence, end: int, drafts: list[int] | None = None
@@ -405,6 +424,8 @@ class Scheduler:
         seq.row_start, seq.num_computed = start, end
         if is_last:
             seq.num_tokens += 1
+        else:
+            step.unfinished.add(seq.request_id)
         if end >= seq.next_full_len:
             self.blocks.register(seq)
         if self.states is not None:

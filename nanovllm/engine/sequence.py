@@ -5,8 +5,9 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_manager import BlockKey, Prefix
@@ -36,6 +37,7 @@ class Sequence:
     stop_token_ids: frozenset[int] = field(init=False)
     is_streaming: bool = field(init=False)
     priority: int = field(init=False)
+    request_id: str = field(init=False)
     may_hit: bool = field(init=False)  # whether it may reuse cached blocks
     is_serial: bool = field(init=False)  # runs only when the host knows all its tokens
     token_ids: array[int] = field(init=False)  # an array, because it is hashed and copied as bytes
@@ -79,6 +81,7 @@ class Sequence:
     def __post_init__(self) -> None:
         request = self.request
         self.seq_id, self.is_streaming = request.seq_id, request.is_streaming
+        self.request_id = request.request_id or str(request.seq_id)
         self.stop_token_ids, self.priority = request.stop_token_ids, request.params.priority
         self.token_ids = array("i", request.token_ids)
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
@@ -120,10 +123,16 @@ def check_length(request: Request, max_len: int) -> None:
 
 
 class WaitingQueue:
-    """Queue ordered by priority, lowest number first, then by arrival, except with `is_first`."""
+    """Queue ordered by priority, lowest number first; requests of a priority take turns.
+
+    A request with many prompts delays the others by one prompt, not by all of them. Requests with
+    one prompt are served in order of arrival.
+    """
 
     def __init__(self) -> None:
-        self._queues: dict[int, OrderedDict[int, Sequence]] = {}  # keyed by priority; none is empty
+        # Keyed by priority, then by request_id in the order of turns, then by seq_id; none is
+        # empty.
+        self._queues: dict[int, OrderedDict[str, OrderedDict[int, Sequence]]] = {}
         self._priorities: list[int] = []  # sorted keys of `_queues`
         self._num_waiting = 0
 
@@ -132,26 +141,49 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         for priority in self._priorities:
-            yield from self._queues[priority].values()
+            turns = [iter(each.values()) for each in self._queues[priority].values()]
+            for round_ in zip_longest(*turns):
+                yield from (seq for seq in round_ if seq is not None)
 
     def add(self, seq: Sequence, is_first: bool = False) -> None:
-        """Add a sequence after, or with `is_first` before, the others of its priority."""
+        """Add a sequence after the others of its request, or with `is_first` before all others."""
         if seq.priority not in self._queues:
             self._queues[seq.priority] = OrderedDict()
             insort(self._priorities, seq.priority)
-        queue = self._queues[seq.priority]
-        queue[seq.seq_id] = seq
+        requests = self._queues[seq.priority]
+        prompts = requests.setdefault(seq.request_id, OrderedDict())
+        prompts[seq.seq_id] = seq
         if is_first:
-            queue.move_to_end(seq.seq_id, last=False)
+            prompts.move_to_end(seq.seq_id, last=False)
+            requests.move_to_end(seq.request_id, last=False)
         self._num_waiting += 1
 
-    def first(self) -> Sequence:
-        return next(iter(self._queues[self._priorities[0]].values()))
+    def first(self, busy: Collection[str] = ()) -> Sequence | None:
+        """Return the next sequence of a request that is not in `busy`; None if there is none."""
+        for priority in self._priorities:
+            for request_id, prompts in self._queues[priority].items():
+                if request_id not in busy:
+                    return next(iter(prompts.values()))
+        return None
+
+    @property
+    def has_series(self) -> bool:
+        """Whether several prompts of one request are waiting."""
+        return self._num_waiting > sum(map(len, self._queues.values()))
+
+    def has_more(self, seq: Sequence) -> bool:
+        """Whether other prompts of the same request are waiting."""
+        return seq.request_id in self._queues.get(seq.priority, ())
 
     def remove(self, seq: Sequence) -> None:
-        queue = self._queues[seq.priority]
-        del queue[seq.seq_id]
-        if not queue:
+        """Remove a sequence; the next turn is another request's."""
+        requests = self._queues[seq.priority]
+        prompts = requests[seq.request_id]
+        del prompts[seq.seq_id]
+        requests.move_to_end(seq.request_id)
+        if not prompts:
+            del requests[seq.request_id]
+        if not requests:
             del self._queues[seq.priority]
             del self._priorities[bisect_left(self._priorities, seq.priority)]
         self._num_waiting -= 1

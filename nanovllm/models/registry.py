@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import ModelConfig
@@ -40,7 +41,9 @@ from nanovllm.models.config_json import (
 from nanovllm.models.decoder import BuildLayer, DecoderModel
 
 if TYPE_CHECKING:
-    from nanovllm.models.transformers_model import TransformersModel
+    from nanovllm.checkpoint.find import Checkpoint
+    from nanovllm.config import EngineConfig
+    from nanovllm.models.fallback import TransformersModel
 
     Model = DecoderModel | TransformersModel
 
@@ -76,17 +79,15 @@ FAMILIES = {
 
 def read_config_for(config: Mapping[str, Any], model_impl: str) -> ModelConfig:
     """Read config.json for our own model code or, as far as `model_impl` allows, transformers'."""
-    from nanovllm.models import transformers_family
-
     if model_impl == "transformers":
-        return transformers_family.read_config(config)
+        return _fallback().read_config(config)
     try:
         return read_config(config)
     except UnsupportedModelError as own:
         if model_impl == "nanovllm" or isinstance(own, UnsupportedQuantisationError):
             raise
         try:
-            return transformers_family.read_config(config)
+            return _fallback().read_config(config)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{own}; {error}") from error
 
@@ -113,7 +114,28 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 def build_model(config: ModelConfig, max_model_len: int, build: BuildContext) -> Model:
     """Create a model whose weights are not loaded; a TransformersModel is on the meta device."""
     if config.transformers_config is not None:
-        from nanovllm.models import transformers_family
-
-        return transformers_family.build_model(config, build)
+        return _fallback().build_model(config, build)
     return DecoderModel(config, max_model_len, build, FAMILIES[config.architecture].build_layer)
+
+
+def check_options(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError for options that only our own families support."""
+    if model.transformers_config is not None:
+        _fallback().check_options(config, model)
+
+
+def load_transformers_model(
+    config: ModelConfig, checkpoint: Checkpoint | None, seed: int, build: BuildContext
+) -> TransformersModel:
+    """Create a model that runs in transformers' code, with its weights or with random ones."""
+    return _fallback().load_model(config, checkpoint, seed, build)
+
+
+def _fallback() -> ModuleType:
+    """Import the fallback, which can be deleted with its folder."""
+    try:
+        from nanovllm.models import fallback
+    except ImportError as error:
+        text = "transformers' model code cannot run: nanovllm/models/fallback is missing"
+        raise UnsupportedModelError(text) from error
+    return fallback

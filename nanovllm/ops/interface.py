@@ -263,7 +263,7 @@ class Ops(Protocol):
         """
 
     def pack_lm_head(self, weight: Weight, allow_copy: bool) -> PackedLinear:
-        """Lay out the LM head's weight [vocab_size, hidden]; its logits are float32 on a CPU.
+        """Lay out the LM head's weight [vocab_size, hidden]; its logits are float32.
 
         Rounded to 16 bits, the two largest logits of a row are often equal.
         """

@@ -17,7 +17,7 @@ from nanovllm.engine.executor import Executor, ExecutorInfo
 from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
 from nanovllm.parallel.child import Failure
 from nanovllm.parallel.supervisor import ChildProcesses, Children, Supervisor
-from nanovllm.parallel.worker_main import RendezvousInfo, WorkerTask, build_worker
+from nanovllm.parallel.worker_main import RendezvousInfo, WorkerTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class MultiprocExecutor:
         config: EngineConfig,
         model_config: ModelConfig,
         checkpoint: Checkpoint,
-        build_worker: Callable[[WorkerTask, int], Executor] = build_worker,
+        build_worker: Callable[[WorkerTask, int], Executor],  # called in each worker process
         start_workers: Callable[[EngineConfig], Workers] = start_workers,
     ) -> None:
         self._config, self._model_config, self._checkpoint = config, model_config, checkpoint

@@ -83,15 +83,6 @@ def _send_results(launched: SimpleQueue[Pending[StepResult]], link: Link, timer:
             link.send(Kind.REPLY, result)
 
 
-def build_worker(task: WorkerTask, rank: int) -> Executor:
-    """Build the worker of one rank: its device, process group and model shard."""
-    from nanovllm.devices.choose import create_device
-    from nanovllm.worker.worker import Worker
-
-    device = create_device(task.config, join_group(task, rank))
-    return Worker(task.config, task.model_config, task.checkpoint, device)
-
-
 def join_group(task: WorkerTask, rank: int) -> TPGroup:
     """Set up the rank's device and join the process group; freeing the result leaves the group."""
     import torch

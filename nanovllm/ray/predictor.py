@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from nanovllm.assembly import engine_config
 from nanovllm.batch.batch_engine import RowEngine, RowError, RowOptions
 from nanovllm.batch.rows import Row
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.llm import engine_config
 from nanovllm.serve.protocol import ChatRequest, CompletionRequest, as_api_model
 from nanovllm.serve.server_options import ServerOptions
 

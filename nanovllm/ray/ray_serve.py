@@ -21,6 +21,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from nanovllm.assembly import ResolvedModel
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.cli import parse
@@ -28,7 +29,6 @@ from nanovllm.cli.serve import engine_config, server_options
 from nanovllm.config import EngineConfig
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError
-from nanovllm.llm import ResolvedModel
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.parallel.ray_workers import connect
 from nanovllm.ray.remote_llm import Call, EngineCounts, EngineInfo, RemoteLLM
@@ -103,6 +103,7 @@ class Engine:
         pieces = self._llm.generate(
             call.token_ids,
             call.params,
+            request_id=call.request_id,
             cache_salt=call.cache_salt,
             is_streaming=call.is_streaming,
         )

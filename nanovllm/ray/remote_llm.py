@@ -14,11 +14,11 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from nanovllm.assembly import ResolvedModel, create_input_processor
 from nanovllm.async_llm import GUESSED_TOKENS
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import EngineError, NanovllmError
-from nanovllm.llm import ResolvedModel, create_input_processor
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_messages import CoreStats, EngineState
@@ -38,6 +38,7 @@ class Call:
     params: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str | None = None
     is_streaming: bool = False
+    request_id: str | None = None
     engine_id: str | None = None  # if set, only this engine may handle the call
 
     @property
@@ -94,13 +95,14 @@ class RemoteLLM:
         self,
         prompt: list[int],
         sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
         *,
         cache_salt: str | None = None,
         is_streaming: bool = True,
     ) -> AsyncGenerator[StreamPiece, None]:
         """Yield the pieces of the completions; closing the iterator early aborts the request."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._call("generate", Call(prompt, params, cache_salt, is_streaming))
+        return self._call("generate", Call(prompt, params, cache_salt, is_streaming, request_id))
 
     async def embed(
         self, prompt: list[int], *, pooling: Pooling | None = None, normalize: bool = True

@@ -67,16 +67,24 @@ class OpenAIClient:
 
         Raise EngineError if the stream ends before the completion does.
         """
+        import httpx
+
         is_chat = any(isinstance(each, dict) for each in prompt)
         path, name = ("chat/completions", "messages") if is_chat else ("completions", "prompt")
         body = {"stream_options": {"include_usage": True}, **fields, name: prompt}
         is_complete = False
         async with self._response("POST", path, body | {"stream": True}) as response:
-            async for line in response.aiter_lines():
+            lines = response.aiter_lines()
+            async for line in lines:
                 if not line.startswith("data:"):
                     continue
                 data = line.removeprefix("data:").strip()
                 if data == "[DONE]":
+                    # Read to the end: otherwise, httpx's iterators would close in tasks of their
+                    # own, after the event loop.
+                    with contextlib.suppress(httpx.HTTPError):
+                        async for _ in lines:
+                            pass
                     return
                 event = _event(data)
                 is_complete |= any(choice.get("finish_reason") for choice in event["choices"])

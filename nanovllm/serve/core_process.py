@@ -11,6 +11,7 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from nanovllm.assembly import create_grammars, resolve_model, start_core
 from nanovllm.config import EngineConfig
 from nanovllm.devices.replica_share import take_share
 from nanovllm.engine.core import EngineCore
@@ -18,7 +19,6 @@ from nanovllm.engine.request import EngineCoreOutputs, FinishedSequence, Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.timing import SequenceEnd, StepLog, StepTiming
 from nanovllm.errors import RequestError
-from nanovllm.llm import create_grammars, resolve_model, start_core
 from nanovllm.parallel.child import Kind, Link, StepTimer, run_child
 from nanovllm.serve.core_messages import (
     AddRequests,

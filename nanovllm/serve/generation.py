@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 from nanovllm.errors import GrammarError, RequestError, errors_about
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
@@ -154,10 +155,15 @@ async def _pieces(
     service: Service, job: GenerationJob
 ) -> AsyncGenerator[tuple[int, StreamPiece], None]:
     """Yield the stream pieces of all prompts, each with the index of its prompt."""
+    request_id = uuid4().hex  # the same for all prompts, which take turns with other requests
     streams = [
         service.metrics.observed(
             service.llm.generate(
-                prompt, params, cache_salt=job.cache_salt, is_streaming=job.is_streaming
+                prompt,
+                params,
+                request_id=request_id,
+                cache_salt=job.cache_salt,
+                is_streaming=job.is_streaming,
             ),
             params.n,
         )

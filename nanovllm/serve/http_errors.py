@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -58,15 +59,32 @@ def timeout_error() -> RequestError:
 
 
 def to_json(body: Any) -> bytes:
-    """Encode a body as JSON in UTF-8.
+    """Encode a body as JSON in UTF-8; see `json_pieces`."""
+    return b"".join(json_pieces(body))
 
-    The body may contain functions in place of large values; each is called only here, and replaced
-    by its result. Unpaired surrogates, which a request may contain, become question marks.
+
+def json_pieces(body: Any) -> Iterator[bytes]:
+    """Yield the JSON of a body in UTF-8, in pieces.
+
+    The body may contain functions in place of large values; each is called only when its piece is
+    next, so that a thread that encodes a large body releases the GIL between the pieces. Unpaired
+    surrogates, which a request may contain, become question marks.
     """
-    text = json.dumps(
-        body, ensure_ascii=False, separators=(",", ":"), default=lambda value: value()
-    )
-    return text.encode("utf-8", "replace")
+    functions: list[Callable[[], Any]] = []
+    placeholder = ""
+
+    def postpone(function: Callable[[], Any]) -> str:
+        nonlocal placeholder
+        placeholder = placeholder or uuid4().hex  # no text in the body can contain it
+        functions.append(function)
+        return placeholder
+
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=postpone)
+    parts = text.split(f'"{placeholder}"') if functions else [text]
+    yield parts[0].encode("utf-8", "replace")
+    for function, part in zip(functions, parts[1:], strict=True):
+        yield from json_pieces(function())
+        yield part.encode("utf-8", "replace")
 
 
 def json_response(body: Any) -> Response:

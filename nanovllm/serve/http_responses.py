@@ -12,8 +12,9 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.errors import NanovllmError
-from nanovllm.serve.http_errors import openai_body, timeout_error, to_json
+from nanovllm.serve.http_errors import json_pieces, openai_body, timeout_error, to_json
 
+PIECE_BYTES = 1 << 20  # pieces of a large body: the event loop is blocked while it sends one
 Event = dict[str, Any]
 
 
@@ -57,8 +58,12 @@ class WholeResponse(Response):
             with anyio.fail_after(self._timeout):
                 body = await self._body
             # Encoding a body of several megabytes here would block the event loop.
-            data = await asyncio.to_thread(to_json, body)
-            await Response(data, media_type=self.media_type)(scope, receive, send)
+            pieces = await asyncio.to_thread(_json_in_pieces, body)
+            self.headers["content-length"] = str(sum(map(len, pieces)))
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for piece in pieces:
+                await _send_body(send, piece)
+            await _send_body(send, b"", is_last=True)
 
 
 class StreamResponse(Response):
@@ -113,6 +118,17 @@ async def _while_connected(receive: Receive) -> AsyncGenerator[None, None]:
             yield
         finally:
             watcher.cancel()
+
+
+def _json_in_pieces(body: Event) -> list[bytes]:
+    """Return the JSON of a body, in pieces of about PIECE_BYTES."""
+    pieces, piece = [], bytearray()
+    for each in json_pieces(body):
+        piece += each
+        if len(piece) >= PIECE_BYTES:
+            pieces.append(bytes(piece))
+            piece.clear()
+    return [*pieces, bytes(piece)]
 
 
 async def _send_body(send: Send, body: bytes, is_last: bool = False) -> None:

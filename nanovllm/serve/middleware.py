@@ -6,7 +6,7 @@ import hmac
 import logging
 import re
 import time
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 from uuid import uuid4
 
 from fastapi.exceptions import HTTPException
@@ -20,6 +20,7 @@ from nanovllm.serve.server_options import ServerOptions
 # Limit on the JSON values of a body, estimated by its commas: parsing a million takes a second.
 MAX_VALUES = 500_000
 OPEN_PATHS = ("/health", "/ping")
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # the other methods change the server's state
 PAGE_PREFIX = "/page/"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _LOCAL_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d*)?", re.IGNORECASE)
@@ -34,6 +35,7 @@ class Middleware:
         self._app = app
         self._keys = [key.encode() for key in options.api_key]
         self._is_local = options.is_local
+        self._allowed_origins = options.allowed_origins
         self._limit = options.limit_concurrency
         self._num_open = 0
         self._max_body_bytes = options.max_body_bytes
@@ -60,7 +62,7 @@ class Middleware:
                     response_headers[name] = request_id
             await send(message)
 
-        rejection = self._rejection(path, headers)
+        rejection = self._rejection(path, scope["method"], headers)
         self._num_open += 1
         try:
             if rejection is None:
@@ -77,7 +79,7 @@ class Middleware:
                     line, _client(scope), request_id, scope["method"], quote(path), outcome, seconds
                 )
 
-    def _rejection(self, path: str, headers: Headers) -> RequestError | None:
+    def _rejection(self, path: str, method: str, headers: Headers) -> RequestError | None:
         """Return an error if the request is rejected before its body is read, else None."""
         if path in OPEN_PATHS:
             return None
@@ -91,7 +93,24 @@ class Middleware:
             return RequestError(text, status=403)
         if not is_page(path) and not self._has_key(headers):
             return RequestError("a valid API key is required", status=401, code="invalid_api_key")
+        # A page cannot know the API key, so a request with a valid one is not forged.
+        if method not in SAFE_METHODS and not self._keys and self._is_cross_origin(headers):
+            origin = headers.get("origin", "unknown")
+            text = f"cross-origin request from {origin:.80}; --allowed-origins can allow the origin"
+            return RequestError(text, status=403)
         return None
+
+    def _is_cross_origin(self, headers: Headers) -> bool:
+        """Return whether a browser sends the request for a page of an origin that is not allowed.
+
+        Other clients send neither header.
+        """
+        site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+        if "*" in self._allowed_origins or origin in self._allowed_origins:
+            return False
+        if site is not None:  # known to the browser even if a proxy replaced the Host header
+            return site not in ("same-origin", "none")
+        return origin is not None and _host(origin) != headers.get("host", "").lower()
 
     def _has_key(self, headers: Headers) -> bool:
         """Return whether the request has a valid key or needs none; compare in constant time."""
@@ -127,6 +146,13 @@ def is_page(path: str) -> bool:
 def _below(root: str, path: str) -> str:
     """Strip the root path; some proxies forward it and some strip it themselves."""
     return path.removeprefix(root) if f"{path}/".startswith(f"{root}/") else path
+
+
+def _host(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:  # such as an invalid IPv6 address
+        return ""
 
 
 def _client(scope: Scope) -> str:

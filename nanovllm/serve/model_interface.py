@@ -50,6 +50,7 @@ class Model(Protocol):
         self,
         prompt: Any,
         sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
         *,
         cache_salt: str | None = None,
         is_streaming: bool = True,

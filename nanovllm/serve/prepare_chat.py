@@ -229,10 +229,16 @@ def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
         return []
     if not request.tools:
         raise RequestError("tool_choice needs tools", param="tool_choice")
-    if service.formats.tools is None or "tools" not in service.template_text:
+    if "tools" not in service.template_text:
         raise RequestError(
-            "this model's chat template does not show tools to the model, or its tool-call format "
-            "is unknown; set --chat-template or --tool-call-parser, or omit tools",
+            "this model's chat template does not show tools to the model; set --chat-template to "
+            "one that does, or omit tools",
+            param="tools",
+        )
+    if service.formats.tools is None:
+        raise RequestError(
+            "the tool-call format of this model's chat template is unknown; set "
+            "--tool-call-parser, or omit tools",
             param="tools",
         )
     tools = read_tools(request.tools)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
+from nanovllm.assembly import ResolvedModel
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import EngineCoreOutputs, Request
 from nanovllm.errors import NanovllmError
-from nanovllm.llm import ResolvedModel
 from nanovllm.parallel.child import Failure, Serve
 from nanovllm.parallel.supervisor import ChildProcesses, ChildThread, Supervisor
 from nanovllm.serve.core_messages import (

@@ -73,7 +73,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         check_types(self)
         check_choices(self)
-        self._require("api_key", all(self.api_key), "non-empty keys")
+        keys = "non-empty keys (from --api-key or $NANOVLLM_API_KEY)"
+        self._require("api_key", all(self.api_key), keys)
         for name in ("max_body_bytes", "max_queued_requests", "limit_concurrency"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "at least 1")

@@ -14,7 +14,7 @@ from nanovllm.checkpoint.dense_layers import load_dense
 from nanovllm.checkpoint.find import Checkpoint, stores_quantized
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.layers.build import BuildContext
-from nanovllm.models.registry import build_model
+from nanovllm.models.registry import build_model, load_transformers_model
 from nanovllm.ops.interface import LayerCache, LayerState
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.forward import EagerForward
@@ -99,10 +99,8 @@ def _load_weights(
 ) -> Model:
     is_dummy = config.load_format == "dummy"
     if model_config.transformers_config is not None:
-        from nanovllm.models import transformers_family
-
         source = None if is_dummy else checkpoint
-        loaded = transformers_family.load_model(model_config, source, config.seed, build)
+        loaded = load_transformers_model(model_config, source, config.seed, build)
         loaded.pack_linears(device.has_room_for_copy(loaded.num_bytes))
         device.release()
         return loaded

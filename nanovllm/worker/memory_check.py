@@ -14,8 +14,7 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import BuildContext
 from nanovllm.layers.shards import check_splits
-from nanovllm.models import transformers_family
-from nanovllm.models.registry import build_model, read_config_for
+from nanovllm.models.registry import build_model, check_options, read_config_for
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.worker.device_interface import Device
 from nanovllm.worker.host_memory import GIB
@@ -49,8 +48,7 @@ def check_model(
 ) -> None:
     """Raise an error for a model that is not supported, cannot be sharded or does not fit."""
     model = read_config_for(checkpoint_config, config.model_impl)
-    if model.transformers_config is not None:
-        transformers_family.check_options(config, model)
+    check_options(config, model)
     if model.recurrent is not None and config.speculative_config is not None:
         raise ConfigError(
             f"speculative_config is not supported for {model.architecture}: a recurrent "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import shutil
 import struct
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
@@ -150,6 +152,54 @@ def test_other_pickles(
         (tmp_path / "pytorch_model.bin").write_bytes(data)
         with pytest.raises(CheckpointError):
             list_tensors(find_checkpoint(str(tmp_path)))
+
+
+def test_compressed_bin_files_are_not_inflated(
+    tiny: Callable[[str], TinyCheckpoint], tmp_path: Path
+) -> None:
+    shutil.copy(tiny("llama").path / "config.json", tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({NORM: torch.zeros(3)}, tmp_path / "stored")
+    with (
+        zipfile.ZipFile(tmp_path / "stored") as stored,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as deflated,
+    ):
+        for name in stored.namelist():
+            deflated.writestr(name, stored.read(name))
+    checkpoint = find_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match="its members are compressed"):
+        list_tensors(checkpoint)
+    file.write_bytes(b"PK\3\4" + file.read_bytes()[4:-30])  # torch goes by the first bytes
+    with pytest.raises(CheckpointError, match=r"\(BadZipFile\): it is damaged"):
+        list_tensors(checkpoint)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_pickles_of_code_are_refused_without_advice_to_run_it(
+    tiny: Callable[[str], TinyCheckpoint], tmp_path: Path, is_zip: bool
+) -> None:
+    shutil.copy(tiny("llama").path / "config.json", tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({NORM: os.system}, file, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(CheckpointError, match="holds more than tensors") as caught:
+        list_tensors(find_checkpoint(str(tmp_path)))
+    assert "weights_only" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "model.safetensors", "tokenizer_config.json", "pytorch_model.bin", "m.gguf"],
+)
+def test_pipes_are_refused_instead_of_read(
+    tiny: Callable[[str], TinyCheckpoint], tmp_path: Path, name: str
+) -> None:
+    folder = shutil.copytree(tiny("llama").path, tmp_path / "m")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    for path in (folder, folder / name):
+        with pytest.raises(CheckpointError, match=f"{name} is a pipe, socket or device"):
+            find_checkpoint(str(path))
 
 
 def odd_place(rng: random.Random, tree: Any) -> None:

@@ -55,6 +55,7 @@ def test_equals_transformers(tmp_path: Path, metadata: dict[str, Any]) -> None:
     assert plain.special_tokens_map == other.special_tokens_map
     assert plain.eos_token_id == other.eos_token_id
     assert len(plain) == len(other)
+    assert plain.get_vocab() == other.get_vocab()
     assert plain.added_tokens_decoder == other.added_tokens_decoder
     backends = [json.loads(each.backend_tokenizer.to_str()) for each in (plain, other)]
     # The post-processors are written differently; their results are compared below.
@@ -98,16 +99,21 @@ def test_it_can_be_copied(tmp_path: Path) -> None:
 def test_the_default_model_needs_no_transformers() -> None:
     script = f"""
 import sys
+from types import SimpleNamespace
 sys.modules["transformers"] = sys.modules["torch"] = None
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.engine.chat_template import ChatTemplate
+from nanovllm.serve.server_options import ServerOptions
+from nanovllm.serve.service import Service
 tokenizer = load_tokenizer(find_checkpoint("smollm2", need_weights=False))
 template, names = ChatTemplate(tokenizer.chat_template), tokenizer.special_tokens_map
 ids = tokenizer.encode(template.render([{{"role": "user", "content": "Hi"}}], **names))
 print(tokenizer.decode(ids) == {smollm2_prompt()!r})
 tokens = tokenizer.added_tokens_decoder, tokenizer.convert_ids_to_tokens(ids)
 text = tokenizer.backend_tokenizer.to_str()
+llm = SimpleNamespace(input_processor=SimpleNamespace(tokenizer=tokenizer), replicas=[])
+Service(llm, ServerOptions(served_model_name=("smollm2",)))
 """
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

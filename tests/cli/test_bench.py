@@ -39,7 +39,10 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert record["first_token_ms"] > 0
         assert record["step_ms"] > 0
         assert record["first_token_ms"] + 4 * record["step_ms"] == pytest.approx(whole_ms)
-    assert capsys.readouterr().out.count("ms/step") == 2
+    shown = capsys.readouterr()
+    assert shown.out.count("ms/step") == 2
+    for batch in (1, 3):
+        assert f"batch {batch}:   0%|" in shown.err
     assert main([*command.split()[:-1], str(tmp_path)]) == 2
     assert f"cannot write {tmp_path}: Is a directory" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,6 +49,20 @@ def test_a_schema_is_sent_in_the_standard_form(fake: Running, tmp_path: Path) ->
 def test_generate_raw_continues_a_text(fake: Running, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", *options(fake), "--raw", "abc"]) == 0
     assert "Hello, you!" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["generate", "one", "two"], ["chat"]])
+def test_nothing_is_left_running(
+    fake: Running,
+    command: list[str],
+    pipe: Callable[[str], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Asyncio logs tasks that are destroyed before they end."""
+    pipe("first\nsecond\n")
+    assert main([command[0], *options(fake), *command[1:]]) == 0
+    gc.collect()
+    assert not [each for each in caplog.records if each.name == "asyncio"]
 
 
 def test_chat_sends_the_history(

@@ -259,6 +259,14 @@ def test_certificates_are_read_before_the_model(
     assert message in capsys.readouterr().err
 
 
+def test_an_empty_key_in_the_environment_does_not_open_the_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOVLLM_API_KEY", "")
+    assert main(["serve", "/no/such/model", "--port", "0"]) == 2
+    assert "api_key must be non-empty keys" in capsys.readouterr().err
+
+
 def test_the_environment_has_defaults(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,20 @@ import subprocess
 import torch
 
 
+def versions() -> str:
+    """Return the versions of torch and Triton, and whether the persistent step can be used."""
+    import triton
+
+    from nanovllm.devices.cuda.persistent import TRITON
+
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__}, Triton {triton.__version__}, no GPU"
+    is_on = torch.cuda.get_device_capability() == (9, 0) and triton.__version__.startswith(TRITON)
+    state = "on" if is_on else "off"
+    about = f"torch {torch.__version__}, Triton {triton.__version__}, persistent step {state}"
+    return f"{torch.cuda.get_device_name()}: {about}"
+
+
 def share_gpu(num_cores: int) -> None:
     """Make this process believe that it is alone on the GPU, on a machine with `num_cores`."""
     torch.cuda.mem_get_info = own_mem_get_info

@@ -744,11 +744,14 @@ def test_abort_returns_what_there_is(llm: LLM) -> None:
 def test_max_model_len_is_clamped_with_a_log_line(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", logger="nanovllm"), make_llm(path, max_model_len=4096) as llm:
+    with caplog.at_level("INFO", logger="nanovllm"), make_llm(path, max_model_len=1024) as llm:
         assert llm.engine.config.max_model_len == 512
-    assert any("4096" in message and "512" in message for message in caplog.messages)
+    assert any("1024" in message and "512" in message for message in caplog.messages)
     caplog.clear()
     with caplog.at_level("INFO", logger="nanovllm"), make_llm(path, max_model_len=512):
+        assert not any("clamped" in message for message in caplog.messages)
+    with caplog.at_level("INFO", logger="nanovllm"), LLM(path, skip_tokenizer_init=True) as llm:
+        assert llm.engine.config.max_model_len == 512
         assert not any("clamped" in message for message in caplog.messages)
 
 

@@ -13,7 +13,7 @@ import pytest
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.executor import ExecutorInfo
-from nanovllm.engine.prompt_budget import PromptBudget
+from nanovllm.engine.prompt_budget import MIN_QUEUED_TOKENS, PromptBudget
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step import StepPlan, StepResult
@@ -88,11 +88,12 @@ class Engine:
         self.core = EngineCore(scheduler, self.device, depth, 65536, clock=self.clock)
         self.token_times: dict[int, list[float]] = {}
 
-    def add(self, seq_id: int, prompt_len: int, max_tokens: int) -> None:
+    def add(self, seq_id: int, prompt_len: int, max_tokens: int, request_id: str = "") -> None:
         self.token_times[seq_id] = []
         prompt = array("i", [seq_id + 1] * prompt_len)
         params = SamplingParams(max_tokens=max_tokens)
-        self.core.add(Request(seq_id, prompt, params, is_streaming=True))
+        request = Request(seq_id, prompt, params, is_streaming=True, request_id=request_id)
+        self.core.add(request)
 
     def step(self) -> None:
         for seq_id in self.core.step().seq_ids:
@@ -245,6 +246,54 @@ def test_prompts_alone_are_read_at_once(depth: int) -> None:
         engine.add(seq_id, 5000, 2)
     engine.step()
     assert engine.device.plans[0].counts.tolist() == [5000, 5000, 5000]
+
+
+def processor(plan: StepPlan) -> float:
+    """Cost model of a small model on a CPU, with prompt logprobs."""
+    return 0.01 + 0.5e-3 * float(plan.counts.sum())
+
+
+@DEPTHS
+def test_a_request_of_many_prompts_takes_turns_with_others(depth: int) -> None:
+    def first_token(num_prompts: int, prompt_len: int) -> float:
+        engine = Engine(processor, depth)
+        for seq_id in range(num_prompts):
+            engine.add(seq_id, 1900, 1, "many")
+        for _ in range(3):
+            engine.step()
+        start = engine.clock.now
+        engine.add(1000, prompt_len, 1)
+        while not engine.token_times[1000]:
+            engine.step()
+        seconds = engine.clock.now - start
+        while engine.core.has_unfinished:
+            engine.step()
+            engine.core.scheduler.check()
+        counts = [plan.counts.sum() for plan in engine.device.plans]
+        assert num_prompts == 0 or max(counts[1 + depth :]) <= MIN_QUEUED_TOKENS
+        first_tokens = [engine.token_times[seq_id][0] for seq_id in range(num_prompts)]
+        assert first_tokens == sorted(first_tokens)
+        return seconds
+
+    assert first_token(60, 1900) < 3 * first_token(0, 1900)
+    step = 0.01 + 0.5e-3 * MIN_QUEUED_TOKENS
+    assert first_token(60, 20) <= (2 + depth) * step  # those in flight, and its own
+
+
+@DEPTHS
+def test_requests_with_several_prompts_are_admitted_in_turns(depth: int) -> None:
+    """Their own prompts keep their order, and a request with one prompt waits for one of each."""
+    engine = Engine(processor, depth)
+    for seq_id in range(12):
+        engine.add(seq_id, 2000, 1, "ab"[seq_id // 6])
+    engine.add(12, 2000, 1)
+    assert [seq.seq_id for seq in engine.core.scheduler.waiting][:5] == [0, 6, 12, 1, 7]
+    while engine.core.has_unfinished:
+        engine.step()
+    order = sorted(range(13), key=engine.token_times.__getitem__)
+    assert order.index(12) <= 4
+    for prompts in (range(6), range(6, 12)):
+        assert [seq_id for seq_id in order if seq_id in prompts] == list(prompts)
 
 
 @DEPTHS

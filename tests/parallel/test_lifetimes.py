@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
-from nanovllm import llm as llm_module
+from nanovllm import LLM, SamplingParams, assembly
 from nanovllm.errors import EngineError, WorkerError
 from tests.checkpoints import TinyCheckpoint
 from tests.parallel import programs
@@ -122,7 +121,7 @@ def test_ctrl_c_when_the_workers_are_ready(path: Path, monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     before, pids = descendants(os.getpid()), []
-    monkeypatch.setattr(llm_module.gc, "collect", interrupted)
+    monkeypatch.setattr(assembly.gc, "collect", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         LLM(path, tensor_parallel_size=2, **OPTIONS)
     assert len(pids) == 2

@@ -38,7 +38,7 @@ class FakeEngines:
 def test_engines_are_known_by_number_while_they_work(tmp_path: Path) -> None:
     from ray.serve.exceptions import RayServeException
 
-    from nanovllm.llm import resolve_model
+    from nanovllm.assembly import resolve_model
     from nanovllm.ray.remote_llm import EngineCounts, RemoteLLM
 
     engines = FakeEngines()

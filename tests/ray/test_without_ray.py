@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from nanovllm.assembly import resolve_model
 from nanovllm.cli import main, parse
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
-from nanovllm.llm import resolve_model
 from tests.batch.test_jobs import write_rows
 
 

@@ -38,6 +38,7 @@ class FakeLLM:
     stats: CoreStats = field(default_factory=CoreStats)
     config: EngineConfig = field(default_factory=lambda: EngineConfig("fake"))
     asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    request_ids: list[str | None] = field(default_factory=list)
     num_aborted: int = 0
     actions: list[ControlAction] = field(default_factory=list)
     pause: float = 0.0  # seconds between pieces
@@ -56,12 +57,14 @@ class FakeLLM:
         self,
         prompt: list[int],
         params: SamplingParams,
+        request_id: str | None = None,
         *,
         cache_salt: str | None = None,
         is_streaming: bool = True,
     ) -> AsyncGenerator[StreamPiece, None]:
         self._raise_if_failed()
         self.asked.append((prompt, params))
+        self.request_ids.append(request_id)
         self.num_requests += 1
         is_over = False
         try:

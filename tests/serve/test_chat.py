@@ -252,7 +252,11 @@ def test_tools_that_the_template_cannot_show_are_refused() -> None:
         with pytest.raises(BadRequestError, match="does not show tools") as caught:
             ask(server, tools=[TOOL])
         assert caught.value.param == "tools"
+        assert "--tool-call-parser" not in str(caught.value)  # it is set
         assert ask(server).choices[0].message.content == "Hello!"
+    unknown = pytest.raises(BadRequestError, match="is unknown; set --tool-call-parser")
+    with running(FakeLLM(), chat_template="{{ tools }}" + template) as server, unknown:
+        ask(server, tools=[TOOL])
 
 
 class WithMarkers(FakeLLM):

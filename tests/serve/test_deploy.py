@@ -32,16 +32,17 @@ def test_the_image_copies_what_is_there() -> None:
     copied = [path for line in instructions("COPY") for path in line.split()[:-1]]
     assert copied
     assert [path for path in copied if not (ROOT / path).exists()] == []
-    assert {"pyproject.toml", "constraints.txt", "nanovllm"} <= set(copied)
+    assert {"pyproject.toml", "constraints.txt", "constraints-gpu.txt", "nanovllm"} <= set(copied)
 
 
 def test_the_image_installs_packages_that_are_pinned() -> None:
     (line,) = [line for line in instructions("RUN") if "pip install" in line]
-    pinned = {pin.split("==")[0] for pin in (ROOT / "constraints.txt").read_text().split()}
+    assert instructions("ARG") == ["CONSTRAINTS=constraints-gpu.txt"]
+    pinned = {pin.split("==")[0] for pin in (ROOT / "constraints-gpu.txt").read_text().split()}
     for command in line.split("&&"):
-        assert "-c constraints.txt" in command
+        assert "-c $CONSTRAINTS" in command
         words = [word for word in command.split()[2:] if not word.startswith("-")]
-        assert set(words) - {".", "constraints.txt"} <= pinned
+        assert set(words) - {".", "$CONSTRAINTS"} <= pinned
 
 
 def test_the_image_has_the_c_compiler_that_triton_calls() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import errno
+import json
 import logging
 import re
 import socket
@@ -15,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import httpx
@@ -28,6 +30,8 @@ from nanovllm.errors import EngineError
 from nanovllm.outputs import StreamPiece
 from nanovllm.serve import http_server as run
 from nanovllm.serve.core_messages import CoreStats
+from nanovllm.serve.http_errors import json_pieces, to_json
+from nanovllm.serve.http_responses import PIECE_BYTES, WholeResponse
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.openai import completions, embeddings
 from nanovllm.serve.openai import openai_logprobs as logprobs
@@ -339,6 +343,38 @@ def test_other_sites_are_not_let_in(guarded: Running) -> None:
     assert not [name for name in response.headers if name.startswith("access-control")]
 
 
+def test_large_bodies_are_encoded_and_sent_in_pieces() -> None:
+    """So other requests are served in between: a thread that encodes holds the GIL for a piece."""
+    text = "é\ud800" * 100
+    events = [{"choices": [partial(dict, number=i, text=[partial(str, text)])]} for i in range(9)]
+    plain = [{"choices": [{"number": i, "text": [text.replace("\ud800", "?")]}]} for i in range(9)]
+    pieces = list(json_pieces(events))
+    assert json.loads(b"".join(pieces)) == plain
+    assert max(map(len, pieces)) <= len(to_json(text))
+    sent: list[Any] = []
+
+    async def body() -> dict[str, Any]:
+        return {"all": [partial(str, "x" * 1000)] * 5000}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(WholeResponse(body(), None)({"type": "http"}, asyncio.Event().wait, send))
+    bodies = [message["body"] for message in sent[1:]]
+    assert json.loads(b"".join(bodies)) == {"all": ["x" * 1000] * 5000}
+    assert max(map(len, bodies)) < 2 * PIECE_BYTES < 5_000_000
+    assert dict(sent[0]["headers"])[b"content-length"] == b"%d" % sum(map(len, bodies))
+
+
+def test_prompts_of_one_request_share_its_id() -> None:
+    """The engine takes turns between requests."""
+    with running(FakeLLM()) as server:
+        for prompts in (["a", "b", "c"], "d"):
+            assert server.post("/v1/completions", prompt=prompts).status_code == 200
+        first, second, third, other = server.llm.request_ids
+        assert first == second == third != other
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_hangs_up_is_aborted(server: Running, stream: bool) -> None:
     """Its sequences end and its blocks are freed, whatever kind of response it requested."""
@@ -470,6 +506,27 @@ def test_a_local_server_knows_its_own_names_only(path: str) -> None:
             assert refused.status_code == 403, host
             assert refused.json()["error"]["type"] == "permission_error"
         assert server.http.get("/health", headers={"host": "evil.example"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/engine/pause", "/v1/completions", "/tokenize"])
+def test_pages_of_other_sites_change_nothing(path: str) -> None:
+    """Browsers send a POST without a preflight if it has no body, or one of a simple type."""
+    foreign, own = {"origin": "https://else.where"}, "http://localhost:8000"
+    cross = {"sec-fetch-site": "cross-site"}
+    refused = (foreign, cross, cross | {"origin": own}, {"origin": "http://localhost:1"})
+    refused += ({"origin": "null"}, {"origin": "http://["}, {"sec-fetch-site": "same-site"})
+    with running(FakeLLM(), allow_pause=True, allowed_origins=("https://a.example",)) as server:
+        for headers in refused:
+            response = server.http.post(path, headers=headers | {"host": "localhost:8000"})
+            assert response.status_code == 403, headers
+            assert "--allowed-origins" in response.json()["error"]["message"]
+        assert server.llm.actions == []
+        # Behind a proxy that replaces the Host header, only the browser knows that it is one site.
+        accepted = ({}, {"origin": own}, foreign | {"sec-fetch-site": "same-origin"})
+        for headers in (*accepted, cross | {"origin": "https://a.example"}):
+            response = server.http.post(path, headers=headers | {"host": "localhost:8000"})
+            assert response.status_code != 403, headers
+        assert server.http.get("/", headers=cross).status_code == 200  # a link on another site
 
 
 def test_log_lines_name_the_client_and_leave_files_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -89,8 +89,11 @@ def test_an_answer_can_be_stopped_and_made_anew(tabs: Tabs) -> None:
         page = tabs.open(server.url)
         say(page, "Go on")
         wait_for(page, "document.querySelector('.assistant .body').innerText.length > 10")
-        page.click("#stop")
+        composer = page.locator("#composer")
+        assert titles(composer) == ["Stop (Esc)"]
+        composer.get_by_role("button", name="Stop").click()
         wait_for_answer(page)
+        assert titles(composer) == ["Send (Enter)"]
         wait_until(lambda: llm.num_aborted == 1, 120)
         assert 0 < len(answers(page)[0]) < 1900
         llm.text, llm.pause = "the second answer", 0.0
@@ -99,6 +102,12 @@ def test_an_answer_can_be_stopped_and_made_anew(tabs: Tabs) -> None:
         wait_for_answer(page)
         assert answers(page) == ["the second answer"]
         assert llm.asked[0][0] == llm.asked[1][0]
+
+
+def titles(part: Any) -> list[str]:
+    """Return the titles of the visible buttons."""
+    buttons = part.locator("button").all()
+    return [each.get_attribute("title") for each in buttons if each.is_visible()]
 
 
 def begin_an_answer(page: Any) -> None:
@@ -282,6 +291,19 @@ def test_the_map_shows_what_the_engine_says(tabs: Tabs, server: Running) -> None
     cached, free = (int(page.locator(f"#num-{name}").inner_text()) for name in ("cached", "free"))
     assert cached + free == server.llm.stats.num_free_blocks
     assert page.evaluate("own.state.steps.length") > 10
+
+
+def test_running_sequences_are_visible_without_scrolling(tabs: Tabs) -> None:
+    held = list(range(0, 20_000, 2))  # the map is as high as it gets
+    sequences = [SequenceState(i, "running", 40, 100, 0, 41, 41, 0, held) for i in range(30)]
+    idle = replace(IDLE, num_blocks=40_000, sequences=sequences, cached=bytes(40_000))
+    with served(tabs, FakeLLM(idle=idle), allow_pause=True) as server:
+        page = tabs.open(server.url, viewport={"width": 1280, "height": 800})
+        page.wait_for_selector("#running li >> nth=29")
+        box = page.locator("#running").bounding_box()
+        assert box["height"] > 200
+        assert box["y"] + box["height"] <= 800
+        assert page.locator("#running li >> nth=7").is_visible()
 
 
 def test_a_large_pool_is_zoomed_to_the_blocks_in_use(tabs: Tabs) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from nanovllm.attention.backend import DecodeRows, GraphedAttention, SharedRows
 from nanovllm.devices.cuda.kernels.attention_configs import SHORT_CONTEXT
 from nanovllm.devices.cuda.kernels.step_inputs import gather_decode
+from nanovllm.devices.cuda.persistent import warn_or_inform
 from nanovllm.devices.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
 from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.engine.step import IntColumn, StepPlan
@@ -84,6 +85,7 @@ class DecodeGraphs:
         )
         self.caches = [cache for cache in eager.caches if isinstance(cache, LayerCache)]
         if persistent is not None and not persistent.suits(self.caches):
+            warn_or_inform("the KV cache has more than 8 GiB of keys per layer", is_served=True)
             persistent = None
         self.persistent = persistent
         # Batch size -> maximum total context of a persistent step; cleared after a timeout.

@@ -358,7 +358,7 @@ class CudaDevice:
         concatenated.
         """
         num_rows = num_slots * (1 if self.group.is_alone else 3)
-        num_bytes = num_rows * model.config.vocab_size * model.dtype.itemsize + DRIVER_BYTES
+        num_bytes = num_rows * model.config.vocab_size * 4 + DRIVER_BYTES  # float32
         if self.config.attention_backend == "flash_attn":
             return num_bytes  # without prefill graphs
         largest, most = self.prefill_sizes(model.config, num_slots)[-1], self._max_tokens(num_slots)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +80,11 @@ class TritonOps:
         return CudaLinear(self, weight, bias, activation)
 
     def pack_lm_head(self, weight: Weight, allow_copy: bool) -> PackedLinear:
-        return self.pack_linear(weight, None, None, allow_copy)
+        packed = self.pack_linear(weight, None, None, allow_copy)
+        if isinstance(packed, CudaLinear):
+            # The library's FP8 GEMMs with scales return 16 bits, so activations stay unquantized.
+            return replace(packed, scaled_mm=None, out_dtype=torch.float32)
+        return packed
 
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
         if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
@@ -100,17 +104,23 @@ class CudaLinear:
     activation: Activation | None
     scaled_mm: ScaledMMWeight | None = None  # weight for FP8 GEMMs with many rows
     counters: Tensor | None = None  # split-K counters of `few_rows_linear` for quantized weights
+    out_dtype: torch.dtype | None = None  # float32 for logits; None: the dtype of the input
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias, activation = self.weight, self.bias, self.activation
+        out_dtype = self.out_dtype
         if len(x) == 1:
-            return one_row_linear(ResidualStream(x), None, weight, bias, activation)[0]
+            hidden = ResidualStream(x)
+            return one_row_linear(hidden, None, weight, bias, activation, out_dtype=out_dtype)[0]
         x = x.contiguous()
         if (scaled_mm := self._scaled_mm_of(x)) is not None:
             return fp8_many_rows(x, scaled_mm, bias, activation)
         if self._has_few(len(x)):
-            return few_rows_linear(x, weight, bias, activation, self.counters)
+            return few_rows_linear(x, weight, bias, activation, self.counters, out_dtype=out_dtype)
         dense = weight if isinstance(weight, Tensor) else dequantize(weight, x.dtype)
+        if out_dtype is not None:
+            assert bias is None
+            return torch.mm(x, dense.t(), out_dtype=out_dtype)
         y = F.linear(x, dense, bias)
         return y if activation is None else self.ops.act_and_mul(y, activation)
 
@@ -131,7 +141,9 @@ class CudaLinear:
     def after_norm(self, hidden: ResidualStream, norm: NormWeights) -> tuple[Tensor, Tensor]:
         residual = hidden.residual
         if len(residual) == 1:
-            return one_row_linear(hidden, norm, self.weight, self.bias, self.activation)
+            return one_row_linear(
+                hidden, norm, self.weight, self.bias, self.activation, out_dtype=self.out_dtype
+            )
         scaled_mm = self._scaled_mm_of(residual)
         if scaled_mm is not None and not scaled_mm.stored.has_blocks:
             return fp8_after_norm(hidden, norm, scaled_mm, self.bias, self.activation), residual

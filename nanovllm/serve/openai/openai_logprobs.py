@@ -54,14 +54,19 @@ def _logprob(tokenizer: PreTrainedTokenizerBase, token_id: int, logprob: Logprob
 def prompt_logprobs_by_id(
     entries: Sequence[dict[int, Logprob] | None] | None,
 ) -> list[Any] | None:
+    """Return one function per token; each converts the token's entry during JSON encoding."""
     if entries is None:
         return None
-    names = ("logprob", "rank", "decoded_token")
-    return [
-        entry
-        and {str(i): {name: getattr(each, name) for name in names} for i, each in entry.items()}
-        for entry in entries
-    ]
+    return [partial(_entry_by_id, entries, index) for index in range(len(entries))]
+
+
+def _entry_by_id(
+    entries: Sequence[dict[int, Logprob] | None], index: int
+) -> dict[str, dict[str, Any]] | None:
+    entry = entries[index]
+    if entry is None:
+        return None
+    return {str(token_id): logprob._asdict() for token_id, logprob in entry.items()}
 
 
 def covering(

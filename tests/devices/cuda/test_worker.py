@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,7 @@ import torch
 pytest.importorskip("triton")
 from triton import knobs
 
-from nanovllm import LLM, SamplingParams
-from nanovllm import llm as llm_module
+from nanovllm import LLM, SamplingParams, assembly
 from nanovllm.devices.cuda.steps import CAPTURED_SAMPLING, CudaSteps
 from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
@@ -166,7 +166,8 @@ def test_a_worker_process_gives_what_this_process_gives(tiny: Any) -> None:
     with LLM(path, **OPTIONS) as llm:
         want = [generate(llm, prompts, params) for _ in range(2)]  # the second from the cache
         info = llm.engine.info
-    in_a_process = mock.patch.object(llm_module, "create_executor", MultiprocExecutor)
+    create = partial(MultiprocExecutor, build_worker=assembly.build_worker)
+    in_a_process = mock.patch.object(assembly, "create_executor", create)
     with in_a_process, LLM(path, **OPTIONS) as llm:
         assert llm.engine.info == info
         assert [generate(llm, prompts, params) for _ in range(2)] == want

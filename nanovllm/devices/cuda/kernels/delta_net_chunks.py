@@ -64,14 +64,14 @@ def run_chunks(
         state.recurrent.stride(0),
         **sizes | {"BLOCK_V": columns},
         num_warps=4,
-        num_stages=1 if qkv.dtype == torch.float32 else 3,  # limited by shared memory
+        num_stages=1,  # more stages leave fewer CTAs per SM
     )
     output = new(inputs.z.shape)
     _compute_outputs[(num_chunks, num_heads)](
         *(output, qkv, changes, before, totals, inputs.z, weights.norm.weight),
         *(chunks, weights.norm.eps, inputs.z.stride(0)),
         **sizes,
-        num_warps=8,
+        num_warps=8 if qkv.dtype == torch.float32 else 4,
     )
     return output
 
@@ -93,7 +93,7 @@ def _convolve(
         **dims,
         CONV_SIZE=conv_size,
         BLOCK=triton.next_power_of_2(max(dims["KEY_DIM"], dims["VALUE_DIM"])),
-        num_warps=8,
+        num_warps=4,
     )
     block = 256
     _update_conv_states[(len(chunks), triton.cdiv(num_channels, block))](

@@ -115,6 +115,7 @@ def few_rows_linear(
     activation: Activation | None,
     arrived: Tensor | None = None,
     config: FewRowsConfig | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return the projection of x, [rows, out], or its partial sums, float32 [splits, rows, out].
 
@@ -135,7 +136,8 @@ def few_rows_linear(
     is_finished = num_splits == 1 or arrived is not None
     assert is_finished or activation is None
     shape = (num_rows, num_out) if is_finished else (num_splits, num_rows, num_out)
-    y = torch.empty(shape, device=x.device, dtype=x.dtype if is_finished else torch.float32)
+    dtype = out_dtype or x.dtype if is_finished else torch.float32
+    y = torch.empty(shape, device=x.device, dtype=dtype)
     partials = None
     if num_splits > 1 and arrived is not None:
         assert len(arrived) >= grid[0] * grid[1]

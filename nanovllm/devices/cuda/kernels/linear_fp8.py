@@ -236,14 +236,14 @@ def _quantize(  # type: ignore[no-untyped-def]
 ):
     """Quantize one row per CTA."""
     row = tl.program_id(0).to(tl.int64)
-    i = _inputs_of_words(PARTS)
+    i = tl.arange(0, PARTS * 128)
     wait_for_inputs(OVERLAP)
-    values = tl.load(x + row * NUM_IN + i, mask=i < NUM_IN, other=0.0).to(tl.float32)
+    values = _by_word(tl.load(x + row * NUM_IN + i, mask=i < NUM_IN, other=0.0).to(tl.float32))
     if BY_BLOCK:
         part = tl.arange(0, PARTS)
-        scale = _scale_of(tl.max(tl.max(tl.abs(values), 2), 0))
+        scale = _scale_of(tl.max(tl.max(tl.abs(values), 2), 1))
         tl.store(scales + part * num_rows + row, scale, mask=part < NUM_BLOCKS)
-        _store_fp8(words, row, values, scale[None, :, None], NUM_BLOCKS)
+        _store_fp8(words, row, values, scale[:, None, None], NUM_BLOCKS)
     else:
         scale = _scale_of(tl.max(tl.abs(values)))
         tl.store(scales + row, scale)
@@ -266,9 +266,9 @@ def _norm(  # type: ignore[no-untyped-def]
     OVERLAP: tl.constexpr,
 ):
     """Add, normalize and quantize one row per CTA."""
-    i = _inputs_of_words(PARTS)
+    i = tl.arange(0, PARTS * 128)
     normed = add_and_norm(residual, update, update_scales, weight, eps, i, dim, NUM_SPLITS, OVERLAP)
-    values = normed.to(tl.float32)
+    values = _by_word(normed.to(tl.float32))
     row = tl.program_id(0).to(tl.int64)
     scale = _scale_of(tl.max(tl.abs(values)))
     tl.store(scales + row, scale)
@@ -276,13 +276,13 @@ def _norm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _inputs_of_words(PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the index of the input at each position of each word [positions, blocks, words].
+def _by_word(values):  # type: ignore[no-untyped-def]
+    """Reshape the values of whole blocks to [blocks, positions, words]; see pack_words.
 
-    See pack_words for the layout. A thread holds all positions of some neighboring words.
+    A thread holds one position of neighboring words. If it held all of them, ptxas 12.8 would
+    miscompile what Triton 3.7 makes of `_store_fp8`.
     """
-    position, part = tl.arange(0, 4)[:, None, None], tl.arange(0, PARTS)[None, :, None]
-    return part * 128 + position * WORDS + tl.arange(0, WORDS)[None, None, :]
+    return tl.reshape(values, [values.shape[0] // 128, 4, WORDS])
 
 
 @triton.jit
@@ -292,11 +292,11 @@ def _scale_of(largest):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_fp8(words, row, values, scale, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Quantize values [positions, blocks, words] to FP8, and store them as the words of a row."""
+    """Quantize values [blocks, positions, words] to FP8, and store them as the words of a row."""
     inverse = tl.div_rn(1.0, scale)
     scaled = tl.clamp(values * inverse, -LARGEST, LARGEST)
     bits = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
-    joined = tl.sum(bits << (8 * tl.arange(0, 4)[:, None, None]), 0)
-    part = tl.arange(0, values.shape[1])[:, None]
+    joined = tl.sum(bits << (8 * tl.arange(0, 4)[None, :, None]), 1)
+    part = tl.arange(0, values.shape[0])[:, None]
     pointers = words + row * (NUM_BLOCKS * WORDS) + part * WORDS + tl.arange(0, WORDS)[None, :]
     tl.store(pointers, joined, mask=part < NUM_BLOCKS)

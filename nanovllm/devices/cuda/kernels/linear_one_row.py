@@ -56,6 +56,7 @@ def one_row_linear(
     activation: Activation | None,
     config: OneRowConfig | None = None,
     normed: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Project residual + update [1, in], normalized if `norm` is given; also return the sum.
 
@@ -69,7 +70,7 @@ def one_row_linear(
     assert hidden.scales is None, "an unscaled update is not supported"
     assert norm is not None or update is None, "an update requires a norm"
     num_out = num_rows if activation is None else num_rows // 2
-    y = torch.empty(1, num_out, device=residual.device, dtype=residual.dtype)
+    y = torch.empty(1, num_out, device=residual.device, dtype=out_dtype or residual.dtype)
     total = residual if update is None else torch.empty_like(residual)
     config = config or one_row_config(weight, norm is not None, activation is not None)
     block_out = config.block_out if activation is None else config.block_out // 2

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRITON = "3.6."  # the supported release: gluon's API changes with every release
+COST = (
+    "Without it, steps of up to eight sequences take longer (Qwen3-0.6B on an H200: 0.66 instead "
+    "of 0.45 ms for one sequence, 0.88 instead of 0.68 ms for eight)"
+)
+
+TRITON = ("3.6.", "3.7.")  # the supported releases: gluon's API changes with every release
 
 
 def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
@@ -27,26 +32,46 @@ def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
 
     The weights of each projection (qkv, o, ...) are moved into one tensor for all layers.
     """
-    problem = f"triton is {triton.__version__}, not {TRITON}x"
-    if triton.__version__.startswith(TRITON):
-        # These modules import gluon, which fails with other releases.
-        from nanovllm.devices.cuda.persistent.packed_weights import (
-            find_problem,
-            step_constants,
-            step_layers,
-            step_shape,
-            step_tensors,
-        )
-        from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
+    if not triton.__version__.startswith(TRITON):
+        releases = " and ".join(f"{release}x" for release in TRITON)
+        is_served = is_hopper(model) and model.dtype == torch.bfloat16
+        warn_or_inform(f"it supports Triton {releases}, not {triton.__version__}", is_served)
+        return None
+    # These modules import gluon, which fails with other releases.
+    from nanovllm.devices.cuda.persistent.packed_weights import (
+        find_cache_problem,
+        find_problem,
+        step_constants,
+        step_layers,
+        step_shape,
+        step_tensors,
+    )
+    from nanovllm.devices.cuda.persistent.persistent_step import PersistentStep
 
-        layers = step_layers(model)
-        problem = find_problem(model, layers, cache) or ""
-        if not problem:
-            shape, constants = step_shape(model, layers), step_constants(model, layers)
-            try:
-                return PersistentStep(shape, step_tensors(model, layers), constants)
-            except torch.OutOfMemoryError:
-                # Weights that were already moved stay valid: they are views of the new tensors.
-                problem = "there is not enough memory to stack its weights"
-    logger.info("Small batches of this model do not use the persistent kernel: %s", problem)
-    return None
+    layers = step_layers(model)
+    if problem := find_problem(model, layers):
+        warn_or_inform(problem, is_served=False)
+        return None
+    if problem := find_cache_problem(cache):
+        warn_or_inform(problem, is_served=True)
+        return None
+    shape, constants = step_shape(model, layers), step_constants(model, layers)
+    try:
+        return PersistentStep(shape, step_tensors(model, layers), constants)
+    except torch.OutOfMemoryError:
+        # Weights that were already moved stay valid: they are views of the new tensors.
+        warn_or_inform("there is not enough memory to stack the weights", is_served=True)
+        return None
+
+
+def is_hopper(model: DecoderModel) -> bool:
+    device = model.model.norm.weight.device
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def warn_or_inform(problem: str, is_served: bool) -> None:
+    """Log why the step is not used; warn if the kernel serves this model and this device."""
+    if is_served:
+        logger.warning("The persistent kernel is off: %s. %s", problem, COST)
+    else:
+        logger.info("The persistent kernel does not serve this model or this GPU: %s", problem)

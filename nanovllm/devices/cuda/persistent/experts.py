@@ -16,7 +16,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
     piece_segments,
     segment_groups,
 )
-from nanovllm.devices.cuda.persistent.stream import LANES
+from nanovllm.devices.cuda.persistent.stream import LANES, barrier
 from nanovllm.devices.cuda.persistent.tile_mma import stage
 
 # Bit masks of the logit (HIGH) and the expert (LOW) in a key; see `Experts.choose`.
@@ -81,7 +81,7 @@ class Experts:
     def store_chosen(self, keys, found, lane):
         """Store the ids of the chosen experts in shared memory, then their routing weights."""
         self.ids._reinterpret(gl.int32, [8, 32], S2).store(LOW - (found & LOW))
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(self.chosen, count=1)
         first = logit_of(gl.expand_dims(gl.max(found, 1), 1))
         odds = gl.where(lane < self.top_k, gl.exp(logit_of(found) - first), 0.0)

@@ -248,7 +248,7 @@ def project_logits(stream, t, g, exchanges, parameters, x_buffer, logits, VOCAB:
         block, row, column = sum_indices(stream.blocks, stream.rows)
         column = (i * N + block) * CHUNK + stream.cta * 8 + column
         is_ours = (block < N) & (column < VOCAB) & (row >= 0)
-        gl.store(logits + (row * VOCAB + column), y.to(gl.bfloat16), mask=is_ours)
+        gl.store(logits + (row * VOCAB + column), y, mask=is_ours)
         t += N * C
         g += N * C // group_tiles(N, FORMAT)
 

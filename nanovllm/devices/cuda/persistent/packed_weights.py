@@ -97,8 +97,17 @@ def _step_layer(layer: nn.Module, rope: Tensor) -> StepLayer | None:
     return found if is_known and (experts is None or found.router is not None) else None
 
 
-def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpec) -> str | None:
-    """Return the reason why the kernel cannot run a model, or None."""
+def find_cache_problem(cache: KVCacheSpec) -> str | None:
+    """Return the reason why the kernel cannot read a KV cache, or None."""
+    if cache.has_exponents:
+        return "the KV cache is FP8"
+    if cache.block_size % KEY_TILE:
+        return f"kvcache_block_size={cache.block_size} is not a multiple of {KEY_TILE}"
+    return None
+
+
+def find_problem(model: DecoderModel, layers: list[StepLayer]) -> str | None:
+    """Return the reason why the kernel cannot run a model on its device, or None."""
     packed = model.lm_head.packed
     head = packed.weight if isinstance(packed, CudaLinear) else None
     if not model.lm_head.group.is_alone:
@@ -110,8 +119,6 @@ def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpe
         )
     if head.dtype != torch.bfloat16:
         return "its weights are not bfloat16"
-    if cache.has_exponents or cache.block_size % KEY_TILE:
-        return f"its KV cache is FP8, or its block size is not a multiple of {KEY_TILE}"
     matrices = [matrix for layer in layers for matrix in layer.matrices]
     if len({_bits(matrix) for matrix in matrices}) > 1:
         return "its weights differ in bit width"

@@ -144,8 +144,9 @@ class PersistentStep:
         whose slot has length 0 are padding. By default, each of the other rows has its own slot.
         With `verifies`, n adjacent rows with the same slot are the last n tokens of its sequence.
         Either way, a row's logits depend only on its own sequence, and are bitwise the same in any
-        batch. The kernel writes `logits` [rows, vocab] and `context_lens` [rows].
+        batch. The kernel writes `logits` [rows, vocab], in float32, and `context_lens` [rows].
         """
+        assert logits.dtype == torch.float32
         rows = len(slots)
         shape, constants = self.shape, self.constants
         k, v = caches[0].k.view(torch.int32), caches[0].v.view(torch.int32)

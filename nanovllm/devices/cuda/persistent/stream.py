@@ -43,6 +43,8 @@ LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 RING = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 RING_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
 
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name in Triton 3.6
+
 
 @gluon.jit
 def store_sums(
@@ -242,7 +244,7 @@ class Stream:
     @gluon.jit
     def release(self, g):
         """Free the slots of group g once all warps have loaded its tiles."""
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(self.used.index(g % NUM_USED), count=1)
 
     @gluon.jit

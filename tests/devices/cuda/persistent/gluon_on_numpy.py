@@ -365,7 +365,7 @@ def make_language() -> ModuleType:
     gl.zeros = lambda shape, dtype, layout: array(np.zeros(shape, TYPES[dtype]))
     gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(np.zeros(shape, TYPES[dtype]))
     gl.inline_asm_elementwise = inline_asm
-    gl.thread_barrier = lambda: None
+    gl.barrier = lambda: None
     return gl
 
 

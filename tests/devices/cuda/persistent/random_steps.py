@@ -57,7 +57,7 @@ class RandomStep:
         self.tokens = torch.randint(
             shape.vocab, (num_slots, max_context), generator=self.generator, device="cuda"
         ).int()
-        self.logits = torch.empty(8, shape.vocab, dtype=torch.bfloat16, device="cuda")
+        self.logits = torch.empty(8, shape.vocab, dtype=torch.float32, device="cuda")
         self.context_lens = torch.zeros(8, dtype=torch.int32, device="cuda")
         self.given = replace(self.tensors, **self._given)
         self.step = PersistentStep(shape, self.given, self.constants)

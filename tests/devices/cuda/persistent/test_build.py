@@ -17,6 +17,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from benchmarks.models import model_path
 from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.devices.cuda import persistent
 from nanovllm.devices.cuda.ops import TritonOps, pack_quantized
 from nanovllm.devices.cuda.persistent import build
 from nanovllm.devices.cuda.persistent import packed_weights as weights
@@ -62,8 +63,8 @@ def loaded_model(name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any)
     return model
 
 
-def problem_of(model: DecoderModel, cache: KVCacheSpec = CACHE) -> str | None:
-    return weights.find_problem(model, weights.step_layers(model), cache)
+def problem_of(model: DecoderModel) -> str | None:
+    return weights.find_problem(model, weights.step_layers(model))
 
 
 @pytest.fixture(autouse=True)
@@ -120,8 +121,21 @@ def test_supported_models(name: str, changes: dict[str, Any], problem: str | Non
 
 
 @pytest.mark.parametrize("change", [{"dtype": FP8}, {"block_size": 48}], ids=str)
-def test_unsupported_caches(change: dict[str, Any]) -> None:
-    assert "KV cache" in str(problem_of(loaded_model("qwen3-0.6b"), replace(CACHE, **change)))
+def test_unsupported_caches(change: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    assert build(loaded_model("qwen3-0.6b"), replace(CACHE, **change)) is None
+    assert "cache" in warning_in(caplog)
+
+
+def warning_in(caplog: pytest.LogCaptureFixture) -> str:
+    """Return the only warning that was logged, which must name the cost."""
+    (text,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "0.66 instead of 0.45 ms" in text
+    return text
+
+
+def test_unsupported_models_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert build(loaded_model("qwen3-0.6b", torch.float16), CACHE) is None
+    assert not caplog.text
 
 
 def test_softcapping_and_norms_over_all_heads_are_not_supported() -> None:
@@ -218,15 +232,27 @@ def quantize(layer: Any, make: Callable[[Tensor], QuantizedWeight]) -> None:
         )
 
 
-def test_other_releases_of_triton_run_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_hopper", [True, False])
+def test_other_releases_of_triton_run_layer_by_layer(
+    has_hopper: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("triton.__version__", "3.9.0")
+    monkeypatch.setattr(persistent, "is_hopper", lambda model: has_hopper)
     assert build(loaded_model("qwen3-0.6b"), CACHE) is None
+    if has_hopper:
+        assert "Triton 3.6.x and 3.7.x, not 3.9.0" in warning_in(caplog)
+    else:
+        assert not caplog.text
 
 
-def test_without_memory_layers_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("release", ["3.6.0", "3.7.1"])
+def test_without_memory_layers_run_one_by_one(
+    release: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     model = loaded_model("qwen3-0.6b")
     lacking = mock.Mock(side_effect=torch.OutOfMemoryError)
-    monkeypatch.setattr("triton.__version__", "3.6.0")
+    monkeypatch.setattr("triton.__version__", release)
     monkeypatch.setattr(weights, "move_together", lacking)
     assert build(model, CACHE) is None
     assert lacking.called
+    assert "not enough memory" in warning_in(caplog)

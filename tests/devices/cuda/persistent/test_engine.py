@@ -16,6 +16,7 @@ from nanovllm.engine.step import StepPlan
 from nanovllm.worker.forward import StepLogits
 from tests.checkpoints import make_checkpoint
 from tests.devices import NEEDS_GPU, runner_of
+from tests.devices.shared_gpu import versions
 from tests.test_gpu import OPTIONS, BothWays
 from tests.test_logits import WIDE
 from tests.test_speculation import EagerDrafter
@@ -55,6 +56,13 @@ def generate(llm: LLM) -> None:
         llm.generate([prompt], params, use_tqdm=False)
     for num_rows in (2, 3, 5):
         llm.generate(prompts()[:num_rows], params, use_tqdm=False)
+
+
+def test_the_step_is_on(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A release of Triton that the kernel does not support must not go unnoticed."""
+    with LLM(path, **WHOLE) as llm:
+        assert runner_of(llm).forward.decode.persistent_tokens, versions()
+    assert "persistent kernel" not in caplog.text
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 64], ids=["all", "short-contexts"])

@@ -198,7 +198,7 @@ def test_many_steps_in_a_graph_are_alike(name: str, bits: int, rows: int, length
     for _ in range(40):
         step.logits.zero_()
         graph.replay()
-        assert torch.equal(step.logits[:rows].view(torch.int16), wanted.view(torch.int16))
+        assert torch.equal(step.logits[:rows].view(torch.int32), wanted.view(torch.int32))
     assert not step.step.gave_up()
 
 

@@ -203,6 +203,21 @@ def check_few_rows_linear(dtype: torch.dtype, device: str) -> None:
         assert_close(got, want)
 
 
+def check_lm_head(dtype: torch.dtype, device: str) -> None:
+    """Logits of any number of rows, with and without a norm, are float32 and not rounded."""
+    weight = make(200, 256, dtype=dtype, device=device) / 16
+    packed = TritonOps().pack_lm_head(weight, allow_copy=False)
+    norm = NormWeights(torch.full((256,), 0.5, device=device), 0.0)
+    for num_rows in (1, 2, 33) if device == "cpu" else (0, 1, 2, 33, 65, 300):
+        # The norm is exact too: each row has a mean square of 1.
+        x = make(num_rows, 256, dtype=dtype, device=device).sign()
+        got, want = packed(x), x.double() @ weight.double().t()
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+        got, _ = packed.after_norm(ResidualStream(x), norm)
+        torch.testing.assert_close(got.double(), want / 2, rtol=1e-5, atol=1e-5)
+
+
 def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> None:
     """Results are correct for any kernel, and for partial sums left to the norm."""
     weight = make(96, 512, dtype=dtype, device=device) / 16
@@ -318,6 +333,7 @@ def main(which: str) -> None:
             check_one_row_linear(dtype, "cpu")
         return
     check_few_rows_linear(torch.float16, "cpu")
+    check_lm_head(torch.float16, "cpu")
     check_padding_is_not_written("cpu")
     check_gather_decode("cpu")
     check_gather_tokens("cpu")

@@ -191,7 +191,7 @@ def check_dequantize(dtype: torch.dtype, device: str) -> None:
 
 def check_quantized_rows(dtype: torch.dtype, device: str) -> None:
     """Quantized values and scales equal the reference's, also for a row of zeros."""
-    for num_in, by_block in itertools.product((128, 300, 1024), (False, True)):
+    for num_in, by_block in itertools.product((128, 300, 1024, 9728, 12288), (False, True)):
         x = make(5, num_in, dtype=dtype, device=device)
         x[1] = 0
         x[2] *= 1000
@@ -203,7 +203,7 @@ def check_quantized_rows(dtype: torch.dtype, device: str) -> None:
 
 def check_normed_rows(dtype: torch.dtype, device: str) -> None:
     """Check the quantized output of the norm, and the new residual."""
-    for dim, num_splits in itertools.product((128, 300), (0, 1, 3)):
+    for dim, num_splits in itertools.product((128, 300, 9728), (0, 1, 3)):
         residual = make(4, dim, dtype=dtype, device=device)
         update = make(num_splits, 4, dim, dtype=torch.float32, device=device, seed=3)
         norm = NormWeights(make(dim, dtype=torch.float32, device=device, seed=8), 1e-6)

@@ -23,7 +23,7 @@ from nanovllm.config import DTYPES, EngineConfig, LayerAttention, ModelConfig, R
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.layers.build import BuildContext
 from nanovllm.models.config_json import INT32_MAX, MAX_LAYERS, read_architecture
-from nanovllm.models.transformers_model import (
+from nanovllm.models.fallback.transformers_model import (
     TransformersModel,
     attention_forward,
     attention_spec,
