@@ -13,6 +13,7 @@ PIP_INSTALL := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS)
 TEST_PROCESSES ?= 2
 # Each of these sees only its own memory of the GPU.
 GPU_PROCESSES ?= 8
+FAST := "not gpu and not slow"
 IN_PROCESSES := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 LOCK := UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --universal --python-version 3.10 \
 	--annotation-style line --extra dev --extra ray pyproject.toml
@@ -24,7 +25,8 @@ MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-er
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow endurance test-gpu sanitize report reference pictures lint style format lock clean
+.PHONY: help demo serve check lint format test test-slow endurance test-gpu sanitize report reference \
+	pictures lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,8 +37,20 @@ demo: $(VENV)/.installed ## Run a batch of prompts with the default model
 serve: $(VENV)/.installed ## Serve the default model over HTTP
 	$(BIN)/nanovllm serve
 
-test: style ## Lint, type-check and run the tests (except gpu and slow)
-	$(BIN)/python -m pytest -m "not gpu and not slow" $(IN_PROCESSES)
+check: lint ## Check style and types, run the fast tests of engine and worker (under 40 s)
+	$(BIN)/python -m pytest -m $(FAST) $(IN_PROCESSES) tests/engine tests/worker
+
+lint: $(VENV)/.installed-dev ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev ## Format the code and apply safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint ## Check style and types, run all tests (except gpu and slow)
+	$(BIN)/python -m pytest -m $(FAST) $(IN_PROCESSES)
 
 test-slow: $(VENV)/.installed-ray ## Run the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(IN_PROCESSES)
@@ -59,17 +73,6 @@ reference: $(VENV)/.installed ## Generate docs/reference.md from the options in 
 
 pictures: $(VENV)/.installed-dev ## Make the pictures of the page in docs/ (needs Chromium)
 	PYTHONPATH=. $(BIN)/python docs/pictures.py
-
-lint: style ## Check style and types
-	$(BIN)/mypy nanovllm
-
-style: $(VENV)/.installed-dev ## Check style only (a test checks types)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-
-format: $(VENV)/.installed-dev ## Format the code and apply safe fixes
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
 
 lock: ## Rewrite the constraints (needs uv; LOCK_FLAGS=--upgrade for newer versions)
 	$(LOCK) $(LOCK_FLAGS) -o constraints.txt

@@ -232,17 +232,36 @@ class TinyCheckpoint:
             logits: torch.Tensor = self._exact(torch.tensor([token_ids])).logits[0]
         return logits.log_softmax(-1)
 
+    def assert_greedy(self, prompts: list[list[int]], outputs: list[list[int]]) -> None:
+        """Assert that greedy search gives these outputs, by one pass over all of them.
+
+        By induction: each token is the argmax after the tokens before it.
+        """
+        max_tokens = len(outputs[0])
+        if _depends_on_company(self.model.config):
+            assert outputs == [self.generate(prompt, max_tokens) for prompt in prompts]
+            return
+        ids = _pad([[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)])
+        first = torch.tensor([len(prompt) - 1 for prompt in prompts])[:, None]
+        with torch.inference_mode():
+            logits = self.model(ids, use_cache=False).logits
+        top2 = logits[torch.arange(len(ids))[:, None], first + torch.arange(max_tokens)].topk(2)
+        gaps = (top2.values[..., 0] - top2.values[..., 1]).amin(1).tolist()
+        for prompt, output, best, gap in zip(
+            prompts, outputs, top2.indices[..., 0].tolist(), gaps, strict=True
+        ):
+            # A batch rounds differently, so `generate` decides about near ties.
+            assert output == (best if gap > 1.05 * MIN_GAP else self.generate(prompt, max_tokens))
+
     def answers(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         """Return the greedy tokens of many prompts, as `generate` does, but faster.
 
-        The prompts run as one batch. They are padded at the end, which causal attention ignores.
+        The prompts run as one batch.
         """
         if _depends_on_company(self.model.config):
             return [self.generate(prompt, max_tokens) for prompt in prompts]
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        ids = torch.zeros(len(prompts), int(lengths.max()) + max_tokens, dtype=torch.long)
-        for row, prompt in zip(ids, prompts, strict=True):
-            row[: len(prompt)] = torch.tensor(prompt)
+        ids = _pad([[*prompt, *[0] * max_tokens] for prompt in prompts])
         rows = torch.arange(len(prompts))
         with torch.inference_mode():
             for i in range(max_tokens):
@@ -275,6 +294,11 @@ def _generate(model: Any, prompt: tuple[int, ...], max_tokens: int) -> list[int]
     assert gap > MIN_GAP, f"top-2 gap {gap:.1e}: choose another seed for this checkpoint"
     answer: list[int] = output.sequences[0, len(prompt) :].tolist()
     return answer
+
+
+def _pad(rows: list[list[int]]) -> torch.Tensor:
+    """Pad rows at the end, which causal attention ignores."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
 def _depends_on_company(config: PreTrainedConfig) -> bool:

@@ -82,12 +82,12 @@ def assert_clear(
         best, second = logits.topk(2).values.unbind(-1)
         gap = (best - second).min().item()
         assert gap > MIN_GAP, f"top-2 gap {gap:.1e}: choose another prompt"
-    columns = columns_of(params, len(answer))
-    positions = torch.arange(len(prompt), len(prompt) + len(answer))
+    columns = columns_of(params, NUM_MOVES * len(answer))
+    positions = torch.arange(len(prompt), len(prompt) + len(answer)).repeat(NUM_MOVES)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(NUM_MOVES):
-        move = MIN_GAP * (torch.rand(logits.shape, generator=generator) - 0.5)
-        assert sample(logits + move, columns, positions).tolist() == answer, "choose another seed"
+    moves = MIN_GAP * (torch.rand(NUM_MOVES, *logits.shape, generator=generator) - 0.5)
+    tokens = sample((logits + moves).flatten(0, 1), columns, positions)
+    assert tokens.tolist() == NUM_MOVES * answer, "choose another seed"
 
 
 def columns_of(params: SamplingParams, num_rows: int) -> SamplingColumns:

@@ -18,10 +18,8 @@ from tests.kept_kernels import keep_kernels, restore_kernels
 if TYPE_CHECKING:
     from tests.checkpoints import TinyCheckpoint
 
-# The longest tests come first, so that none is still running when all others are done. Of the first
-# two processes, one checks types while the other compiles the CPU kernels.
+# The longest tests come first, so that none is still running when all others are done.
 FIRST = (
-    "tests/test_types.py",
     "tests/devices/cpu/test_numba_attention.py",
     "tests/devices/cpu/test_experts.py",
     "tests/devices/cuda/kernels/test_interpreted.py",
@@ -75,6 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         num_cores = max((os.cpu_count() or 1) // worker["workercount"], 1)
         torch.set_num_threads(num_cores)
+        os.environ["OMP_NUM_THREADS"] = str(num_cores)  # of child processes
         if torch.cuda.is_available():
             from tests.devices.shared_gpu import share_gpu
 

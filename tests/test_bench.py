@@ -24,7 +24,7 @@ def test_engines_run_the_same_workloads(tmp_path: Path, monkeypatch: pytest.Monk
     """A tiny model in float32: with emulated bfloat16, transformers would take minutes."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     results = tmp_path / "results.jsonl"
-    engines = ["nanovllm", "nanovllm-transformers", "transformers"]
+    engines = ["nanovllm-transformers", "transformers"]
     options = ["--model", str(tmp_path), "--load-format", "dummy", "--engine", *engines]
     options += ["--case", "mixed", "2x16x1", "1x16x4", "--repeats", "1", "--json", str(results)]
     monkeypatch.setattr(sys, "argv", ["bench.py", *WORKLOAD, *options])

@@ -17,7 +17,7 @@ from nanovllm.models.registry import read_config
 from nanovllm.ops.fp8 import dequantize, hadamard_exponents, hadamard_transform, quantize
 from nanovllm.ops.tp_group import ALONE
 from nanovllm.worker.kv_cache import kv_cache_spec
-from tests.checkpoints import FAMILIES, MIN_GAP
+from tests.checkpoints import MIN_GAP
 from tests.test_equals_transformers import make_prompts
 from tests.threaded_ranks import engines_of
 
@@ -104,10 +104,14 @@ def test_answers(tiny: Any, answers: list[Answer], mode: str) -> None:
             assert llm.engine.core.scheduler.num_preemptions > 0
 
 
+# Windows, experts, recurrent states, scaled logits, and RoPE that depends on the position.
+CUT = ("llama-dynamic", "ministral3", "mixtral", "qwen3.5", "gemma2", "gemma3-six", "olmo3", "glm")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", CUT)
 def test_how_prompts_are_cut_changes_nothing(tiny: Any, family: str) -> None:
-    """Compares whole prompts, chunks and cached prefixes with windows, experts and every RoPE."""
+    """Compares whole prompts, chunks and cached prefixes."""
     answers = []
     for mode in ("plain", "chunked", "preempted"):
         with LLM(tiny(family).path, **{**OPTIONS, **MODES[mode]}) as llm:

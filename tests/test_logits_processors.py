@@ -10,20 +10,15 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import RequestError
 from tests.checkpoints import MIN_GAP, TinyCheckpoint
 from tests.devices import DEVICES
+from tests.parallel.workers import forbid_what_was_said
 from tests.test_edited_requests import MODES, OPTIONS
 from tests.test_equals_transformers import make_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MAX_TOKENS = 12
 HERE = "tests.test_logits_processors"
-
-
-def forbid_what_was_said(output_token_ids: list[int], logits: Tensor) -> Tensor:
-    logits[output_token_ids] = -torch.inf
-    return logits
 
 
 def follow_the_last(output_token_ids: list[int], logits: Tensor) -> Tensor:
@@ -98,20 +93,6 @@ def test_every_processor_beside_rows_without(
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert [output.token_ids for output in outputs] == wanted
         assert mode != "preempted" or llm.engine.core.scheduler.num_preemptions > 0
-
-
-@pytest.mark.slow
-def test_worker_processes_import_them(tiny: Any) -> None:
-    checkpoint, prompt = tiny("qwen3"), make_prompts()[1]
-    named = greedy([f"{HERE}:forbid_what_was_said"])
-    options = {**OPTIONS, "tensor_parallel_size": 2, "depth": 1}
-    with LLM(checkpoint.path, device="cpu", **options) as llm:
-        with pytest.raises(RequestError, match="logits_processors must be names"):
-            llm.generate([prompt], greedy([forbid_what_was_said]), use_tqdm=False)
-        broken = greedy(["tests.no_such_module:f"])
-        good, bad = llm.generate([prompt, prompt], [named, broken], use_tqdm=False)
-    assert good.token_ids == reference(checkpoint, prompt, [forbid_what_was_said])
-    assert "No module named 'tests.no_such_module'" in str(bad.error)
 
 
 def test_samples_and_other_edits(tiny: Any) -> None:

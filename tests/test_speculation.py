@@ -423,8 +423,8 @@ def test_wrong_options(path: str, config: Any, message: str) -> None:
 
 @pytest.mark.slow
 def test_samples_with_drafts_follow_the_exact_distribution(tiny: Any) -> None:
-    """20,000 samples of three tokens, four choices each; draft tokens are random guesses."""
-    num_samples, prompt, choices = 20_000, [5, 6, 7], 4
+    """10,000 samples of three tokens, four choices each; draft tokens are random guesses."""
+    num_samples, prompt, choices = 10_000, [5, 6, 7], 4
     checkpoint = tiny("qwen3")
     params = SamplingParams(temperature=1.5, top_k=choices, max_tokens=3, n=100, ignore_eos=True)
     contexts: list[tuple[int, ...]] = [()]

@@ -63,16 +63,11 @@ ASKED: list[dict[str, Any] | None] = [
               "$defs": {"n": {"type": "number", "minimum": 0, "maximum": 9.5}}}},
 ]  # fmt: skip
 MODES: dict[str, dict[str, Any]] = {
-    "plain": {},
     "eager": {"enforce_eager": True},
-    "ahead": {"depth": 1},
-    "chunked": {"max_num_batched_tokens": 9},
     "chunked ahead": {"max_num_batched_tokens": 9, "depth": 1},
     "preempted": {"num_kvcache_blocks": 20, "depth": 1},
     "uncached": {"enable_prefix_caching": False},
 }
-# Together these cover every option; the others are marked slow.
-FAST = ("eager", "chunked ahead", "preempted", "uncached")
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +138,7 @@ def wanted(llm: LLM) -> list[list[int]]:
 
 
 @DEVICES
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=() if mode in FAST else pytest.mark.slow) for mode in MODES]
-)
+@pytest.mark.parametrize("mode", MODES)
 def test_modes_do_not_matter(path: Path, wanted: Any, device: str, mode: str) -> None:
     with LLM(str(path), device=device, **OPTIONS, **MODES[mode]) as llm:
         outputs = generate(llm, batch())
@@ -156,22 +149,15 @@ def test_modes_do_not_matter(path: Path, wanted: Any, device: str, mode: str) ->
             assert llm.engine.core.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_two_ranks(path: Path, wanted: Any, depth: int) -> None:
-    with engines_of(2), LLM(str(path), device="cpu", depth=depth, **OPTIONS) as llm:
+def test_two_ranks(path: Path, wanted: Any) -> None:
+    with engines_of(2), LLM(str(path), device="cpu", depth=1, **OPTIONS) as llm:
         assert [output.token_ids for output in generate(llm, batch())] == wanted
 
 
 @pytest.mark.slow
-def test_two_processes(path: Path, wanted: Any) -> None:
-    with LLM(str(path), device="cpu", tensor_parallel_size=2, depth=1, **OPTIONS) as llm:
-        assert [output.token_ids for output in generate(llm, batch())] == wanted
-
-
-@pytest.mark.slow
-def test_a_core_in_another_process(path: Path, wanted: Any) -> None:
+def test_a_core_and_two_ranks_in_other_processes(path: Path, wanted: Any) -> None:
     """The core compiles the grammars again, without delaying requests that have none."""
-    llm = AsyncLLM(str(path), device="cpu", **OPTIONS)
+    llm = AsyncLLM(str(path), device="cpu", tensor_parallel_size=2, depth=1, **OPTIONS)
 
     async def answer(index: int, params: SamplingParams) -> list[int]:
         pieces = [piece async for piece in llm.generate(prompt_of(index), params)]
@@ -200,7 +186,7 @@ def test_others_get_what_they_get_alone(path: Path, depth: int) -> None:
 
 @pytest.mark.endurance
 @pytest.mark.parametrize(
-    "temperature", [1.0, *(pytest.param(t, marks=pytest.mark.slow) for t in (0.0, 0.7, 5.0))]
+    "temperature", [1.0, *(pytest.param(t, marks=pytest.mark.slow) for t in (0.0, 5.0))]
 )
 def test_every_seed_and_temperature(
     llm: LLM, temperature: float, count: Callable[[int], int]
@@ -397,15 +383,7 @@ def test_needs_a_tokenizer_and_the_package(path: Path) -> None:
             generate(llm, [params_of({"regex": "a"}, 0)])
 
 
-@pytest.mark.parametrize(
-    ("depth", "caching"),
-    [
-        (0, True),
-        (1, False),
-        pytest.param(0, False, marks=pytest.mark.slow),
-        pytest.param(1, True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("depth", "caching"), [(0, True), (1, False)])
 def test_late_masks_change_nothing(path: Path, wanted: Any, depth: int, caching: bool) -> None:
     rng, compute = random.Random(0), grammar.compute_mask
 

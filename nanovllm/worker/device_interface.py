@@ -41,8 +41,12 @@ class Device(Protocol):
     name: str  # "cpu" or "cuda"
     device_name: str  # the vendor's product name
 
-    def in_order(self) -> AbstractContextManager[object]:
-        """Return a context in which work is queued in order, as on one CUDA stream."""
+    def in_order(self, num_tokens: int = 0) -> AbstractContextManager[object]:
+        """Return a context in which work is queued in order, as on one CUDA stream.
+
+        `num_tokens` is the number of tokens of the step that runs in it, if any. A CPU chooses the
+        number of threads from the durations of steps.
+        """
 
     # Building models.
 

@@ -61,7 +61,7 @@ class TorchDevice:
     def for_draft_model(self, config: EngineConfig) -> TorchDevice:
         return type(self)(config, self.group)
 
-    def in_order(self) -> AbstractContextManager[object]:
+    def in_order(self, num_tokens: int = 0) -> AbstractContextManager[object]:
         return nullcontext()
 
     def choose_dtype(self, asked: str, checkpoint_dtype: str, is_quantized: bool) -> torch.dtype:

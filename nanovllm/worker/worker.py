@@ -54,7 +54,7 @@ class Worker:
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
         assert self.runner is not None, "submit after close"
-        with torch.inference_mode(), self.device.in_order():
+        with torch.inference_mode(), self.device.in_order(int(plan.counts.sum())):
             return self.runner.run(plan)
 
     def sample(self, masks: IntColumn) -> None:

@@ -123,11 +123,13 @@ def test_quantizations_of_a_repository(hub: Hub, cli: Cli) -> None:
     assert models_in(listing) == ["org/GGUF/other.gguf", "org/GGUF:Q4_K_M", "org/GGUF:Q8_0"]
 
     remove = "models rm org/GGUF:q4_k_m"
-    commands = [*pulls, f"{remove} org/GGUF/other.gguf", "models list --json", remove]
-    *offline, _, listing, absent = cli(*commands, HF_HUB_OFFLINE="1")
+    commands = [*pulls, f"{remove} org/GGUF/other.gguf", "models list --json", remove, pulls[0]]
+    *offline, _, listing, absent, again = cli(*commands, HF_HUB_OFFLINE="1")
     assert [result[1] for result in offline] == [result[1] for result in done[:3]]
     assert models_in(listing) == ["org/GGUF:Q8_0"]
     assert "'org/GGUF:Q4_K_M' is not in the hub cache" in absent[2]
+    assert again[0] == 1
+    assert "Downloading" not in again[2]  # offline, no download is announced
 
 
 def test_names_of_files_with_one_quantization(hub: Hub, cli: Cli) -> None:
@@ -155,9 +157,14 @@ def test_names_of_files_with_one_quantization(hub: Hub, cli: Cli) -> None:
     assert (snapshot / files[4]).exists()
 
 
-def test_models_without_an_organization_are_removed(hub: Hub, cli: Cli, tmp_path: Path) -> None:
-    """A listed name comes before a short name, and a folder is not a model in the cache."""
-    cli("models pull Qwen/Qwen3-0.6B")
+def test_short_names_and_models_without_an_organization(hub: Hub, cli: Cli, tmp_path: Path) -> None:
+    """What cannot run is refused before its weights are fetched. A listed name comes before a
+    short name, and a folder is not a model in the cache."""
+    refused, pulled = cli("models pull org/new", "models pull Qwen3")
+    assert refused[0] != 0
+    assert "quant_method 'new'" in refused[2]
+    assert pulled[0] == 0
+    assert not any("org/new" in line and WEIGHTS in line for line in hub.asked)
     copies = tmp_path / "cache" / "hub"
     for name in ("gpt2", "qwen3"):
         shutil.copytree(copies / "models--Qwen--Qwen3-0.6B", copies / f"models--{name}")
@@ -168,27 +175,11 @@ def test_models_without_an_organization_are_removed(hub: Hub, cli: Cli, tmp_path
     assert f"'{tmp_path}' is not in the hub cache" in results[-1][2]
 
 
-def test_offline_no_download_is_announced(hub: Hub, cli: Cli) -> None:
-    cli("models pull org/GGUF:Q8_0")
-    [(code, _, error)] = cli("models pull org/GGUF:Q4_K_M", HF_HUB_OFFLINE="1")
-    assert code == 1
-    assert "Downloading" not in error
-
-
 @pytest.mark.parametrize("command", ["pull", "rm"])
 def test_json_is_only_for_lists(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["models", "--json", command, "org/absent"])
     assert "--json is only for `nanovllm models`" in capsys.readouterr().err
-
-
-def test_short_names_and_what_cannot_run(hub: Hub, cli: Cli) -> None:
-    refused, pulled, removed = cli("models pull org/new", "models pull Qwen3", "models rm qwen3")
-    assert refused[0] != 0
-    assert "quant_method 'new'" in refused[2]
-    assert pulled[0] == 0
-    assert removed[1].startswith("removed Qwen/Qwen3-0.6B, ")
-    assert not any("org/new" in line and WEIGHTS in line for line in hub.asked)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import common
+import day1_forward
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted((ROOT / "learn").glob("day*_*.py"))  # not a reader's answers, day1.py
@@ -18,29 +22,25 @@ PAGES = sorted((ROOT / "docs" / "learn").glob("*.md"))
 REFERENCE = re.compile(r"(nanovllm/[\w/]+\.py)::([\w.]+)")
 
 
-RUN_ALL = """
-import runpy, sys, common
-folder, *programs = sys.argv[1:]
-tokenizer = common.load_tokenizer(common.find_checkpoint(folder))
-common.load_tokenizer = lambda checkpoint: tokenizer
-for program in programs:
-    print(f"== {program}")
-    sys.argv = [program, "--model", folder]
-    runpy.run_path(program, run_name="__main__")
-"""
+@pytest.fixture(scope="module")
+def tokenizer(tiny_folder: Path) -> Any:
+    return common.load_tokenizer(common.find_checkpoint(str(tiny_folder)))
 
 
-def test_programs_run_by_themselves(tiny_folder: Path, tmp_path: Path) -> None:
-    """One process runs them all: the imports and the tokenizer take longer than the programs."""
-    # Python puts the folder of a program first on the path.
-    script = f"import sys; sys.path[0] = {str(ROOT / 'learn')!r}" + RUN_ALL
-    programs = [*PROGRAMS, *SOLUTIONS[:-1]]  # the last one spawns processes, which need a main file
-    command = [sys.executable, "-c", script, str(tiny_folder), *map(str, programs)]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    outputs = result.stdout.split("== ")[1:]
-    assert len(outputs) == len(programs)
-    assert all(len(output.splitlines()) > 10 for output in outputs[: len(PROGRAMS)])
+# The last solution spawns processes, which need a main file.
+@pytest.mark.parametrize("path", [*PROGRAMS, *SOLUTIONS[:-1]], ids=lambda path: path.stem)
+def test_a_program_runs_by_itself(
+    path: Path,
+    tiny_folder: Path,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(common, "load_tokenizer", lambda checkpoint: tokenizer)
+    monkeypatch.setattr(day1_forward, "project_qkv", day1_forward.project_qkv)  # a solution sets it
+    monkeypatch.setattr(sys, "argv", [str(path), "--model", str(tiny_folder)])
+    runpy.run_path(str(path), run_name="__main__")
+    assert path in SOLUTIONS or len(capsys.readouterr().out.splitlines()) > 10
 
 
 @pytest.mark.parametrize("path", [*PROGRAMS, *SOLUTIONS], ids=lambda path: path.stem)

@@ -14,7 +14,7 @@ from transformers import ArceeConfig, Exaone4Config
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.models import registry
 from tests.checkpoints import SIZES, make_checkpoint
-from tests.test_equals_transformers import check, make_case
+from tests.test_equals_transformers import check
 from tests.threaded_ranks import engines_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-model.md"
@@ -56,14 +56,13 @@ def test_both_kinds_of_model_code_agree(
 def test_the_families_equal_transformers(
     configs: dict[str, Any], tmp_path: Path, name: str, mode: str, depth: int
 ) -> None:
-    check(make_case(make_checkpoint(tmp_path, configs[name])), mode, depth)
+    check(make_checkpoint(tmp_path, configs[name]), mode, depth)
 
 
 @pytest.mark.parametrize("name", ["exaone4", "arcee"])
 def test_ranks(configs: dict[str, Any], tmp_path: Path, name: str) -> None:
-    case = make_case(make_checkpoint(tmp_path, configs[name]))
     with engines_of(2):
-        check(case, "plain", 0)
+        check(make_checkpoint(tmp_path, configs[name]), "plain", 0)
 
 
 @pytest.mark.parametrize(

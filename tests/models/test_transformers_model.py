@@ -55,15 +55,15 @@ def make_tiny(path: Path, model_type: str, **changes: Any) -> TinyCheckpoint:
 def test_equals_generate(tmp_path: Path, model_type: str) -> None:
     """In a small engine that chunks prompts, preempts sequences and reuses prefixes."""
     checkpoint, prompts = make_tiny(tmp_path, model_type), make_prompts()
-    want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]
     # Families of this list may become ours: compare transformers' model code also then.
     with LLM(str(tmp_path), model_impl="transformers", **SMALL) as llm:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        assert [output.token_ids for output in outputs] == want
+        tokens = [output.token_ids for output in outputs]
+        checkpoint.assert_greedy(prompts, tokens)
         assert llm.engine.core.scheduler.num_preemptions > 0
         outputs = llm.generate(prompts, replace(GREEDY, n=2), use_tqdm=False)
         each = [[sample.token_ids for sample in output.outputs] for output in outputs]
-        assert each == [[tokens, tokens] for tokens in want]
+        assert each == [[one, one] for one in tokens]
         assert sum(output.num_cached_tokens for output in outputs) > 32
         llm.engine.core.scheduler.check()
 

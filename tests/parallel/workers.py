@@ -6,6 +6,7 @@ Only workers that join a process group import torch; the others start immediatel
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import time
@@ -124,6 +125,12 @@ def dying(task: WorkerTask, rank: int) -> ObedientWorker:
 def sleeping(task: WorkerTask, rank: int) -> ObedientWorker:
     time.sleep(1000)
     raise AssertionError
+
+
+def forbid_what_was_said(output_token_ids: list[int], logits: Any) -> Any:
+    """A logits processor, in a module that workers import fast."""
+    logits[output_token_ids] = -math.inf
+    return logits
 
 
 ALONE = (obedient, refusing, sleeping)

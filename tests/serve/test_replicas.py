@@ -73,9 +73,10 @@ async def answer_all(llm: AsyncLLM, prompts: list[list[int]]) -> list[list[int]]
 @pytest.mark.slow
 def test_two_engines_hit_and_answer_as_one_does(llm: AsyncLLM, path: Path) -> None:
     prompts = shared_prefixes()
-    with contextlib.closing(AsyncLLM(path, **OPTIONS)) as alone:
-        wanted = asyncio.run(answer_all(alone, prompts))
-        hits = alone.stats.num_cache_hits
+    with LLM(path, **OPTIONS) as alone:
+        outputs = alone.generate(prompts, SHORT, use_tqdm=False)
+    wanted = [output.token_ids for output in outputs]
+    hits = sum(output.num_cached_tokens for output in outputs)
     assert asyncio.run(answer_all(llm, prompts)) == wanted
     both = [replica.stats for replica in llm.replicas]
     assert sum(each.num_cache_queries for each in both) == sum(map(len, prompts))
@@ -167,6 +168,7 @@ def test_one_of_two_is_killed_and_comes_back(llm: AsyncLLM) -> None:
                 if reader.task.done():
                     assert "engine core 1" in reader.error["message"]
                     assert "it is being restarted" in reader.error["message"]
+                    assert reader.error["type"] == "service_unavailable_error"
                 else:
                     await reader.next()
                     reader.task.cancel()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
-
-T = TypeVar("T")
 
 # Threads spin at the barrier after every kernel. Without contention, CPU time is therefore wall
 # time times the number of threads. If it is below this fraction of that product, processes compete
@@ -40,28 +37,23 @@ class ThreadChooser:
         # Totals over the last MIN_PAUSE steps before a check.
         self._rest_seconds = self._rest_cpu_seconds = 0.0
 
-    def run(self, step: Callable[[], T], num_tokens: int) -> T:
-        """Run a step on the chosen number of threads, and measure it for the next choice."""
-        if self._most == 1:
-            return step()
-        start, used = time.perf_counter(), time.process_time()
-        with self.limit_torch():
-            result = step()
-        self.note(time.perf_counter() - start, time.process_time() - used, num_tokens)
-        return result
-
     @contextmanager
-    def limit_torch(self) -> Iterator[None]:
-        """Make torch use the chosen number of threads."""
-        before = torch.get_num_threads()
-        if self.num_threads >= before:
-            yield
-            return
-        torch.set_num_threads(self.num_threads)
+    def limit(self, num_tokens: int) -> Iterator[None]:
+        """Limit torch to the chosen number of threads.
+
+        If a step of `num_tokens` tokens runs in this context, measure it for the next choice.
+        """
+        before, is_limited = torch.get_num_threads(), self.num_threads < torch.get_num_threads()
+        if is_limited:
+            torch.set_num_threads(self.num_threads)
+        start, used = time.perf_counter(), time.process_time()
         try:
             yield
         finally:
-            torch.set_num_threads(before)
+            if is_limited:
+                torch.set_num_threads(before)
+        if num_tokens and self._most > 1:
+            self.note(time.perf_counter() - start, time.process_time() - used, num_tokens)
 
     def note(self, seconds: float, cpu_seconds: float, num_tokens: int = 1) -> None:
         per_token = seconds / (FIXED_TOKENS + num_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, cast
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -12,17 +12,13 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import EngineConfig
 from nanovllm.devices.cpu.contention import ThreadChooser
 from nanovllm.devices.cpu.features import CpuFeatures, find_cpu_features
-from nanovllm.engine.step import StepPlan
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.ops.interface import Ops
 from nanovllm.ops.torch_ops import TorchOps
 from nanovllm.ops.tp_group import ALONE, TPGroup
-from nanovllm.worker.forward import EagerForward, Sampled, StepLogits
+from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.torch_device import TorchDevice
-
-if TYPE_CHECKING:
-    from nanovllm.devices.cpu.ops import NumbaOps
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +31,16 @@ class CpuDevice(TorchDevice):
     ) -> None:
         super().__init__(config, group)
         self.features = features or find_cpu_features()
+        self.chooser = ThreadChooser(torch.get_num_threads())
+
+    def for_draft_model(self, config: EngineConfig) -> CpuDevice:
+        device = CpuDevice(config, self.group, self.features)
+        device.chooser = self.chooser
+        return device
+
+    def in_order(self, num_tokens: int = 0) -> AbstractContextManager[object]:
+        # Ranks wait for each other, which looks as if their threads had no cores.
+        return self.chooser.limit(num_tokens) if self.group.is_alone else nullcontext()
 
     def choose_dtype(self, asked: str, checkpoint_dtype: str, is_quantized: bool) -> torch.dtype:
         if asked == "auto":
@@ -52,7 +58,7 @@ class CpuDevice(TorchDevice):
         from nanovllm.devices.cpu.ops import NumbaOps
         from nanovllm.devices.cpu.program import Launcher
 
-        return NumbaOps(Launcher(dtype), self.features)
+        return NumbaOps(Launcher(dtype, self.chooser), self.features)
 
     def attention(self, dtype: torch.dtype, ops: Ops) -> AttentionBackend:
         self.check_attention()
@@ -66,17 +72,6 @@ class CpuDevice(TorchDevice):
         return NumbaAttention(block_size, ops.launcher, matmul_dtype)
 
     def runner(self, eager: EagerForward) -> ModelRunner:
-        runner, ops = self._runner(eager), eager.model.lm_head.ops
-        # Ranks wait for each other, which looks as if their threads had no cores.
-        if torch.get_num_threads() == 1 or not self.group.is_alone:
-            return runner
-        if isinstance(ops, TorchOps):
-            choose_threads(runner, ThreadChooser(torch.get_num_threads()))
-        else:
-            choose_threads(runner, cast("NumbaOps", ops).launcher.chooser)
-        return runner
-
-    def _runner(self, eager: EagerForward) -> ModelRunner:
         runner, ops, config = super().runner(eager), eager.model.lm_head.ops, self.config
         if isinstance(ops, TorchOps):
             return runner
@@ -93,17 +88,3 @@ class CpuDevice(TorchDevice):
         runner.forward = captured = CapturedForward(eager, ops, config.max_model_len)
         captured.prepare()
         return runner
-
-
-def choose_threads(runner: ModelRunner, chooser: ThreadChooser) -> None:
-    """Make every step run on the number of threads that is the fastest at the time."""
-    forward, sampler = runner.forward, runner.sampler
-
-    def run_forward(plan: StepPlan) -> StepLogits:
-        return chooser.run(lambda: forward(plan), int(plan.counts.sum()))
-
-    def run_sampler(logits: StepLogits, plan: StepPlan) -> Sampled:
-        with chooser.limit_torch():
-            return sampler(logits, plan)
-
-    runner.forward, runner.sampler = run_forward, run_sampler

@@ -66,7 +66,7 @@ class Program:
 class ThreadPool:
     """Runs programs on torch's OpenMP threads; a second pool would compete with them for cores."""
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: Compiler, chooser: ThreadChooser | None) -> None:
         self._interpreter = compile_interpreter(compiler)
         openmp = find_openmp()
         self._start_threads = None if openmp is None else openmp.GOMP_parallel
@@ -77,7 +77,7 @@ class ThreadPool:
             for name in names
         ]
         self._function = ctypes.c_void_p(self._interpreter.address)
-        self.chooser = ThreadChooser(self.num_threads)
+        self.chooser = chooser or ThreadChooser(self.num_threads)
 
     def run(self, header_address: int) -> None:
         header = ctypes.c_void_p(header_address)
@@ -98,10 +98,10 @@ class Capture:
 class Launcher:
     """Runs kernels when they are launched, or records them while `capture` runs a function."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, chooser: ThreadChooser | None = None) -> None:
         self.dtype = dtype
         self.compiler = Compiler()
-        self._pool = ThreadPool(self.compiler)
+        self._pool = ThreadPool(self.compiler, chooser)
         self.num_threads = self._pool.num_threads
         self.chooser = self._pool.chooser
         self._single = Program(np.zeros((1, PROGRAM_WIDTH), np.int64), [], self._pool)

@@ -89,7 +89,7 @@ class CudaDevice:
         self._other = CudaDevice(config, self.group)
         return self._other
 
-    def in_order(self) -> AbstractContextManager[object]:
+    def in_order(self, num_tokens: int = 0) -> AbstractContextManager[object]:
         """Return a context that makes the device and its stream current in the calling thread."""
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context

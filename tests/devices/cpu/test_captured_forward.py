@@ -109,16 +109,12 @@ MODES: dict[str, dict[str, Any]] = {
 DTYPES = ("float32", "bfloat16")
 
 
-def with_each_dtype(names: Iterable[str]) -> list[Any]:
-    """Return every name with both dtypes; one of each pair is marked slow, alternately."""
-    return [
-        pytest.param(name, dtype, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
-        for i, name in enumerate(names)
-        for j, dtype in enumerate(DTYPES)
-    ]
+def with_dtypes(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return every name with a dtype, in turn."""
+    return [(name, DTYPES[i % 2]) for i, name in enumerate(names)]
 
 
-@pytest.mark.parametrize(("mode", "dtype"), with_each_dtype(MODES))
+@pytest.mark.parametrize(("mode", "dtype"), with_dtypes(MODES))
 def test_every_step_has_the_same_logits(tiny: Tiny, mode: str, dtype: str) -> None:
     with make_llm(tiny("qwen3").path, dtype=dtype, **MODES[mode]) as llm:
         num_rows = assert_steps_are_the_same(llm)
@@ -137,7 +133,7 @@ def test_every_step_of_a_family_is_captured(tiny: Tiny, family: str) -> None:
         assert_steps_are_the_same(llm)
 
 
-@pytest.mark.parametrize(("variant", "dtype"), with_each_dtype(VARIANTS))
+@pytest.mark.parametrize(("variant", "dtype"), with_dtypes(VARIANTS))
 def test_tokens_equal_those_of_the_eager_engine(tiny: Tiny, variant: str, dtype: str) -> None:
     tokens = []
     for enforce_eager, kind in ((False, CapturedForward), (True, EagerForward)):
@@ -173,13 +169,8 @@ def wanted(tiny: Tiny, variant: str) -> list[list[int]]:
     return [answer[: params.max_tokens] for answer, params in zip(answers, GREEDY, strict=True)]
 
 
-THREADED = ("qwen3", "llama-mha-bias")  # a model with QK norms, and one with biases
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [pytest.param(name, marks=() if name in THREADED else pytest.mark.slow) for name in VARIANTS],
-)
+# A model with QK norms, and one with biases.
+@pytest.mark.parametrize("variant", ["qwen3", "llama-mha-bias"])
 @pytest.mark.usefixtures("num_threads")
 def test_any_number_of_threads_gives_the_same_tokens(tiny: Tiny, variant: str) -> None:
     with make_llm(tiny(variant).path) as llm:

@@ -81,12 +81,23 @@ def test_threads_that_sleep_while_they_wait_are_not_taken_for_robbed_ones() -> N
 
 def test_one_thread_needs_no_clock() -> None:
     chooser = ThreadChooser(1)
-    assert [chooser.run(lambda: chooser.num_threads, 1) for _ in range(3)] == [1, 1, 1]
+    with chooser.limit(1):
+        assert torch.get_num_threads() == 1
+    assert chooser.num_threads == 1
 
 
-def test_a_run_is_timed() -> None:
-    chooser = ThreadChooser(2)
-    assert chooser.run(lambda: chooser.num_threads, 1) == 2
+def test_a_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser, noted = ThreadChooser(2), []
+    monkeypatch.setattr(chooser, "note", lambda *args: noted.append(args))
+    with chooser.limit(0):
+        pass
+    assert not noted
+    with chooser.limit(7):
+        pass
+    [(seconds, cpu_seconds, num_tokens)] = noted
+    assert seconds > 0
+    assert cpu_seconds >= 0
+    assert num_tokens == 7
 
 
 def test_steps_of_different_sizes_are_compared_per_token() -> None:
@@ -103,9 +114,9 @@ def test_torch_runs_on_the_chosen_threads_during_a_step() -> None:
     torch.set_num_threads(2)
     try:
         chooser = ThreadChooser(2)
-        assert chooser.run(torch.get_num_threads, 1) == 2
-        chooser.num_threads = 1
-        assert chooser.run(torch.get_num_threads, 1) == 1
-        assert torch.get_num_threads() == 2
+        for chooser.num_threads in (2, 1):
+            with chooser.limit(1):
+                assert torch.get_num_threads() == chooser.num_threads
+            assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -44,7 +44,7 @@ from nanovllm.models.decoder import DecoderModel
 from nanovllm.ops.interface import LayerCache, Ops, Sampling
 from nanovllm.structured.guidance import GuidanceGrammar
 from nanovllm.worker.forward import EagerForward
-from tests.checkpoints import DELTA_NET, SIZES, VARIANTS, make_checkpoint
+from tests.checkpoints import DELTA_NET, SIZES, make_checkpoint
 from tests.devices import RunAgain, runner_of
 from tests.devices.cuda.persistent.reference import reference_step
 from tests.forced_tokens import Ids, forced_logits
@@ -117,7 +117,7 @@ def check_tokens(root: Path) -> None:
 
     Batches of two rows have a graph for short contexts and one for longer contexts.
     """
-    checkpoint = make_checkpoint(root / "qwen3", VARIANTS["qwen3"])
+    checkpoint = make_checkpoint(root / "qwen3", ONE_LAYER)
     rng = random.Random(0)
     prompts = [rng.choices(range(160), k=length) for length in (1, 17, 33, 3, 16)]
     lens = [2, 4, 3, 2, 3]

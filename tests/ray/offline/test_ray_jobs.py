@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from nanovllm.batch.run_batch import run_job
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.serve.server_options import ServerOptions
-from tests.batch.test_batch_command import by_id, command, mixed_rows
+from tests.batch.test_batch_command import batch, by_id, mixed_rows
 from tests.batch.test_jobs import read_lines, write_rows
 from tests.ray.clusters import add_node
 
@@ -121,10 +120,9 @@ def test_the_command_runs_on_a_cluster(model: Path, options: RowOptions, tmp_pat
     """tests/batch/test_batch_command.py tests the continuation of killed jobs."""
     path = write_rows(tmp_path / "in.jsonl", mixed_rows(60))
     output = tmp_path / "out.jsonl"
-    ray_command = command(model, path, output, "--ray", "--ray-replicas", "1")
-    result = subprocess.run(ray_command, capture_output=True, text=True, timeout=1200)
-    assert result.returncode == 0, result.stderr
-    assert "60 of 60 rows completed" in result.stderr
+    code, shown = batch(model, path, output, "--ray", "--ray-replicas", "1")
+    assert code == 0, shown
+    assert "60 of 60 rows completed" in shown
     whole = asyncio.run(
         answer_all(
             lambda: RowEngine(options), path, tmp_path / "whole.jsonl", options.max_concurrency

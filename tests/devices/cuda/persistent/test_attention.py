@@ -145,13 +145,18 @@ def words(values: Tensor) -> np.ndarray:
 LENGTHS = [0, 1, 65, 64, 129, 500, 33, 2, 130]
 
 
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize(
-    ("slots", "verifies"),
-    [([5], False), ([4, 0], False), ([5, 1, 0, 8], False), ([8] * 8, True), ([2, 2, 5, 5], True)],
-    ids=str,
-)
-@pytest.mark.parametrize("heads", [(4, 2, 128), (14, 2, 64)], ids=str)
+HEADS, WINDOWS = [(4, 2, 128), (14, 2, 64)], [None, 70]
+ROWS = [
+    ([5], False), ([4, 0], False), ([5, 1, 0, 8], False), ([8] * 8, True), ([2, 2, 5, 5], True)
+]  # fmt: skip
+PAIRWISE = [
+    (heads, *rows, WINDOWS[(i + j) % 2])
+    for i, heads in enumerate(HEADS)
+    for j, rows in enumerate(ROWS)
+]
+
+
+@pytest.mark.parametrize(("heads", "slots", "verifies", "window"), PAIRWISE, ids=str)
 def test_equals_the_softmax(
     modules: Any, heads: tuple[int, int, int], slots: list[int], verifies: bool, window: int | None
 ) -> None:

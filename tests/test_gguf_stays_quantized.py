@@ -29,9 +29,9 @@ from tests.checkpoint import tiny_gguf
 from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf
 from tests.checkpoints import make_checkpoint
 from tests.devices import cpu_device
+from tests.test_quantized_models import EXPERTS, MODELS
 from tests.threaded_ranks import engines_of
 from tests.worker.test_loader import write_gguf as write_checkpoint_gguf
-from tests.worker.test_quantized_models import EXPERTS, MODELS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[3, 14, 15, 9, 26], list(range(20)), [7]]  # few and many rows

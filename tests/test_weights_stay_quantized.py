@@ -37,8 +37,8 @@ from tests.checkpoint.tiny_quantized import (
 from tests.checkpoints import make_checkpoint
 from tests.devices import NEEDS_GPU, cpu_device
 from tests.ops.quantized_products import quantized_product
+from tests.test_quantized_models import EVEN, EXPERTS, SIZE_OPTIONS, source
 from tests.threaded_ranks import engines_of
-from tests.worker.test_quantized_models import EVEN, EXPERTS, SIZE_OPTIONS, source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
