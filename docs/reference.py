@@ -1,4 +1,4 @@
-"""Generate docs/reference.md from the fields of the option dataclasses: `make reference`."""
+"""Generate docs/reference.md, and the table of fields in docs/serving.md: `make reference`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,31 @@ from nanovllm.cli import parse
 from nanovllm.cli.options import default_text
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.anthropic.messages import CountRequest, MessagesRequest
+from nanovllm.serve.openai.responses import ResponsesRequest
+from nanovllm.serve.protocol import (
+    ApiModel,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    TokenizeRequest,
+)
 from nanovllm.serve.server_options import ServerOptions
 
 PATH = Path(__file__).parent / "reference.md"
+SERVING = Path(__file__).parent / "serving.md"
+TABLE = re.compile(r"(?<=<!-- table fields -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
+REQUESTS: dict[str, type[ApiModel]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/rerank": RerankRequest,
+    "/tokenize": TokenizeRequest,
+}
 INTRODUCTION = """\
 `make reference` generates this page from the fields of the option dataclasses. Every flag that switches something on has
 a negative form, such as `--no-enforce-eager`."""
@@ -66,6 +88,21 @@ Flags of `nanovllm serve`, and keys of its `--config` file (YAML), which may als
 
 def main() -> None:
     PATH.write_text(reference())
+    SERVING.write_text(TABLE.sub(lambda _: fields_table(), SERVING.read_text()))
+
+
+def fields_table() -> str:
+    """Return what each API does with each field of its requests."""
+    rows = ["| API | | fields |", "|---|---|---|"]
+    for path, kind in REQUESTS.items():
+        policy = kind.policy
+        unknown = "ignored" if policy.ignores_unknown else "refused"
+        groups = {"used": kind.model_fields, "ignored": policy.ignored, "refused": policy.refused}
+        texts = {what: ", ".join(f"`{name}`" for name in sorted(groups[what])) for what in groups}
+        texts[unknown] = ", ".join(filter(None, [texts[unknown], "unknown fields"]))
+        for what in filter(texts.get, texts):
+            rows.append(f"| {f'`{path}`' if what == 'used' else ''} | {what} | {texts[what]} |")
+    return re.sub(r"\|  \|", "| |", "\n".join(rows) + "\n")
 
 
 def reference() -> str:

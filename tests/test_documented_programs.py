@@ -83,7 +83,7 @@ def programs_of(page: Path) -> list[Block]:
 def test_programs_are_in_blocks_with_a_language(page: Path) -> None:
     starts = ("nanovllm ", "python ", "pip ", "make ", "curl ", "ray ", "from ", "import ")
     for block in blocks_of(page):
-        assert block.language in {"bash", "python", "yaml", ""}
+        assert block.language in {"bash", "python", "yaml", "toml", "json", ""}
         lines = block.text.splitlines() if block.language == "" else []
         assert [line for line in lines if line.startswith(starts)] == []
 

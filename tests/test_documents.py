@@ -20,7 +20,7 @@ DOCUMENTS = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.md")
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 # Users' files, which are not in the repository.
 THEIRS = {"config.json", "generation_config.json", "config.yaml", "server.yaml", "trace.json"}
-THEIRS |= {"result.json", "openapi.json", "OUTPUT.job.json"}
+THEIRS |= {"result.json", "openapi.json", "opencode.json", "OUTPUT.job.json"}
 THEIRS |= {"modules.json", "config_sentence_transformers.json"}
 OTHER_PROGRAMS = {"--no-deps", "--backend"}  # options of pip and guidellm
 
@@ -107,6 +107,7 @@ def test_the_rings_are_the_ones_that_are_checked() -> None:
 def test_the_reference_is_up_to_date() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "reference.py"))
     assert read("docs/reference.md") == script["reference"](), "run `make reference`"
+    assert script["fields_table"]() in read("docs/serving.md"), "run `make reference`"
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ from nanovllm.serve.service import Service
 
 COMPLETION_FIELDS = ("add_special_tokens", "best_of", "echo")  # not supported by chat completions
 BATCH_FIELDS = {"custom_id", "method", "url", "body"}
+OUTPUT_NAMES = {"reasoning", "thinking"}  # in plain rows, these are the outputs of other jobs
+NOT_OF_ROWS = {"model", "stream", "stream_options", *OUTPUT_NAMES}
 REQUESTED = ("logprobs", "token_ids", *OF_PROMPT)
 PLAIN_FIELDS = ("text", "reasoning", "tool_calls", *REQUESTED, "finish_reason")
 # Parts of a response that differ from run to run.
@@ -118,7 +120,7 @@ class RowEngine:
                 raise RowError("invalid_row", f"{unfit[0]} needs --raw: prompts are sent as chats")
         url = "/v1/chat/completions" if is_chat else "/v1/completions"
         other = "prompt" if is_chat else "messages"
-        names = ROUTES[url][0].model_fields.keys() - {"model", "stream", "stream_options", other}
+        names = ROUTES[url][0].model_fields.keys() - {*NOT_OF_ROWS, other}
         body = {name: value for name, value in fields.items() if name in names}
         body = await self._respond(row.index, url, body)
         of_prompt = {name: body[name] for name in OF_PROMPT if name in body}

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from nanovllm.assembly import engine_config
-from nanovllm.batch.batch_engine import RowEngine, RowError, RowOptions
+from nanovllm.batch.batch_engine import OUTPUT_NAMES, RowEngine, RowError, RowOptions
 from nanovllm.batch.rows import Row
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.serve.protocol import ChatRequest, CompletionRequest, as_api_model
@@ -23,7 +23,7 @@ from nanovllm.serve.server_options import ServerOptions
 
 IDS = "prompt_token_ids"  # an input column with this name takes precedence over the output column
 PROMPTS = ("prompt", IDS, "messages")
-FIELDS = {*PROMPTS, *ChatRequest.model_fields, *CompletionRequest.model_fields}
+FIELDS = {*PROMPTS, *ChatRequest.model_fields, *CompletionRequest.model_fields} - OUTPUT_NAMES
 # These outputs are encoded as JSON: their shape differs between rows, but a column needs one type.
 AS_JSON = ("tool_calls", "logprobs", "token_ids", "prompt_logprobs", "prompt_token_ids")
 OUTPUTS = ("text", "finish_reason", "usage", "reasoning", *AS_JSON)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +13,12 @@ from nanovllm.engine.chat_template import choose_template
 from nanovllm.engine.conversations import as_conversations
 from nanovllm.engine.detokenizer import num_held
 from nanovllm.errors import GrammarError, RequestError, errors_about
+from nanovllm.serve.chat_turns import merge_turns, with_text_only
 from nanovllm.serve.generation import GenerationJob, Update
+from nanovllm.serve.parsing.events import BlockEvent
 from nanovllm.serve.parsing.parser import OutputParser
 from nanovllm.serve.parsing.tool_grammar import CallRules, tool_grammar
-from nanovllm.serve.parsing.tools import Tool, read_tools
+from nanovllm.serve.parsing.tools import Tool, is_tool, read_tools
 from nanovllm.serve.protocol import (
     AllowedTools,
     ChatFields,
@@ -25,6 +28,7 @@ from nanovllm.serve.protocol import (
     NamedTool,
     TokenizeRequest,
 )
+from nanovllm.serve.replay import EncodedPrompt, KeptReply, ReadReply, Reply, read_events
 from nanovllm.serve.service import Service
 from nanovllm.structured.grammar_text import enforced_json
 from nanovllm.structured.limits import run_bounded
@@ -35,14 +39,12 @@ RESERVED = (
     *("self", "conversation", "messages", "tools"),
     *("chat_template", "add_generation_prompt", "continue_final_message"),
 )
-# Message fields that are not passed to the chat template.
-UNWRITTEN = {"annotations", "cache_control", "parsed", "provider_specific_fields"}
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    text: str
-    token_ids: list[int]
+    encoded: EncodedPrompt
+    token_ids: list[int]  # those of `encoded`, or its last ones
     tools: list[Tool]  # the tools that the model may call
 
 
@@ -51,10 +53,12 @@ async def prompt_of(service: Service, request: ChatRequest, param: str = "messag
     service.check_model(request.model)
     tools = callable_tools(service, request)
     text = await render(service, request, tools and request.tools, param)
-    token_ids = await service.token_ids(text, param, add_special_tokens=False)
+    read = reply_reader(service, request.all_tools)
+    encoded = await service.encode_chat(text, request.cache_salt, read, param)
+    token_ids = encoded.token_ids
     if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens > 0:
         token_ids = token_ids[-request.truncate_prompt_tokens :]
-    return ChatPrompt(text, token_ids, tools)
+    return ChatPrompt(encoded, token_ids, tools)
 
 
 async def prepare_chat(
@@ -63,18 +67,19 @@ async def prepare_chat(
     """Validate a chat request and return its job; errors about the prompt name `param`."""
     service.check_num_sequences(1, request.n or 1)
     prompt = await prompt_of(service, request, param)
-    length = service.max_tokens(len(prompt.token_ids), request.most_tokens, None, param)
-    given: dict[str, Any] = {"max_tokens": length}
+    room = service.max_tokens(len(prompt.token_ids), None, None, param)
+    given: dict[str, Any] = {"max_tokens": min(request.most_tokens or room, room)}
     if request.logprobs:
         given["logprobs"] = request.top_logprobs or 0
     reasoning = service.formats.reasoning
-    is_open = reasoning is not None and reasoning.is_open(prompt.text, request.continued)
+    text = prompt.encoded.text
+    is_open = reasoning is not None and reasoning.is_open(text, request.continued)
     grammar_param = request.grammar_param
     if prompt.tools and request.constraint() is None:
         grammar_param = "tools"
     with errors_about("tools", GrammarError):
         given["structured_outputs"] = await asyncio.to_thread(
-            output_constraint, service, request, prompt.tools, prompt.text, is_open
+            output_constraint, service, request, prompt.tools, text, is_open
         )
     hidden: Mapping[int, str] = {}
     if service.has_special_markers and request.skip_special_tokens is None:
@@ -86,7 +91,10 @@ async def prepare_chat(
     def new_parser() -> Callable[[Update], None]:
         found = prompt.tools, service.formats.tools, reasoning, is_open
         parser = OutputParser(*found, has_content=not request.must_call)
-        return ChoiceParser(parser, hidden, service.reasoning_end_id).parse
+        choice = ChoiceParser(parser, hidden, service.reasoning_end_id)
+        if request.add_generation_prompt is False or request.continued:
+            return choice.parse  # not a whole reply
+        return ReplyKeeper(service, prompt.encoded, choice).parse
 
     job = GenerationJob(
         [prompt.token_ids], [params], request.cache_salt, is_streaming, grammar_param
@@ -101,7 +109,13 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
         text, param = await render(service, request, request.tools), "messages"
     elif special is None:
         special = True
-    ids = await service.token_ids(text, param, add_special_tokens=bool(special)) if text else []
+    if not text:
+        ids = []
+    elif special:
+        ids = await service.token_ids(text, param)
+    else:
+        read = reply_reader(service, request.tools or [])
+        ids = (await service.encode_chat(text, None, read, param)).token_ids
     body = {"count": len(ids), "max_model_len": service.llm.max_len, "tokens": ids}
     if request.return_token_strs:
         body["token_strs"] = service.tokenizer.convert_ids_to_tokens(ids)
@@ -135,27 +149,28 @@ def _render(
     source = choose_template(service.chat_template, has_tools=bool(tools))
     has_developer = "developer" in service.template_text
     messages = [_as_template_message(message, has_developer) for message in chat.messages]
-    (conversation,) = as_conversations(messages)
+    (conversation,) = as_conversations(with_text_only(messages, chat.path))
     names = {"add_generation_prompt", "continue_final_message"}
     given = chat.model_dump(include=names, exclude_none=True) | variables
-    return service.compile_template(source).render(
-        conversation, tools=tools or None, **{**service.tokenizer.special_tokens_map, **given}
-    )
+    given = {"tools": tools or None, **service.tokenizer.special_tokens_map, **given}
+    template = service.compile_template(source)
+    try:
+        return template.render(conversation, **given)
+    except RequestError:  # the template may want one system turn and alternating roles
+        return template.render(merge_turns(conversation), **given)
 
 
 def _variables(chat: ChatFields) -> dict[str, Any]:
     """Return the extra template variables of a request."""
-    param, variables = "chat_template_kwargs", dict(chat.chat_template_kwargs or {})
+    variables = chat.template_variables()
     reserved = [name for name in variables if name in RESERVED]
-    require(not reserved, param, f"without {', '.join(RESERVED)}", reserved)
-    if chat.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", chat.reasoning_effort)
-        variables.setdefault("enable_thinking", chat.reasoning_effort != "none")
+    expected = f"without {', '.join(RESERVED)}"
+    require(not reserved, "chat_template_kwargs", expected, reserved)
     return variables
 
 
 def _as_template_message(message: Message, has_developer: bool) -> dict[str, Any]:
-    written = message.model_dump(exclude_none=True, exclude=UNWRITTEN)
+    written = message.model_dump(exclude_none=True)
     if message.role == "developer" and not has_developer:
         written["role"] = "system"
     if message.role == "assistant":
@@ -163,8 +178,6 @@ def _as_template_message(message: Message, has_developer: bool) -> dict[str, Any
     reasoning = message.reasoning_content or message.reasoning
     if reasoning is not None:
         written["reasoning"] = written["reasoning_content"] = reasoning
-    for call in written.get("tool_calls", ()):
-        call["function"].pop("parsed_arguments", None)
     return written
 
 
@@ -197,6 +210,39 @@ class ChoiceParser:
         update.events = events
 
 
+class ReplyKeeper:
+    """Parses one choice; if it ends with a stop token, keeps it for when it comes back."""
+
+    def __init__(self, service: Service, prompt: EncodedPrompt, choice: ChoiceParser) -> None:
+        self._service, self._prompt, self._choice = service, prompt, choice
+        self._token_ids, self._events = array("i"), list[BlockEvent]()
+
+    def parse(self, update: Update) -> None:
+        self._choice.parse(update)
+        self._token_ids.extend(update.token_ids)
+        self._events.extend(update.events)
+        is_stop_string = isinstance(update.stop_reason, str)
+        if update.finish_reason != "stop" or is_stop_string or len(self._token_ids) < 2:
+            return
+        stop_id = self._token_ids.pop()
+        if stop := self._service.added_tokens.get(stop_id):
+            reply = KeptReply(read_events(self._events), self._token_ids, stop_id, stop)
+            self._service.replays.keep(self._prompt, reply)
+
+
+def reply_reader(service: Service, entries: Sequence[Any]) -> ReadReply:
+    """Return a function that reads replies which may call these tools."""
+    formats = service.formats
+    tools = [tool for entry in entries if is_tool(entry) for tool in read_tools([entry])]
+
+    def read(before: str, text: str) -> Reply:
+        is_open = formats.reasoning is not None and formats.reasoning.is_open(before)
+        parser = OutputParser(tools, formats.tools, formats.reasoning, is_open, new_id=str)
+        return read_events([*parser.feed(text), *parser.finish()])
+
+    return read
+
+
 class VisibleText:
     """Removes the text of hidden special tokens; a token's id may arrive before its text.
 
@@ -224,10 +270,10 @@ class VisibleText:
 
 def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
     """Validate the tools of a request; return those that the model may call."""
-    choice = request.tool_choice or ("auto" if request.tools else "none")
-    if choice == "none":
+    choice, given = request.tool_choice or "auto", request.all_tools
+    if choice == "none" or (choice == "auto" and not given):
         return []
-    if not request.tools:
+    if not given:
         raise RequestError("tool_choice needs tools", param="tool_choice")
     if "tools" not in service.template_text:
         raise RequestError(
@@ -241,7 +287,7 @@ def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
             "--tool-call-parser, or omit tools",
             param="tools",
         )
-    tools = read_tools(request.tools)
+    tools = read_tools(given)
     if isinstance(choice, str):
         return tools
     chosen = [choice] if isinstance(choice, NamedTool) else choice.allowed_tools.tools

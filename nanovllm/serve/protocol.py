@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nanovllm.engine.conversations import text_of
-from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve import fields as policies
+from nanovllm.serve.fields import FieldPolicy
 from nanovllm.serve.http_errors import invalid
-from nanovllm.validation import require, suggestion
+from nanovllm.validation import require
 
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -30,11 +31,12 @@ TokenIds = Annotated[Listed[int], Field(max_length=1024)]
 
 
 class ApiModel(BaseModel):
-    """Base of all request schemas: no type coercion, null means absent, unknown fields raise."""
+    """Base of all request schemas: no type coercion, null means absent; `policy` has the rest."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
+    policy: ClassVar[FieldPolicy] = FieldPolicy()
 
     @model_validator(mode="before")
     @classmethod
@@ -43,26 +45,10 @@ class ApiModel(BaseModel):
             return fields
         fields = {name: value for name, value in fields.items() if value is not None}
         known = [field.alias or name for name, field in cls.model_fields.items()]
-        for name in fields:
-            if name not in known:
-                # Unpaired surrogates, which cannot be encoded, become question marks.
-                shown = str(name).encode(errors="replace").decode()
-                message = f"{shown} is not supported{suggestion(shown, known)}"
-                raise RequestError(message, param=shown)
-        return fields
-
-
-class IgnoredFields(ApiModel):
-    """Fields that do not affect the generated text; only the Responses API reads any of them."""
-
-    store: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    prompt_cache_key: Any = None
-    safety_identifier: Any = None
-    include: Any = None
-    cache_control: Any = None
-    user: Any = None
+        undeclared = fields.keys() - known
+        if undeclared:
+            cls.policy.check([name for name in fields if name in undeclared], known)
+        return {name: value for name, value in fields.items() if name not in undeclared}
 
 
 class JsonSchema(ApiModel):
@@ -95,14 +81,15 @@ class ResponseFormat(ApiModel):
 
 
 class StreamOptions(ApiModel):
+    policy = policies.STREAM_OPTIONS
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # ignored: chunk lengths are never obfuscated
 
 
-class SamplingFields(IgnoredFields):
+class SamplingFields(ApiModel):
     """Sampling parameters, and options for how the response is sent."""
 
+    policy = policies.COMMON
     model: str | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
@@ -171,9 +158,9 @@ Texts = str | Listed[int] | Listed[str] | Listed[Listed[int]]
 
 
 class CalledFunction(ApiModel):
+    policy = policies.CALLED_FUNCTION
     name: str
     arguments: str | dict[str, Any] = "{}"
-    parsed_arguments: Any = None  # added by client libraries
 
 
 class ToolCall(ApiModel):
@@ -184,17 +171,14 @@ class ToolCall(ApiModel):
 
 
 class Message(ApiModel):
+    policy = policies.CHAT_MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Any = None  # a string or a list of text parts
+    content: Any = None  # a string or a list of parts
     name: str | None = None
     tool_calls: Listed[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    annotations: Any = None
-    cache_control: Any = None
-    parsed: Any = None  # added by client libraries
-    provider_specific_fields: Any = None  # added by client libraries
 
 
 class NamedTool(ApiModel):
@@ -215,6 +199,17 @@ class AllowedTools(ApiModel):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
+class ReasoningOptions(ApiModel):
+    policy = policies.REASONING
+    effort: Effort | None = None
+
+
+class Thinking(ApiModel):
+    policy = policies.MESSAGES_OPTIONS
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None  # not enforced
+
+
 class ChatFields(ApiModel):
     """Inputs of the chat template."""
 
@@ -224,9 +219,30 @@ class ChatFields(ApiModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Effort | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None
+
+    def path(self, index: int) -> str:
+        """Return the path of a message's content in the request."""
+        return f"messages[{index}].content"
+
+    def template_variables(self) -> dict[str, Any]:
+        """Return the extra variables of the chat template; `chat_template_kwargs` come first."""
+        effort = self.reasoning_effort or (self.reasoning and self.reasoning.effort)
+        switches = (
+            self.enable_thinking,
+            self.thinking and self.thinking.type != "disabled",
+            effort and effort != "none",
+        )
+        found: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
+        enable = next((bool(each) for each in switches if each is not None), None)
+        found |= {} if enable is None else {"enable_thinking": enable}
+        return found | (self.chat_template_kwargs or {})
 
 
 class ChatRequest(ChatFields, SamplingFields):
+    policy = policies.CHAT
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -239,6 +255,10 @@ class ChatRequest(ChatFields, SamplingFields):
         is_valid = self.logprobs or not self.top_logprobs
         require(is_valid, "top_logprobs", "omitted unless logprobs=true", self.top_logprobs)
         return self
+
+    @property
+    def all_tools(self) -> list[dict[str, Any]]:
+        return self.tools or []
 
     @property
     def must_call(self) -> bool:
@@ -257,6 +277,21 @@ class ChatRequest(ChatFields, SamplingFields):
         return self.max_completion_tokens or self.max_tokens
 
 
+class AgentRequest(ChatRequest):
+    """A request of another API as a chat request."""
+
+    # Tools whose schemas are in the messages instead of the list of tools.
+    deferred_tools: Listed[dict[str, Any]] = Field(default_factory=list)
+    content_paths: Listed[str]  # where the client sent the content of each message
+
+    def path(self, index: int) -> str:
+        return self.content_paths[index]
+
+    @property
+    def all_tools(self) -> list[dict[str, Any]]:
+        return [*(self.tools or ()), *self.deferred_tools]
+
+
 class CompletionRequest(SamplingFields):
     prompt: Texts
     max_tokens: int | None = Field(None, ge=0)
@@ -272,7 +307,8 @@ class CompletionRequest(SamplingFields):
         return self
 
 
-class EmbeddingRequest(IgnoredFields):
+class EmbeddingRequest(ApiModel):
+    policy = policies.COMMON
     input: Texts
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -283,7 +319,8 @@ class RerankDocument(ApiModel):
     text: str
 
 
-class RerankRequest(IgnoredFields):
+class RerankRequest(ApiModel):
+    policy = policies.COMMON
     query: str
     documents: Listed[str | RerankDocument]
     model: str | None = None

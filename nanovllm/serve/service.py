@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.chat_template import ChatTemplate
 from nanovllm.errors import PromptTooLongError, RequestError, at_index, errors_about
+from nanovllm.serve.fields import log_ignored_once
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.model_interface import Model
 from nanovllm.serve.parsing.formats import choose_formats
+from nanovllm.serve.replay import EncodedPrompt, ReadReply, ReplayCache
 from nanovllm.serve.server_options import ServerOptions
 from nanovllm.validation import require
 
@@ -28,6 +30,7 @@ TOO_LONG = "the prompt is too long: this model's maximum context length is {} to
 class Service:
     def __init__(self, llm: Model, options: ServerOptions) -> None:
         self.llm, self.options = llm, options
+        log_ignored_once()
         self.created = int(time.time())
         self.metrics = Metrics(llm, options.metrics_prefix, self.model_name)
         self.chat_template = options.chat_template or self.tokenizer.chat_template
@@ -36,7 +39,10 @@ class Service:
         texts = template if isinstance(template, str) else "".join(template.values())
         self.template_text = texts
         self.formats = choose_formats(texts, options.tool_call_parser, options.reasoning_parser)
+        encode = functools.partial(llm.input_processor.encode, add_special_tokens=False)
+        self.replays = ReplayCache(encode)
         tokens = self.tokenizer.added_tokens_decoder
+        self.added_tokens = {i: each.content for i, each in tokens.items()}
         self.special_ids = {each.content: i for i, each in tokens.items() if each.special}
         ids, reasoning = {each.content: i for i, each in tokens.items()}, self.formats.reasoning
         # Token id of the reasoning end marker; None without such a marker, or if it is not a single
@@ -102,16 +108,31 @@ class Service:
         self, prompt: str | list[int], param: str = "prompt", **options: Any
     ) -> list[int]:
         """Return a prompt's token ids; text is tokenized in a thread, off the event loop."""
-        token_ids_of, max_len = self.llm.input_processor.token_ids_of, self.llm.max_len
+        token_ids_of = self.llm.input_processor.token_ids_of
         with errors_about(param):
             if isinstance(prompt, list):
                 return token_ids_of(prompt).tolist()
-            if len(prompt) > max_len * self._longest_token:  # reject it without tokenizing
-                raise PromptTooLongError(
-                    f"{TOO_LONG.format(max_len)}, which cannot hold the prompt's {len(prompt)} "
-                    "characters"
-                )
+            self._check_num_characters(prompt)
             return (await asyncio.to_thread(token_ids_of, prompt, **options)).tolist()
+
+    async def encode_chat(
+        self, text: str, salt: str | None, read: ReadReply, param: str
+    ) -> EncodedPrompt:
+        """Tokenize a rendered conversation, with the kept token ids of the replies in it."""
+        with errors_about(param):
+            self._check_num_characters(text)
+            encoded = await asyncio.to_thread(self.replays.encode, text, salt, read)
+            self.llm.input_processor.token_ids_of(encoded.token_ids)  # validates them
+        return encoded
+
+    def _check_num_characters(self, prompt: str) -> None:
+        """Reject a prompt that is far too long, without tokenizing it."""
+        max_len = self.llm.max_len
+        if len(prompt) > max_len * self._longest_token:
+            raise PromptTooLongError(
+                f"{TOO_LONG.format(max_len)}, which cannot hold the prompt's {len(prompt)} "
+                "characters"
+            )
 
     async def all_token_ids(self, prompts: Any, param: str, **options: Any) -> Sequence[list[int]]:
         """Return the token ids of one or several prompts, each a string or a list of token ids."""

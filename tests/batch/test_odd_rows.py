@@ -115,6 +115,11 @@ def test_reasoning_of_any_answer_is_kept() -> None:
     assert line["reasoning"] == [None, "thought"]
 
 
+def test_rows_may_contain_the_reasoning_of_another_job() -> None:
+    line = answer({"messages": CHAT, "reasoning": "Hm.", "thinking": "Hm."}, FakeLLM())
+    assert (line["text"], line["reasoning"], line["thinking"]) == ("Hello!", "Hm.", "Hm.")
+
+
 @pytest.mark.parametrize("prompt", [{"prompt": [1, 2, 3]}, {"messages": CHAT}])
 def test_what_is_asked_for_is_answered(prompt: dict[str, Any]) -> None:
     asked = {"return_token_ids": True, "prompt_logprobs": 1}

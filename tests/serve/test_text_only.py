@@ -11,8 +11,6 @@ from tests.serve.fake_llm import FakeLLM
 from tests.serve.running import Running, running
 
 TEXT = {"role": "user", "content": "x"}
-CALL = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
-RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": {}}]}
 
 
 def user(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -39,27 +37,12 @@ def fake() -> Iterator[Running]:
             "input[1].content",
         ),
         (
-            "/v1/responses",
-            {
-                "input": [
-                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
-                    {"type": "function_call_output", "output": [{"type": "input_file"}]},
-                ]
-            },
-            "input[1].output",
-        ),
-        (
             "/v1/messages",
             {"system": "x", "messages": [user({"type": "document", "source": {}})]},
             "messages[0].content",
         ),
-        (
-            "/v1/messages",
-            {"messages": [TEXT, {"role": "assistant", "content": [CALL]}, user(RESULT)]},
-            "messages[2].content[0].content",
-        ),
     ],
-    ids=["chat", "response", "response-tool", "message", "message-tool"],
+    ids=["chat", "response", "message"],
 )
 def test_parts_that_are_not_text(
     fake: Running, path: str, fields: dict[str, Any], place: str

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any, Literal
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from nanovllm.engine.conversations import refuse_media
-from nanovllm.errors import NanovllmError, RequestError
+from nanovllm.errors import NanovllmError
+from nanovllm.serve import fields as policies
+from nanovllm.serve.fields import NOT_HOSTED, log_ignored
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import anthropic_body
 from nanovllm.serve.http_responses import Event
 from nanovllm.serve.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
 from nanovllm.serve.parsing.tools import is_json
 from nanovllm.serve.prepare_chat import prepare_chat, prompt_of
-from nanovllm.serve.protocol import ApiModel, ChatRequest, Effort, Listed, as_api_model, nested
+from nanovllm.serve.protocol import (
+    AgentRequest,
+    ApiModel,
+    Effort,
+    Listed,
+    Thinking,
+    as_api_model,
+    nested,
+)
 from nanovllm.serve.service import Service
 
 SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "stream"}
@@ -28,6 +38,8 @@ DELTAS = {
     "reasoning": ("thinking", "thinking_delta"),
     "tool_call": ("partial_json", "input_json_delta"),
 }
+BILLING = "x-anthropic-billing-header:"  # starts a line of Claude Code that differs between chats
+OUR_MODELS = "claude-"  # names that start so mean the served model
 SIGNATURE = "unsigned"  # clients require one; it is ignored when they send reasoning back
 
 
@@ -55,7 +67,7 @@ class MessageResponse(ApiResponse):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": self._counts(),
+            "usage": self._counts(),  # what is cached is known only later
         }
 
     def render(self, update: Update) -> Iterator[Event]:
@@ -113,8 +125,12 @@ class MessageResponse(ApiResponse):
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _counts(self) -> dict[str, int]:
+        """Return the usage; clients add up the first three counts."""
+        num_cached = self.usage.num_cached_tokens
         return {
-            "input_tokens": self.usage.num_prompt_tokens,
+            "input_tokens": self.usage.num_prompt_tokens - num_cached,
+            "cache_read_input_tokens": num_cached,
+            "cache_creation_input_tokens": 0,
             "output_tokens": self.usage.num_completion_tokens,
         }
 
@@ -128,18 +144,19 @@ def _empty(block: BlockStart) -> dict[str, Any]:
 
 
 class Turn(ApiModel):
-    role: Literal["user", "assistant"]
+    policy = policies.MESSAGES_TURN
+    role: Literal["user", "assistant", "system"]
     content: str | Listed[dict[str, Any]]
 
 
 class CustomTool(ApiModel):
+    policy = policies.MESSAGES_TOOL
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: Any = None
-    eager_input_streaming: bool | None = None  # ignored: arguments are always streamed
+    defer_loading: bool | None = None  # True: shown to the model where a tool_reference stands
 
     def as_function(self) -> dict[str, Any]:
         own = self.model_dump(exclude_none=True, include={"name", "description", "strict"})
@@ -147,58 +164,76 @@ class CustomTool(ApiModel):
 
 
 class Choice(ApiModel):
+    policy = policies.MESSAGES_OPTIONS
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(ApiModel):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-    display: str | None = None
-
-
 class OutputFormat(ApiModel):
+    policy = policies.MESSAGES_OPTIONS
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(ApiModel):
+    policy = policies.MESSAGES_OPTIONS
     format: OutputFormat | None = None
     effort: Effort | None = None
+
+
+def _without_hosted(tools: Any) -> Any:
+    """Drop the tools that Anthropic defines or runs; they have a type other than custom."""
+    if not isinstance(tools, list):
+        return tools
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    for kind in kinds:
+        if isinstance(kind, str) and kind != "custom":
+            log_ignored(logging.INFO, "/v1/messages", f"tools of type {kind:.40}", NOT_HOSTED)
+    return [
+        tool
+        for tool, kind in zip(tools, kinds, strict=True)
+        if not isinstance(kind, str) or kind == "custom"
+    ]
 
 
 class CountRequest(ApiModel):
     """The fields of a request that determine its prompt."""
 
+    policy = policies.MESSAGES
     messages: Listed[Turn] = Field(min_length=1)
     model: str | None = None
     system: str | Listed[dict[str, Any]] | None = None
-    tools: Listed[CustomTool] | None = None
+    tools: Annotated[Listed[CustomTool], BeforeValidator(_without_hosted)] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
-    cache_control: Any = None
 
-    def chat(self) -> ChatRequest:
-        messages = [] if self.system is None else _messages("system", self.system, "system")
+    def chat(self) -> AgentRequest:
+        tools = self.tools or []
+        functions = {tool.name: tool.as_function() for tool in tools}
+        system = [] if self.system is None else _drop_billing(_blocks(self.system))
+        messages = _messages("system", system, functions) if system else []
+        paths = ["system"] * len(messages)
         for index, turn in enumerate(self.messages):
-            messages += _messages(turn.role, turn.content, f"messages[{index}].content")
+            messages += _messages(turn.role, turn.content, functions)
+            paths += [f"messages[{index}].content"] * (len(messages) - len(paths))
         form, choice = self.output_config.format, self.tool_choice
+        is_ours = (self.model or "").startswith(OUR_MODELS)
         fields: dict[str, Any] = {
-            "model": self.model,
+            "model": None if is_ours else self.model,
             "messages": messages,
-            "tools": self.tools and [tool.as_function() for tool in self.tools],
+            "content_paths": paths,
+            "tools": [tool.as_function() for tool in tools if not tool.defer_loading],
+            "deferred_tools": [tool.as_function() for tool in tools if tool.defer_loading],
             "tool_choice": choice and _tool_choice(choice),
             "parallel_tool_calls": choice and not choice.disable_parallel_tool_use,
             "continue_final_message": _is_begun(self.messages[-1]),
             "reasoning_effort": self.output_config.effort,
+            "thinking": self.thinking and {"type": self.thinking.type},
             "response_format": form and nested(form.model_dump(by_alias=True), "json_schema"),
         }
-        if self.thinking is not None:
-            is_on = self.thinking.type != "disabled"
-            fields["chat_template_kwargs"] = {"enable_thinking": is_on}
-        return as_api_model(ChatRequest, fields | self._sampling())
+        return as_api_model(AgentRequest, fields | self._sampling())
 
     def _sampling(self) -> dict[str, Any]:
         return {}
@@ -211,14 +246,8 @@ class MessagesRequest(CountRequest):
     top_p: float | None = None
     top_k: int | None = None
     stream: bool | None = None
-    metadata: Any = None
-    service_tier: Any = None
-    thread: Any = None
 
     def _sampling(self) -> dict[str, Any]:
-        if self.thread is not None:  # this error code makes clients retry without a thread
-            message = "thread is not supported by this server; send all messages"
-            raise RequestError(message, param="thread", code="thread_unsupported_request")
         return {"stop": self.stop_sequences, **self.model_dump(include=SAMPLING)}
 
 
@@ -234,36 +263,42 @@ def _tool_choice(choice: Choice) -> Any:
     return "required" if choice.type == "any" else choice.type
 
 
-def _blocks(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+def _drop_billing(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Drop the first line of Claude Code's system text, which would make all prompts differ."""
+    text = blocks[0].get("text") if blocks else None
+    if not isinstance(text, str) or not text.startswith(BILLING):
+        return blocks
+    rest = text.partition("\n")[2]
+    return [{**blocks[0], "text": rest}, *blocks[1:]] if rest else blocks[1:]
 
 
-def _messages(role: str, content: str | list[dict[str, Any]], path: str) -> list[dict[str, Any]]:
-    """Convert a turn to chat messages: first the tool results, then a message with the rest.
+def _blocks(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
-    `path` is the content's path in the request, for errors.
-    """
-    texts, reasoning, calls, results = [], [], [], []
-    for index, block in enumerate(_blocks(content)):
+
+def _messages(role: str, content: Any, tools: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Convert a turn to chat messages: first the tool results, then a message with the rest."""
+    parts, reasoning, calls, results = [], [], [], []
+    for block in _blocks(content):
         match block:
-            case {"type": "text", "text": str(text)}:
-                texts.append(text)
             case {"type": "thinking", "thinking": str(text)} if role == "assistant":
                 reasoning.append(text)
+            case {"type": "redacted_thinking"} if role == "assistant":
+                pass
             case {"type": "tool_use", "id": str(call_id), "name": str(name)} if role == "assistant":
                 function = {"name": name, "arguments": block.get("input") or {}}
                 calls.append({"type": "function", "id": call_id, "function": function})
             case {"type": "tool_result", "tool_use_id": str(call_id)} if role == "user":
-                inner = f"{path}[{index}].content"
-                [result] = _messages("tool", block.get("content") or "", inner)
+                [result] = _messages("tool", block.get("content") or "", tools)
                 results.append({**result, "tool_call_id": call_id})
-            case _:
-                refuse_media(block, path)
-                problem = f"this content block is not supported in {role} messages"
-                raise RequestError(f"{path}: {problem}: {block!r:.80}", param="messages")
-    if results and not texts:
+            case {"type": "tool_reference", "tool_name": str(name)} if name in tools:
+                text = json.dumps(tools[name], ensure_ascii=False)
+                parts.append({"type": "text", "text": text})
+            case _:  # text, or refused unless it is in the history
+                parts.append(block)
+    if results and not parts:
         return results
-    message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    message: dict[str, Any] = {"role": role, "content": parts}
     if reasoning:
         message["reasoning"] = "\n".join(reasoning)
     if calls:

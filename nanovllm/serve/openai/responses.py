@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 from uuid import uuid4
@@ -12,35 +13,38 @@ from pydantic import Field
 
 from nanovllm.engine.conversations import text_of
 from nanovllm.errors import NanovllmError, RequestError
+from nanovllm.serve import fields as policies
+from nanovllm.serve.chat_turns import left_out
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import message_of
 from nanovllm.serve.http_responses import Event
 from nanovllm.serve.openai.openai_logprobs import Entry, TokenLogprobs, covering, logprob_entries
+from nanovllm.serve.openai.response_tools import SEARCH, ResponseTool, flat_name, read_tools
 from nanovllm.serve.parsing.events import BlockDelta, BlockStart, BlockStop
+from nanovllm.serve.parsing.tools import is_tool
 from nanovllm.serve.prepare_chat import prepare_chat
 from nanovllm.serve.protocol import (
     MAX_TOP_LOGPROBS,
-    ChatRequest,
-    IgnoredFields,
+    AgentRequest,
+    ApiModel,
     Listed,
+    ReasoningOptions,
     as_api_model,
     nested,
 )
 from nanovllm.serve.service import Service
 from nanovllm.validation import require
 
-SHARED = {"model", "temperature", "top_p", "seed", "parallel_tool_calls", "user", "stream"}
-TextOptions = dict[Literal["format"], dict[str, Any] | None]
-ReasoningOptions = dict[Literal["effort", "summary", "generate_summary"], str | None]
+SHARED = {"model", "temperature", "top_p", "seed", "parallel_tool_calls", "stream"}
 INCLUDED_LOGPROBS = "message.output_text.logprobs"
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_TYPES = ("input_text", "output_text", "text")
 REASONING_TYPES = ("reasoning_text", "summary_text")
+ADDED_TOOLS = ("tool_search_output", "additional_tools")  # items that contain tools
 # Kind of content block -> (prefix of its item's id, initial fields of the item).
 ITEMS: dict[str, tuple[str, Event]] = {
     "text": ("msg_", {"type": "message", "role": "assistant", "content": []}),
     "reasoning": ("rs_", {"type": "reasoning", "summary": [], "content": []}),
-    "tool_call": ("fc_", {"type": "function_call", "arguments": ""}),
 }
 # Kind of content block -> name in its events (response.NAME.delta); for text and reasoning, also
 # the type of the content part.
@@ -52,17 +56,25 @@ CONTENT = {
 
 
 async def create_response(service: Service, request: ResponsesRequest) -> ResponsesResponse:
-    job = await prepare_chat(service, request.chat(), "input")
+    tools = request.read_tools()
+    job = await prepare_chat(service, request.chat(tools), "input")
     if request.has_logprobs:  # only streamed updates relate tokens to content blocks
         job = replace(job, is_streaming=True)
-    return ResponsesResponse(service, job, request)
+    return ResponsesResponse(service, job, request, tools)
 
 
 class ResponsesResponse(ApiResponse):
     has_names = True
 
-    def __init__(self, service: Service, job: GenerationJob, request: ResponsesRequest) -> None:
+    def __init__(
+        self,
+        service: Service,
+        job: GenerationJob,
+        request: ResponsesRequest,
+        tools: Mapping[str, ResponseTool],
+    ) -> None:
         super().__init__(service, job)
+        self._tools = tools  # keyed by the name that the model sees
         self._output: list[Event] = []  # the finished items
         self._tokens: list[TokenLogprobs] = []  # tokens whose text has not been emitted yet
         self._num_events = 0
@@ -83,10 +95,10 @@ class ResponsesResponse(ApiResponse):
             "output": self._output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": request.reasoning.get("effort"), "summary": None},
+            "reasoning": {"effort": request.reasoning.effort, "summary": None},
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": request.text.get("format") or {"type": "text"}},
+            "text": {"format": request.text.format or {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_logprobs": self._num_top,
@@ -132,7 +144,7 @@ class ResponsesResponse(ApiResponse):
                 case BlockStart():
                     yield from self._start(event)
                 case BlockDelta(text=text):
-                    yield self._delta(text, tokens)
+                    yield from self._delta(text, tokens)
                 case BlockStop(is_complete=is_complete):
                     yield from self._stop(is_complete)
         if update.events:
@@ -141,32 +153,38 @@ class ResponsesResponse(ApiResponse):
     def _start(self, block: BlockStart) -> Iterator[Event]:
         self._kind, self._text = block.kind, ""
         self._logprobs: list[TokenLogprobs] = []  # logprobs of the block's text, if requested
-        prefix, fields = ITEMS[block.kind]
+        self._tool = self._tools[block.name] if block.kind == "tool_call" else None
+        prefix, fields = (
+            ITEMS[block.kind] if self._tool is None else self._tool.start(block.call_id)
+        )
         self._item = {"id": prefix + uuid4().hex, "status": "in_progress", **fields}
         self._place = {"item_id": self._item["id"], "output_index": block.index}
-        if block.kind == "tool_call":
-            self._item |= {"call_id": block.call_id, "name": block.name}
         yield self._event("response.output_item.added", output_index=block.index, item=self._item)
-        if block.kind != "tool_call":
+        if self._tool is None:
             self._place["content_index"] = 0
             yield self._event("response.content_part.added", **self._place, part=self._part())
 
-    def _delta(self, text: str, tokens: Sequence[TokenLogprobs]) -> Event:
+    def _delta(self, text: str, tokens: Sequence[TokenLogprobs]) -> Iterator[Event]:
         if not self._text:
             tokens = covering(self.service.tokenizer, tokens, text)
         self._text += text
         self._logprobs += tokens
-        return self._content_event("delta", tokens, delta=text)
+        if self._tool is None or self._tool.kind == "function":  # other calls are sent whole
+            yield self._content_event("delta", tokens, delta=text)
 
     def _stop(self, is_complete: bool) -> Iterator[Event]:
         item = self._item | {"status": "completed" if is_complete else "incomplete"}
-        if self._kind == "tool_call":
-            item["arguments"] = self._text
-            yield self._content_event("done", (), arguments=self._text)
-        else:
+        if self._tool is None:
             item["content"] = [self._part()]
             yield self._content_event("done", self._logprobs, text=self._text)
             yield self._event("response.content_part.done", **self._place, part=self._part())
+        else:
+            item |= (fields := self._tool.finish(self._text))
+            if self._tool.kind == "custom":
+                name = "response.custom_tool_call_input.done"
+                yield self._event(name, **self._place, **fields)
+            elif self._tool.kind == "function":
+                yield self._content_event("done", (), **fields)
         index = len(self._output)
         self._output.append(item)
         yield self._event("response.output_item.done", output_index=index, item=item)
@@ -205,9 +223,15 @@ class ResponsesResponse(ApiResponse):
         return self._event(f"response.{status}", response=self._snapshot())
 
 
-class ResponsesRequest(IgnoredFields):
+class TextOptions(ApiModel):
+    policy = policies.RESPONSES_TEXT
+    format: dict[str, Any] | None = None
+
+
+class ResponsesRequest(ApiModel):
     """A request of the Responses API; `chat` validates the fields that chat requests have too."""
 
+    policy = policies.RESPONSES
     input: str | Listed[dict[str, Any]]
     model: str | None = None
     instructions: str | None = None
@@ -219,34 +243,48 @@ class ResponsesRequest(IgnoredFields):
     tools: Listed[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    text: TextOptions = Field(default_factory=dict)
-    reasoning: ReasoningOptions = Field(default_factory=dict)
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     stream: bool | None = None
-    stream_options: dict[Literal["include_obfuscation"], bool] | None = None  # ignored
+    include: Any = None
+    metadata: Any = None  # the response repeats this field and the next one
+    user: Any = None
 
     @property
     def has_logprobs(self) -> bool:
         is_included = isinstance(self.include, list) and INCLUDED_LOGPROBS in self.include
         return self.top_logprobs is not None or is_included
 
-    def chat(self) -> ChatRequest:
+    def read_tools(self) -> dict[str, ResponseTool]:
+        """Return the tools of the request and of the history by the names that the model sees."""
+        items = self.input if isinstance(self.input, list) else []
+        found = [tool for item in items for tool in _found_tools(item)]
+        return {tool.flat_name: tool for tool in (*found, *read_tools(self.tools or []))}
+
+    def chat(self, tools: Mapping[str, ResponseTool]) -> AgentRequest:
         messages = _messages(self.input)
         if self.instructions is not None:
-            messages.insert(0, {"role": "system", "content": self.instructions})
+            system = {"role": "system", "content": self.instructions, "path": "instructions"}
+            messages.insert(0, system)
         require(messages, "input", "at least one item", self.input)
+        given = list(read_tools(self.tools or []))
+        listed = [tool.function for tool in given if not tool.is_deferred]
+        names = {tool.flat_name for tool in given if not tool.is_deferred}
         fields = self.model_dump(include=SHARED) | {
+            "content_paths": [message.pop("path") for message in messages],
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
-            "reasoning_effort": self.reasoning.get("effort"),
+            "reasoning_effort": self.reasoning.effort,
             "logprobs": self.has_logprobs,
             "top_logprobs": self.top_logprobs,
-            "tools": self.tools and [nested(tool, "function") for tool in self.tools],
+            "tools": listed,
+            "deferred_tools": [each.function for name, each in tools.items() if name not in names],
             "tool_choice": _tool_choice(self.tool_choice),
-            "response_format": nested(self.text.get("format"), "json_schema"),
+            "response_format": nested(self.text.format, "json_schema"),
         }
-        return as_api_model(ChatRequest, fields)
+        return as_api_model(AgentRequest, fields)
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
@@ -254,40 +292,96 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
     if not isinstance(choice, dict):
         return choice
     if isinstance(choice.get("tools"), list):
-        choice = {**choice, "tools": [nested(tool, "function") for tool in choice["tools"]]}
+        choice = {**choice, "tools": [_tool_choice(tool) for tool in choice["tools"]]}
+    elif choice.get("type") in ("custom", SEARCH) or "namespace" in choice:
+        name = flat_name(choice.get("name", SEARCH), choice.get("namespace"))
+        choice = {"type": "function", "name": name}
     return nested(choice, str(choice.get("type")))
 
 
+def _found_tools(item: dict[str, Any]) -> list[ResponseTool]:
+    """Return the tools that an item of the history adds, without malformed ones."""
+    tools = item.get("tools") if item.get("type") in ADDED_TOOLS else None
+    found = read_tools(tools) if isinstance(tools, list) else ()
+    return [tool for tool in found if is_tool(tool.function)]
+
+
 def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert input items to chat messages; consecutive assistant items are merged."""
+    """Convert input items to chat messages; consecutive assistant items are merged.
+
+    Each message has its `path` in the request, for errors.
+    """
     if isinstance(items, str):
-        return [{"role": "user", "content": items}]
+        return [{"role": "user", "content": items, "path": "input"}]
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(items):
-        message = _message(item, f"input[{index}]")
+        path = f"input[{index}].content"
+        message = _message(item, path)
         before = messages[-1] if messages else {}
         if message["role"] == before.get("role") == "assistant":
             for name in message.keys() - {"role"}:
                 before[name] = before[name] + message[name] if name in before else message[name]
         else:
-            messages.append(message)
+            messages.append(message | {"path": path})
     return messages
 
 
 def _message(item: dict[str, Any], path: str) -> dict[str, Any]:
+    kind, call_id = item.get("type", "message"), item.get("call_id")
     match {"type": "message", **item}:
         case {"type": "message", "role": str(role)} if role in ROLES:
-            content = text_of(item.get("content"), f"{path}.content", TEXT_TYPES)
+            content = _content(item.get("content"), path, role == "assistant")
             return {"role": role, "content": content}
         case {"type": "reasoning"}:
             parts = item.get("content") or item.get("summary") or []
             text = text_of(parts, "input", REASONING_TYPES)
             return {"role": "assistant", "reasoning": text}
-        case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
-            function = {"name": name, "arguments": arguments}
-            call = {"type": "function", "id": item.get("call_id"), "function": function}
-            return {"role": "assistant", "tool_calls": [call]}
-        case {"type": "function_call_output"}:
-            output = text_of(item.get("output"), f"{path}.output", TEXT_TYPES)
-            return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+        case {"type": "function_call", "name": str(), "arguments": str(arguments)}:
+            return _call(item, arguments)
+        case {"type": "custom_tool_call", "name": str(), "input": str(text)}:
+            return _call(item, json.dumps({"input": text}, ensure_ascii=False))
+        case {"type": "tool_search_call", "arguments": dict(arguments)}:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+            return _call({**item, "name": SEARCH}, arguments)
+        case {"type": "tool_search_output" | "additional_tools"}:
+            found = [json.dumps(tool.function, ensure_ascii=False) for tool in _found_tools(item)]
+            role = "developer" if call_id is None else "tool"
+            text = "\n".join(found) or "no tools were found"
+            return {"role": role, "tool_call_id": call_id, "content": text}
+        case {"type": "function_call_output" | "custom_tool_call_output"}:
+            content = _content(item.get("output"), path.replace("content", "output"))
+            return {"role": "tool", "tool_call_id": call_id, "content": content}
+        case {"type": "message" | "function_call" | "custom_tool_call" | "tool_search_call"}:
+            pass  # malformed
+        case {"type": str(kind)} if kind.endswith("_output"):
+            return {"role": "tool", "tool_call_id": call_id, "content": left_out(item)}
+        case {"type": str(kind)} if kind == "compaction" or kind.endswith("_call"):
+            return {"role": "assistant", "content": left_out(item)}
+        case {"type": str()}:
+            return {"role": "user", "content": [item]}  # refused unless it is in the history
     raise RequestError(f"input: an item of this form is not supported: {item!r:.80}", param="input")
+
+
+def _call(item: dict[str, Any], arguments: str) -> dict[str, Any]:
+    function = {"name": flat_name(item["name"], item.get("namespace")), "arguments": arguments}
+    call = {"type": "function", "id": item.get("call_id"), "function": function}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def _content(content: Any, path: str, is_assistant: bool = False) -> str | list[dict[str, Any]]:
+    """Return content as text if possible, else as parts of the chat API."""
+    if isinstance(content, list) and not all(map(_is_text, content)):
+        if not is_assistant:
+            return [_as_part(part, path) for part in content]
+        # Assistant items in a row are joined, so each has one text.
+        content = [part if _is_text(part) else {"text": left_out(part)} for part in content]
+    return text_of(content, path, TEXT_TYPES)
+
+
+def _is_text(part: Any) -> bool:
+    return not isinstance(part, dict) or part.get("type", "text") in TEXT_TYPES
+
+
+def _as_part(part: Any, path: str) -> dict[str, Any]:
+    is_text = _is_text(part)
+    return {"type": "text", "text": text_of([part], path, TEXT_TYPES)} if is_text else part

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.errors import RequestError
 from nanovllm.validation import require
 
 Schema = Mapping[str, Any]
@@ -47,6 +48,14 @@ def read_tools(entries: Sequence[Any]) -> list[Tool]:
         require(tool.name not in tools, f"tools[{i}]", "a tool with a unique name", tool.name)
         tools[tool.name] = tool
     return list(tools.values())
+
+
+def is_tool(entry: Any) -> bool:
+    try:
+        read_tools([entry])
+    except RequestError:
+        return False
+    return True
 
 
 def as_json(text: str, types: frozenset[str]) -> str:

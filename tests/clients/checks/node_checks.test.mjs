@@ -102,7 +102,8 @@ test("errors of their kinds", async () => {
   const ask = (by, options) => by.chat.completions.create({ model, messages: hello, ...options });
   await assert.rejects(ask(real, { temperature: 3 }), OpenAI.BadRequestError);
   await assert.rejects(ask(real, { model: "other" }), OpenAI.NotFoundError);
-  await assert.rejects(ask(real, { max_tokens: 1e5 }), { code: "context_length_exceeded" });
+  const long = [{ role: "user", content: "x".repeat(5000) }];
+  await assert.rejects(ask(real, { messages: long }), { code: "context_length_exceeded" });
   await assert.rejects(ask(busy, {}), OpenAI.RateLimitError);
   const stranger = client("NANOVLLM_URL", { apiKey: "wrong" });
   await assert.rejects(ask(stranger, {}), OpenAI.AuthenticationError);

@@ -1,0 +1,99 @@
+"""Adapt the turns of a conversation to text-only models and to strict chat templates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nanovllm.engine.engine_options import TEXT_ONLY
+from nanovllm.errors import RequestError
+from nanovllm.serve.parsing.tools import is_json
+
+Turn = dict[str, Any]
+
+# Types of content parts in the three chat APIs -> what messages call them.
+PART_NAMES = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+    **dict.fromkeys(("file", "input_file", "document"), "file"),
+    **dict.fromkeys(("audio", "input_audio"), "audio"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+}
+SYSTEM_ROLES = ("system", "developer")
+
+
+def left_out(part: Mapping[str, Any]) -> str:
+    """Return the text that replaces a part of the history that is not text."""
+    kind = str(part.get("type"))
+    return f"[{PART_NAMES.get(kind, kind):.40} left out: {TEXT_ONLY}]"
+
+
+def with_text_only(turns: Sequence[Turn], path: Callable[[int], str]) -> list[Turn]:
+    """Replace what is not text in the history; raise RequestError for it in the last user turn.
+
+    The history is every tool result, and everything before the last user turn. An error about it
+    would come back with every later request, and so end the conversation. `path` returns the path
+    of a turn's content in the request.
+    """
+    last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
+    written = []
+    for i, turn in enumerate(turns):
+        content, role = turn.get("content"), turn["role"]
+        if isinstance(content, list):
+            is_history = role == "tool" or (i < last and role not in SYSTEM_ROLES)
+            parts = [_text_part(part, is_history, path(i)) for part in content]
+            turn = {**turn, "content": parts}
+        if role == "assistant" and turn.get("tool_calls") and i + 1 < len(turns):
+            turn = {**turn, "tool_calls": [_with_object(call) for call in turn["tool_calls"]]}
+        written.append(turn)
+    return written
+
+
+def _with_object(call: Any) -> Any:
+    """Make the arguments of an earlier call an object: a call may have been cut off."""
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, dict) or is_json(arguments or "{}"):
+        return call
+    return {**call, "function": {**call["function"], "arguments": {"incomplete": arguments}}}
+
+
+def _text_part(part: Any, is_history: bool, path: str) -> Any:
+    is_text = not isinstance(part, Mapping) or part.get("type", "text") == "text"
+    if is_text:  # checked later
+        return part
+    if not is_history:
+        kind = f"{part.get('type')!r:.80}"
+        raise RequestError(f"{path} has a part of type {kind}, but {TEXT_ONLY}", param=path)
+    return {"type": "text", "text": left_out(part)}
+
+
+def merge_turns(turns: Sequence[Turn]) -> list[Turn]:
+    """Return one leading system turn, and otherwise alternating roles, as some templates require.
+
+    Later system turns are appended to the user turn or tool result before them. The content of
+    all turns must be strings.
+    """
+    merged: list[Turn] = []
+    for turn in turns:
+        role = turn["role"]
+        if role in SYSTEM_ROLES:
+            is_leading = all(each["role"] == "system" for each in merged)
+            before = [each for each in merged if each["role"] in ("user", "tool")]
+            if not is_leading and before:
+                _append(before[-1], {"content": turn["content"]})
+                continue
+            role = "system" if is_leading else "user"
+        if merged and merged[-1]["role"] == role != "tool":
+            _append(merged[-1], turn)
+        else:
+            merged.append({**turn, "role": role})
+    return merged
+
+
+def _append(turn: Turn, more: Turn) -> None:
+    """Append the texts and the tool calls of another turn, after a blank line."""
+    for name in ("content", "reasoning", "reasoning_content"):
+        texts = [each[name] for each in (turn, more) if each.get(name)]
+        if texts:
+            turn[name] = "\n\n".join(texts)
+    if more.get("tool_calls"):
+        turn["tool_calls"] = [*turn.get("tool_calls", ()), *more["tool_calls"]]
