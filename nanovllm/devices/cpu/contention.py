@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -18,6 +20,15 @@ MIN_PAUSE, MAX_PAUSE = 8, 64  # steps between two checks; a check uses all threa
 FIXED_TOKENS = 12
 
 
+def read_idle_seconds() -> float | None:
+    """Return the idle time of all cores since the machine started; None except on Linux."""
+    try:
+        total = Path("/proc/stat").read_text().partition("\n")[0]
+    except OSError:
+        return None
+    return int(total.split()[4]) / os.sysconf("SC_CLK_TCK")
+
+
 class ThreadChooser:
     """Chooses between all threads and a single one by comparing the durations of recent steps.
 
@@ -26,16 +37,20 @@ class ThreadChooser:
     benchmarks/engine/cpu_choices.py shows.
     """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(
+        self, num_threads: int, idle_seconds: Callable[[], float | None] = read_idle_seconds
+    ) -> None:
         self.num_threads = num_threads
+        self._idle_seconds = idle_seconds  # total of all cores, since any time in the past
         self._most = num_threads
         # While a single thread is tried: seconds per token of the last step on all threads.
         # Otherwise None.
         self._seconds: float | None = None
         self._num_left = 0  # steps until the next check
         self._pause = MIN_PAUSE
-        # Totals over the last MIN_PAUSE steps before a check.
+        # Totals over the last MIN_PAUSE steps before a check, and the idle time before them.
         self._rest_seconds = self._rest_cpu_seconds = 0.0
+        self._idle_before: float | None = None
 
     @contextmanager
     def limit(self, num_tokens: int) -> Iterator[None]:
@@ -67,19 +82,33 @@ class ThreadChooser:
             self._pause = MIN_PAUSE
 
     def _rest(self, seconds: float, cpu_seconds: float) -> None:
-        """Count down to the next check; postpone it if even a single thread does not get a core."""
+        """Count down to the next check; postpone it if a single thread runs and no core is idle."""
         self._num_left -= 1
+        if self._num_left == MIN_PAUSE - 1:
+            self._idle_before = self._idle_seconds()
         if self._num_left < MIN_PAUSE:
             self._rest_seconds += seconds
             self._rest_cpu_seconds += cpu_seconds
         if self._num_left > 0:
             return
         is_robbed = self._rest_cpu_seconds < FAIR_SHARE * self._rest_seconds
-        if self.num_threads == 1 and is_robbed:
+        if self.num_threads == 1 and (is_robbed or not self._has_idle_cores()):
             self._num_left = MIN_PAUSE
         else:
             self.num_threads = self._most
         self._rest_seconds = self._rest_cpu_seconds = 0.0
+
+    def _has_idle_cores(self) -> bool:
+        """Whether the cores for the other threads were idle; True if that is unknown.
+
+        With all threads, a prefill step may take many times as long as with one, because they wait
+        for each other in every operation.
+        """
+        idle_now = self._idle_seconds()
+        if idle_now is None or self._idle_before is None:
+            return True
+        wanted = FAIR_SHARE * (self._most - 1) * self._rest_seconds
+        return idle_now - self._idle_before >= wanted
 
     def _compare(self, seconds: float) -> None:
         """Keep the faster choice for a pause, which doubles while the contention persists."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from nanovllm.devices.cpu.contention import MAX_PAUSE, ThreadChooser
+from nanovllm.devices.cpu.contention import MAX_PAUSE, ThreadChooser, read_idle_seconds
 
 
 @dataclass
@@ -38,9 +38,13 @@ class Machine:
         return (self.seconds - before) / num_runs
 
 
+def make_chooser(num_threads: int) -> ThreadChooser:
+    return ThreadChooser(num_threads, idle_seconds=lambda: None)
+
+
 @pytest.mark.parametrize("num_threads", [2, 8, 64])
 def test_idle_cores_are_all_used(num_threads: int) -> None:
-    machine = Machine(ThreadChooser(num_threads), num_threads)
+    machine = Machine(make_chooser(num_threads), num_threads)
     machine.run(1000)
     assert set(machine.chosen) == {num_threads}
 
@@ -50,9 +54,7 @@ def test_idle_cores_are_all_used(num_threads: int) -> None:
 def test_busy_cores_cost_little_more_than_one_thread_does(
     num_threads: int, slowdown: float
 ) -> None:
-    machine = Machine(
-        ThreadChooser(num_threads), num_threads, slowdown * num_threads / 2, share=0.4
-    )
+    machine = Machine(make_chooser(num_threads), num_threads, slowdown * num_threads / 2, share=0.4)
     machine.run(200)
     machine.chosen.clear()
     assert machine.run(1000) == 1.0
@@ -67,14 +69,35 @@ def test_busy_cores_cost_little_more_than_one_thread_does(
 
 @pytest.mark.parametrize("slowdown", [6.0, 12.0, 40.0])
 def test_looks_cost_little_where_one_thread_has_a_core(slowdown: float) -> None:
-    machine = Machine(ThreadChooser(2), 2, slowdown, share=0.4, share_alone=1.0)
+    machine = Machine(make_chooser(2), 2, slowdown, share=0.4, share_alone=1.0)
     machine.run(200)
     assert 1.0 < machine.run(1000) < 1.5
 
 
+def test_all_threads_are_not_tried_while_no_other_core_is_idle() -> None:
+    """One thread has a core of its own; another program uses the second core."""
+    seconds = idle = 0.0
+    chooser = ThreadChooser(2, idle_seconds=lambda: idle)
+    machine = Machine(chooser, 2, slowdown=40.0, share=0.4, share_alone=1.0)
+    machine.run(2)  # all threads, then one
+    machine.chosen.clear()
+    assert machine.run(1000) == 1.0
+    assert set(machine.chosen) == {1}
+    machine.slowdown = machine.share = 1.0  # the other program is gone
+    for _ in range(2 * MAX_PAUSE):
+        idle, seconds = idle + machine.seconds - seconds, machine.seconds
+        machine.run(1)
+    assert chooser.num_threads == 2
+
+
+def test_the_idle_time_is_read() -> None:
+    before = read_idle_seconds()
+    assert before is None or 0 <= before <= (read_idle_seconds() or 0.0)
+
+
 def test_threads_that_sleep_while_they_wait_are_not_taken_for_robbed_ones() -> None:
     """With OMP_WAIT_POLICY=passive a small share is normal, and all threads are still faster."""
-    machine = Machine(ThreadChooser(2), 2, slowdown=1.2, share=0.6)
+    machine = Machine(make_chooser(2), 2, slowdown=1.2, share=0.6)
     machine.run(200)
     assert machine.run(1000) < 0.61
 
