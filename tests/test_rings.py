@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams, models
+from nanovllm import LLM, SamplingParams
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.models.registry import read_config_for
 from tests.checkpoints import TinyCheckpoint
@@ -100,7 +100,6 @@ def test_the_fallback_can_be_deleted(
     outside = [path for path in importing if path.parent.name != "fallback"]
     assert outside == [PACKAGE / "models" / "registry.py"]
     monkeypatch.setitem(sys.modules, "nanovllm.models.fallback", None)
-    monkeypatch.delattr(models, "fallback", raising=False)
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
     with LLM(tiny("qwen3").path, **options) as llm:
         [output] = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)

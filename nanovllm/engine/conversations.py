@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from nanovllm.engine.engine_options import TEXT_ONLY
 from nanovllm.errors import RequestError, at_index
 from nanovllm.validation import require, require_text
 
@@ -127,10 +128,10 @@ def text_of(content: Any, name: str = "content", types: Sequence[str] = ("text",
 
 
 def refuse_media(part: Any, name: str) -> None:
-    """Raise RequestError for a content part with an image, a sound or a file."""
+    """Raise RequestError for a content part with an image, audio, video or a file."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(kind, str) and _MEDIA.search(kind):
-        message = f"{name} has a part of type {kind!r:.80}, but this model reads text only"
+        message = f"{name} has a part of type {kind!r:.80}, but {TEXT_ONLY}"
         raise RequestError(message, param=name)
 
 

@@ -49,7 +49,7 @@ class EngineCore:
         self._in_flight: deque[Step] = deque()
         self._clock = clock
         self._last_result_time = 0.0
-        self.log: StepLog | None = None  # set while someone watches the engine
+        self.log: StepLog | None = None  # set while a client subscribes to snapshots
         self._failure: str | None = None
 
     @property

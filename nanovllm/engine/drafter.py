@@ -79,7 +79,7 @@ class Drafter:
     def begin_step(self, num_rows: int, num_unused: int, newest: list[Sequence]) -> None:
         """Start planning a step with `num_rows` running sequences; `num_unused` slots stay free.
 
-        `newest` holds the rows of the latest plan in flight.
+        `newest` holds the rows of the latest step.
         """
         self._has_many_drafted = 8 * sum(bool(seq.drafts) for seq in newest) > len(newest)
         self._num_rows, self._num_tokens = num_rows, float(num_rows)

@@ -6,8 +6,8 @@ from __future__ import annotations
 # chunk of 64 tokens takes twice as long per token as one of 1,024, since each chunk upcasts or
 # dequantizes all weights.
 MIN_PROMPT_TOKENS = {"cpu": 256, "cuda": 64}
-# While several prompts of one request wait, a step without decode rows takes at most this multiple
-# of the target, or runs MIN_QUEUED_TOKENS, so that other requests need not wait long.
+# While several prompts of one request wait, a step without decode rows is limited to this multiple
+# of the target, but at least MIN_QUEUED_TOKENS, which bounds the wait of other requests.
 QUEUED_RATIO, MIN_QUEUED_TOKENS = 4.0, 128
 FIRST_SECONDS_PER_TOKEN = 80e-6  # estimate before the first measurement
 MARGIN = 0.8  # fraction of the target to aim for, because equal steps vary in duration

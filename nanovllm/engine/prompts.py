@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
+from nanovllm.engine.engine_options import TEXT_ONLY
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import require
@@ -50,7 +51,7 @@ def as_prompt(prompt: Any, cache_salt: str | None = None) -> Prompt:
     if isinstance(prompt, Mapping):
         given = [key for key in _CONTENT_KEYS if prompt.get(key) is not None]
         if prompt.get("multi_modal_data"):
-            raise RequestError("multi_modal_data: this model reads text only", param="prompt")
+            raise RequestError(f"multi_modal_data: {TEXT_ONLY}", param="prompt")
         is_valid = len(given) == 1 and {*prompt} <= {*_CONTENT_KEYS, "cache_salt"}
         require(is_valid, "prompt", _PROMPT_FORM, prompt)
         own_salt = prompt.get("cache_salt")

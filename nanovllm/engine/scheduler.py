@@ -222,6 +222,7 @@ class Scheduler:
         for seq in reversed(list(self.running.values())):
             self._preempt(seq)
         self.blocks.reset_prefix_cache()
+        self._newest = []
         for seq in rows.values():
             if seq.finish_reason is None:
                 seq.num_tokens, seq.is_dropped, seq.drafts = len(seq.token_ids), False, []
@@ -258,7 +259,9 @@ class Scheduler:
         if step.num_decode_tokens:
             most = self.prompt_budget.num_prompt_tokens(step.num_decode_tokens)
             step.budget = min(step.budget, most)
-        elif self.allow_chunks and (self.waiting.has_series or any(map(self._is_chunk, prompts))):
+        elif self.allow_chunks and (
+            self.waiting.has_series or any(map(self.waiting.has_more, prompts))
+        ):
             step.budget = min(step.budget, self.prompt_budget.num_queued_tokens())
         self._schedule_rows(prompts, step)
 
@@ -283,10 +286,6 @@ class Scheduler:
             if last > seq.capacity and not self._grow(seq, last, step):
                 continue
             self._add_row(step, seq, end, drafts)
-
-    def _is_chunk(self, seq: Sequence) -> bool:
-        """Whether a prompt was divided for the sake of other requests: one of the last of many."""
-        return self.waiting.has_more(seq) or seq.num_computed < self.max_num_batched_tokens
 
     def _grow(self, seq: Sequence, num_tokens: int, step: Step) -> bool:
         """Allocate blocks for `seq`; if too few are free, preempt the last running sequences.
@@ -331,7 +330,7 @@ class Scheduler:
 
     def _admit_waiting(self, step: Step) -> None:
         while step.budget and self._free_slots:
-            seq = self.waiting.first(step.unfinished)
+            seq = self.waiting.first(step.unfinished) or self.waiting.first()
             if seq is None:
                 return
             misfit, num_needed = self._misfit

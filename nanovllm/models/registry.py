@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -132,10 +133,12 @@ def load_transformers_model(
 
 
 def _fallback() -> ModuleType:
-    """Import the fallback, which can be deleted with its folder."""
+    """Import the fallback on demand; the package also works without its folder."""
+    name = "nanovllm.models.fallback"
     try:
-        from nanovllm.models import fallback
-    except ImportError as error:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
         text = "transformers' model code cannot run: nanovllm/models/fallback is missing"
         raise UnsupportedModelError(text) from error
-    return fallback

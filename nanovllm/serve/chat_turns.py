@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.engine.engine_options import TEXT_ONLY
 from nanovllm.errors import RequestError
-from nanovllm.serve.parsing.tools import is_json
+from nanovllm.serve.parsing.tools import is_object
 
 Turn = dict[str, Any]
 
@@ -30,16 +30,18 @@ def left_out(part: Mapping[str, Any]) -> str:
 def with_text_only(turns: Sequence[Turn], path: Callable[[int], str]) -> list[Turn]:
     """Replace what is not text in the history; raise RequestError for it in the last user turn.
 
-    The history is every tool result, and everything before the last user turn. An error about it
-    would come back with every later request, and so end the conversation. `path` returns the path
-    of a turn's content in the request.
+    The history is every tool result, and everything before the last user turn except leading system
+    turns. An error about it would come back with every later request, and so end the conversation.
+    `path` returns the path of a turn's content in the request.
     """
-    last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
+    users = [i for i, turn in enumerate(turns) if turn["role"] == "user"]
+    first, last = (users[0], users[-1]) if users else (0, 0)
     written = []
     for i, turn in enumerate(turns):
         content, role = turn.get("content"), turn["role"]
         if isinstance(content, list):
-            is_history = role == "tool" or (i < last and role not in SYSTEM_ROLES)
+            is_leading = role in SYSTEM_ROLES and i < first
+            is_history = role == "tool" or (i < last and not is_leading)
             parts = [_text_part(part, is_history, path(i)) for part in content]
             turn = {**turn, "content": parts}
         if role == "assistant" and turn.get("tool_calls") and i + 1 < len(turns):
@@ -51,7 +53,7 @@ def with_text_only(turns: Sequence[Turn], path: Callable[[int], str]) -> list[Tu
 def _with_object(call: Any) -> Any:
     """Make the arguments of an earlier call an object: a call may have been cut off."""
     arguments = call["function"]["arguments"]
-    if isinstance(arguments, dict) or is_json(arguments or "{}"):
+    if isinstance(arguments, dict) or is_object(arguments or "{}"):
         return call
     return {**call, "function": {**call["function"], "arguments": {"incomplete": arguments}}}
 

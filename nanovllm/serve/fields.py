@@ -131,7 +131,7 @@ RESPONSES = FieldPolicy(
 RESPONSES_TEXT = FieldPolicy("text of /v1/responses", _names("verbosity"), ignores_unknown=True)
 REASONING = FieldPolicy(
     "reasoning",
-    _names("summary generate_summary context max_tokens exclude enabled"),
+    _names("summary generate_summary context max_tokens exclude"),
     ignores_unknown=True,
 )
 MESSAGES = FieldPolicy(

@@ -110,7 +110,10 @@ class Middleware:
             return False
         if site is not None:  # known to the browser even if a proxy replaced the Host header
             return site not in ("same-origin", "none")
-        return origin is not None and _host(origin) != headers.get("host", "").lower()
+        if origin is None:
+            return False
+        host = _host(origin)  # empty for "null"
+        return not host or host != headers.get("host", "").lower()
 
     def _has_key(self, headers: Headers) -> bool:
         """Return whether the request has a valid key or needs none; compare in constant time."""

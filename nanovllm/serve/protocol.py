@@ -202,6 +202,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 class ReasoningOptions(ApiModel):
     policy = policies.REASONING
     effort: Effort | None = None
+    enabled: bool | None = None
 
 
 class Thinking(ApiModel):
@@ -232,6 +233,7 @@ class ChatFields(ApiModel):
         effort = self.reasoning_effort or (self.reasoning and self.reasoning.effort)
         switches = (
             self.enable_thinking,
+            self.reasoning and self.reasoning.enabled,
             self.thinking and self.thinking.type != "disabled",
             effort and effort != "none",
         )

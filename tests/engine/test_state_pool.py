@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.state_pool import StateCounts, StatePool
 from nanovllm.sampling_params import SamplingParams
@@ -116,3 +118,20 @@ def test_without_prefix_caching_prompts_are_not_split() -> None:
     prompt = random_tokens(random.Random(4), 3000)
     assert run(core, 0, prompt, max_tokens=1).output_token_ids == reference(prompt, 1)
     assert executor.plans[0].counts.tolist() == [3000]
+
+
+def test_prompts_of_one_request_run_in_one_batch() -> None:
+    """Rows that end early for a snapshot do not make the other prompts of the request wait."""
+
+    def num_steps(request_ids: list[str]) -> int:
+        core, rng = make_core(num_snapshots=20), random.Random(0)
+        for seq_id, request_id in enumerate(request_ids):
+            prompt = array("i", random_tokens(rng, 4 * BLOCK_SIZE + 3))
+            core.add(Request(seq_id, prompt, SamplingParams(max_tokens=1), request_id=request_id))
+        steps = 0
+        while core.has_unfinished:
+            core.step()
+            steps += 1
+        return steps
+
+    assert num_steps(["many"] * 20) == num_steps([str(i) for i in range(20)])

@@ -249,6 +249,7 @@ HISTORIES: list[tuple[str, str, list[Any]]] = [
     ("/v1/chat/completions", "audio", [{"role": "user", "content": [{"type": "audio"}]}, ASK]),
     ("/v1/responses", "image", [{"role": "user", "content": [{"type": "input_image"}]}, ASK]),
     ("/v1/responses", "item_reference", [{"type": "item_reference"}, ASK]),
+    ("/v1/responses", "item_reference", [ASK, {"type": "item_reference"}]),  # within a tool loop
     ("/v1/responses", "file", [{"role": "assistant", "content": [{"type": "input_file"}]}, ASK]),
 ]
 
@@ -264,11 +265,14 @@ def test_pictures_in_the_history_become_text(
     assert f"[{name} {TEXT_ONLY}]" in prompt_of(fake)
 
 
-def test_a_call_that_was_cut_off_does_not_end_the_conversation(fake: Running) -> None:
-    cut = {"type": "function_call", "call_id": "1", "name": "spawn", "arguments": '{"task": "x'}
+@pytest.mark.parametrize("arguments", ['{"task": "x', "[1]", "null"])
+def test_a_call_without_an_object_does_not_end_the_conversation(
+    fake: Running, arguments: str
+) -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "spawn", "arguments": arguments}
     result = {"type": "function_call_output", "call_id": "1", "output": "failed"}
-    respond(fake, input=[ASK, cut, result])
-    assert '"arguments": {"incomplete": "{\\"task\\": \\"x"}' in prompt_of(fake)
+    respond(fake, input=[ASK, call, result])
+    assert f'"arguments": {{"incomplete": {json.dumps(arguments)}}}' in prompt_of(fake)
 
 
 @pytest.mark.parametrize(

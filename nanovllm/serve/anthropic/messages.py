@@ -39,7 +39,7 @@ DELTAS = {
     "tool_call": ("partial_json", "input_json_delta"),
 }
 BILLING = "x-anthropic-billing-header:"  # starts a line of Claude Code that differs between chats
-OUR_MODELS = "claude-"  # names that start so mean the served model
+OUR_MODELS = "claude-"  # model names with this prefix refer to the served model
 SIGNATURE = "unsigned"  # clients require one; it is ignored when they send reasoning back
 
 
@@ -189,7 +189,7 @@ def _without_hosted(tools: Any) -> Any:
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
     for kind in kinds:
         if isinstance(kind, str) and kind != "custom":
-            log_ignored(logging.INFO, "/v1/messages", f"tools of type {kind:.40}", NOT_HOSTED)
+            log_ignored(logging.INFO, "/v1/messages", f"tools of type {kind!r:.60}", NOT_HOSTED)
     return [
         tool
         for tool, kind in zip(tools, kinds, strict=True)

@@ -73,7 +73,7 @@ def read_tools(entries: Sequence[Any], namespace: str | None = None) -> Iterator
         elif kind in ITEMS and (kind != SEARCH or entry.get("execution") == "client"):
             yield _read_tool(kind, entry, namespace)
         else:
-            log_ignored(logging.INFO, "/v1/responses", f"tools of type {kind:.40}", NOT_HOSTED)
+            log_ignored(logging.INFO, "/v1/responses", f"tools of type {kind!r:.60}", NOT_HOSTED)
 
 
 def flat_name(name: str, namespace: Any) -> str:

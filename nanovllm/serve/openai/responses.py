@@ -14,7 +14,7 @@ from pydantic import Field
 from nanovllm.engine.conversations import text_of
 from nanovllm.errors import NanovllmError, RequestError
 from nanovllm.serve import fields as policies
-from nanovllm.serve.chat_turns import left_out
+from nanovllm.serve.chat_turns import PART_NAMES, left_out
 from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import message_of
 from nanovllm.serve.http_responses import Event
@@ -41,6 +41,11 @@ ROLES = ("user", "assistant", "system", "developer")
 TEXT_TYPES = ("input_text", "output_text", "text")
 REASONING_TYPES = ("reasoning_text", "summary_text")
 ADDED_TOOLS = ("tool_search_output", "additional_tools")  # items that contain tools
+KNOWN_ITEMS = (
+    *("message", "reasoning", "compaction", *ADDED_TOOLS),
+    *("function_call", "custom_tool_call", "tool_search_call"),
+    *("function_call_output", "custom_tool_call_output"),
+)
 # Kind of content block -> (prefix of its item's id, initial fields of the item).
 ITEMS: dict[str, tuple[str, Event]] = {
     "text": ("msg_", {"type": "message", "role": "assistant", "content": []}),
@@ -277,6 +282,7 @@ class ResponsesRequest(ApiModel):
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
             "reasoning_effort": self.reasoning.effort,
+            "enable_thinking": self.reasoning.enabled,
             "logprobs": self.has_logprobs,
             "top_logprobs": self.top_logprobs,
             "tools": listed,
@@ -323,6 +329,8 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 before[name] = before[name] + message[name] if name in before else message[name]
         else:
             messages.append(message | {"path": path})
+    if items and all(_is_unknown(item) for item in items):
+        raise _unsupported(items[0])
     return messages
 
 
@@ -355,11 +363,21 @@ def _message(item: dict[str, Any], path: str) -> dict[str, Any]:
             pass  # malformed
         case {"type": str(kind)} if kind.endswith("_output"):
             return {"role": "tool", "tool_call_id": call_id, "content": left_out(item)}
-        case {"type": str(kind)} if kind == "compaction" or kind.endswith("_call"):
-            return {"role": "assistant", "content": left_out(item)}
-        case {"type": str()}:
+        case {"type": str(kind)} if kind in PART_NAMES:
             return {"role": "user", "content": [item]}  # refused unless it is in the history
-    raise RequestError(f"input: an item of this form is not supported: {item!r:.80}", param="input")
+        case {"type": str()}:
+            return {"role": "assistant", "content": left_out(item)}
+    raise _unsupported(item)
+
+
+def _is_unknown(item: dict[str, Any]) -> bool:
+    kind = item.get("type", "message")
+    return kind not in KNOWN_ITEMS and kind not in PART_NAMES
+
+
+def _unsupported(item: dict[str, Any]) -> RequestError:
+    text = f"input: an item of this form is not supported: {item!r:.80}"
+    return RequestError(text, param="input")
 
 
 def _call(item: dict[str, Any], arguments: str) -> dict[str, Any]:

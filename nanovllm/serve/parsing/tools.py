@@ -75,6 +75,10 @@ def is_json(text: str) -> bool:
     return True
 
 
+def is_object(text: str) -> bool:
+    return is_json(text) and isinstance(json.loads(text), dict)
+
+
 def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not valid JSON")
 
