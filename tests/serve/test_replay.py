@@ -9,6 +9,7 @@ from array import array
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config
+from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
@@ -29,6 +30,12 @@ from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.engine.input_processor import InputProcessor, Vocabulary
 from nanovllm.outputs import StreamPiece
 from nanovllm.serve.replay import KeptReply, ReplayCache, Reply, canonical
+from tests.checkpoint.test_tokenizer import (
+    BYTE_LEVEL,
+    PRE_TOKENIZERS,
+    SENTENCEPIECE,
+    write_vocabulary,
+)
 from tests.checkpoints import FAMILIES, SIZES, make_checkpoint
 from tests.serve.byte_model import byte_tokenizer
 from tests.serve.fake_llm import FakeLLM
@@ -324,7 +331,7 @@ def test_retries_are_told_apart(splitting: Running) -> None:
         assert counted["tokens"] == llm.asked[-1][0]
 
 
-def tokenizers() -> dict[str, PreTrainedTokenizerBase]:
+def tokenizers(folder: Path) -> dict[str, Any]:
     """Return tokenizers that treat the start of a text, and spaces, in different ways."""
     spaced = Tokenizer(models.BPE({piece: i for i, piece in enumerate(["<unk>", *PIECES])}, []))
     spaced.normalizer = normalizers.Replace(" ", "▁")
@@ -342,15 +349,27 @@ def tokenizers() -> dict[str, PreTrainedTokenizerBase]:
     stripping = trained_tokenizer(400)
     stripping.add_special_tokens({"eos_token": AddedToken("<|end|>", rstrip=True)})
     loaded = load_tokenizer(find_checkpoint("smollm2"))
-    return {"bytes": byte_tokenizer(), "smollm2": loaded, "rstrip": stripping, **wrapped}
+    vocabularies: dict[str, dict[str, Any]] = {
+        **{f"gguf-{pre}": {**BYTE_LEVEL, "pre": pre} for pre in PRE_TOKENIZERS},
+        "gguf-prefix": {**SENTENCEPIECE, "add_space_prefix": True},
+        "gguf-no-prefix": {**SENTENCEPIECE, "add_space_prefix": False},
+    }
+    read = {
+        name: load_tokenizer(write_vocabulary(folder / f"{name}.gguf", **each))
+        for name, each in vocabularies.items()
+    }
+    return {"bytes": byte_tokenizer(), "smollm2": loaded, "rstrip": stripping, **wrapped, **read}
 
 
 PIECES = ["▁", *"abcdefghijklmnopqrstuvwxyz.:\n<>/|_", "ab", "▁a", "▁th", "he", "is", "▁is"]
 
 
-@pytest.mark.parametrize("name", ["bytes", "smollm2", "rstrip", "spaced", "first", "always"])
-def test_prompts_decode_to_the_text_with_the_kept_replies(name: str) -> None:
-    tokenizer, chance = tokenizers()[name], random.Random(0)
+NAMES = ["bytes", "smollm2", "rstrip", "spaced", "first", "always", "gguf-prefix", "gguf-no-prefix"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(f"gguf-{pre}" for pre in PRE_TOKENIZERS)])
+def test_prompts_decode_to_the_text_with_the_kept_replies(name: str, tmp_path: Path) -> None:
+    tokenizer, chance = tokenizers(tmp_path)[name], random.Random(0)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     stop, stop_id = tokenizer.eos_token, tokenizer.eos_token_id
