@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.timing import StepLog
 from nanovllm.serve.core_messages import Change, CoreStats, EngineState, SequenceState
 from nanovllm.serve.core_process import take_snapshot
 from nanovllm.serve.step_mode import StepMode
@@ -61,11 +62,12 @@ def steps(llm: LLM, texts: dict[str, str]) -> Iterator[EngineState]:
     The snapshot after a sequence's last step still includes it. The text is added to `texts`.
     """
     core = llm.engine.core
+    log = core.log = StepLog()
     step_mode = StepMode(core)  # finds what has changed since the previous snapshot
 
     def snapshot() -> EngineState:
         stats = CoreStats(num_waiting=len(core.scheduler.waiting))
-        return step_mode.explain(take_snapshot(core, stats, 0.0))
+        return step_mode.explain(take_snapshot(core, log, stats, 0.0))
 
     for seq, prompt in PROMPTS.items():
         params = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS[seq], ignore_eos=True)

@@ -14,6 +14,7 @@ import pickle
 import time
 
 from benchmarks.engine.scheduler_cost import decoding_core
+from nanovllm.engine.timing import StepLog
 from nanovllm.serve.core_messages import CoreStats
 from nanovllm.serve.core_process import SNAPSHOT_SECONDS, take_snapshot
 
@@ -38,7 +39,9 @@ def main() -> None:
 
 def seconds(num_rows: int, step_ms: float, has_subscriber: bool) -> float:
     """Return the CPU seconds of a steady decode step."""
-    core = decoding_core(num_rows)
+    core, log = decoding_core(num_rows), StepLog()
+    if has_subscriber:
+        core.log = log
     steps_between = round(SNAPSHOT_SECONDS / (step_ms / 1000))
     for _ in range(5):
         core.step()
@@ -47,7 +50,7 @@ def seconds(num_rows: int, step_ms: float, has_subscriber: bool) -> float:
         core.step()
         if has_subscriber and step % steps_between == 0:
             stats = CoreStats(num_running=num_rows, num_decode_tokens=step)
-            pickle.dumps(take_snapshot(core, stats, 0.0), pickle.HIGHEST_PROTOCOL)
+            pickle.dumps(take_snapshot(core, log, stats, 0.0), pickle.HIGHEST_PROTOCOL)
     return (time.process_time() - begin) / NUM_STEPS
 
 
