@@ -255,6 +255,7 @@ class Scheduler:
             return
         # Decode rows come first, regardless of priority, so that they never wait for a prefill.
         prompts = [seq for seq in rows if seq.num_tokens - seq.num_computed > 1]
+        prompts.sort(key=self.waiting.has_more)  # requests with many prompts come last
         self._schedule_rows([seq for seq in rows if seq.num_tokens - seq.num_computed == 1], step)
         if step.num_decode_tokens:
             most = self.prompt_budget.num_prompt_tokens(step.num_decode_tokens)
