@@ -280,7 +280,7 @@ def test_a_request_of_many_prompts_takes_turns_with_others(depth: int) -> None:
     step = 0.01 + 0.5e-3 * MIN_QUEUED_TOKENS
     for num_before in range(3, 33):  # also where a prompt of the other request ends
         # Those in flight, and its own.
-        assert first_token(4, 20, num_before) <= (2 + depth) * step
+        assert first_token(4, 20, num_before) < (2.1 + depth) * step
 
 
 @DEPTHS
