@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm.serve.chat_turns import merge_turns
+from nanovllm.serve.openai.response_tools import ResponseTool
 from tests.serve.fake_llm import FakeLLM
 from tests.serve.running import Running, running
 
@@ -338,3 +339,10 @@ def test_a_strict_template_gets_merged_turns() -> None:
         response = server.post("/v1/messages", **CLAUDE)
         assert response.status_code == 400
         assert "never" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "5", "null", "{"])
+def test_arguments_that_are_no_object_are_passed_on(arguments: str) -> None:
+    custom, search = (ResponseTool(kind, "x", None, {}) for kind in ("custom", "tool_search"))
+    assert custom.finish(arguments) == {"input": arguments}
+    assert search.finish(arguments) == {"arguments": {}}

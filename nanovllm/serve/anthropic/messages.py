@@ -17,7 +17,7 @@ from nanovllm.serve.generation import ApiResponse, GenerationJob, Update
 from nanovllm.serve.http_errors import anthropic_body
 from nanovllm.serve.http_responses import Event
 from nanovllm.serve.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
-from nanovllm.serve.parsing.tools import is_json
+from nanovllm.serve.parsing.tools import is_object
 from nanovllm.serve.prepare_chat import prepare_chat, prompt_of
 from nanovllm.serve.protocol import (
     AgentRequest,
@@ -109,7 +109,7 @@ class MessageResponse(ApiResponse):
                 block = self._content[-1]
                 if kind == "tool_call":
                     arguments = block.pop("partial_json", "")  # incomplete if the call was cut off
-                    block["input"] = json.loads(arguments) if is_json(arguments) else {}
+                    block["input"] = json.loads(arguments) if is_object(arguments) else {}
                 elif kind == "reasoning":
                     block["signature"] = SIGNATURE
                     delta = {"type": "signature_delta", "signature": SIGNATURE}

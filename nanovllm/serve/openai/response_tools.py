@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.serve.fields import NOT_HOSTED, log_ignored
-from nanovllm.serve.parsing.tools import is_json
+from nanovllm.serve.parsing.tools import is_object
 from nanovllm.serve.protocol import nested
 
 Item = dict[str, Any]
@@ -56,7 +56,7 @@ class ResponseTool:
         """Return the last fields of a call's item, given the arguments that the model wrote."""
         if self.kind == "function":
             return {"arguments": arguments}
-        value = json.loads(arguments) if is_json(arguments) else {}
+        value = json.loads(arguments) if is_object(arguments) else {}
         if self.kind == SEARCH:
             return {"arguments": value}
         text = value.get("input", arguments)
