@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm import AsyncLLM
+from nanovllm.engine.drafter import StepCosts, Trial
 from tests.serve.running import Running, running
 from tests.serve.test_chat import as_gathered, gather
 from tests.serve.test_constraints import NO_THOUGHTS, SCHEMA, TOOLS
@@ -27,21 +28,26 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def drafting(server: Running) -> Iterator[Running]:
-    llm = AsyncLLM(
-        server.llm.config.model,
-        device="cpu",
-        dtype="float32",
-        max_model_len=1024,
-        kvcache_block_size=16,
-        num_kvcache_blocks=256,
-        max_num_seqs=16,
-        speculative_config={"method": "suffix"},
-    )
-    try:
-        with running(llm) as found:
-            yield found
-    finally:
-        llm.close()
+    """A server whose drafts always pay off, because steps of any size take equally long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepCosts, "is_known", lambda self, num_rows: True)
+        patch.setattr(StepCosts, "of", lambda self, num_rows: 1.0)
+        patch.setattr(Trial, "add", lambda self, num_tokens, seconds: None)
+        llm = AsyncLLM(
+            server.llm.config.model,
+            device="cpu",
+            dtype="float32",
+            max_model_len=1024,
+            kvcache_block_size=16,
+            num_kvcache_blocks=256,
+            max_num_seqs=16,
+            speculative_config={"method": "suffix"},
+        )
+        try:
+            with running(llm) as found:
+                yield found
+        finally:
+            llm.close()
 
 
 def ask(server: Running, **fields: Any) -> Any:
