@@ -17,9 +17,10 @@ from itertools import groupby
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.timing import StepLog
-from nanovllm.serve.core_messages import Change, CoreStats, EngineState, SequenceState
-from nanovllm.serve.core_process import take_snapshot
-from nanovllm.serve.step_mode import StepMode
+from nanovllm.serve.core_messages import CoreStats
+from nanovllm.serve.live.engine_state import Change, EngineState, SequenceState
+from nanovllm.serve.live.snapshots import take_snapshot
+from nanovllm.serve.live.step_mode import StepMode
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 16
 SHARED = (

@@ -27,10 +27,11 @@ from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.core_messages import CoreStats, EngineState, FinishSequences, total
+from nanovllm.serve.core_messages import CoreStats, FinishSequences, total
+from nanovllm.serve.live.engine_state import EngineState
+from nanovllm.serve.output_queue import AsyncOutputQueue, copy_error
 from nanovllm.serve.replica import MAX_FAILURES, SOON_SECONDS, Replica
 from nanovllm.serve.routing import PrefixRouter
-from nanovllm.serve.subscribers import AsyncOutputQueue, copy_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -41,7 +41,7 @@ def test_a_wheel_holds_the_whole_package(wheel: Path) -> None:
     kept = {path.relative_to(ROOT).as_posix() for path in _package_files()}
     assert {name for name in names if name.startswith("nanovllm/")} == kept
     folders = {name.rpartition("/")[0] for name in kept}
-    needed = ("devices/cpu", "devices/cuda", "devices/cuda/kernels", "serve/page")
+    needed = ("devices/cpu", "devices/cuda", "devices/cuda/kernels", "serve/live/page")
     assert folders >= {f"nanovllm/{name}" for name in needed}
     assert "nanovllm/py.typed" in kept
 

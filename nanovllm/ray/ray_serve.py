@@ -33,7 +33,7 @@ from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.parallel.ray_workers import connect
 from nanovllm.ray.remote_llm import Call, EngineCounts, EngineInfo, RemoteLLM
 from nanovllm.serve.app import make_app
-from nanovllm.serve.core_messages import EngineState
+from nanovllm.serve.live.engine_state import EngineState
 from nanovllm.serve.service import Service
 
 HEALTH_SECONDS = 2.0  # time between checks; Serve replaces an engine that fails three in a row

@@ -21,7 +21,8 @@ from nanovllm.engine.step import Pooling
 from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.core_messages import CoreStats, EngineState
+from nanovllm.serve.core_messages import CoreStats
+from nanovllm.serve.live.engine_state import EngineState
 
 REFRESH_SECONDS = 2.0  # time between refreshes of the counters of all engines
 WAIT_SECONDS = 10.0  # timeout of a refresh

@@ -22,9 +22,9 @@ from nanovllm.serve.anthropic.messages import (
     create_message,
 )
 from nanovllm.serve.core_messages import ControlAction
-from nanovllm.serve.engine_events import EngineEvents, choose_engine, record_trace
 from nanovllm.serve.http_errors import add_error_handlers, json_response, message_of
 from nanovllm.serve.http_responses import EventStream, StreamResponse, WholeResponse, whole_body
+from nanovllm.serve.live.engine_events import EngineEvents, choose_engine, record_trace
 from nanovllm.serve.metrics import CONTENT_TYPE
 from nanovllm.serve.middleware import PAGE_PREFIX, Middleware
 from nanovllm.serve.model_interface import OwnedModel
@@ -46,7 +46,7 @@ from nanovllm.serve.protocol import (
 from nanovllm.serve.server_options import SAMPLING_NAMES
 from nanovllm.serve.service import Service
 
-PAGE_FOLDER = Path(__file__).parent / "page"
+PAGE_FOLDER = Path(__file__).parent / "live" / "page"
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",

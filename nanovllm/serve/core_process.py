@@ -7,17 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
 
 from nanovllm.assembly import create_grammars, resolve_model, start_core
 from nanovllm.config import EngineConfig
 from nanovllm.devices.replica_share import take_share
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.request import EngineCoreOutputs, FinishedSequence, Request
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.timing import SequenceEnd, StepLog, StepTiming
 from nanovllm.errors import RequestError
 from nanovllm.parallel.child import Kind, Link, StepTimer, run_child
 from nanovllm.serve.core_messages import (
@@ -27,22 +23,17 @@ from nanovllm.serve.core_messages import (
     CoreReady,
     CoreStats,
     CoreUpdate,
-    EngineState,
     FinishSequences,
     SendSnapshots,
-    SequenceState,
-    SequenceStatus,
 )
-from nanovllm.serve.step_mode import StepMode
+from nanovllm.serve.live.snapshots import SNAPSHOT_SECONDS, SnapshotThrottle
+from nanovllm.serve.live.step_mode import StepMode
 from nanovllm.worker.host_memory import trim_malloc
 
 IDLE_SECONDS = 1.0  # time between updates while the core is idle and no client is subscribed
-SNAPSHOT_SECONDS = 0.1  # minimum time between snapshots of a core that is not paused
-MAX_QUEUE = 64  # maximum number of waiting, and of postponed, sequences in a snapshot
 
 Command = AddRequests | FinishSequences | SendSnapshots | Control
 Send = Callable[[CoreUpdate], None]
-T = TypeVar("T", StepTiming, SequenceEnd)
 
 
 def main(fd: int, parent_pid: int, log_level: int, replica: int) -> None:
@@ -202,86 +193,3 @@ class CoreLoop:
             num_draft_tokens=counts.num_draft_tokens,
             num_accepted_tokens=counts.num_accepted_tokens,
         )
-
-
-class SnapshotThrottle:
-    """Limits the rate of snapshots; exists only while a client is subscribed."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
-        self._stats: CoreStats | None = None  # statistics in the last snapshot
-        self._earliest = 0.0  # earliest time of the next snapshot
-        self._log = core.log = StepLog()
-
-    def stop(self) -> None:
-        self._core.log = None
-
-    def restart(self) -> None:
-        """Make a snapshot due even if nothing changed: a client that just subscribed has none."""
-        self._stats = None
-
-    def snapshot(self, stats: CoreStats, paused: StepMode | None = None) -> EngineState | None:
-        """Return a snapshot; None if nothing changed or the last one is too recent.
-
-        Every step of a paused engine gets a snapshot.
-        """
-        core, now = self._core, time.perf_counter()
-        is_changed = stats != self._stats or self._log.timings or self._log.ended
-        if not is_changed or (now < self._earliest and paused is None):
-            return None
-        self._stats, self._earliest = stats, now + SNAPSHOT_SECONDS
-        state = take_snapshot(core, self._log, stats, now)
-        return state if paused is None else paused.explain(state)
-
-
-def take_snapshot(core: EngineCore, log: StepLog, stats: CoreStats, now: float) -> EngineState:
-    """Return a snapshot of a core with the steps and ended sequences of its log; clear the log."""
-    scheduler = core.scheduler
-    waiting = list(islice(scheduler.waiting, MAX_QUEUE))
-    postponed = list(islice(scheduler.waiting_for_grammar.values(), MAX_QUEUE))
-    state = EngineState(
-        scheduler.blocks.num_blocks,
-        scheduler.blocks.block_size,
-        scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens,
-        [
-            *(_sequence(seq, "running") for seq in scheduler.running.values()),
-            *(_sequence(seq, "preempted" if seq.start_time else "waiting") for seq in waiting),
-            *(_sequence(seq, "postponed") for seq in postponed),
-        ],
-        [seq.seq_id for seq in (*waiting, *postponed)],
-        bytes(scheduler.blocks.is_cached),
-        [_in_microseconds(timing) for timing in log.timings],
-        [_in_microseconds(end) for end in log.ended],
-        stats,
-        _microseconds(now),
-        snapshots=None if scheduler.states is None else list(scheduler.states.snapshots),
-    )
-    log.clear()
-    return state
-
-
-def _sequence(seq: Sequence, status: SequenceStatus) -> SequenceState:
-    return SequenceState(
-        seq.seq_id,
-        status,
-        seq.num_prompt_tokens,
-        seq.max_len,
-        seq.num_cached,
-        seq.num_computed,
-        len(seq.token_ids),
-        _microseconds(seq.request.arrival_time),
-        list(seq.block_ids),
-    )
-
-
-def _in_microseconds(timing: T) -> T:
-    values = timing._asdict().items()
-    times: dict[str, Any] = {
-        name: _microseconds(value) for name, value in values if isinstance(value, float)
-    }
-    return timing._replace(**times)
-
-
-def _microseconds(seconds: float) -> int:
-    return round(seconds * 1e6)

@@ -11,7 +11,8 @@ from nanovllm.engine.step import Pooling
 from nanovllm.errors import NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.core_messages import CoreStats, EngineState
+from nanovllm.serve.core_messages import CoreStats
+from nanovllm.serve.live.engine_state import EngineState
 from nanovllm.serve.replica import Replica
 
 

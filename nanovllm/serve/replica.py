@@ -26,7 +26,7 @@ from nanovllm.serve.core_messages import (
     FinishSequences,
     SendSnapshots,
 )
-from nanovllm.serve.subscribers import Subscribers
+from nanovllm.serve.live.subscribers import Subscribers
 
 SOON_SECONDS = 10.0  # a core that runs for longer before it fails resets the failure count
 MAX_FAILURES = 6  # consecutive failures after which no new core is started

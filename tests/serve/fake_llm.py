@@ -14,8 +14,9 @@ from nanovllm.engine.input_processor import InputProcessor, Vocabulary
 from nanovllm.errors import NanovllmError
 from nanovllm.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.core_messages import ControlAction, CoreStats, EngineState
-from nanovllm.serve.subscribers import Subscribers
+from nanovllm.serve.core_messages import ControlAction, CoreStats
+from nanovllm.serve.live.engine_state import EngineState
+from nanovllm.serve.live.subscribers import Subscribers
 from tests.serve.byte_model import byte_tokenizer
 
 STATS = CoreStats(num_blocks=64, num_free_blocks=64)

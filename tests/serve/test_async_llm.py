@@ -21,7 +21,7 @@ from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.async_llm import merged
 from nanovllm.errors import CheckpointError, EngineError, NanovllmError, RequestError
 from nanovllm.outputs import RequestOutput, StreamPiece
-from nanovllm.serve.subscribers import AsyncOutputQueue
+from nanovllm.serve.output_queue import AsyncOutputQueue
 from tests.checkpoints import TinyCheckpoint
 from tests.serve.byte_model import make_byte_model
 

@@ -25,19 +25,14 @@ from nanovllm.serve.core_messages import (
     AddRequests,
     CoreStats,
     CoreUpdate,
-    EngineState,
     FinishSequences,
     SendSnapshots,
 )
-from nanovllm.serve.core_process import (
-    IDLE_SECONDS,
-    SNAPSHOT_SECONDS,
-    Command,
-    CoreLoop,
-    SnapshotThrottle,
-    take_snapshot,
-)
-from nanovllm.serve.subscribers import Subscribers
+from nanovllm.serve.core_process import IDLE_SECONDS, Command, CoreLoop
+from nanovllm.serve.live import snapshots
+from nanovllm.serve.live.engine_state import EngineState
+from nanovllm.serve.live.snapshots import SNAPSHOT_SECONDS, SnapshotThrottle, take_snapshot
+from nanovllm.serve.live.subscribers import Subscribers
 from tests.engine.test_fuzz import build_core, make_requests, make_samples, make_sequences
 
 
@@ -105,7 +100,7 @@ def test_snapshots_are_thinned_and_stop_when_nothing_changes(
 ) -> None:
     core = build_core(num_blocks=20, num_slots=2, budget=32, caching=True, depth=0, is_paced=False)
     now = 100.0
-    monkeypatch.setattr(core_process, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(snapshots, "time", SimpleNamespace(perf_counter=lambda: now))
     watching = SnapshotThrottle(core)
     assert watching.snapshot(stats_of(core)) is not None
     core.add(request(0))

@@ -19,10 +19,10 @@ import pytest
 
 from nanovllm.engine.timing import SequenceEnd
 from nanovllm.errors import EngineError
-from nanovllm.serve import engine_events
 from nanovllm.serve.app import PAGE_FOLDER
-from nanovllm.serve.core_messages import EngineState, SequenceState
-from nanovllm.serve.engine_events import Trace
+from nanovllm.serve.live import engine_events
+from nanovllm.serve.live.engine_events import Trace
+from nanovllm.serve.live.engine_state import EngineState, SequenceState
 from tests.serve.fake_llm import IDLE, FakeLLM
 from tests.serve.running import Running, running
 
@@ -56,7 +56,14 @@ def test_files_need_no_key_and_allow_nothing_from_elsewhere(guarded: Running, pa
 
 
 @pytest.mark.parametrize(
-    "path", ["/page/", "/page/none.js", "/page/..%2fapp.py", "/page/../app.py", "/page//etc/passwd"]
+    "path",
+    [
+        "/page/",
+        "/page/none.js",
+        "/page/..%2fsnapshots.py",
+        "/page/../snapshots.py",
+        "/page//etc/passwd",
+    ],
 )
 def test_there_are_no_other_files(guarded: Running, path: str) -> None:
     assert guarded.http.get(path).status_code in (401, 404)

@@ -16,7 +16,7 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.errors import EngineError
-from nanovllm.serve.core_messages import SequenceState
+from nanovllm.serve.live.engine_state import SequenceState
 from tests.serve.browser import LIVE, Tabs, answers, browser, say, wait_for, wait_for_answer
 from tests.serve.byte_model import make_byte_model
 from tests.serve.fake_llm import IDLE, FakeLLM

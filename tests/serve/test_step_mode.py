@@ -21,9 +21,9 @@ from nanovllm.engine.prompt_budget import MIN_PROMPT_TOKENS
 from nanovllm.engine.timing import StepLog
 from nanovllm.errors import EngineError
 from nanovllm.parallel.child import Kind
-from nanovllm.serve.core_messages import Change, EngineState
-from nanovllm.serve.core_process import take_snapshot
-from nanovllm.serve.step_mode import FUNCTIONS, StepMode, _change
+from nanovllm.serve.live.engine_state import Change, EngineState
+from nanovllm.serve.live.snapshots import take_snapshot
+from nanovllm.serve.live.step_mode import FUNCTIONS, StepMode, _change
 from tests.engine.test_fuzz import BLOCK_SIZE, build_core, make_requests, make_samples
 from tests.engine.test_fuzz import make_sequences as sequences_of
 from tests.serve.byte_model import make_byte_model

@@ -15,7 +15,7 @@ from nanovllm.engine.executor import Executor, ExecutorInfo
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
-from nanovllm.serve.core_messages import Change, EngineState, PausedState
+from nanovllm.serve.live.engine_state import Change, EngineState, PausedState
 
 NUM_PROMPT_TOKENS = 24  # number of leading tokens shown for each prompt
 # Kind of change -> function that makes it, in the order in which a step makes the changes.

@@ -14,8 +14,9 @@ import anyio
 
 from nanovllm.engine.timing import SequenceEnd, StepTiming
 from nanovllm.errors import EngineError, NanovllmError
-from nanovllm.serve.core_messages import CoreStats, EngineState, PausedState
+from nanovllm.serve.core_messages import CoreStats
 from nanovllm.serve.http_responses import Event, EventStream
+from nanovllm.serve.live.engine_state import EngineState, PausedState
 from nanovllm.serve.model_interface import Model
 from nanovllm.validation import require
 
