@@ -28,7 +28,6 @@ from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestErro
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_messages import CoreStats, FinishSequences, total
-from nanovllm.serve.live.engine_state import EngineState
 from nanovllm.serve.output_queue import AsyncOutputQueue, copy_error
 from nanovllm.serve.replica import MAX_FAILURES, SOON_SECONDS, Replica
 from nanovllm.serve.routing import PrefixRouter
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from nanovllm.engine.engine_options import EngineOptions
+    from nanovllm.serve.live.engine_state import EngineState
 
 
 GUESSED_TOKENS = 256  # completion length assumed for load balancing, unless max_tokens is less
@@ -193,7 +193,7 @@ class AsyncLLM:
         replica = self.replicas[engine]
         if replica.error is not None:
             raise copy_error(replica.error)
-        async with contextlib.aclosing(replica.subscribers.subscribe()) as states:
+        async with contextlib.aclosing(replica.watch()) as states:
             async for state in states:
                 yield state
 
@@ -389,7 +389,7 @@ class AsyncLLM:
                 stream = self._streams.pop(seq_id)
                 self.output_processor.forget(seq_id)  # outputs sent earlier may still arrive
                 stream.queue.call(stream.queue.end, error)
-        replica.subscribers.end(error)
+        replica.end_snapshots(error)
         if delay is not None:
             threading.Thread(target=self._replace, args=[replica, delay], daemon=True).start()
 

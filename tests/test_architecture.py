@@ -21,7 +21,8 @@ TORCH_FREE = (
     *("config/", "sampling_params.py", "outputs.py", "assembly.py", "llm.py"),
     *("async_llm.py", "engine/"),
     *("structured/", "serve/replica.py", "serve/core_messages.py", "serve/output_queue.py"),
-    *("serve/routing.py", "serve/parsing/", "serve/openai/", "serve/anthropic/"),
+    *("serve/live/", "serve/routing.py"),
+    *("serve/parsing/", "serve/openai/", "serve/anthropic/"),
 )
 # Dotted names and the only files that may use them.
 ONLY_IN = {

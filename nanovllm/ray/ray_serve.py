@@ -13,7 +13,7 @@ import os
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -33,8 +33,10 @@ from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.parallel.ray_workers import connect
 from nanovllm.ray.remote_llm import Call, EngineCounts, EngineInfo, RemoteLLM
 from nanovllm.serve.app import make_app
-from nanovllm.serve.live.engine_state import EngineState
 from nanovllm.serve.service import Service
+
+if TYPE_CHECKING:
+    from nanovllm.serve.live.engine_state import EngineState
 
 HEALTH_SECONDS = 2.0  # time between checks; Serve replaces an engine that fails three in a row
 DRAIN_SECONDS = 60.0  # time for an engine to finish its requests when it is scaled down

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextvars import Context
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
@@ -22,7 +22,9 @@ from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_messages import CoreStats
-from nanovllm.serve.live.engine_state import EngineState
+
+if TYPE_CHECKING:
+    from nanovllm.serve.live.engine_state import EngineState
 
 REFRESH_SECONDS = 2.0  # time between refreshes of the counters of all engines
 WAIT_SECONDS = 10.0  # timeout of a refresh

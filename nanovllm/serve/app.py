@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any, cast
+from importlib.util import find_spec
+from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from nanovllm import __version__
-from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.anthropic.messages import (
     CountRequest,
@@ -21,13 +20,10 @@ from nanovllm.serve.anthropic.messages import (
     count_tokens,
     create_message,
 )
-from nanovllm.serve.core_messages import ControlAction
 from nanovllm.serve.http_errors import add_error_handlers, json_response, message_of
 from nanovllm.serve.http_responses import EventStream, StreamResponse, WholeResponse, whole_body
-from nanovllm.serve.live.engine_events import EngineEvents, choose_engine, record_trace
 from nanovllm.serve.metrics import CONTENT_TYPE
-from nanovllm.serve.middleware import PAGE_PREFIX, Middleware
-from nanovllm.serve.model_interface import OwnedModel
+from nanovllm.serve.middleware import Middleware
 from nanovllm.serve.openai.chat_completions import create_chat_completion
 from nanovllm.serve.openai.completions import create_completion
 from nanovllm.serve.openai.embeddings import create_embedding
@@ -46,14 +42,6 @@ from nanovllm.serve.protocol import (
 from nanovllm.serve.server_options import SAMPLING_NAMES
 from nanovllm.serve.service import Service
 
-PAGE_FOLDER = Path(__file__).parent / "live" / "page"
-PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 CreateResponse = Callable[[Service, Any], Awaitable[EventStream]]
 ROUTES: dict[str, tuple[type[ApiModel], CreateResponse]] = {
     "/v1/chat/completions": (ChatRequest, create_chat_completion),
@@ -74,8 +62,10 @@ def make_app(service: Service) -> ASGIApp:
     _text_routes(app, service)
     _model_routes(app, service)
     _operating_routes(app, service)
-    _watching_routes(app, service)
-    _page_routes(app)
+    if find_spec("nanovllm.serve.live") is not None:  # the server also runs without this folder
+        from nanovllm.serve.live.routes import add_routes
+
+        add_routes(app, service)
     middleware, origins = Middleware(app, service.options), service.options.allowed_origins
     if not origins:
         return middleware
@@ -165,41 +155,3 @@ def _operating_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
-
-
-def _watching_routes(app: FastAPI, service: Service) -> None:
-    @app.get("/engine/events")
-    async def engine_events(engine: int | None = None) -> Response:
-        """Stream snapshots of an engine's state as server-sent events."""
-        events = EngineEvents(service.llm, engine, service.options.allow_pause)
-        return StreamResponse(events, timeout=None)
-
-    @app.post("/engine/{action}")
-    async def control_engine(action: ControlAction, engine: int | None = None) -> Response:
-        """Pause an engine between two steps, let it run one step, or resume it."""
-        if not service.options.allow_pause:
-            message = "the engine cannot be paused: start the server with --allow-pause"
-            raise RequestError(message, status=403)
-        number = choose_engine(service.llm, engine)
-        replica = cast(OwnedModel, service.llm).replicas[number]
-        if replica.error is not None:
-            raise replica.error
-        replica.control(action)
-        return json_response({"engine": number, "is_paused": action != "resume"})
-
-    @app.get("/trace")
-    async def trace(seconds: float = 3.0) -> Response:
-        """Record a trace for the given number of seconds; ui.perfetto.dev can open it."""
-        return WholeResponse(record_trace(service.llm, seconds), timeout=None)
-
-
-def _page_routes(app: FastAPI) -> None:
-    """Serve the page at `/`: static files that may not load anything from other origins."""
-    files = {path.name: path for path in PAGE_FOLDER.iterdir()}
-
-    @app.get("/", include_in_schema=False)
-    @app.get(PAGE_PREFIX + "{name}", include_in_schema=False)
-    async def file(name: str = "index.html") -> Response:
-        if name not in files:
-            raise RequestError(f"the page has no file {name!r}", status=404)
-        return FileResponse(files[name], headers=PAGE_HEADERS)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 from nanovllm.assembly import create_grammars, resolve_model, start_core
 from nanovllm.config import EngineConfig
@@ -19,16 +20,16 @@ from nanovllm.parallel.child import Kind, Link, StepTimer, run_child
 from nanovllm.serve.core_messages import (
     AddRequests,
     Control,
-    ControlAction,
     CoreReady,
     CoreStats,
     CoreUpdate,
     FinishSequences,
     SendSnapshots,
 )
-from nanovllm.serve.live.snapshots import SNAPSHOT_SECONDS, SnapshotThrottle
-from nanovllm.serve.live.step_mode import StepMode
 from nanovllm.worker.host_memory import trim_malloc
+
+if TYPE_CHECKING:
+    from nanovllm.serve.live.observer import Observer
 
 IDLE_SECONDS = 1.0  # time between updates while the core is idle and no client is subscribed
 
@@ -80,8 +81,7 @@ class CoreLoop:
     ) -> None:
         self.core, self.inbox, self.send, self.timer = core, inbox, send, timer
         self._num_prefill_tokens = self._num_decode_tokens = 0
-        self._snapshots: SnapshotThrottle | None = None  # set while a client is subscribed
-        self._paused: StepMode | None = None  # set while the engine is paused
+        self._observer: Observer | None = None  # set once a client subscribes or pauses
         self._is_at_rest = self._is_over = False
 
     def run(self) -> None:
@@ -94,16 +94,12 @@ class CoreLoop:
             self._num_prefill_tokens += step.num_prefill_tokens
             self._num_decode_tokens += step.num_decode_tokens
             step, stats = replace(step, finished=[*finished, *step.finished]), self._stats()
-            if self._paused is not None:
-                self._paused.num_steps = max(self._paused.num_steps - 1, 0)
-            state = None
-            if self._snapshots is not None:
-                state = self._snapshots.snapshot(stats, self._paused)
+            state = None if self._observer is None else self._observer.after_step(stats)
             self.send(CoreUpdate(step, stats, state))
 
     @property
     def _may_step(self) -> bool:
-        return self.core.has_unfinished and (self._paused is None or self._paused.num_steps > 0)
+        return self.core.has_unfinished and (self._observer is None or self._observer.may_step)
 
     def _handle_commands(self) -> list[FinishedSequence]:
         """Handle all queued commands; wait for one if there is nothing else to do.
@@ -114,8 +110,8 @@ class CoreLoop:
         while not self._is_over:
             is_idle = not self._may_step and not finished
             try:
-                seconds = IDLE_SECONDS if self._snapshots is None else SNAPSHOT_SECONDS
-                command = self.inbox.get(block=is_idle, timeout=seconds)
+                interval = None if self._observer is None else self._observer.interval
+                command = self.inbox.get(block=is_idle, timeout=interval or IDLE_SECONDS)
             except Empty:
                 if is_idle and not self.core.has_unfinished:
                     self._rest()
@@ -126,10 +122,8 @@ class CoreLoop:
                 case AddRequests(requests):
                     self._is_at_rest = False
                     finished += self._add(requests)
-                case SendSnapshots(is_on):
-                    self._send_snapshots(is_on)
-                case Control(action):
-                    self._control(action)
+                case SendSnapshots() | Control():
+                    self._observe(command)
                 case FinishSequences(seq_ids, reason):
                     found = (self.core.finish(seq_id, reason) for seq_id in seq_ids)
                     finished += [each for each in found if each is not None]
@@ -156,25 +150,14 @@ class CoreLoop:
                 trim_malloc()
                 self._is_at_rest = True
 
-    def _send_snapshots(self, is_on: bool) -> None:
-        if not is_on:
-            if self._snapshots is not None:
-                self._snapshots.stop()
-            self._snapshots = None
-        elif self._snapshots is None:
-            self._snapshots = SnapshotThrottle(self.core)
-        else:
-            self._snapshots.restart()
+    def _observe(self, command: SendSnapshots | Control) -> None:
+        if self._observer is None:
+            if command == Control("resume"):  # sent by every server that shuts down
+                return
+            from nanovllm.serve.live.observer import Observer
 
-    def _control(self, action: ControlAction) -> None:
-        if action == "resume" and self._paused is not None:
-            self._paused.end()
-            self._paused = None
-        elif action != "resume":
-            self._paused = self._paused or StepMode(self.core)
-            self._paused.num_steps += action == "step"
-        if self._snapshots is not None:
-            self._snapshots.restart()
+            self._observer = Observer(self.core)
+        self._observer.handle(command)
 
     def _stats(self) -> CoreStats:
         scheduler = self.core.scheduler

@@ -131,7 +131,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for replica in self._llm.replicas:
-            replica.subscribers.end()  # event streams would otherwise never finish
+            replica.end_snapshots()  # event streams would otherwise never finish
             replica.control("resume")  # a paused engine would never finish its requests
         ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
@@ -12,8 +12,10 @@ from nanovllm.errors import NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.core_messages import CoreStats
-from nanovllm.serve.live.engine_state import EngineState
 from nanovllm.serve.replica import Replica
+
+if TYPE_CHECKING:
+    from nanovllm.serve.live.engine_state import EngineState
 
 
 class ReplicaInfo(Protocol):

@@ -6,14 +6,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from nanovllm.assembly import ResolvedModel
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import EngineCoreOutputs, Request
-from nanovllm.errors import NanovllmError
+from nanovllm.errors import ConfigError, NanovllmError
 from nanovllm.parallel.child import Failure, Serve
 from nanovllm.parallel.supervisor import ChildProcesses, ChildThread, Supervisor
 from nanovllm.serve.core_messages import (
@@ -26,7 +28,10 @@ from nanovllm.serve.core_messages import (
     FinishSequences,
     SendSnapshots,
 )
-from nanovllm.serve.live.subscribers import Subscribers
+
+if TYPE_CHECKING:
+    from nanovllm.serve.live.engine_state import EngineState
+    from nanovllm.serve.live.subscribers import Subscribers
 
 SOON_SECONDS = 10.0  # a core that runs for longer before it fails resets the failure count
 MAX_FAILURES = 6  # consecutive failures after which no new core is started
@@ -51,7 +56,7 @@ class Replica:
         self.error: NanovllmError | None = None  # set while the core is unavailable
         self.max_len = 0  # maximum sequence length in tokens, set once the core is ready
         self.num_restarts = 0
-        self.subscribers = Subscribers(lambda is_on: self._send(SendSnapshots(is_on)))
+        self._subscribers = self._create_subscribers()
         self.found: Future[ResolvedModel] = Future()
         self._ready: Future[CoreReady] = Future()
         self._ready_time: float | None = None
@@ -106,6 +111,17 @@ class Replica:
         self.flush()
         self._send(Control(action))
 
+    def watch(self) -> AsyncGenerator[EngineState, None]:
+        """Yield snapshots of the core until `end_snapshots` is called."""
+        if self._subscribers is None:
+            raise ConfigError("the engine cannot be watched: nanovllm/serve/live is missing")
+        return self._subscribers.subscribe()
+
+    def end_snapshots(self, error: NanovllmError | None = None) -> None:
+        """End the snapshots of all clients, optionally with an error."""
+        if self._subscribers is not None:
+            self._subscribers.end(error)
+
     def fail(self, error: NanovllmError) -> None:
         """Record the core's error, and set the statistics to those of an idle engine."""
         self.error = error
@@ -130,6 +146,13 @@ class Replica:
         """Stop the core; a second call has no effect."""
         self._supervisor.close()
 
+    def _create_subscribers(self) -> Subscribers | None:
+        if find_spec("nanovllm.serve.live") is None:
+            return None
+        from nanovllm.serve.live.subscribers import Subscribers
+
+        return Subscribers(lambda is_on: self._send(SendSnapshots(is_on)))
+
     def _send_added(self) -> None:
         added, self._added, self._num_added_tokens = self._added, [], 0
         if added:
@@ -152,7 +175,8 @@ class Replica:
     def _update(self, update: CoreUpdate) -> None:
         self.stats = update.stats
         if update.state is not None:
-            self.subscribers.push(update.state)
+            assert self._subscribers is not None
+            self._subscribers.push(update.state)
         self._on_step(self, update.step)
 
     def _fail(self, failure: Failure) -> None:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,6 +89,8 @@ class ServerOptions:
             expected = f"a JSON object with some of {', '.join(SAMPLING_NAMES)}"
             self._require("override_generation_config", is_known, expected)
             SamplingParams(**override)
+        if self.allow_pause and find_spec("nanovllm.serve.live") is None:
+            raise ConfigError("the engine cannot be paused: nanovllm/serve/live is missing")
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:
         require(is_valid, name, expected, getattr(self, name), ConfigError)

@@ -108,6 +108,9 @@ class FakeLLM:
             async for state in states:
                 yield state
 
+    def end_snapshots(self, error: NanovllmError | None = None) -> None:
+        self.subscribers.end(error)
+
     def control(self, action: ControlAction) -> None:
         self.actions.append(action)
 

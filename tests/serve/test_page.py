@@ -19,10 +19,10 @@ import pytest
 
 from nanovllm.engine.timing import SequenceEnd
 from nanovllm.errors import EngineError
-from nanovllm.serve.app import PAGE_FOLDER
 from nanovllm.serve.live import engine_events
 from nanovllm.serve.live.engine_events import Trace
 from nanovllm.serve.live.engine_state import EngineState, SequenceState
+from nanovllm.serve.live.routes import PAGE_FOLDER
 from tests.serve.fake_llm import IDLE, FakeLLM
 from tests.serve.running import Running, running
 
