@@ -1,14 +1,26 @@
-"""A proposer that replays recorded outputs, and corrupts some of its draft tokens."""
+"""Replace the drafter of an engine; replay recorded outputs as drafts, some of them corrupted."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
 
-from nanovllm.engine.proposer import Proposal
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.grammar.grammar_feature import GrammarFeature
+from nanovllm.features.speculation.drafter import Drafter
+from nanovllm.features.speculation.proposer import Proposal
 
 NUM_COMPARED = 4  # last tokens, which must match those of a recorded sequence
+
+
+def set_drafter(scheduler: Scheduler, drafter: Drafter | None) -> None:
+    """Use a drafter for the sequences that are added from now on; None: no drafts."""
+    others = tuple(each for each in scheduler.features if not isinstance(each, Drafter))
+    for each in others:
+        if isinstance(each, GrammarFeature) and drafter is not None:
+            drafter.num_allowed = each.num_allowed
+    scheduler.features = others if drafter is None else (*others, drafter)
 
 
 @dataclass

@@ -20,18 +20,18 @@ from nanovllm.config import DEFAULT_LEN, WHOLE_CONTEXT, EngineConfig, ModelConfi
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.executor import Executor, ExecutorInfo
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.grammar import GrammarEngine
 from nanovllm.engine.input_processor import InputProcessor, Vocabulary
-from nanovllm.engine.prompt_budget import MIN_PROMPT_TOKENS, PromptBudget
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scoring import check_bidirectional
-from nanovllm.engine.state_pool import StatePool
 from nanovllm.engine.step import Pooling
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, GrammarError, NanovllmError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from nanovllm.parallel.worker_main import WorkerTask
     from nanovllm.worker.device_interface import Device
+    from nanovllm.worker.worker import WorkerPart
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,7 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
             "%s runs through transformers' model code, which is slower than nanovllm's own",
             model_config.architecture,
         )
+    check_features(config, model_config)
     if checkpoint.embedding is not None:  # the LM head is not used, and may be missing
         model_config = replace(model_config, tie_word_embeddings=True)
     limit = model_config.max_position_embeddings
@@ -136,7 +137,8 @@ def create_input_processor(resolved: ResolvedModel, is_remote: bool = False) -> 
 
 def create_grammars(vocab_size: int, load: Callable[[], Vocabulary]) -> GrammarEngine:
     """Create the grammar engine, which calls `load` when it first needs the tokenizer."""
-    from nanovllm.structured.guidance import GuidanceEngine
+    require_feature("grammar", "the option", GrammarError)
+    from nanovllm.features.grammar.guidance import GuidanceEngine
 
     return GuidanceEngine(load, vocab_size)
 
@@ -147,23 +149,19 @@ def start_core(resolved: ResolvedModel, get_grammars: Callable[[], GrammarEngine
     executor = create_executor(config, resolved.model_config, resolved.checkpoint)
     info = executor.start()
     try:
-        counts, sizes = info.states, (info.num_blocks, config.kvcache_block_size)
-        states = None if counts is None else StatePool(counts, config.kvcache_block_size)
-        num_slots = config.max_num_seqs if counts is None else counts.num_slots
-        blocks = BlockManager(*sizes, config.enable_prefix_caching, states)
-        prompt_budget = None
-        if (target := config.target_inter_token_ms) is not None:
-            prompt_budget = PromptBudget(target / 1000, MIN_PROMPT_TOKENS[info.device])
-        max_tokens = config.max_num_batched_tokens
-        drafter = None
-        if (speculative := config.speculative) is not None:
-            from nanovllm.engine.drafter import create_drafter
-
-            drafter = create_drafter(speculative.method, speculative.num_speculative_tokens)
-        allow_chunks = resolved.model_config.is_causal
-        scheduler = Scheduler(blocks, num_slots, max_tokens, prompt_budget, drafter, allow_chunks)
+        blocks = BlockManager(
+            info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        )
+        num_slots = config.max_num_seqs if info.states is None else info.states.num_slots
+        scheduler = Scheduler(
+            blocks,
+            num_slots,
+            config.max_num_batched_tokens,
+            create_features(config, info, blocks, get_grammars),
+            allow_chunks=resolved.model_config.is_causal,
+        )
         depth = info.depth if config.depth is None else config.depth
-        core = EngineCore(scheduler, executor, depth, config.max_model_len, get_grammars)
+        core = EngineCore(scheduler, executor, depth, config.max_model_len)
         # A full garbage collection takes 60 ms, as it visits every imported module. After this
         # one, the next runs only once the number of long-lived objects has grown by a quarter.
         gc.collect()
@@ -180,6 +178,67 @@ def start_core(resolved: ResolvedModel, get_grammars: Callable[[], GrammarEngine
     return StartedCore(core, info)
 
 
+def check_features(config: EngineConfig, model_config: ModelConfig) -> None:
+    """Refuse options and models whose feature is missing: each one's folder may be deleted."""
+    if config.speculative is not None:
+        require_feature("speculation", "speculative_config", ConfigError)
+    if config.target_inter_token_ms is not None:
+        require_feature("latency", "target_inter_token_ms", ConfigError)
+    if model_config.recurrent is not None:
+        require_feature("states", model_config.architecture, UnsupportedModelError)
+
+
+def create_features(
+    config: EngineConfig,
+    info: ExecutorInfo,
+    blocks: BlockManager,
+    get_grammars: Callable[[], GrammarEngine],
+) -> list[Feature]:
+    """Create what the options and the model add to scheduling; the order does not matter."""
+    features: list[Feature] = []
+    num_allowed = None
+    if info.states is not None:
+        from nanovllm.features.states.state_pool import StatePool
+
+        features.append(StatePool(info.states, blocks))
+    if config.target_inter_token_ms is not None:
+        from nanovllm.features.latency.prompt_budget import MIN_PROMPT_TOKENS, PromptBudget
+
+        least = MIN_PROMPT_TOKENS[info.device]
+        features.append(PromptBudget(config.target_inter_token_ms / 1000, least))
+    if _has_feature("grammar"):
+        from nanovllm.features.grammar.grammar_feature import GrammarFeature
+
+        grammars = GrammarFeature(get_grammars)
+        features.append(grammars)
+        num_allowed = grammars.num_allowed
+    if config.speculative is not None:
+        from nanovllm.features.speculation.drafter import create_drafter
+
+        features.append(create_drafter(config.speculative, num_allowed))
+    return features
+
+
+def create_parts(config: EngineConfig) -> list[WorkerPart]:
+    """Create what the options add to a worker."""
+    if config.speculative is None or config.speculative.model is None:
+        return []
+    from nanovllm.features.speculation.draft_model import DraftModel
+
+    return [DraftModel(config.speculative.model)]
+
+
+def require_feature(feature: str, asked: str, error: type[NanovllmError]) -> None:
+    """Raise an error if the folder of a feature that is asked for is missing."""
+    if not _has_feature(feature):
+        raise error(f"{asked} needs nanovllm/features/{feature}, which is missing")
+
+
+def _has_feature(name: str) -> bool:
+    package = "nanovllm.features"
+    return find_spec(package) is not None and find_spec(f"{package}.{name}") is not None
+
+
 def create_executor(
     config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint
 ) -> Executor:
@@ -190,7 +249,8 @@ def create_executor(
         return MultiprocExecutor(config, model_config, checkpoint, build_worker)
     from nanovllm.worker.worker import Worker
 
-    return Worker(config, model_config, checkpoint, _create_device(config))
+    device = _create_device(config)
+    return Worker(config, model_config, checkpoint, device, create_parts(config))
 
 
 def build_worker(task: WorkerTask, rank: int) -> Executor:
@@ -200,7 +260,8 @@ def build_worker(task: WorkerTask, rank: int) -> Executor:
     from nanovllm.worker.worker import Worker
 
     device = create_device(task.config, join_group(task, rank))
-    return Worker(task.config, task.model_config, task.checkpoint, device)
+    parts = create_parts(task.config)
+    return Worker(task.config, task.model_config, task.checkpoint, device, parts)
 
 
 def _check_device(config: EngineConfig) -> Device | None:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanovllm.engine.executor import ExecutorInfo
-from nanovllm.engine.state_pool import StateCounts
+from nanovllm.engine.executor import ExecutorInfo, StateCounts
 from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.worker.draft_rows import count_valid, host_drafts
 
@@ -69,8 +68,6 @@ class FakeExecutor:
     def submit(self, plan: StepPlan) -> Done:
         self.plans.append(plan)
         self._update_tables(plan)
-        for copy in plan.block_copies:
-            self.kv[copy.target] = self.kv[copy.source]
         for state_copy in plan.state_copies:
             assert self.states is not None
             self.states[state_copy.target] = list(self.states[state_copy.source])

@@ -132,8 +132,8 @@ def test_two_ranks(tiny: Any, answers: list[Answer]) -> None:
         check(llm, answers)
 
 
-def test_samples_share_and_copy_blocks(tiny: Any) -> None:
-    """Samples of one prompt, all but the first with a copied block, equal a single request."""
+def test_samples_share_blocks(tiny: Any) -> None:
+    """Samples of one prompt equal a single request."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     with LLM(tiny("qwen3").path, **OPTIONS) as llm:
         (alone,) = llm.generate([list(range(40))], params, use_tqdm=False)

@@ -21,8 +21,8 @@ from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.assembly import engine_config
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine_options import VLLM_OPTIONS, EngineOptions
-from nanovllm.engine.state_pool import StateCounts
 from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.features.states.state_pool import StateCounts
 from nanovllm.outputs import StreamPiece
 from tests.serve.byte_model import make_byte_model
 

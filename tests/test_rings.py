@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import UnsupportedModelError
+from nanovllm.errors import NanovllmError, UnsupportedModelError
 from nanovllm.models.registry import read_config_for
 from tests.checkpoints import TinyCheckpoint
 
@@ -22,10 +23,10 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 RINGS = [
     "errors validation structured_outputs sampling_params outputs config",
     *("engine", "ops", "checkpoint", "attention", "layers", "models", "worker"),  # the core
-    *("devices", "structured", "parallel", "assembly", "llm"),
+    *("devices", "parallel", "features", "assembly", "llm"),
     *("serve", "async_llm", "batch", "cli", "ray"),
 ]
-OUTER = ("devices", "structured", "parallel", "serve", "batch", "cli", "ray")
+OUTER = ("devices", "features", "parallel", "serve", "batch", "cli", "ray")
 OPEN = {"nanovllm.devices.choose", "nanovllm.devices.replica_share"}
 LEVELS = {name: level for level, names in enumerate(RINGS) for name in names.split()}
 
@@ -92,6 +93,51 @@ with LLM({model!r}, dtype="float32", skip_tokenizer_init=True) as llm:
     assert result.stdout == f"TorchDevice\n{want}\n"
 
 
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+# Folder -> the checkpoint, the options of the engine and those of the request that ask for it.
+ASKING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "speculation": ("qwen3", {"speculative_config": NGRAM}, {}),
+    "grammar": ("qwen3", {}, {"structured_outputs": {"regex": "a+"}}),
+    "states": ("qwen3.5", {}, {}),
+    "latency": ("qwen3", {"target_inter_token_ms": 25.0}, {}),
+}
+
+
+def test_each_feature_has_a_folder() -> None:
+    folders = {path.parent.name for path in (PACKAGE / "features").glob("*/__init__.py")}
+    assert folders == ASKING.keys()
+
+
+@pytest.mark.parametrize("feature", ASKING)
+def test_a_feature_can_be_deleted(
+    tiny: Callable[[str], TinyCheckpoint], monkeypatch: pytest.MonkeyPatch, feature: str
+) -> None:
+    """Without its folder, plain requests give the same tokens, and what needs it is refused."""
+    checkpoint, params = tiny("qwen3"), SamplingParams(temperature=0, max_tokens=4)
+    prompts = [[5, 6, 7], list(range(3, 40))]
+    folder = f"nanovllm.features.{feature}"
+    for name in [each for each in sys.modules if each.startswith(folder)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, folder, None)
+    with LLM(checkpoint.path, **OPTIONS) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    checkpoint.assert_greedy(prompts, [output.token_ids for output in outputs])
+    name, options, asked = ASKING[feature]
+    with (
+        pytest.raises(NanovllmError, match=f"needs nanovllm/features/{feature}, which is missing"),
+        LLM(tiny(name).path, **OPTIONS, **options) as llm,
+    ):
+        llm.generate(prompts, replace(params, **asked), use_tqdm=False)
+
+
+def test_only_the_assembly_and_servers_import_features() -> None:
+    """The core and `parallel/` do not, not even for annotations."""
+    for path, ring in sources():
+        if ring not in ("features", "assembly", "serve"):
+            assert not any("nanovllm.features" in name for name in imported_modules(path)), path
+
+
 def test_the_fallback_can_be_deleted(
     tiny: Callable[[str], TinyCheckpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,8 +146,7 @@ def test_the_fallback_can_be_deleted(
     outside = [path for path in importing if path.parent.name != "fallback"]
     assert outside == [PACKAGE / "models" / "registry.py"]
     monkeypatch.setitem(sys.modules, "nanovllm.models.fallback", None)
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
-    with LLM(tiny("qwen3").path, **options) as llm:
+    with LLM(tiny("qwen3").path, **OPTIONS) as llm:
         [output] = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)
     assert len(output.token_ids) == 2
     with pytest.raises(UnsupportedModelError, match="models/fallback is missing"):

@@ -1,8 +1,11 @@
-"""Several samples of a prompt: each equals a request with its seed; the prompt runs once."""
+"""Several samples of a prompt: each equals a request with its seed, and shares its prefix."""
 
 from __future__ import annotations
 
+import json
+import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,22 +62,41 @@ def test_samples_equal_requests_with_their_seeds(tiny: Any, device: str, mode: s
         assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
 
 
-@pytest.mark.parametrize("is_cached", [True, False])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 50])
-def test_the_prompt_runs_once(tiny: Any, is_cached: bool, length: int) -> None:
-    """For each further sample, only its last token runs again; full blocks are shared."""
-    options = {**OPTIONS, "enable_prefix_caching": is_cached, "num_kvcache_blocks": 40}
+def test_samples_share_full_blocks(tiny: Any, length: int) -> None:
+    """Each further sample computes only the tokens after the last full block that it can reuse."""
+    options = {**OPTIONS, "num_kvcache_blocks": 40}
     with LLM(tiny("qwen3").path, device="cpu", **options) as llm:
         params = replace(PARAMS, max_tokens=20)
-        llm.add_request([*range(length)], params)
-        num_prefill, most_held = 0, 0
-        blocks = llm.engine.core.scheduler.blocks
-        while not llm.is_finished():
-            num_prefill += llm.step().num_prefill_tokens
-            most_held = max(most_held, 40 - blocks.num_free)
-    assert num_prefill == length + params.n - 1
+        num_prefill, most_held = run_one(llm, [*range(length)], params)
     num_shared = (length - 1) // 16
+    assert num_prefill == length + (params.n - 1) * (length - 16 * num_shared)
     assert most_held <= num_shared + params.n * (-(-(length + 20) // 16) - num_shared)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_long_prompt_runs_once(tiny: Any, tmp_path: Path, name: str, is_cached: bool) -> None:
+    """Samples of a hybrid model wait for the first one's snapshot; nothing is shared uncached."""
+    config, rng = json.loads((tiny(name).path / "config.json").read_text()), random.Random(0)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    options = {**OPTIONS, "max_num_batched_tokens": 512, "num_kvcache_blocks": 800}
+    options |= {"max_model_len": 1600, "enable_prefix_caching": is_cached, "load_format": "dummy"}
+    prompt, params = rng.choices(range(64), k=1500), replace(PARAMS, max_tokens=2)
+    with LLM(tmp_path, device="cpu", **options) as llm:
+        num_prefill, _ = run_one(llm, prompt, params)
+    assert num_prefill <= 1700 if is_cached else num_prefill == params.n * len(prompt)
+
+
+def run_one(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[int, int]:
+    """Return how many prompt tokens ran, and the largest number of blocks that were held."""
+    llm.add_request(prompt, params)
+    num_prefill, most_held = 0, 0
+    blocks = llm.engine.core.scheduler.blocks
+    while not llm.is_finished():
+        num_prefill += llm.step().num_prefill_tokens
+        most_held = max(most_held, blocks.num_blocks - blocks.num_free)
+    return num_prefill, most_held
 
 
 def test_streams_and_aborts_of_samples(tiny: Any) -> None:

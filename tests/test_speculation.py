@@ -17,13 +17,13 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from benchmarks.replayed_drafts import Replay
+from benchmarks.replayed_drafts import Replay, set_drafter
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.drafter import Drafter
-from nanovllm.engine.proposer import ModelProposer, Proposal, Proposer
 from nanovllm.engine.request import DraftCounts
 from nanovllm.engine.timing import StepLog
 from nanovllm.errors import ConfigError
+from nanovllm.features.speculation.drafter import Drafter
+from nanovllm.features.speculation.proposer import ModelProposer, Proposal, Proposer
 from nanovllm.ops.torch_sampling import sample
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from tests.byte_tokenizer import with_tokenizer
@@ -82,8 +82,8 @@ class EagerDrafter(Drafter):
         super().__init__(proposer, num_speculative_tokens)
         self._rng = random.Random(seed)
 
-    def begin_step(self, num_rows: int, num_unused: int, newest: list[Any]) -> None:
-        super().begin_step(num_rows, num_unused, newest)
+    def begin(self, num_rows: int, num_unused: int) -> None:
+        super().begin(num_rows, num_unused)
         self._is_on = True
 
     def _best_count(self, state: object, most: int) -> int:
@@ -227,7 +227,7 @@ def test_drafts_change_no_output(
             ]
             llm = small if rng.random() < 0.5 else large
             scheduler = llm.engine.core.scheduler
-            scheduler.drafter = EagerDrafter(Replay(recorded, VOCAB_SIZE, rng=rng), 7, seed)
+            set_drafter(scheduler, EagerDrafter(Replay(recorded, VOCAB_SIZE, rng=rng), 7, seed))
             draft_counts = scheduler.draft_counts
             if rng.random() < 0.2:
                 outputs = run_with_aborts(llm, prompts, params, rng)
@@ -326,8 +326,8 @@ def test_modes(path: str, mode: str, count: Callable[..., int]) -> None:
                 want.prompt_token_ids + each.token_ids for want in wanted for each in want.outputs
             ]
             proposer = ModelProposer() if is_model else Replay(recorded, VOCAB_SIZE, rng=rng)
-            scheduler.drafter = EagerDrafter(proposer, 7, seed)
-            scheduler.drafter.counts = counts
+            set_drafter(scheduler, EagerDrafter(proposer, 7, seed))
+            scheduler.draft_counts = counts
             outputs = llm.generate(prompts, params, use_tqdm=False)
             comparison.check(outputs, wanted, params, seed)
         scheduler.check()
@@ -365,8 +365,8 @@ def test_a_draft_model_changes_no_output(
             prompts, params = make_requests(rng, has_grammars)
             wanted = plain.generate(prompts, params, use_tqdm=False)
             llm = small if rng.random() < 0.5 else large
-            llm.engine.core.scheduler.drafter = drafter = EagerDrafter(ModelProposer(), 3, seed)
-            drafter.counts = counts
+            set_drafter(llm.engine.core.scheduler, EagerDrafter(ModelProposer(), 3, seed))
+            llm.engine.core.scheduler.draft_counts = counts
             outputs = llm.generate(prompts, params, use_tqdm=False)
             comparison.check(outputs, wanted, params, seed)
     assert counts.num_draft_tokens > 3 * count(100)
@@ -455,7 +455,7 @@ def test_samples_with_drafts_follow_the_exact_distribution(tiny: Any) -> None:
     options = {**OPTIONS, "max_num_seqs": 64, "device": "cpu", "skip_tokenizer_init": True}
     with LLM(checkpoint.path, **options) as llm:
         scheduler = llm.engine.core.scheduler
-        scheduler.drafter = EagerDrafter(Guess(), 64)
+        set_drafter(scheduler, EagerDrafter(Guess(), 64))
         seeds = range(0, num_samples, params.n)
         outputs = llm.generate(
             [prompt] * len(seeds), [replace(params, seed=seed) for seed in seeds], use_tqdm=False

@@ -22,8 +22,8 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.errors import ConfigError, RequestError
+from nanovllm.features.grammar import guidance as grammar
 from nanovllm.outputs import RequestOutput
-from nanovllm.structured import guidance as grammar
 from tests.byte_tokenizer import EOS, with_tokenizer
 from tests.checkpoints import VOCAB_SIZE
 from tests.devices import DEVICES
@@ -398,12 +398,10 @@ def test_late_masks_change_nothing(path: Path, wanted: Any, depth: int, caching:
         LLM(str(path), device="cpu", depth=depth, **options) as llm,
     ):
         scheduler = llm.engine.core.scheduler
-        with patch.object(
-            scheduler, "wait_for_grammar", wraps=scheduler.wait_for_grammar
-        ) as wait_for_grammar:
+        with patch.object(scheduler, "retract", wraps=scheduler.retract) as retract:
             outputs = generate(llm, batch())
         scheduler.check()
-        assert any(call.args[0] for call in wait_for_grammar.call_args_list)
+        assert retract.call_count > 0
     assert [output.token_ids for output in outputs] == wanted
 
 
@@ -439,6 +437,12 @@ def test_a_slow_mask_is_waited_for_by_its_row_alone(path: Path, depth: int) -> N
     assert fits({"regex": "[ab]{16}"}, done[-1].text)
 
 
+def wait_for(*matchers: grammar.GuidanceMatcher) -> None:
+    for matcher in matchers:
+        if matcher.job is not None:
+            matcher.job.result()
+
+
 def test_other_threads_compute_the_masks_of_slow_grammars(llm: LLM) -> None:
     grammars, allocate = (
         llm.engine.input_processor.get_grammars(),
@@ -453,9 +457,8 @@ def test_other_threads_compute_the_masks_of_slow_grammars(llm: LLM) -> None:
             masks, late = grammars.masks([(first, []), (second, [])], allocate)
         num_late.append(len(late))
         while late:
-            grammars.wait([first, second])
-            if first.is_ready and second.is_ready:
-                masks, late = grammars.masks([(first, []), (second, [])], allocate)
+            wait_for(first, second)
+            masks, late = grammars.masks([(first, []), (second, [])], allocate)
         found.append(masks)
         for matcher, mask in zip((first, second), masks, strict=True):
             wanted = np.zeros_like(mask)
@@ -521,9 +524,7 @@ def test_samples_wait_for_their_grammar(path: Path) -> None:
             patch.object(grammars, "_begin_later", begin_late),
         ):
             llm.add_request([5, 6], params)
-            while (
-                len(llm.engine.core.scheduler.waiting_for_grammar) < 2
-            ):  # once the first sample's prompt is prefilled
+            while len(llm.engine.core.scheduler.postponed) < 2:
                 llm.engine.step()
             llm.engine.core.scheduler.check()
             is_late.set()
@@ -552,7 +553,7 @@ def test_what_waits_for_a_mask_can_be_aborted(path: Path) -> None:
     ):
         engine = llm.engine
         seq_id = llm.add_request([5, 6], params_of({"regex": "[ab]{60}"}, 0))
-        while not engine.core.scheduler.waiting_for_grammar:
+        while not engine.core.scheduler.postponed:
             engine.step()
         output = engine.abort(seq_id)
         assert output is not None

@@ -17,11 +17,12 @@ import torch
 from tqdm import tqdm
 
 from nanovllm import assembly
+from nanovllm.assembly import create_parts
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.devices.choose import create_device
 from nanovllm.engine.executor import ExecutorInfo
-from nanovllm.engine.step import IntColumn, StepPlan, StepResult
+from nanovllm.engine.step import Bitmasks, IntColumn, StepPlan, StepResult
 from nanovllm.ops.tp_group import TPGroup
 from nanovllm.parallel.rendezvous import connect
 from nanovllm.worker.device_interface import Device
@@ -78,7 +79,7 @@ class ThreadedExecutor:
 
         def make(rank: int) -> Worker:
             device = make_device(config, self.ranks.groups[rank])
-            return Worker(config, model_config, checkpoint, device)
+            return Worker(config, model_config, checkpoint, device, create_parts(config))
 
         self.workers = self.ranks.run(make)
 
@@ -94,8 +95,8 @@ class ThreadedExecutor:
     def submit(self, plan: StepPlan) -> PendingOnAll:
         return PendingOnAll(self.ranks.submit(lambda rank: self.workers[rank].submit(plan)))
 
-    def sample(self, masks: IntColumn) -> None:
-        self.ranks.run(lambda rank: self.workers[rank].sample(masks))
+    def sample(self, bitmasks: Bitmasks) -> None:
+        self.ranks.run(lambda rank: self.workers[rank].sample(bitmasks))
 
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
         return np.empty((num_rows, num_words), np.int32)

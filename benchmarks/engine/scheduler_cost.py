@@ -3,11 +3,11 @@
     python -m benchmarks.engine.scheduler_cost
 
 A step is schedule + submit + commit at depth 1; the target is 3 us per row at 256 and 1,024 rows.
+The last lines are the cost of a step while 2,000 equal prompts wait.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from array import array
 
@@ -15,13 +15,15 @@ import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.executor import ExecutorInfo
+from nanovllm.engine.executor import ExecutorInfo, StateCounts
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step import StepPlan, StepResult
+from nanovllm.features.states.state_pool import StatePool
 from nanovllm.sampling_params import SamplingParams
 
-NUM_STEPS = 100
+NUM_ROUNDS, NUM_STEPS = 15, 100
+STATES = StateCounts(num_slots=8, num_snapshots=20)
 
 
 class InstantExecutor:
@@ -42,33 +44,60 @@ class InstantExecutor:
 
 
 def main() -> None:
-    for num_rows in (64, 256, 1024):
+    for num_rows in (1, 8, 64, 256, 1024):
         print(f"{num_rows:5d} rows: {microseconds_per_row(num_rows):.2f} us per row and step")
+    for name, states in (("dense", None), ("hybrid", STATES)):
+        milliseconds = seconds_per_step(waiting_core(2000, states)) * 1e3
+        print(f"8 rows, 2,000 equal prompts wait, {name}: {milliseconds:.3f} ms per step")
+
+
+def make_core(num_rows: int, states: StateCounts | None = None) -> EngineCore:
+    """Return a core with an instant executor."""
+    blocks = BlockManager(64 * num_rows, 32, True)
+    features = [] if states is None else [StatePool(states, blocks)]
+    scheduler = Scheduler(blocks, num_rows, 16384, features)
+    return EngineCore(scheduler, InstantExecutor(), depth=1, max_model_len=4096)
+
+
+def add(core: EngineCore, seq_id: int, prompt: array[int]) -> None:
+    params = SamplingParams(max_tokens=2000)
+    core.add(Request(seq_id, prompt, params, stop_token_ids=frozenset({2})))
 
 
 def decoding_core(num_rows: int) -> EngineCore:
-    """Return a core with long-running decode requests and an instant executor."""
-    scheduler = Scheduler(BlockManager(64 * num_rows, 32, True), num_rows, 16384)
-    core = EngineCore(scheduler, InstantExecutor(), depth=1, max_model_len=4096)
-    params = SamplingParams(max_tokens=2000)
+    """Return a core with long-running decode requests."""
+    core = make_core(num_rows)
     for seq_id in range(num_rows):
-        prompt = array("i", [seq_id + 1] * 16)
-        core.add(Request(seq_id, prompt, params, stop_token_ids=frozenset({2})))
+        add(core, seq_id, array("i", [seq_id + 1] * 16))
+    return core
+
+
+def waiting_core(num_waiting: int, states: StateCounts | None) -> EngineCore:
+    """Return a core whose slots are taken while equal prompts wait."""
+    core = make_core(STATES.num_slots, states)
+    for seq_id in range(STATES.num_slots):
+        add(core, seq_id, array("i", [seq_id + 1] * 16))
+    core.step()
+    for seq_id in range(num_waiting):
+        add(core, STATES.num_slots + seq_id, array("i", range(100)))
     return core
 
 
 def microseconds_per_row(num_rows: int) -> float:
-    """Return the median over rounds of steady decode, including block allocation and hashing."""
-    core = decoding_core(num_rows)
+    return seconds_per_step(decoding_core(num_rows)) / num_rows * 1e6
+
+
+def seconds_per_step(core: EngineCore) -> float:
+    """Return the least CPU time of several rounds; this includes block allocation and hashing."""
     for _ in range(5):
         core.step()
     rounds = []
-    for _ in range(5):
-        start = time.perf_counter()
+    for _ in range(NUM_ROUNDS):
+        start = time.process_time()
         for _ in range(NUM_STEPS):
             core.step()
-        rounds.append((time.perf_counter() - start) / NUM_STEPS / num_rows)
-    return statistics.median(rounds) * 1e6
+        rounds.append((time.process_time() - start) / NUM_STEPS)
+    return min(rounds)
 
 
 if __name__ == "__main__":

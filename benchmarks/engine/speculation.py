@@ -19,9 +19,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from benchmarks.replayed_drafts import Replay
+from benchmarks.replayed_drafts import Replay, set_drafter
 from benchmarks.report.records import check_writable, keep, versions_text
 from benchmarks.runner import open_llm
 from nanovllm import LLM, SamplingParams
@@ -29,8 +30,8 @@ from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import add_engine_options, at_least, dashed
 from nanovllm.cli.start import configure_logging
 from nanovllm.config import SpeculativeConfig
-from nanovllm.engine.drafter import Drafter, ModelProposer
-from nanovllm.engine.ngram_proposer import NgramProposer
+from nanovllm.features.speculation.drafter import Drafter, ModelProposer
+from nanovllm.features.speculation.ngram_proposer import NgramProposer
 
 TEXT = """\
 The lighthouse of Sandvik stands on a low cape north of the harbour. It was built in 1874, after a
@@ -103,14 +104,18 @@ def compare(
 ) -> tuple[list[float], str]:
     """Return the speedup of each round, and how many draft tokens were accepted."""
     scheduler = llm.engine.core.scheduler
-    drafter = Drafter(make(), config.num_speculative_tokens)
+    drafter, before = (
+        Drafter(make(), config.num_speculative_tokens),
+        replace(scheduler.draft_counts),
+    )
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for index in range(args.repeats + 2):
         for has_drafts in (False, True) if index % 2 else (True, False):
-            scheduler.drafter = drafter if has_drafts else None
+            set_drafter(scheduler, drafter if has_drafts else None)
             drafter.proposer = make()  # a new one, without the outputs of earlier runs
             seconds[has_drafts].append(run(llm, prompts, params))
-    num_drafts, num_accepted = drafter.counts.num_draft_tokens, drafter.counts.num_accepted_tokens
+    num_drafts = scheduler.draft_counts.num_draft_tokens - before.num_draft_tokens
+    num_accepted = scheduler.draft_counts.num_accepted_tokens - before.num_accepted_tokens
     pairs = zip(seconds[False][2:], seconds[True][2:], strict=True)
     return [round(plain / own, 3) for plain, own in pairs], f"{num_accepted} of {num_drafts} drafts"
 
@@ -146,7 +151,7 @@ def proposers(
         return lambda: NgramProposer(has_store=True)
     if case == "draft":
         return ModelProposer
-    llm.engine.core.scheduler.drafter = None
+    set_drafter(llm.engine.core.scheduler, None)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     recorded = [prompt + each.token_ids for prompt, each in zip(prompts, outputs, strict=True)]
     return lambda: Replay(recorded, vocab_size, 1.0 if case == "wrong" else 0.2)

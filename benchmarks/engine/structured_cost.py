@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models
 from benchmarks.models import model_path
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.input_processor import Vocabulary
-from nanovllm.structured.guidance import GuidanceEngine, GuidanceGrammar
+from nanovllm.features.grammar.guidance import GuidanceEngine, GuidanceGrammar
 
 SCHEMA: dict[str, Any] = {
     "type": "array",

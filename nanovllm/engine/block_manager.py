@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from nanovllm.engine.step import BlockCopy
-
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
-    from nanovllm.engine.state_pool import StatePool
 
 
 class BlockKey(NamedTuple):
@@ -38,14 +35,7 @@ class Prefix:
 class BlockManager:
     """Owns all blocks. A block without references stays cached until the free list reuses it."""
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        enable_caching: bool,
-        states: StatePool | None = None,
-    ) -> None:
-        self.states = states  # None: the model has no recurrent layers
+    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_caching = enable_caching
@@ -54,6 +44,8 @@ class BlockManager:
         self._prefixes: list[Prefix | None] = [None] * num_blocks
         self.cached: dict[int, int] = {}  # hash -> block id
         self.is_cached = bytearray(num_blocks)  # 1 for each block in `cached`
+        # Called with each block that leaves the prefix cache.
+        self.on_evict: Callable[[int], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -69,16 +61,26 @@ class BlockManager:
         seq.capacity = len(seq.block_ids) * self.block_size
         return block_ids
 
-    def admit(self, seq: Sequence) -> int | None:
-        """Assign to `seq` its cached prefix and new blocks for the rest of its tokens.
+    def match(self, seq: Sequence) -> list[int]:
+        """Return the blocks of the longest cached prefix, leaving at least one token to compute."""
+        hits: list[int] = []
+        if not self.enable_caching or not seq.may_hit:
+            return hits
+        parent: Prefix | str | None = seq.request.cache_salt
+        num_full = (len(seq.token_ids) - 1) // self.block_size
+        for key in self._keys(seq, num_full)[:num_full]:
+            block_id = self._find(key, parent)
+            if block_id is None:
+                break
+            hits.append(block_id)
+            parent = self._prefixes[block_id]
+        return hits
+
+    def admit(self, seq: Sequence, hits: list[int]) -> int | None:
+        """Assign to `seq` the cached blocks `hits`, and new blocks for the rest of its tokens.
 
         Returns None on success, else how many blocks must be free before a retry can succeed.
         """
-        hits = self._match(seq) if self.enable_caching and seq.may_hit else []
-        if self.states is not None:
-            hits = self.states.longest_hit(seq, hits)
-        shared = self._shared_blocks(seq, hits)
-        hits = hits if shared is None else shared
         num_idle_hits = sum(1 for block_id in hits if self._ref_counts[block_id] == 0)
         num_needed = self.num_blocks_for(len(seq.token_ids)) - len(hits) + num_idle_hits
         if num_needed > len(self._free):
@@ -94,21 +96,7 @@ class BlockManager:
             seq.num_computed + self.block_size if self.enable_caching else sys.maxsize
         )
         self.allocate(seq, len(seq.token_ids))
-        if shared is not None:
-            # The last prompt token is computed again, because this sample needs its logits.
-            seq.num_computed = seq.num_prompt_tokens - 1
         return None
-
-    def copy_on_write(self, seq: Sequence) -> BlockCopy | None:
-        """Return the copy that `seq` needs of its leader's last prompt block, if any.
-
-        Samples of a prompt share all blocks before the one that holds its last token; each sample
-        writes to its own copy of that last block.
-        """
-        index, num_tokens = divmod(seq.num_computed, self.block_size)
-        if seq.leader is None or num_tokens == 0:
-            return None
-        return BlockCopy(seq.leader.block_ids[index], seq.block_ids[index])
 
     def release(self, seq: Sequence) -> None:
         """Drop the references of `seq` to its blocks."""
@@ -172,40 +160,12 @@ class BlockManager:
         assert cached == self.cached, "the hash table and the blocks disagree"
         cached_ids = {i for i, is_cached in enumerate(self.is_cached) if is_cached}
         assert cached_ids == set(cached.values()), "the flags and the blocks disagree"
-        if self.states is not None:
-            self.states.check(self.is_cached)
-
-    def _shared_blocks(self, seq: Sequence, hits: list[int]) -> list[int] | None:
-        """Return the prompt blocks that `seq` shares with its leader; None if it cannot share."""
-        leader, num_prompt_tokens = seq.leader, seq.num_prompt_tokens
-        # The last block is copied before the step runs, so an earlier step must have written it.
-        if leader is None or not leader.block_ids or leader.row_start < num_prompt_tokens:
-            return None
-        if self.states is not None:  # the state before the last prompt token is not kept
-            return None
-        num_whole = (num_prompt_tokens - 1) // self.block_size
-        if not self.enable_caching:
-            return leader.block_ids[:num_whole]
-        return hits if len(hits) == num_whole else None
 
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
         self._uncache(block_id)
         self._ref_counts[block_id] = 1
         return block_id
-
-    def _match(self, seq: Sequence) -> list[int]:
-        """Return the blocks of the longest cached prefix, leaving at least one token to compute."""
-        hits: list[int] = []
-        parent: Prefix | str | None = seq.request.cache_salt
-        num_full = (len(seq.token_ids) - 1) // self.block_size
-        for key in self._keys(seq, num_full)[:num_full]:
-            block_id = self._find(key, parent)
-            if block_id is None:
-                break
-            hits.append(block_id)
-            parent = self._prefixes[block_id]
-        return hits
 
     def _find(self, key: BlockKey, parent: Prefix | str | None) -> int | None:
         block_id = self.cached.get(key.hash)
@@ -237,8 +197,8 @@ class BlockManager:
             del self.cached[prefix.key.hash]
             self._prefixes[block_id] = None
             self.is_cached[block_id] = 0
-            if self.states is not None:
-                self.states.drop(block_id)
+            if self.on_evict is not None:
+                self.on_evict(block_id)
 
     def _keys(self, seq: Sequence, num_full: int) -> list[BlockKey]:
         """Return the keys of the first blocks, `num_full` or more; hash each block only once."""

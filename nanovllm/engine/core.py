@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from time import perf_counter
+from time import perf_counter, sleep
+
+import numpy as np
 
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.grammar import GrammarEngine
 from nanovllm.engine.request import (
     POOL_TOO_SMALL,
     EngineCoreOutputs,
@@ -18,8 +19,13 @@ from nanovllm.engine.request import (
 )
 from nanovllm.engine.scheduler import Scheduler, Step
 from nanovllm.engine.sequence import Sequence, check_length
+from nanovllm.engine.step import Bitmasks
 from nanovllm.engine.timing import StepLog
 from nanovllm.errors import EngineError
+
+POLL_SECONDS = 0.001  # time between looks at postponed sequences while nothing else runs
+# They allow every token.
+NO_BITMASKS = Bitmasks(np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
 
 
 class EngineCore:
@@ -34,11 +40,9 @@ class EngineCore:
         executor: Executor,
         depth: int,
         max_model_len: int,
-        get_grammars: Callable[[], GrammarEngine] | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
-        self._get_grammars = get_grammars
         self.executor = executor
         self.depth = depth
         # A sequence ends when it fills the whole KV cache: if preempted, it could never resume.
@@ -65,13 +69,9 @@ class EngineCore:
         """Queue a request; raise RequestError, and keep no state, if it can never run."""
         self.check(request)
         seq = Sequence(request)
-        if request.leader_id is not None:
-            seq.leader = self._sequences.get(request.leader_id)
         if request.pooling is None:
             seq.is_cut_by_pool = self._is_pool_short and seq.max_len > self.max_len
             seq.max_len = min(seq.max_len, self.max_len)
-        if request.grammar is not None:
-            seq.matcher = self._grammars.matcher(request.grammar, request.stop_token_ids)
         self._sequences[seq.seq_id] = seq
         self.scheduler.add(seq)
 
@@ -98,7 +98,7 @@ class EngineCore:
             step.pending = self.executor.submit(step.plan)
             self._in_flight.append(step)
             if len(self._in_flight) == 1:
-                self._send_masks()
+                self._send_bitmasks()
         times.append(self._clock())
         outputs = EngineCoreOutputs([], [], [])
         if self._in_flight and (step is None or len(self._in_flight) > self.depth):
@@ -107,9 +107,8 @@ class EngineCore:
         if self.log is not None and (step or oldest):
             self.log.add_step([*times, self._clock()], oldest)
         if not self._in_flight and oldest is None and self._sequences:
-            assert self.scheduler.waiting_for_grammar, "sequences are waiting, but nothing runs"
-            matchers = [seq.matcher for seq in self.scheduler.waiting_for_grammar.values()]
-            self._grammars.wait([matcher for matcher in matchers if matcher is not None])
+            assert self.scheduler.postponed, "sequences are waiting, but nothing runs"
+            sleep(POLL_SECONDS)
         return outputs
 
     def finish(self, seq_id: int, reason: FinishReason) -> FinishedSequence | None:
@@ -142,7 +141,7 @@ class EngineCore:
             return self._drop(step)
         updated = self.scheduler.commit(step, result)
         if self._in_flight:
-            self._send_masks()
+            self._send_bitmasks()
         streaming = [
             seq for seq in updated if seq.is_streaming and seq.request.params.max_tokens != 0
         ]
@@ -159,29 +158,19 @@ class EngineCore:
     def _drop(self, lost: Step) -> EngineCoreOutputs:
         """Discard a lost step and those in flight, which depend on it; preempt all sequences."""
         for step in self._in_flight:
-            if step.masked_rows:  # the step waits for bitmasks: allow every token
-                num_masks = int(step.plan.num_logits[step.plan.masked_rows].sum())
-                ended: list[tuple[None, list[int]]] = [(None, [])] * num_masks
-                self.executor.sample(self._grammars.masks(ended, self.executor.mask_memory)[0])
+            if step.get_bitmasks is not None:  # the step has not been sampled yet
+                self.executor.sample(NO_BITMASKS)
             step.pending.result()
         self.scheduler.drop([lost, *self._in_flight])
         self._in_flight.clear()
         return EngineCoreOutputs([], [], [])
 
-    def _send_masks(self) -> None:
-        """Send bitmasks for the oldest step in flight: the tokens they depend on are now known."""
-        step = self._in_flight[0]
-        if step.masked_rows:
-            rows = self.scheduler.matchers(step)
-            masks, late = self._grammars.masks(rows, self.executor.mask_memory)
-            late_rows = step.plan.masked_rows[late].tolist()
-            self.scheduler.wait_for_grammar([step.rows[row] for row in late_rows])
-            self.executor.sample(masks)
-
-    @property
-    def _grammars(self) -> GrammarEngine:
-        assert self._get_grammars is not None, "there is no grammar engine"
-        return self._get_grammars()
+    def _send_bitmasks(self) -> None:
+        """Complete the oldest step in flight: the tokens that it depends on are now known."""
+        oldest = self._in_flight[0]
+        if oldest.get_bitmasks is not None:
+            allocate = self.executor.mask_memory
+            self.executor.sample(oldest.get_bitmasks(self.scheduler, oldest, allocate))
 
     def _leave(self, seq: Sequence) -> FinishedSequence:
         assert seq.finish_reason is not None

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
+from nanovllm.engine.step import Bitmasks, IntColumn, Pending, StepPlan, StepResult
 
-if TYPE_CHECKING:
-    from nanovllm.engine.state_pool import StateCounts
+
+@dataclass(frozen=True, slots=True)
+class StateCounts:
+    """Numbers of recurrent states.
+
+    Order of the ids: slots, padding, initial (always zero), snapshots.
+    """
+
+    num_slots: int
+    num_snapshots: int
+
+    @property
+    def initial_id(self) -> int:
+        return self.num_slots + 1
+
+    @property
+    def snapshot_ids(self) -> range:
+        return range(self.num_slots + 2, self.total)
+
+    @property
+    def total(self) -> int:
+        return self.num_slots + 2 + self.num_snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +50,10 @@ class Executor(Protocol):
         """Start the workers and load the model."""
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        """Launch a step. If it has masked rows, `sample` must be called to complete it."""
+        """Launch a step. If it needs bitmasks, `sample` must be called to complete it."""
 
-    def sample(self, masks: IntColumn) -> None:
-        """Sample the plan submitted last, given the bitmasks of its masked rows."""
+    def sample(self, bitmasks: Bitmasks) -> None:
+        """Sample the plan submitted last, given its bitmasks."""
 
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
         """Allocate host memory for bitmasks; do not change them until their step has finished."""

@@ -1,18 +1,13 @@
-"""The engine's interface to structured output, which `structured/` implements.
-
-A bitmask has one bit per token: bit i % 32 of word i // 32 says whether token i may come next.
-"""
+"""The engine's interface to structured output, which `features/grammar` implements."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
+from nanovllm.engine.step import IntColumn
 
-Bitmasks = npt.NDArray[np.int32]
-Allocate = Callable[[int, int], Bitmasks]  # (num_rows, num_words) -> bitmasks
+Allocate = Callable[[int, int], IntColumn]  # (num_rows, num_words) -> words of `Bitmasks`
 
 
 class Grammar(Protocol):
@@ -49,15 +44,11 @@ class GrammarEngine(Protocol):
 
     def masks(
         self, rows: Sequence[tuple[Any, list[int]]], allocate: Allocate
-    ) -> tuple[Bitmasks, list[int]]:
+    ) -> tuple[IntColumn, list[int]]:
         """Return the bitmasks of each row, and the indices of the rows that are not ready.
 
         A row is a matcher and its draft tokens. Its bitmasks are for the next token and for the
-        token after each draft token. A matcher of None, for a sequence that has ended, allows every
-        token. The next call may overwrite the bitmasks.
+        token after each draft token. The next call may overwrite the bitmasks.
         """
-
-    def wait(self, matchers: list[Any]) -> None:
-        """Wait until one of the matchers is ready, or until a short timeout has passed."""
 
     def close(self) -> None: ...

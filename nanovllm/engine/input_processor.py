@@ -115,7 +115,7 @@ class InputProcessor:
         )
         requests = [first]
         if params.n > 1:  # only the first completion computes prompt logprobs
-            other = replace(first, params=replace(params, prompt_logprobs=None), leader_id=seq_id)
+            other = replace(first, params=replace(params, prompt_logprobs=None))
             for index, seq_id in zip(range(1, params.n), self._seq_ids, strict=False):
                 seed = self._seed(params, seq_id, index)
                 requests.append(replace(other, seq_id=seq_id, seed=seed))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import abc
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from nanovllm.engine.request import TokenLogprobs
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import StepPlan
 from nanovllm.outputs import Logprob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from nanovllm.engine.scheduler import Step
 
 T = TypeVar("T")
 
@@ -40,29 +41,24 @@ def entry_bytes(num_top: int | None) -> int:
     return RANK_BYTES + PAIR_BYTES * (1 + (num_top or 0))
 
 
-def add_logprobs(rows: list[Sequence], plan: StepPlan, columns: Columns) -> None:
+def add_logprobs(step: Step, columns: Columns) -> None:
     """Store the logprobs of a step in the sequences that requested them."""
     if "prompt_logprobs" in columns:
-        _add_prompt_logprobs(rows, plan, pack_logprobs(columns, "prompt_"))
+        _add_prompt_logprobs(step, pack_logprobs(columns, "prompt_"))
     if "logprobs" not in columns:
         return
-    counts = zip(rows, plan.num_logits.tolist(), strict=True)
-    sampled = [seq for seq, count in counts for _ in range(count)]
-    asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
     entries = pack_logprobs(columns)
-    for seq in asking:
-        seq.new_logprobs = []
-    for seq, entry in zip(asking, entries, strict=True):
-        if seq.finish_reason is None and not seq.is_dropped:
-            seq.new_logprobs.append(entry[: entry_bytes(seq.request.params.logprobs)])
+    for seq, count in zip(step.rows, step.num_logits, strict=True):
+        if (num_top := seq.request.params.logprobs) is None:
+            continue
+        new = [entry[: entry_bytes(num_top)] for entry in islice(entries, count)]
+        is_over = seq.finish_reason is not None or seq in step.dropped
+        seq.new_logprobs = [] if is_over else new
 
 
-def _add_prompt_logprobs(
-    rows: list[Sequence], plan: StepPlan, entries: abc.Iterator[TokenLogprobs]
-) -> None:
+def _add_prompt_logprobs(step: Step, entries: abc.Iterator[TokenLogprobs]) -> None:
     """Append the prompt logprobs that a step computed to the sequences that requested them."""
-    spans = zip(rows, plan.starts.tolist(), plan.counts.tolist(), strict=True)
-    for seq, start, count in spans:
+    for seq, start, count in zip(step.rows, step.starts, step.counts, strict=True):
         num_top = seq.request.params.prompt_logprobs
         if num_top is None:
             continue

@@ -36,7 +36,6 @@ class Request:
     grammar: Grammar | None = None  # constrains the output
     cache_salt: str | None = None
     is_streaming: bool = False  # each token is returned as soon as it is sampled, not at the end
-    leader_id: int | None = None  # seq_id of the prompt's first sample, which must be added first
     pooling: Pooling | None = None  # None: generate instead of pooling
     request_id: str = ""  # prompts with the same id take turns with other requests
     arrival_time: float = field(default_factory=time.perf_counter)

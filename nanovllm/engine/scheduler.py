@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -12,24 +12,25 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.grammar import Matcher
-from nanovllm.engine.prompt_budget import PromptBudget
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.request import DraftCounts, FinishReason
 from nanovllm.engine.sequence import NO_SLOT, Sequence, WaitingQueue
 from nanovllm.engine.step import (
-    BlockCopy,
+    Bitmasks,
     BlockUpdate,
     DraftUpdate,
     NewRow,
     Pending,
+    StateCopy,
     StepPlan,
     StepResult,
 )
 from nanovllm.sampling_params import NO_TOKEN
 
 if TYPE_CHECKING:
-    from nanovllm.engine.drafter import Drafter
-    from nanovllm.engine.state_pool import StateCopy
+    from nanovllm.engine.grammar import Allocate
+
+    GetBitmasks = Callable[["Scheduler", "Step", Allocate], Bitmasks]
 
 
 @dataclass(slots=True, eq=False)
@@ -37,19 +38,21 @@ class Step:
     """A step from its planning to its commit; columns are plain lists while it is planned."""
 
     budget: int  # number of tokens that still may be added
+    prompt_budget: int  # number of these that may be tokens of prompts
     num_decode_tokens: int = 0
     rows: list[Sequence] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     num_logits: list[int] = field(default_factory=list)
-    masked_rows: list[int] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     block_updates: list[BlockUpdate] = field(default_factory=list)
-    block_copies: list[BlockCopy] = field(default_factory=list)
     draft_updates: list[DraftUpdate] = field(default_factory=list)
     state_copies: list[StateCopy] = field(default_factory=list)
     unfinished: set[str] = field(default_factory=set)  # request_ids of rows that end in a prompt
+    dropped: list[Sequence] = field(default_factory=list)  # those whose results are discarded
+    # Set if the step is sampled in a second call, when the tokens before it are known.
+    get_bitmasks: GetBitmasks | None = None
     plan: StepPlan = field(init=False)
     pending: Pending[StepResult] = field(init=False)  # set when the step is submitted
     submit_time: float = 0.0
@@ -69,8 +72,7 @@ class Step:
             block_updates=self.block_updates,
             released=released,
             num_decode_tokens=self.num_decode_tokens,
-            masked_rows=np.array(self.masked_rows, np.int32),
-            block_copies=self.block_copies,
+            needs_bitmasks=self.get_bitmasks is not None,
             draft_updates=self.draft_updates,
             state_copies=self.state_copies,
         )
@@ -88,8 +90,7 @@ class Scheduler:
         blocks: BlockManager,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        prompt_budget: PromptBudget | None = None,
-        drafter: Drafter | None = None,
+        features: Iterable[Feature] = (),
         allow_chunks: bool = True,
     ) -> None:
         self.allow_chunks = allow_chunks  # False: each prompt runs in a single step
@@ -98,58 +99,42 @@ class Scheduler:
         self.num_preemptions = 0
         # Number of prompt tokens looked up, and found, in the prefix cache.
         self.num_cache_queries = self.num_cache_hits = 0
-        self.blocks, self.states = blocks, blocks.states
-        self.prompt_budget = prompt_budget  # None: only max_num_batched_tokens limits prompts
-        self.drafter = drafter  # None: no speculative decoding
+        self.draft_counts = DraftCounts()
+        self.blocks = blocks
+        self.features = tuple(features)
         self.waiting = WaitingQueue()
-        # Sequences whose grammar is not compiled yet, or whose next bitmask is not computed yet.
-        self.waiting_for_grammar: dict[int, Sequence] = {}
+        self.postponed: dict[int, Sequence] = {}  # those for which a feature is not ready
         # Ordered by priority, then by admission; the last one is preempted first.
         self.running: dict[int, Sequence] = {}
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._released: list[int] = []  # slots freed since the last plan
         # The last sequence that did not fit, and the number of free blocks that it needed.
         self._misfit: tuple[Sequence | None, int] = None, 0
-        # Leaders (sequences with followers) whose prefill the last plan completed.
-        self._prefilled_leaders: list[Sequence] = []
-        self._newest: list[Sequence] = []  # rows of the latest step
-
-    @property
-    def draft_counts(self) -> DraftCounts:
-        return DraftCounts() if self.drafter is None else self.drafter.counts
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence; a further sample of a prompt waits for its leader's prefill."""
-        leader = seq.leader
-        if leader is not None and leader.num_computed < leader.num_prompt_tokens:
-            leader.followers[seq.seq_id] = seq
-            return
-        self._enqueue(seq)
+        """Queue a sequence, or postpone it if a feature is not ready."""
+        seq.features = tuple(feature for feature in self.features if feature.joins(seq))
+        if self._is_ready(seq):
+            self.waiting.add(seq)
+        else:
+            self.postponed[seq.seq_id] = seq
 
     def schedule(self) -> Step | None:
         """Plan the next step: running sequences first, then as many waiting ones as fit.
 
         Returns None if no sequence can run.
         """
-        step = Step(self.max_num_batched_tokens)
-        if self.states is not None:
-            self.states.save(self.blocks)
-        while self._prefilled_leaders:
-            self._enqueue_followers(self._prefilled_leaders.pop())
-        if self.waiting_for_grammar:
-            self._enqueue_ready()
-        if self.drafter is not None:
-            num_possible = min(len(self.running) + len(self.waiting), self.max_num_seqs)
-            num_unused = self.max_num_seqs - num_possible
-            self.drafter.begin_step(len(self.running), num_unused, self._newest)
+        step = Step(self.max_num_batched_tokens, self.max_num_batched_tokens)
+        for feature in self.features:
+            feature.begin_step(self, step)
         self._schedule_running(step)
         self._admit_waiting(step)
         if not step.rows:
             return None
-        if self.states is not None:
-            step.state_copies = self.states.take_copies()
+        for feature in self.features:
+            feature.planned(step)
         step.make_plan(self._released)
-        self._released, self._newest = [], step.rows
+        self._released = []
         return step
 
     def commit(self, step: Step, result: StepResult) -> list[Sequence]:
@@ -157,19 +142,12 @@ class Scheduler:
 
         Returns the sequences that finished, and all streaming ones with new tokens.
         """
-        plan = step.plan
-        if self.prompt_budget is not None:
-            counts = plan.num_prefill_tokens, step.num_decode_tokens
-            self.prompt_budget.measured(*counts, step.device_seconds)
         num_valid = step.num_logits if result.num_valid is None else result.num_valid.tolist()
-        updated = self._add_columns(step.rows, plan, result.columns) if result.columns else []
+        updated = self._add_columns(step, result.columns) if result.columns else []
         token_ids, end = result.tokens.tolist(), 0
         for seq, count, valid in zip(step.rows, step.num_logits, num_valid, strict=True):
             first, end = end, end + count
-            if not count or seq.finish_reason is not None:  # not sampled, or has already ended
-                continue
-            if seq.is_dropped:
-                seq.is_dropped = False
+            if not count or seq.finish_reason is not None or seq in step.dropped:
                 continue
             num_known = len(seq.token_ids)
             if result.failures:
@@ -177,55 +155,43 @@ class Scheduler:
             if count == 1:
                 self._append(seq, token_ids[first])
             else:
-                self._append_verified(step, seq, token_ids[first : first + valid])
+                self._append_verified(step, seq, count - 1, token_ids[first : first + valid])
             seq.num_new = len(seq.token_ids) - num_known
             if seq.new_logprobs:
                 del seq.new_logprobs[seq.num_new :]
             if seq.is_streaming or seq.finish_reason is not None:
                 updated.append(seq)
-        if self.drafter is not None and not plan.num_prefill_tokens:
-            # The duration includes idle time of the device, because drafting delays the plan.
-            num_rows = step.num_decode_tokens
-            num_tokens = num_rows - step.num_rejected
-            self.drafter.measured(len(step.rows), num_rows, num_tokens, step.seconds)
+        for feature in self.features:
+            feature.committed(step, result)
         return updated
 
-    def matchers(self, step: Step) -> list[tuple[Matcher | None, list[int]]]:
-        """Return the matchers and drafts of the masked rows of the oldest step in flight.
+    def resume(self, seq: Sequence) -> None:
+        """Queue a postponed sequence before the others, once all its features are ready."""
+        if self._is_ready(seq):
+            del self.postponed[seq.seq_id]
+            self.waiting.add(seq, is_first=True)
 
-        The matcher is None if the sequence has ended in the meantime.
+    def retract(self, seq: Sequence, step: Step) -> None:
+        """Discard what a step in flight samples for a sequence, and postpone the sequence.
+
+        It releases its blocks and slot. No later step may be in flight.
         """
-        masked = [step.rows[row] for row in step.masked_rows]
-        return [
-            (None if seq.finish_reason is not None else seq.matcher, seq.drafts) for seq in masked
-        ]
+        step.dropped.append(seq)
+        seq.num_tokens, seq.drafts = len(seq.token_ids), []
+        self._remove(seq)
+        self.postponed[seq.seq_id] = seq
 
-    def wait_for_grammar(self, seqs: list[Sequence]) -> None:
-        """Discard what the oldest step in flight samples for sequences that have no bitmasks yet.
-
-        They release their blocks and slots, and wait for their bitmasks.
-        """
-        for seq in seqs:
-            if seq.finish_reason is not None:
-                continue
-            seq.num_tokens -= 1
-            seq.is_dropped, seq.drafts = True, []
-            self._leave_running(seq)
-            self.waiting_for_grammar[seq.seq_id] = seq
-
-    def drop(self, steps: list[Step]) -> None:
+    def drop(self, steps: Iterable[Step]) -> None:
         """Discard all steps in flight, and preempt all running sequences.
 
         The prefix cache is reset: it may contain blocks that the discarded steps did not fill.
         """
-        rows = {seq.seq_id: seq for step in steps for seq in step.rows}
         for seq in reversed(list(self.running.values())):
             self._preempt(seq)
         self.blocks.reset_prefix_cache()
-        self._newest = []
-        for seq in rows.values():
+        for seq in (seq for step in steps for seq in step.rows):
             if seq.finish_reason is None:
-                seq.num_tokens, seq.is_dropped, seq.drafts = len(seq.token_ids), False, []
+                seq.num_tokens, seq.drafts = len(seq.token_ids), []
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence early (abort, stop string); do nothing if it has already ended."""
@@ -237,11 +203,13 @@ class Scheduler:
         self.blocks.check(self.running.values())
         slots = [seq.slot for seq in self.running.values()]
         assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots)
-        idle = (*self.waiting, *self.waiting_for_grammar.values())
+        idle = (*self.waiting, *self.postponed.values())
         assert all(not seq.block_ids and seq.slot == NO_SLOT for seq in idle)
         for seq in (*self.running.values(), *idle):
             assert seq.num_computed <= seq.num_tokens <= seq.max_len
             assert seq.finish_reason is None
+        for feature in self.features:
+            feature.check(self)
 
     @property
     def _last_running(self) -> Sequence:
@@ -250,43 +218,26 @@ class Scheduler:
     def _schedule_running(self, step: Step) -> None:
         # Each row takes at least one token, so at most `budget` rows can be scheduled.
         rows = list(islice(self.running.values(), step.budget))
-        if self.prompt_budget is None:
-            self._schedule_rows(rows, step)
-            return
-        # Decode rows come first, regardless of priority, so that they never wait for a prefill.
-        prompts = [seq for seq in rows if seq.num_tokens - seq.num_computed > 1]
-        prompts.sort(key=self.waiting.has_more)  # requests with many prompts come last
-        self._schedule_rows([seq for seq in rows if seq.num_tokens - seq.num_computed == 1], step)
-        if step.num_decode_tokens:
-            most = self.prompt_budget.num_prompt_tokens(step.num_decode_tokens)
-            step.budget = min(step.budget, most)
-        elif self.allow_chunks and (
-            self.waiting.has_series or any(map(self.waiting.has_more, prompts))
-        ):
-            step.budget = min(step.budget, self.prompt_budget.num_queued_tokens())
-        self._schedule_rows(prompts, step)
-
-    def _schedule_rows(self, rows: list[Sequence], step: Step) -> None:
-        drafter = self.drafter
-        for index, seq in enumerate(rows, 1):
-            if step.budget == 0:
-                return
-            num_tokens = seq.num_tokens
-            if seq.slot == NO_SLOT or num_tokens >= seq.max_len:
+        num_left = len(rows)
+        for seq in rows:
+            num_left -= 1  # each of the remaining rows needs a token
+            if seq.slot == NO_SLOT or seq.num_tokens >= seq.max_len:
                 continue  # preempted by an earlier row of this plan, or its last token is in flight
-            if drafter is not None and drafter.must_wait(seq):
-                continue
             if seq.is_serial and seq.num_pending:  # the host must know its pending token first
                 continue
-            last = end = self._row_end(seq, step)
-            drafts: list[int] | None = None
-            if drafter is not None:
-                num_left = len(rows) - index  # each of the remaining rows needs a token
-                drafts = drafter.draft(seq, step.budget - 1 - num_left, self.blocks)
-                last += len(drafts)
-            if last > seq.capacity and not self._grow(seq, last, step):
+            end = self._row_end(seq, seq.num_computed + step.budget - num_left, step)
+            if end == seq.num_computed or (end > seq.capacity and not self._grow(seq, end, step)):
                 continue
-            self._add_row(step, seq, end, drafts)
+            self._add_row(step, seq, end)
+
+    def _row_end(self, seq: Sequence, limit: int, step: Step) -> int:
+        """Return where the sequence's row ends, at most at `limit`; see `Feature.row_end`."""
+        start, end = seq.num_computed, seq.num_tokens
+        if end - start > 1:
+            end = min(end, limit, start + step.prompt_budget)
+        for feature in seq.features:
+            end = feature.row_end(seq, end, limit)
+        return end
 
     def _grow(self, seq: Sequence, num_tokens: int, step: Step) -> bool:
         """Allocate blocks for `seq`; if too few are free, preempt the last running sequences.
@@ -303,25 +254,8 @@ class Scheduler:
             step.block_updates.append(BlockUpdate(seq.slot, index, block_id))
         return True
 
-    def _enqueue_followers(self, leader: Sequence) -> None:
-        """Queue the followers of a leader that has been prefilled, or has ended."""
-        for follower in reversed(leader.followers.values()):
-            self._enqueue(follower, is_first=True)
-        leader.followers = {}
-
-    def _enqueue(self, seq: Sequence, is_first: bool = False) -> None:
-        """Put a sequence into the waiting queue, or let it wait for its grammar."""
-        if seq.matcher is not None and not seq.matcher.is_ready:
-            self.waiting_for_grammar[seq.seq_id] = seq
-            return
-        self.waiting.add(seq, is_first=is_first)
-
-    def _enqueue_ready(self) -> None:
-        """Move sequences whose next bitmask is ready from `waiting_for_grammar` to `waiting`."""
-        for seq in list(self.waiting_for_grammar.values()):
-            if not seq.is_dropped and seq.matcher is not None and seq.matcher.is_ready:
-                del self.waiting_for_grammar[seq.seq_id]
-                self.waiting.add(seq, is_first=True)
+    def _is_ready(self, seq: Sequence) -> bool:
+        return all(feature.is_ready(seq) for feature in seq.features)
 
     def _preempt(self, seq: Sequence) -> None:
         """Release everything but the tokens; the sequence is recomputed when there is room."""
@@ -330,7 +264,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit_waiting(self, step: Step) -> None:
-        while step.budget and self._free_slots:
+        while step.budget and step.prompt_budget and self._free_slots:
             seq = self.waiting.first(step.unfinished) or self.waiting.first()
             if seq is None:
                 return
@@ -341,7 +275,10 @@ class Scheduler:
                 return
             if seq.num_pending:  # preempted, and its last token is not known to the host yet
                 return
-            if (num_needed := self.blocks.admit(seq) or 0) > 0:
+            hits = self.blocks.match(seq)
+            for feature in seq.features:
+                hits = feature.usable_hits(seq, hits)
+            if (num_needed := self.blocks.admit(seq, hits) or 0) > 0:
                 self._misfit = seq, num_needed
                 return
             self._misfit = None, 0
@@ -359,11 +296,6 @@ class Scheduler:
             seq.num_cached = seq.num_computed
             self.num_cache_queries += seq.num_prompt_tokens
             self.num_cache_hits += seq.num_cached
-        copy, seq.leader = self.blocks.copy_on_write(seq), None
-        if copy is not None:
-            step.block_copies.append(copy)
-        if self.states is not None:
-            self.states.enter(seq)
         token_ids = np.array(seq.token_ids, np.int32)
         step.new_rows.append(
             NewRow(
@@ -378,77 +310,55 @@ class Scheduler:
                 seq.request.pooling,
             )
         )
-        # A prompt that does not fit takes the rest of the budget, unless a snapshot is due earlier.
-        self._add_row(step, seq, self._row_end(seq, step))
-        seq.row_start = 0
+        # A prompt that does not fit takes the rest of the budget.
+        limit = min(seq.num_tokens, seq.num_computed + step.budget)
+        self._add_row(step, seq, self._row_end(seq, limit, step))
 
-    def _row_end(self, seq: Sequence, step: Step) -> int:
-        budget = step.budget
-        if budget < seq.num_tokens - seq.num_computed and self._must_share(seq, step):
-            budget -= budget // 2
-        end = min(seq.num_tokens, seq.num_computed + budget)
-        return end if self.states is None else self.states.row_end(seq, end)
-
-    def _must_share(self, seq: Sequence, step: Step) -> bool:
-        """Whether a request of several prompts leaves half of the step to another request."""
-        if self.prompt_budget is None or not self.waiting.has_more(seq):
-            return False
-        other = self.waiting.first((*step.unfinished, seq.request_id))
-        return other is not None and other.priority <= seq.priority
-
-    def _add_row(
-        self, step: Step, seq: Sequence, end: int, drafts: list[int] | None = None
-    ) -> None:
+    def _add_row(self, step: Step, seq: Sequence, end: int) -> None:
         """Schedule `seq` up to `end`; if all tokens run, also count the one to be sampled.
 
-        Draft tokens run after `end`, but are counted only when `commit` has verified them.
+        Draft tokens run after the others, but are counted only when `commit` has verified them.
         """
-        start = seq.num_computed
-        is_last = end == seq.num_tokens
+        start, num_tokens = seq.num_computed, seq.num_tokens
+        count, num_logits = end - start, 0
         step.rows.append(seq)
         step.slots.append(seq.slot)
         step.starts.append(start)
-        count, num_logits = end - start, seq.num_logits if is_last else 0
-        if drafts or seq.has_rejected:
-            drafts = drafts or []
-            step.draft_updates.append(DraftUpdate(seq.slot, end, drafts))
-            seq.drafts, seq.has_rejected = drafts, False
-            count, num_logits = count + len(drafts), num_logits + len(drafts)
         step.counts.append(count)
-        step.num_logits.append(num_logits)
-        if is_last and seq.matcher is not None:
-            step.masked_rows.append(len(step.rows) - 1)
-        if is_last and start >= seq.num_prompt_tokens:
-            step.num_decode_tokens += count
         step.budget -= count
-        seq.row_start, seq.num_computed = start, end
-        if is_last:
+        if end > num_tokens or seq.has_rejected:
+            step.draft_updates.append(DraftUpdate(seq.slot, min(end, num_tokens), seq.drafts))
+            seq.has_rejected = False
+        if end >= num_tokens:
+            num_logits, end = seq.num_logits + end - num_tokens, num_tokens
             seq.num_tokens += 1
         else:
             step.unfinished.add(seq.request_id)
+        if num_logits and start >= seq.num_prompt_tokens:
+            step.num_decode_tokens += count
+        else:
+            step.prompt_budget = max(step.prompt_budget - count, 0)
+        step.num_logits.append(num_logits)
+        seq.num_computed = end
         if end >= seq.next_full_len:
             self.blocks.register(seq)
-        if self.states is not None:
-            self.states.scheduled(seq)
-        if seq.followers and end >= seq.num_prompt_tokens:
-            self._prefilled_leaders.append(seq)
 
-    def _add_columns(
-        self, rows: list[Sequence], plan: StepPlan, columns: Mapping[str, npt.NDArray[Any]]
-    ) -> list[Sequence]:
+    def _add_columns(self, step: Step, columns: Mapping[str, npt.NDArray[Any]]) -> list[Sequence]:
         """Store logprobs and pooled vectors in their sequences; return those that they end."""
         from nanovllm.engine.logprobs import add_logprobs
         from nanovllm.engine.scoring import add_pooled
 
-        add_logprobs(rows, plan, columns)
-        ended = add_pooled(rows, plan, columns.get("pooled"))
+        add_logprobs(step, columns)
+        ended = add_pooled(step, columns.get("pooled"))
         for seq, reason in ended:
             self._end(seq, reason)
         return [seq for seq, _ in ended]
 
-    def _append_verified(self, step: Step, seq: Sequence, token_ids: list[int]) -> None:
+    def _append_verified(
+        self, step: Step, seq: Sequence, num_drafts: int, token_ids: list[int]
+    ) -> None:
         """Append the draft tokens that the step accepted, and the token sampled after them."""
-        num_drafts, num_accepted = len(seq.drafts), len(token_ids) - 1
+        num_accepted = len(token_ids) - 1
         seq.drafts = []
         seq.num_tokens += num_accepted
         if seq.slot != NO_SLOT:  # not preempted in the meantime
@@ -460,9 +370,7 @@ class Scheduler:
             num_kept += 1
             if seq.finish_reason is not None:
                 break
-        assert self.drafter is not None
-        self.drafter.verified(seq, num_drafts, num_accepted)
-        for counts in (self.drafter.counts, seq.draft_counts):
+        for counts in (self.draft_counts, seq.draft_counts):
             counts.add(num_drafts, num_kept)
         step.num_accepted += num_kept
         step.num_rejected += num_drafts - num_kept
@@ -478,22 +386,20 @@ class Scheduler:
             seq.first_token_time = time.perf_counter()
         if seq.num_computed >= seq.next_full_len:
             self.blocks.register(seq)
-        matcher = seq.matcher
-        if token_id in seq.stop_token_ids or (matcher and matcher.finishes(token_id)):
+        if seq.stops(token_id):
             self._end(seq, "stop")
         elif num_tokens >= seq.max_len:
             self._end(seq, "length")
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason
-        if self.drafter is not None:
-            self.drafter.finished(seq)
-        if seq.followers:
-            self._enqueue_followers(seq)
-        if seq.leader is not None and seq.seq_id in seq.leader.followers:
-            del seq.leader.followers[seq.seq_id]
-        elif seq.seq_id in self.waiting_for_grammar:
-            del self.waiting_for_grammar[seq.seq_id]
+        for feature in seq.features:
+            feature.ended(seq)
+        self._remove(seq)
+
+    def _remove(self, seq: Sequence) -> None:
+        if seq.seq_id in self.postponed:
+            del self.postponed[seq.seq_id]
         elif seq.slot == NO_SLOT:
             self.waiting.remove(seq)
         else:

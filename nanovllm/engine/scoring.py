@@ -6,18 +6,21 @@ from array import array
 from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanovllm.engine.prompts import as_prompt
 from nanovllm.engine.request import FinishReason
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Pooling, StepPlan, Vector
+from nanovllm.engine.step import Pooling, Vector
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import require
+
+if TYPE_CHECKING:
+    from nanovllm.engine.scheduler import Step
 
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
@@ -39,20 +42,17 @@ def check_pooling(pooling: Pooling, vocab_size: int) -> None:
     require(is_valid, "pooling", '"last" or "mean"', pooling)
 
 
-def add_pooled(
-    rows: list[Sequence], plan: StepPlan, pooled: Vector | None
-) -> list[tuple[Sequence, FinishReason]]:
+def add_pooled(step: Step, pooled: Vector | None) -> list[tuple[Sequence, FinishReason]]:
     """Store the pooled vectors of the prompts that a step completes.
 
     Returns their sequences, except those that have already ended, each with its finish reason.
     """
     if pooled is None:
         return []
-    ends = (plan.starts + plan.counts).tolist()
     complete = [
         seq
-        for seq, end in zip(rows, ends, strict=True)
-        if seq.request.pooling is not None and end == seq.num_prompt_tokens
+        for seq, start, count in zip(step.rows, step.starts, step.counts, strict=True)
+        if seq.request.pooling is not None and start + count == seq.num_prompt_tokens
     ]
     ended: list[tuple[Sequence, FinishReason]] = []
     for seq, vector in zip(complete, pooled, strict=True):

@@ -5,19 +5,18 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_manager import BlockKey, Prefix
-from nanovllm.engine.grammar import Matcher
 from nanovllm.engine.request import DraftCounts, FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Vector
 from nanovllm.errors import PromptTooLongError
 
 if TYPE_CHECKING:
-    from nanovllm.engine.state_pool import Snapshot
+    from nanovllm.engine.feature import Feature
 
 NO_SLOT = -1
 
@@ -35,6 +34,8 @@ class Sequence:
     request: Request
     seq_id: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
+    stops: Callable[[int], bool] = field(init=False)  # whether an output token ends the sequence
+    features: tuple[Feature, ...] = ()  # those that take part in scheduling it
     is_streaming: bool = field(init=False)
     priority: int = field(init=False)
     request_id: str = field(init=False)
@@ -55,34 +56,25 @@ class Sequence:
     new_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of these tokens, if requested
     # One entry per prompt token, from the second on.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    matcher: Matcher | None = None  # grammar state after the known output tokens
-    is_dropped: bool = False  # whether to discard the token that the step in flight samples
     drafts: list[int] = field(default_factory=list)  # draft tokens that the step in flight verifies
     has_rejected: bool = False  # whether the device may still count rejected draft tokens
     draft_counts: DraftCounts = field(default_factory=DraftCounts)
     pooled: Vector | None = None
 
-    leader: Sequence | None = None  # first sample of the prompt, whose blocks this one shares
-    followers: dict[int, Sequence] = field(default_factory=dict)  # samples waiting for its prefill
-
     slot: int = NO_SLOT
     num_computed: int = 0
-    row_start: int = 0  # first position of its latest row; 0 for the row that admitted it
     block_ids: list[int] = field(default_factory=list)
     capacity: int = 0  # number of tokens that block_ids can hold
     block_keys: list[BlockKey] = field(default_factory=list)  # keys of full blocks hashed so far
     prefix: Prefix | str | None = field(init=False)  # last prefix registered or matched
     next_full_len: int = 0  # number of computed tokens at which the next block is full
-    # With recurrent layers only:
-    shared_len: int = 0  # number of tokens that were in cached blocks at admission
-    snapshot_len: int = 0  # length of the longest prefix with a snapshot besides `last_snapshot`
-    last_snapshot: Snapshot | None = None  # latest one in the output; the next one replaces it
 
     def __post_init__(self) -> None:
         request = self.request
         self.seq_id, self.is_streaming = request.seq_id, request.is_streaming
         self.request_id = request.request_id or str(request.seq_id)
         self.stop_token_ids, self.priority = request.stop_token_ids, request.params.priority
+        self.stops = self.stop_token_ids.__contains__
         self.token_ids = array("i", request.token_ids)
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
         num_new = request.params.max_new_tokens if request.pooling is None else 1

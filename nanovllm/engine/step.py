@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from nanovllm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm.engine.state_pool import StateCopy
 
 IntColumn = npt.NDArray[np.int32]
 Vector = npt.NDArray[np.float32]
@@ -71,11 +68,23 @@ class DraftUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """A copy of the keys and values of block `source` to block `target`."""
+class StateCopy:
+    """A copy of recurrent state `source` to state `target`."""
 
     source: int
     target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bitmasks:
+    """The tokens that grammars allow in the newest plan.
+
+    `words` [positions, words] has a row for each position with logits of each slot in `slots`, in
+    the order of the plan. Bit i % 32 of word i // 32 is set if token i may come next.
+    """
+
+    slots: IntColumn
+    words: IntColumn
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +103,7 @@ class StepPlan:
     block_updates: list[BlockUpdate]
     released: list[int]  # slots whose sequence left since the previous plan
     num_decode_tokens: int  # one per decode row and per draft token
-    # Rows whose tokens a grammar limits. If there are any, the whole step is sampled only when
-    # `Executor.sample` is called with their bitmasks.
-    masked_rows: IntColumn = field(default_factory=lambda: np.zeros(0, np.int32))
-    block_copies: list[BlockCopy] = field(default_factory=list)  # done before the step runs
+    needs_bitmasks: bool = False  # whether to sample only when `Executor.sample` is called
     draft_updates: list[DraftUpdate] = field(default_factory=list)
     state_copies: list[StateCopy] = field(default_factory=list)  # done in order, before the step
 

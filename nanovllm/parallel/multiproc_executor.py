@@ -14,7 +14,7 @@ import numpy as np
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.executor import Executor, ExecutorInfo
-from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
+from nanovllm.engine.step import Bitmasks, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.parallel.child import Failure
 from nanovllm.parallel.supervisor import ChildProcesses, Children, Supervisor
 from nanovllm.parallel.worker_main import RendezvousInfo, WorkerTask
@@ -107,8 +107,8 @@ class MultiprocExecutor:
         self._send(plan)
         return Pending(lambda: self._take_reply()[1])
 
-    def sample(self, masks: IntColumn) -> None:
-        self._send(masks)
+    def sample(self, bitmasks: Bitmasks) -> None:
+        self._send(bitmasks)
 
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
         return np.empty((num_rows, num_words), np.int32)

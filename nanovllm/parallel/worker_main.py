@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.step import IntColumn, Pending, StepResult
+from nanovllm.engine.step import Bitmasks, Pending, StepResult
 from nanovllm.parallel.child import Kind, Link, StepTimer, reporting, run_child
 
 if TYPE_CHECKING:
@@ -65,11 +65,11 @@ def serve(rank: int, link: Link, timer: StepTimer) -> None:
     while (plan := link.receive()) is not None:
         with timer:
             pending = worker.submit(plan)
-        if len(plan.masked_rows):
-            masks: IntColumn | None = link.receive()  # the bitmasks follow the plan
-            if masks is None:
+        if plan.needs_bitmasks:
+            bitmasks: Bitmasks | None = link.receive()  # they follow the plan
+            if bitmasks is None:
                 return
-            worker.sample(masks)
+            worker.sample(bitmasks)
         if rank == 0:
             launched.put(pending)
 

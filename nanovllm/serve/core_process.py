@@ -164,7 +164,7 @@ class CoreLoop:
         blocks, counts = scheduler.blocks, scheduler.draft_counts
         return CoreStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(scheduler.waiting_for_grammar),
+            num_waiting=len(scheduler.waiting) + len(scheduler.postponed),
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free,
             num_preemptions=scheduler.num_preemptions,

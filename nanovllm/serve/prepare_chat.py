@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nanovllm.assembly import require_feature
 from nanovllm.engine.chat_template import choose_template
 from nanovllm.engine.conversations import as_conversations
 from nanovllm.engine.detokenizer import num_held
@@ -30,8 +31,6 @@ from nanovllm.serve.protocol import (
 )
 from nanovllm.serve.replay import EncodedPrompt, KeptReply, ReadReply, Reply, read_events
 from nanovllm.serve.service import Service
-from nanovllm.structured.grammar_text import enforced_json
-from nanovllm.structured.limits import run_bounded
 from nanovllm.validation import require, require_text
 
 # Template variables that chat_template_kwargs may not set.
@@ -319,6 +318,10 @@ def output_constraint(
         if constraint is not None:
             message = "a response format and enforced tool calls cannot be combined; omit one"
             raise RequestError(message, param="tools")
+        require_feature("grammar", "enforcing tool calls", GrammarError)
+        from nanovllm.features.grammar.grammar_text import enforced_json
+        from nanovllm.features.grammar.limits import run_bounded
+
         has_reasoning = reasoning is not None
         rules = CallRules(must_call, is_parallel, has_reasoning, service.special_ids, enforced_json)
         constraint = {"grammar": run_bounded(tool_grammar, service.formats.tools, tools, rules)}

@@ -19,27 +19,14 @@ def drafts_as_rows(plan: StepPlan) -> StepPlan:
     Keys and values are written before attention reads them, so each row sees those of earlier rows.
     """
     rows: list[tuple[int, int, int, int]] = []  # lists suffice: drafts are for small batches
-    firsts = []  # index of the first new row of each old row, then the number of new rows
     columns = plan.slots, plan.starts, plan.counts, plan.num_logits
     for slot, start, count, num_logits in zip(*(c.tolist() for c in columns), strict=True):
-        firsts.append(len(rows))
         if num_logits > 1:
             rows += [(slot, start + offset, 1, 1) for offset in range(num_logits)]
         else:
             rows.append((slot, start, count, num_logits))
-    firsts.append(len(rows))
-    masked = [
-        new for row in plan.masked_rows.tolist() for new in range(firsts[row], firsts[row + 1])
-    ]
     slots, starts, counts, num_logits = np.array(rows, np.int32).T
-    return replace(
-        plan,
-        slots=slots,
-        starts=starts,
-        counts=counts,
-        num_logits=num_logits,
-        masked_rows=np.array(masked, np.int32),
-    )
+    return replace(plan, slots=slots, starts=starts, counts=counts, num_logits=num_logits)
 
 
 def host_drafts(plan: StepPlan) -> IntColumn:

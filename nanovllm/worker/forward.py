@@ -56,14 +56,6 @@ class EagerForward:
     def __call__(self, plan: StepPlan) -> StepLogits:
         return self.step_logits(self.model(self.batch(plan)), plan)
 
-    def copy_blocks(self, plan: StepPlan) -> None:
-        upload = self.input_batch.device.upload
-        sources = upload(np.array([copy.source for copy in plan.block_copies]))
-        targets = upload(np.array([copy.target for copy in plan.block_copies]))
-        for cache in self.caches:
-            for part in cache.parts if isinstance(cache, LayerCache) else ():
-                part.index_copy_(0, targets, part.index_select(0, sources))
-
     def batch(self, plan: StepPlan) -> ForwardBatch:
         """Apply a plan to the InputBatch; return the plan's tokens, row after row, as one batch."""
         input_batch, upload = self.input_batch, self.input_batch.device.upload

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
+from nanovllm.engine.step import Bitmasks, IntColumn, Pending, StepPlan, StepResult
+from nanovllm.sampling_params import NO_TOKEN
 from nanovllm.worker.device_interface import CapturedSteps, Device
 from nanovllm.worker.draft_rows import count_valid, drafts_as_rows, host_drafts
 from nanovllm.worker.forward import (
@@ -22,9 +23,9 @@ from nanovllm.worker.forward import (
 )
 
 if TYPE_CHECKING:
-    from nanovllm.worker.draft_model import DraftModel
     from nanovllm.worker.request_extras import Extras, StepExtras
 
+Stage = Callable[[StepPlan], StepPlan]  # runs before the model, and may change the plan
 Sampler = Callable[[StepLogits, StepPlan], Sampled]
 
 
@@ -33,7 +34,7 @@ class Drafts:
     """The draft tokens that a step verifies."""
 
     num_logits: IntColumn  # [rows], before rows with draft tokens were split
-    tokens: IntColumn | Tensor  # [positions]; on the device if the draft model generated them
+    tokens: IntColumn | Tensor  # [positions]; on the device if a model generated them
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +59,26 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         self.device = self.eager.input_batch.device
-        self.draft_model: DraftModel | None = None
+        self.stages: list[Stage] = []
+        # Captured steps that may be lost: its own, and those of models that its stages run.
+        self.all_steps = [] if self.steps is None else [self.steps]
         self.extras: Extras | None = None  # created for the first row that is not `is_plain`
         self._unsampled: Unsampled | None = None
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue a step on the device; the next one may be queued before this one ends."""
-        if self.draft_model is not None:
-            plan = self.draft_model.run(plan)
+        for stage in self.stages:
+            plan = stage(plan)
         drafts: Drafts | None = None
+        is_generated = False  # whether the draft tokens are known only on the device
         if has_drafts(plan):
             drafts = Drafts(plan.num_logits, host_drafts(plan))
+            is_generated = any(NO_TOKEN in update.token_ids for update in plan.draft_updates)
             plan = drafts_as_rows(plan)
         if self.extras is None and not all(row.is_plain for row in plan.new_rows):
             from nanovllm.worker.request_extras import Extras
 
             self.extras = Extras(self.eager, self.steps)
-        if plan.block_copies:
-            self.eager.copy_blocks(plan)
         if self.eager.state_cache is not None:
             self.eager.state_cache.copy(plan.state_copies)
         if self.extras is None:
@@ -83,26 +86,26 @@ class ModelRunner:
         else:
             self.extras.update(plan)
             logits, extras = self.extras.run(plan, self.forward)
-        if drafts is not None and self.draft_model is not None:
+        if drafts is not None and is_generated:
             # The sampler will overwrite the draft tokens.
             slots, positions = map(self.device.upload, sampled_rows(plan))
             drafts = Drafts(drafts.num_logits, self.eager.input_batch.tokens[slots, positions])
         step = Unsampled(plan, logits, extras, drafts)
-        if not len(plan.masked_rows):
+        if not plan.needs_bitmasks:
             return self._fetch(step, self.sampler(step.logits, plan))
         self._unsampled = step
         return Pending(lambda: step.sampled[0].result())
 
-    def sample(self, masks: IntColumn) -> None:
-        """Sample the last step, given a bitmask for each masked row."""
+    def sample(self, bitmasks: Bitmasks) -> None:
+        """Sample the last step, given its bitmasks."""
         step = self._unsampled
         assert step is not None
         self._unsampled = None
         sampled = None
         if self.steps is not None:
-            sampled = self.steps.replay_masked(step.logits, step.plan, masks)
+            sampled = self.steps.replay_masked(step.logits, step.plan, bitmasks.words)
         if sampled is None:
-            apply_token_bitmask(self.device, step.logits.values, step.plan, masks)
+            apply_bitmasks(self.device, step.logits.values, step.plan, bitmasks)
             sampled = self.sampler(step.logits, step.plan)
         step.sampled.append(self._fetch(step, sampled))
 
@@ -121,8 +124,7 @@ class ModelRunner:
         self, fetched: Pending[list[np.ndarray]], names: list[str], step: Unsampled
     ) -> StepResult:
         tokens, *others = fetched.result()
-        draft_steps = None if self.draft_model is None else self.draft_model.runner.steps
-        if any(steps.has_lost_step() for steps in (self.steps, draft_steps) if steps is not None):
+        if any(steps.has_lost_step() for steps in self.all_steps):
             return StepResult(tokens, is_lost=True)
         num_valid = None
         if (drafts := step.drafts) is not None:
@@ -137,9 +139,12 @@ class ModelRunner:
         return StepResult(tokens, num_valid, columns, step.extras.failures)
 
 
-def apply_token_bitmask(device: Device, logits: Tensor, plan: StepPlan, masks: IntColumn) -> None:
-    """Apply the bitmasks of the masked rows to the logits [sampled rows, vocab_size]."""
-    rows = None
-    if len(masks) < len(logits):
-        rows = device.upload(np.cumsum(plan.num_logits > 0)[plan.masked_rows] - 1)
-    device.apply_token_bitmask(logits, rows, device.readable(masks))
+def apply_bitmasks(device: Device, logits: Tensor, plan: StepPlan, bitmasks: Bitmasks) -> None:
+    """Apply the bitmasks of a plan to its logits [sampled rows, vocab_size]."""
+    rows, words = None, bitmasks.words
+    if not len(words):
+        return
+    if len(words) < len(logits):
+        slots = plan.slots[plan.num_logits > 0]
+        rows = device.upload(np.flatnonzero(np.isin(slots, bitmasks.slots)))
+    device.apply_token_bitmask(logits, rows, device.readable(words))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import EngineConfig, RecurrentConfig
-from nanovllm.engine.state_pool import StateCopy, StateCounts
-from nanovllm.engine.step import StepPlan
+from nanovllm.engine.executor import StateCounts
+from nanovllm.engine.step import StateCopy, StepPlan
 from nanovllm.errors import ConfigError
 from nanovllm.layers.shards import sharded
 from nanovllm.ops.interface import LayerState, RecurrentRows

@@ -5,19 +5,31 @@ The workers of a group get the same plans in the same order, and each runs its s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.executor import ExecutorInfo
-from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
+from nanovllm.engine.step import Bitmasks, IntColumn, Pending, StepPlan, StepResult
 from nanovllm.errors import ConfigError
 from nanovllm.worker.device_interface import Device
-from nanovllm.worker.draft_model import DraftModel, load_draft_model
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import agree, choose_num_blocks
 from nanovllm.worker.load_model import load_model
 from nanovllm.worker.model_runner import ModelRunner
+
+
+class WorkerPart(Protocol):
+    """What a feature adds to a worker."""
+
+    def load(self, worker: Worker) -> int:
+        """Load models or weights; return the number of bytes that they add to a block."""
+
+    def attach(self, runner: ModelRunner, num_blocks: int, input_batch: InputBatch) -> None:
+        """Add stages to the runner."""
 
 
 class Worker:
@@ -31,11 +43,13 @@ class Worker:
         model_config: ModelConfig,
         checkpoint: Checkpoint,
         device: Device,
+        parts: Sequence[WorkerPart] = (),
     ) -> None:
         self.config = config
         self.model_config = model_config
         self.checkpoint = checkpoint
         self.device, self.group = device, device.group
+        self.parts = parts
 
     def start(self) -> ExecutorInfo:
         try:
@@ -57,10 +71,10 @@ class Worker:
         with torch.inference_mode(), self.device.in_order(int(plan.counts.sum())):
             return self.runner.run(plan)
 
-    def sample(self, masks: IntColumn) -> None:
+    def sample(self, bitmasks: Bitmasks) -> None:
         assert self.runner is not None, "sample after close"
         with torch.inference_mode(), self.device.in_order():
-            self.runner.sample(masks)
+            self.runner.sample(bitmasks)
 
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
         return self.device.host_memory((num_rows, num_words))
@@ -74,25 +88,22 @@ class Worker:
 
     def close(self) -> None:
         if self.runner is not None:
-            device, self.runner = self.device, None
+            device, self.runner, self.parts = self.device, None, ()
             del self.device  # the device may refer to the model
             device.release()
 
     def _start(self) -> ExecutorInfo:
         config, device = self.config, self.device
-        draft, speculative = None, config.speculative
-        if speculative is not None and speculative.model is not None:
-            draft = load_draft_model(speculative.model, config, self.model_config, device)
+        block_bytes = sum(part.load(self) for part in self.parts)
         target = load_model(config, self.model_config, self.checkpoint, device)
         counts = None if target.state_cache is None else target.state_cache.counts
-        models = [target] if draft is None else [target, draft]
-        block_bytes = sum(model.spec.block_bytes for model in models)
+        block_bytes += target.spec.block_bytes
         num_blocks = agree(choose_num_blocks(config, block_bytes, device), device)
         sizes = target.num_slots, config.max_model_len, config.kvcache_block_size
         input_batch = InputBatch(device, *sizes)
         self.runner = target.runner(num_blocks, input_batch)
-        if draft is not None:
-            self.runner.draft_model = DraftModel(draft.runner(num_blocks, input_batch))
+        for part in self.parts:
+            part.attach(self.runner, num_blocks, input_batch)
         dtype = str(target.model.dtype).split(".")[-1]
         return ExecutorInfo(
             num_blocks, device.depth, device.name, dtype, device.device_name, counts

@@ -20,9 +20,13 @@ def make_seq(seq_id: int, token_ids: list[int], salt: str | None = None) -> Sequ
     return Sequence(Request(seq_id, array("i", token_ids), SamplingParams(), cache_salt=salt))
 
 
+def admit(blocks: BlockManager, seq: Sequence) -> int | None:
+    return blocks.admit(seq, blocks.match(seq))
+
+
 def enter(blocks: BlockManager, seq: Sequence) -> Sequence:
     """Admit a sequence and schedule its whole prompt."""
-    assert blocks.admit(seq) is None
+    assert admit(blocks, seq) is None
     seq.num_computed = len(seq.token_ids)
     if seq.num_computed >= seq.next_full_len:
         blocks.register(seq)
@@ -36,7 +40,7 @@ def leave(blocks: BlockManager, *sequences: Sequence) -> None:
 
 def num_hits(blocks: BlockManager, token_ids: list[int], salt: str | None = None) -> int:
     """Return how many tokens of a prompt are cached, without taking or touching a block."""
-    return len(blocks._match(make_seq(999, token_ids, salt))) * SIZE
+    return len(blocks.match(make_seq(999, token_ids, salt))) * SIZE
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 12])
@@ -67,7 +71,7 @@ def test_one_token_is_always_left_to_compute(length: int) -> None:
     blocks, prompt = BlockManager(8, SIZE, True), list(range(length))
     leave(blocks, enter(blocks, make_seq(0, prompt)))
     again = make_seq(1, prompt)
-    assert blocks.admit(again) is None
+    assert admit(blocks, again) is None
     assert again.num_computed == (length - 1) // SIZE * SIZE < length
     blocks.check([again])
 
@@ -176,7 +180,7 @@ def test_a_hit_takes_an_idle_block_off_the_free_list() -> None:
     again = enter(blocks, make_seq(1, prompt))
     assert blocks.num_free == 0
     blocks.check([again])
-    assert blocks.admit(make_seq(2, [5])) == 1  # one block must be free first
+    assert admit(blocks, make_seq(2, [5])) == 1  # one block must be free first
     blocks.check([again])
 
 
@@ -187,12 +191,12 @@ def test_a_prompt_that_does_not_fit_takes_nothing() -> None:
     holder = enter(blocks, make_seq(1, [9] * 8))
     late = make_seq(2, [1, 2, 3, 4, *[7] * 9])
     assert blocks.num_free == 2
-    assert blocks.admit(late) == 4  # includes its idle hit, which would leave the free list too
+    assert admit(blocks, late) == 4  # includes its idle hit, which would leave the free list too
     assert (late.block_ids, late.num_computed) == ([], 0)
     assert blocks.num_free == 2
     blocks.check([holder])
     leave(blocks, holder)
-    assert blocks.admit(late) is None
+    assert admit(blocks, late) is None
     assert late.num_computed == 4
 
 
@@ -221,7 +225,7 @@ def test_each_full_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None
             blocks.register(seq)
     assert len(calls) == num_prompt + 10
     blocks.release(seq)
-    assert blocks.admit(seq) is None  # as after a preemption
+    assert admit(blocks, seq) is None  # as after a preemption
     assert seq.num_computed == 80
     assert len(calls) == num_prompt + 10
 
@@ -242,7 +246,7 @@ def test_unknown_tokens_are_never_registered() -> None:
 def test_partly_computed_blocks_are_never_registered() -> None:
     blocks, prompt = BlockManager(8, SIZE, True), list(range(12))
     seq = make_seq(0, prompt)
-    assert blocks.admit(seq) is None
+    assert admit(blocks, seq) is None
     for computed in range(1, 13):
         seq.num_computed = computed
         if computed >= seq.next_full_len:
@@ -275,7 +279,7 @@ def test_random_use_keeps_every_invariant() -> None:
             else:
                 prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 18))]
                 seq = make_seq(i, prompt, rng.choice([None, "a"]))
-                if blocks.admit(seq) is None:
+                if admit(blocks, seq) is None:
                     # A hit must hold what was written for the same prefix and salt.
                     for index in range(seq.num_computed // SIZE):
                         prefix = (seq.request.cache_salt, *prompt[: (index + 1) * SIZE])

@@ -8,12 +8,17 @@ from collections.abc import Sequence as Tokens
 
 import pytest
 
-from nanovllm.engine import ngram_proposer
-from nanovllm.engine.drafter import MAX_PAUSE, Drafter, Trial
-from nanovllm.engine.ngram_proposer import MAX_COMPARED, ORDER, MatchIndex, NgramProposer
-from nanovllm.engine.proposer import Proposal
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.speculation import ngram_proposer
+from nanovllm.features.speculation.drafter import MAX_PAUSE, Drafter, Trial
+from nanovllm.features.speculation.ngram_proposer import (
+    MAX_COMPARED,
+    ORDER,
+    MatchIndex,
+    NgramProposer,
+)
+from nanovllm.features.speculation.proposer import Proposal
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -123,7 +128,7 @@ def simulate(
     rng, seqs = random.Random(0), [make_sequence(i, [1]) for i in range(num_seqs)]
     total_seconds = num_tokens = total_drafts = 0.0
     for _ in range(num_steps):
-        drafter.begin_step(num_seqs, 0 if num_seqs > 1 else 100, [])
+        drafter.begin(num_seqs, 0 if num_seqs > 1 else 100)
         counts = [len(drafter.choose(seq, 100)) for seq in seqs]
         new = num_seqs
         for seq, count in zip(seqs, counts, strict=True):
@@ -184,7 +189,7 @@ def test_a_step_of_a_pause_is_counted_once() -> None:
     for num_rows in (1, 2, 1, 2):  # the costs of both numbers of rows are known
         drafter.measured(1, num_rows, 1, 1.0)
     drafter._state(seq).num_paused, seq.num_computed = 5, 2
-    drafter.begin_step(1, 8, [seq])
+    drafter.begin(1, 8)
     assert not drafter.must_wait(seq)  # its tokens are known
     assert drafter.choose(seq, 3) == []
     assert drafter._state(seq).num_paused == 4

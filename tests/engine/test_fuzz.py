@@ -10,13 +10,15 @@ import pytest
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.drafter import Drafter
-from nanovllm.engine.ngram_proposer import NgramProposer
-from nanovllm.engine.prompt_budget import PromptBudget
+from nanovllm.engine.executor import StateCounts
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.state_pool import StateCounts, StatePool
 from nanovllm.engine.step import StepPlan
+from nanovllm.features.latency.prompt_budget import PromptBudget
+from nanovllm.features.speculation.drafter import Drafter
+from nanovllm.features.speculation.ngram_proposer import NgramProposer
+from nanovllm.features.states.state_pool import StatePool
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.watched import Watched, add
 from tests.fake_executor import EOS, VOCAB_SIZE, Done, FakeExecutor, predict, reference
@@ -54,14 +56,18 @@ def build_core(
     is_paced: bool,
     drafter: Drafter | None = None,
     num_snapshots: int | None = None,
+    rng: random.Random | None = None,
 ) -> EngineCore:
     prompt_budget = (
         PromptBudget(1e-9, min_prompt_tokens=3) if is_paced else None
     )  # prompts get the smallest budget
     counts = None if num_snapshots is None else StateCounts(num_slots, num_snapshots)
-    states = None if counts is None else StatePool(counts, BLOCK_SIZE)
-    blocks = BlockManager(num_blocks, BLOCK_SIZE, caching, states)
-    scheduler = Scheduler(blocks, num_slots, budget, prompt_budget, drafter)
+    blocks = BlockManager(num_blocks, BLOCK_SIZE, caching)
+    states = None if counts is None else StatePool(counts, blocks)
+    features: list[Feature] = [each for each in (states, prompt_budget, drafter) if each]
+    if rng is not None:  # their order does not matter
+        rng.shuffle(features)
+    scheduler = Scheduler(blocks, num_slots, budget, features)
     executor = FakeExecutor(num_blocks, BLOCK_SIZE, states=counts)
     return EngineCore(scheduler, executor, depth, max_model_len=1000)
 
@@ -96,11 +102,7 @@ def make_requests(rng: random.Random) -> list[tuple[list[int], int]]:
     return requests + requests[:2]  # identical prompts, some admitted in one step
 
 
-def make_sequences(
-    requests: list[tuple[list[int], int]], leaders: dict[int, int] | None = None
-) -> list[Watched]:
-    leaders = leaders or {}
-    pooled = {2, 5}.difference(leaders, leaders.values())
+def make_sequences(requests: list[tuple[list[int], int]]) -> list[Watched]:
     return [
         Watched(
             i,
@@ -111,21 +113,20 @@ def make_sequences(
                 logits_processors=["some:function"] if i % 3 == 0 else [],
             ),
             stop_token_ids=frozenset({EOS}),
-            leader_id=leaders.get(i),
-            pooling="mean" if i in pooled else None,
+            pooling="mean" if i in (2, 5) else None,
         )
         for i, (prompt, n) in enumerate(requests)
     ]
 
 
-def make_samples(rng: random.Random, requests: list[tuple[list[int], int]]) -> dict[int, int]:
-    """Turn some requests into further samples of the previous one; return their leaders."""
-    leaders: dict[int, int] = {}
+def repeat_prompts(rng: random.Random, requests: list[tuple[list[int], int]]) -> list[int]:
+    """Give some requests the prompt of the previous one; return the first with each prompt."""
+    firsts = list(range(len(requests)))
     for i in range(1, len(requests)):
         if rng.random() < 0.3:
-            leaders[i] = leaders.get(i - 1, i - 1)
-            requests[i] = requests[leaders[i]][0], requests[i][1]
-    return leaders
+            firsts[i] = firsts[i - 1]
+            requests[i] = requests[firsts[i]][0], requests[i][1]
+    return firsts
 
 
 @pytest.mark.endurance
@@ -140,15 +141,15 @@ def make_samples(rng: random.Random, requests: list[tuple[list[int], int]]) -> d
 def test_any_schedule_gives_the_reference_tokens(
     depth: int, caching: bool, monkeypatch: pytest.MonkeyPatch, count: Callable[[int], int]
 ) -> None:
-    monkeypatch.setattr("nanovllm.engine.state_pool.INTERVAL", 8)
-    num_preemptions = num_hits = num_copies = num_drafted = num_accepted = num_restored = 0
+    monkeypatch.setattr("nanovllm.features.states.state_pool.INTERVAL", 8)
+    num_preemptions = num_hits = num_drafted = num_accepted = num_restored = 0
     for seed in range(count(1000)):
         rng = random.Random(seed)
         requests = make_requests(rng)
         has_states = rng.random() < 0.25
         most_snapshots = rng.choice([1, 3, 20]) if caching else 0
         core = build_core(
-            num_blocks=rng.choice([9, 12, 20]),
+            num_blocks=rng.choice([9, 10, 20]),
             num_slots=rng.choice([2, 4, 8]),
             budget=rng.choice([3, 7, 32]),
             caching=caching,
@@ -156,14 +157,14 @@ def test_any_schedule_gives_the_reference_tokens(
             is_paced=rng.random() < 0.5,
             drafter=RandomDrafter(rng) if not has_states and rng.random() < 0.65 else None,
             num_snapshots=most_snapshots if has_states else None,
+            rng=rng,
         )
-        leaders = make_samples(rng, requests)
-        sequences = make_sequences(requests, leaders)
+        firsts = repeat_prompts(rng, requests)
+        sequences = make_sequences(requests)
         aborts = {i: rng.randrange(30) for i in range(10) if rng.random() < 0.1}
         steps = [rng.choice([0, 0, 0, 5, 9]) for _ in sequences]
-        arrivals = [(steps[leaders.get(i, i)], seq) for i, seq in enumerate(sequences)]
+        arrivals = [(steps[firsts[i]], seq) for i, seq in enumerate(sequences)]
         run(core, arrivals, aborts)
-        num_copies += sum(len(plan.block_copies) for plan in core.executor.plans)
 
         for seq, (prompt, max_tokens) in zip(sequences, requests, strict=True):
             want = reference(prompt, max_tokens)
@@ -176,17 +177,15 @@ def test_any_schedule_gives_the_reference_tokens(
                 assert seq.output_token_ids == want, (seed, seq.seq_id)
                 assert seq.finish_reason == ("stop" if want[-1] == EOS else "length")
         assert core.scheduler.blocks.num_free == core.scheduler.blocks.num_blocks
-        if core.scheduler.drafter is not None:
-            num_drafted += core.scheduler.draft_counts.num_draft_tokens
-            num_accepted += core.scheduler.draft_counts.num_accepted_tokens
+        num_drafted += core.scheduler.draft_counts.num_draft_tokens
+        num_accepted += core.scheduler.draft_counts.num_accepted_tokens
         num_preemptions += core.scheduler.num_preemptions
         num_hits += sum(seq.num_cached for seq in sequences)
         first_snapshot = core.scheduler.max_num_seqs + 2
         copies = [copy for plan in core.executor.plans for copy in plan.state_copies]
         num_restored += sum(copy.source >= first_snapshot for copy in copies)
     assert num_preemptions > 0.4 * count(1000)
-    assert num_hits > 4 * count(1000)
-    assert num_copies > 0.4 * count(1000)
+    assert num_hits > 4 * count(1000) or not caching
     assert num_restored > 0.15 * count(1000) or not caching
     assert num_drafted > 1.2 * num_accepted > 2 * count(1000)
 
@@ -220,9 +219,11 @@ def test_lost_steps_change_no_token(depth: int) -> None:
         executor = LosingExecutor(rng)
         budget = PromptBudget(1e-9, min_prompt_tokens=3) if seed % 2 else None
         drafter = RandomDrafter(rng) if seed % 3 else None
-        scheduler = Scheduler(BlockManager(20, BLOCK_SIZE, True), 4, 16, budget, drafter)
+        features: list[Feature] = [each for each in (budget, drafter) if each]
+        scheduler = Scheduler(BlockManager(20, BLOCK_SIZE, True), 4, 16, features)
         core = EngineCore(scheduler, executor, depth, max_model_len=1000)
-        sequences = make_sequences(requests, make_samples(rng, requests))
+        repeat_prompts(rng, requests)
+        sequences = make_sequences(requests)
         run(core, [(rng.choice([0, 5]), seq) for seq in sequences], {})
         for seq, asked in zip(sequences, requests, strict=True):
             want = [] if seq.request.pooling is not None else reference(*asked)

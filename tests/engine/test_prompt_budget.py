@@ -13,10 +13,10 @@ import pytest
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.executor import ExecutorInfo
-from nanovllm.engine.prompt_budget import MIN_QUEUED_TOKENS, PromptBudget
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step import StepPlan, StepResult
+from nanovllm.features.latency.prompt_budget import MIN_QUEUED_TOKENS, PromptBudget
 from nanovllm.sampling_params import SamplingParams
 
 TARGET = 0.025
@@ -84,7 +84,8 @@ class Engine:
         self.clock = Clock()
         self.device = Device(self.clock, cost)
         self.prompt_budget = None if target is None else PromptBudget(target, MIN_PROMPT_TOKENS)
-        scheduler = Scheduler(BlockManager(4096, 64, True), 256, 16384, self.prompt_budget)
+        features = [] if self.prompt_budget is None else [self.prompt_budget]
+        scheduler = Scheduler(BlockManager(4096, 64, True), 256, 16384, features)
         self.core = EngineCore(scheduler, self.device, depth, 65536, clock=self.clock)
         self.token_times: dict[int, list[float]] = {}
 

@@ -421,7 +421,7 @@ def test_a_head_that_does_not_fit_costs_nothing_while_it_waits(
         "xxhash.xxh3_64_intdigest", lambda *args: hashes.append(args) or real_hash(*args)
     )
     monkeypatch.setattr(
-        core.scheduler.blocks, "admit", lambda seq: admissions.append(seq) or real_admit(seq)
+        core.scheduler.blocks, "admit", lambda *args: admissions.append(args) or real_admit(*args)
     )
     late = make_seq(1, [2] * 60, max_tokens=3)
     add(core, late)

@@ -9,10 +9,12 @@ import pytest
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.executor import StateCounts
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.state_pool import StateCounts, StatePool
+from nanovllm.features.states.state_pool import Snapshot, StatePool
 from nanovllm.sampling_params import SamplingParams
+from tests.engine.test_scheduler import count_lines
 from tests.engine.watched import Watched, add
 from tests.fake_executor import VOCAB_SIZE, FakeExecutor, reference
 
@@ -23,9 +25,16 @@ def make_core(
     num_snapshots: int, num_blocks: int = 4000, depth: int = 1, max_tokens: int = 2048
 ) -> EngineCore:
     counts = StateCounts(num_slots=8, num_snapshots=num_snapshots)
-    blocks = BlockManager(num_blocks, BLOCK_SIZE, True, StatePool(counts, BLOCK_SIZE))
+    blocks = BlockManager(num_blocks, BLOCK_SIZE, True)
     executor = FakeExecutor(num_blocks, BLOCK_SIZE, states=counts)
-    return EngineCore(Scheduler(blocks, 8, max_tokens, None), executor, depth, max_model_len=8192)
+    scheduler = Scheduler(blocks, 8, max_tokens, [StatePool(counts, blocks)])
+    return EngineCore(scheduler, executor, depth, max_model_len=8192)
+
+
+def snapshots_of(core: EngineCore) -> dict[int, Snapshot]:
+    [pool] = core.scheduler.features
+    assert isinstance(pool, StatePool)
+    return pool.snapshots
 
 
 def run(core: EngineCore, seq_id: int, prompt: list[int], max_tokens: int = 2) -> Watched:
@@ -60,7 +69,7 @@ def test_the_token_budget_does_not_change_the_snapshots(max_tokens: int) -> None
     """A prefill chunk that ends with a block leaves none, unless one is due there."""
     core, prompt = make_core(20, max_tokens=max_tokens), random_tokens(random.Random(6), 1500)
     run(core, 0, prompt)
-    snapshots = core.scheduler.states.snapshots.values()
+    snapshots = snapshots_of(core).values()
     assert sorted(snapshot.cost for snapshot in snapshots) == [448, 1024]
 
 
@@ -70,7 +79,7 @@ def test_the_next_turn_of_a_chat_continues_after_the_output() -> None:
     second = run(core, 1, [*prompt, *first.output_token_ids, 5, 6])
     assert second.num_cached == 576  # the last full block that was computed
     # Of the output, only the newest snapshot was kept, besides that of the prompt.
-    assert len(core.scheduler.blocks.states.snapshots) == 2
+    assert len(snapshots_of(core)) == 2
 
 
 def test_the_cheapest_snapshot_is_evicted_first_but_ages() -> None:
@@ -93,7 +102,7 @@ def test_the_cost_of_a_snapshot_counts_from_one_of_another_sequence() -> None:
     while core.has_unfinished:
         core.step()
         core.scheduler.check()
-    costs = [snapshot.cost for snapshot in core.scheduler.states.snapshots.values()]
+    costs = [snapshot.cost for snapshot in snapshots_of(core).values()]
     assert sorted(costs) == [64, 896]
 
 
@@ -107,17 +116,56 @@ def test_snapshots_leave_with_their_blocks() -> None:
     assert run(core, 3, first).num_cached == 0
     core.scheduler.blocks.reset_prefix_cache()
     core.scheduler.check()
-    assert not core.scheduler.blocks.states.snapshots
+    assert not snapshots_of(core)
 
 
 def test_without_prefix_caching_prompts_are_not_split() -> None:
     counts = StateCounts(num_slots=2, num_snapshots=0)
-    blocks = BlockManager(100, BLOCK_SIZE, False, StatePool(counts, BLOCK_SIZE))
+    blocks = BlockManager(100, BLOCK_SIZE, False)
     executor = FakeExecutor(100, BLOCK_SIZE, states=counts)
-    core = EngineCore(Scheduler(blocks, 2, 8192, None), executor, 1, max_model_len=6000)
+    scheduler = Scheduler(blocks, 2, 8192, [StatePool(counts, blocks)])
+    core = EngineCore(scheduler, executor, 1, max_model_len=6000)
     prompt = random_tokens(random.Random(4), 3000)
     assert run(core, 0, prompt, max_tokens=1).output_token_ids == reference(prompt, 1)
     assert executor.plans[0].counts.tolist() == [3000]
+
+
+def test_equal_prompts_wait_for_the_first() -> None:
+    """If it is aborted, the next one computes the prompt; a short prompt has no snapshot to use."""
+    core, rng = make_core(num_snapshots=20, max_tokens=64), random.Random(7)
+    prompt, short = random_tokens(rng, 200), random_tokens(rng, BLOCK_SIZE)
+    watched = [Watched(i, prompt, SamplingParams(max_tokens=2)) for i in range(4)]
+    watched += [Watched(4 + i, short, SamplingParams(max_tokens=2)) for i in range(2)]
+    for each in watched:
+        add(core, each)
+    assert list(core.scheduler.postponed) == [1, 2, 3]
+    core.step()
+    core.finish(0, "abort")
+    core.finish(2, "abort")
+    core.step()
+    assert list(core.scheduler.postponed) == [3]
+    while core.has_unfinished:
+        core.step()
+        core.scheduler.check()
+    assert watched[1].num_cached == 0
+    assert watched[3].num_cached == 192
+    for each in (watched[1], watched[3]):
+        assert each.output_token_ids == reference(prompt, 2)
+
+
+def test_a_step_does_not_pay_for_equal_prompts_that_wait() -> None:
+    def num_lines(num_waiting: int) -> int:
+        core, rng = make_core(num_snapshots=20), random.Random(8)
+        for seq_id in range(8):  # these take all slots
+            params = SamplingParams(max_tokens=200, ignore_eos=True)
+            add(core, Watched(seq_id, random_tokens(rng, 70), params))
+        core.step()
+        for seq_id in range(num_waiting):
+            add(core, Watched(8 + seq_id, [5] * 100, SamplingParams(max_tokens=2)))
+        assert len(core.scheduler.postponed) == num_waiting - 1
+        return count_lines(core, 8)
+
+    assert num_lines(2000) == num_lines(20)
 
 
 def test_prompts_of_one_request_run_in_one_batch() -> None:

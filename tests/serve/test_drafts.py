@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm import AsyncLLM
-from nanovllm.engine.drafter import StepCosts, Trial
+from nanovllm.features.speculation.drafter import StepCosts, Trial
 from tests.serve.running import Running, running
 from tests.serve.test_chat import as_gathered, gather
 from tests.serve.test_constraints import NO_THOUGHTS, SCHEMA, TOOLS

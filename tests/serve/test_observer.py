@@ -33,7 +33,7 @@ from nanovllm.serve.live import snapshots
 from nanovllm.serve.live.engine_state import EngineState
 from nanovllm.serve.live.snapshots import SNAPSHOT_SECONDS, SnapshotThrottle, take_snapshot
 from nanovllm.serve.live.subscribers import Subscribers
-from tests.engine.test_fuzz import build_core, make_requests, make_samples, make_sequences
+from tests.engine.test_fuzz import build_core, make_requests, make_sequences, repeat_prompts
 
 
 def stats_of(core: EngineCore) -> CoreStats:
@@ -60,7 +60,8 @@ def recorded(
         is_paced=False,
     )
     log = core.log = StepLog()
-    sequences = make_sequences(requests, make_samples(rng, requests))
+    repeat_prompts(rng, requests)
+    sequences = make_sequences(requests)
     while sequences or core.has_unfinished:
         while sequences and rng.random() < 0.5:
             core.add(sequences.pop(0).request)
@@ -91,7 +92,7 @@ def test_snapshots_show_every_block_sequence_and_ending(depth: int, caching: boo
         assert sorted(ended) == list(range(10))
         num_preemptions += scheduler.num_preemptions
     assert num_preemptions > 20
-    assert num_shared > 1
+    assert num_shared > 1 or not caching
     assert (num_cached > 0) == caching
 
 

@@ -50,7 +50,7 @@ def test_blocks_are_those_of_the_prefix_cache() -> None:
     assert router.choose(prompt[SIZE:], "mine") == 1  # later blocks alone are another prefix
     seq = Sequence(Request(0, array("i", prompt), SamplingParams(), cache_salt="mine"))
     blocks = BlockManager(8, SIZE, enable_caching=True)
-    blocks.admit(seq)
+    blocks.admit(seq, [])
     seq.num_computed = len(prompt)
     blocks.register(seq)
     assert list(blocks.cached) == router._hashes(prompt, "mine")

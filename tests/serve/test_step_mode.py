@@ -17,14 +17,15 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.prompt_budget import MIN_PROMPT_TOKENS
 from nanovllm.engine.timing import StepLog
 from nanovllm.errors import EngineError
+from nanovllm.features.latency.prompt_budget import MIN_PROMPT_TOKENS
+from nanovllm.features.states.state_pool import StatePool
 from nanovllm.parallel.child import Kind
 from nanovllm.serve.live.engine_state import Change, EngineState
 from nanovllm.serve.live.snapshots import take_snapshot
-from nanovllm.serve.live.step_mode import FUNCTIONS, StepMode, _change
-from tests.engine.test_fuzz import BLOCK_SIZE, build_core, make_requests, make_samples
+from nanovllm.serve.live.step_mode import FUNCTIONS, PlanRecorder, StepMode, _change
+from tests.engine.test_fuzz import BLOCK_SIZE, build_core, make_requests, repeat_prompts
 from tests.engine.test_fuzz import make_sequences as sequences_of
 from tests.serve.byte_model import make_byte_model
 from tests.serve.fake_llm import FakeLLM
@@ -49,7 +50,8 @@ def stepped(rng: random.Random, caching: bool) -> Iterator[tuple[EngineCore, Eng
     )
     mode, log = StepMode(core), StepLog()
     core.log = log
-    sequences = sequences_of(requests, make_samples(rng, requests))
+    repeat_prompts(rng, requests)
+    sequences = sequences_of(requests)
     yield core, mode.explain(take_snapshot(core, log, stats_of(core), 0.0))
     while sequences or core.has_unfinished:
         while sequences and rng.random() < 0.5:
@@ -58,11 +60,11 @@ def stepped(rng: random.Random, caching: bool) -> Iterator[tuple[EngineCore, Eng
             core.finish(rng.choice(list(core._sequences)), "abort")
         core.step()
         state = take_snapshot(core, log, stats_of(core), 0.0)
-        pool = core.scheduler.states
-        assert state.snapshots == (None if pool is None else list(pool.snapshots))
+        pools = [each for each in core.scheduler.features if isinstance(each, StatePool)]
+        assert state.snapshots == (list(pools[0].snapshots) if pools else None)
         yield core, mode.explain(state)
     mode.end()
-    assert type(core.executor).__name__ == "FakeExecutor"
+    assert not any(isinstance(each, PlanRecorder) for each in core.scheduler.features)
 
 
 def tables_of(state: EngineState) -> dict[int, list[int]]:
@@ -120,7 +122,7 @@ def test_the_changes_lead_from_one_snapshot_to_the_next(
             assert not blocks["freed"] & (held - blocks["allocated"])
             seen.update(change.kind for change in changes)
             before = after
-    missing = {"postponed"} if caching else {"postponed", "evicted", "registered"}
+    missing = {"postponed"} if caching else {"postponed", "shared", "evicted", "registered"}
     assert set(FUNCTIONS) - set(seen) == missing
 
 
@@ -130,7 +132,7 @@ def test_a_block_shows_the_tokens_whose_keys_it_holds() -> None:
     for seed in range(20):
         for core, state in stepped(random.Random(seed), caching=True):
             assert state.paused is not None
-            kv, tokens = core.executor.executor.kv, state.paused.block_tokens
+            kv, tokens = core.executor.kv, state.paused.block_tokens
             for seq in state.sequences:
                 assert state.paused.prompts[seq.seq_id] == [
                     *core._sequences[seq.seq_id].token_ids[:24]

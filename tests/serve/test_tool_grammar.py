@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from nanovllm.errors import RequestError
+from nanovllm.features.grammar.grammar_text import grammar_text
 from nanovllm.serve.parsing.formats import choose_formats
 from nanovllm.serve.parsing.tool_grammar import CallRules, tool_grammar
 from nanovllm.serve.parsing.tools import Tool
-from nanovllm.structured.grammar_text import grammar_text
 from tests.serve.fake_llm import FakeLLM
 from tests.serve.running import running
 from tests.serve.templates import TEMPLATES, WITH_TOOLS, answer_of, call

@@ -21,8 +21,8 @@ from tokenizers.models import BPE
 
 from nanovllm.engine.input_processor import Vocabulary
 from nanovllm.errors import RequestError
-from nanovllm.structured import limits
-from nanovllm.structured.guidance import GuidanceEngine, GuidanceGrammar
+from nanovllm.features.grammar import limits
+from nanovllm.features.grammar.guidance import GuidanceEngine, GuidanceGrammar
 
 VOCAB_SIZE, EOS = 288, 256
 ATOMS = ["a", "[a-z]", ".", "\\d", "(a|b)", "[^x]", "é", "\\w+", "(?s:.)", "[", "(", "\\", "x{3}"]
@@ -155,9 +155,8 @@ def follow(grammars: GuidanceEngine, grammar: GuidanceGrammar, rng: random.Rando
             matcher.job.result()
         masks, late = grammars.masks([(matcher, [])], new_masks)
         while late:
-            grammars.wait([matcher])
-            if matcher.is_ready:
-                masks, late = grammars.masks([(matcher, [])], new_masks)
+            matcher.job.result()
+            masks, late = grammars.masks([(matcher, [])], new_masks)
         bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
         allowed = [i for i in np.flatnonzero(bits) if i != EOS]
         if not allowed or matcher.finishes(int(rng.choice(allowed))):

@@ -15,8 +15,8 @@ from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.engine.input_processor import Vocabulary
 from nanovllm.errors import RequestError
-from nanovllm.structured.guidance import GuidanceEngine, GuidanceMatcher
-from nanovllm.structured.json_schema import enforceable
+from nanovllm.features.grammar.guidance import GuidanceEngine, GuidanceMatcher
+from nanovllm.features.grammar.json_schema import enforceable
 from tests.json_schemas import CONDITIONS, random_schema
 
 VOCAB_SIZE, EOS = 49152, 2
@@ -303,8 +303,8 @@ class Walker:
             masks, late = self.grammars.masks([(matcher, [])], new_masks)
             if not late:
                 return masks[0]
-            while not matcher.is_ready:
-                self.grammars.wait([matcher])
+            assert matcher.job is not None
+            matcher.job.result()
 
     def _choose(
         self, allowed: np.ndarray, bits: np.ndarray, wants_end: bool, rng: np.random.Generator

@@ -15,8 +15,8 @@ import pytest
 
 from nanovllm.engine.input_processor import Vocabulary
 from nanovllm.errors import GrammarError
-from nanovllm.structured import limits
-from nanovllm.structured.guidance import GuidanceEngine, GuidanceGrammar
+from nanovllm.features.grammar import limits
+from nanovllm.features.grammar.guidance import GuidanceEngine, GuidanceGrammar
 from tests.structured.fuzz import VOCAB_SIZE, new_grammars
 
 ROOT = Path(__file__).parents[2]

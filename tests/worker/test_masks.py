@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.engine.step import StepPlan
-from nanovllm.worker.model_runner import apply_token_bitmask
+from nanovllm.engine.step import Bitmasks, StepPlan
+from nanovllm.worker.model_runner import apply_bitmasks
 from tests.devices import cpu_device
 
 
@@ -17,8 +17,8 @@ def test_masks(vocab_size: int, masked_rows: list[int]) -> None:
     rng = np.random.default_rng(0)
     column = np.ones(5, np.int32)
     num_logits = np.array([1, 1, 0, 1, 1], np.int32)
-    rows = np.array(masked_rows, np.int32)
-    plan = StepPlan(column, column, column, num_logits, [], [], [], 0, masked_rows=rows)
+    slots = np.array([7, 2, 5, 4, 3], np.int32)
+    plan = StepPlan(slots, column, column, num_logits, [], [], [], 0, needs_bitmasks=True)
     is_allowed = rng.random((len(masked_rows), -(-vocab_size // 32) * 32)) < 0.5
     masks = np.packbits(is_allowed, axis=1, bitorder="little").view(np.int32)
     logits = torch.from_numpy(rng.standard_normal((4, vocab_size), np.float32))
@@ -26,5 +26,5 @@ def test_masks(vocab_size: int, masked_rows: list[int]) -> None:
     for index, row in enumerate(masked_rows):
         allowed = torch.from_numpy(is_allowed[index, :vocab_size])
         want[[0, 1, None, 2, 3][row]].masked_fill_(~allowed, -torch.inf)
-    apply_token_bitmask(cpu_device(), logits, plan, masks)
+    apply_bitmasks(cpu_device(), logits, plan, Bitmasks(slots[masked_rows], masks))
     assert torch.equal(logits, want)

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.timing import SequenceEnd, StepLog, StepTiming
 from nanovllm.serve.core_messages import CoreStats
@@ -53,7 +54,7 @@ def take_snapshot(core: EngineCore, log: StepLog, stats: CoreStats, now: float) 
     """Return a snapshot of a core with the steps and ended sequences of its log; clear the log."""
     scheduler = core.scheduler
     waiting = list(islice(scheduler.waiting, MAX_QUEUE))
-    postponed = list(islice(scheduler.waiting_for_grammar.values(), MAX_QUEUE))
+    postponed = list(islice(scheduler.postponed.values(), MAX_QUEUE))
     state = EngineState(
         scheduler.blocks.num_blocks,
         scheduler.blocks.block_size,
@@ -70,10 +71,16 @@ def take_snapshot(core: EngineCore, log: StepLog, stats: CoreStats, now: float) 
         [_in_microseconds(end) for end in log.ended],
         stats,
         _microseconds(now),
-        snapshots=None if scheduler.states is None else list(scheduler.states.snapshots),
+        snapshots=_snapshots(scheduler),
     )
     log.clear()
     return state
+
+
+def _snapshots(scheduler: Scheduler) -> list[int] | None:
+    """Return the blocks with a snapshot of recurrent states; None without recurrent layers."""
+    found = (getattr(feature, "snapshots", None) for feature in scheduler.features)
+    return next((list(snapshots) for snapshots in found if snapshots is not None), None)
 
 
 def _sequence(seq: Sequence, status: SequenceStatus) -> SequenceState:

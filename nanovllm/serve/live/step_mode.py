@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -11,27 +12,26 @@ import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.executor import Executor, ExecutorInfo
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.feature import Feature
+from nanovllm.engine.scheduler import Scheduler, Step
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import IntColumn, Pending, StepPlan, StepResult
+from nanovllm.engine.step import StepResult
 from nanovllm.serve.live.engine_state import Change, EngineState, PausedState
 
 NUM_PROMPT_TOKENS = 24  # number of leading tokens shown for each prompt
 # Kind of change -> function that makes it, in the order in which a step makes the changes.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "queued": Scheduler._enqueue,
-    "preempted": Scheduler._preempt,
-    "postponed": Scheduler.wait_for_grammar,
-    "admitted": Scheduler._admit_waiting,
+    "queued": Scheduler.add,
+    "preempted": Scheduler.schedule,
+    "postponed": Scheduler.retract,
+    "admitted": Scheduler.schedule,
     "shared": BlockManager.admit,
-    "evicted": BlockManager._uncache,
+    "evicted": BlockManager.allocate,
     "allocated": BlockManager.allocate,
-    "copied": BlockManager.copy_on_write,
-    "scheduled": Scheduler._add_row,
+    "scheduled": Scheduler.schedule,
     "registered": BlockManager.register,
     "sampled": Scheduler.commit,
-    "finished": Scheduler._end,
+    "finished": Scheduler.commit,
     "freed": BlockManager.release,
 }
 
@@ -43,10 +43,12 @@ class StepMode:
         self.num_steps = 0  # number of steps to run before the engine pauses again
         self._core = core
         self._before: EngineState | None = None
-        core.executor = self._recorder = PlanRecorder(core)
+        self._recorder = PlanRecorder()
+        core.scheduler.features += (self._recorder,)
 
     def end(self) -> None:
-        self._core.executor = self._recorder.executor
+        scheduler = self._core.scheduler
+        scheduler.features = tuple(each for each in scheduler.features if each != self._recorder)
 
     def explain(self, state: EngineState) -> EngineState:
         """Return the snapshot with the changes since the previous one and the tokens to show."""
@@ -57,7 +59,7 @@ class StepMode:
             changes = compare(self._before, state, plans[0] if plans else [])
         self._before = state
         scheduler = self._core.scheduler
-        waiting = chain(scheduler.waiting, scheduler.waiting_for_grammar.values())
+        waiting = chain(scheduler.waiting, scheduler.postponed.values())
         prompts = {
             seq.seq_id: seq.token_ids[:NUM_PROMPT_TOKENS].tolist()
             for seq in chain(scheduler.running.values(), waiting)
@@ -88,66 +90,41 @@ class PlannedRow:
     is_new: bool  # whether the plan admits the sequence
     kind: str  # "prefill", "decode", or "recompute" after a preemption
     block_ids: list[int]
-    source: int | None  # block copied to the last one of `block_ids`, if any
     token_ids: list[int] = field(default_factory=list)  # sampled tokens, once the step has run
 
 
-class PlanRecorder:
-    """Wraps an executor, and records the rows of the last two plans."""
+class PlanRecorder(Feature):
+    """Records the rows of the last two plans."""
 
-    def __init__(self, core: EngineCore) -> None:
-        self.executor: Executor = core.executor
+    def __init__(self) -> None:
         # Rows of the plans since the last snapshot; only the last two plans are kept.
         self.plans: list[list[PlannedRow]] = []
-        self._scheduler = core.scheduler
+        self._in_flight: deque[tuple[Step, list[PlannedRow]]] = deque(maxlen=2)
 
-    def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        sequences = {seq.slot: seq for seq in self._scheduler.running.values()}
-        new_slots = {row.slot for row in plan.new_rows}
-        sources = {copy.target: copy.source for copy in plan.block_copies}
-        drafts = {update.slot: update.token_ids for update in plan.draft_updates}
-        columns = plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist()
+    def planned(self, step: Step) -> None:
+        new_slots = {row.slot for row in step.new_rows}
+        columns = step.rows, step.starts, step.counts, step.num_logits
         rows = [
             PlannedRow(
-                sequences[slot].seq_id,
-                slot,
+                seq.seq_id,
+                seq.slot,
                 start,
                 count,
-                slot in new_slots,
-                _kind(sequences[slot], start, count - len(drafts.get(slot, []))),
-                list(sequences[slot].block_ids),
-                sources.get(sequences[slot].block_ids[-1]),
+                seq.slot in new_slots,
+                _kind(seq, start, count - max(num_logits - 1, 0)),
+                list(seq.block_ids),
             )
-            for slot, start, count in zip(*columns, strict=True)
+            for seq, start, count, num_logits in zip(*columns, strict=True)
         ]
         self.plans = [*self.plans[-1:], rows]
-        num_logits = plan.num_logits.tolist()
-        pending = self.executor.submit(plan)
+        self._in_flight.append((step, rows))
 
-        def result() -> StepResult:
-            found = pending.result()
-            token_ids = iter(found.tokens.tolist())
-            num_valid = num_logits if found.num_valid is None else found.num_valid.tolist()
-            for row, count, valid in zip(rows, num_logits, num_valid, strict=True):
-                row.token_ids.extend(list(islice(token_ids, count))[:valid])
-            return found
-
-        return Pending(result)
-
-    def start(self) -> ExecutorInfo:
-        return self.executor.start()
-
-    def sample(self, masks: IntColumn) -> None:
-        self.executor.sample(masks)
-
-    def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
-        return self.executor.mask_memory(num_rows, num_words)
-
-    def capture_one(self) -> bool:
-        return self.executor.capture_one()
-
-    def close(self) -> None:
-        self.executor.close()
+    def committed(self, step: Step, result: StepResult) -> None:
+        rows = next((rows for each, rows in self._in_flight if each is step), [])
+        token_ids = iter(result.tokens.tolist())
+        num_valid = step.num_logits if result.num_valid is None else result.num_valid.tolist()
+        for row, count, valid in zip(rows, step.num_logits, num_valid, strict=False):
+            row.token_ids.extend(list(islice(token_ids, count))[:valid])
 
 
 def compare(before: EngineState, after: EngineState, rows: list[PlannedRow]) -> list[Change]:
@@ -207,8 +184,6 @@ def _block_changes(
         if len(row.block_ids) > len(known):
             yield _change("allocated", row.seq_id, row.block_ids[len(known) :])
         taken.update(row.block_ids[len(known) :])
-        if row.source is not None:
-            yield _change("copied", row.seq_id, row.block_ids[-1:], f"from block {row.source}")
         if row.seq_id not in kept:
             left[row.seq_id] = [*left[row.seq_id], *row.block_ids]
     # A block may be freed by one sequence and allocated by another in the same step.

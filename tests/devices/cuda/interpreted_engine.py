@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3_5TextConfig, Qwen3Config
 
-from benchmarks.replayed_drafts import Replay
+from benchmarks.replayed_drafts import Replay, set_drafter
 from nanovllm import LLM, SamplingParams
 from nanovllm.devices import choose
 from nanovllm.devices.cpu.device import CpuDevice
@@ -40,9 +40,9 @@ from nanovllm.devices.cuda.persistent.packed_weights import (
 )
 from nanovllm.devices.cuda.triton_attention import TritonAttention
 from nanovllm.engine.step import Pending
+from nanovllm.features.grammar.guidance import GuidanceGrammar
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.ops.interface import LayerCache, Ops, Sampling
-from nanovllm.structured.guidance import GuidanceGrammar
 from nanovllm.worker.forward import EagerForward
 from tests.checkpoints import DELTA_NET, SIZES, make_checkpoint
 from tests.devices import RunAgain, runner_of
@@ -210,7 +210,7 @@ def check_drafts(root: Path) -> None:
     with LLM(checkpoint.path, **options, speculative_config=config) as llm:
         recorded = [[*prompt, *ids] for prompt, ids in zip(prompts, want, strict=True)]
         scheduler = llm.engine.core.scheduler
-        scheduler.drafter = EagerDrafter(Replay(recorded, 160, rng=rng), 3)
+        set_drafter(scheduler, EagerDrafter(Replay(recorded, 160, rng=rng), 3))
         found = [o.token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
         assert max(runner_of(llm).forward.decode.sizes) == 5
     assert found == want
@@ -236,7 +236,7 @@ class OneToken:
         masks: np.ndarray = allocate(len(matchers), -(-self.vocab_size // 32))
         bits = np.zeros((len(masks), masks.shape[1] * 32), np.uint8)
         for row, matcher in enumerate(matchers):
-            bits[row, matcher.token_id if matcher is not None else 0] = 1
+            bits[row, matcher.token_id] = 1
         masks[:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
         return masks, []
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.replayed_drafts import Replay
+from benchmarks.replayed_drafts import Replay, set_drafter
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step import StepPlan
 from nanovllm.worker.forward import StepLogits
@@ -86,11 +86,11 @@ def test_drafts_change_no_output_in_bfloat16(path: Path, num_rows: int) -> None:
     config = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM(path, **WHOLE, speculative_config=config) as llm:
         scheduler = llm.engine.core.scheduler
-        scheduler.drafter = None
+        set_drafter(scheduler, None)
         some = prompts()[1 : 1 + num_rows]
         want = [output.token_ids for output in llm.generate(some, params, use_tqdm=False)]
         recorded = [[*prompt, *ids] for prompt, ids in zip(some, want, strict=True)]
-        scheduler.drafter = EagerDrafter(Replay(recorded, 1000), 3)
+        set_drafter(scheduler, EagerDrafter(Replay(recorded, 1000), 3))
         found = [output.token_ids for output in llm.generate(some, params, use_tqdm=False)]
     assert found == want
     counts = scheduler.draft_counts

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import GrammarError
-from nanovllm.structured.json_schema import Schema, enforceable
-from nanovllm.structured.limits import check_schema, check_text
+from nanovllm.features.grammar.json_schema import Schema, enforceable
+from nanovllm.features.grammar.limits import check_schema, check_text
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

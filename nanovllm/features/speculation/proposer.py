@@ -32,7 +32,7 @@ class ModelProposer:
 
     def propose(self, seq: Sequence, most: int) -> Proposal | None:
         """Return placeholders, or None with a grammar: bitmasks depend on the draft tokens."""
-        return None if seq.matcher is not None else Proposal([NO_TOKEN] * most, 0)
+        return None if seq.request.grammar is not None else Proposal([NO_TOKEN] * most, 0)
 
     def finished(self, seq: Sequence) -> None:
         """Do nothing: there is no state on the host."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.engine.proposer import NUM_CLASSES, Proposal
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.speculation.proposer import NUM_CLASSES, Proposal
 
 ORDER = 3  # minimum length of a match, in tokens
 MAX_CANDIDATES = 8  # number of earlier occurrences that are compared, latest first

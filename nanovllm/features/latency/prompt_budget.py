@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
+from nanovllm.engine.feature import Feature
+
+if TYPE_CHECKING:
+    from nanovllm.engine.scheduler import Scheduler, Step
+    from nanovllm.engine.sequence import Sequence
+    from nanovllm.engine.step import StepResult
+
 # Prompt tokens allowed in every step, by device, so that prompts always make progress. On a CPU, a
 # chunk of 64 tokens takes twice as long per token as one of 1,024, since each chunk upcasts or
 # dequantizes all weights.
@@ -16,14 +26,60 @@ MARGIN = 0.8  # fraction of the target to aim for, because equal steps vary in d
 MAX_RATIO, WEIGHT = 2.0, 0.25
 
 
-class PromptBudget:
-    """Estimates the seconds per token from measured steps, as a geometric moving average."""
+class PromptBudget(Feature):
+    """Limits the prompt tokens of a step; requests with many prompts take turns with the others.
+
+    The seconds per token are estimated from measured steps, as a geometric moving average.
+    """
 
     def __init__(self, target_seconds: float, min_prompt_tokens: int) -> None:
         self._min_prompt_tokens = min_prompt_tokens
         self._seconds = MARGIN * target_seconds
         self._seconds_per_token = FIRST_SECONDS_PER_TOKEN
         self._is_measured = False
+        self._ran: set[str] = set()  # request_ids with unfinished prompts in the latest step
+        # Those whose prompts take only what others leave of the step being planned.
+        self._resting: set[str] = set()
+        self._room = 0  # tokens that are left for them
+
+    def joins(self, seq: Sequence) -> bool:
+        return True
+
+    def begin_step(self, scheduler: Scheduler, step: Step) -> None:
+        waiting, prompts, num_decode_rows = scheduler.waiting, [], 0
+        for seq in scheduler.running.values():
+            if seq.num_tokens - seq.num_computed > 1:
+                prompts.append(seq)
+            elif seq.num_tokens < seq.max_len:
+                num_decode_rows += 1
+        series = [seq for seq in prompts if waiting.has_more(seq)]
+        self._resting = set()
+        if num_decode_rows:
+            step.prompt_budget = self.num_prompt_tokens(num_decode_rows)
+        elif scheduler.allow_chunks and (series or waiting.has_series):
+            step.prompt_budget = self.num_queued_tokens()
+        if scheduler.allow_chunks and series:
+            busy = {seq.request_id for seq in series}
+            others = [seq for seq in prompts if seq.request_id not in busy]
+            if (first := waiting.first(busy)) is not None:
+                others.append(first)
+            highest = min((seq.priority for seq in others), default=math.inf)
+            behind = {seq.request_id for seq in series if highest <= seq.priority}
+            self._resting = behind & self._ran
+            num_wanted = sum(len(seq.token_ids) - seq.num_computed for seq in others)
+            self._room = max(step.prompt_budget - num_wanted, 1)
+
+    def row_end(self, seq: Sequence, end: int, limit: int) -> int:
+        if seq.request_id in self._resting and end <= seq.num_tokens:
+            end = min(end, seq.num_computed + self._room)
+            self._room = max(self._room - (end - seq.num_computed), 1)
+        return end
+
+    def planned(self, step: Step) -> None:
+        self._ran = step.unfinished - self._resting
+
+    def committed(self, step: Step, result: StepResult) -> None:
+        self.measured(step.plan.num_prefill_tokens, step.num_decode_tokens, step.device_seconds)
 
     def num_prompt_tokens(self, num_decode_rows: int) -> int:
         """Return how many prompt tokens may run alongside `num_decode_rows` decode rows."""

@@ -13,19 +13,34 @@ from nanovllm.errors import ConfigError
 from nanovllm.models.registry import read_config
 from nanovllm.sampling_params import NO_TOKEN
 from nanovllm.worker.device_interface import Device
+from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.load_model import LoadedModel, load_model
 from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.worker import Worker
 
 
 class DraftModel:
     """Shares the InputBatch of the target model, and has a KV cache with the same block ids.
 
     The draft model runs every token that the target runs. So its cache is complete wherever the
-    target's is: in cached prefixes, after a preemption and in copied blocks.
+    target's is: in cached prefixes and after a preemption.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+    runner: ModelRunner
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def load(self, worker: Worker) -> int:
+        self._loaded = load_draft_model(
+            self._path, worker.config, worker.model_config, worker.device
+        )
+        return self._loaded.spec.block_bytes
+
+    def attach(self, runner: ModelRunner, num_blocks: int, input_batch: InputBatch) -> None:
+        self.runner = self._loaded.runner(num_blocks, input_batch)
+        runner.stages.append(self.run)
+        runner.all_steps += self.runner.all_steps
 
     def run(self, plan: StepPlan) -> StepPlan:
         """Generate the draft tokens of a plan; return the plan with which the target verifies them.
@@ -33,8 +48,6 @@ class DraftModel:
         A draft token is sampled with the parameters of its request and the random numbers of its
         position. So the target samples the same token if both models agree.
         """
-        if plan.block_copies:
-            self.runner.eager.copy_blocks(plan)
         num_drafts = np.maximum(plan.num_logits - 1, 0)
         most = int(num_drafts.max(initial=0))
         ends = plan.starts + plan.counts - num_drafts

@@ -12,17 +12,18 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.engine.grammar import Allocate, Bitmasks
+from nanovllm.engine.grammar import Allocate
 from nanovllm.engine.input_processor import Vocabulary
+from nanovllm.engine.step import IntColumn
 from nanovllm.errors import GrammarError
-from nanovllm.structured.grammar_text import grammar_text
-from nanovllm.structured.limits import is_risky, run_bounded, try_compiling
+from nanovllm.features.grammar.grammar_text import grammar_text
+from nanovllm.features.grammar.limits import is_risky, run_bounded, try_compiling
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -60,7 +61,7 @@ class Compiled:
     """A compiled grammar: a matcher in its initial state, from which others are copied."""
 
     start: LLMatcher
-    first_mask: Bitmasks
+    first_mask: IntColumn
     is_slow: bool = False
 
 
@@ -72,7 +73,7 @@ class GuidanceMatcher:
 
     def __init__(self, stop_token_ids: frozenset[int]) -> None:
         self.stop_token_ids = stop_token_ids
-        self.mask: Bitmasks | None = None  # the next bitmask, if computed ahead
+        self.mask: IntColumn | None = None  # the next bitmask, if computed ahead
         self.job: Future[None] | None = None  # computes `mask`, or compiles the grammar
 
     def begin(self, compiled: Compiled) -> None:
@@ -117,7 +118,7 @@ class GuidanceEngine:
         # Threads for compiling grammars, and for bitmasks that would delay a step.
         self._threads = ThreadPoolExecutor(2, "nanovllm-grammars")
         self._context: GuidanceContext | None = None
-        self._memory: Bitmasks | None = None  # persistent buffer; CUDA graphs read it in place
+        self._memory: IntColumn | None = None  # persistent buffer; CUDA graphs read it in place
 
     def compile(self, asked: Mapping[str, Any]) -> GuidanceGrammar:
         """Compile `structured_outputs`; raise GrammarError if it cannot be fully enforced."""
@@ -144,13 +145,12 @@ class GuidanceEngine:
         return matcher
 
     def masks(
-        self, rows: Sequence[tuple[GuidanceMatcher | None, list[int]]], allocate: Allocate
-    ) -> tuple[Bitmasks, list[int]]:
+        self, rows: Sequence[tuple[GuidanceMatcher, list[int]]], allocate: Allocate
+    ) -> tuple[IntColumn, list[int]]:
         """Return the bitmasks of all rows, and the indices of rows whose bitmasks are not ready.
 
         A row is a matcher and its draft tokens. It has a bitmask for the next token, and one for
-        the token after each draft token. A matcher of None, for a finished sequence, allows every
-        token. The next call overwrites the bitmasks.
+        the token after each draft token. The next call overwrites the bitmasks.
         """
         num_masks = sum(1 + len(drafts) for _, drafts in rows)
         masks, late, row = self._memory_for(num_masks, allocate), [], 0
@@ -158,9 +158,7 @@ class GuidanceEngine:
         now = time.thread_time()  # CPU time: on a busy machine, wall time is long for any grammar
         end = now + MAX_STEP
         for index, (matcher, drafts) in enumerate(rows):
-            if matcher is None:
-                masks[row : row + 1 + len(drafts)] = -1
-            elif matcher.mask is not None and not drafts:
+            if matcher.mask is not None and not drafts:
                 masks[row] = matcher.mask
                 allow_stops(matcher, masks[row], eos)
             elif not drafts and (matcher.compiled.is_slow or now > end):
@@ -180,11 +178,6 @@ class GuidanceEngine:
                 matcher.compiled.is_slow = now - before > SLOW_MASK * (1 + len(drafts))
             row += 1 + len(drafts)
         return masks, late
-
-    def wait(self, matchers: list[GuidanceMatcher]) -> None:
-        """Wait until one of the matchers is ready, for at most 0.1 seconds."""
-        jobs = [matcher.job for matcher in matchers if matcher.job is not None]
-        wait(jobs, 0.1, FIRST_COMPLETED)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -221,7 +214,7 @@ class GuidanceEngine:
                 self._cache.popitem(last=False)
         return grammar
 
-    def _memory_for(self, num_rows: int, allocate: Allocate) -> Bitmasks:
+    def _memory_for(self, num_rows: int, allocate: Allocate) -> IntColumn:
         if self._memory is None or len(self._memory) < num_rows:
             self._memory = allocate(1 << (num_rows - 1).bit_length(), self._num_words)
         return self._memory[:num_rows]
@@ -238,7 +231,7 @@ class GuidanceEngine:
         first_mask, *_ = self._first_masks(matcher.deep_copy())
         return Compiled(matcher, first_mask)
 
-    def _first_masks(self, matcher: LLMatcher) -> Iterator[Bitmasks]:
+    def _first_masks(self, matcher: LLMatcher) -> Iterator[IntColumn]:
         """Match a few allowed tokens and yield the bitmask before each; raise if one fails.
 
         Some grammars fail only after the first token.
@@ -288,7 +281,7 @@ def _key(asked: Mapping[str, Any]) -> str:
         return ""
 
 
-def compute_mask(matcher: GuidanceMatcher, mask: Bitmasks, address: int) -> None:
+def compute_mask(matcher: GuidanceMatcher, mask: IntColumn, address: int) -> None:
     """Write the next bitmask to `mask`; `address` is `mask.ctypes.data`, which is slow to get.
 
     A bitmask that allows no token ends the sequence with an error.
@@ -302,7 +295,7 @@ def compute_mask(matcher: GuidanceMatcher, mask: Bitmasks, address: int) -> None
         mask[:] = 0
 
 
-def allow_stops(matcher: GuidanceMatcher, mask: Bitmasks, eos: frozenset[int]) -> None:
+def allow_stops(matcher: GuidanceMatcher, mask: IntColumn, eos: frozenset[int]) -> None:
     """Allow the sequence's stop tokens only where the output may end.
 
     EOS tokens that do not stop the sequence are allowed only if no other token is.
@@ -321,7 +314,7 @@ def allow_stops(matcher: GuidanceMatcher, mask: Bitmasks, eos: frozenset[int]) -
         mask[:] = before
 
 
-def allow(mask: Bitmasks, token_id: int, is_allowed: bool) -> None:
+def allow(mask: IntColumn, token_id: int, is_allowed: bool) -> None:
     bit = np.uint32(1 << token_id % 32)
     words = mask.view(np.uint32)
     words[token_id // 32] &= ~bit

@@ -7,16 +7,21 @@ and the worker rejects the tokens after the first one that differs from its draf
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.ngram_proposer import NgramProposer
-from nanovllm.engine.proposer import NUM_CLASSES, ModelProposer, Proposer
-from nanovllm.engine.request import DraftCounts
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.speculation.ngram_proposer import NgramProposer
+from nanovllm.features.speculation.proposer import NUM_CLASSES, ModelProposer, Proposer
 
 if TYPE_CHECKING:
-    from nanovllm.engine.block_manager import BlockManager
+    from nanovllm.config.speculative_config import SpeculativeConfig
+    from nanovllm.engine.scheduler import Scheduler, Step
+    from nanovllm.engine.step import StepResult
+
+NumAllowed = Callable[[Sequence, list[int]], int]
 
 MAX_PAUSE = 63  # maximum pause of a sequence whose drafts do not pay off, in steps
 FIRST_ACCEPTANCE = 0.7  # acceptance rate assumed before any measurement
@@ -41,15 +46,17 @@ class DraftState:
         self.pause = self.num_paused = min(2 * self.pause + 1, MAX_PAUSE)
 
 
-def create_drafter(method: str, num_speculative_tokens: int) -> Drafter:
-    """Create the drafter for a method of `speculative_config`."""
+def create_drafter(config: SpeculativeConfig, num_allowed: NumAllowed | None) -> Drafter:
+    """Create the drafter for a `speculative_config`; `num_allowed` applies grammars to drafts."""
     proposer: Proposer = ModelProposer()
-    if method != "draft_model":
-        proposer = NgramProposer(has_store=method == "suffix")
-    return Drafter(proposer, num_speculative_tokens)
+    if config.method != "draft_model":
+        proposer = NgramProposer(has_store=config.method == "suffix")
+    drafter = Drafter(proposer, config.num_speculative_tokens)
+    drafter.num_allowed = num_allowed or drafter.num_allowed
+    return drafter
 
 
-class Drafter:
+class Drafter(Feature):
     """Chooses the number of draft tokens that maximizes throughput.
 
     Throughput is estimated from two acceptance rates, that of the sequence and that of all
@@ -58,7 +65,8 @@ class Drafter:
 
     def __init__(self, proposer: Proposer, num_speculative_tokens: int) -> None:
         self.proposer = proposer
-        self.counts = DraftCounts()
+        # Returns how many leading draft tokens a sequence's grammar allows.
+        self.num_allowed: NumAllowed = lambda seq, drafts: len(drafts)
         self._most = num_speculative_tokens
         self._states: dict[int, DraftState] = {}  # keyed by seq_id
         self._acceptance = [FIRST_ACCEPTANCE] * NUM_CLASSES  # indexed by certainty
@@ -68,20 +76,51 @@ class Drafter:
         # Compare steps with and without drafts, keyed by the bit length of the number of sequences.
         self._trials: defaultdict[int, Trial] = defaultdict(Trial)
         self._is_on = True
-        # Whether more than an eighth of the rows of the latest plan in flight have draft tokens.
-        # Then the other rows wait, too: a step with only them would take about as long as one with
-        # all rows.
+        self._newest: list[int] = []  # `num_logits` of the latest step, while it is in flight
+        # Whether more than an eighth of its rows have draft tokens. Then the other rows wait, too:
+        # a step with only them would take about as long as one with all rows.
         self._has_many_drafted = False
         self._num_rows = 0  # rows of the step being planned, including its draft tokens so far
         self._num_tokens = 0.0  # expected number of output tokens of that step
         self._room = 0  # number of further draft tokens that fit into that step
 
-    def begin_step(self, num_rows: int, num_unused: int, newest: list[Sequence]) -> None:
-        """Start planning a step with `num_rows` running sequences; `num_unused` slots stay free.
+    def joins(self, seq: Sequence) -> bool:
+        return seq.request.pooling is None and not seq.is_serial
 
-        `newest` holds the rows of the latest step.
-        """
-        self._has_many_drafted = 8 * sum(bool(seq.drafts) for seq in newest) > len(newest)
+    def begin_step(self, scheduler: Scheduler, step: Step) -> None:
+        self._blocks = scheduler.blocks
+        num_running = len(scheduler.running)
+        num_unused = max(scheduler.max_num_seqs - num_running - len(scheduler.waiting), 0)
+        self.begin(num_running, num_unused)
+
+    def row_end(self, seq: Sequence, end: int, limit: int) -> int:
+        if self.must_wait(seq):
+            return seq.num_computed
+        if end < seq.num_tokens:
+            return end
+        seq.drafts = self.draft(seq, limit - end)
+        return end + len(seq.drafts)
+
+    def planned(self, step: Step) -> None:
+        self._newest = step.num_logits
+
+    def committed(self, step: Step, result: StepResult) -> None:
+        if step.num_logits is self._newest:
+            self._newest = []
+        if result.num_valid is not None:
+            columns = zip(step.rows, step.num_logits, result.num_valid.tolist(), strict=True)
+            for seq, count, valid in columns:
+                if count > 1 and seq.finish_reason is None and seq not in step.dropped:
+                    self.verified(seq, count - 1, valid - 1)
+        if not step.plan.num_prefill_tokens:
+            # The duration includes idle time of the device, because drafting delays the plan.
+            num_tokens = step.num_decode_tokens - step.num_rejected
+            self.measured(len(step.rows), step.num_decode_tokens, num_tokens, step.seconds)
+
+    def begin(self, num_rows: int, num_unused: int) -> None:
+        """Start planning a step with `num_rows` running sequences; `num_unused` slots stay free."""
+        num_drafted = sum(count > 1 for count in self._newest)
+        self._has_many_drafted = 8 * num_drafted > len(self._newest)
         self._num_rows, self._num_tokens = num_rows, float(num_rows)
         self._room = num_unused + self._most
         trial = self._trials[num_rows.bit_length()]
@@ -108,14 +147,15 @@ class Drafter:
             return False
         return self.proposer.propose(seq, 1) is not None
 
-    def draft(self, seq: Sequence, most: int, blocks: BlockManager) -> list[int]:
+    def draft(self, seq: Sequence, most: int) -> list[int]:
         """Return up to `most` draft tokens for a row of the step being planned.
 
         Only decode rows whose tokens are all known on the host get any.
         """
+        blocks = self._blocks
         num_free = seq.capacity - seq.num_tokens + blocks.num_free * blocks.block_size
         most = min(most, seq.max_len - seq.num_tokens - 1, num_free)
-        if seq.num_pending or seq.is_serial or seq.num_computed < seq.num_tokens - 1 or most < 1:
+        if seq.num_pending or seq.num_computed < seq.num_tokens - 1 or most < 1:
             return []
         return self.choose(seq, most)
 
@@ -132,8 +172,7 @@ class Drafter:
         if proposal is None:
             return []
         state.certainty, token_ids = proposal.certainty, proposal.token_ids
-        if seq.matcher is not None:
-            token_ids = token_ids[: seq.matcher.num_allowed(token_ids)]
+        token_ids = token_ids[: self.num_allowed(seq, token_ids)]
         if not token_ids:
             state.wait()
             return []
@@ -161,8 +200,7 @@ class Drafter:
         if num_seqs > 1:
             self._trials[num_seqs.bit_length()].add(num_tokens, seconds)
 
-    def finished(self, seq: Sequence) -> None:
-        """Discard the state of a sequence that has ended."""
+    def ended(self, seq: Sequence) -> None:
         self._states.pop(seq.seq_id, None)
         self.proposer.finished(seq)
 

@@ -1,0 +1,78 @@
+"""Feature: what a capability such as speculation or structured output adds to scheduling.
+
+The scheduler calls features at fixed places of `schedule` and `commit`, and names none of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanovllm.engine.scheduler import Scheduler, Step
+    from nanovllm.engine.sequence import Sequence
+    from nanovllm.engine.step import StepResult
+
+
+class Feature:
+    """By default, every method does nothing. A feature keeps its own state, keyed by `seq_id`.
+
+    It must not keep the scheduler, which holds it: nothing would free the two.
+    """
+
+    # Called in every step.
+
+    def begin_step(self, scheduler: Scheduler, step: Step) -> None:
+        """Prepare to plan a step: resume postponed sequences, or lower its budgets.
+
+        States and grammars resume, the latency target lowers, and speculation counts rows.
+        """
+
+    def planned(self, step: Step) -> None:
+        """Add to a step whose rows are chosen.
+
+        States add copies, grammars ask for bitmasks, speculation and step mode remember the rows.
+        """
+
+    def committed(self, step: Step, result: StepResult) -> None:
+        """Learn from a step whose tokens have been appended.
+
+        The latency target and speculation measure its duration, and step mode takes its tokens.
+        """
+
+    # Called only for the sequences for which `joins` has returned True.
+
+    def joins(self, seq: Sequence) -> bool:
+        """Return whether to take part in scheduling a sequence that is being added."""
+        return False
+
+    def is_ready(self, seq: Sequence) -> bool:
+        """Return whether a new sequence may be admitted; if not, it is postponed.
+
+        The feature must then call `Scheduler.resume` once it may. Grammars wait for a compiler, and
+        states for an earlier sequence with the same prompt.
+        """
+        return True
+
+    def usable_hits(self, seq: Sequence, hits: list[int]) -> list[int]:
+        """Return the leading blocks of a cached prefix that a sequence may reuse.
+
+        States shorten the prefix to one with a snapshot.
+        """
+        return hits
+
+    def row_end(self, seq: Sequence, end: int, limit: int) -> int:
+        """Return where the sequence's next row ends, given the position found so far.
+
+        States end a row where a snapshot is due. `seq.num_computed` leaves the sequence out of the
+        step: the latency target and speculation let it wait. If `end` is `seq.num_tokens`,
+        speculation adds draft tokens in `seq.drafts`, up to the position `limit`.
+        """
+        return end
+
+    def ended(self, seq: Sequence) -> None:
+        """Discard what is kept for a sequence that has ended, as most features must."""
+
+    # Called by tests.
+
+    def check(self, scheduler: Scheduler) -> None:
+        """Verify the feature's invariants."""
