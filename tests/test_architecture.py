@@ -20,7 +20,9 @@ PACKAGE = "nanovllm"
 TORCH_FREE = (
     *("config/", "sampling_params.py", "outputs.py", "assembly.py", "llm.py"),
     *("async_llm.py", "engine/"),
-    *("structured/", "serve/replica.py", "serve/core_messages.py", "serve/output_queue.py"),
+    *("features/grammar/", "features/latency/", "features/states/"),
+    *(f"features/speculation/{name}.py" for name in ("drafter", "ngram_proposer", "proposer")),
+    *("serve/replica.py", "serve/core_messages.py", "serve/output_queue.py"),
     *("serve/live/", "serve/routing.py"),
     *("serve/parsing/", "serve/openai/", "serve/anthropic/"),
 )

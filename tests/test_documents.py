@@ -104,6 +104,22 @@ def test_the_rings_are_the_ones_that_are_checked() -> None:
     assert " < ".join(["records", *rings.RINGS[1:]]) in page
 
 
+def test_the_architecture_fits_on_a_page() -> None:
+    assert len(read("docs/architecture.md").split()) <= 1400
+
+
+def test_the_capabilities_are_folders_and_options_that_exist() -> None:
+    """architecture.md lists each folder that can be deleted, with the option that needs it."""
+    page, package = read("docs/architecture.md"), ROOT / "nanovllm"
+    rows = re.findall(r"^\| \[.*\| `([\w/]+)` \| (?:`(\w+)` )?\|", page, re.MULTILINE)
+    features = [path.parent for path in package.glob("features/*/__init__.py")]
+    there = [*features, package / "models" / "fallback", package / "serve" / "live"]
+    names = [path.relative_to(package).as_posix() for path in there if path.is_dir()]
+    assert sorted(folder for folder, _ in rows) == sorted(names)
+    known = re.findall(r"^\| `(\w+)`", read("docs/reference.md"), re.MULTILINE)
+    assert {option for _, option in rows if option} < set(known)
+
+
 def test_the_reference_is_up_to_date() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "reference.py"))
     assert read("docs/reference.md") == script["reference"](), "run `make reference`"

@@ -50,7 +50,7 @@ CASES = [
     *(("wide", "bfloat16", mode) for mode in MODES if mode != "padded"),
     ("wide", "float16", "plain"),
     ("wide", "float32", "plain"),
-    # transformers rotates prompts with dynamic RoPE differently: see docs/architecture.md.
+    # transformers rotates prompts with dynamic RoPE differently: see docs/models.md.
     *((name, "float32", "chunked") for name in FAMILIES if name != "llama-dynamic"),
     ("qwen3-tied", "bfloat16", "alone"),
     ("llama-mha-bias", "bfloat16", "plain"),
