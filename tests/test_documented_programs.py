@@ -35,6 +35,7 @@ EXCERPT = "# excerpt of "  # begins a block that shows code of the engine
 # Tests that read the programs of a page and run them in other ways.
 OTHER_TESTS = {
     "serving.md": "tests/clients/test_clients.py",
+    "adding-a-feature.md": "tests/engine/test_adding_a_feature.py",
     "adding-a-model.md": "tests/models/test_adding_a_model.py",
 }
 # tests/test_wheel.py installs the package into a new environment; make installs all packages.

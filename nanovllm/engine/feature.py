@@ -30,7 +30,8 @@ class Feature:
     def planned(self, step: Step) -> None:
         """Add to a step whose rows are chosen.
 
-        States add copies, grammars ask for bitmasks, speculation and step mode remember the rows.
+        States add copies, grammars ask for bitmasks; speculation, the latency target and step mode
+        remember the rows.
         """
 
     def committed(self, step: Step, result: StepResult) -> None:
@@ -63,9 +64,10 @@ class Feature:
     def row_end(self, seq: Sequence, end: int, limit: int) -> int:
         """Return where the sequence's next row ends, given the position found so far.
 
-        States end a row where a snapshot is due. `seq.num_computed` leaves the sequence out of the
-        step: the latency target and speculation let it wait. If `end` is `seq.num_tokens`,
-        speculation adds draft tokens in `seq.drafts`, up to the position `limit`.
+        States end a row where a snapshot is due, and the latency target shortens rows of prompts.
+        `seq.num_computed` leaves a running sequence out of the step: speculation lets it wait for
+        its pending token. If `end` is `seq.num_tokens`, speculation adds draft tokens in
+        `seq.drafts`, up to the position `limit`.
         """
         return end
 
