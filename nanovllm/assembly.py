@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
@@ -27,6 +26,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scoring import check_bidirectional
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, GrammarError, NanovllmError, UnsupportedModelError
+from nanovllm.validation import has_folder
 
 if TYPE_CHECKING:
     from nanovllm.parallel.worker_main import WorkerTask
@@ -80,13 +80,19 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
     from nanovllm.models.registry import read_config_for
     from nanovllm.worker.memory_check import check_model
 
+    device = _check_device(config)
+
+    def check(found: Mapping[str, Any]) -> None:
+        check_features(config, read_config_for(found, config.model_impl))
+        check_model(config, device, found)
+
     checkpoint = find_checkpoint(
         config.model,
         revision=config.revision,
         need_weights=config.load_format != "dummy",
         need_tokenizer=not config.skip_tokenizer_init,
         quantization=config.quantization,
-        check=partial(check_model, config, _check_device(config)),
+        check=check,
     )
     model_config = read_config_for(checkpoint.config, config.model_impl)
     if model_config.transformers_config is not None:
@@ -94,7 +100,6 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
             "%s runs through transformers' model code, which is slower than nanovllm's own",
             model_config.architecture,
         )
-    check_features(config, model_config)
     if checkpoint.embedding is not None:  # the LM head is not used, and may be missing
         model_config = replace(model_config, tie_word_embeddings=True)
     limit = model_config.max_position_embeddings
@@ -137,7 +142,7 @@ def create_input_processor(resolved: ResolvedModel, is_remote: bool = False) -> 
 
 def create_grammars(vocab_size: int, load: Callable[[], Vocabulary]) -> GrammarEngine:
     """Create the grammar engine, which calls `load` when it first needs the tokenizer."""
-    require_feature("grammar", "the option", GrammarError)
+    require_feature("grammar", "it", GrammarError)
     from nanovllm.features.grammar.guidance import GuidanceEngine
 
     return GuidanceEngine(load, vocab_size)
@@ -235,8 +240,7 @@ def require_feature(feature: str, asked: str, error: type[NanovllmError]) -> Non
 
 
 def _has_feature(name: str) -> bool:
-    package = "nanovllm.features"
-    return find_spec(package) is not None and find_spec(f"{package}.{name}") is not None
+    return has_folder("nanovllm.features") and has_folder(f"nanovllm.features.{name}")
 
 
 def create_executor(
@@ -285,4 +289,4 @@ def _create_device(config: EngineConfig) -> Device:
 
 def _has_devices() -> bool:
     """Return whether `devices/` with the kernels is installed; otherwise plain torch is used."""
-    return find_spec("nanovllm.devices") is not None
+    return has_folder("nanovllm.devices")

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from nanovllm.errors import ConfigError, NanovllmError, RequestError
@@ -122,3 +123,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def as_python(value: Any) -> Any:
     """Convert a scalar of numpy or torch to a Python number; return other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def has_folder(name: str) -> bool:
+    """Return whether a package exists; a folder with nothing but cached bytecode does not count."""
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanovllm.engine.executor import ExecutorInfo, StateCounts
-from nanovllm.engine.step import StepPlan, StepResult
+from nanovllm.engine.step import Bitmasks, StepPlan, StepResult
 from nanovllm.worker.draft_rows import count_valid, host_drafts
 
 VOCAB_SIZE = 23
@@ -32,11 +32,13 @@ def reference(prompt: list[int], max_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Done:
     value: StepResult
+    needs_bitmasks: bool = False
 
     def result(self) -> StepResult:
+        assert not self.needs_bitmasks
         return self.value
 
 
@@ -65,6 +67,16 @@ class FakeExecutor:
     def capture_one(self) -> bool:
         return False
 
+    def mask_memory(self, num_rows: int, num_words: int) -> np.ndarray:
+        return np.zeros((num_rows, num_words), np.int32)
+
+    def sample(self, bitmasks: Bitmasks) -> None:
+        """Complete the newest step; bitmasks change no token here."""
+        assert self.newest.needs_bitmasks
+        self.newest.needs_bitmasks = False
+        num_logits = self.plans[-1].num_logits[np.isin(self.plans[-1].slots, bitmasks.slots)]
+        assert len(bitmasks.words) == num_logits.sum()
+
     def submit(self, plan: StepPlan) -> Done:
         self.plans.append(plan)
         self._update_tables(plan)
@@ -91,7 +103,8 @@ class FakeExecutor:
         num_valid = None
         if any(update.token_ids for update in plan.draft_updates):
             num_valid = count_valid(plan.num_logits, tokens, host_drafts(plan))
-        return Done(StepResult(tokens, num_valid, columns))
+        self.newest = Done(StepResult(tokens, num_valid, columns), plan.needs_bitmasks)
+        return self.newest
 
     def _pool(self, rows: list[tuple[int, int, int]]) -> list[list[int]]:
         """Return the token sums of the prompts that end here, accumulated over their chunks."""

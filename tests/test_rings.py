@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import NanovllmError, UnsupportedModelError
-from nanovllm.models.registry import read_config_for
 from tests.checkpoints import TinyCheckpoint
 
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
 RINGS = [
     "errors validation structured_outputs sampling_params outputs config",
     *("engine", "ops", "checkpoint", "attention", "layers", "models", "worker"),  # the core
-    *("devices", "parallel", "features", "assembly", "llm"),
+    *("devices", "features", "parallel", "assembly", "llm"),
     *("serve", "async_llm", "batch", "cli", "ray"),
 ]
 OUTER = ("devices", "features", "parallel", "serve", "batch", "cli", "ray")
@@ -93,42 +91,73 @@ with LLM({model!r}, dtype="float32", skip_tokenizer_init=True) as llm:
     assert result.stdout == f"TorchDevice\n{want}\n"
 
 
-OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
-# Folder -> the checkpoint, the options of the engine and those of the request that ask for it.
-ASKING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "speculation": ("qwen3", {"speculative_config": NGRAM}, {}),
-    "grammar": ("qwen3", {}, {"structured_outputs": {"regex": "a+"}}),
-    "states": ("qwen3.5", {}, {}),
-    "latency": ("qwen3", {"target_inter_token_ms": 25.0}, {}),
+# Folder -> the checkpoint, the options of the engine and those of the request that ask for it, and
+# the error without it.
+ASKING: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "features.speculation": (
+        "qwen3",
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {},
+        "speculative_config needs nanovllm/features/speculation, which is missing",
+    ),
+    "features.grammar": (
+        "qwen3",
+        {},
+        {"structured_outputs": {"regex": "a+"}},
+        "structured_outputs: it needs nanovllm/features/grammar, which is missing",
+    ),
+    "features.states": (
+        "qwen3.5",
+        {},
+        {},
+        "Qwen3_5ForCausalLM needs nanovllm/features/states, which is missing",
+    ),
+    "features.latency": (
+        "qwen3",
+        {"target_inter_token_ms": 25.0},
+        {},
+        "target_inter_token_ms needs nanovllm/features/latency, which is missing",
+    ),
+    "models.fallback": (
+        "qwen3",
+        {"model_impl": "transformers"},
+        {},
+        "transformers' model code cannot run: nanovllm/models/fallback is missing",
+    ),
 }
 
 
 def test_each_feature_has_a_folder() -> None:
     folders = {path.parent.name for path in (PACKAGE / "features").glob("*/__init__.py")}
-    assert folders == ASKING.keys()
+    assert {f"features.{folder}" for folder in folders} == ASKING.keys() - {"models.fallback"}
 
 
-@pytest.mark.parametrize("feature", ASKING)
-def test_a_feature_can_be_deleted(
-    tiny: Callable[[str], TinyCheckpoint], monkeypatch: pytest.MonkeyPatch, feature: str
-) -> None:
+@pytest.mark.parametrize("folder", ASKING)
+def test_a_capability_can_be_deleted(tiny: Callable[[str], TinyCheckpoint], folder: str) -> None:
     """Without its folder, plain requests give the same tokens, and what needs it is refused."""
-    checkpoint, params = tiny("qwen3"), SamplingParams(temperature=0, max_tokens=4)
-    prompts = [[5, 6, 7], list(range(3, 40))]
-    folder = f"nanovllm.features.{feature}"
-    for name in [each for each in sys.modules if each.startswith(folder)]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, folder, None)
-    with LLM(checkpoint.path, **OPTIONS) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    checkpoint.assert_greedy(prompts, [output.token_ids for output in outputs])
-    name, options, asked = ASKING[feature]
-    with (
-        pytest.raises(NanovllmError, match=f"needs nanovllm/features/{feature}, which is missing"),
-        LLM(tiny(name).path, **OPTIONS, **options) as llm,
-    ):
-        llm.generate(prompts, replace(params, **asked), use_tqdm=False)
+    checkpoint, prompts = tiny("qwen3"), [[5, 6, 7], list(range(3, 40))]
+    name, options, asked, error = ASKING[folder]
+    common = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
+    script = f"""
+import sys
+sys.modules["nanovllm.{folder}"] = None
+from nanovllm import LLM, SamplingParams
+def generate(model, options, asked):
+    params = SamplingParams(temperature=0, max_tokens=4, **asked)
+    with LLM(model, **{common}, **options) as llm:
+        return [each.token_ids for each in llm.generate({prompts}, params, use_tqdm=False)]
+print(generate({str(checkpoint.path)!r}, {{}}, {{}}))
+try:
+    generate({str(tiny(name).path)!r}, {options}, {asked})
+except Exception as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    tokens, refusal = result.stdout.splitlines()
+    checkpoint.assert_greedy(prompts, json.loads(tokens))
+    assert error in refusal
 
 
 def test_only_the_assembly_and_servers_import_features() -> None:
@@ -138,19 +167,10 @@ def test_only_the_assembly_and_servers_import_features() -> None:
             assert not any("nanovllm.features" in name for name in imported_modules(path)), path
 
 
-def test_the_fallback_can_be_deleted(
-    tiny: Callable[[str], TinyCheckpoint], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only `registry.py` imports it; without it, our own families run, and others are refused."""
+def test_only_the_registry_imports_the_fallback() -> None:
     importing = [path for path, _ in sources() if "nanovllm.models.fallback" in imports_of(path)]
     outside = [path for path in importing if path.parent.name != "fallback"]
     assert outside == [PACKAGE / "models" / "registry.py"]
-    monkeypatch.setitem(sys.modules, "nanovllm.models.fallback", None)
-    with LLM(tiny("qwen3").path, **OPTIONS) as llm:
-        [output] = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)
-    assert len(output.token_ids) == 2
-    with pytest.raises(UnsupportedModelError, match="models/fallback is missing"):
-        read_config_for({"architectures": ["GPT2LMHeadModel"]}, "auto")
 
 
 def imports_of(path: Path) -> str:

@@ -60,8 +60,8 @@ def make_core(num_rows: int, states: StateCounts | None = None) -> EngineCore:
 
 
 def add(core: EngineCore, seq_id: int, prompt: array[int]) -> None:
-    params = SamplingParams(max_tokens=2000)
-    core.add(Request(seq_id, prompt, params, stop_token_ids=frozenset({2})))
+    params, stops = SamplingParams(max_tokens=2000), frozenset({2})
+    core.add(Request(seq_id, prompt, params, stop_token_ids=stops, request_id="many"))
 
 
 def decoding_core(num_rows: int) -> EngineCore:

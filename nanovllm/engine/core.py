@@ -24,7 +24,7 @@ from nanovllm.engine.timing import StepLog
 from nanovllm.errors import EngineError
 
 POLL_SECONDS = 0.001  # time between looks at postponed sequences while nothing else runs
-# They allow every token.
+# Bitmasks that allow every token.
 NO_BITMASKS = Bitmasks(np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
 
 
@@ -72,8 +72,8 @@ class EngineCore:
         if request.pooling is None:
             seq.is_cut_by_pool = self._is_pool_short and seq.max_len > self.max_len
             seq.max_len = min(seq.max_len, self.max_len)
-        self._sequences[seq.seq_id] = seq
         self.scheduler.add(seq)
+        self._sequences[seq.seq_id] = seq
 
     def step(self) -> EngineCoreOutputs:
         """Launch the next step, if any, and collect the oldest one in flight.

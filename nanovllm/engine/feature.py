@@ -47,10 +47,11 @@ class Feature:
         return False
 
     def is_ready(self, seq: Sequence) -> bool:
-        """Return whether a new sequence may be admitted; if not, it is postponed.
+        """Return whether a sequence may enter the queue; if not, it is postponed.
 
-        The feature must then call `Scheduler.resume` once it may. Grammars wait for a compiler, and
-        states for an earlier sequence with the same prompt.
+        The feature then remembers it, and calls `Scheduler.resume` once it may, which asks all
+        features again. Grammars wait for a compiler or a bitmask, and states for an earlier
+        sequence with the same prompt.
         """
         return True
 
@@ -67,7 +68,7 @@ class Feature:
         States end a row where a snapshot is due, and the latency target shortens rows of prompts.
         `seq.num_computed` leaves a running sequence out of the step: speculation lets it wait for
         its pending token. If `end` is `seq.num_tokens`, speculation adds draft tokens in
-        `seq.drafts`, up to the position `limit`.
+        `seq.drafts`, up to the position `limit`; no feature lowers an `end` after `seq.num_tokens`.
         """
         return end
 

@@ -49,7 +49,8 @@ class Step:
     block_updates: list[BlockUpdate] = field(default_factory=list)
     draft_updates: list[DraftUpdate] = field(default_factory=list)
     state_copies: list[StateCopy] = field(default_factory=list)
-    unfinished: set[str] = field(default_factory=set)  # request_ids of rows that end in a prompt
+    # request_ids that had their turn, as their rows end in a prompt: others are admitted first.
+    served: set[str] = field(default_factory=set)
     dropped: list[Sequence] = field(default_factory=list)  # those whose results are discarded
     # Set if the step is sampled in a second call, when the tokens before it are known.
     get_bitmasks: GetBitmasks | None = None
@@ -166,7 +167,7 @@ class Scheduler:
         return updated
 
     def resume(self, seq: Sequence) -> None:
-        """Queue a postponed sequence before the others, once all its features are ready."""
+        """Queue a postponed sequence before the others, unless another feature is not ready."""
         if self._is_ready(seq):
             del self.postponed[seq.seq_id]
             self.waiting.add(seq, is_first=True)
@@ -265,7 +266,7 @@ class Scheduler:
 
     def _admit_waiting(self, step: Step) -> None:
         while step.budget and step.prompt_budget and self._free_slots:
-            seq = self.waiting.first(step.unfinished) or self.waiting.first()
+            seq = self.waiting.first(step.served) or self.waiting.first()
             if seq is None:
                 return
             misfit, num_needed = self._misfit
@@ -333,7 +334,7 @@ class Scheduler:
             num_logits, end = seq.num_logits + end - num_tokens, num_tokens
             seq.num_tokens += 1
         else:
-            step.unfinished.add(seq.request_id)
+            step.served.add(seq.request_id)
         if num_logits and start >= seq.num_prompt_tokens:
             step.num_decode_tokens += count
         else:

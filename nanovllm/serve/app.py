@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
-from importlib.util import find_spec
 from typing import Any
 
 from fastapi import FastAPI
@@ -41,6 +40,7 @@ from nanovllm.serve.protocol import (
 )
 from nanovllm.serve.server_options import SAMPLING_NAMES
 from nanovllm.serve.service import Service
+from nanovllm.validation import has_folder
 
 CreateResponse = Callable[[Service, Any], Awaitable[EventStream]]
 ROUTES: dict[str, tuple[type[ApiModel], CreateResponse]] = {
@@ -62,7 +62,7 @@ def make_app(service: Service) -> ASGIApp:
     _text_routes(app, service)
     _model_routes(app, service)
     _operating_routes(app, service)
-    if find_spec("nanovllm.serve.live") is not None:  # the server also runs without this folder
+    if has_folder("nanovllm.serve.live"):  # the server also runs without this folder
         from nanovllm.serve.live.routes import add_routes
 
         add_routes(app, service)

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from nanovllm.assembly import ResolvedModel
@@ -28,6 +27,7 @@ from nanovllm.serve.core_messages import (
     FinishSequences,
     SendSnapshots,
 )
+from nanovllm.validation import has_folder
 
 if TYPE_CHECKING:
     from nanovllm.serve.live.engine_state import EngineState
@@ -147,7 +147,7 @@ class Replica:
         self._supervisor.close()
 
     def _create_subscribers(self) -> Subscribers | None:
-        if find_spec("nanovllm.serve.live") is None:
+        if not has_folder("nanovllm.serve.live"):
             return None
         from nanovllm.serve.live.subscribers import Subscribers
 

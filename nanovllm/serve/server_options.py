@@ -7,13 +7,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.validation import check_choices, check_types, option, require
+from nanovllm.validation import check_choices, check_types, has_folder, option, require
 
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -89,7 +88,7 @@ class ServerOptions:
             expected = f"a JSON object with some of {', '.join(SAMPLING_NAMES)}"
             self._require("override_generation_config", is_known, expected)
             SamplingParams(**override)
-        if self.allow_pause and find_spec("nanovllm.serve.live") is None:
+        if self.allow_pause and not has_folder("nanovllm.serve.live"):
             raise ConfigError("the engine cannot be paused: nanovllm/serve/live is missing")
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
@@ -15,6 +19,7 @@ from nanovllm.engine.feature import Feature
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import StepPlan
+from nanovllm.features.grammar.grammar_feature import GrammarFeature
 from nanovllm.features.latency.prompt_budget import PromptBudget
 from nanovllm.features.speculation.drafter import Drafter
 from nanovllm.features.speculation.ngram_proposer import NgramProposer
@@ -24,6 +29,7 @@ from tests.engine.watched import Watched, add
 from tests.fake_executor import EOS, VOCAB_SIZE, Done, FakeExecutor, predict, reference
 
 BLOCK_SIZE = 4
+GRAMMAR: Any = SimpleNamespace(text="")
 
 
 class RandomDrafter(Drafter):
@@ -46,6 +52,44 @@ class RandomDrafter(Drafter):
         return tokens[len(seq.token_ids) :]
 
 
+class LateMatcher:
+    """Allows every token. Its grammar, and some of its bitmasks, are late."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.num_polls = rng.choice([0, 0, 5, 9])  # until it is ready
+        self.was_late = False  # whether its next bitmask was late already
+
+    @property
+    def is_ready(self) -> bool:
+        self.num_polls = max(self.num_polls - 1, 0)
+        return self.num_polls == 0
+
+    def finishes(self, token_id: int) -> bool:
+        self.was_late = False
+        return False
+
+
+class LateGrammars:
+    """A grammar engine whose matchers are late."""
+
+    def __init__(self, rng: random.Random, is_used: bool = True) -> None:
+        self.rng, self.is_used = rng, is_used
+        self.num_late = 0
+
+    def matcher(self, grammar: Any, stop_token_ids: frozenset[int]) -> LateMatcher:
+        return LateMatcher(self.rng)
+
+    def masks(self, rows: list[Any], allocate: Any) -> tuple[np.ndarray, list[int]]:
+        late = []
+        for index, (matcher, drafts) in enumerate(rows):
+            assert matcher.num_polls == 0
+            if not drafts and not matcher.was_late and self.rng.random() < 0.2:
+                matcher.num_polls, matcher.was_late = self.rng.choice([1, 2, 4]), True
+                late.append(index)
+        self.num_late += len(late)
+        return allocate(sum(1 + len(drafts) for _, drafts in rows), 1), late
+
+
 def build_core(
     *,
     num_blocks: int,
@@ -56,7 +100,7 @@ def build_core(
     is_paced: bool,
     drafter: Drafter | None = None,
     num_snapshots: int | None = None,
-    rng: random.Random | None = None,
+    grammars: LateGrammars | None = None,
 ) -> EngineCore:
     prompt_budget = (
         PromptBudget(1e-9, min_prompt_tokens=3) if is_paced else None
@@ -65,8 +109,10 @@ def build_core(
     blocks = BlockManager(num_blocks, BLOCK_SIZE, caching)
     states = None if counts is None else StatePool(counts, blocks)
     features: list[Feature] = [each for each in (states, prompt_budget, drafter) if each]
-    if rng is not None:  # their order does not matter
-        rng.shuffle(features)
+    if grammars is not None:
+        if grammars.is_used:
+            features.append(GrammarFeature(lambda: grammars))
+        grammars.rng.shuffle(features)  # their order does not matter
     scheduler = Scheduler(blocks, num_slots, budget, features)
     executor = FakeExecutor(num_blocks, BLOCK_SIZE, states=counts)
     return EngineCore(scheduler, executor, depth, max_model_len=1000)
@@ -114,6 +160,8 @@ def make_sequences(requests: list[tuple[list[int], int]]) -> list[Watched]:
             ),
             stop_token_ids=frozenset({EOS}),
             pooling="mean" if i in (2, 5) else None,
+            grammar=GRAMMAR if i % 3 == 1 else None,
+            request_id="many" if i % 2 else "",
         )
         for i, (prompt, n) in enumerate(requests)
     ]
@@ -142,7 +190,7 @@ def test_any_schedule_gives_the_reference_tokens(
     depth: int, caching: bool, monkeypatch: pytest.MonkeyPatch, count: Callable[[int], int]
 ) -> None:
     monkeypatch.setattr("nanovllm.features.states.state_pool.INTERVAL", 8)
-    num_preemptions = num_hits = num_drafted = num_accepted = num_restored = 0
+    num_preemptions = num_hits = num_drafted = num_accepted = num_restored = num_late = 0
     for seed in range(count(1000)):
         rng = random.Random(seed)
         requests = make_requests(rng)
@@ -157,7 +205,7 @@ def test_any_schedule_gives_the_reference_tokens(
             is_paced=rng.random() < 0.5,
             drafter=RandomDrafter(rng) if not has_states and rng.random() < 0.65 else None,
             num_snapshots=most_snapshots if has_states else None,
-            rng=rng,
+            grammars=(grammars := LateGrammars(rng, is_used=depth < 2)),
         )
         firsts = repeat_prompts(rng, requests)
         sequences = make_sequences(requests)
@@ -179,6 +227,7 @@ def test_any_schedule_gives_the_reference_tokens(
         assert core.scheduler.blocks.num_free == core.scheduler.blocks.num_blocks
         num_drafted += core.scheduler.draft_counts.num_draft_tokens
         num_accepted += core.scheduler.draft_counts.num_accepted_tokens
+        num_late += grammars.num_late
         num_preemptions += core.scheduler.num_preemptions
         num_hits += sum(seq.num_cached for seq in sequences)
         first_snapshot = core.scheduler.max_num_seqs + 2
@@ -186,6 +235,7 @@ def test_any_schedule_gives_the_reference_tokens(
         num_restored += sum(copy.source >= first_snapshot for copy in copies)
     assert num_preemptions > 0.4 * count(1000)
     assert num_hits > 4 * count(1000) or not caching
+    assert num_late > 0.5 * count(1000) or depth == 2
     assert num_restored > 0.15 * count(1000) or not caching
     assert num_drafted > 1.2 * num_accepted > 2 * count(1000)
 
@@ -199,15 +249,16 @@ class LosingExecutor(FakeExecutor):
         self.num_lost = 0
 
     def submit(self, plan: StepPlan) -> Done:
-        result = super().submit(plan).result()
+        done = super().submit(plan)
         if self.rng.random() > 0.1:
-            return Done(result)
+            return done
         self.num_lost += 1
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
             for position in range(start, start + count):
                 self.kv[self._address(slot, position)] = 200  # not a valid token
             self.tokens[slot][start + count] = 0
-        return Done(replace(result, tokens=0 * result.tokens, is_lost=True))
+        done.value = replace(done.value, tokens=0 * done.value.tokens, is_lost=True)
+        return done
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -219,7 +270,10 @@ def test_lost_steps_change_no_token(depth: int) -> None:
         executor = LosingExecutor(rng)
         budget = PromptBudget(1e-9, min_prompt_tokens=3) if seed % 2 else None
         drafter = RandomDrafter(rng) if seed % 3 else None
-        features: list[Feature] = [each for each in (budget, drafter) if each]
+        # At depth 2 there may be two steps without bitmasks, of which `sample` completes one.
+        grammars = GrammarFeature(partial(LateGrammars, rng)) if depth < 2 else None
+        features: list[Feature] = [each for each in (budget, drafter, grammars) if each]
+        rng.shuffle(features)
         scheduler = Scheduler(BlockManager(20, BLOCK_SIZE, True), 4, 16, features)
         core = EngineCore(scheduler, executor, depth, max_model_len=1000)
         repeat_prompts(rng, requests)

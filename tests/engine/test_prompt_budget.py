@@ -89,9 +89,16 @@ class Engine:
         self.core = EngineCore(scheduler, self.device, depth, 65536, clock=self.clock)
         self.token_times: dict[int, list[float]] = {}
 
-    def add(self, seq_id: int, prompt_len: int, max_tokens: int, request_id: str = "") -> None:
+    def add(
+        self,
+        seq_id: int,
+        prompt_len: int,
+        max_tokens: int,
+        request_id: str = "",
+        prefix: tuple[int, ...] = (),
+    ) -> None:
         self.token_times[seq_id] = []
-        prompt = array("i", [seq_id + 1] * prompt_len)
+        prompt = array("i", [*prefix, *[seq_id + 1] * prompt_len])
         params = SamplingParams(max_tokens=max_tokens)
         request = Request(seq_id, prompt, params, is_streaming=True, request_id=request_id)
         self.core.add(request)
@@ -282,6 +289,25 @@ def test_a_request_of_many_prompts_takes_turns_with_others(depth: int) -> None:
     for num_before in range(3, 33):  # also where a prompt of the other request ends
         # Those in flight, and its own.
         assert first_token(4, 20, num_before) < (2.1 + depth) * step
+
+
+@DEPTHS
+def test_a_cached_prompt_lets_few_of_a_request_begin(depth: int) -> None:
+    """It takes less of the step than its length says; what is left goes to one prompt."""
+    engine, prefix = Engine(processor, depth), (7,) * 3000
+    engine.add(1000, 1, 1, prefix=prefix)
+    while engine.core.has_unfinished:
+        engine.step()
+    for seq_id in range(400):
+        engine.add(seq_id, 1000, 1, "many")
+    for _ in range(4):
+        engine.step()
+    engine.add(1001, 20, 1, prefix=prefix)
+    most_running = 0
+    while not engine.token_times[1001]:
+        engine.step()
+        most_running = max(most_running, len(engine.core.scheduler.running))
+    assert most_running <= 3
 
 
 @DEPTHS

@@ -12,8 +12,10 @@ import xxhash
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.request import EngineCoreOutputs
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import NO_TOKEN, SamplingParams
@@ -474,6 +476,18 @@ class Failing(FakeExecutor):
         if len(self.plans) == 2:
             raise RuntimeError("the device is gone")
         return super().submit(plan)
+
+
+def test_a_request_that_a_feature_refuses_leaves_nothing() -> None:
+    class Refusing(Feature):
+        def joins(self, seq: Sequence) -> bool:
+            raise RequestError("not this one")
+
+    core = make_core()
+    core.scheduler.features = (Refusing(),)
+    with pytest.raises(RequestError, match="not this one"):
+        add(core, make_seq(0, [1, 2, 3]))
+    assert not core.has_unfinished
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -134,8 +134,9 @@ def test_equal_prompts_wait_for_the_first() -> None:
     """If it is aborted, the next one computes the prompt; a short prompt has no snapshot to use."""
     core, rng = make_core(num_snapshots=20, max_tokens=64), random.Random(7)
     prompt, short = random_tokens(rng, 200), random_tokens(rng, BLOCK_SIZE)
-    watched = [Watched(i, prompt, SamplingParams(max_tokens=2)) for i in range(4)]
-    watched += [Watched(4 + i, short, SamplingParams(max_tokens=2)) for i in range(2)]
+    prompts, params = [prompt] * 4 + [short] * 2, SamplingParams(max_tokens=2)
+    watched = [Watched(i, each, params, request_id="many") for i, each in enumerate(prompts)]
+    watched.append(Watched(6, prompt, params, request_id="other"))
     for each in watched:
         add(core, each)
     assert list(core.scheduler.postponed) == [1, 2, 3]
@@ -153,16 +154,19 @@ def test_equal_prompts_wait_for_the_first() -> None:
         assert each.output_token_ids == reference(prompt, 2)
 
 
-def test_a_step_does_not_pay_for_equal_prompts_that_wait() -> None:
+@pytest.mark.parametrize("num_prompts", [1, 1000])
+def test_a_step_does_not_pay_for_equal_prompts_that_wait(num_prompts: int) -> None:
     def num_lines(num_waiting: int) -> int:
         core, rng = make_core(num_snapshots=20), random.Random(8)
         for seq_id in range(8):  # these take all slots
             params = SamplingParams(max_tokens=200, ignore_eos=True)
             add(core, Watched(seq_id, random_tokens(rng, 70), params))
         core.step()
+        params, firsts = SamplingParams(max_tokens=2), min(num_prompts, num_waiting // 2)
         for seq_id in range(num_waiting):
-            add(core, Watched(8 + seq_id, [5] * 100, SamplingParams(max_tokens=2)))
-        assert len(core.scheduler.postponed) == num_waiting - 1
+            prompt = [1 + seq_id % firsts % 20, 1 + seq_id % firsts // 20] * 50
+            add(core, Watched(8 + seq_id, prompt, params, request_id="many"))
+        assert len(core.scheduler.postponed) == num_waiting - firsts
         return count_lines(core, 8)
 
     assert num_lines(2000) == num_lines(20)

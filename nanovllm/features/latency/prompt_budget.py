@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.feature import Feature
@@ -37,46 +36,57 @@ class PromptBudget(Feature):
         self._seconds = MARGIN * target_seconds
         self._seconds_per_token = FIRST_SECONDS_PER_TOKEN
         self._is_measured = False
-        self._ran: set[str] = set()  # request_ids with unfinished prompts in the latest step
-        # Those whose prompts take only what others leave of the step being planned.
-        self._resting: set[str] = set()
-        self._room = 0  # tokens that are left for them
+        self._ran: set[str] = set()  # request_ids with an unfinished prompt in the latest step
+        # seq_ids of prompts that take only what others leave of the step being planned.
+        self._yielding: set[int] = set()
+        self._room = 0  # number of tokens that are left for them
 
     def joins(self, seq: Sequence) -> bool:
         return True
 
     def begin_step(self, scheduler: Scheduler, step: Step) -> None:
-        waiting, prompts, num_decode_rows = scheduler.waiting, [], 0
+        prompts, num_decode_rows = [], 0
         for seq in scheduler.running.values():
             if seq.num_tokens - seq.num_computed > 1:
                 prompts.append(seq)
             elif seq.num_tokens < seq.max_len:
                 num_decode_rows += 1
-        series = [seq for seq in prompts if waiting.has_more(seq)]
-        self._resting = set()
+        series = [seq for seq in prompts if scheduler.waiting.has_more(seq)]
         if num_decode_rows:
-            step.prompt_budget = self.num_prompt_tokens(num_decode_rows)
-        elif scheduler.allow_chunks and (series or waiting.has_series):
-            step.prompt_budget = self.num_queued_tokens()
-        if scheduler.allow_chunks and series:
-            busy = {seq.request_id for seq in series}
-            others = [seq for seq in prompts if seq.request_id not in busy]
-            if (first := waiting.first(busy)) is not None:
-                others.append(first)
-            highest = min((seq.priority for seq in others), default=math.inf)
-            behind = {seq.request_id for seq in series if highest <= seq.priority}
-            self._resting = behind & self._ran
+            most = self.num_prompt_tokens(num_decode_rows)
+            step.prompt_budget = min(step.prompt_budget, most)
+        elif scheduler.allow_chunks and (series or scheduler.waiting.has_series):
+            step.prompt_budget = min(step.prompt_budget, self.num_queued_tokens())
+        self._yielding = set()
+        if series and scheduler.allow_chunks:
+            self._take_turns(scheduler, step, prompts, series)
+
+    def _take_turns(
+        self, scheduler: Scheduler, step: Step, prompts: list[Sequence], series: list[Sequence]
+    ) -> None:
+        """Let requests with many prompts yield to the others, if they ran in the latest step."""
+        request_ids = {seq.request_id for seq in series}
+        others = [seq for seq in prompts if seq.request_id not in request_ids]
+        first = scheduler.waiting.first(request_ids)
+        if first is not None and len(scheduler.running) < scheduler.max_num_seqs:
+            others.append(first)
+        if others:
+            highest = min(seq.priority for seq in others)
+            late = [s for s in series if s.request_id in self._ran and highest <= s.priority]
+            self._yielding = {seq.seq_id for seq in late}
+            step.served |= {seq.request_id for seq in late}
             num_wanted = sum(len(seq.token_ids) - seq.num_computed for seq in others)
-            self._room = max(step.prompt_budget - num_wanted, 1)
+            self._room = max(min(step.budget, step.prompt_budget) - num_wanted, 1)
 
     def row_end(self, seq: Sequence, end: int, limit: int) -> int:
-        if seq.request_id in self._resting and end <= seq.num_tokens:
+        if seq.seq_id in self._yielding:
             end = min(end, seq.num_computed + self._room)
             self._room = max(self._room - (end - seq.num_computed), 1)
         return end
 
     def planned(self, step: Step) -> None:
-        self._ran = step.unfinished - self._resting
+        yielding = {seq.request_id for seq in step.rows if seq.seq_id in self._yielding}
+        self._ran = step.served - yielding
 
     def committed(self, step: Step, result: StepResult) -> None:
         self.measured(step.plan.num_prefill_tokens, step.num_decode_tokens, step.device_seconds)

@@ -30,7 +30,7 @@ class Snapshot:
     priority: int  # the lowest is evicted first
 
 
-PromptKey = tuple[int, str | None, bytes]  # priority, cache salt, tokens
+PromptKey = tuple[str, int, str | None, bytes]  # request_id, priority, cache salt, tokens
 
 
 @dataclass(slots=True)
@@ -46,8 +46,8 @@ class Progress:
 class StatePool(Feature):
     """Chooses when snapshots are taken, and which are kept. The worker holds the states.
 
-    Of several new sequences with the same prompt, the first computes it; the others are postponed
-    until its snapshot can be used.
+    Of several sequences with the same prompt in a request, the first computes it; the others are
+    postponed until its snapshot can be used.
     """
 
     def __init__(self, counts: StateCounts, blocks: BlockManager) -> None:
@@ -56,7 +56,8 @@ class StatePool(Feature):
         self.snapshots: dict[int, Snapshot] = {}  # keyed by block id
         self._progress: dict[int, Progress] = {}  # keyed by seq_id
         self._firsts: dict[PromptKey, Sequence] = {}  # first unfinished sequence of each prompt
-        self._followers: defaultdict[PromptKey, dict[int, Sequence]] = defaultdict(dict)
+        self._postponed: defaultdict[PromptKey, dict[int, Sequence]] = defaultdict(dict)
+        self._ready: list[PromptKey] = []  # prompts that were computed, or whose first one ended
         self._free = list(counts.snapshot_ids)
         self._clock = 0  # priority of the last evicted snapshot
         self._due: list[tuple[Sequence, int]] = []  # with a snapshot due at this length
@@ -65,7 +66,8 @@ class StatePool(Feature):
 
     def joins(self, seq: Sequence) -> bool:
         request = seq.request
-        key = request.params.priority, request.cache_salt, request.token_ids.tobytes()
+        tokens = request.token_ids.tobytes()
+        key = seq.request_id, seq.priority, request.cache_salt, tokens
         self._progress[seq.seq_id] = Progress(key)
         return True
 
@@ -75,7 +77,7 @@ class StatePool(Feature):
         can_hit = self.counts.num_snapshots and seq.may_hit and self._last_full(seq)
         if first is seq or _is_prefilled(first) or not can_hit:
             return True
-        self._followers[key][seq.seq_id] = seq
+        self._postponed[key][seq.seq_id] = seq
         return False
 
     def begin_step(self, scheduler: Scheduler, step: Step) -> None:
@@ -86,17 +88,16 @@ class StatePool(Feature):
                 if block_id is not None:
                     self._save(seq, length, block_id)
         self._due = []
-        for key, followers in list(self._followers.items()):
-            first, ready = self._firsts.get(key), list(followers.values())
-            if first is None:  # it ended early, so the next one computes the prompt
-                ready = ready[:1]
-            elif not _is_prefilled(first):
-                continue
-            for seq in reversed(ready):
-                del followers[seq.seq_id]
+        ready, self._ready = self._ready, []
+        for key in ready:
+            seqs = list(self._postponed[key].values())
+            if key not in self._firsts:  # it ended early, so the next one computes the prompt
+                seqs = seqs[:1]
+            for seq in reversed(seqs):
+                del self._postponed[key][seq.seq_id]
                 scheduler.resume(seq)
-            if not followers:
-                del self._followers[key]
+            if not self._postponed[key]:
+                del self._postponed[key]
 
     def planned(self, step: Step) -> None:
         new_slots = {row.slot for row in step.new_rows}
@@ -105,6 +106,8 @@ class StatePool(Feature):
                 self._enter(seq, start)
             if seq.num_computed % self.block_size == 0:
                 self._mark_due(seq)
+            if start < seq.num_prompt_tokens <= seq.num_computed and self._postponed:
+                self._ready.append(self._progress[seq.seq_id].key)
         step.state_copies, self._copies = self._copies, []
 
     def usable_hits(self, seq: Sequence, hits: list[int]) -> list[int]:
@@ -130,12 +133,12 @@ class StatePool(Feature):
 
     def ended(self, seq: Sequence) -> None:
         key = self._progress.pop(seq.seq_id).key
+        self._postponed[key].pop(seq.seq_id, None)
         if self._firsts.get(key) is seq:
             del self._firsts[key]
-        if key in self._followers:
-            self._followers[key].pop(seq.seq_id, None)
-            if not self._followers[key]:
-                del self._followers[key]
+            self._ready.append(key)
+        if not self._postponed[key]:
+            del self._postponed[key]
 
     def drop(self, block_id: int) -> None:
         """Free the snapshot of a block that is no longer cached, if it has one."""
@@ -147,6 +150,9 @@ class StatePool(Feature):
         assert all(scheduler.blocks.is_cached[block_id] for block_id in self.snapshots)
         used = [snapshot.state_id for snapshot in self.snapshots.values()]
         assert sorted(used + self._free) == list(self.counts.snapshot_ids)
+        for key, seqs in self._postponed.items():
+            assert seqs.keys() <= scheduler.postponed.keys()
+            assert key in self._firsts or key in self._ready
 
     def _enter(self, seq: Sequence, start: int) -> None:
         """Initialize the state of a sequence that was assigned to a slot."""

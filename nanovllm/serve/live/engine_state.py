@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from nanovllm.engine.timing import SequenceEnd, StepTiming
 from nanovllm.serve.core_messages import CoreStats
 
-# "preempted": waiting, but has run before. "postponed": waiting for its grammar or bitmask.
+# "preempted": waiting, but has run before. "postponed": a feature is not ready.
 SequenceStatus = Literal["running", "waiting", "preempted", "postponed"]
 
 

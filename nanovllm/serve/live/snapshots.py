@@ -79,6 +79,7 @@ def take_snapshot(core: EngineCore, log: StepLog, stats: CoreStats, now: float) 
 
 def _snapshots(scheduler: Scheduler) -> list[int] | None:
     """Return the blocks with a snapshot of recurrent states; None without recurrent layers."""
+    # Only the feature for recurrent states has snapshots; its folder may be missing.
     found = (getattr(feature, "snapshots", None) for feature in scheduler.features)
     return next((list(snapshots) for snapshots in found if snapshots is not None), None)
 

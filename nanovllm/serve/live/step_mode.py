@@ -123,8 +123,10 @@ class PlanRecorder(Feature):
         rows = next((rows for each, rows in self._in_flight if each is step), [])
         token_ids = iter(result.tokens.tolist())
         num_valid = step.num_logits if result.num_valid is None else result.num_valid.tolist()
+        dropped = {seq.seq_id for seq in step.dropped}
         for row, count, valid in zip(rows, step.num_logits, num_valid, strict=False):
-            row.token_ids.extend(list(islice(token_ids, count))[:valid])
+            new = list(islice(token_ids, count))[:valid]
+            row.token_ids.extend(new if row.seq_id not in dropped else [])
 
 
 def compare(before: EngineState, after: EngineState, rows: list[PlannedRow]) -> list[Change]:

@@ -181,7 +181,7 @@ export class Engine {
       const item = make("li", { className: status }, `#${id} · ${tokens} tokens`);
       item.dataset.id = id;
       if (status === "preempted") item.append(` · preempted after ${tokens - prompt}`);
-      if (status === "postponed") item.append(" · waits for its grammar");
+      if (status === "postponed") item.append(" · postponed");
       if (this.words(id)) item.append(make("span", { className: "words" }, this.words(id)));
       return item;
     });
