@@ -203,7 +203,7 @@ def test_any_schedule_gives_the_reference_tokens(
             caching=caching,
             depth=depth,
             is_paced=rng.random() < 0.5,
-            drafter=RandomDrafter(rng) if not has_states and rng.random() < 0.65 else None,
+            drafter=RandomDrafter(rng) if not has_states and rng.random() < 0.75 else None,
             num_snapshots=most_snapshots if has_states else None,
             grammars=(grammars := LateGrammars(rng, is_used=depth < 2)),
         )
