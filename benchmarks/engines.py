@@ -121,7 +121,7 @@ def start_fallback(args: argparse.Namespace, workloads: list[Workload]) -> Engin
     """Start our engine with transformers' model code; GGUF files are converted first."""
     has_weights = args.load_format != "dummy"
     checkpoint = find_checkpoint(model_path(args.model), need_weights=has_weights)
-    if checkpoint.weight_format == "gguf":
+    if checkpoint.is_gguf:
         folder = tempfile.mkdtemp()
         load_transformers(args.model, "cpu", args.dtype).save_pretrained(folder)
         args.model = folder
@@ -201,7 +201,7 @@ def load_transformers(name: str, device: str, dtype: str, load_format: str = "au
     is_dummy = load_format == "dummy"
     checkpoint = find_checkpoint(model_path(name), need_weights=not is_dummy, need_tokenizer=False)
     dtype = read_config_for(checkpoint.config, "auto").dtype if dtype == "auto" else dtype
-    if checkpoint.weight_format in ("safetensors", "bin") and not is_dummy:
+    if not is_dummy and not checkpoint.is_gguf:
         return AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype).to(device).eval()
     fields = {key: checkpoint.config[key] for key in checkpoint.config if key != BLOCK_TYPES_KEY}
     config = AutoConfig.for_model(**fields)

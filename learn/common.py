@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
-from nanovllm.checkpoint.stored_tensors import list_tensors
+from nanovllm.checkpoint.list_tensors import list_tensors
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 
 T = TypeVar("T")

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,32 @@ def test_imports_point_downwards() -> None:
             target = module.split(".")[1] if module.startswith("nanovllm.") else "errors"
             target = target if target in LEVELS else "errors"  # nanovllm.__version__
             assert LEVELS[target] <= LEVELS[ring], f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("folder", ["checkpoint", "layers"])
+def test_files_form_no_circles(folder: str) -> None:
+    """No file needs itself through the files that it imports; annotations may name any type."""
+    files = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
+        for path in (PACKAGE / folder).rglob("*.py")
+    }
+    assert len(files) > 1
+    graph = {name: needed_modules(path) & files.keys() for name, path in files.items()}
+    TopologicalSorter(graph).prepare()  # raises an error that names the files of a circle
+
+
+def needed_modules(path: Path) -> set[str]:
+    """Return all modules that a file imports, also inside functions, but not only for types."""
+    tree, modules = ast.parse(path.read_text()), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):  # what is imported may itself be a module
+            modules |= {f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return modules
 
 
 def test_only_devices_name_their_kernels() -> None:

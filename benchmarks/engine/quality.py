@@ -31,8 +31,8 @@ from torch import Tensor
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
+from nanovllm.checkpoint.list_tensors import list_tensors
 from nanovllm.checkpoint.quantized.modules import PROJECTION, names_to_quantize
-from nanovllm.checkpoint.stored_tensors import list_tensors
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.devices.cpu.ops import NumbaOps
 from nanovllm.ops import fp8

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.checkpoint.stored_tensors import list_tensors
+from nanovllm.checkpoint.list_tensors import list_tensors
 from nanovllm.errors import CheckpointError
 
 

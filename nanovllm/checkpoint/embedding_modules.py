@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nanovllm.checkpoint.find import check_regular, read_json
+from nanovllm.checkpoint.folder_files import check_regular, read_json
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from nanovllm.checkpoint.stored_tensors import StoredTensor
 
 POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
 # Older pooling configs have one boolean field per mode instead of "pooling_mode": field -> mode.
@@ -51,16 +48,6 @@ def read_embedding_modules(folder: Path) -> EmbeddingModules | None:
         if activation != IDENTITY:
             raise UnsupportedModelError(f"{path}: activation_function {activation} is unsupported")
     return EmbeddingModules(_read_pooling(read_json(poolings[0] / "config.json")), dense)
-
-
-def add_prefix(tensors: list[StoredTensor]) -> list[StoredTensor]:
-    """Add `model.`, which tensor names lack if a model was saved without its LM head."""
-    return [
-        tensor
-        if tensor.name.startswith("lm_head.")
-        else replace(tensor, name=f"model.{tensor.name}")
-        for tensor in tensors
-    ]
 
 
 def _read_pooling(config: Mapping[str, Any]) -> Pooling:

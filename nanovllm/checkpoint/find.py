@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from nanovllm.checkpoint import gguf
+from nanovllm.checkpoint.embedding_modules import EmbeddingModules, read_embedding_modules
+from nanovllm.checkpoint.folder_files import check_regular, read_json
 from nanovllm.checkpoint.gguf_file import open_gguf
 from nanovllm.checkpoint.hub import fetch, packaged_gguf
 from nanovllm.checkpoint.multimodal import text_config
 from nanovllm.checkpoint.quantization import Quantization, choose_quantization
 from nanovllm.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from nanovllm.checkpoint.embedding_modules import EmbeddingModules
-
-WeightFormat = Literal["safetensors", "bin", "gguf", "none"]
 
 BUILT_IN = "smollm2"
 # The built-in model's generation config has no temperature, and a model this small writes gibberish
@@ -31,8 +27,6 @@ _WEIGHTS = (
     *("model.safetensors", "model-*.safetensors", "*.safetensors"),
     *("pytorch_model.bin", "pytorch_model-*.bin", "*.gguf"),
 )
-SPECIAL_FLOATS = ("NaN", "Infinity", "-Infinity")
-_FORMATS: dict[str, WeightFormat] = {".safetensors": "safetensors", ".bin": "bin", ".gguf": "gguf"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +37,13 @@ class Checkpoint:
     config: Mapping[str, Any]  # in the layout of config.json, also for GGUF
     generation_config: Mapping[str, Any]
     weight_files: tuple[Path, ...]
-    weight_format: WeightFormat
     quantization: Quantization | None = None  # None: float, GGUF or MXFP4 weights
     embedding: EmbeddingModules | None = None  # set if the model only embeds
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the weights are in a GGUF file."""
+        return any(file.suffix == ".gguf" for file in self.weight_files)
 
     @property
     def is_quantized(self) -> bool:
@@ -108,34 +106,6 @@ def find_checkpoint(
     return replace(checkpoint, quantization=choose_quantization(quantization, stored))
 
 
-def read_json(file: Path, kind: type = dict) -> Any:
-    """Read a JSON object or, if `kind` is `list`, a list."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"), object_hook=_decode_float)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON ({error}); fetch it again") from error
-    if not isinstance(content, kind):
-        expected = "object" if kind is dict else "list"
-        raise CheckpointError(f"{file} must hold a JSON {expected}, not a {type(content).__name__}")
-    return content
-
-
-def _decode_float(value: dict[str, Any]) -> Any:
-    """Decode numbers that JSON lacks, which transformers 5 writes as {"__float__": "Infinity"}."""
-    is_number = value.keys() == {"__float__"} and value["__float__"] in SPECIAL_FLOATS
-    return float(value["__float__"]) if is_number else value
-
-
-def check_regular(path: Path) -> None:
-    """Raise for a file, or a file in a folder, that is a pipe, socket or device.
-
-    Reading one may never end.
-    """
-    for file in path.iterdir() if path.is_dir() else (path,):
-        if file.exists() and not (file.is_file() or file.is_dir()):
-            raise CheckpointError(f"{file} is a pipe, socket or device; replace it by a file")
-
-
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Return every token id that ends a generation, from the generation config or the config."""
     for config in (checkpoint.generation_config, checkpoint.config):
@@ -168,9 +138,7 @@ def _read(path: Path, need_weights: bool) -> Checkpoint:
     if path.suffix == ".gguf":
         return _from_gguf(path, need_weights)
     if path.suffix == ".json" and not need_weights:
-        return Checkpoint(
-            path.parent, _read_config(path), _read_generation_config(path.parent), (), "none"
-        )
+        return Checkpoint(path.parent, _read_config(path), _read_generation_config(path.parent), ())
     raise CheckpointError(
         f"{path} is a file; pass a folder with config.json and weights, or a .gguf file "
         '(a config.json alone is enough with load_format="dummy")'
@@ -183,12 +151,9 @@ def _from_gguf(path: Path, need_weights: bool) -> Checkpoint:
     generation_config = gguf.read_generation_config(reader)
     embedding = None
     if (pooling := gguf.read_pooling(path, reader)) is not None:
-        from nanovllm.checkpoint.embedding_modules import EmbeddingModules
-
         embedding = EmbeddingModules(pooling, ())
-    if not need_weights:
-        return Checkpoint(path, config, generation_config, (), "none", embedding=embedding)
-    return Checkpoint(path, config, generation_config, (path,), "gguf", embedding=embedding)
+    files = (path,) if need_weights else ()
+    return Checkpoint(path, config, generation_config, files, embedding=embedding)
 
 
 def _from_folder(folder: Path, need_weights: bool) -> Checkpoint:
@@ -201,17 +166,12 @@ def _from_folder(folder: Path, need_weights: bool) -> Checkpoint:
         )
     config = _read_config(folder / "config.json")
     files = _weight_files(folder) if need_weights else ()
-    weight_format = _FORMATS[files[0].suffix] if files else "none"
     generation_config, embedding = _read_generation_config(folder), _read_embedding(folder)
-    return Checkpoint(folder, config, generation_config, files, weight_format, embedding=embedding)
+    return Checkpoint(folder, config, generation_config, files, embedding=embedding)
 
 
 def _read_embedding(folder: Path) -> EmbeddingModules | None:
-    if not (folder / "modules.json").is_file():
-        return None
-    from nanovllm.checkpoint.embedding_modules import read_embedding_modules
-
-    return read_embedding_modules(folder)
+    return read_embedding_modules(folder) if (folder / "modules.json").is_file() else None
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:

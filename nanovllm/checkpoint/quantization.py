@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +26,9 @@ class QuantLayout:
     has_zeros: bool = False
     scale_dtype: str = "float32"
     block_bytes: int = 0  # bytes of a GGUF quant block; 0: not GGUF
+
+
+Layouts = Callable[[str], QuantLayout | None]  # module name -> layout; None: dense
 
 
 @dataclass(frozen=True, slots=True)

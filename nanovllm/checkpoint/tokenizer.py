@@ -70,7 +70,7 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         )
         _restore_parts(tokenizer, written)
         return tokenizer
-    if checkpoint.weight_format == "gguf":
+    if checkpoint.is_gguf:
         return build_tokenizer(checkpoint.weight_files[0])
     raise CheckpointError(
         f"{checkpoint.path} has no tokenizer: looked for {', '.join(VOCABULARY_FILES)}. "

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import BuildContext, ForwardBatch, Layer
-from nanovllm.layers.layer_weight import Outputs
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
 from nanovllm.layers.shards import (
     ExpectedTensor,
+    Outputs,
     expect_replicated,
     expect_shards,
     replicated,

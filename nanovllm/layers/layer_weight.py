@@ -6,22 +6,16 @@ be several tensors, and lists the checkpoint tensors that fill them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from nanovllm.checkpoint.quantization import QuantLayout
-from nanovllm.layers.shards import ExpectedTensor, Shard, expect_stack, num_outputs
+from nanovllm.layers.quantized_weights import BlockTensors, WordTensors, create_quantized
+from nanovllm.layers.shards import ExpectedTensor, Outputs, Shard, expect_stack, num_outputs
 from nanovllm.ops.quantized_weight import Weight
 
 if TYPE_CHECKING:
     from nanovllm.layers.build import BuildContext
-    from nanovllm.layers.quantized_weights import BlockTensors, WordTensors
-
-# Checkpoint name -> this rank's shards of the outputs; one tensor may hold several (q, k and v).
-Outputs = dict[str, list[Shard]]
-Layouts = Callable[[str], QuantLayout | None]  # module name -> layout; None: dense
 
 
 class LayerWeight(nn.Module):
@@ -44,9 +38,8 @@ class LayerWeight(nn.Module):
     def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
         """Return the expected checkpoint tensors, keyed by name (parent + "q_proj.weight")."""
         if self.tensors is None:
-            from nanovllm.layers.quantized_weights import create_quantized
-
-            self.tensors = create_quantized(self, parent)
+            arguments = self.outputs, self.inputs, self.build, parent, self.is_uniform
+            self.tensors = create_quantized(*arguments)
         if self.tensors is None:
             self.use_dense()
         assert self.tensors is not None

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.build import BuildContext, Layer
-from nanovllm.layers.layer_weight import LayerWeight, Outputs
+from nanovllm.layers.layer_weight import LayerWeight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.shards import (
     ExpectedTensor,
+    Outputs,
     Shard,
     expect_stack,
     num_outputs,

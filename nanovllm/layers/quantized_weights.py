@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.checkpoint.quantization import QuantLayout
-from nanovllm.layers.layer_weight import LayerWeight, Outputs
 from nanovllm.layers.shards import (
     CopiedPart,
     ExpectedTensor,
+    Outputs,
     Shard,
     expect_shards,
     expect_stack,
@@ -34,17 +34,18 @@ if TYPE_CHECKING:
     from nanovllm.layers.build import BuildContext
 
 
-def create_quantized(weight: LayerWeight, parent: str) -> WordTensors | BlockTensors | None:
+def create_quantized(
+    outputs: Outputs, inputs: Shard, build: BuildContext, parent: str, is_uniform: bool
+) -> WordTensors | BlockTensors | None:
     """Create the tensors of a weight in its quantized layouts.
 
     Returns None if a checkpoint tensor is to be dense, if the layouts differ although the weight is
     uniform, or if no kernel supports the layouts or this shard.
     """
-    outputs, inputs, build = weight.outputs, weight.inputs, weight.build
     assert build.layouts is not None
     found = [build.layouts(f"{parent}{name}") for name in outputs]
     layouts = [layout for layout in found if layout is not None]
-    if len(layouts) < len(found) or (weight.is_uniform and len(set(layouts)) > 1):
+    if len(layouts) < len(found) or (is_uniform and len(set(layouts)) > 1):
         return None
     if not layouts[0].block_bytes:
         layout = common_layout(layouts, inputs)

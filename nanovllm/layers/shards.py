@@ -34,6 +34,10 @@ class Shard:
         return slice(min(self.first, self.size), min(self.first + self.count, self.size))
 
 
+# Checkpoint name -> this rank's shards of the outputs; one tensor may hold several (q, k and v).
+Outputs = dict[str, list[Shard]]
+
+
 def replicated(size: int) -> Shard:
     return Shard(size, 0, size)
 
@@ -116,9 +120,7 @@ def expect_shards(target: Tensor, rows: list[Shard], *columns: Shard) -> Expecte
     return ExpectedTensor((stored, *(column.size for column in columns)), tuple(parts))
 
 
-def expect_stack(
-    target: Tensor, outputs: dict[str, list[Shard]], *columns: Shard
-) -> dict[str, ExpectedTensor]:
+def expect_stack(target: Tensor, outputs: Outputs, *columns: Shard) -> dict[str, ExpectedTensor]:
     """Expect one tensor per name; their shards fill the target's rows in the order of `outputs`."""
     tensors, first = {}, 0
     for name, rows in outputs.items():
@@ -127,6 +129,6 @@ def expect_stack(
     return tensors
 
 
-def num_outputs(outputs: dict[str, list[Shard]]) -> int:
+def num_outputs(outputs: Outputs) -> int:
     """Return the number of outputs that this rank holds."""
     return sum(shard.count for rows in outputs.values() for shard in rows)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint, stores_quantized
-from nanovllm.checkpoint.stored_tensors import StoredTensor, list_tensors
+from nanovllm.checkpoint.list_tensors import list_tensors
+from nanovllm.checkpoint.stored_tensors import StoredTensor
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.build import Layer
 from nanovllm.layers.shards import ExpectedTensor
@@ -65,7 +66,7 @@ def load_weights(
 
 def has_own_head(checkpoint: Checkpoint) -> bool:
     """Return whether the checkpoint stores an LM head that differs from its embedding."""
-    if checkpoint.weight_format == "gguf":
+    if checkpoint.is_gguf:
         return False  # its config is derived from its tensors
     stored = {tensor.name: tensor for tensor in list_tensors(checkpoint)}
     head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
-from nanovllm.checkpoint.quantization import QuantLayout, choose_quantization
-from nanovllm.checkpoint.stored_tensors import StoredTensor, list_tensors
+from nanovllm.checkpoint.list_tensors import list_tensors
+from nanovllm.checkpoint.quantization import Layouts, QuantLayout, choose_quantization
+from nanovllm.checkpoint.stored_tensors import StoredTensor
 from nanovllm.config import EngineConfig
-from nanovllm.layers.layer_weight import Layouts
 from nanovllm.layers.shards import ExpectedTensor
 from nanovllm.models.registry import read_config
 from nanovllm.worker.device_interface import Device

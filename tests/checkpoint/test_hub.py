@@ -48,7 +48,8 @@ from nanovllm.errors import CheckpointError
 for options in json.loads(sys.argv[1]):
     try:
         found = find_checkpoint(**options)
-        answer = [found.path.name, found.weight_format, found.config["hidden_size"]]
+        [suffix] = {file.suffix[1:] for file in found.weight_files} or {"none"}
+        answer = [found.path.name, suffix, found.config["hidden_size"]]
     except CheckpointError as error:
         answer = " ".join(str(error).split())
     print(json.dumps(answer))

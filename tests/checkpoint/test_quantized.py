@@ -13,9 +13,10 @@ from torch import Tensor
 
 from nanovllm.checkpoint import stored_tensors as weights
 from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.checkpoint.list_tensors import list_tensors
 from nanovllm.checkpoint.quantization import ROUND_TO_FP8, choose_quantization
 from nanovllm.checkpoint.quantized.modules import combine_parts, is_quantized_to_fp8
-from nanovllm.checkpoint.stored_tensors import StoredTensor, list_tensors
+from nanovllm.checkpoint.stored_tensors import StoredTensor
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.ops.fp8 import quantize_rows
 from tests.checkpoint.tiny_quantized import (
@@ -73,7 +74,7 @@ def list_stored(
     quantization = choose_quantization(None, config)
     assert quantization is not None
     file = folder / "m.safetensors"
-    checkpoint = Checkpoint(folder, {}, {}, (file,), "safetensors", quantization)
+    checkpoint = Checkpoint(folder, {}, {}, (file,), quantization)
     tensors = combine_parts(list_tensors(checkpoint), quantization, expected)
     return {tensor.name: tensor for tensor in tensors}
 
@@ -129,7 +130,7 @@ def test_parts_in_pytorch_files(tmp_path: Path) -> None:
     torch.save(named(made.parts), tmp_path / "m.bin")
     quantization = choose_quantization(None, kind.config)
     assert quantization is not None
-    checkpoint = Checkpoint(tmp_path, {}, {}, (tmp_path / "m.bin",), "bin", quantization)
+    checkpoint = Checkpoint(tmp_path, {}, {}, (tmp_path / "m.bin",), quantization)
     [tensor] = combine_parts(list_tensors(checkpoint), quantization, ())
     assert_same(read(tensor), made.values)
 
@@ -222,7 +223,7 @@ def test_quantized_tensors_need_a_quantization_config(tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
     save_file(KINDS["awq-32"][0](torch.randn(40, 256)).parts, file)
     for quantization in (None, ROUND_TO_FP8):
-        checkpoint = Checkpoint(tmp_path, {}, {}, (file,), "safetensors", quantization)
+        checkpoint = Checkpoint(tmp_path, {}, {}, (file,), quantization)
         with pytest.raises(UnsupportedModelError, match="is stored as I32"):
             list_tensors(checkpoint)
 

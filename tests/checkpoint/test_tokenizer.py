@@ -60,7 +60,7 @@ def write_vocabulary(path: Path, architecture: str = "llama", **metadata: Any) -
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    return Checkpoint(path, {}, {}, (path,), "gguf")
+    return Checkpoint(path, {}, {}, (path,))
 
 
 MERGES = [
@@ -242,7 +242,7 @@ def test_sentencepiece_ids_where_the_file_is_silent(tmp_path: Path) -> None:
     """Default to the ids of Llama's vocabulary, as llama.cpp does: otherwise no completion ends."""
     silent = {key: value for key, value in SENTENCEPIECE.items() if not key.endswith("_token_id")}
     path = write_vocabulary(tmp_path / "v.gguf", **silent).path
-    tokenizer = load_tokenizer(Checkpoint(path, {}, {}, (path,), "gguf"))
+    tokenizer = load_tokenizer(Checkpoint(path, {}, {}, (path,)))
     assert (tokenizer.encode("")[0], tokenizer.eos_token_id) == (1, 2)
     assert tokenizer.special_tokens_map["unk_token"] == "<unk>"
     assert read_generation_config(open_gguf(path))["eos_token_id"][0] == 2
@@ -406,21 +406,21 @@ def test_folder_with_and_without_a_tokenizer(tmp_path: Path) -> None:
     built = load_tokenizer(write_vocabulary(tmp_path / "v.gguf", **BYTE_LEVEL, pre="qwen2"))
     folder = tmp_path / "folder"
     built.save_pretrained(folder)
-    loaded = load_tokenizer(Checkpoint(folder, {}, {}, (), "none"))
+    loaded = load_tokenizer(Checkpoint(folder, {}, {}, ()))
     for text in TEXTS:
         assert loaded.encode(text) == built.encode(text)
     assert loaded.eos_token_id == built.eos_token_id
     (folder / "config.json").write_text('{"model_type": "llama", "initializer_range": "x"}')
     with pytest.raises(CheckpointError, match=r"rejects .*/config.json \(.*initializer_range"):
-        load_tokenizer(Checkpoint(folder, {}, {}, (), "none"))
+        load_tokenizer(Checkpoint(folder, {}, {}, ()))
     (folder / "config.json").unlink()
     (folder / "tokenizer.json").write_text('{"broken": ')
     with pytest.raises(CheckpointError, match=r"cannot be loaded.*skip_tokenizer_init=True"):
-        load_tokenizer(Checkpoint(folder, {}, {}, (), "none"))
+        load_tokenizer(Checkpoint(folder, {}, {}, ()))
     shutil.rmtree(folder)
     folder.mkdir()
     with pytest.raises(CheckpointError, match=r"tokenizer.json.*skip_tokenizer_init=True"):
-        load_tokenizer(Checkpoint(folder, {}, {}, (), "none"))
+        load_tokenizer(Checkpoint(folder, {}, {}, ()))
 
 
 @pytest.mark.parametrize(
@@ -441,7 +441,7 @@ def test_the_file_says_how_text_is_split(tmp_path: Path, metadata: str, name: st
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": name}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    loaded = load_tokenizer(Checkpoint(tmp_path, {}, {}, (), "none"))
+    loaded = load_tokenizer(Checkpoint(tmp_path, {}, {}, ()))
     for text in TEXTS:
         ids = loaded.encode(text, add_special_tokens=False)
         assert ids == built.encode(text, add_special_tokens=False), text
@@ -481,7 +481,7 @@ def test_the_file_says_which_kind_of_model_splits(tmp_path: Path, name: str) -> 
     roles = dict(zip(("unk_token", "bos_token", "eos_token"), marked, strict=True))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name, **roles}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    loaded = load_tokenizer(Checkpoint(tmp_path, {}, {}, (), "none"))
+    loaded = load_tokenizer(Checkpoint(tmp_path, {}, {}, ()))
     for text in TEXTS:
         ids = loaded.encode(text, add_special_tokens=False)
         assert ids == built.encode(text, add_special_tokens=False).ids, text
@@ -499,7 +499,7 @@ def test_code_of_a_repository_never_runs(tmp_path: Path, monkeypatch: pytest.Mon
     (folder / "tokenizer_config.json").write_text(json.dumps(own))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     with pytest.raises(CheckpointError, match="code from a repository is never run"):
-        load_tokenizer(Checkpoint(folder, {}, {}, (), "none"))
+        load_tokenizer(Checkpoint(folder, {}, {}, ()))
 
 
 @pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="reads the file")
@@ -507,10 +507,10 @@ def test_a_file_of_sentencepiece_names_the_package_it_needs(tmp_path: Path) -> N
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(CheckpointError, match="pip install sentencepiece"):
-        load_tokenizer(Checkpoint(tmp_path, {}, {}, (), "none"))
+        load_tokenizer(Checkpoint(tmp_path, {}, {}, ()))
 
 
 def test_folder_with_gguf_weights_but_no_tokenizer_files(tmp_path: Path) -> None:
     path = write_vocabulary(tmp_path / "v.gguf", **BYTE_LEVEL, pre="qwen2").path
-    tokenizer = load_tokenizer(Checkpoint(tmp_path, {}, {}, (path,), "gguf"))
+    tokenizer = load_tokenizer(Checkpoint(tmp_path, {}, {}, (path,)))
     assert tokenizer.encode("hello") == [260]

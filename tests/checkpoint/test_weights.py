@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanovllm.checkpoint import stored_tensors as weights
 from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.checkpoint.list_tensors import list_tensors
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
 TENSORS = {
@@ -28,12 +29,11 @@ TENSORS = {
 def list_file(path: Path, tensors: dict[str, Tensor] = TENSORS) -> list[weights.StoredTensor]:
     save = save_file if path.suffix == ".safetensors" else torch.save
     save(tensors, path)  # type: ignore[operator]
-    return weights.list_tensors(checkpoint(path))
+    return list_tensors(checkpoint(path))
 
 
 def checkpoint(path: Path) -> Checkpoint:
-    weight_format = path.suffix[1:]
-    return Checkpoint(path.parent, {}, {}, (path,), weight_format)  # type: ignore[arg-type]
+    return Checkpoint(path.parent, {}, {}, (path,))
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m.bin"])
@@ -88,7 +88,7 @@ def test_a_header_of_any_length(tmp_path: Path, padding: int) -> None:
     data = tensor.view(torch.int16).numpy().tobytes()
     file = tmp_path / "m.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header + data)
-    [stored] = weights.list_tensors(checkpoint(file))
+    [stored] = list_tensors(checkpoint(file))
     assert torch.equal(torch.cat(list(stored.read())), tensor)
 
 
@@ -102,7 +102,7 @@ def test_quantized_weights_are_refused(tmp_path: Path, dtype: torch.dtype, name:
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"gone.safetensors"):
-        weights.list_tensors(checkpoint(tmp_path / "gone.safetensors"))
+        list_tensors(checkpoint(tmp_path / "gone.safetensors"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
@@ -111,4 +111,4 @@ def test_a_file_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -
     save_file(TENSORS, path)
     path.chmod(0)
     with pytest.raises(CheckpointError, match="Permission denied"):
-        list(weights.list_tensors(checkpoint(path)))
+        list(list_tensors(checkpoint(path)))

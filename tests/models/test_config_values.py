@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.models import model_names, model_path
-from nanovllm.checkpoint.find import read_json
+from nanovllm.checkpoint.folder_files import read_json
 from nanovllm.errors import CheckpointError
 from nanovllm.models.config_json import SIZES
 from nanovllm.models.registry import read_config

@@ -35,6 +35,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.checkpoint import stored_tensors as weights
 from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
+from nanovllm.checkpoint.list_tensors import list_tensors
 from nanovllm.checkpoint.stored_tensors import StoredTensor
 from nanovllm.config import EngineConfig
 from nanovllm.devices.choose import create_device
@@ -684,8 +685,7 @@ class ReadBytes:
 
     def list_tensors(self, checkpoint: Checkpoint) -> list[StoredTensor]:
         return [
-            replace(tensor, read=partial(self.read, tensor))
-            for tensor in weights.list_tensors(checkpoint)
+            replace(tensor, read=partial(self.read, tensor)) for tensor in list_tensors(checkpoint)
         ]
 
     def read(self, tensor: StoredTensor, index: weights.Index) -> Iterator[Tensor]:
@@ -698,7 +698,7 @@ class ReadBytes:
 def test_a_rank_reads_its_share_alone(tiny: Tiny, variant: str) -> None:
     checkpoint = find_checkpoint(str(tiny(variant).path), need_tokenizer=False)
     model_config = read_config(checkpoint.config)
-    whole = {tensor.name: math.prod(tensor.shape) for tensor in weights.list_tensors(checkpoint)}
+    whole = {tensor.name: math.prod(tensor.shape) for tensor in list_tensors(checkpoint)}
     shares: Counter[str] = Counter()
     for rank in range(4):
         build = BuildContext(CPU, torch.float32, SdpaAttention(16), TorchOps(), TPGroup(rank, 4))

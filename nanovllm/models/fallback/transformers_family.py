@@ -258,7 +258,7 @@ def load_model(
         with torch.random.fork_rng(), torch.device(build.device):
             torch.manual_seed(seed)
             causal_lm = causal_lm_class._from_config(hf_config, **options)
-    elif checkpoint.weight_format == "gguf":
+    elif checkpoint.is_gguf:
         raise refusal(config.transformers_config, "its weights are in a GGUF file")
     else:
         causal_lm = load_pretrained(causal_lm_class, checkpoint, config=hf_config, **options)

@@ -1,0 +1,51 @@
+"""List the tensors of a checkpoint from the headers of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nanovllm.checkpoint.bin_file import list_bin
+from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.checkpoint.gguf_tensors import list_gguf
+from nanovllm.checkpoint.multimodal import text_tensors
+from nanovllm.checkpoint.safetensors_file import list_safetensors
+from nanovllm.checkpoint.stored_tensors import StoredTensor
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Additional dtypes, accepted only in quantized checkpoints.
+_QUANTIZED_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+}
+
+
+def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
+    """List the tensors; FP8 and integers are accepted only if the checkpoint is quantized."""
+    dtypes = _DTYPES | (_QUANTIZED_DTYPES if checkpoint.is_quantized else {})
+    files = checkpoint.weight_files
+    tensors = text_tensors([tensor for file in files for tensor in _list_file(file, dtypes)])
+    if any(tensor.name == "embed_tokens.weight" for tensor in tensors):
+        tensors = _add_prefix(tensors)
+    return tensors
+
+
+def _list_file(file: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTensor]:
+    if file.suffix == ".gguf":
+        return list_gguf(file)
+    return (list_bin if file.suffix == ".bin" else list_safetensors)(file, dtypes)
+
+
+def _add_prefix(tensors: list[StoredTensor]) -> list[StoredTensor]:
+    """Add `model.`, which tensor names lack if a model was saved without its LM head."""
+    return [
+        tensor
+        if tensor.name.startswith("lm_head.")
+        else replace(tensor, name=f"model.{tensor.name}")
+        for tensor in tensors
+    ]
