@@ -248,7 +248,7 @@ def test_peak_memory_is_that_of_pieces(checkpoint_root: Path) -> None:
     from nanovllm.checkpoint import stored_tensors as weights
     from nanovllm.checkpoint.find import find_checkpoint
     from nanovllm.checkpoint.list_tensors import list_tensors
-    from nanovllm.checkpoint.quantized.modules import combine_parts
+    from nanovllm.checkpoint.quantized.combine import combine_parts
 
     checkpoint = find_checkpoint(str(twins(checkpoint_root, "llama", "gptq-shuffled").quantized))
     assert checkpoint.quantization is not None

@@ -40,7 +40,7 @@ from benchmarks.engine.loading import (
     resident_bytes,
 )
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.checkpoint.quantized.modules import PROJECTION
+from nanovllm.checkpoint.quantized.combine import PROJECTION
 from nanovllm.config import EngineConfig
 from nanovllm.devices.choose import create_device
 from nanovllm.devices.cpu.device import CpuDevice

@@ -32,7 +32,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
 from nanovllm.checkpoint.list_tensors import list_tensors
-from nanovllm.checkpoint.quantized.modules import PROJECTION, names_to_quantize
+from nanovllm.checkpoint.quantized.combine import PROJECTION, names_to_quantize
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.devices.cpu.ops import NumbaOps
 from nanovllm.ops import fp8

@@ -15,7 +15,8 @@ from nanovllm.checkpoint.folder_files import check_regular, read_json
 from nanovllm.checkpoint.gguf_file import open_gguf
 from nanovllm.checkpoint.hub import fetch, packaged_gguf
 from nanovllm.checkpoint.multimodal import text_config
-from nanovllm.checkpoint.quantization import Quantization, choose_quantization
+from nanovllm.checkpoint.quantization import ROUND_TO_FP8, choose_quantization
+from nanovllm.checkpoint.quantized.weight_format import Quantization
 from nanovllm.errors import CheckpointError, ConfigError
 
 BUILT_IN = "smollm2"
@@ -48,7 +49,7 @@ class Checkpoint:
     @property
     def is_quantized(self) -> bool:
         """Whether `quantization_config` declares quantized weights; False for GGUF and MXFP4."""
-        return self.quantization is not None and self.quantization.scheme != "round_to_fp8"
+        return self.quantization is not None and self.quantization != ROUND_TO_FP8
 
 
 def stores_quantized(config: Mapping[str, Any]) -> bool:

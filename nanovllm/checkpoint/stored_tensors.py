@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoint.quantization import QuantLayout
+from nanovllm.checkpoint.quantized.weight_format import QuantLayout
 from nanovllm.errors import UnsupportedModelError
 
 if TYPE_CHECKING:

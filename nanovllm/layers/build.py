@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.checkpoint.quantization import Layouts
+from nanovllm.checkpoint.quantized.weight_format import Layouts
 from nanovllm.layers.shards import ExpectedTensor
 from nanovllm.ops.interface import LayerCache, LayerState, Ops, RecurrentRows
 from nanovllm.ops.tp_group import ALONE, TPGroup

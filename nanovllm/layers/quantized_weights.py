@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from nanovllm.checkpoint.quantization import QuantLayout
+from nanovllm.checkpoint.quantized.weight_format import QuantLayout
 from nanovllm.layers.shards import (
     CopiedPart,
     ExpectedTensor,

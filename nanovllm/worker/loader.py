@@ -43,7 +43,7 @@ def load_weights(
     expected = layers.expected
     stored, quantization = list_tensors(checkpoint), checkpoint.quantization
     if quantization is not None:
-        from nanovllm.checkpoint.quantized.modules import combine_parts
+        from nanovllm.checkpoint.quantized.combine import combine_parts
 
         stored = combine_parts(stored, quantization, expected)
     tensors = _match(stored, expected, checkpoint.path)

@@ -13,7 +13,8 @@ from torch import Tensor
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
 from nanovllm.checkpoint.list_tensors import list_tensors
-from nanovllm.checkpoint.quantization import Layouts, QuantLayout, choose_quantization
+from nanovllm.checkpoint.quantization import choose_quantization
+from nanovllm.checkpoint.quantized.weight_format import Layouts, QuantLayout, RoundToFp8
 from nanovllm.checkpoint.stored_tensors import StoredTensor
 from nanovllm.config import EngineConfig
 from nanovllm.layers.shards import ExpectedTensor
@@ -43,10 +44,10 @@ def choose_layouts(
     if stored is None and config.quantization is None:
         return None
     quantization = choose_quantization(config.quantization, stored)
-    layout = None if quantization is None else quantization.layout
+    layout = None if quantization is None else quantization.format.layout
     if quantization is None or layout is None or not device.reads_quantized(layout.kind, dtype):
         return None
-    from nanovllm.checkpoint.quantized.modules import combine_parts, is_quantized_to_fp8
+    from nanovllm.checkpoint.quantized.combine import combine_parts, is_quantized_to_fp8
 
     if isinstance(checkpoint, Checkpoint) and not is_dummy:
         tensors = combine_parts(list_tensors(checkpoint), quantization, ())
@@ -54,7 +55,7 @@ def choose_layouts(
         return {name: found[name] for name in found if not name.endswith("embed_tokens")}.get
 
     # `round_to_fp8` does not quantize the last down_proj; checkpoints may store it quantized.
-    is_chosen_here = quantization.scheme == "round_to_fp8"
+    is_chosen_here = isinstance(quantization.format, RoundToFp8)
     num_layers = len(read_config(checkpoint_config).layers) if is_chosen_here else 0
 
     def expected_layout(module: str) -> QuantLayout | None:

@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 
 from nanovllm.checkpoint.quantization import (
+    METHODS,
     ROUND_TO_FP8,
-    Quantization,
     choose_quantization,
     read_quantization,
 )
+from nanovllm.checkpoint.quantized import integers
+from nanovllm.checkpoint.quantized.fp8 import Fp8
+from nanovllm.checkpoint.quantized.integers import Integers
+from nanovllm.checkpoint.quantized.weight_format import Quantization
+from nanovllm.config import QUANTIZATION_METHODS
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedQuantisationError
 
 BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -41,44 +46,40 @@ def compressed(
 READ: list[tuple[dict[str, Any], Quantization]] = [
     (
         {**BLOCK, "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]},
-        Quantization("fp8", "fp8_block", block_size=(128, 128), ignored=("lm_head",)),
+        Quantization("fp8", Fp8((128, 128)), ignored=("lm_head",)),
     ),
-    ({"quant_method": "fp8"}, Quantization("fp8", "fp8_scaled")),
+    ({"quant_method": "fp8"}, Quantization("fp8", Fp8())),
     (
         compressed(group={"input_activations": BY_TOKEN}),
-        Quantization("compressed-tensors", "fp8_scaled", ignored=("lm_head",)),
+        Quantization("compressed-tensors", Fp8(), ignored=("lm_head",)),
     ),
     (
         compressed("naive-quantized"),
-        Quantization("compressed-tensors", "fp8_scaled", ignored=("lm_head",)),
+        Quantization("compressed-tensors", Fp8(), ignored=("lm_head",)),
     ),
     (
         compressed(weights={**FLOATS, "strategy": "block", "block_structure": [128, 64]}),
-        Quantization("compressed-tensors", "fp8_block", block_size=(128, 64), ignored=("lm_head",)),
+        Quantization("compressed-tensors", Fp8((128, 64)), ignored=("lm_head",)),
     ),
     (
         compressed("pack-quantized", {**WHOLE, "actorder": "group"}, ignore=["re:.*gate$"]),
         Quantization(
             "compressed-tensors",
-            "packed_int",
-            bits=4,
-            group_size=64,
-            is_symmetric=False,
-            desc_act=True,
+            Integers(integers.COMPRESSED, 4, 64, is_symmetric=False, desc_act=True),
             ignored=("re:.*gate$",),
         ),
     ),
     (
         {**AWQ, "modules_to_not_convert": None},
-        Quantization("awq", "awq", bits=4, group_size=128, is_symmetric=False),
+        Quantization("awq", Integers(integers.AWQ, 4, 128, is_symmetric=False)),
     ),
     (
         GPTQ,
-        Quantization("gptq", "gptq", 4, 32, is_symmetric=False, desc_act=True, zero_offset=1),
+        Quantization("gptq", Integers(integers.GPTQ, 4, 32, False, desc_act=True, zero_offset=1)),
     ),
     (
         {"quant_method": "gptq", "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
-        Quantization("gptq", "gptq", 8, -1),
+        Quantization("gptq", Integers(integers.GPTQ, 8, -1)),
     ),
 ]
 
@@ -143,14 +144,13 @@ def test_what_is_refused(stored: Any, match: str) -> None:
 
 
 def test_ignored_modules() -> None:
-    exact = Quantization(
-        "compressed-tensors", "packed_int", ignored=("lm_head", r"re:.*mlp\.gate$")
-    )
+    ignored = "lm_head", r"re:.*mlp\.gate$"
+    exact = Quantization("compressed-tensors", Fp8(), ignored)
     assert exact.ignores("lm_head")
     assert exact.ignores("model.layers.3.mlp.gate")
     assert not exact.ignores("model.lm_head")
     assert not exact.ignores("model.layers.3.mlp.gate_proj")
-    parts = Quantization("awq", "awq", ignored=("mlp.gate", "layers.1", "lm_head"))
+    parts = Quantization("awq", Fp8(), ignored=("mlp.gate", "layers.1", "lm_head"))
     for module in ("model.layers.0.mlp.gate", "model.layers.1.mlp.up_proj", "lm_head"):
         assert parts.ignores(module)
     for module in ("model.layers.0.mlp.gate_proj", "model.layers.10.mlp.up_proj"):
@@ -158,6 +158,7 @@ def test_ignored_modules() -> None:
 
 
 def test_the_option_must_match_the_checkpoint() -> None:
+    assert tuple(METHODS) == QUANTIZATION_METHODS
     assert choose_quantization(None, None) is None
     assert choose_quantization(None, {}) is None
     assert choose_quantization("fp8", None) == ROUND_TO_FP8

@@ -15,7 +15,7 @@ from nanovllm.checkpoint import stored_tensors as weights
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.list_tensors import list_tensors
 from nanovllm.checkpoint.quantization import ROUND_TO_FP8, choose_quantization
-from nanovllm.checkpoint.quantized.modules import combine_parts, is_quantized_to_fp8
+from nanovllm.checkpoint.quantized.combine import combine_parts, is_quantized_to_fp8
 from nanovllm.checkpoint.stored_tensors import StoredTensor
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.ops.fp8 import quantize_rows

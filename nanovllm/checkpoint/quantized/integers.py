@@ -1,201 +1,121 @@
-"""Integers of 4 or 8 bits packed into 32-bit words: AWQ, GPTQ and compressed-tensors."""
+"""Integers of 4 or 8 bits that are packed into 32-bit words: AWQ, GPTQ and compressed-tensors."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from nanovllm.checkpoint.quantization import Quantization, QuantLayout
-from nanovllm.checkpoint.quantized.weight import (
-    Parts,
-    QuantizedPiece,
-    StoredWeight,
-    check_matrix,
-    check_part,
-    in_groups,
-    read_part,
+from nanovllm.checkpoint.quantized.checks import (
+    BITS,
+    choose,
+    read_group_size,
+    read_names,
+    unsupported,
 )
-from nanovllm.checkpoint.stored_tensors import FLOATS, StoredTensor
-from nanovllm.errors import CheckpointError
+from nanovllm.checkpoint.quantized.weight_format import Parts, Quantization, QuantLayout
 
-# AWQ interleaves the eight outputs of a word: output i is at position AWQ_POSITIONS[i], where
-# position 0 is the lowest four bits.
-AWQ_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]
+if TYPE_CHECKING:
+    from nanovllm.checkpoint.quantized.weight import StoredWeight
 
 
-def open_awq(parts: Parts, quantization: Quantization) -> StoredWeight:
-    """Open an AWQ weight: outputs are packed, [inputs, words]; zero points are [groups, words]."""
-    qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
-    num_inputs, num_words = check_matrix(qweight, torch.int32)
-    num_outputs, size = 8 * num_words, _group_size(quantization, num_inputs)
-    num_groups = -(-num_inputs // size)
-    check_part(qzeros, (num_groups, num_words), torch.int32)
-    check_part(scales, (num_groups, num_outputs), *FLOATS)
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The names of a weight's tensors, and how words hold its integers."""
 
-    def read(rows: slice, columns: slice) -> QuantizedPiece:
-        words = _words_of(rows, 4)
-        groups, group_of = in_groups(columns, size)
-        return QuantizedPiece(
-            _unpack_awq(read_part(qweight, columns, words)),
-            read_part(scales, groups, rows).t(),
-            _unpack_awq(read_part(qzeros, groups, words)),
-            group_of,
-        )
-
-    alignment = 8, _input_alignment(quantization)
-    layout = _layout(quantization, scales, has_zeros=True)
-    return StoredWeight((num_outputs, num_inputs), alignment, layout, read)
+    values: str
+    scales: str
+    zeros: str  # packed along the outputs
+    g_idx: str = ""  # group of each input
+    shape: str = ""  # numbers of outputs and inputs
+    # If set, words hold several outputs, output i of a word at positions[i]; else several inputs.
+    positions: tuple[int, ...] = ()
+    is_transposed: bool = True  # whether matrices are [inputs, outputs]
+    # Whether symmetric weights may lack zero points, and zero points may be signed bytes.
+    has_optional_zeros: bool = False
 
 
-def _unpack_awq(words: Tensor) -> Tensor:
-    """Unpack [n, words] to [8 * words, n]."""
-    by_output = words.t().contiguous()
-    values = torch.empty(len(by_output), 8, len(words), dtype=torch.uint8)
-    for i, position in enumerate(AWQ_POSITIONS):
-        values[:, i] = (by_output >> 4 * position) & 15
-    return values.flatten(0, 1)
+AWQ = Packing("qweight", "scales", "qzeros", positions=(0, 4, 1, 5, 2, 6, 3, 7))
+GPTQ = Packing("qweight", "scales", "qzeros", "g_idx")
+# Half of their range has been added to the integers.
+COMPRESSED = Packing(
+    *("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
+    is_transposed=False,
+    has_optional_zeros=True,
+)
 
 
-def open_gptq(parts: Parts, quantization: Quantization) -> StoredWeight:
-    """Open a GPTQ weight: inputs are packed, [words, outputs]; zero points are [groups, words]."""
-    qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
-    num_words, num_outputs = check_matrix(qweight, torch.int32)
-    bits, per_word = quantization.bits, 32 // quantization.bits
-    num_inputs = num_words * per_word
-    size = _group_size(quantization, num_inputs)
-    num_groups = -(-num_inputs // size)
-    check_part(qzeros, (num_groups, -(-num_outputs // per_word)), torch.int32)
-    check_part(scales, (num_groups, num_outputs), *FLOATS)
-    stored_groups = parts["g_idx"] if quantization.desc_act else parts.get("g_idx")
-    g_idx = _read_groups(stored_groups, num_inputs, size)
-    offset = 0 if _holds_middles(qzeros, num_outputs, quantization) else quantization.zero_offset
+@dataclass(frozen=True, slots=True)
+class Integers:
+    packing: Packing
+    bits: int
+    group_size: int  # number of inputs per scale; -1: one scale per output channel
+    is_symmetric: bool = True
+    # Act-order: inputs are grouped by activation importance, so a group is not contiguous (g_idx).
+    desc_act: bool = False
+    zero_offset: int = 0  # number to add to the stored zero points
+    # Whether the offset is added to whole words, with carries from one zero point to the next.
+    zeros_carry: bool = False
 
-    def read(rows: slice, columns: slice) -> QuantizedPiece:
-        groups, group_of = in_groups(columns, size, g_idx)
-        zeros = _gptq_zeros(read_part(qzeros, groups, _words_of(rows, bits)), offset, quantization)
-        return QuantizedPiece(
-            _unpack(read_part(qweight, _words_of(columns, bits), rows).t(), bits),
-            read_part(scales, groups, rows).t(),
-            zeros.t()[: rows.stop - rows.start],
-            group_of,
-        )
+    @property
+    def parts(self) -> tuple[str, ...]:
+        packing = self.packing
+        names = packing.values, packing.scales, packing.zeros, packing.g_idx, packing.shape
+        return tuple(filter(None, names))
 
-    alignment = per_word, _input_alignment(quantization)
-    layout = _layout(quantization, scales, has_zeros=True) if g_idx is None else None
-    return StoredWeight((num_outputs, num_inputs), alignment, layout, read)
+    @property
+    def layout(self) -> QuantLayout | None:
+        if self.bits != 4 or self.desc_act:
+            return None
+        if self.packing.has_optional_zeros:
+            return QuantLayout("int4", self.group_size, not self.is_symmetric, "bfloat16")
+        return QuantLayout("int4", self.group_size, True, "float16")
 
+    def open(self, parts: Parts) -> StoredWeight:
+        from nanovllm.checkpoint.quantized.open_integers import open_integers
 
-def _gptq_zeros(words: Tensor, offset: int, quantization: Quantization) -> Tensor:
-    bits = quantization.bits
-    if quantization.zeros_carry:
-        words += sum(offset << bits * position for position in range(32 // bits))
-        return _unpack(words, bits)
-    # Version 1 of the format stores a zero point of 0 as the largest integer.
-    return (_unpack(words, bits) + offset) & ((1 << bits) - 1)
+        return open_integers(self, parts)
 
 
-def _holds_middles(qzeros: StoredTensor, num_outputs: int, quantization: Quantization) -> bool:
-    """Return whether symmetric weights store their zero points without the format's offset.
-
-    Some tools omit the offset although they declare version 1 of the format, which requires it.
-    """
-    if not quantization.is_symmetric or quantization.zero_offset == 0:
-        return False
-    stored = _unpack(read_part(qzeros), quantization.bits)[:, :num_outputs]
-    return bool((stored == 1 << (quantization.bits - 1)).all())
+def read_awq(stored: Mapping[str, Any]) -> Quantization:
+    choose(stored, "version", "gemm", "gemm", "GEMM")
+    choose(stored, "zero_point", True, True)
+    bits, group_size = choose(stored, "bits", 4, 4), read_group_size(stored)
+    ignored = read_names(stored.get("modules_to_not_convert"))
+    return Quantization("awq", Integers(AWQ, bits, group_size, is_symmetric=False), ignored)
 
 
-def open_packed(parts: Parts, quantization: Quantization) -> StoredWeight:
-    """Open a compressed-tensors weight: inputs are packed, [outputs, words].
-
-    Zero points are packed along the outputs, [words, groups], or stored as bytes
-    [outputs, groups]. Packed integers are unsigned: half of their range has been added to them.
-    """
-    packed, scales, bits = parts["weight_packed"], parts["weight_scale"], quantization.bits
-    check_part(parts["weight_shape"], (2,), torch.int64, torch.int32)
-    num_outputs, num_inputs = read_part(parts["weight_shape"]).tolist()
-    size, per_word = _group_size(quantization, num_inputs), 32 // bits
-    num_groups = -(-num_inputs // size)
-    check_part(packed, (num_outputs, -(-num_inputs // per_word)), torch.int32)
-    check_part(scales, (num_outputs, num_groups), *FLOATS)
-    middle, name = 1 << (bits - 1), "weight_zero_point"
-    zeros = parts.get(name) if quantization.is_symmetric else parts[name]
-    has_bytes = zeros is not None and zeros.dtype == torch.int8
-    if zeros is not None:
-        num_rows = num_outputs if has_bytes else -(-num_outputs // per_word)
-        check_part(zeros, (num_rows, num_groups), torch.int8 if has_bytes else torch.int32)
-    name = "weight_g_idx"
-    stored_groups = parts[name] if quantization.desc_act else parts.get(name)
-    g_idx = _read_groups(stored_groups, num_inputs, size)
-
-    def read_zeros(rows: slice, groups: slice) -> Tensor | int:
-        if zeros is None:
-            return middle
-        if has_bytes:
-            return (read_part(zeros, rows, groups).int() + middle).to(torch.uint8)
-        words = read_part(zeros, _words_of(rows, bits), groups)
-        return _unpack(words.t(), bits).t()[: rows.stop - rows.start]
-
-    def read(rows: slice, columns: slice) -> QuantizedPiece:
-        groups, group_of = in_groups(columns, size, g_idx)
-        values = _unpack(read_part(packed, rows, _words_of(columns, bits)), bits)
-        values = values[:, : columns.stop - columns.start]
-        stored_scales = read_part(scales, rows, groups)
-        return QuantizedPiece(values, stored_scales, read_zeros(rows, groups), group_of)
-
-    alignment = 1 if zeros is None or has_bytes else per_word, _input_alignment(quantization)
-    layout = _layout(quantization, scales, zeros is not None) if g_idx is None else None
-    return StoredWeight((num_outputs, num_inputs), alignment, layout, read)
+def read_gptq(stored: Mapping[str, Any]) -> Quantization:
+    choose(stored, "is_marlin_format", False, False)
+    choose(stored, "pack_dtype", "int32", "int32")
+    version = stored.get("format") or "gptq"
+    version = choose(stored, "checkpoint_format", version, "gptq", "gptq_v2")
+    if stored.get("dynamic"):
+        raise unsupported("dynamic (other settings for some modules)")
+    # GPTQModel subtracts the offset from whole words, not from each zero point.
+    quantizer = str((stored.get("meta") or {}).get("quantizer"))
+    integers = Integers(
+        GPTQ,
+        bits=choose(stored, "bits", None, *BITS),
+        group_size=read_group_size(stored),
+        is_symmetric=choose(stored, "sym", True, True, False),
+        desc_act=choose(stored, "desc_act", False, True, False),
+        zero_offset=1 if version == "gptq" else 0,  # version 1 stores zero points minus one
+        zeros_carry="gptqmodel:" in quantizer,
+    )
+    return Quantization("gptq", integers, read_names(stored.get("modules_to_not_convert")))
 
 
-def _read_groups(tensor: StoredTensor | None, num_inputs: int, size: int) -> Tensor | None:
-    """Read the group of each input; return None if groups are consecutive, or all are -1."""
-    if tensor is None:
-        return None
-    check_part(tensor, (num_inputs,), torch.int32, torch.int64)
-    groups, num_groups = read_part(tensor).long(), -(-num_inputs // size)
-    if torch.equal(groups, torch.arange(num_inputs) // size) or bool((groups == -1).all()):
-        return None
-    if bool(((groups < 0) | (groups >= num_groups)).any()):
-        raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r} must hold group indices below {num_groups}"
-        )
-    return groups
-
-
-def _unpack(words: Tensor, bits: int) -> Tensor:
-    """Unpack [..., words] to [..., integers], one per byte, lowest bits first."""
-    # Always copy: a tensor with one column counts as contiguous, whatever the stride of its rows.
-    values = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    if bits == 8:
-        return values
-    return torch.stack((values & 15, values >> 4), -1).flatten(-2)
-
-
-def _words_of(values: slice, bits: int) -> slice:
-    count = 32 // bits
-    return slice(values.start // count, -(-values.stop // count))
-
-
-def _group_size(quantization: Quantization, num_inputs: int) -> int:
-    return max(num_inputs, 1) if quantization.group_size == -1 else quantization.group_size
-
-
-def _input_alignment(quantization: Quantization) -> int:
-    """Return the alignment of input slices: whole words and, without act-order, groups."""
-    has_groups = quantization.group_size != -1 and not quantization.desc_act
-    count = 32 // quantization.bits
-    return math.lcm(quantization.group_size, count) if has_groups else count
-
-
-def _layout(
-    quantization: Quantization, scales: StoredTensor, has_zeros: bool
-) -> QuantLayout | None:
-    """Return the layout of 4-bit integers in consecutive groups; None for other widths."""
-    if quantization.bits != 4:
-        return None
-    dtype = str(scales.dtype).removeprefix("torch.")
-    scale_dtype = dtype if dtype in ("float16", "bfloat16") else "float32"
-    return QuantLayout("int4", quantization.group_size, has_zeros, scale_dtype)
+def read_packed(weights: Mapping[str, Any]) -> Integers:
+    """Read the settings of compressed-tensors."""
+    choose(weights, "type", None, "int")
+    orders = None, "weight", "static", "group", "dynamic", False, True
+    order = choose(weights, "actorder", None, *orders)
+    is_grouped = choose(weights, "strategy", None, "channel", "group") == "group"
+    return Integers(
+        COMPRESSED,
+        bits=choose(weights, "num_bits", None, *BITS),
+        group_size=read_group_size(weights) if is_grouped else -1,
+        is_symmetric=choose(weights, "symmetric", True, True, False),
+        desc_act=order in ("group", "dynamic", True),  # only these store the group of each input
+    )

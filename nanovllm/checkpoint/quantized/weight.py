@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint import stored_tensors as weights
-from nanovllm.checkpoint.quantization import QuantLayout
+from nanovllm.checkpoint.quantized.weight_format import QuantLayout
 from nanovllm.checkpoint.stored_tensors import Index, StoredTensor
-from nanovllm.errors import CheckpointError
-
-Parts = Mapping[str, StoredTensor]  # tensors of one module, keyed by the last part of their names
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +91,11 @@ def dequantize(piece: QuantizedPiece) -> Tensor:
     return values
 
 
-def in_groups(inputs: slice, size: int, g_idx: Tensor | None = None) -> tuple[slice, Tensor | None]:
+def in_groups(inputs: slice, size: int) -> tuple[slice, Tensor | None]:
     """Return the groups that a slice of inputs spans, and the group of each of these inputs.
 
-    The second result is None if the slice consists of whole consecutive groups, or lies within one
-    group. `g_idx` holds the group of every input of the weight if groups are not consecutive.
+    The second result is None if the slice consists of whole groups, or lies within one.
     """
-    if g_idx is not None:
-        return slice(None), g_idx[inputs]
     groups = slice(inputs.start // size, -(-inputs.stop // size))
     is_even = groups.stop - groups.start == 1 or not (inputs.start % size or inputs.stop % size)
     group_of = None if is_even else torch.arange(inputs.start, inputs.stop) // size - groups.start
@@ -112,20 +106,3 @@ def read_part(tensor: StoredTensor, *index: slice) -> Tensor:
     """Read a slice as one tensor; pieces are copied, as each is valid only until the next read."""
     pieces = [piece.clone() for piece in tensor.read(index)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def check_matrix(tensor: StoredTensor, dtype: torch.dtype) -> tuple[int, int]:
-    """Check that a tensor is a matrix of type `dtype`, and return its shape."""
-    sizes = (*tensor.shape, 1, 1)
-    check_part(tensor, sizes[:2], dtype)
-    return sizes[0], sizes[1]
-
-
-def check_part(tensor: StoredTensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    if tensor.shape != shape or tensor.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        stored = str(tensor.dtype).removeprefix("torch.")
-        raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)} of {stored}, "
-            f"expected {list(shape)} of {names}"
-        )
