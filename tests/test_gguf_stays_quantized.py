@@ -75,7 +75,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     loaded = LoadingLayers.loaded
 
     def note(self: LoadingLayers, name: str) -> None:
-        if self.expected[name].is_blocks:
+        if self.expected[name].is_quantized:
             sizes.append(self.expected[name].nbytes)
         loaded(self, name)
 

@@ -247,12 +247,10 @@ def test_peak_memory_is_that_of_pieces(checkpoint_root: Path) -> None:
     """No weight is dequantized at once: each is read some rows at a time."""
     from nanovllm.checkpoint import stored_tensors as weights
     from nanovllm.checkpoint.find import find_checkpoint
-    from nanovllm.checkpoint.list_tensors import list_tensors
-    from nanovllm.checkpoint.quantized.combine import combine_parts
+    from nanovllm.checkpoint.list_tensors import list_weights
 
     checkpoint = find_checkpoint(str(twins(checkpoint_root, "llama", "gptq-shuffled").quantized))
-    assert checkpoint.quantization is not None
-    tensors = combine_parts(list_tensors(checkpoint), checkpoint.quantization, ())
+    tensors = list_weights(checkpoint)
     limit = 16 * 64 * 4
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "PIECE_BYTES", limit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,19 @@ _QUANTIZED_DTYPES = {
     "I32": torch.int32,
     "I8": torch.int8,
 }
+
+
+def list_weights(checkpoint: Checkpoint, expected: Collection[str] = ()) -> list[StoredTensor]:
+    """List the tensors, with those of each quantized weight combined into one.
+
+    `expected` names the tensors that the model has; biases of zeros not among them are dropped.
+    """
+    tensors, quantization = list_tensors(checkpoint), checkpoint.quantization
+    if quantization is None:
+        return tensors
+    from nanovllm.checkpoint.quantized.combine import combine_parts
+
+    return combine_parts(tensors, quantization, expected)
 
 
 def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:

@@ -102,7 +102,8 @@ class WordTensors(nn.Module):
                 rows = QuantizedRows(weight, first, len(part.target), self.layout.group)
                 parts.append(CopiedPart(part.source, rows))
                 first += shard.count
-            tensors[f"{parent}{name}.weight"] = replace(expected, parts=tuple(parts))
+            expected = ExpectedTensor(expected.shape, tuple(parts), is_quantized=True)
+            tensors[f"{parent}{name}.weight"] = expected
         return tensors
 
     def reorder(self, rows: Tensor) -> None:
@@ -145,7 +146,7 @@ class BlockTensors(nn.Module):
             expected = expect_stack(rows, outputs, byte_columns(layout, self.inputs))
             for name, tensor in expected.items():
                 shape = tensor.shape[0], self.inputs.size
-                tensors[f"{parent}{name}.weight"] = replace(tensor, shape=shape, is_blocks=True)
+                tensors[f"{parent}{name}.weight"] = replace(tensor, shape=shape, is_quantized=True)
         return tensors
 
     def reorder(self, rows: Tensor) -> None:

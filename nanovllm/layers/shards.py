@@ -90,12 +90,7 @@ class ExpectedTensor:
 
     shape: tuple[int, ...]  # shape in the checkpoint
     parts: tuple[CopiedPart, ...]
-    is_blocks: bool = False  # whether the parts are bytes of GGUF quant blocks, not elements
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether the tensor stays quantized."""
-        return self.is_blocks or isinstance(self.parts[0].target, QuantizedRows)
+    is_quantized: bool = False  # whether the tensor stays quantized
 
     @property
     def nbytes(self) -> int:

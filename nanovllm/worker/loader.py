@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint, stores_quantized
-from nanovllm.checkpoint.list_tensors import list_tensors
+from nanovllm.checkpoint.list_tensors import list_tensors, list_weights
 from nanovllm.checkpoint.stored_tensors import StoredTensor
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.build import Layer
@@ -41,12 +41,7 @@ def load_weights(
     start = time.perf_counter()
     layers = LoadingLayers(model, device)
     expected = layers.expected
-    stored, quantization = list_tensors(checkpoint), checkpoint.quantization
-    if quantization is not None:
-        from nanovllm.checkpoint.quantized.combine import combine_parts
-
-        stored = combine_parts(stored, quantization, expected)
-    tensors = _match(stored, expected, checkpoint.path)
+    tensors = _match(list_weights(checkpoint, expected), expected, checkpoint.path)
     if show_progress and stores_quantized(checkpoint.config):
         log_dequantized(tensors, expected)
     num_bytes = sum(tensor.nbytes for tensor in expected.values())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
-from nanovllm.checkpoint.list_tensors import list_tensors
+from nanovllm.checkpoint.list_tensors import list_weights
 from nanovllm.checkpoint.quantization import choose_quantization
 from nanovllm.checkpoint.quantized.weight_format import Layouts, QuantLayout, RoundToFp8
 from nanovllm.checkpoint.stored_tensors import StoredTensor
@@ -41,18 +41,16 @@ def choose_layouts(
     if types and not is_dummy and device.reads_quantized("gguf", dtype):
         return _gguf_layouts(types)
     stored = checkpoint_config.get("quantization_config")
-    if stored is None and config.quantization is None:
-        return None
     quantization = choose_quantization(config.quantization, stored)
-    layout = None if quantization is None else quantization.format.layout
-    if quantization is None or layout is None or not device.reads_quantized(layout.kind, dtype):
+    layout = quantization and quantization.format.layout
+    if not quantization or not layout or not device.reads_quantized(layout.kind, dtype):
         return None
-    from nanovllm.checkpoint.quantized.combine import combine_parts, is_quantized_to_fp8
-
     if isinstance(checkpoint, Checkpoint) and not is_dummy:
-        tensors = combine_parts(list_tensors(checkpoint), quantization, ())
-        found = {tensor.name.removesuffix(".weight"): tensor.layout for tensor in tensors}
-        return {name: found[name] for name in found if not name.endswith("embed_tokens")}.get
+        layouts = {
+            each.name.removesuffix(".weight"): each.layout for each in list_weights(checkpoint)
+        }
+        return lambda module: None if module.endswith("embed_tokens") else layouts.get(module)
+    from nanovllm.checkpoint.quantized.combine import is_quantized_to_fp8
 
     # `round_to_fp8` does not quantize the last down_proj; checkpoints may store it quantized.
     is_chosen_here = isinstance(quantization.format, RoundToFp8)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nanovllm.checkpoint import stored_tensors as weights
 from nanovllm.checkpoint.find import Checkpoint
-from nanovllm.checkpoint.list_tensors import list_tensors
+from nanovllm.checkpoint.list_tensors import list_tensors, list_weights
 from nanovllm.checkpoint.quantization import ROUND_TO_FP8, choose_quantization
-from nanovllm.checkpoint.quantized.combine import combine_parts, is_quantized_to_fp8
+from nanovllm.checkpoint.quantized.combine import is_quantized_to_fp8
 from nanovllm.checkpoint.stored_tensors import StoredTensor
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.ops.fp8 import quantize_rows
@@ -75,7 +75,7 @@ def list_stored(
     assert quantization is not None
     file = folder / "m.safetensors"
     checkpoint = Checkpoint(folder, {}, {}, (file,), quantization)
-    tensors = combine_parts(list_tensors(checkpoint), quantization, expected)
+    tensors = list_weights(checkpoint, expected)
     return {tensor.name: tensor for tensor in tensors}
 
 
@@ -131,7 +131,7 @@ def test_parts_in_pytorch_files(tmp_path: Path) -> None:
     quantization = choose_quantization(None, kind.config)
     assert quantization is not None
     checkpoint = Checkpoint(tmp_path, {}, {}, (tmp_path / "m.bin",), quantization)
-    [tensor] = combine_parts(list_tensors(checkpoint), quantization, ())
+    [tensor] = list_weights(checkpoint)
     assert_same(read(tensor), made.values)
 
 

@@ -683,7 +683,7 @@ class ReadBytes:
     def __init__(self) -> None:
         self.num_bytes: Counter[str] = Counter()
 
-    def list_tensors(self, checkpoint: Checkpoint) -> list[StoredTensor]:
+    def list_weights(self, checkpoint: Checkpoint, expected: object) -> list[StoredTensor]:
         return [
             replace(tensor, read=partial(self.read, tensor)) for tensor in list_tensors(checkpoint)
         ]
@@ -704,7 +704,7 @@ def test_a_rank_reads_its_share_alone(tiny: Tiny, variant: str) -> None:
         build = BuildContext(CPU, torch.float32, SdpaAttention(16), TorchOps(), TPGroup(rank, 4))
         model, reads = build_model(model_config, 64, build), ReadBytes()
         held = sum(parameter.numel() for parameter in model.parameters())
-        with mock.patch.object(loader, "list_tensors", reads.list_tensors):
+        with mock.patch.object(loader, "list_weights", reads.list_weights):
             loader.load_weights(model, checkpoint, cpu_device())
         assert sum(reads.num_bytes.values()) == 4 * held
         shares += reads.num_bytes

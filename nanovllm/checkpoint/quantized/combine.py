@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from nanovllm.checkpoint.quantized.weight import QuantizedPiece, StoredWeight, read_part
+from nanovllm.checkpoint.quantized.weight import QuantizedPiece, quantized_tensor, read_part
 from nanovllm.checkpoint.quantized.weight_format import (
     Parts,
     Quantization,
@@ -56,14 +56,13 @@ def combine_parts(
 
 
 def _open(module: str, parts: Parts, weight_format: WeightFormat) -> StoredTensor:
-    file = next(iter(parts.values())).file
     try:
-        weight = weight_format.open(parts)
+        return weight_format.open(parts)
     except KeyError as error:
+        file = next(iter(parts.values())).file
         raise CheckpointError(
             f"{file}: {module} is quantized and has no tensor {error.args[0]}; fetch it again"
         ) from error
-    return weight.as_tensor(f"{module}.weight", file)
 
 
 def _is_empty_bias(tensor: StoredTensor, expected: Collection[str]) -> bool:
@@ -80,8 +79,8 @@ def quantize_to_fp8(tensor: StoredTensor) -> StoredTensor:
         whole = quantize_rows(read_part(tensor, rows).float())
         return QuantizedPiece(whole.values[:, columns], whole.scales)
 
-    weight = StoredWeight((tensor.shape[0], tensor.shape[1]), (1, 1), RoundToFp8().layout, read)
-    return weight.as_tensor(tensor.name, tensor.file)
+    shape = tensor.shape[0], tensor.shape[1]
+    return quantized_tensor(tensor, shape, (1, 1), RoundToFp8().layout, read)
 
 
 def names_to_quantize(tensors: Sequence[StoredTensor]) -> set[str]:

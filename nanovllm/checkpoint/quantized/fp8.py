@@ -17,7 +17,8 @@ from nanovllm.checkpoint.quantized.checks import (
 from nanovllm.checkpoint.quantized.weight_format import Parts, Quantization, QuantLayout
 
 if TYPE_CHECKING:
-    from nanovllm.checkpoint.quantized.weight import QuantizedPiece, StoredWeight
+    from nanovllm.checkpoint.quantized.weight import QuantizedPiece
+    from nanovllm.checkpoint.stored_tensors import StoredTensor
 
 E4M3 = "float8_e4m3fn"
 
@@ -51,7 +52,7 @@ class Fp8:
     def layout(self) -> QuantLayout:
         return QuantLayout("fp8", -1 if self.block is None else self.block[1])
 
-    def open(self, parts: Parts) -> StoredWeight:
+    def open(self, parts: Parts) -> StoredTensor:
         from nanovllm.checkpoint.quantized import weight
 
         values, scales = parts["weight"], parts.get("weight_scale_inv") or parts["weight_scale"]
@@ -72,4 +73,5 @@ class Fp8:
             by_output = by_block.repeat_interleave(rows, 0)[: len(part)].expand(len(part), -1)
             return weight.QuantizedPiece(part, by_output, group_of=group_of)
 
-        return weight.StoredWeight(shape, self.block or (1, 1), self.layout, read)
+        alignment = self.block or (1, 1)
+        return weight.quantized_tensor(values, shape, alignment, self.layout, read)

@@ -16,7 +16,7 @@ from nanovllm.checkpoint.quantized.checks import (
 from nanovllm.checkpoint.quantized.weight_format import Parts, Quantization, QuantLayout
 
 if TYPE_CHECKING:
-    from nanovllm.checkpoint.quantized.weight import StoredWeight
+    from nanovllm.checkpoint.stored_tensors import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Integers:
             return QuantLayout("int4", self.group_size, not self.is_symmetric, "bfloat16")
         return QuantLayout("int4", self.group_size, True, "float16")
 
-    def open(self, parts: Parts) -> StoredWeight:
+    def open(self, parts: Parts) -> StoredTensor:
         from nanovllm.checkpoint.quantized.open_integers import open_integers
 
         return open_integers(self, parts)

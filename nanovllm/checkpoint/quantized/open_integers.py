@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.quantized.checks import FLOATS, check_matrix, check_part
-from nanovllm.checkpoint.quantized.weight import QuantizedPiece, StoredWeight, in_groups, read_part
+from nanovllm.checkpoint.quantized.weight import (
+    QuantizedPiece,
+    in_groups,
+    quantized_tensor,
+    read_part,
+)
 from nanovllm.checkpoint.quantized.weight_format import Parts, QuantLayout
 from nanovllm.checkpoint.stored_tensors import StoredTensor
 from nanovllm.errors import CheckpointError
@@ -50,7 +55,7 @@ class StoredMatrix:
         return values[: outputs.stop - outputs.start, : columns.stop - columns.start]
 
 
-def open_integers(stored: Integers, parts: Parts) -> StoredWeight:
+def open_integers(stored: Integers, parts: Parts) -> StoredTensor:
     """Return a weight that is read in whole words and, if they are consecutive, in whole groups."""
     packing, per_word = stored.packing, 32 // stored.bits
     packed = (per_word, 1) if packing.positions else (1, per_word)
@@ -83,7 +88,7 @@ def open_integers(stored: Integers, parts: Parts) -> StoredWeight:
     layout = _layout(stored, scales, zeros) if groups_of_inputs is None else None
     if groups_of_inputs is None and stored.group_size != -1:
         unit = unit[0], math.lcm(unit[1], size)
-    return StoredWeight((num_outputs, num_inputs), unit, layout, read)
+    return quantized_tensor(values.tensor, (num_outputs, num_inputs), unit, layout, read)
 
 
 def _open_zeros(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,45 +26,44 @@ class QuantizedPiece:
         return len(self.values)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
-    """A quantized weight [outputs, inputs], not read yet."""
+def quantized_tensor(
+    stored: StoredTensor,
+    shape: tuple[int, int],
+    alignment: tuple[int, int],
+    layout: QuantLayout | None,
+    read_aligned: Callable[[slice, slice], QuantizedPiece],
+) -> StoredTensor:
+    """Return a weight [outputs, inputs] that is stored quantized, in `stored` and other tensors.
 
-    shape: tuple[int, int]
-    # Reads begin at multiples of these (outputs, inputs), and end at multiples or at the end.
-    alignment: tuple[int, int]
-    layout: QuantLayout | None  # None: no kernel reads it, e.g. groups are not consecutive
-    read: Callable[[slice, slice], QuantizedPiece]  # takes aligned slices of outputs and inputs
+    `read_aligned` takes slices of outputs and inputs that begin at multiples of `alignment`, and
+    end at multiples or at the end. The layout is None if no kernel can read the weight.
+    """
 
-    def as_tensor(self, name: str, file: Path) -> StoredTensor:
-        """Return a StoredTensor: `read` yields float32, `read_quantized` the quantized values."""
-
-        def read(index: Index = ()) -> Iterator[Tensor]:
-            for piece, part in self._read_pieces(index):
-                yield dequantize(piece)[part]
-
-        def read_quantized(index: Index = ()) -> Iterator[QuantizedPiece]:
-            for piece, (rows, columns) in self._read_pieces(index):
-                zeros = piece.zeros if isinstance(piece.zeros, int) else piece.zeros[rows]
-                yield QuantizedPiece(piece.values[rows, columns], piece.scales[rows], zeros)
-
-        return StoredTensor(name, self.shape, file, read, read_quantized, layout=self.layout)
-
-    def _read_pieces(self, index: Index) -> Iterator[tuple[QuantizedPiece, tuple[slice, slice]]]:
+    def read_pieces(index: Index) -> Iterator[tuple[QuantizedPiece, tuple[slice, slice]]]:
         """Yield aligned pieces that cover `index`, each with the slices that crop it to `index`."""
         rows, columns = index or (slice(None), slice(None))
-        (first, last, _), (left, right, _) = (
-            part.indices(size) for part, size in zip((rows, columns), self.shape, strict=True)
-        )
-        unit = self.alignment[0]
-        outer_columns = _outward(left, right, self.alignment[1], self.shape[1])
+        (first, last, _), (left, right, _) = rows.indices(shape[0]), columns.indices(shape[1])
+        unit = alignment[0]
+        outer_columns = _outward(left, right, alignment[1], shape[1])
         inner_columns = slice(left - outer_columns.start, right - outer_columns.start)
         row_bytes = 4 * max(outer_columns.stop - outer_columns.start, 1)
         num_rows = max(weights.PIECE_BYTES // row_bytes // unit, 1) * unit
         for begin in range(first // unit * unit, last, num_rows):
-            outer_rows = _outward(begin, min(begin + num_rows, last), unit, self.shape[0])
+            outer_rows = _outward(begin, min(begin + num_rows, last), unit, shape[0])
             inner_rows = slice(max(first - begin, 0), min(last - begin, num_rows))
-            yield self.read(outer_rows, outer_columns), (inner_rows, inner_columns)
+            yield read_aligned(outer_rows, outer_columns), (inner_rows, inner_columns)
+
+    def read(index: Index = ()) -> Iterator[Tensor]:
+        for piece, part in read_pieces(index):
+            yield dequantize(piece)[part]
+
+    def read_quantized(index: Index = ()) -> Iterator[QuantizedPiece]:
+        for piece, (rows, columns) in read_pieces(index):
+            zeros = piece.zeros if isinstance(piece.zeros, int) else piece.zeros[rows]
+            yield QuantizedPiece(piece.values[rows, columns], piece.scales[rows], zeros)
+
+    name = f"{stored.name.rpartition('.')[0]}.weight"
+    return StoredTensor(name, shape, stored.file, read, read_quantized, layout=layout)
 
 
 def _outward(first: int, last: int, unit: int, size: int) -> slice:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from nanovllm.checkpoint.quantized.weight import StoredWeight
     from nanovllm.checkpoint.stored_tensors import StoredTensor
 
 Parts = Mapping[str, "StoredTensor"]  # tensors of one module, keyed by the last part of their names
@@ -44,7 +43,7 @@ class WeightFormat(Protocol):
     def layout(self) -> QuantLayout | None:
         """The layout of the weights, or None if no kernel can read them."""
 
-    def open(self, parts: Parts) -> StoredWeight:
+    def open(self, parts: Parts) -> StoredTensor:
         """Return the weight of a module; raise KeyError if one of its tensors is missing."""
 
 
