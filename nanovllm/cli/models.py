@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from nanovllm.checkpoint.hub import ALIASES, format_size
@@ -134,20 +134,12 @@ def run(args: argparse.Namespace) -> int:
 
 def run_pull(args: argparse.Namespace) -> int:
     from nanovllm.checkpoint.find import find_checkpoint
-
-    _refuse_json(args)
-    print(find_checkpoint(args.model, revision=args.revision, check=_check).path)
-    return 0
-
-
-def _check(config: Mapping[str, Any]) -> None:
-    """Raise an error for an unsupported model, before its weights are downloaded."""
-    from nanovllm.checkpoint.find import stored_quantization
-    from nanovllm.checkpoint.quantization import choose_quantization
     from nanovllm.models.registry import read_config_for
 
-    read_config_for(config, "auto")
-    choose_quantization(None, stored_quantization(config))
+    _refuse_json(args)
+    check = partial(read_config_for, model_impl="auto")  # before the weights are downloaded
+    print(find_checkpoint(args.model, revision=args.revision, check=check).path)
+    return 0
 
 
 def run_list(args: argparse.Namespace) -> int:

@@ -38,8 +38,9 @@ class LayerWeight(nn.Module):
     def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
         """Return the expected checkpoint tensors, keyed by name (parent + "q_proj.weight")."""
         if self.tensors is None:
-            arguments = self.outputs, self.inputs, self.build, parent, self.is_uniform
-            self.tensors = create_quantized(*arguments)
+            self.tensors = create_quantized(
+                self.outputs, self.inputs, self.build, parent, self.is_uniform
+            )
         if self.tensors is None:
             self.use_dense()
         assert self.tensors is not None

@@ -67,15 +67,12 @@ def _gguf_layouts(types: Mapping[str, str]) -> Layouts:
     """Return the layouts, given each tensor's GGUF type; a layer's experts share a tensor."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    layouts = {
-        kind: QuantLayout(kind, size, block_bytes=num_bytes)
-        for kind in set(types.values())
-        for size, num_bytes in [GGML_QUANT_SIZES[GGMLQuantizationType[kind]]]
-    }
-
     def layout_of(module: str) -> QuantLayout | None:
         kind = types.get(re.sub(r"experts\.\d+\.", "experts.*.", f"{module}.weight"))
-        return None if kind is None else layouts[kind]
+        if kind is None:
+            return None
+        size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        return QuantLayout(kind, size, block_bytes=num_bytes)
 
     return layout_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from torch import Tensor
 from nanovllm.checkpoint import stored_tensors as weights
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.list_tensors import list_tensors, list_weights
-from nanovllm.checkpoint.quantization import ROUND_TO_FP8, choose_quantization
+from nanovllm.checkpoint.quantization import METHODS, ROUND_TO_FP8, choose_quantization
+from nanovllm.checkpoint.quantized.checks import check_matrix
 from nanovllm.checkpoint.quantized.combine import is_quantized_to_fp8
+from nanovllm.checkpoint.quantized.weight import QuantizedPiece, quantized_tensor, read_part
+from nanovllm.checkpoint.quantized.weight_format import Parts, Quantization
 from nanovllm.checkpoint.stored_tensors import StoredTensor
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.ops.fp8 import quantize_rows
@@ -108,6 +112,34 @@ def test_values_follow_the_formula(
         monkeypatch.setattr(weights, "PIECE_BYTES", piece_bytes)
         for index in PARTS:
             assert_same(read(tensors["a.weight"], *index), made.values[index])
+
+
+@dataclass(frozen=True)
+class SignedBytes:
+    """Another `WeightFormat`: signed bytes with a scale per output."""
+
+    parts = ("bytes", "scale")
+    layout = None
+
+    def open(self, parts: Parts) -> StoredTensor:
+        values, scale = parts["bytes"], parts["scale"]
+
+        def read_rows(outputs: slice, inputs: slice) -> QuantizedPiece:
+            return QuantizedPiece(read_part(values, outputs, inputs), read_part(scale, outputs))
+
+        shape = check_matrix(values, "int8")
+        return quantized_tensor(values, shape, (1, 1), self.layout, read_rows)
+
+
+def test_a_format_is_a_class_and_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "bytes", lambda stored: Quantization("bytes", SignedBytes()))
+    config, scale = {"quant_method": "bytes"}, torch.rand(24, 1)
+    values = torch.randint(-128, 128, (24, 40), dtype=torch.int8)
+    tensors = list_stored(tmp_path, named({"bytes": values, "scale": scale}), config)
+    for index in PARTS:
+        assert_same(read(tensors["a.weight"], *index), (values * scale)[index])
+    with pytest.raises(CheckpointError, match="a is quantized and has no tensor scale"):
+        list_stored(tmp_path, named({"bytes": values}), config)
 
 
 def test_every_code_of_fp8(tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.quantized.checks import (
     BITS,
+    FLOATS,
+    check_matrix,
+    check_part,
     choose,
     read_group_size,
     read_names,
@@ -16,6 +20,9 @@ from nanovllm.checkpoint.quantized.checks import (
 from nanovllm.checkpoint.quantized.weight_format import Parts, Quantization, QuantLayout
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nanovllm.checkpoint.quantized.weight import QuantizedPiece, StoredMatrix
     from nanovllm.checkpoint.stored_tensors import StoredTensor
 
 
@@ -27,7 +34,7 @@ class Packing:
     scales: str
     zeros: str  # packed along the outputs
     g_idx: str = ""  # group of each input
-    shape: str = ""  # numbers of outputs and inputs
+    shape: str = ""  # numbers of outputs and inputs; without it, values are [inputs, outputs]
     # If set, words hold several outputs, output i of a word at positions[i]; else several inputs.
     positions: tuple[int, ...] = ()
     is_transposed: bool = True  # whether matrices are [inputs, outputs]
@@ -72,9 +79,77 @@ class Integers:
         return QuantLayout("int4", self.group_size, True, "float16")
 
     def open(self, parts: Parts) -> StoredTensor:
-        from nanovllm.checkpoint.quantized.open_integers import open_integers
+        from nanovllm.checkpoint.quantized import weight
 
-        return open_integers(self, parts)
+        packing, per_word = self.packing, 32 // self.bits
+        packed = (per_word, 1) if packing.positions else (1, per_word)
+        if packing.shape:
+            check_part(parts[packing.shape], (2,), "int64", "int32")
+            num_outputs, num_inputs = weight.read_part(parts[packing.shape]).tolist()
+        else:
+            rows, columns = check_matrix(parts[packing.values], "int32")  # of words
+            num_outputs, num_inputs = columns * packed[0], rows * packed[1]
+        size = max(num_inputs, 1) if self.group_size == -1 else self.group_size
+        by_group = num_outputs, -(-num_inputs // size)
+        shape = num_outputs, num_inputs
+        values = self._open_matrix(parts[packing.values], shape, packed, "int32")
+        scales = self._open_matrix(parts[packing.scales], by_group, (1, 1), *FLOATS)
+        zeros = self._open_zeros(parts, by_group)
+        g_idx = parts[packing.g_idx] if self.desc_act else parts.get(packing.g_idx)
+        group_of_input = None if g_idx is None else weight.read_groups(g_idx, num_inputs, size)
+
+        def read(outputs: slice, inputs: slice) -> QuantizedPiece:
+            groups, group_of = weight.in_groups(inputs, size)
+            if group_of_input is not None:
+                groups, group_of = slice(0, by_group[1]), group_of_input[inputs]
+            zero = zeros if isinstance(zeros, int) else zeros.read(outputs, groups)
+            integers, scale = values.read(outputs, inputs), scales.read(outputs, groups)
+            return weight.QuantizedPiece(integers, scale, zero, group_of)
+
+        layout, unit = self.layout, per_word
+        if group_of_input is not None:
+            layout = None
+        elif self.group_size != -1:
+            unit = math.lcm(per_word, size)
+        if layout is not None:
+            dtype = str(scales.tensor.dtype).removeprefix("torch.")
+            dtype = dtype if dtype in ("float16", "bfloat16") else "float32"
+            layout = replace(layout, has_zeros=not isinstance(zeros, int), scale_dtype=dtype)
+        return weight.quantized_tensor(values.tensor, shape, (per_word, unit), layout, read)
+
+    def _open_zeros(self, parts: Parts, shape: tuple[int, int]) -> StoredMatrix | int:
+        """Return the zero points, which are packed along the outputs, or the one of all groups."""
+        name, middle = self.packing.zeros, 1 << (self.bits - 1)
+        is_optional = self.packing.has_optional_zeros
+        tensor = parts.get(name) if is_optional and self.is_symmetric else parts[name]
+        if tensor is None:
+            return middle
+        if is_optional and str(tensor.dtype) == "torch.int8":
+            zeros = self._open_matrix(tensor, shape, (1, 1), "int8")
+            return replace(zeros, convert=lambda stored: (stored.int() + middle).byte())
+        zeros = self._open_matrix(tensor, shape, (32 // self.bits, 1), "int32")
+        # Some tools omit the offset of symmetric weights, although they declare version 1 of GPTQ.
+        if self.zero_offset and not (self.is_symmetric and zeros.holds_only(middle, shape)):
+            zeros = replace(zeros, convert=self._add_offset)
+        return zeros
+
+    def _add_offset(self, words: Tensor) -> Tensor:
+        offsets = sum(self.zero_offset << first for first in range(0, 32, self.bits))
+        if self.zeros_carry:
+            return words + offsets
+        # Without carries: version 1 of GPTQ stores a zero point of 0 as the largest integer.
+        low = offsets * ((1 << (self.bits - 1)) - 1)  # all bits but each integer's highest
+        return ((words & low) + offsets) ^ (words & ~low)
+
+    def _open_matrix(
+        self, tensor: StoredTensor, shape: tuple[int, int], per_word: tuple[int, int], *dtypes: str
+    ) -> StoredMatrix:
+        from nanovllm.checkpoint.quantized.weight import StoredMatrix
+
+        order = -1 if self.packing.is_transposed else 1
+        stored_shape = -(-shape[0] // per_word[0]), -(-shape[1] // per_word[1])
+        check_part(tensor, stored_shape[::order], *dtypes)
+        return StoredMatrix(tensor, order, per_word, self.packing.positions)
 
 
 def read_awq(stored: Mapping[str, Any]) -> Quantization:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nanovllm.checkpoint import stored_tensors as weights
+from nanovllm.checkpoint.quantized.checks import check_part
 from nanovllm.checkpoint.quantized.weight_format import QuantLayout
 from nanovllm.checkpoint.stored_tensors import Index, StoredTensor
+from nanovllm.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +106,60 @@ def read_part(tensor: StoredTensor, *index: slice) -> Tensor:
     """Read a slice as one tensor; pieces are copied, as each is valid only until the next read."""
     pieces = [piece.clone() for piece in tensor.read(index)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A tensor that holds a matrix [outputs, columns], of numbers or of words of integers."""
+
+    tensor: StoredTensor
+    order: int  # 1: [outputs, columns], -1: [columns, outputs]
+    per_word: tuple[int, int]  # number of outputs and of columns that an element holds
+    positions: Sequence[int]  # output i of a word is at positions[i]; empty: in order
+    convert: Callable[[Tensor], Tensor] = lambda stored: stored  # applied before unpacking
+
+    def read(self, outputs: slice, columns: slice) -> Tensor:
+        index = [
+            slice(part.start // count, -(-part.stop // count))
+            for part, count in zip((outputs, columns), self.per_word, strict=True)
+        ]
+        stored = read_part(self.tensor, *index[:: self.order])
+        values = self.convert(stored if self.order == 1 else stored.t())
+        if self.per_word[0] > 1:
+            values = _unpack_outputs(values, self.positions or range(self.per_word[0]))
+        elif self.per_word[1] > 1:
+            values = _unpack_columns(values, self.per_word[1])
+        return values[: outputs.stop - outputs.start, : columns.stop - columns.start]
+
+    def holds_only(self, value: int, shape: tuple[int, int]) -> bool:
+        return bool((self.read(slice(0, shape[0]), slice(0, shape[1])) == value).all())
+
+
+def read_groups(tensor: StoredTensor, num_inputs: int, size: int) -> Tensor | None:
+    """Read the group of each input; return None if groups are consecutive, or all are -1."""
+    check_part(tensor, (num_inputs,), "int32", "int64")
+    groups, num_groups = read_part(tensor).long(), -(-num_inputs // size)
+    if torch.equal(groups, torch.arange(num_inputs) // size) or bool((groups == -1).all()):
+        return None
+    if bool(((groups < 0) | (groups >= num_groups)).any()):
+        raise CheckpointError(
+            f"{tensor.file}: tensor {tensor.name!r} must hold group indices below {num_groups}"
+        )
+    return groups
+
+
+def _unpack_columns(words: Tensor, per_word: int) -> Tensor:
+    """Unpack [outputs, words] to [outputs, columns], one integer per byte, lowest bits first."""
+    # Always copy: a tensor with one column counts as contiguous, whatever the stride of its rows.
+    values = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return values if per_word == 4 else torch.stack((values & 15, values >> 4), -1).flatten(-2)
+
+
+def _unpack_outputs(words: Tensor, positions: Sequence[int]) -> Tensor:
+    """Unpack [words, columns] to [outputs, columns], one integer per byte."""
+    words, per_word = words.contiguous(), len(positions)
+    bits = 32 // per_word
+    values = torch.empty(len(words), per_word, words.shape[1], dtype=torch.uint8)
+    for i, position in enumerate(positions):
+        values[:, i] = (words >> bits * position) & ((1 << bits) - 1)
+    return values.flatten(0, 1)
